@@ -1,0 +1,1 @@
+"""Pure decisions: no Parsl, no torch, no file, no process, no wall clock."""

@@ -1,0 +1,169 @@
+"""The words of the design as frozen dataclasses."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from parsl_freetrain.core.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Hole:
+    """Nodes that the scheduler cannot use before some time.
+
+    Attributes
+    ----------
+    nodes
+        How many nodes there are.
+    until_s
+        When they are needed again, in seconds of the clock that the events use; None: until preempted.
+    queue
+        Where a block for this hole is submitted.
+    names
+        The nodes' names, empty where the scheduler chooses them.
+    """
+
+    nodes: int
+    until_s: float | None = None
+    queue: str = ''
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BlockRequest:
+    """One batch job, sized to fill one hole.
+
+    Attributes
+    ----------
+    nodes
+        How many nodes to ask for.
+    walltime_s
+        For how long, in seconds; None where the site needs no walltime.
+    queue, names
+        As in the hole.
+    """
+
+    nodes: int
+    walltime_s: float | None = None
+    queue: str = ''
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ScalingCurve:
+    """Training speed against nodes: linear between points, 0 at 0 nodes, flat behind the last point.
+
+    Attributes
+    ----------
+    nodes
+        Node counts, strictly increasing.
+    rate
+        Samples per second (or any unit proportional to it) at each count.
+    """
+
+    nodes: tuple[int, ...]
+    rate: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.nodes) != len(self.rate) or not self.nodes:
+            raise BadInput(
+                f'A scaling curve needs one rate for each node count and at least one point: '
+                f'got {len(self.nodes)} node counts and {len(self.rate)} rates.')
+        if any(n < 0 for n in self.nodes) or any(b <= a for a, b in zip(self.nodes, self.nodes[1:], strict=False)):
+            raise BadInput(
+                f'The node counts of a scaling curve must increase and not be negative: got {list(self.nodes)}.')
+        if any(not math.isfinite(r) or r < 0 for r in self.rate):
+            raise BadInput(f'The rates of a scaling curve must be finite and not negative: got {list(self.rate)}.')
+        if self.nodes[0] == 0 and self.rate[0] != 0:
+            raise BadInput(f'The rate of a scaling curve at 0 nodes must be 0: got {self.rate[0]}.')
+
+    @classmethod
+    def from_points(cls, points: dict[int, float]) -> ScalingCurve:
+        """The curve through ``{nodes: rate}``, in any order; the point (0, 0) is implied."""
+        ordered = sorted(({0: 0.0} | {int(n): float(r) for n, r in points.items()}).items())
+        return cls(tuple(n for n, _ in ordered), tuple(r for _, r in ordered))
+
+    def rate_at(self, nodes: int) -> float:
+        """Rate on ``nodes`` nodes, in the curve's unit."""
+        if nodes <= 0:
+            return 0.0
+        i = bisect_left(self.nodes, nodes)
+        if i == len(self.nodes):
+            return self.rate[-1]
+        if self.nodes[i] == nodes:
+            return self.rate[i]
+        left_n, left_r = (self.nodes[i - 1], self.rate[i - 1]) if i else (0, 0.0)
+        return left_r + (self.rate[i] - left_r) * (nodes - left_n) / (self.nodes[i] - left_n)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One training job, as its user described it.
+
+    Attributes
+    ----------
+    name
+        Unique within a run; also the name of its checkpoint folder.
+    min_nodes, max_nodes
+        A running fragment has at least and at most so many nodes.
+    total_samples
+        What is trained in total; None while only the number of epochs is known.
+    curve
+        The scaling curve, where the user stated one.
+    rescale_up_s, rescale_down_s
+        What a change to more or to fewer nodes costs, in seconds of the current rate.
+    """
+
+    name: str
+    min_nodes: int
+    max_nodes: int
+    total_samples: int | None = None
+    curve: ScalingCurve | None = None
+    rescale_up_s: float = 2.0
+    rescale_down_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.min_nodes < 1:
+            raise BadInput(f'Trainer {self.name!r}: min_nodes is {self.min_nodes}; it must be at least 1.')
+        if self.max_nodes < self.min_nodes:
+            raise BadInput(
+                f'Trainer {self.name!r}: min_nodes is {self.min_nodes} and max_nodes {self.max_nodes}; '
+                f'max_nodes must be at least min_nodes.')
+        if self.total_samples is not None and self.total_samples < 1:
+            raise BadInput(
+                f'Trainer {self.name!r}: the total to train is {self.total_samples} samples; it must be at least 1.')
+        for what, seconds in (('rescale_up_s', self.rescale_up_s), ('rescale_down_s', self.rescale_down_s)):
+            if not math.isfinite(seconds) or seconds < 0:
+                raise BadInput(
+                    f'Trainer {self.name!r}: {what} is {seconds}; it must be a number of seconds, 0 or more.')
+        if self.curve and not any(self.curve.rate_at(n) > 0 for n in range(self.min_nodes, self.max_nodes + 1)):
+            raise BadInput(
+                f'Trainer {self.name!r}: its scaling curve has rate 0 at every count from {self.min_nodes} to '
+                f'{self.max_nodes} nodes; at one of them it must be above 0.')
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A handle to a committed state of a trainer; never the tensors themselves.
+
+    Attributes
+    ----------
+    trainer
+        Whose state it is.
+    path
+        The checkpoint's own directory; empty for the state before the first step.
+    samples
+        Training samples that the state has seen.
+    fragment
+        The fragment that wrote it; 0 for the state before the first step.
+    metrics
+        The last values given to ``ctx.report``.
+    """
+
+    trainer: str
+    path: str
+    samples: int
+    fragment: int
+    metrics: dict[str, float] = field(default_factory=dict, compare=False)
