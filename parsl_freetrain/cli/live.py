@@ -1,0 +1,316 @@
+"""The live view of a run, read from its ledger: in the run's own terminal or from another shell."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.measure import Measurement
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from parsl_freetrain.cli.snapshot import BlockNow, Snapshot, TrainerNow, snapshot
+from parsl_freetrain.core.allocation import Allocator
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.ledger.summary import Remembering
+
+MOST_BLOCKS = 12
+"""So many open blocks are listed; the others are counted."""
+
+SILENT_S = 60.0
+"""A live run that has noted nothing for so long is said to be silent."""
+
+STATE_STYLES = {'running': 'green', 'finished': 'bold green', 'failed': 'bold red', 'cancelled': 'yellow'}
+
+
+class LiveView:
+    """Renders what a ledger says now.
+
+    Parameters
+    ----------
+    reader
+        The ledger; not closed by this view.
+    allocator
+        An exact one, for the efficiency U; without it U is not shown.
+    """
+
+    def __init__(self, reader: Reader, allocator: Allocator | None = None) -> None:
+        self._reader = reader
+        self._allocator = None if allocator is None else Remembering(allocator)
+
+    def snapshot(self, now: float) -> Snapshot:
+        """What :meth:`render` shows, as data; ``now`` in epoch seconds."""
+        return snapshot(self._reader, now, self._allocator)
+
+    def render(self, now: float) -> RenderableType:
+        """The view at ``now`` (epoch seconds); fits any console from 40 columns on."""
+        return _Screen(self.snapshot(now))
+
+    def lines(self, now: float) -> list[str]:
+        """One plain line per trainer, without any control character."""
+        seen = self.snapshot(now)
+        return [_plain_line(t, seen.elapsed_s) for t in seen.trainers]
+
+
+def run_live(
+    path: str | Path,
+    stop: threading.Event,
+    console: Console,
+    allocator: Allocator | None = None,
+    *,
+    refresh_s: float = 0.5,
+    plain_s: float = 10.0,
+    clock: Callable[[], float] = time.time,
+) -> None:
+    """Show a ledger until ``stop`` is set; the ledger need not exist yet.
+
+    On a terminal the view is drawn anew every ``refresh_s`` seconds. Elsewhere one plain line per trainer is
+    printed every ``plain_s`` seconds, and once at the end.
+
+    Raises
+    ------
+    BadInput
+        The file is no ledger, or one of a newer version.
+    """
+    reader = _wait_for(Path(path), stop, refresh_s)
+    if reader is None:
+        return
+    with reader:
+        view = LiveView(reader, allocator)
+        if not console.is_terminal:
+            while not stop.wait(plain_s):
+                _print_lines(console, view.lines(clock()))
+            _print_lines(console, view.lines(clock()))
+            return
+        with Live(view.render(clock()), console=console, auto_refresh=False, vertical_overflow='ellipsis') as live:
+            while not stop.wait(refresh_s):
+                live.update(view.render(clock()), refresh=True)
+            live.update(view.render(clock()), refresh=True)
+
+
+def closing_table(summary: Mapping[str, Any]) -> RenderableType:
+    """The closing table of a summary as :func:`parsl_freetrain.ledger.summary.summary` gives it.
+
+    Accuracies (``accuracy``, ``accuracy_undisturbed``, ``weights_equal``) are shown where a workflow added them.
+    """
+    return _Closing(summary)
+
+
+def _wait_for(path: Path, stop: threading.Event, every_s: float) -> Reader | None:
+    while True:
+        try:
+            return Reader(path)
+        except BadInput:
+            # A ledger is empty for a moment while its writer makes the tables.
+            if path.exists() and path.stat().st_size > 0:
+                raise
+        if stop.wait(every_s):
+            return None
+
+
+def _print_lines(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+
+
+class _Screen:
+    def __init__(self, seen: Snapshot) -> None:
+        self._seen = seen
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        seen = self._seen
+        yield _heading(seen)
+        table = _trainer_table(seen.trainers, bar=6 if options.max_width < 90 else 12)
+        if _fits(table, console, options):
+            yield table
+        else:
+            yield from (_trainer_lines(trainer) for trainer in seen.trainers)
+        shown = seen.blocks[:MOST_BLOCKS]
+        table = _block_table(shown)
+        if shown and _fits(table, console, options):
+            yield table
+        else:
+            for block in shown:
+                yield _cut(
+                    f'{block.name}: {_nodes(block.nodes)}, {_left(block)}, {", ".join(block.trainers) or "idle"}'
+                )
+        if len(seen.blocks) > MOST_BLOCKS:
+            yield _cut(f'and {len(seen.blocks) - MOST_BLOCKS} more blocks', 'dim')
+
+
+def _fits(table: Table, console: Console, options: ConsoleOptions) -> bool:
+    # A table that would have to cut its columns is worth less than a few short lines.
+    return Measurement.get(console, options.update(max_width=1000), table).maximum <= options.max_width
+
+
+class _Closing:
+    def __init__(self, summary: Mapping[str, Any]) -> None:
+        self._summary = summary
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        trainers: Mapping[str, Mapping[str, Any]] = self._summary['trainers']
+        rows = {name: _closing_cells(t) for name, t in trainers.items()}
+        titles = list(dict.fromkeys(title for cells in rows.values() for title in cells))
+        table = _table('trainer', *titles)
+        for name, cells in rows.items():
+            table.add_row(Text(clean(name)), *(cells.get(title, '') for title in titles))
+        if _fits(table, console, options):
+            yield table
+        else:
+            for name, cells in rows.items():
+                yield _cut(clean(name), 'bold')
+                for title, cell in cells.items():
+                    yield _cut(f'  {title}: {cell}')
+        node_s = self._summary['node_s']
+        whole = node_s['offered'] or 1.0
+        shares = ', '.join(f'{kind} {100 * s / whole:.0f}%' for kind, s in node_s.items() if kind != 'offered')
+        yield Text(f'node-seconds: {node_s["offered"]:.0f} offered, of these {shares}')
+        yield Text(
+            f'blocks: {self._summary["blocks"]}, killed while training: {self._summary["blocks_killed"]}; '
+            f'{_duration(self._summary["wall_s"])} in all'
+        )
+
+
+def _closing_cells(trainer: Mapping[str, Any]) -> dict[str, str]:
+    expected = trainer['samples_expected']
+    cells = {
+        'frag': str(trainer['fragments']),
+        'pre': str(trainer['preempted']),
+        'resc': str(trainer['rescaled']),
+        'samples': f'{trainer["samples"]:,}' + (f'/{expected:,}' if expected is not None else ''),
+        'repeated': f'{trainer["samples_repeated"]:,}',
+    }
+    if trainer.get('accuracy') is not None:
+        cells['accuracy'] = f'{100 * trainer["accuracy"]:.2f}%'
+    if trainer.get('accuracy_undisturbed') is not None:
+        cells['undist.'] = f'{100 * trainer["accuracy_undisturbed"]:.2f}%'
+    if trainer.get('weights_equal') is not None:
+        cells['weights'] = 'equal' if trainer['weights_equal'] else 'DIFFER'
+    return cells
+
+
+def _heading(seen: Snapshot) -> Text:
+    text = Text(no_wrap=True, overflow='ellipsis')
+    text.append('FreeTrain', 'bold')
+    text.append(f'  {_duration(seen.elapsed_s)}  {_nodes(sum(b.nodes for b in seen.blocks))}')
+    if seen.ended is not None:
+        text.append(f'  ended: {clean(seen.ended)}', 'dim')
+    elif seen.silent_s > SILENT_S:
+        text.append(f'  silent for {_duration(seen.silent_s)}', 'yellow')
+    return text
+
+
+def _trainer_table(trainers: Sequence[TrainerNow], bar: int) -> Table:
+    table = _table('trainer', 'state', 'nodes', 'progress', 'samples', 'loss', 'rate', 'U', 'frag', 'pre', 'resc')
+    for column in (0, 1, 3):
+        table.columns[column].justify = 'left'
+    for t in trainers:
+        table.add_row(
+            Text(clean(t.name), overflow='ellipsis'),
+            Text(clean(t.state), STATE_STYLES.get(t.state, '')),
+            str(t.nodes),
+            ProgressBar(total=t.total or 1, completed=min(t.samples, t.total) if t.total else 0, width=bar),
+            _samples(t),
+            _value(t.loss, '.4g'),
+            _rate(t.rate),
+            _value(t.efficiency, '.2f'),
+            str(t.fragments),
+            str(t.preempted),
+            str(t.rescaled),
+        )
+    return table
+
+
+def _trainer_lines(t: TrainerNow) -> RenderableType:
+    name = Text(no_wrap=True, overflow='ellipsis')
+    name.append(clean(t.name), 'bold')
+    name.append(f' {clean(t.state)}', STATE_STYLES.get(t.state, ''))
+    name.append(f', {_nodes(t.nodes)}')
+    parts: list[RenderableType] = [name]
+    if t.total:
+        bar = Table.grid()  # a bar alone does not end its line
+        bar.add_row(ProgressBar(total=t.total, completed=min(t.samples, t.total), width=38))
+        parts.append(bar)
+    parts.append(_cut(f'  {_samples(t)} at {_rate(t.rate)}, loss {_value(t.loss, ".4g")}'))
+    parts.append(_cut(f'  U {_value(t.efficiency, ".2f")}, frag {t.fragments}, pre {t.preempted}, resc {t.rescaled}'))
+    return Group(*parts)
+
+
+def _block_table(blocks: Sequence[BlockNow]) -> Table:
+    table = _table('block', 'nodes', 'time left', 'trainers')
+    table.columns[3].justify = 'left'
+    for block in blocks:
+        table.add_row(
+            Text(clean(block.name), overflow='ellipsis'),
+            str(block.nodes),
+            _left(block),
+            Text(clean(', '.join(block.trainers)) or 'idle', overflow='ellipsis'),
+        )
+    return table
+
+
+def _plain_line(t: TrainerNow, elapsed_s: float) -> str:
+    return clean(
+        f'{_duration(elapsed_s)} {t.name}: {t.state}, {_nodes(t.nodes)}, {_samples(t)} samples, '
+        f'loss {_value(t.loss, ".4g")}, '
+        f'{_rate(t.rate)}, U {_value(t.efficiency, ".2f")}, fragments {t.fragments}, preempted {t.preempted}, '
+        f'rescaled {t.rescaled}'
+    )
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style='dim')
+    for i, title in enumerate(titles):
+        table.add_column(title, justify='left' if i == 0 else 'right', no_wrap=True, overflow='ellipsis')
+    return table
+
+
+def _cut(line: str, style: str = '') -> Text:
+    return Text(clean(line), style, no_wrap=True, overflow='ellipsis')
+
+
+def _nodes(count: int) -> str:
+    return '1 node' if count == 1 else f'{count} nodes'
+
+
+def _samples(t: TrainerNow) -> str:
+    return f'{_count(t.samples)}/{_count(t.total)}' if t.total else _count(t.samples)
+
+
+def _count(n: int) -> str:
+    for size, unit in ((10**9, 'G'), (10**6, 'M'), (10**3, 'k')):
+        if n >= 10 * size:
+            return f'{n / size:.1f}'.removesuffix('.0') + unit
+    return str(n)
+
+
+def _rate(rate: float | None) -> str:
+    return '–' if rate is None else f'{_count(round(rate))}/s'
+
+
+def _value(value: float | None, how: str) -> str:
+    return '–' if value is None else format(value, how)
+
+
+def _left(block: BlockNow) -> str:
+    if block.joined == 0:
+        return 'starting'
+    return 'unknown' if block.left_s is None else _duration(max(0.0, block.left_s))
+
+
+def _duration(seconds: float) -> str:
+    whole = max(0, round(seconds))
+    hours, rest = divmod(whole, 3600)
+    return f'{hours}:{rest // 60:02d}:{rest % 60:02d}' if hours else f'{rest // 60}:{rest % 60:02d}'
+
+
+def clean(text: str) -> str:
+    """The text without control characters, which a name or a metric must not smuggle onto a terminal."""
+    return ''.join(c if c.isprintable() else '?' for c in text)

@@ -1,0 +1,1 @@
+"""What happened: every event, decision, block, fragment, checkpoint and node-second, in one SQLite file."""

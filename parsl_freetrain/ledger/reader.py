@@ -1,0 +1,203 @@
+"""The reading side of the ledger: from any process, while the run lives."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.ledger import schema
+from parsl_freetrain.ledger.connection import BUSY_S
+from parsl_freetrain.ledger.rows import (
+    BlockRow,
+    CheckpointRow,
+    FragmentRow,
+    NodeRow,
+    Offer,
+    ProgressRow,
+    Run,
+    Story,
+    TrainerRow,
+)
+
+
+class Reader:
+    """A read-only view of a ledger.
+
+    Parameters
+    ----------
+    path
+        The file; its writer may be at work.
+
+    Raises
+    ------
+    BadInput
+        There is no file, it is no ledger, or it is one of a newer version.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise BadInput(f'There is no ledger at {path}; name the file that a run writes.')
+        self._cached: tuple[int, str | None, Story] | None = None
+        try:
+            self._connection = _connect(self.path)
+        except sqlite3.OperationalError as error:
+            raise BadInput(f'The ledger {path} cannot be read ({error}); give a path that can.') from error
+        except sqlite3.DatabaseError as error:
+            raise BadInput(f'{path} is not a FreeTrain ledger ({error}); name the file that a run writes.') from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; calling it again does nothing."""
+        self._connection.close()
+
+    def story(self, run: str | None = None) -> Story:
+        """Everything but progress reports, events and decisions, of one run or of all; cheap while nothing changes.
+
+        Raises
+        ------
+        BadInput
+            The ledger has no run of this name.
+        """
+        with self._reading():
+            version = self._connection.execute('PRAGMA data_version').fetchone()[0]
+            if self._cached is not None and self._cached[:2] == (version, run):
+                return self._cached[2]
+            runs = tuple(Run(**row) for row in self._rows('runs', None, 'id'))
+            latest = runs[-1].id if runs else None
+            chosen = self._run_id(runs, run)
+            story = Story(
+                runs=tuple(r for r in runs if chosen in (None, r.id)),
+                trainers=tuple(TrainerRow(**row) for row in self._rows('trainers', chosen, 'run, submitted_at, rowid')),
+                blocks=tuple(BlockRow(**row) for row in self._rows('blocks', chosen, 'run, opened_at, rowid')),
+                nodes=tuple(NodeRow(**row) for row in self._rows('nodes', chosen, 'run, joined_at, rowid')),
+                fragments=tuple(
+                    FragmentRow(**row) for row in self._rows('fragments', chosen, 'run, decided_at, rowid')
+                ),
+                checkpoints=tuple(CheckpointRow(**row) for row in self._rows('checkpoints', chosen, 'run, at, rowid')),
+                offers=tuple(Offer(**row) for row in self._rows('offers', chosen, 'run, name, start')),
+                latest=latest,
+            )
+        self._cached = (version, run, story)
+        return story
+
+    def progress(self, run: str | None = None) -> list[ProgressRow]:
+        """All progress reports, in order of time."""
+        return [ProgressRow(**row) for row in self._table('progress', run)]
+
+    def events(self, run: str | None = None) -> list[dict[str, Any]]:
+        """All events, in order of time: run, at, kind, trainer, fragment, block, node, detail."""
+        return self._table('events', run)
+
+    def decisions(self, run: str | None = None) -> list[dict[str, Any]]:
+        """All decisions, in order of time, with the keys of ``Ledger.decision`` and ``run``."""
+        return self._table('decisions', run)
+
+    def _table(self, table: str, run: str | None) -> list[dict[str, Any]]:
+        with self._reading():
+            runs = tuple(Run(**row) for row in self._rows('runs', None, 'id'))
+            return list(self._rows(table, self._run_id(runs, run), 'run, at, rowid'))
+
+    def _run_id(self, runs: tuple[Run, ...], name: str | None) -> int | None:
+        if name is None:
+            return None
+        for run in runs:
+            if run.name == name:
+                return run.id
+        known = ', '.join(r.name for r in runs[-5:]) or 'none'
+        raise BadInput(f'The ledger {self.path} has no run {name!r}; its last runs are: {known}.')
+
+    def _rows(self, table: str, run: int | None, order: str) -> Iterator[dict[str, Any]]:
+        where, values = ('', ()) if run is None else (' WHERE run = ?', (run,))
+        cursor = self._connection.execute(f'SELECT * FROM {table}{where} ORDER BY {order}', values)
+        columns = [c[0] for c in cursor.description]
+        lists, mappings = _LISTS.get(table, ()), _MAPPINGS.get(table, ())
+        for values_of_row in cursor:
+            row = dict(zip(columns, values_of_row, strict=True))
+            for column in lists:
+                row[column] = tuple(json.loads(row[column]))
+            for column in mappings:
+                row[column] = json.loads(row[column]) if row[column] is not None else {}
+            yield row
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        # One transaction, so that all tables are of one moment. A writer that was killed may have left a journal
+        # that must be rolled back first.
+        try:
+            self._begin()
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_ROLLBACK:
+                raise
+            if self._connection.in_transaction:
+                self._connection.execute('ROLLBACK')
+            _roll_back_journal(self.path)
+            self._begin()
+        try:
+            yield
+        finally:
+            if self._connection.in_transaction:
+                self._connection.execute('ROLLBACK')
+
+    def _begin(self) -> None:
+        self._connection.execute('BEGIN')
+        self._connection.execute('SELECT 1 FROM runs LIMIT 1').fetchone()
+
+
+_LISTS = {'blocks': ('names',), 'fragments': ('nodes',), 'decisions': ('actions',)}
+_MAPPINGS = {
+    'trainers': ('spec',),
+    'fragments': ('metrics',),
+    'checkpoints': ('metrics',),
+    'progress': ('metrics',),
+    'events': ('detail',),
+    'decisions': ('current', 'allocation'),
+}
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        f'file:{quote(str(path.absolute()))}?mode=ro',
+        uri=True,
+        timeout=BUSY_S,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+    try:
+        try:
+            schema.check(connection, str(path))
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_ROLLBACK:
+                raise
+            _roll_back_journal(path)
+            schema.check(connection, str(path))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _roll_back_journal(path: Path) -> None:
+    # SQLite takes a journal for left behind only when no writer holds its lock, so this never disturbs a live one.
+    connection = sqlite3.connect(
+        f'file:{quote(str(path.absolute()))}?mode=rw', uri=True, timeout=BUSY_S, isolation_level=None
+    )
+    try:
+        connection.execute('SELECT count(*) FROM sqlite_master').fetchone()
+    finally:
+        connection.close()

@@ -1,0 +1,153 @@
+"""What each node did in each second, as sets of intervals; pure."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from parsl_freetrain.ledger.intervals import Interval, clip, intersect, length, merge, subtract
+from parsl_freetrain.ledger.rows import BlockRow, CheckpointRow, FragmentRow, NodeRow, Run, Story
+
+BUSY_CLASSES = ('lost', 'checkpointing', 'trained', 'starting')
+"""Classes of a node-second; where records overlap, the one named first counts. What is left of an offer is 'idle'."""
+
+LOSING = frozenset({'preempted', 'failed'})
+"""Endings after which the work since the last checkpoint is repeated."""
+
+Phases = dict[str, list[Interval]]
+
+
+def ending_of(fragment: FragmentRow, alive: bool) -> str | None:
+    """How it ended; a fragment that its run (no longer ``alive``) never ended was cut off with the run: 'preempted'."""
+    if fragment.ended_at is None:
+        return None if alive else 'preempted'
+    return fragment.ending
+
+
+def phases(fragment: FragmentRow, checkpoints: Iterable[CheckpointRow], *, until: float, alive: bool) -> Phases:
+    """A fragment's seconds by class, each second in one class.
+
+    Parameters
+    ----------
+    checkpoints
+        The fragment's own.
+    until
+        Up to when a fragment without an end is told, in epoch seconds.
+    alive
+        Whether its run may still go on.
+    """
+    begin = fragment.decided_at
+    end = max(begin, until if fragment.ended_at is None else fragment.ended_at)
+    started = end if fragment.started_at is None else min(max(begin, fragment.started_at), end)
+    written = list(checkpoints)
+    kept_until = end
+    if ending_of(fragment, alive) in LOSING:
+        kept_until = min(end, max([started, *(c.at for c in written)]))
+    saving = clip(((c.at - c.seconds, c.at) for c in written), started, kept_until)
+    return {
+        'starting': merge([(begin, started)]),
+        'checkpointing': saving,
+        'trained': subtract(merge([(started, kept_until)]), saving),
+        'lost': merge([(kept_until, end)]),
+    }
+
+
+def by_fragment(checkpoints: Iterable[CheckpointRow]) -> dict[tuple[int, str, int], list[CheckpointRow]]:
+    """Checkpoints by the key of their fragment."""
+    grouped: dict[tuple[int, str, int], list[CheckpointRow]] = defaultdict(list)
+    for checkpoint in checkpoints:
+        grouped[checkpoint.run, checkpoint.trainer, checkpoint.fragment].append(checkpoint)
+    return grouped
+
+
+def offered(story: Story, run: Run, until: float) -> dict[str, list[Interval]]:
+    """By node name: when the node was offered, within the run's own time."""
+    rows: dict[str, list[Interval]] = defaultdict(list)
+    for offer in story.offers:
+        if offer.run == run.id:
+            rows[offer.name].append((offer.start, math.inf if offer.end is None else offer.end))
+    return {name: clip(times, run.begun_at, until) for name, times in rows.items()}
+
+
+def left_at(node: NodeRow, blocks: dict[tuple[int, str], BlockRow], until: float) -> float:
+    """When a node was gone: by its own record or its block's, at the latest ``until``."""
+    block = blocks.get((node.run, node.block))
+    known = [t for t in (node.left_at, block.closed_at if block else None) if t is not None]
+    return min([until, *known])
+
+
+def busy(story: Story, run: Run, until: float) -> dict[str, Phases]:
+    """By node name and class: when the node was in a block and not just idle there. Classes may overlap."""
+    blocks = {(b.run, b.block): b for b in story.blocks if b.run == run.id}
+    nodes = {n.node: n for n in story.nodes if n.run == run.id}
+    written = by_fragment(story.checkpoints)
+    alive = story.alive(run)
+    found: dict[str, Phases] = defaultdict(lambda: {name: [] for name in BUSY_CLASSES})
+    arrived: dict[str, set[str]] = defaultdict(set)
+    for node in nodes.values():
+        arrived[node.block].add(node.name)
+        if (block := blocks.get((node.run, node.block))) is not None:
+            found[node.name]['starting'].append((block.opened_at, node.joined_at))
+    for block in blocks.values():
+        for name in set(block.names) - arrived[block.block]:
+            found[name]['starting'].append((block.opened_at, until if block.closed_at is None else block.closed_at))
+    for fragment in story.fragments:
+        if fragment.run != run.id:
+            continue
+        parts = phases(fragment, written.get(fragment.key, ()), until=until, alive=alive)
+        for one in fragment.nodes:
+            place = nodes.get(one)
+            here = (-math.inf, math.inf) if place is None else (place.joined_at, left_at(place, blocks, until))
+            for kind, times in parts.items():
+                found[one if place is None else place.name][kind].extend(clip(times, *here))
+    return found
+
+
+def node_seconds_of(story: Story, now: float | None = None) -> dict[str, float]:
+    """Node-seconds by class; see :func:`parsl_freetrain.ledger.summary.node_seconds`."""
+    totals = dict.fromkeys(('offered', 'trained', 'starting', 'checkpointing', 'lost', 'idle'), 0.0)
+    for run in story.runs:
+        until = story.until(run, now)
+        doing = busy(story, run, until)
+        for name, rest in offered(story, run, until).items():
+            totals['offered'] += length(rest)
+            for kind in BUSY_CLASSES:
+                mine = merge(doing[name][kind]) if name in doing else []
+                totals[kind] += length(intersect(mine, rest))
+                rest = subtract(rest, mine)
+            totals['idle'] += length(rest)
+    return totals
+
+
+def struck_nodes(story: Story) -> list[NodeRow]:
+    """Nodes of taken blocks whose loss hit a fragment that was training on them."""
+    blocks = {(b.run, b.block): b for b in story.blocks}
+    nodes = {(n.run, n.node): n for n in story.nodes}
+    hit: dict[tuple[int, str], NodeRow] = {}
+    for fragment in story.fragments:
+        if fragment.started_at is None:
+            continue
+        places = [nodes[fragment.run, n] for n in fragment.nodes if (fragment.run, n) in nodes]
+        for place in _struck(fragment, [(left_at(p, blocks, math.inf), p) for p in places]):
+            block = blocks.get((place.run, place.block))
+            if block is not None and block.how == 'taken':
+                hit[place.run, place.node] = place
+    return list(hit.values())
+
+
+def killed_blocks(story: Story) -> int:
+    """How many blocks were taken while a fragment was training on them."""
+    return len({(n.run, n.block) for n in struck_nodes(story)})
+
+
+def _struck(fragment: FragmentRow, gone: Sequence[tuple[float, NodeRow]]) -> list[NodeRow]:
+    # The nodes whose loss hit the fragment. Its end may be noted shortly before the nodes' loss is:
+    # then the block of the first of them to go is what ended it.
+    started, ended = fragment.started_at or 0.0, math.inf if fragment.ended_at is None else fragment.ended_at
+    lost_it = fragment.ending in (None, 'preempted')
+    during = [p for t, p in gone if started <= t < math.inf and (t < ended or (t == ended and lost_it))]
+    if during or not lost_it:
+        return during
+    first, place = min(gone, key=lambda pair: pair[0], default=(math.inf, None))
+    return [] if place is None or first == math.inf else [p for _, p in gone if p.block == place.block]
