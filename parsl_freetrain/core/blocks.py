@@ -34,8 +34,7 @@ def blocks_to_open(
     """
     if state.shutting_down:
         return []
-    usable = [hole for hole in holes
-              if hole.nodes > 0 and (hole.until_s is None or hole.until_s - at >= settings.min_hole_s)]
+    usable = [hole for hole in holes if hole.until_s is None or hole.until_s - at >= settings.min_hole_s]
     usable.sort(key=lambda hole: (-hole.nodes, hole.names))
     wanted = nodes_wanted(state, settings)
     room = settings.max_blocks - len(state.blocks)

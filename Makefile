@@ -1,0 +1,54 @@
+# `make demo` and `make test` do everything on a fresh machine; each makes .venv first if it has to.
+PYTHON ?= python3
+PIP_ARGS ?=
+DEMO_ARGS ?=
+TEST_ARGS ?=
+BENCH_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# Parsl starts its own programs by name.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: help venv demo test lint docs bench clean
+
+help:
+	@echo 'make demo    train two networks in the holes of this computer (options: DEMO_ARGS)'
+	@echo 'make test    run all tests, lint included (options: TEST_ARGS)'
+	@echo 'make lint    ruff, mypy --strict, import-linter'
+	@echo 'make docs    build the documentation into docs/_build/html'
+	@echo 'make bench   measure (options: BENCH_ARGS)'
+	@echo 'make clean   remove what these made, .venv included'
+
+venv: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml .ci/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
+	    "parsl-freetrain needs Python 3.11 or newer, and $(PYTHON) is %d.%d: name another one, as in make PYTHON=python3.12 $(MAKECMDGOALS)." \
+	    % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c .ci/constraints.txt -e '.[test,demo,docs]'
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python -m workflows.digits $(DEMO_ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict parsl_freetrain workflows site_configs tests
+	$(BIN)/lint-imports
+
+docs: $(INSTALLED)
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo 'Open docs/_build/html/index.html'
+
+bench: $(INSTALLED)
+	$(BIN)/python -m pytest -s tests/benchmarks $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) docs/_build demo-out runinfo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,34 @@
+"""Sphinx configuration; build with ``make docs``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from parsl_freetrain import __version__
+
+project = 'parsl-freetrain'
+author = 'the parsl-freetrain contributors'
+copyright = author
+version = release = __version__
+
+extensions = ['myst_parser', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'sphinx.ext.viewcode']
+myst_enable_extensions = ['colon_fence', 'deflist']
+myst_heading_anchors = 3
+exclude_patterns = ['_build', 'examples']
+
+autodoc_member_order = 'bysource'
+autodoc_typehints = 'signature'
+autodoc_default_options = {'members': True, 'show-inheritance': True}
+autodoc_preserve_defaults = True
+napoleon_google_docstring = False
+napoleon_use_ivar = True
+python_use_unqualified_type_names = True
+
+html_theme = 'furo'
+html_title = f'parsl-freetrain {release}'
+html_static_path = ['_static']
+html_css_files = ['side-by-side.css']
+html_show_sourcelink = False

@@ -1,0 +1,19 @@
+"""Parsl glue: the executor, its interchange, and the channel to the nodes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parsl_freetrain.executor.executor import FreeTrainExecutor
+
+__all__ = ['FreeTrainExecutor']
+
+
+def __getattr__(name: str) -> Any:
+    """Import the executor when it is asked for: nodes import parts of this package and need neither a solver nor a ledger."""
+    if name == 'FreeTrainExecutor':
+        from parsl_freetrain.executor.executor import FreeTrainExecutor
+
+        return FreeTrainExecutor
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

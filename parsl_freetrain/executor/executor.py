@@ -1,0 +1,312 @@
+"""FreeTrainExecutor: Parsl's HighThroughputExecutor whose blocks fill holes and whose planner runs trainers in them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+import typeguard
+from parsl.data_provider.staging import Staging
+from parsl.executors import HighThroughputExecutor
+from parsl.executors.high_throughput.executor import HTEXFuture
+from parsl.jobs.states import JobState, JobStatus
+
+from parsl_freetrain.core.allocation import Allocator
+from parsl_freetrain.core.controller import Controller
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.milp import MilpAllocator
+from parsl_freetrain.core.objectives import metric_named
+from parsl_freetrain.core.state import ControllerSettings
+from parsl_freetrain.core.words import BlockRequest
+from parsl_freetrain.executor.blocks import BlockKeeper
+from parsl_freetrain.executor.control import ControlServer
+from parsl_freetrain.executor.fragments import FRAGMENT, FragmentRunner, Line, Patience
+from parsl_freetrain.executor.planner import (
+    Arrived,
+    Cancel,
+    GreetingBack,
+    MemberBack,
+    Ordinary,
+    Planner,
+    Quiesce,
+    Run,
+    Submit,
+)
+from parsl_freetrain.executor.trainers import TrainerRecord
+from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.sites.provider import BackfillProvider
+
+logger = logging.getLogger(__name__)
+
+INTERCHANGE = (sys.executable, '-m', 'parsl_freetrain.executor.interchange')
+
+
+class FreeTrainExecutor(HighThroughputExecutor):
+    """Runs trainers, and ordinary Parsl apps beside them, in blocks that fill a site's holes.
+
+    Use it in a :class:`parsl.config.Config` with ``strategy='none'``: it opens and closes its blocks itself.
+
+    Parameters
+    ----------
+    label
+        The executor's name in Parsl; it also names its folder in runinfo/.
+    provider
+        A :class:`~parsl_freetrain.sites.provider.BackfillProvider`.
+    checkpoint_dir
+        Folder on a file system that all nodes share; each trainer has a folder of its name in it.
+    ledger
+        The SQLite file that everything is recorded in; default ``ledger.sqlite`` in ``checkpoint_dir``.
+    metric
+        What the allocation maximises: 'throughput' (samples per second) or 'speedup' (relative to one node).
+    horizon_s
+        How far ahead a decision looks, in seconds.
+    trainers_at_a_time
+        Only the first so many unfinished trainers get nodes; None: all.
+    retries
+        Errors of its own code that a trainer survives; preemptions cost none.
+    resume
+        What trainers do with checkpoints of an earlier run that they find: 'auto', 'require' or 'never'.
+    allocator
+        Anything with :meth:`~parsl_freetrain.core.allocation.Allocator.allocate`; default the MILP.
+    max_workers_per_node
+        Ordinary Parsl tasks that a node runs at once, beside its fragment; 0: none.
+    idle_block_s
+        A block on which nothing ran for so many seconds is given back.
+    stop_grace_s
+        At shutdown fragments get so many seconds to write a checkpoint.
+    start_s, stop_s, silence_s
+        Patience, in seconds: for a fragment's first step, for a requested stop, and for a node's sign of life.
+    address, worker_port_range, interchange_port_range, worker_debug, encrypted, heartbeat_period, heartbeat_threshold,
+    poll_period, worker_logdir_root, launch_cmd, working_dir, storage_access, interchange_launch_cmd
+        As in :class:`parsl.executors.HighThroughputExecutor`.
+
+    Raises
+    ------
+    BadInput
+        If a setting cannot be used.
+    """
+
+    @typeguard.typechecked
+    def __init__(self,
+                 provider: BackfillProvider,
+                 label: str = 'freetrain',
+                 checkpoint_dir: str = 'checkpoints',
+                 ledger: Optional[str] = None,
+                 metric: str = 'throughput',
+                 horizon_s: float = 120.0,
+                 trainers_at_a_time: Optional[int] = None,
+                 retries: int = 0,
+                 resume: str = 'auto',
+                 allocator: Optional[Any] = None,
+                 max_workers_per_node: int = 1,
+                 idle_block_s: float = 30.0,
+                 stop_grace_s: float = 6.0,
+                 start_s: float = 120.0,
+                 stop_s: float = 120.0,
+                 silence_s: float = 20.0,
+                 address: Optional[str] = None,
+                 worker_port_range: tuple[int, int] = (54000, 55000),
+                 interchange_port_range: tuple[int, int] = (55000, 56000),
+                 worker_debug: bool = False,
+                 encrypted: bool = True,
+                 heartbeat_period: int = 5,
+                 heartbeat_threshold: int = 30,
+                 poll_period: int = 100,
+                 worker_logdir_root: Optional[str] = None,
+                 launch_cmd: Optional[str] = None,
+                 working_dir: Optional[str] = None,
+                 storage_access: Optional[list[Staging]] = None,
+                 interchange_launch_cmd: Optional[Sequence[str]] = None) -> None:
+        metric_named(metric)
+        if max_workers_per_node < 0:
+            raise BadInput(f'max_workers_per_node is {max_workers_per_node}; it must be 0 or more.')
+        if not math.isfinite(horizon_s) or horizon_s <= 0:
+            raise BadInput(f'horizon_s is {horizon_s}; it must be a positive number of seconds.')
+        super().__init__(
+            label=label, provider=provider, address=address or ('127.0.0.1' if provider.site.interface == 'lo' else None),
+            worker_port_range=worker_port_range, interchange_port_range=interchange_port_range, worker_debug=worker_debug,
+            encrypted=encrypted, heartbeat_period=heartbeat_period, heartbeat_threshold=heartbeat_threshold, poll_period=poll_period,
+            worker_logdir_root=worker_logdir_root, launch_cmd=launch_cmd, working_dir=working_dir, storage_access=storage_access,
+            interchange_launch_cmd=interchange_launch_cmd or INTERCHANGE,
+            cores_per_worker=1e-9,        # how many workers a node has is said by max_workers_per_node alone
+            block_error_handler=False)    # a lost block is normal life here
+        self.max_workers_per_node = max_workers_per_node
+        self.checkpoint_dir = checkpoint_dir
+        self.ledger = ledger
+        self.metric = metric
+        self.horizon_s = horizon_s
+        self.trainers_at_a_time = trainers_at_a_time
+        self.retries = retries
+        self.resume = resume
+        self.allocator = allocator
+        self.idle_block_s = idle_block_s
+        self.stop_grace_s = stop_grace_s
+        self.start_s = start_s
+        self.stop_s = stop_s
+        self.silence_s = silence_s
+        self._submitting = threading.Lock()
+        self._names: dict[str, int] = {}
+        self._planner: Planner | None = None
+        self._opening: BlockRequest | None = None
+        self._refusal: Exception | None = None
+        self._control_ports = interchange_port_range
+
+    @property
+    def ledger_path(self) -> Path:
+        """The SQLite file that everything is recorded in."""
+        return Path(self.ledger) if self.ledger else Path(self.checkpoint_dir).absolute() / 'ledger.sqlite'
+
+    def validate_resource_spec(self, resource_specification: dict[str, Any]) -> None:
+        super().validate_resource_spec({k: v for k, v in resource_specification.items() if k != FRAGMENT})
+
+    def start(self) -> None:
+        """Start Parsl's part, the site and the planner."""
+        ledger = Ledger(self.ledger_path)
+        super().start()  # type: ignore[no-untyped-call]
+        provider = self.provider
+        assert isinstance(provider, BackfillProvider)
+        provider.site.start()
+        allocator: Allocator = self.allocator or MilpAllocator()
+        controller = Controller(allocator, ControllerSettings(
+            horizon_s=self.horizon_s, min_hole_s=provider.min_hole_s, max_blocks=provider.max_blocks, metric=self.metric,
+            spans_blocks=provider.site.spans_blocks, trainers_at_a_time=self.trainers_at_a_time, retries=self.retries,
+            idle_block_s=self.idle_block_s, workers_per_node=max(1, int(self.max_workers_per_node))))
+        control = ControlServer(self.cert_dir, self.address, self._control_ports)
+        line = Line(sorted(self.all_addresses), control.port, self.cert_dir, provider.site.interface)
+        fragments = FragmentRunner(
+            control, ledger, line, Patience(self.start_s, self.stop_s, self.silence_s), self._submit_inner,
+            lambda name, number, member, done: self._post(MemberBack(name, number, member, done)))
+        blocks = BlockKeeper(
+            provider, ledger, str(Path(self.checkpoint_dir).absolute() / 'logs'), self._open_block, self.connected_managers,
+            self._submit_inner, lambda block, manager, done: self._post(GreetingBack(block, manager, done)))
+        self._planner = Planner(controller, control, ledger, provider, blocks, fragments, self._ask_statuses,
+                                Run(str(self.run_id), str(self.run_dir), ' '.join(sys.argv)))
+        self._planner.start()
+
+    def initialize_scaling(self) -> None:
+        """Compose the launch command: one worker more than asked for, which the interchange keeps for fragments."""
+        ordinary = self.max_workers_per_node
+        self.max_workers_per_node = ordinary + 1
+        try:
+            super().initialize_scaling()  # type: ignore[no-untyped-call]
+        finally:
+            self.max_workers_per_node = ordinary
+
+    def name_trainer(self, name: str, explicit: bool) -> str:
+        """A name that no trainer of this run has: ``name``, or ``name-2`` and so on where it was not ``explicit``.
+
+        Raises
+        ------
+        BadInput
+            If an explicit name is taken.
+        """
+        with self._submitting:
+            count = self._names.get(name, 0) + 1
+            if explicit and count > 1:
+                raise BadInput(f'There is a trainer {name!r} already in this run; give each call another trainer_name.')
+            self._names[name] = count
+        return name if count == 1 else f'{name}-{count}'
+
+    def submit_trainer(self, record: TrainerRecord) -> None:
+        """Hand a trainer to the planner; its future tells the rest.
+
+        Raises
+        ------
+        BadInput
+            If the executor has not been started by :func:`parsl.load`, or has been shut down.
+        """
+        if self._planner is None:
+            raise BadInput(f'Trainer {record.trainer.name!r} cannot be submitted: executor {self.label!r} is not running; '
+                           f'call parsl.load with a config that has it first.')
+        record.future._on_cancel = lambda: self._post(Cancel(record.trainer.name))
+        self._post(Submit(record))
+
+    def submit_payload(self, context: dict[str, Any], buffer: bytes) -> HTEXFuture:
+        """Send an ordinary task to the interchange, or a fragment to the planner, which fans it out."""
+        if self.bad_state_is_set:
+            raise self.executor_exception
+        if FRAGMENT in context.get('resource_spec', {}):
+            outer = HTEXFuture(0)
+            self._post(Arrived(context, buffer, outer))
+            return outer
+        if self.max_workers_per_node == 0:
+            raise BadInput(f'Executor {self.label!r} runs no ordinary Parsl apps because its max_workers_per_node is 0; '
+                           f'raise it, or send the app to another executor.')
+        future = self._submit_inner(context, buffer)
+        self._post(Ordinary(+1))
+        future.add_done_callback(lambda _: self._post(Ordinary(-1)))
+        return future
+
+    def _submit_inner(self, context: dict[str, Any], buffer: bytes) -> HTEXFuture:
+        """Parsl's own submission, which is made for one thread; here Parsl's thread and the planner both submit."""
+        with self._submitting:
+            return super().submit_payload(context, buffer)
+
+    def _post(self, item: object) -> None:
+        if self._planner is not None:
+            self._planner.post(item)
+
+    def _open_block(self, request: BlockRequest) -> tuple[str, str]:
+        """Open a block through Parsl, which notes a failure and goes on; here it is raised."""
+        self._opening, self._refusal = request, None
+        opened = self.scale_out_facade(1)
+        if self._refusal is not None:
+            raise self._refusal
+        return opened[0], str(self.blocks_to_job_id[opened[0]])
+
+    def _launch_block(self, block_id: str) -> Any:
+        """Called by Parsl in :meth:`scale_out_facade`; the hole to fill is the one that the planner decided on."""
+        assert isinstance(self.provider, BackfillProvider)
+        if self._opening is None:
+            raise BadInput(f"Executor {self.label!r} opens its blocks itself; use it with Config(strategy='none').")
+        request, self._opening = self._opening, None
+        command = self._get_launch_command(block_id)
+        if request.walltime_s is not None:
+            command += f' --drain_period={max(1, int(request.walltime_s))}'   # the last one given counts
+        try:
+            return self.provider.open_block(command, request, f'parsl.{self.label}.block-{block_id}')
+        except Exception as error:
+            self._refusal = error
+            raise
+
+    def _ask_statuses(self) -> dict[str, JobStatus]:
+        self.poll_facade()
+        return {block: status for block, status in self.status_facade.items() if status.state is not JobState.SCALED_IN}
+
+    def scale_in(self, blocks: int, max_idletime: Optional[float] = None) -> list[str]:
+        """Called by Parsl at the end of a workflow: fragments write a checkpoint before their blocks go."""
+        self.quiesce()
+        ended: list[str] = super().scale_in(blocks, max_idletime)
+        return ended
+
+    def quiesce(self) -> None:
+        """Stop every fragment with a checkpoint, waiting at most ``stop_grace_s`` seconds; nothing starts afterwards."""
+        if self._planner is not None:
+            quiet = threading.Event()
+            self._post(Quiesce(quiet))
+            quiet.wait(self.stop_grace_s)
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """End the planner, the blocks and the interchange; nothing is left running and nothing is lost."""
+        planner, self._planner = self._planner, None
+        if planner is not None:
+            planner.stop(timeout)
+        self._wait_for_blocks(timeout / 2)
+        super().shutdown(timeout)
+        if isinstance(self.provider, BackfillProvider):
+            self.provider.site.close()
+
+    def _wait_for_blocks(self, timeout_s: float) -> None:
+        assert self.provider is not None
+        end = time.monotonic() + timeout_s
+        jobs = list(self.blocks_to_job_id.values())
+        while jobs and time.monotonic() < end:
+            if all(status.terminal for status in self.provider.status(jobs)):
+                return
+            time.sleep(0.1)

@@ -1,0 +1,138 @@
+"""A fragment in the executor's eyes: its members, what they said, and what that adds up to. No effects."""
+
+from __future__ import annotations
+
+import base64
+import signal
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+import tblib
+
+from parsl_freetrain.core.errors import FreeTrainError
+from parsl_freetrain.core.events import Ending, StartFragment
+from parsl_freetrain.core.words import Checkpoint
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a fragment ended.
+
+    Attributes
+    ----------
+    ending
+        For the controller.
+    checkpoint
+        The newest one that is known to be committed; what the fragment's AppFuture resolves to.
+    error
+        A sentence; empty if nothing went wrong.
+    exception
+        The user's exception, where there is one.
+    """
+
+    ending: Ending
+    checkpoint: Checkpoint
+    error: str = ''
+    exception: BaseException | None = None
+
+
+@dataclass
+class Gang:
+    """The members of one fragment.
+
+    ``outer`` is what Parsl waits for; a member is *settled* when its task has come back or its node is lost.
+    """
+
+    action: StartFragment
+    decided_at: float
+    checkpoint: Checkpoint
+    outer: Future[Checkpoint] | None = None
+    started_at: float | None = None
+    reached: int = 0
+    stop: str = ''              # why it was asked to stop
+    stop_at: float = 0.0
+    abandoned: str = ''         # why it was given up
+    trouble_at: float | None = None
+    rendezvous: dict[str, Any] | None = None
+    heard: dict[int, float] = field(default_factory=dict)       # member -> when it was last heard of
+    settled: dict[int, list[dict[str, Any]] | BaseException] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return self.action.trainer
+
+    @property
+    def number(self) -> int:
+        return self.action.fragment
+
+    @property
+    def members(self) -> range:
+        return range(len(self.action.nodes))
+
+    def over(self) -> bool:
+        """Whether nothing more can come."""
+        return all(m in self.settled or m in self.lost for m in self.members)
+
+    def lose(self, nodes: set[str]) -> None:
+        """These nodes are gone; their members will not come back."""
+        self.lost |= {m for m in self.members if self.action.nodes[m] in nodes}
+
+    def note_checkpoint(self, message: dict[str, Any]) -> Checkpoint:
+        self.checkpoint = Checkpoint(self.name, message['path'], message['samples'], self.number, dict(message['metrics']))
+        self.reached = max(self.reached, self.checkpoint.samples)
+        return self.checkpoint
+
+    def verdict(self) -> Verdict:
+        """What all that the members said adds up to."""
+        outcomes = [o for came in self.settled.values() if isinstance(came, list) for o in came]
+        said = {o['how']: o for o in reversed(outcomes)}   # of each kind, the lowest rank's
+        for how, ending in (('finished', Ending.FINISHED), ('stopped', Ending.STOPPED)):
+            if how in said and said[how].get('path'):
+                self.note_checkpoint(said[how])
+            if how in said:
+                return Verdict(ending, self.checkpoint)
+        if 'error' in said and not self.lost:
+            error = said['error']
+            exception = self._exception(error)
+            return Verdict(Ending.FAILED, self.checkpoint, f'{error["error"]["type"]}: {error["error"]["message"]}', exception)
+        return Verdict(Ending.PREEMPTED, self.checkpoint, self._cause(outcomes))
+
+    def _cause(self, outcomes: list[dict[str, Any]]) -> str:
+        if self.lost:
+            return f'{len(self.lost)} of its {len(self.members)} nodes were lost'
+        if self.abandoned:
+            return self.abandoned
+        for outcome in outcomes:
+            if outcome['how'] == 'died':
+                return f'rank {outcome["rank"]} {_describe(outcome.get("status"))}; its output is in {outcome["log"]}'
+        for came in self.settled.values():
+            if isinstance(came, BaseException):
+                return f'{type(came).__name__}: {came}'
+        return 'its ranks lost touch with each other'
+
+    def _exception(self, outcome: dict[str, Any]) -> BaseException:
+        """The user's exception with its own traceback, and where to look."""
+        error = outcome['error']
+        exception: BaseException
+        if error.get('exception'):
+            try:
+                exception, trace = cloudpickle.loads(base64.b64decode(error['exception']))
+                exception = exception.with_traceback(tblib.Traceback.from_dict(trace).as_traceback())
+            except Exception:  # a class that only exists on the node; its text is what matters
+                exception = FreeTrainError(f'{error["type"]}: {error["message"]}')
+        else:
+            exception = FreeTrainError(f'{error["type"]}: {error["message"]}')
+        exception.add_note(f'Raised in fragment {self.number} of trainer {self.name!r}, rank {outcome["rank"]}; '
+                           f'its output is in {outcome["log"]}.\n{error["traceback"]}')
+        return exception
+
+
+def _describe(status: int | None) -> str:
+    if status is None:
+        return 'died'
+    if status < 0:
+        return f'was ended by {signal.Signals(-status).name}'
+    return f'exited with status {status}'

@@ -1,0 +1,286 @@
+"""The thread that drives the controller: it alone touches the controller, the ledger and the control channel."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from parsl.executors.high_throughput.errors import ManagerLost
+from parsl.jobs.states import JobStatus
+
+from parsl_freetrain.core import events as ev
+from parsl_freetrain.core.blocks import nodes_wanted
+from parsl_freetrain.core.controller import Controller
+from parsl_freetrain.core.errors import TrainerFailed
+from parsl_freetrain.core.words import Checkpoint
+from parsl_freetrain.executor.blocks import BlockKeeper
+from parsl_freetrain.executor.control import ControlServer
+from parsl_freetrain.executor.fragments import FragmentRunner
+from parsl_freetrain.executor.record import record_decision, record_event
+from parsl_freetrain.executor.trainers import TrainerRecord
+from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.sites.provider import BackfillProvider
+
+logger = logging.getLogger(__name__)
+
+GREETING_POLL_S = 0.25
+OFFERS_PERIOD_S = 5.0
+
+
+@dataclass(frozen=True)
+class Submit:
+    record: TrainerRecord
+
+
+@dataclass(frozen=True)
+class Cancel:
+    trainer: str
+
+
+@dataclass(frozen=True)
+class Arrived:
+    context: dict[str, Any]
+    buffer: bytes
+    outer: Future[Checkpoint]
+
+
+@dataclass(frozen=True)
+class MemberBack:
+    trainer: str
+    fragment: int
+    member: int
+    done: Future[Any]
+
+
+@dataclass(frozen=True)
+class GreetingBack:
+    block: str
+    manager: str
+    done: Future[Any]
+
+
+@dataclass(frozen=True)
+class Ordinary:
+    change: int
+
+
+@dataclass(frozen=True)
+class Quiesce:
+    """Stop every fragment with a checkpoint; ``quiet`` is set when the last has ended."""
+
+    quiet: threading.Event
+
+
+@dataclass(frozen=True)
+class Stop:
+    pass
+
+
+@dataclass(frozen=True)
+class Run:
+    """How this run is called in the ledger: Parsl's run id, its run directory, and the command line."""
+
+    run_id: str
+    run_dir: str
+    command: str
+
+
+class Planner:
+    """Runs from :meth:`start` to :meth:`stop`; everybody else talks to it through :meth:`post`.
+
+    Parameters
+    ----------
+    statuses
+        Asks the batch system for the state of all blocks, through Parsl.
+    clock
+        Seconds since the epoch.
+    """
+
+    def __init__(self, controller: Controller, control: ControlServer, ledger: Ledger, provider: BackfillProvider,
+                 blocks: BlockKeeper, fragments: FragmentRunner, statuses: Callable[[], dict[str, JobStatus]], run: Run,
+                 clock: Callable[[], float] = time.time) -> None:
+        self._controller = controller
+        self._control = control
+        self._ledger = ledger
+        self._provider = provider
+        self._blocks = blocks
+        self._fragments = fragments
+        self._statuses = statuses
+        self._run_info = run
+        self._clock = clock
+        self._records: dict[str, TrainerRecord] = {}
+        self._ordinary = 0
+        self._quiet: threading.Event | None = None
+        self._stopping = False
+        self._begun_at = clock()
+        self._thread = threading.Thread(target=self._run, name='FreeTrain-Planner', daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, item: object) -> None:
+        """Hand a command to the planner; from any thread."""
+        self._control.post(item)
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread; trainers that have not ended fail with a sentence that says how to go on."""
+        self.post(Stop())
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        next_poll = next_offers = 0.0
+        run = self._run_info
+        self._ledger.begin_run(run.run_id, at=self._begun_at, parsl_run_dir=run.run_dir, command=run.command)
+        while not self._stopping:
+            now = self._clock()
+            if now >= next_poll:
+                self._guarded(self._poll)
+                next_poll = now + self._provider.site.poll_s
+            if now >= next_offers:
+                self._guarded(self._note_offers)
+                next_offers = now + OFFERS_PERIOD_S
+            pause = next_poll - now
+            if self._blocks.starting():
+                self._guarded(self._greet)
+                pause = min(pause, GREETING_POLL_S)
+            self._ledger.commit()
+            for item in self._control.receive(max(pause, 0.0)):
+                self._guarded(self._take, item)
+            if self._quiet is not None and not self._fragments.gangs:
+                self._quiet.set()
+        self._guarded(self._finish)
+
+    def _guarded(self, step: Callable[..., None], *args: object) -> None:
+        """A planner that dies would leave every trainer waiting for ever: log and go on."""
+        try:
+            step(*args)
+        except Exception:
+            logger.exception('The planner went on after an error in %s', getattr(step, '__name__', step))
+
+    def _take(self, item: object) -> None:
+        now = self._clock()
+        match item:
+            case dict():
+                self._tell(*self._fragments.heard(item, self._records.get(item['trainer']), now))
+            case Submit(record):
+                self._submit(record, now)
+            case Cancel(trainer):
+                self._tell(ev.TrainerCancelled(now, trainer))
+            case Arrived(context, buffer, outer):
+                self._fragments.arrived(context, buffer, outer, self._records)
+            case MemberBack(trainer, fragment, member, done):
+                if isinstance(done.exception(), ManagerLost) and (node := self._fragments.node_of(trainer, fragment, member)):
+                    self._lose({node}, now)
+                self._tell(*self._fragments.settled(trainer, fragment, member, done, self._records, now))
+            case GreetingBack(block, manager, done):
+                events, hopeless = self._blocks.greeted(block, manager, done, now)
+                self._tell(*events)
+                if hopeless:
+                    self._give_up(hopeless)
+            case Ordinary(change):
+                self._ordinary += change
+                self._tell(ev.OrdinaryWork(now, self._ordinary))
+                if change > 0 and not self._blocks.blocks:
+                    self._look_for_holes(now)
+            case Quiesce(quiet):
+                self._quiet = quiet
+                self._tell(ev.ShutdownRequested(now))
+            case Stop():
+                self._stopping = True
+
+    def _submit(self, record: TrainerRecord, now: float) -> None:
+        name = record.trainer.name
+        self._records[name] = record
+        curve = record.trainer.curve
+        self._ledger.trainer(name=name, at=now, total_samples=record.trainer.total_samples, samples=record.checkpoint.samples, spec={
+            'min_nodes': record.trainer.min_nodes, 'max_nodes': record.trainer.max_nodes, 'mode': record.terms.mode,
+            'rescale_up_s': record.trainer.rescale_up_s, 'rescale_down_s': record.trainer.rescale_down_s,
+            **({'curve': {'nodes': list(curve.nodes), 'rate': list(curve.rate)}} if curve else {})})
+        record.queued()
+        self._tell(ev.TrainerSubmitted(now, record.trainer, record.checkpoint.samples, record.fragments_before))
+        self._look_for_holes(now)
+
+    def _tell(self, *events: ev.Event) -> None:
+        """Give events to the controller and do what it says; what follows from that comes after."""
+        waiting = list(events)
+        while waiting:
+            event = waiting.pop(0)
+            record_event(self._ledger, event)
+            reply = self._controller.handle(event)
+            if reply.decision is not None:
+                record_decision(self._ledger, reply.decision)
+            for action in reply.actions:
+                waiting += self._do(action, event.at)
+            if isinstance(event, (ev.NodesLeft, ev.BlockClosed)):
+                waiting += self._fragments.lose(self._controller.state.nodes.keys(), self._records, event.at)
+
+    def _do(self, action: ev.Action, at: float) -> list[ev.Event]:
+        match action:
+            case ev.OpenBlock(request):
+                return self._blocks.open(request, at)
+            case ev.CloseBlock(block, why):
+                logger.info('Giving block %s back: %s', block, why)
+                return self._blocks.close(block, at)
+            case ev.StartFragment(trainer):
+                return self._fragments.start(action, self._records[trainer], at)
+            case ev.StopFragment():
+                self._fragments.stop(action, at)
+            case ev.AbandonFragment():
+                self._fragments.abandon(action, 'some of its nodes are gone')
+            case ev.EndTrainer(trainer, state, why):
+                self._end(trainer, state, why, at)
+        return []
+
+    def _end(self, name: str, state: str, why: str, at: float) -> None:
+        record = self._records[name]
+        self._ledger.trainer_state(name, at=at, state=state, why=why)
+        error: BaseException | None = None
+        if state == 'failed':
+            error = record.failure or TrainerFailed(f'Trainer {name!r} failed: {why}.')
+        record.settle(state, error)
+
+    def _poll(self) -> None:
+        now = self._clock()
+        self._tell(*self._blocks.poll(self._statuses(), now))
+        if silent := self._fragments.overdue(now):
+            self._lose(silent, now)
+        self._look_for_holes(now)
+        self._tell(ev.Tick(now))
+
+    def _lose(self, nodes: set[str], now: float) -> None:
+        self._blocks.lose(nodes, now)
+        self._tell(ev.NodesLeft(now, tuple(nodes)))
+
+    def _look_for_holes(self, now: float) -> None:
+        if nodes_wanted(self._controller.state, self._controller.settings) > 0 and self._quiet is None:
+            self._tell(*self._blocks.holes(now))
+
+    def _greet(self) -> None:
+        self._blocks.greet_new(self._clock())
+
+    def _give_up(self, why: str) -> None:
+        for record in self._records.values():
+            record.settle('failed', TrainerFailed(f'Trainer {record.trainer.name!r} cannot run on this site: {why}.'))
+
+    def _note_offers(self) -> None:
+        self._ledger.offers((o.node, o.start, o.end) for o in self._provider.site.offers(self._begun_at, self._clock()))
+
+    def _finish(self) -> None:
+        now = self._clock()
+        for block in list(self._blocks.blocks):
+            self._blocks.close(block, now)
+        self._note_offers()
+        for record in self._records.values():
+            if not record.future.done():
+                self._ledger.trainer_state(record.trainer.name, at=now, state='interrupted')
+                record.settle('failed', TrainerFailed(
+                    f'Trainer {record.trainer.name!r} was interrupted at {record.checkpoint.samples} samples because its executor '
+                    f'was shut down; its checkpoints are in {record.terms.store}, and the same call continues from there.'))
+        self._ledger.end_run(self._run_info.run_id, at=now, how='shutdown')
+        self._ledger.close()
+        self._control.close()

@@ -1,0 +1,258 @@
+"""Schedules of idle nodes: which node is idle from when to when, as CSV ``start_s,end_s,node``."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from parsl_freetrain.core.errors import BadInput
+
+COLUMNS = ('start_s', 'end_s', 'node')
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+# Names become parts of file names and of environment variables.
+_NODE_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*')
+_GZIP_MAGIC = b'\x1f\x8b'
+
+
+@dataclass(frozen=True, order=True)
+class IdleInterval:
+    """A node is idle from ``start_s`` on and busy again at ``end_s``, in seconds of the schedule's clock."""
+
+    start_s: float
+    end_s: float
+    node: str
+
+
+class Schedule:
+    """Idle intervals of named nodes, sorted by start, then by node.
+
+    Touching intervals of one node are kept apart: the node is taken and given back in the same instant.
+
+    Parameters
+    ----------
+    intervals
+        In any order; those of one node must not overlap.
+
+    Raises
+    ------
+    BadInput
+        An interval that starts before 0, ends before it starts or overlaps another one of its node; a node
+        name that is not made of letters, digits, ``.``, ``_`` and ``-``.
+    """
+
+    def __init__(self, intervals: Iterable[IdleInterval]) -> None:
+        rows = list(intervals)
+        names = [row.node for row in rows]
+        starts = np.array([row.start_s for row in rows], dtype=np.float64)
+        ends = np.array([row.end_s for row in rows], dtype=np.float64)
+        _check(starts, ends, names, lambda row: f'interval {row + 1}')
+        self._build(starts, ends, names)
+
+    @classmethod
+    def _from_columns(cls, starts: Floats, ends: Floats, names: Sequence[str]) -> Schedule:
+        schedule = cls.__new__(cls)
+        schedule._build(starts, ends, names)
+        return schedule
+
+    def _build(self, starts: Floats, ends: Floats, names: Sequence[str]) -> None:
+        self.nodes: tuple[str, ...] = tuple(sorted(set(names)))
+        index = {name: i for i, name in enumerate(self.nodes)}
+        node = np.fromiter((index[name] for name in names), dtype=np.int64, count=len(names))
+        order = np.lexsort((node, starts))
+        self.starts: Floats = starts[order]
+        self.ends: Floats = ends[order]
+        self.node_index: Ints = node[order]
+        for column in (self.starts, self.ends, self.node_index):
+            column.setflags(write=False)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __repr__(self) -> str:
+        return f'<Schedule: {len(self)} idle intervals of {len(self.nodes)} nodes until {self.end_s:g} s>'
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schedule) and self.intervals == other.intervals
+
+    def __hash__(self) -> int:
+        return hash((self.nodes, self.starts.tobytes(), self.ends.tobytes()))
+
+    @cached_property
+    def intervals(self) -> tuple[IdleInterval, ...]:
+        """All intervals, sorted by start, then by node."""
+        return tuple(
+            IdleInterval(start, end, self.nodes[node])
+            for start, end, node in zip(self.starts.tolist(), self.ends.tolist(), self.node_index.tolist(), strict=True))
+
+    @property
+    def end_s(self) -> float:
+        """When the last interval ends, in seconds; 0 for an empty schedule."""
+        return float(self.ends.max()) if len(self) else 0.0
+
+    def first_nodes(self, count: int) -> tuple[str, ...]:
+        """The first ``count`` node names in sorted order, fewer where there are fewer."""
+        return self.nodes[:count]
+
+    def only(self, nodes: Iterable[str]) -> Schedule:
+        """The intervals of these nodes alone."""
+        wanted = set(nodes)
+        keep = np.isin(self.node_index, [i for i, name in enumerate(self.nodes) if name in wanted])
+        return self._from_columns(
+            self.starts[keep], self.ends[keep], [self.nodes[i] for i in self.node_index[keep].tolist()])
+
+    def scaled(self, time_factor: float) -> Schedule:
+        """All times multiplied by ``time_factor``; raises BadInput unless it is above 0 and finite."""
+        if not (math.isfinite(time_factor) and time_factor > 0):
+            raise BadInput(f'The time factor of a schedule is {time_factor}; it must be a number above 0.')
+        names = [self.nodes[i] for i in self.node_index.tolist()]
+        return self._from_columns(self.starts * time_factor, self.ends * time_factor, names)
+
+    def idle_at(self, at_s: float) -> tuple[str, ...]:
+        """Names of the nodes idle at ``at_s`` seconds, sorted; a node is busy again at the end of its interval."""
+        idle = self.node_index[(self.starts <= at_s) & (at_s < self.ends)]
+        return tuple(self.nodes[i] for i in sorted(idle.tolist()))
+
+    def node_seconds(self, from_s: float, until_s: float) -> float:
+        """Idle node-seconds between two times in seconds."""
+        overlap = np.minimum(self.ends, until_s) - np.maximum(self.starts, from_s)
+        return float(overlap[overlap > 0].sum())
+
+    def change_times(self) -> tuple[float, ...]:
+        """Every time in seconds at which a node becomes idle or busy, increasing, each once."""
+        return tuple(np.unique(np.concatenate([self.starts, self.ends])).tolist())
+
+
+def read_schedule(path: str | Path) -> Schedule:
+    """Read idle intervals from CSV with the columns ``start_s,end_s,node``, plain or gzipped.
+
+    Parameters
+    ----------
+    path
+        The file; times are seconds from the schedule's start.
+
+    Raises
+    ------
+    BadInput
+        The file cannot be read, or a line of it cannot be used; the sentence names file and line.
+    """
+    path = Path(path)
+    rows, lines = _rows(path)
+    at = _column_order(path, rows)
+    rows, lines = rows[1:], lines[1:]
+    if not rows:
+        raise BadInput(f'{path} has no idle interval; it needs at least one line start_s,end_s,node below its header.')
+    for row, line in zip(rows, lines, strict=True):
+        if len(row) != len(COLUMNS):
+            raise BadInput(f'{path}, line {line}: {len(row)} columns where there must be 3: start_s,end_s,node.')
+    start_at, end_at, node_at = at
+    starts = _numbers(path, 'start_s', [row[start_at] for row in rows], lines)
+    ends = _numbers(path, 'end_s', [row[end_at] for row in rows], lines)
+    names = [row[node_at].strip() for row in rows]
+    _check(starts, ends, names, lambda row: f'{path}, line {lines[row]}')
+    return Schedule._from_columns(starts, ends, names)
+
+
+def write_schedule(schedule: Schedule, path: str | Path) -> None:
+    """Write a schedule as CSV that :func:`read_schedule` reads back equal; gzipped if the name ends in ``.gz``."""
+    path = Path(path)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator='\n')
+    writer.writerow(COLUMNS)
+    writer.writerows(
+        (_shortest(interval.start_s), _shortest(interval.end_s), interval.node) for interval in schedule.intervals)
+    data = text.getvalue().encode()
+    # Without a time stamp, the same schedule gives the same bytes.
+    path.write_bytes(gzip.compress(data, mtime=0) if path.name.endswith('.gz') else data)
+
+
+def _shortest(seconds: float) -> str:
+    return repr(int(seconds)) if math.isfinite(seconds) and seconds == int(seconds) else repr(seconds)
+
+
+def _rows(path: Path) -> tuple[list[list[str]], list[int]]:
+    try:
+        data = path.read_bytes()
+        if data.startswith(_GZIP_MAGIC):
+            data = gzip.decompress(data)
+        text = data.decode('utf-8-sig')
+    except FileNotFoundError:
+        raise BadInput(f'There is no schedule {path}; give a CSV file with the columns start_s,end_s,node.') from None
+    except UnicodeDecodeError:
+        raise BadInput(f'{path} is not text; give a CSV file with the columns start_s,end_s,node.') from None
+    except (OSError, EOFError, ValueError) as error:
+        raise BadInput(f'{path} cannot be read as a schedule ({error}); '
+                       f'give a CSV file with the columns start_s,end_s,node.') from None
+    rows: list[list[str]] = []
+    lines: list[int] = []
+    reader = csv.reader(io.StringIO(text, newline=''))
+    try:
+        for row in reader:
+            if row:
+                rows.append(row)
+                lines.append(reader.line_num)
+    except csv.Error as error:
+        raise BadInput(f'{path}, line {reader.line_num}: not CSV ({error}); '
+                       f'each line must be start_s,end_s,node.') from None
+    return rows, lines
+
+
+def _column_order(path: Path, rows: list[list[str]]) -> tuple[int, int, int]:
+    if not rows:
+        raise BadInput(f'{path} is empty; its first line must be start_s,end_s,node.')
+    header = [name.strip() for name in rows[0]]
+    if sorted(header) != sorted(COLUMNS):
+        raise BadInput(f'{path}, line 1: the columns are {",".join(header)!r}; they must be start_s,end_s,node.')
+    return header.index('start_s'), header.index('end_s'), header.index('node')
+
+
+def _numbers(path: Path, column: str, texts: list[str], lines: list[int]) -> Floats:
+    try:
+        numbers = np.array([float(text) for text in texts], dtype=np.float64)
+    except ValueError:
+        numbers = np.array([_number_or_nan(text) for text in texts], dtype=np.float64)
+    bad = np.flatnonzero(~np.isfinite(numbers))
+    if len(bad):
+        row = int(bad[0])
+        raise BadInput(f'{path}, line {lines[row]}: {column} is {texts[row]!r}; it must be a number of seconds.')
+    return numbers
+
+
+def _number_or_nan(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _check(starts: Floats, ends: Floats, names: Sequence[str], where: Callable[[int], str]) -> None:
+    for name in set(names):
+        if not _NODE_NAME.fullmatch(name):
+            raise BadInput(f'{where(names.index(name))}: the node name is {name!r}; '
+                           f'it must be made of letters, digits, ".", "_" and "-".')
+    for row in np.flatnonzero(~(starts >= 0))[:1].tolist():
+        raise BadInput(f'{where(row)}: the interval starts at {starts[row]:g} s; it must start at 0 or later.')
+    for row in np.flatnonzero(~(ends > starts))[:1].tolist():
+        raise BadInput(f'{where(row)}: the interval ends at {ends[row]:g} s; '
+                       f'it must end after its start at {starts[row]:g} s.')
+    index = {name: i for i, name in enumerate(set(names))}
+    node = np.fromiter((index[name] for name in names), dtype=np.int64, count=len(names))
+    order = np.lexsort((starts, node))
+    earlier, later = order[:-1], order[1:]
+    for pair in np.flatnonzero((node[earlier] == node[later]) & (ends[earlier] > starts[later]))[:1].tolist():
+        first, second = int(earlier[pair]), int(later[pair])
+        raise BadInput(
+            f'{where(second)}: node {names[second]} is idle from {starts[second]:g} s on, but already since '
+            f'{starts[first]:g} s ({where(first)}); the intervals of a node must not overlap.')

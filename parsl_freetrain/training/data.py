@@ -1,0 +1,121 @@
+"""Handing out the data: torch's DataLoader over our order, with random numbers that depend on the place in the order alone."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.training.inbox import STOP_SIGNALS
+from parsl_freetrain.training.linux import die_with_parent
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the user's loop: what this rank trains in one forward and backward.
+
+    Attributes
+    ----------
+    indices
+        Into the dataset.
+    samples_before
+        Where in the data order the global batch begins.
+    part
+        Which part of the global batch it is: the virtual shard, or the rank.
+    weight
+        Of its gradient in that of the global batch, 0 to 1.
+    """
+
+    indices: tuple[int, ...]
+    samples_before: int
+    part: int
+    weight: float
+
+    def seed(self, seed: int, what: str) -> int:
+        """A seed (63 bits) of its own for this turn and this use."""
+        text = f'{seed}:{self.samples_before}:{self.part}:{what}'.encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch (all devices), ``random``, and numpy where it has been imported."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get('numpy')
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def make_loader(dataset: Any, turns: Iterable[Turn], seed: int, collate_fn: Callable[[list[Any]], Any] | None,
+                num_workers: int) -> DataLoader[Any]:
+    """A DataLoader that yields one collated micro-batch per turn, in order.
+
+    What the dataset draws at random (augmentation) depends on the turn alone, not on which worker loads it.
+    """
+    return DataLoader(_SeededDataset(dataset, seed), batch_sampler=turns, collate_fn=collate_fn,  # type: ignore[arg-type]
+                      num_workers=num_workers, worker_init_fn=_begin_worker)
+
+
+def size_of(dataset: Any) -> int:
+    """The dataset's length.
+
+    Raises
+    ------
+    BadInput
+        If it has none, or cannot be indexed: the order could not be resumed.
+    """
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized) or not hasattr(dataset, '__getitem__'):
+        raise BadInput(f'ctx.loop was given a {type(dataset).__name__}; it needs a dataset with a length and an index '
+                       f'(a map-style torch Dataset, a list), so that training can be resumed anywhere.')
+    return len(dataset)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on the device; containers are rebuilt, other things left as they are."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, '_fields'):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+class Plan:
+    """The turns of a rank, as the batch sampler that DataLoader wants: it can be iterated once per call of ``iter``."""
+
+    def __init__(self, turns: Callable[[], Iterator[Turn]]) -> None:
+        self._turns = turns
+
+    def __iter__(self) -> Iterator[Turn]:
+        return self._turns()
+
+
+class _SeededDataset(Dataset[Any]):
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def __getitems__(self, turn: Turn) -> list[Any]:
+        seed_everything(turn.seed(self._seed, 'data'))
+        indices = list(turn.indices)
+        together = getattr(self._dataset, '__getitems__', None)
+        return list(together(indices)) if together is not None else [self._dataset[i] for i in indices]
+
+
+def _begin_worker(_: int) -> None:
+    # Forked from the rank: stop requests are the rank's business, and a worker must not outlive it.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()

@@ -1,0 +1,62 @@
+"""What the user gives to ``ctx.prepare``: models, optimizers and learning rate schedulers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parsl_freetrain.core.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the user gave to ``ctx.prepare``, by kind, each in the order given, as it was before it was wrapped."""
+
+    models: tuple[torch.nn.Module, ...] = ()
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    schedulers: tuple[Any, ...] = ()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Parameters and buffers of all models."""
+        return [tensor for model in self.models for tensor in (*model.parameters(), *model.buffers())]
+
+
+def sort_out(things: tuple[Any, ...]) -> Prepared:
+    """Tell what was given to ``ctx.prepare`` apart.
+
+    Raises
+    ------
+    BadInput
+        If something else is among it, or there is no model or no optimizer.
+    """
+    models, optimizers, schedulers = [], [], []
+    for thing in things:
+        if isinstance(thing, torch.nn.Module):
+            models.append(thing)
+        elif isinstance(thing, torch.optim.Optimizer):
+            optimizers.append(thing)
+        elif all(hasattr(thing, name) for name in ('step', 'state_dict', 'load_state_dict')):
+            schedulers.append(thing)
+        else:
+            raise BadInput(f'ctx.prepare was given a {type(thing).__name__}; it takes models, optimizers and learning rate schedulers.')
+    if not models or not optimizers:
+        raise BadInput(f'ctx.prepare was given {len(models)} models and {len(optimizers)} optimizers; it needs at least one of each.')
+    return Prepared(tuple(models), tuple(optimizers), tuple(schedulers))
+
+
+def check_schedulers(prepared: Prepared) -> None:
+    """Look for schedulers that were made but not prepared.
+
+    Raises
+    ------
+    BadInput
+        If there is one.
+    """
+    known = {id(getattr(scheduler, 'optimizer', None)) for scheduler in prepared.schedulers}
+    for optimizer in prepared.optimizers:
+        # torch's schedulers mark the step method of their optimizer.
+        if hasattr(optimizer.step, '_wrapped_by_lr_sched') and id(optimizer) not in known:
+            raise BadInput('A learning rate scheduler was made for an optimizer but not given to ctx.prepare, so its state would be lost '
+                           'between fragments: give it to ctx.prepare.')

@@ -1,0 +1,106 @@
+"""How fast fragments start, how fast they train, and what waiting costs; run by ``make bench``.
+
+Nothing here is asserted: machines differ, and a figure is only worth something beside another one of the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import torch
+from torch.utils.data import TensorDataset
+
+from parsl_freetrain.app import freetrain_app
+from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.training.context import FragmentContext
+from tests.benchmarks.workload import BATCH, data, network
+from tests.support.training import fit, freetrain
+
+RANKS = 2
+ROUNDS = 3
+MACHINE = f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}'
+SCALING = {1: 1.0, 2: 1.9, 4: 3.5}
+
+
+def workload(ctx: FragmentContext) -> None:
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    model, optimizer = ctx.prepare(model, optimizer)
+    began, seen = 0.0, ctx.samples
+    for x, y in ctx.loop(TensorDataset(*data()), batch_size=BATCH):
+        began = began or time.monotonic()
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    ctx.report(rate=(ctx.samples - seen) / (time.monotonic() - began))
+
+
+def torchrun(total_samples: int, ranks: int) -> tuple[float, float]:
+    """Seconds from the command to the first step, and samples per second."""
+    began = time.time()
+    done = subprocess.run(
+        [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(ranks), '-m', 'tests.benchmarks.plain_ddp',
+         str(total_samples)],
+        capture_output=True, text=True, check=True, env={**os.environ, 'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo'})
+    answer = json.loads(done.stdout.splitlines()[-1])
+    return answer['first_step_at'] - began, answer['rate']
+
+
+def fragment_starts(ledger: Path) -> list[float]:
+    """Seconds from the decision to the first step, of every fragment."""
+    with Reader(ledger) as reader:
+        return [f.started_at - f.decided_at for f in reader.story().fragments if f.started_at is not None]
+
+
+def test_training_speed_inside_a_fragment(tmp_path: Path) -> None:
+    total = BATCH * 1500
+    plain, ours, ours_reproducible = [], [], []
+    with freetrain(tmp_path, LocalSite(nodes=RANKS, poll_s=0.5)):
+        threading.Event().wait(8)   # the nodes boot beside the first measurement otherwise
+        settings = {'min_nodes': RANKS, 'max_nodes': RANKS, 'total_samples': total, 'checkpoint_every_s': 1000.0}
+        for _ in range(ROUNDS):
+            plain.append(torchrun(total, RANKS)[1])
+            ours.append(freetrain_app(mode='throughput', **settings)(workload)().result().metrics['rate'])  # type: ignore[arg-type]
+            ours_reproducible.append(freetrain_app(**settings)(workload)().result().metrics['rate'])  # type: ignore[arg-type]
+    print(f'\nTraining speed with {RANKS} ranks, samples/s, median of {ROUNDS} ({MACHINE})')
+    base = statistics.median(plain)
+    for name, rates in (('torchrun, DDP', plain), ('fragment, throughput mode', ours), ('fragment, reproducible mode', ours_reproducible)):
+        print(f'  {name:28} {statistics.median(rates):9.0f}  {statistics.median(rates) / base:6.3f}  (from {min(rates):.0f} to {max(rates):.0f})')
+
+
+def test_start_of_a_fragment_on_warm_nodes(tmp_path: Path) -> None:
+    for ranks in (1, 2, 4):
+        with freetrain(tmp_path / str(ranks), LocalSite(nodes=ranks, poll_s=0.5)) as executor:
+            trainer = freetrain_app(min_nodes=ranks, max_nodes=ranks, total_epochs=1, scaling=SCALING)(fit)
+            for _ in range(8):
+                trainer().result()
+        warm = fragment_starts(executor.ledger_path)[1:]
+        cold = [torchrun(BATCH, ranks)[0] for _ in range(ROUNDS)]
+        if ranks == 1:
+            print(f'\nDecision to first step against a cold start by torchrun, s, median ({MACHINE})')
+        print(f'  {ranks} ranks: fragment {statistics.median(warm):.3f} (from {min(warm):.3f} to {max(warm):.3f}), '
+              f'torchrun {statistics.median(cold):.3f}')
+
+
+def test_what_waiting_costs(tmp_path: Path) -> None:
+    """CPU time of the submitting process while a trainer runs and nothing changes."""
+    with freetrain(tmp_path, LocalSite(nodes=1)):
+        future = freetrain_app(total_epochs=100_000, checkpoint_every_s=1000)(fit)(pause_s=0.2)
+        while future.progress().samples == 0:
+            time.sleep(0.5)
+        process, interchange = psutil.Process(), next(c for c in psutil.Process().children() if 'interchange' in ' '.join(c.cmdline()))
+        before, begun = [sum(p.cpu_times()[:2]) for p in (process, interchange)], time.monotonic()
+        time.sleep(20)
+        share = [(sum(p.cpu_times()[:2]) - b) / (time.monotonic() - begun) for p, b in zip((process, interchange), before, strict=True)]
+    print(f'\nCPU while nothing changes, share of a core ({MACHINE})\n  submitting process {share[0]:.2%}\n  interchange {share[1]:.2%}')

@@ -1,0 +1,17 @@
+"""The configuration with which Parsl's own test suite meets FreeTrainExecutor."""
+
+import tempfile
+
+from parsl.config import Config
+
+from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.sites.provider import BackfillProvider
+
+
+def fresh_config() -> Config:
+    return Config(
+        executors=[FreeTrainExecutor(
+            label='freetrain', provider=BackfillProvider(site=LocalSite(nodes=1, poll_s=0.2)), max_workers_per_node=2,
+            checkpoint_dir=tempfile.mkdtemp(prefix='freetrain-conformance-'))],
+        strategy='none')

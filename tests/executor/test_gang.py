@@ -1,0 +1,92 @@
+"""What the members of a fragment said, brought to a verdict."""
+
+from __future__ import annotations
+
+import base64
+import sys
+from typing import Any
+
+import cloudpickle
+import pytest
+import tblib
+
+from parsl_freetrain.core.events import Ending, StartFragment
+from parsl_freetrain.core.words import Checkpoint
+from parsl_freetrain.executor.gang import Gang
+
+START = Checkpoint('cnn', '', 0, 0)
+
+
+def gang(nodes: int = 2) -> Gang:
+    return Gang(StartFragment('cnn', 7, tuple(f'n{i}' for i in range(nodes)), None, 0), 0.0, START)
+
+
+def outcome(rank: int, how: str, **more: Any) -> dict[str, Any]:
+    return {'kind': 'outcome', 'rank': rank, 'how': how, 'log': f'/logs/rank-{rank}.log', 'metrics': {}, **more}
+
+
+def user_error(error: Exception) -> dict[str, Any]:
+    try:
+        raise error
+    except Exception as raised:
+        trace = tblib.Traceback(sys.exc_info()[2]).as_dict()
+        return {'type': type(raised).__name__, 'message': str(raised), 'traceback': 'Traceback of the node',
+                'exception': base64.b64encode(cloudpickle.dumps((raised, trace))).decode()}
+
+
+def test_it_is_over_when_every_member_came_back_or_lost_its_node() -> None:
+    fragment = gang(3)
+    fragment.settled[0] = []
+    assert not fragment.over()
+    fragment.lose({'n1', 'n10'})
+    assert fragment.lost == {1}
+    fragment.settled[2] = RuntimeError('gone')
+    assert fragment.over()
+
+
+def test_a_finished_rank_decides_and_gives_the_checkpoint() -> None:
+    fragment = gang()
+    fragment.settled = {0: [outcome(0, 'finished', path='/c/9', samples=900)], 1: [outcome(1, 'finished', path=None, samples=900)]}
+    verdict = fragment.verdict()
+    assert (verdict.ending, verdict.checkpoint) == (Ending.FINISHED, Checkpoint('cnn', '/c/9', 900, 7))
+
+
+def test_a_lost_node_is_a_preemption_even_if_a_survivor_raised() -> None:
+    fragment = gang()
+    fragment.note_checkpoint({'path': '/c/3', 'samples': 300, 'metrics': {'loss': 0.5}})
+    fragment.lose({'n1'})
+    fragment.settled = {0: [outcome(0, 'error', samples=350, error=user_error(RuntimeError('Connection closed by peer')))]}
+    verdict = fragment.verdict()
+    assert verdict.ending is Ending.PREEMPTED
+    assert verdict.checkpoint.samples == 300
+    assert '1 of its 2 nodes' in verdict.error
+
+
+def test_the_users_exception_comes_back_with_its_traceback_fragment_and_log() -> None:
+    fragment = gang()
+    fragment.settled = {0: [outcome(0, 'peer-lost', samples=10)], 1: [outcome(1, 'error', samples=10, error=user_error(KeyError('lr')))]}
+    verdict = fragment.verdict()
+    assert verdict.ending is Ending.FAILED
+    assert isinstance(verdict.exception, KeyError)
+    assert verdict.exception.__traceback__ is not None
+    [note] = verdict.exception.__notes__
+    assert 'fragment 7' in note
+    assert '/logs/rank-1.log' in note
+    assert 'Traceback of the node' in note
+
+
+def test_an_exception_that_cannot_be_loaded_keeps_its_text() -> None:
+    fragment = gang(1)
+    error = {**user_error(KeyError('lr')), 'exception': None, 'type': 'Odd', 'message': 'only here'}
+    fragment.settled = {0: [outcome(0, 'error', samples=0, error=error)]}
+    assert 'Odd: only here' in str(fragment.verdict().exception)
+
+
+@pytest.mark.parametrize(('status', 'words'), [(-9, 'SIGKILL'), (-11, 'SIGSEGV'), (3, 'status 3')])
+def test_a_dead_rank_is_named_with_its_signal_and_log(status: int, words: str) -> None:
+    fragment = gang(1)
+    fragment.settled = {0: [outcome(0, 'died', status=status)]}
+    verdict = fragment.verdict()
+    assert verdict.ending is Ending.PREEMPTED
+    assert words in verdict.error
+    assert '/logs/rank-0.log' in verdict.error

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.sites.generate import generate
+from parsl_freetrain.sites.schedule import Floats, IdleInterval, Schedule
+
+WEEK_S = 7 * 86400.0
+
+
+@pytest.fixture(scope='module')
+def large() -> Schedule:
+    return generate(4734, WEEK_S, seed=3)
+
+
+def cohorts(schedule: Schedule) -> list[Floats]:
+    """Ends of the intervals that begin together, those at time 0 apart."""
+    starts, first = np.unique(schedule.starts, return_index=True)
+    return [ends for start, ends in zip(starts, np.split(schedule.ends, first[1:]), strict=True) if start > 0]
+
+
+def test_lengths_are_those_published(large: Schedule) -> None:
+    whole = (large.starts > 0) & (large.ends < WEEK_S)
+    lengths = (large.ends - large.starts)[whole]
+    published = {5: 81, 10: 91, 25: 162, 50: 475, 75: 1397, 90: 3269, 95: 4723, 99: 9246}
+    for percent, seconds in published.items():
+        assert np.percentile(lengths, percent) == pytest.approx(seconds, rel=0.2), percent
+    assert lengths.mean() == pytest.approx(1192, rel=0.1)
+    assert lengths.min() >= 50
+
+
+def test_cohorts_join_and_leave_as_published(large: Schedule) -> None:
+    groups = cohorts(large)
+    sizes = [len(group) for group in groups]
+    assert np.percentile(sizes, 50) == pytest.approx(4, abs=1)
+    assert np.percentile(sizes, 90) == pytest.approx(50, rel=0.2)
+    assert np.percentile(sizes, 99) == pytest.approx(512, rel=0.3)
+    together = []
+    for ends in groups:
+        if len(ends) > 1:
+            counts = np.unique(ends, return_counts=True)[1]
+            together.append((counts * (counts - 1)).sum() / (len(ends) * (len(ends) - 1)))
+    assert np.mean(together) == pytest.approx(0.75, abs=0.03)
+
+
+def test_events_are_as_far_apart_as_published(large: Schedule) -> None:
+    gaps = np.diff(large.change_times())
+    assert np.percentile(gaps, 50) == pytest.approx(30, rel=0.2)
+    assert np.percentile(gaps, 90) == pytest.approx(111, rel=0.2)
+    assert np.percentile(gaps, 99) == pytest.approx(354, rel=0.3)
+
+
+@pytest.mark.parametrize(('nodes', 'idle_share'), [(4734, 0.0827), (300, 0.0827), (300, 0.4)])
+def test_as_many_nodes_are_idle_as_asked_for(nodes: int, idle_share: float) -> None:
+    schedule = generate(nodes, WEEK_S, seed=8, idle_share=idle_share)
+    assert schedule.node_seconds(0, WEEK_S) / (nodes * WEEK_S) == pytest.approx(idle_share, rel=0.2)
+
+
+def test_a_seed_gives_the_same_schedule_and_another_seed_another() -> None:
+    assert generate(50, 20_000, seed=1) == generate(50, 20_000, seed=1)
+    assert generate(50, 20_000, seed=1) != generate(50, 20_000, seed=2)
+
+
+def test_a_seed_means_the_same_schedule_in_every_release() -> None:
+    # Users record a seed in place of a schedule; whoever changes the generator changes their runs.
+    schedule = generate(6, 100, seed=1, idle_share=0.6, time_factor=1 / 60)
+    assert (len(schedule), round(schedule.node_seconds(0, 100), 6)) == FIXED
+
+
+FIXED = (27, 447.526375)
+
+
+@given(nodes=st.integers(1, 40), duration_s=st.floats(1, 50_000), seed=st.integers(0, 2**32), share=st.floats(0.01, 0.99),
+       time_factor=st.floats(0.005, 10))
+@settings(max_examples=60, deadline=None)
+def test_intervals_are_in_order_and_within_the_duration(
+        nodes: int, duration_s: float, seed: int, share: float, time_factor: float) -> None:
+    if duration_s / time_factor > 200_000:
+        duration_s = 200_000 * time_factor
+    schedule = generate(nodes, duration_s, seed, idle_share=share, time_factor=time_factor)
+    per_node: dict[str, list[IdleInterval]] = {}
+    for interval in schedule.intervals:
+        assert 0 <= interval.start_s < interval.end_s <= duration_s
+        per_node.setdefault(interval.node, []).append(interval)
+    assert len(per_node) <= nodes
+    for intervals in per_node.values():
+        assert all(a.end_s < b.start_s for a, b in pairwise(intervals))
+
+
+def test_a_minute_and_a_half_of_demo_has_nearly_always_something_idle() -> None:
+    schedules = [generate(6, 100, seed, idle_share=0.6, time_factor=1 / 60) for seed in range(20)]
+    idle = np.array([[len(schedule.idle_at(t)) for t in np.arange(0, 100, 0.25)] for schedule in schedules])
+    assert (idle > 0).mean() > 0.95
+    assert all(len(schedule) >= 6 for schedule in schedules)
+
+
+def test_nodes_can_be_named() -> None:
+    assert set(generate(['x', 'y'], 50_000, seed=0, idle_share=0.5).nodes) <= {'x', 'y'}
+
+
+@pytest.mark.parametrize('bad', [
+    {'nodes': 0}, {'nodes': []}, {'nodes': ['a', 'a']}, {'duration_s': 0}, {'duration_s': float('inf')},
+    {'idle_share': 0}, {'idle_share': 1}, {'time_factor': 0},
+])
+def test_bad_arguments_get_a_sentence(bad: dict[str, Any]) -> None:
+    good: dict[str, Any] = {'nodes': 4, 'duration_s': 100, 'seed': 1}
+    with pytest.raises(BadInput, match='generated schedule'):
+        generate(**(good | bad))

@@ -1,0 +1,105 @@
+"""What holds for every site: a new one adds itself to SITES."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.words import BlockRequest
+from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.sites.protocols import Site
+from parsl_freetrain.sites.provider import BackfillProvider
+from tests.sites.waiting import wait_until
+
+# Each gives a site with at least two idle nodes.
+SITES: dict[str, Callable[[], Site]] = {
+    'local': lambda: LocalSite(3),
+}
+
+
+@pytest.fixture(params=sorted(SITES))
+def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    made = SITES[request.param]()
+    made.start()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def provider(site: Site, tmp_path: Path) -> Iterator[BackfillProvider]:
+    made = BackfillProvider(site, min_hole_s=0)
+    made.script_dir = str(tmp_path)
+    jobs: list[str] = []
+    open_block = made.open_block
+
+    def remembered(command: str, request: BlockRequest, job_name: str) -> str:
+        jobs.append(open_block(command, request, job_name))
+        return jobs[-1]
+
+    made.open_block = remembered  # type: ignore[method-assign]
+    yield made
+    made.cancel(jobs)
+
+
+def test_a_site_says_what_it_is(site: Site) -> None:
+    assert site.name
+    assert site.poll_s > 0
+    assert isinstance(site.spans_blocks, bool)
+    assert site.interface is None or site.interface
+
+
+def test_holes_have_nodes_and_a_future(site: Site) -> None:
+    holes = site.holes()
+    assert holes
+    for hole in holes:
+        assert hole.nodes >= 1
+        assert hole.until_s is None or hole.until_s > time.time()
+        assert not hole.names or len(set(hole.names)) == hole.nodes
+
+
+def test_a_hole_is_filled_by_a_block_and_comes_back_after_it(site: Site, provider: BackfillProvider) -> None:
+    before = sum(hole.nodes for hole in site.holes())
+    hole = site.holes()[0]
+    job = provider.open_block('sleep 600', BlockRequest(hole.nodes, 300.0, hole.queue, hole.names), 'contract')
+    wait_until(lambda: provider.status([job])[0].status_name == 'RUNNING')
+    assert sum(h.nodes for h in site.holes()) == before - hole.nodes
+    end = provider.end_of(job)
+    assert end is None or end <= time.time() + 360
+    assert provider.cancel([job]) == [True]
+    wait_until(lambda: provider.status([job])[0].terminal)
+    wait_until(lambda: sum(h.nodes for h in site.holes()) == before)
+
+
+def test_a_block_that_ends_by_itself_gives_its_nodes_back(site: Site, provider: BackfillProvider) -> None:
+    before = sum(hole.nodes for hole in site.holes())
+    hole = site.holes()[0]
+    job = provider.open_block('true', BlockRequest(1, 300.0, hole.queue, hole.names[:1]), 'contract')
+    wait_until(lambda: provider.status([job])[0].terminal)
+    assert provider.status([job])[0].status_name == 'COMPLETED'
+    assert sum(h.nodes for h in site.holes()) == before
+
+
+def test_a_request_for_no_node_is_refused(site: Site, provider: BackfillProvider) -> None:
+    with pytest.raises(BadInput):
+        provider.open_block('true', BlockRequest(0), 'contract')
+
+
+def test_unknown_jobs_are_ignored(site: Site) -> None:
+    site.gone('no such job')
+    assert site.end_of('no such job') is None
+
+
+def test_offers_lie_within_the_times_asked_for(site: Site) -> None:
+    now = time.time()
+    for offer in site.offers(now - 5, now + 5):
+        assert now - 5 <= offer.start < offer.end <= now + 5
+
+
+def test_start_twice_and_no_holes_after_close(site: Site) -> None:
+    site.start()
+    site.close()
+    assert site.holes() == ()

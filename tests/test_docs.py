@@ -1,0 +1,82 @@
+"""What the documentation shows is true of the code."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / 'docs' / 'examples'
+TEXTS = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+
+
+def changes(plain: str, changed: str) -> list[tuple[list[int], list[int]]]:
+    """Numbers of lines that were replaced by which; blank lines, and those that only moved to the left, are not counted."""
+    one, other = ([(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+                  for text in (plain, changed))
+    codes = difflib.SequenceMatcher(None, [line for _, line in one], [line for _, line in other], autojunk=False).get_opcodes()
+    return [([n for n, _ in one[i1:i2]], [n for n, _ in other[j1:j2]]) for kind, i1, i2, j1, j2 in codes if kind != 'equal']
+
+
+def changed_lines(plain: str, changed: str) -> int:
+    """Lines added, removed or replaced."""
+    return sum(max(len(gone), len(new)) for gone, new in changes(plain, changed))
+
+
+def test_at_most_ten_lines_change() -> None:
+    plain, freetrain = ((EXAMPLES / name).read_text() for name in ('digits_plain.py', 'digits_freetrain.py'))
+    assert 5 < changed_lines(plain, freetrain) <= 10
+
+
+def test_lines_marked_as_different_are_those() -> None:
+    plain, freetrain = ((EXAMPLES / name).read_text() for name in ('digits_plain.py', 'digits_freetrain.py'))
+    marked = re.findall(r':emphasize-lines: ([\d,]+)', (ROOT / 'docs' / 'app.md').read_text())
+    gone, new = zip(*changes(plain, freetrain), strict=True)
+    assert marked == [','.join(str(n) for part in side for n in part) for side in (gone, new)]
+
+
+def test_counting_changed_lines() -> None:
+    assert changed_lines('a\n  b\n', 'a\nb\n\n') == 0
+    assert changed_lines('a\nb\nc\n', 'a\nx\ny\nc\nd\n') == 3
+    assert changed_lines('a\nb\n', 'b\n') == 1
+
+
+@pytest.mark.parametrize('script', ['digits_plain.py', 'digits_freetrain.py'])
+def test_both_scripts_run(script: str, run_dir: Path) -> None:
+    done = subprocess.run([sys.executable, str(EXAMPLES / script)], cwd=run_dir, env=environment(), capture_output=True, text=True,
+                          timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"loss(?: of the last batch)?'?: ([\d.e-]+)", done.stdout)
+    assert found is not None, done.stdout
+    assert float(found[1]) < 0.5
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, with the repository on the path of modules."""
+    return {**os.environ, 'PYTHONPATH': str(ROOT)}
+
+
+@pytest.mark.parametrize('text', TEXTS, ids=lambda path: path.name)
+def test_python_in_the_texts_compiles(text: Path) -> None:
+    for code in re.findall(r'^```python\n(.*?)^```', text.read_text(), re.MULTILINE | re.DOTALL):
+        compile(code, text.name, 'exec')
+
+
+@pytest.mark.parametrize('text', TEXTS, ids=lambda path: path.name)
+def test_imports_in_the_texts_work(text: Path) -> None:
+    lines = {line for code in re.findall(r'^```python\n(.*?)^```', text.read_text(), re.MULTILINE | re.DOTALL)
+             for line in code.splitlines() if re.match(r'(from|import) ', line)}
+    exec('\n'.join(sorted(lines)), {})
+
+
+def test_documentation_builds_without_a_warning(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, '-m', 'sphinx', '-W', '--keep-going', '-q', '-b', 'html', '-d', str(tmp_path / 'trees'),
+                           str(ROOT / 'docs'), str(tmp_path / 'html')], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert 'freetrain_app' in (tmp_path / 'html' / 'reference.html').read_text()

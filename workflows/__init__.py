@@ -1,0 +1,1 @@
+"""Workflows to run and to copy from."""

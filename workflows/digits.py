@@ -1,0 +1,166 @@
+"""The main job: two trainers on handwritten digits, in the holes of this computer.
+
+``python -m workflows.digits`` trains a small CNN and an MLP on slots that come, go and are killed as a
+schedule of holes says, then trains the same two undisturbed, and compares the final weights bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import shutil
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import parsl
+import torch
+from parsl.config import Config
+from rich.console import Console
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+from parsl_freetrain.app import Checkpoint, TrainingFuture, freetrain_app
+from parsl_freetrain.cli.live import closing_table, run_live
+from parsl_freetrain.core.errors import BadInput, FreeTrainError
+from parsl_freetrain.core.milp import MilpAllocator
+from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain.ledger.picture import draw
+from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.ledger.summary import summary
+from parsl_freetrain.sites.generate import generate
+from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.sites.provider import BackfillProvider
+from parsl_freetrain.sites.schedule import Schedule, read_schedule, write_schedule
+from workflows.digits_models import train_digits
+
+NETWORKS = ('cnn', 'mlp')
+SHARDS = 4
+SCALING = {1: 1.0, 2: 1.9, 3: 2.7, 4: 3.4}   # what a machine with one core per slot would give; states wishes, not this computer
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demonstration; returns the exit status."""
+    options = parse(arguments)
+    console = Console()
+    out = Path(options.out).absolute()
+    try:
+        schedule = prepare(out, options, console)
+        in_holes = train(out / 'holes', schedule, options, console, max_nodes=SHARDS)
+        alone = train(out / 'undisturbed', None, options, console, max_nodes=1)
+        report(out, in_holes, alone, options, console)
+    except BadInput as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f'Stopped. Nothing is lost: the same command continues with the checkpoints in {out}.', file=sys.stderr)
+        return 130
+    except FreeTrainError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog='digits', description=(__doc__ or '').partition('\n')[0])
+    parser.add_argument('--idle', metavar='FILE', help='schedule of holes, CSV: start_s,end_s,node (default: a generated one)')
+    parser.add_argument('--time-factor', type=float, default=None, help='multiply the times of the schedule by this (default: 1; generated: 1/40)')
+    parser.add_argument('--nodes', type=int, default=6, help='slots of this computer to use as nodes (default: 6)')
+    parser.add_argument('--seed', type=int, default=20, help='of the generated schedule (default: %(default)s)')
+    parser.add_argument('--epochs', type=float, default=150, help='how often each trainer sees every image (default: %(default)s)')
+    parser.add_argument('--resume', choices=('auto', 'require', 'never'), default='auto',
+                        help='continue what an interrupted run left in the output folder: if there is anything (auto), or fail (require), or not (never)')
+    parser.add_argument('--out', default='demo-out', help='output folder (default: %(default)s)')
+    return parser.parse_args(arguments)
+
+
+def prepare(out: Path, options: argparse.Namespace, console: Console) -> Schedule:
+    """The schedule of holes, and an output folder that holds nothing of another run."""
+    out.mkdir(parents=True, exist_ok=True)
+    if options.resume == 'never' or (options.resume == 'auto' and (out / 'summary.json').exists()):
+        old = out / 'previous'
+        shutil.rmtree(old, ignore_errors=True)
+        moved = [path for path in out.iterdir() if path != old]
+        if moved:
+            old.mkdir()
+            for path in moved:
+                path.rename(old / path.name)
+            console.print(f'An earlier run was moved to {old}.')
+    if options.idle:
+        return read_schedule(options.idle)
+    schedule = generate(nodes=options.nodes, duration_s=40 * 1800, seed=options.seed)
+    write_schedule(schedule, out / 'holes.csv')
+    return schedule
+
+
+def train(folder: Path, schedule: Schedule | None, options: argparse.Namespace, console: Console, max_nodes: int) -> dict[str, Checkpoint]:
+    """Train both networks, in holes or (``schedule`` None) each on a node of its own, and return their final checkpoints."""
+    factor = options.time_factor or (1.0 if options.idle else 1 / 40)
+    site = (LocalSite(nodes=len(NETWORKS), poll_s=0.25) if schedule is None
+            else LocalSite(nodes=options.nodes, schedule=schedule, time_factor=factor, taken='kill', poll_s=0.25))
+    executor = FreeTrainExecutor(
+        provider=BackfillProvider(site=site, min_hole_s=1.0), checkpoint_dir=str(folder), resume=options.resume if schedule else 'auto',
+        metric='speedup', horizon_s=20, max_workers_per_node=0)
+    trainer = freetrain_app(
+        min_nodes=1, max_nodes=max_nodes, total_epochs=options.epochs, scaling=SCALING, rescale_up_s=1.0, rescale_down_s=1.0,
+        shards=SHARDS, checkpoint_every_s=2.0)(train_digits)
+    console.rule('undisturbed, each on one node' if schedule is None else f'in the holes of {options.nodes} nodes')
+    with parsl.load(Config(executors=[executor], strategy='none', run_dir=str(folder / 'runinfo'), initialize_logging=True)):
+        data = digits()
+        with live(executor.ledger_path, console):
+            futures: dict[str, TrainingFuture] = {n: trainer(n, *data, trainer_name=n) for n in NETWORKS}
+            return {name: future.result() for name, future in futures.items()}
+
+
+def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training images (1437, 1, 8, 8) and labels, test images (360, 1, 8, 8) and labels."""
+    source = load_digits()
+    images = torch.tensor(source.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(source.target)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    test, training = order[:360], order[360:]
+    return images[training], labels[training], images[test], labels[test]
+
+
+@contextmanager
+def live(ledger: Path, console: Console) -> Iterator[None]:
+    """Show progress until the block ends."""
+    stop = threading.Event()
+    view = threading.Thread(target=run_live, args=(ledger, stop, console, MilpAllocator()), name='live-view')
+    view.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        view.join()
+
+
+def report(out: Path, in_holes: dict[str, Checkpoint], alone: dict[str, Checkpoint], options: argparse.Namespace, console: Console) -> None:
+    """Compare, write summary.json, draw the picture, print the closing table."""
+    with Reader(out / 'holes' / 'ledger.sqlite') as ledger:
+        result: dict[str, Any] = summary(ledger)
+        for name in NETWORKS:
+            result['trainers'][name].update(
+                accuracy=in_holes[name].metrics['accuracy'],
+                accuracy_undisturbed=alone[name].metrics['accuracy'],
+                weights_equal=same_weights(in_holes[name], alone[name]))
+        draw(ledger, out / 'holes.png', title='Two trainers in the holes of this computer')
+    (out / 'summary.json').write_text(json.dumps(result, indent=2) + '\n')
+    console.print(closing_table(result))
+    console.print(f'Picture: {out / "holes.png"}', soft_wrap=True)
+    console.print(f'Summary: {out / "summary.json"}', soft_wrap=True)
+
+
+def same_weights(one: Checkpoint, other: Checkpoint) -> bool:
+    """Whether two checkpoints hold bit for bit the same weights."""
+    first, second = (torch.load(Path(c.path) / 'state.pt', weights_only=True)['model'] for c in (one, other))
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+if __name__ == '__main__':
+    logging.getLogger('parsl').setLevel(logging.WARNING)
+    sys.exit(main())
