@@ -12,7 +12,9 @@ import logging
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog='digits', description=(__doc__ or '').partition('\n')[0])
     parser.add_argument('--idle', metavar='FILE', help='schedule of holes, CSV: start_s,end_s,node (default: a generated one)')
-    parser.add_argument('--time-factor', type=float, default=None, help='multiply the times of the schedule by this (default: 1; generated: 1/40)')
+    parser.add_argument('--time-factor', type=float, default=1.0, help='multiply the times of FILE by this (default: 1)')
     parser.add_argument('--nodes', type=int, default=6, help='slots of this computer to use as nodes (default: 6)')
-    parser.add_argument('--seed', type=int, default=20, help='of the generated schedule (default: %(default)s)')
+    parser.add_argument('--seed', type=int, default=10, help='of the generated schedule (default: %(default)s)')
     parser.add_argument('--epochs', type=float, default=150, help='how often each trainer sees every image (default: %(default)s)')
     parser.add_argument('--resume', choices=('auto', 'require', 'never'), default='auto',
                         help='continue what an interrupted run left in the output folder: if there is anything (auto), or fail (require), or not (never)')
@@ -92,14 +94,14 @@ def prepare(out: Path, options: argparse.Namespace, console: Console) -> Schedul
             console.print(f'An earlier run was moved to {old}.')
     if options.idle:
         return read_schedule(options.idle)
-    schedule = generate(nodes=options.nodes, duration_s=40 * 1800, seed=options.seed)
+    schedule = generate(options.nodes, duration_s=1800, seed=options.seed, idle_share=0.7, time_factor=1 / 40)
     write_schedule(schedule, out / 'holes.csv')
     return schedule
 
 
 def train(folder: Path, schedule: Schedule | None, options: argparse.Namespace, console: Console, max_nodes: int) -> dict[str, Checkpoint]:
     """Train both networks, in holes or (``schedule`` None) each on a node of its own, and return their final checkpoints."""
-    factor = options.time_factor or (1.0 if options.idle else 1 / 40)
+    factor = options.time_factor if options.idle else 1.0
     site = (LocalSite(nodes=len(NETWORKS), poll_s=0.25) if schedule is None
             else LocalSite(nodes=options.nodes, schedule=schedule, time_factor=factor, taken='kill', poll_s=0.25))
     executor = FreeTrainExecutor(
@@ -113,7 +115,16 @@ def train(folder: Path, schedule: Schedule | None, options: argparse.Namespace, 
         data = digits()
         with live(executor.ledger_path, console):
             futures: dict[str, TrainingFuture] = {n: trainer(n, *data, trainer_name=n) for n in NETWORKS}
-            return {name: future.result() for name, future in futures.items()}
+            return {name: result(future, site) for name, future in futures.items()}
+
+
+def result(future: TrainingFuture, site: LocalSite) -> Checkpoint:
+    """Wait for a trainer as long as there can be holes for it."""
+    while not wait([future], timeout=1.0).done:
+        if site.over_at is not None and time.time() > site.over_at:
+            raise FreeTrainError(f'The schedule of holes has ended before {future.name!r}, at {future.progress().samples} samples; '
+                                 f'the same command continues, with --idle for a longer schedule.')
+    return future.result()
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:

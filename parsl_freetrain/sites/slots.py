@@ -176,7 +176,9 @@ class Block:
 
     def _start(self, node: str, command: str) -> None:
         # Parsl's processes rename themselves; SPT_NOENV has setproctitle spare the mark.
-        environment = os.environ | {NODE_VARIABLE: node, BLOCK_VARIABLE: self._job_name, 'SPT_NOENV': '1'}
+        # Parsl starts its worker pool by name, also where the virtual environment is not activated.
+        path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get('PATH', os.defpath)])
+        environment = os.environ | {NODE_VARIABLE: node, BLOCK_VARIABLE: self._job_name, 'SPT_NOENV': '1', 'PATH': path}
         with self._output(node, 'out') as out, self._output(node, 'err') as err:
             process = subprocess.Popen(
                 ['/bin/bash', '-c', command], env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
