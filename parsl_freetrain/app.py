@@ -69,7 +69,7 @@ class Settings:
         self.trainer(name)
         totals = [t for t in (self.total_samples, self.total_epochs) if t is not None]
         if len(totals) != 1:
-            raise BadInput(f'{where}: {len(totals)} of total_samples and total_epochs are given; say what is trained in total by one of them.')
+            raise BadInput(f'{where}: {len(totals)} of total_samples and total_epochs are given; say by one of them what is trained.')
         if not math.isfinite(totals[0]) or totals[0] <= 0:
             raise BadInput(f'{where}: the total to train is {totals[0]}; it must be more than 0.')
         if self.mode not in MODES:

@@ -82,8 +82,11 @@ class FreeTrainExecutor(HighThroughputExecutor):
         At shutdown fragments get so many seconds to write a checkpoint.
     start_s, stop_s, silence_s
         Patience, in seconds: for a fragment's first step, for a requested stop, and for a node's sign of life.
-    address, worker_port_range, interchange_port_range, worker_debug, encrypted, heartbeat_period, heartbeat_threshold,
-    poll_period, worker_logdir_root, launch_cmd, working_dir, storage_access, interchange_launch_cmd
+    address, worker_port_range, interchange_port_range, worker_debug, encrypted
+        As in :class:`parsl.executors.HighThroughputExecutor`.
+    heartbeat_period, heartbeat_threshold, poll_period, worker_logdir_root, launch_cmd
+        As in :class:`parsl.executors.HighThroughputExecutor`.
+    working_dir, storage_access, interchange_launch_cmd
         As in :class:`parsl.executors.HighThroughputExecutor`.
 
     Raises

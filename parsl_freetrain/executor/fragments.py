@@ -94,6 +94,7 @@ class FragmentRunner:
             gang.abandoned = f'it could not be submitted: {error}'
             return self._conclude(gang, record, at)
         record.fragment_started(len(action.nodes), task)
+        self._ledger.trainer_state(action.trainer, at=at, state='running')
         task_record = getattr(task, 'task_record', None)
         if task_record is not None:
             self._ledger.fragment_task(action.trainer, action.fragment, task_record['id'])
@@ -227,6 +228,7 @@ class FragmentRunner:
         self._verdicts[gang.name, gang.number] = verdict
         self._control.forget(gang.name, gang.number)
         record.fragment_ended(gang, verdict)
+        self._ledger.trainer_state(gang.name, at=at, state='queued')
         self._ledger.fragment_ended(gang.name, gang.number, at=at, ending=verdict.ending.value, samples=verdict.checkpoint.samples,
                                     reached=max(gang.reached, verdict.checkpoint.samples), error=verdict.error)
         if gang.outer is not None:

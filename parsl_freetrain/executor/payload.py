@@ -34,7 +34,7 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
             return bytes(cloudpickle.dumps((function, args, dict(kwargs))))
         except Exception as error:
             raise BadInput(f'Trainer {trainer!r} cannot be sent to the nodes: {_culprit(function, args, kwargs)} cannot be '
-                           f'serialised ({type(error).__name__}: {error}); pass only plain data, and open files, locks and connections inside the function.'
+                           f'serialised ({type(error).__name__}: {error}); pass plain data, and open files and locks inside the function.'
                            ) from error
 
 

@@ -15,7 +15,7 @@ BUSY_S = 30.0
 """How long, in seconds, either side waits for a lock of the other."""
 
 
-class transaction:
+class Transaction:
     """``BEGIN IMMEDIATE`` to commit, or back; sqlite3's own context manager does not begin."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
@@ -24,9 +24,7 @@ class transaction:
     def __enter__(self) -> None:
         self._connection.execute('BEGIN IMMEDIATE')
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if kind is None:
                 self._connection.execute('COMMIT')
@@ -45,16 +43,14 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         except FileExistsError:
             mode = path.stat().st_mode
             if not stat.S_ISREG(mode):
-                raise BadInput(
-                    f'{path} is not a regular file; name a ledger, or a file that does not exist yet.'
-                ) from None
+                raise BadInput(f'{path} is not a regular file; name a ledger, or a file that does not exist yet.') from None
             if mode & 0o077:
                 path.chmod(0o600)
     except OSError as error:
         raise BadInput(f'The ledger {path} cannot be written ({error.strerror}); give a path that can.') from error
     connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
     try:
-        with transaction(connection):
+        with Transaction(connection):
             if schema.is_empty(connection):
                 schema.create(connection)
         schema.check(connection, str(path))
@@ -65,9 +61,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         raise BadInput(f'The ledger {path} cannot be written ({error}); give a path that can.') from error
     except sqlite3.DatabaseError as error:
         connection.close()
-        raise BadInput(
-            f'{path} is not a FreeTrain ledger ({error}); name a ledger, or a file that does not exist yet.'
-        ) from error
+        raise BadInput(f'{path} is not a FreeTrain ledger ({error}); name a ledger, or a file that does not exist yet.') from error
     except BaseException:
         connection.close()
         raise

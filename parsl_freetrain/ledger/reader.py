@@ -124,7 +124,7 @@ class Reader:
 
     def _rows(self, table: str, run: int | None, order: str) -> Iterator[dict[str, Any]]:
         where, values = ('', ()) if run is None else (' WHERE run = ?', (run,))
-        cursor = self._connection.execute(f'SELECT * FROM {table}{where} ORDER BY {order}', values)
+        cursor = self._connection.execute(f'SELECT * FROM {table}{where} ORDER BY {order}', values)  # noqa: S608 - our own words
         columns = [c[0] for c in cursor.description]
         lists, mappings = _LISTS.get(table, ()), _MAPPINGS.get(table, ())
         for values_of_row in cursor:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.ledger.connection import open_for_writing, transaction
+from parsl_freetrain.ledger.connection import Transaction, open_for_writing
 
 log = logging.getLogger(__name__)
 
@@ -70,15 +70,13 @@ class Ledger:
             The ledger has a run of this name, or cannot be written.
         """
         try:
-            with transaction(self._connection):
+            with Transaction(self._connection):
                 cursor = self._connection.execute(
                     'INSERT INTO runs (name, begun_at, last_at, parsl_run_dir, command) VALUES (?, ?, ?, ?, ?)',
                     (str(run), float(at), float(at), str(parsl_run_dir), str(command)),
                 )
         except sqlite3.IntegrityError:
-            raise BadInput(
-                f'The ledger {self.path} has a run {run!r} already; each run needs a name of its own.'
-            ) from None
+            raise BadInput(f'The ledger {self.path} has a run {run!r} already; each run needs a name of its own.') from None
         except sqlite3.OperationalError as error:
             raise BadInput(f'The ledger {self.path} cannot be written ({error}); give a path that can.') from error
         self._run = cursor.lastrowid
@@ -88,9 +86,7 @@ class Ledger:
 
     def end_run(self, run: str, *, at: float, how: str) -> None:
         """End the run that was begun, for example ``how='done'`` or ``'interrupted'``; written at once."""
-        self._note(
-            'UPDATE runs SET ended_at = ?, how = ? WHERE name = ?', (float(at), str(how), str(run)), at, with_run=False
-        )
+        self._note('UPDATE runs SET ended_at = ?, how = ? WHERE name = ?', (float(at), str(how), str(run)), at, with_run=False)
         self.commit()
 
     def event(
@@ -106,8 +102,7 @@ class Ledger:
     ) -> None:
         """Something that the planner was told."""
         self._note(
-            'INSERT INTO events (run, at, kind, trainer, fragment, block, node, detail) '
-            'VALUES (?, ?, ?, ?, ?, ?, ?, ?)',
+            'INSERT INTO events (run, at, kind, trainer, fragment, block, node, detail) VALUES (?, ?, ?, ?, ?, ?, ?, ?)',
             (float(at), str(kind), trainer, _int(fragment), block, node, None if detail is None else _json(detail)),
             at,
         )
@@ -147,9 +142,7 @@ class Ledger:
             at,
         )
 
-    def trainer(
-        self, *, name: str, at: float, spec: Mapping[str, Any], total_samples: int | None, samples: int
-    ) -> None:
+    def trainer(self, *, name: str, at: float, spec: Mapping[str, Any], total_samples: int | None, samples: int) -> None:
         """A trainer was submitted; ``samples`` were trained already when it is resumed."""
         self._note(
             'INSERT OR REPLACE INTO trainers (run, name, submitted_at, spec, total_samples, first_samples, samples, '
@@ -184,25 +177,14 @@ class Ledger:
         self._note(
             'INSERT OR REPLACE INTO blocks (run, block, opened_at, job_id, nodes, walltime_s, until, names) '
             'VALUES (?, ?, ?, ?, ?, ?, ?, ?)',
-            (
-                str(block),
-                float(at),
-                None if job_id is None else str(job_id),
-                int(nodes),
-                _float(walltime_s),
-                until,
-                _json(list(names)),
-            ),
+            (str(block), float(at), None if job_id is None else str(job_id), int(nodes), _float(walltime_s), until, _json(list(names))),
             at,
         )
 
     def block_until(self, block: str, *, until: float | None) -> None:
         """The end of a block became known or moved; without this call it is opening + walltime, where that is known."""
         self._note(
-            'UPDATE blocks SET until = ? WHERE run = ? AND block = ?',
-            (_float(until), self._run_id(), str(block)),
-            None,
-            with_run=False,
+            'UPDATE blocks SET until = ? WHERE run = ? AND block = ?', (_float(until), self._run_id(), str(block)), None, with_run=False
         )
 
     def block_closed(self, block: str, *, at: float, how: str) -> None:
@@ -246,15 +228,7 @@ class Ledger:
         self._note(
             'INSERT OR REPLACE INTO fragments (run, trainer, fragment, decided_at, task_id, nodes, deadline, '
             'from_samples) VALUES (?, ?, ?, ?, ?, ?, ?, ?)',
-            (
-                str(trainer),
-                int(fragment),
-                float(at),
-                _int(task_id),
-                _json(list(nodes)),
-                _float(deadline),
-                int(from_samples),
-            ),
+            (str(trainer), int(fragment), float(at), _int(task_id), _json(list(nodes)), _float(deadline), int(from_samples)),
             at,
         )
 
@@ -267,14 +241,7 @@ class Ledger:
         self._fragment(trainer, fragment, 'started_at = ?, started_samples = ?', (float(at), int(samples)), at)
 
     def fragment_progress(
-        self,
-        trainer: str,
-        fragment: int,
-        *,
-        at: float,
-        samples: int,
-        rate: float | None,
-        metrics: Mapping[str, float] | None,
+        self, trainer: str, fragment: int, *, at: float, samples: int, rate: float | None, metrics: Mapping[str, float] | None
     ) -> None:
         """Samples trained so far, samples per second, and the last reported metrics; kept as a time series."""
         known = _json(dict(metrics or {}))
@@ -284,44 +251,21 @@ class Ledger:
             at,
         )
         self._fragment(
-            trainer,
-            fragment,
-            'seen_at = ?, seen_samples = ?, rate = ?, metrics = ?',
-            (float(at), int(samples), _float(rate), known),
-            at,
+            trainer, fragment, 'seen_at = ?, seen_samples = ?, rate = ?, metrics = ?', (float(at), int(samples), _float(rate), known), at
         )
 
     def checkpoint(
-        self,
-        trainer: str,
-        fragment: int,
-        *,
-        at: float,
-        samples: int,
-        path: str,
-        seconds: float,
-        metrics: Mapping[str, float] | None,
+        self, trainer: str, fragment: int, *, at: float, samples: int, path: str, seconds: float, metrics: Mapping[str, float] | None
     ) -> None:
         """A checkpoint was committed at ``at``; writing it took ``seconds``."""
         self._note(
-            'INSERT INTO checkpoints (run, trainer, fragment, at, samples, path, seconds, metrics) '
-            'VALUES (?, ?, ?, ?, ?, ?, ?, ?)',
-            (
-                str(trainer),
-                int(fragment),
-                float(at),
-                int(samples),
-                str(path),
-                max(0.0, float(seconds)),
-                _json(dict(metrics or {})),
-            ),
+            'INSERT INTO checkpoints (run, trainer, fragment, at, samples, path, seconds, metrics) VALUES (?, ?, ?, ?, ?, ?, ?, ?)',
+            (str(trainer), int(fragment), float(at), int(samples), str(path), max(0.0, float(seconds)), _json(dict(metrics or {}))),
             at,
         )
         self._kept(trainer, samples)
 
-    def fragment_ended(
-        self, trainer: str, fragment: int, *, at: float, ending: str, samples: int, reached: int, error: str = ''
-    ) -> None:
+    def fragment_ended(self, trainer: str, fragment: int, *, at: float, ending: str, samples: int, reached: int, error: str = '') -> None:
         """A fragment is over: 'finished', 'stopped', 'preempted' or 'failed'.
 
         ``samples`` is the last checkpoint's, ``reached`` the furthest that was seen: the difference is repeated.
@@ -342,8 +286,7 @@ class Ledger:
         """
         run = self._run_id()
         new: list[tuple[Value, ...]] = [
-            (run, str(name), float(start), None if end is None or math.isinf(end) else float(end))
-            for name, start, end in rows
+            (run, str(name), float(start), None if end is None or math.isinf(end) else float(end)) for name, start, end in rows
         ]
         if new == self._offers:
             return
@@ -357,18 +300,14 @@ class Ledger:
         if not self._pending and self._last_at == self._written_at:
             return
         try:
-            with transaction(self._connection):
+            with Transaction(self._connection):
                 for statement, rows in self._pending:
                     self._connection.executemany(statement, rows)
                 self._connection.execute('UPDATE runs SET last_at = max(last_at, ?) WHERE id = ?', (self._last_at, run))
         except sqlite3.OperationalError as error:
             # A full disk or a stuck lock must not end the training that this ledger describes.
             if not self._complained:
-                log.warning(
-                    'The ledger %s cannot be written now (%s); what happened is kept in memory and tried again.',
-                    self.path,
-                    error,
-                )
+                log.warning('The ledger %s cannot be written now (%s); what happened is kept in memory and tried again.', self.path, error)
             self._complained = True
             return
         self._pending.clear()
@@ -377,7 +316,7 @@ class Ledger:
 
     def _fragment(self, trainer: str, fragment: int, what: str, values: tuple[Value, ...], at: float | None) -> None:
         self._note(
-            f'UPDATE fragments SET {what} WHERE run = ? AND trainer = ? AND fragment = ?',
+            f'UPDATE fragments SET {what} WHERE run = ? AND trainer = ? AND fragment = ?',  # noqa: S608 - our own words
             (*values, self._run_id(), str(trainer), int(fragment)),
             at,
             with_run=False,
@@ -385,10 +324,7 @@ class Ledger:
 
     def _kept(self, trainer: str, samples: int) -> None:
         self._note(
-            'UPDATE trainers SET samples = ? WHERE run = ? AND name = ?',
-            (int(samples), self._run_id(), str(trainer)),
-            None,
-            with_run=False,
+            'UPDATE trainers SET samples = ? WHERE run = ? AND name = ?', (int(samples), self._run_id(), str(trainer)), None, with_run=False
         )
 
     def _note(self, statement: str, values: tuple[Value, ...], at: float | None, *, with_run: bool = True) -> None:

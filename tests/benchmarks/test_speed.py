@@ -76,7 +76,8 @@ def test_training_speed_inside_a_fragment(tmp_path: Path) -> None:
     print(f'\nTraining speed with {RANKS} ranks, samples/s, median of {ROUNDS} ({MACHINE})')
     base = statistics.median(plain)
     for name, rates in (('torchrun, DDP', plain), ('fragment, throughput mode', ours), ('fragment, reproducible mode', ours_reproducible)):
-        print(f'  {name:28} {statistics.median(rates):9.0f}  {statistics.median(rates) / base:6.3f}  (from {min(rates):.0f} to {max(rates):.0f})')
+        middle = statistics.median(rates)
+        print(f'  {name:28} {middle:9.0f}  {middle / base:6.3f}  (from {min(rates):.0f} to {max(rates):.0f})')
 
 
 def test_start_of_a_fragment_on_warm_nodes(tmp_path: Path) -> None:
