@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parsl.executors.high_throughput.errors import ManagerLost
-from parsl.jobs.states import JobStatus
+from parsl.jobs.states import JobState, JobStatus
 
 from parsl_freetrain.core import events as ev
 from parsl_freetrain.core.words import BlockRequest
@@ -156,6 +156,9 @@ class BlockKeeper:
         for block_id, block in list(self.blocks.items()):
             status = statuses.get(block_id)
             if status is not None and status.terminal:
+                if status.state in (JobState.FAILED, JobState.COMPLETED) and not block.nodes:
+                    self._back_off(at)  # it was not taken, it ended by itself before a node was ready: more of the same would not help
+                    logger.warning('Block %s ended before any of its nodes was ready: %s', block_id, status)
                 events += self._ended(block_id, 'taken' if block.until_s is None or at < block.until_s else 'expired', at)
                 continue
             until_s = self._provider.end_of(block.job_id)
@@ -175,8 +178,6 @@ class BlockKeeper:
 
     def _ended(self, block_id: str, how: str, at: float) -> list[ev.Event]:
         block = self.blocks.pop(block_id)
-        if not block.nodes and not block.unusable and how != 'returned':
-            self._back_off(at)  # it ended before any of its nodes had started: more of the same would not help
         self._provider.site.gone(block.job_id)
         for node in block.nodes:
             self._ledger.node_left(node, at=at, how=how)

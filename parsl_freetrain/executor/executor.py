@@ -15,6 +15,7 @@ import typeguard
 from parsl.data_provider.staging import Staging
 from parsl.executors import HighThroughputExecutor
 from parsl.executors.high_throughput.executor import HTEXFuture
+from parsl.executors.status_handling import BlockProviderExecutor
 from parsl.jobs.states import JobState, JobStatus
 
 from parsl_freetrain.core.allocation import Allocator
@@ -281,6 +282,11 @@ class FreeTrainExecutor(HighThroughputExecutor):
     def _ask_statuses(self) -> dict[str, JobStatus]:
         self.poll_facade()
         return {block: status for block, status in self.status_facade.items() if status.state is not JobState.SCALED_IN}
+
+    def status(self) -> dict[str, JobStatus]:
+        """As the provider says. Parsl's own would call a block that was taken before its nodes had started MISSING, a failure."""
+        statuses: dict[str, JobStatus] = BlockProviderExecutor.status(self)
+        return statuses
 
     def scale_in(self, blocks: int, max_idletime: Optional[float] = None) -> list[str]:
         """Called by Parsl at the end of a workflow: fragments write a checkpoint before their blocks go."""

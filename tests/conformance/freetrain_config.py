@@ -1,6 +1,6 @@
 """The configuration with which Parsl's own test suite meets FreeTrainExecutor."""
 
-import tempfile
+import os
 
 from parsl.config import Config
 
@@ -13,5 +13,5 @@ def fresh_config() -> Config:
     return Config(
         executors=[FreeTrainExecutor(
             label='freetrain', provider=BackfillProvider(site=LocalSite(nodes=1, poll_s=0.2)), max_workers_per_node=2,
-            checkpoint_dir=tempfile.mkdtemp(prefix='freetrain-conformance-'))],
+            checkpoint_dir=os.path.join(os.environ.get('FREETRAIN_CONFORMANCE_DIR', '.'), 'checkpoints'))],
         strategy='none')

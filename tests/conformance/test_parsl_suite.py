@@ -1,0 +1,49 @@
+"""Parsl's own test suite, as its wheel ships it, against FreeTrainExecutor and against Parsl's HighThroughputExecutor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as Xml
+from pathlib import Path
+
+import parsl
+import pytest
+
+HERE = Path(__file__).resolve().parent
+SUITE = Path(parsl.__file__).parent / 'tests'
+PARTS = ('test_python_apps', 'test_bash_apps', 'test_error_handling')
+LIMIT_S = 280
+
+
+def run_suite(config: str, folder: Path) -> dict[str, bool]:
+    """Run the suite with a configuration; whether each test passed, those that were skipped left out."""
+    folder.mkdir()
+    report = folder / 'report.xml'
+    done = subprocess.run(
+        [sys.executable, '-m', 'pytest', '-c', '/dev/null', '--rootdir', str(SUITE), '-p', 'no:cacheprovider', '-q',
+         '--config', str(HERE / config), '--basetemp', str(folder / 'tmp'), f'--junitxml={report}', *(str(SUITE / part) for part in PARTS)],
+        cwd=folder, env={**os.environ, 'FREETRAIN_CONFORMANCE_DIR': str(folder), 'PYTHONPATH': str(HERE.parents[1]), 'PYTHONDONTWRITEBYTECODE': '1'},
+        capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert report.exists(), done.stdout + done.stderr
+    results: dict[str, bool] = {}
+    for case in Xml.parse(report).iter('testcase'):
+        found = {child.tag for child in case}
+        name = f'{case.get("classname")}::{case.get("name")}'
+        if 'skipped' not in found:
+            results[name] = results.get(name, True) and found.isdisjoint({'failure', 'error'})
+    assert results, done.stdout + done.stderr
+    print(done.stdout[-1500:])
+    return results
+
+
+@pytest.mark.slow
+def test_what_works_with_parsls_executor_works_with_ours(tmp_path: Path) -> None:
+    ours = run_suite('freetrain_config.py', tmp_path / 'freetrain')
+    failed = {name for name, passed in ours.items() if not passed}
+    assert sum(ours.values()) >= 100
+    if failed:  # as root, two tests that write where nobody may write fail with any executor
+        stock = run_suite('stock_config.py', tmp_path / 'stock')
+        assert stock.keys() >= ours.keys()
+        assert {name for name in failed if stock[name]} == set()

@@ -1,0 +1,176 @@
+"""The pinning interchange against the Parsl that is installed: the one place that leans on Parsl's private parts."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from parsl.executors.high_throughput.errors import ManagerLost
+from parsl.executors.high_throughput.interchange import Interchange
+from parsl.executors.high_throughput.manager_record import ManagerRecord
+from parsl.serialize import pack_apply_message
+
+from parsl_freetrain.executor import FreeTrainExecutor, interchange
+from parsl_freetrain.executor.interchange import PIN
+from parsl_freetrain.sites.local import LocalSite
+from tests.support.training import freetrain
+
+LONG_S = 60.0
+
+# Everything of Parsl's own that PinningInterchange touches. Should a new Parsl lack one of these, this is where it shows.
+METHODS = {'process_tasks_to_send': ['self', 'interesting_managers', 'monitoring_radio']}
+ATTRIBUTES = {'pending_task_queue', '_ready_managers', 'results_outgoing', 'manager_sock'}
+MANAGER_KEYS = {'tasks', 'max_capacity', 'idle_since'}
+
+
+def test_parsl_has_what_the_subclass_needs() -> None:
+    for name, parameters in METHODS.items():
+        assert list(inspect.signature(getattr(Interchange, name)).parameters) == parameters, f'Interchange.{name} has changed'
+    made = set(re.findall(r'^\s*self\.(\w+)[^=\n(]*=', inspect.getsource(Interchange.__init__), re.MULTILINE))
+    assert made >= ATTRIBUTES, f'Parsl\'s Interchange has no {ATTRIBUTES - made} any more'
+    assert ManagerRecord.__annotations__.keys() >= MANAGER_KEYS, 'what Parsl notes of a manager has changed'
+    queued = inspect.getsource(Interchange.process_task_incoming)
+    assert "msg['task_id']" in queued and "msg['context']" in queued and 'queue_entry = (-priority, -task_id, msg)' in queued
+    assert 'Interchange(**config)' in inspect.getsource(sys.modules[Interchange.__module__]), 'Parsl starts its interchange in another way'
+
+
+def test_nothing_else_of_parsls_is_used() -> None:
+    """What METHODS, ATTRIBUTES and MANAGER_KEYS name is what the subclass uses."""
+    tree = ast.parse(inspect.getsource(interchange))
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+            and node.value.id == 'self'} - own - {'_owner', '_pinned'}
+    assert used == ATTRIBUTES
+    keys = {node.slice.value for node in ast.walk(tree) if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
+            and isinstance(node.slice.value, str) and isinstance(node.value, ast.Name) and node.value.id in ('m', 'manager')}
+    assert keys == MANAGER_KEYS
+
+
+def test_the_subclass_is_thin() -> None:
+    text = inspect.getsource(interchange)
+    documentation = {line for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+                     for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    code = [line for number, line in enumerate(text.splitlines(), 1)
+            if line.strip() and not line.strip().startswith('#') and number not in documentation]
+    assert len(code) < 60
+
+
+def where(started: str | None = None, wait_for: str | None = None) -> str:
+    """Tell which manager runs this, once ``wait_for`` exists."""
+    import os
+    import time
+
+    if started:
+        with open(started, 'w'):
+            pass
+    while wait_for and not os.path.exists(wait_for):
+        time.sleep(0.02)
+    return os.environ['PARSL_WORKER_POOL_ID']
+
+
+def send(executor: FreeTrainExecutor, manager: str | None = None, **arguments: str) -> Future[str]:
+    buffer = pack_apply_message(where, (), arguments)
+    sent: Future[str] = executor.submit_payload({'resource_spec': {PIN: manager} if manager else {}}, buffer)
+    return sent
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + LONG_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, 'it did not come about'
+        time.sleep(0.02)
+    return found
+
+
+@contextmanager
+def two_busy_nodes(folder: Path) -> Iterator[tuple[FreeTrainExecutor, list[str], Path, list[Future[str]]]]:
+    """Two nodes of one ordinary worker each, which is held up until the file given exists."""
+    folder.mkdir(exist_ok=True)
+    release = folder / 'release'
+    with freetrain(folder, LocalSite(nodes=2, poll_s=0.2), max_workers_per_node=1) as executor:
+        held = [send(executor, started=str(folder / f'started{i}'), wait_for=str(release)) for i in range(2)]
+        try:
+            until(lambda: len(executor.connected_managers()) == 2 and all((folder / f'started{i}').exists() for i in range(2)))
+            yield executor, [manager['manager'] for manager in executor.connected_managers()], release, held
+        finally:
+            release.touch()
+
+
+def test_pins_hold_and_a_worker_is_kept_for_them(tmp_path: Path) -> None:
+    with two_busy_nodes(tmp_path) as (executor, managers, release, held):
+        # Every ordinary worker is busy, and more ordinary work is waiting: pinned work runs nevertheless, and where it should.
+        waiting = [send(executor) for _ in range(4)]
+        for _ in range(3):
+            for manager in managers:
+                assert send(executor, manager).result(LONG_S) == manager
+        assert not any(future.done() for future in (*held, *waiting))
+
+        # A pinned task that lasts keeps its worker, and one more waits for it instead of going elsewhere.
+        pinned = send(executor, managers[0], started=str(release.with_name('pinned')), wait_for=str(release.with_name('pinned-end')))
+        until(release.with_name('pinned').exists)
+        behind = send(executor, managers[0])
+        assert send(executor, managers[1]).result(LONG_S) == managers[1]
+        assert not behind.done()
+
+        begun = time.monotonic()
+        with pytest.raises(ManagerLost):
+            send(executor, 'nobody').result(LONG_S)
+        assert time.monotonic() - begun < executor.heartbeat_threshold / 2   # it did not take a missed heartbeat to find out
+
+        release.touch()
+        assert {future.result(LONG_S) for future in (*held, *waiting)} <= set(managers)
+        assert {future.result(LONG_S) for future in held} == set(managers)
+        release.with_name('pinned-end').touch()
+        assert pinned.result(LONG_S) == behind.result(LONG_S) == managers[0]
+
+
+def test_a_pinned_task_fails_with_its_manager(tmp_path: Path) -> None:
+    with two_busy_nodes(tmp_path) as (executor, managers, release, held):
+        lost, kept = managers
+        begun = release.with_name('begun')
+        pinned = send(executor, lost, started=str(begun), wait_for=str(release))
+        until(begun.exists)
+        executor._hold_manager(kept)   # a node that Parsl holds takes no ordinary work; its fragments go on
+        assert send(executor, kept).result(LONG_S) == kept
+        release.touch()
+        assert pinned.result(LONG_S) == lost
+        assert len([future.result(LONG_S) for future in held]) == 2
+
+
+ORPHAN = """
+import sys, threading
+from pathlib import Path
+from tests.support.training import freetrain
+from parsl_freetrain.sites.local import LocalSite
+
+if __name__ == '__main__':
+    with freetrain(Path(sys.argv[1]), LocalSite(nodes=1)) as executor:
+        print(executor.interchange_proc.pid, flush=True)
+        threading.Event().wait()
+"""
+
+
+def test_the_interchange_ends_with_the_submitting_process(tmp_path: Path) -> None:
+    script = tmp_path / 'submit.py'
+    script.write_text(ORPHAN)
+    with subprocess.Popen([sys.executable, str(script), str(tmp_path)], stdout=subprocess.PIPE, text=True,
+                          env={**os.environ, 'PYTHONPATH': os.getcwd()}) as submitting:
+        assert submitting.stdout is not None
+        process = psutil.Process(int(submitting.stdout.readline()))
+        assert 'parsl_freetrain.executor.interchange' in ' '.join(process.cmdline())
+        submitting.send_signal(signal.SIGKILL)
+        submitting.wait()
+        assert not psutil.wait_procs([process], timeout=LONG_S)[1]
