@@ -1,0 +1,70 @@
+"""Nodes that go with a warning or at a known time, and a scheduler that does not answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from parsl.jobs.states import JobState, JobStatus
+
+from parsl_freetrain.app import TrainingFuture, freetrain_app
+from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.sites.provider import BackfillProvider
+from parsl_freetrain.sites.schedule import IdleInterval, Schedule
+from tests.support.training import fit, freetrain
+
+LONG = 240   # seconds; a bound for what takes a few
+
+
+def until_training(future: TrainingFuture) -> None:
+    while future.progress().samples == 0:
+        assert not future.done()
+        threading.Event().wait(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('taken', ['known', 'notice'])
+def test_a_hole_whose_end_is_told_costs_no_work(tmp_path: Path, taken: str) -> None:
+    """The fragment stops by itself before its node is killed; the next one, on another node, repeats nothing."""
+    schedule = Schedule([IdleInterval(0, 16, 'a'), IdleInterval(14, 900, 'b')])
+    site = LocalSite(nodes=2, schedule=schedule, taken=taken, notice_s=6, poll_s=0.2)
+    trainer = freetrain_app(max_nodes=1, total_epochs=60, checkpoint_every_s=1000.0)(fit)
+    with freetrain(tmp_path, site, min_hole_s=3.0) as executor:
+        future = trainer(pause_s=0.03)
+        assert future.result(LONG).samples == 60 * 96
+        assert future.progress().preempted == 0
+    with Reader(executor.ledger_path) as ledger:
+        fragments = ledger.story().fragments
+    first_end = fragments[0].ended_at
+    assert first_end is not None
+    assert [f.ending for f in fragments][:1] == ['stopped']
+    assert fragments[0].samples == fragments[0].reached
+    if taken == 'known':
+        assert fragments[0].deadline is not None
+        assert first_end < fragments[0].deadline
+
+
+def test_a_scheduler_that_does_not_answer_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is silent, and while it knows nothing of the job, the block counts as running: one block, one fragment, to the end."""
+    silent_until = [0.0]
+    asked = threading.Event()
+    answer = BackfillProvider.status
+
+    def status(self: BackfillProvider, job_ids: list[str]) -> list[JobStatus]:
+        if time.monotonic() < silent_until[0]:
+            asked.set()
+            return [JobStatus(JobState.UNKNOWN) for _ in job_ids]
+        return answer(self, job_ids)
+
+    monkeypatch.setattr(BackfillProvider, 'status', status)
+    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2)) as executor:
+        future = freetrain_app(max_nodes=1, total_epochs=10)(fit)(pause_s=0.03)
+        until_training(future)
+        silent_until[0] = time.monotonic() + 3.0
+        assert asked.wait(LONG)
+        assert future.result(LONG).samples == 960
+        assert future.progress().fragments == 1
+        assert len(executor.blocks_to_job_id) == 1
