@@ -25,7 +25,7 @@ from parsl_freetrain.executor.future import Progress, TrainingFuture
 from parsl_freetrain.executor.member import fragment_task
 from parsl_freetrain.executor.payload import pack
 from parsl_freetrain.executor.trainers import Terms, TrainerRecord
-from parsl_freetrain.training.store import PosixCheckpointStore, claim
+from parsl_freetrain.training.store import RESUME, PosixCheckpointStore, claim
 
 __all__ = ['Checkpoint', 'FreeTrainApp', 'Progress', 'TrainingFuture', 'freetrain_app']
 
@@ -67,6 +67,7 @@ class Settings:
         """
         where = f'@freetrain_app on {name!r}'
         self.trainer(name)
+        _check_name(name)
         totals = [t for t in (self.total_samples, self.total_epochs) if t is not None]
         if len(totals) != 1:
             raise BadInput(f'{where}: {len(totals)} of total_samples and total_epochs are given; say by one of them what is trained.')
@@ -74,13 +75,15 @@ class Settings:
             raise BadInput(f'{where}: the total to train is {totals[0]}; it must be more than 0.')
         if self.mode not in MODES:
             raise BadInput(f'{where}: there is no mode {self.mode!r}; choose one of {", ".join(MODES)}.')
-        for what, value, least in (('shards', self.shards, 1), ('ranks_per_node', self.ranks_per_node, 1),
+        for what, value, least in (('ranks_per_node', self.ranks_per_node, 1), ('shards', self.shards, 1),
                                    ('keep_checkpoints', self.keep_checkpoints, 1)):
             if value < least:
                 raise BadInput(f'{where}: {what} is {value}; it must be at least {least}.')
         if self.mode == 'reproducible' and self.shards < self.max_nodes * self.ranks_per_node:
             raise BadInput(f'{where}: {self.max_nodes} nodes with {self.ranks_per_node} ranks each cannot share {self.shards} virtual '
                            f'shards; shards must be at least {self.max_nodes * self.ranks_per_node}.')
+        if self.resume is not None and self.resume not in RESUME:
+            raise BadInput(f'{where}: resume is {self.resume!r}; it must be one of {", ".join(map(repr, RESUME))}.')
         if not math.isfinite(self.checkpoint_every_s) or self.checkpoint_every_s <= 0:
             raise BadInput(f'{where}: checkpoint_every_s is {self.checkpoint_every_s}; it must be a positive number of seconds.')
 
@@ -116,12 +119,16 @@ class FreeTrainApp:
         inspect.signature(self.function).bind(None, *args, **kwargs)
         dfk = self.data_flow_kernel or DataFlowKernelLoader.dfk()
         executor = self._executor(dfk)
-        name = executor.name_trainer(trainer_name or self.name, explicit=trainer_name is not None)
-        if not NAME.fullmatch(name):
-            raise BadInput(f'{name!r} cannot name a trainer: it names a folder too, so use letters, digits, dots, dashes and underscores.')
-        pack(self.function, self._without_futures(args), {k: None if isinstance(v, Future) else v for k, v in kwargs.items()}, name)
-        folder = Path(executor.checkpoint_dir).absolute() / name
-        checkpoint = claim(folder, name, self._identity(), self.settings.resume or executor.resume)
+        called = self.name if trainer_name is None else trainer_name
+        _check_name(called)
+        name = executor.name_trainer(called, explicit=trainer_name is not None)
+        try:
+            pack(self.function, self._without_futures(args), {k: None if isinstance(v, Future) else v for k, v in kwargs.items()}, name)
+            folder = Path(executor.checkpoint_dir).absolute() / name
+            checkpoint = claim(folder, name, self._identity(), self.settings.resume or executor.resume)
+        except BaseException:
+            executor.free_name(name)
+            raise
         future = TrainingFuture(name)
         _when_done([a for a in (*args, *kwargs.values()) if isinstance(a, Future)],
                    lambda: self._submit(future, executor, dfk, folder, checkpoint, args, kwargs))
@@ -180,6 +187,16 @@ class FreeTrainApp:
         except BadInput as error:
             future.state = 'failed'
             future.set_exception(error)
+
+
+def _check_name(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise BadInput(f'{name!r} cannot name a trainer: it names a folder too, so use letters, digits, dots, dashes and underscores.')
+
+
+def _takes_a_context(function: Callable[..., Any]) -> bool:
+    first = next(iter(inspect.signature(function).parameters.values()), None)
+    return first is not None and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD, first.VAR_POSITIONAL)
 
 
 def _value(argument: Any) -> Any:
@@ -270,8 +287,8 @@ def freetrain_app(*,
 
     def decorate(function: Callable[..., Any]) -> FreeTrainApp:
         called = name or function.__name__
-        if not inspect.signature(function).parameters:
-            raise BadInput(f'@freetrain_app on {called!r}: the function takes no argument; its first must be the fragment context.')
+        if not _takes_a_context(function):
+            raise BadInput(f'@freetrain_app on {called!r}: it takes no positional argument; the first must be the fragment context.')
         settings = Settings(
             min_nodes, max_nodes, total_samples, total_epochs, ScalingCurve.from_points(scaling) if scaling else None,
             rescale_up_s, rescale_down_s, mode, max_nodes * ranks_per_node if shards is None else shards, seed,

@@ -82,7 +82,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def prepare(out: Path, options: argparse.Namespace, console: Console) -> Schedule:
     """The schedule of holes, and an output folder that holds nothing of another run."""
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f'The output folder {out} cannot be made ({error.strerror}); name another one with --out.') from error
     if options.resume == 'never' or (options.resume == 'auto' and (out / 'summary.json').exists()):
         old = out / 'previous'
         shutil.rmtree(old, ignore_errors=True)
@@ -111,11 +114,10 @@ def train(folder: Path, schedule: Schedule | None, options: argparse.Namespace, 
         min_nodes=1, max_nodes=max_nodes, total_epochs=options.epochs, scaling=SCALING, rescale_up_s=1.0, rescale_down_s=1.0,
         shards=SHARDS, checkpoint_every_s=2.0)(train_digits)
     console.rule('undisturbed, each on one node' if schedule is None else f'in the holes of {options.nodes} nodes')
-    with parsl.load(Config(executors=[executor], strategy='none', run_dir=str(folder / 'runinfo'), initialize_logging=True)):
-        data = digits()
-        with live(executor.ledger_path, console):
-            futures: dict[str, TrainingFuture] = {n: trainer(n, *data, trainer_name=n) for n in NETWORKS}
-            return {name: result(future, site) for name, future in futures.items()}
+    data = digits()
+    with live(executor.ledger_path, console), parsl.load(Config(executors=[executor], strategy='none', run_dir=str(folder / 'runinfo'))):
+        futures: dict[str, TrainingFuture] = {name: trainer(name, *data, trainer_name=name) for name in NETWORKS}
+        return {name: result(future, site) for name, future in futures.items()}
 
 
 def result(future: TrainingFuture, site: LocalSite) -> Checkpoint:

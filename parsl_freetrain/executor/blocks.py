@@ -55,11 +55,13 @@ class BlockKeeper:
         Sends one payload to the interchange.
     report
         Takes (block, manager, future) when a node's greeting has come back; called from Parsl's thread.
+    template
+        Name of the warm parent of this computer that forks the nodes' ones, if nodes are processes of this computer.
     """
 
     def __init__(self, provider: BackfillProvider, ledger: Ledger, warm_log_dir: str, launch: Callable[[BlockRequest], tuple[str, str]],
                  managers: Callable[[], list[dict[str, Any]]], submit: Callable[[dict[str, Any], bytes], Future[Any]],
-                 report: Callable[[str, str, Future[Any]], None]) -> None:
+                 report: Callable[[str, str, Future[Any]], None], template: str | None = None) -> None:
         self._provider = provider
         self._ledger = ledger
         self._warm_log_dir = warm_log_dir
@@ -67,6 +69,7 @@ class BlockKeeper:
         self._managers = managers
         self._submit = submit
         self._report = report
+        self._template = template
         self.blocks: dict[str, OpenBlock] = {}
         self._not_before = 0.0
         self._backoff_s = FIRST_BACKOFF_S
@@ -119,7 +122,7 @@ class BlockKeeper:
             block.greeting.add(name)
             greeting = self._submit({
                 'resource_spec': {PIN: name},
-                'task_executor': {'f': 'parsl_freetrain.executor.member.greet', 'a': (self._warm_log_dir, 120.0)},
+                'task_executor': {'f': 'parsl_freetrain.executor.member.greet', 'a': (self._warm_log_dir, 120.0, self._template)},
             }, b'')
             greeting.add_done_callback(lambda done, b=manager['block_id'], m=name: self._report(b, m, done))  # type: ignore[misc]
 

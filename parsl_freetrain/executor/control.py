@@ -7,6 +7,7 @@ to the interchange may not connect here.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import socket
@@ -16,6 +17,8 @@ from typing import Any
 import zmq
 from parsl import curvezmq
 from parsl.addresses import tcp_url
+
+logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 MemberKey = tuple[str, int, int]   # trainer, fragment, member
@@ -79,8 +82,12 @@ class ControlServer:
                 identity, body = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            message = json.loads(body)
-            self._identities[key_of(message)] = identity
+            try:
+                message = json.loads(body)
+                self._identities[key_of(message)] = identity
+            except (ValueError, KeyError, TypeError):
+                logger.warning('A message on the control channel was not understood: %r', body[:200])
+                continue
             yield message
 
     def send(self, key: MemberKey, message: Message) -> bool:

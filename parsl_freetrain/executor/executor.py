@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import sys
@@ -28,6 +29,7 @@ from parsl_freetrain.core.words import BlockRequest
 from parsl_freetrain.executor.blocks import BlockKeeper
 from parsl_freetrain.executor.control import ControlServer
 from parsl_freetrain.executor.fragments import FRAGMENT, FragmentRunner, Line, Patience
+from parsl_freetrain.executor.member import start_template
 from parsl_freetrain.executor.planner import (
     Arrived,
     Cancel,
@@ -36,12 +38,13 @@ from parsl_freetrain.executor.planner import (
     Ordinary,
     Planner,
     Quiesce,
-    Run,
     Submit,
 )
 from parsl_freetrain.executor.trainers import TrainerRecord
 from parsl_freetrain.ledger.store import Ledger
 from parsl_freetrain.sites.provider import BackfillProvider
+from parsl_freetrain.training.store import RESUME
+from parsl_freetrain.training.warm import WarmParent
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +131,12 @@ class FreeTrainExecutor(HighThroughputExecutor):
                  storage_access: Optional[list[Staging]] = None,
                  interchange_launch_cmd: Optional[Sequence[str]] = None) -> None:
         metric_named(metric)
-        if max_workers_per_node < 0:
-            raise BadInput(f'max_workers_per_node is {max_workers_per_node}; it must be 0 or more.')
+        for what, count, least in (('max_workers_per_node', max_workers_per_node, 0), ('retries', retries, 0),
+                                   ('trainers_at_a_time', trainers_at_a_time, 1)):
+            if count is not None and count < least:
+                raise BadInput(f'{what} is {count}; it must be {least} or more.')
+        if resume not in RESUME:
+            raise BadInput(f'resume is {resume!r}; it must be one of {", ".join(map(repr, RESUME))}.')
         if not math.isfinite(horizon_s) or horizon_s <= 0:
             raise BadInput(f'horizon_s is {horizon_s}; it must be a positive number of seconds.')
         super().__init__(
@@ -155,8 +162,9 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self.stop_s = stop_s
         self.silence_s = silence_s
         self._submitting = threading.Lock()
-        self._names: dict[str, int] = {}
+        self._names: set[str] = set()
         self._planner: Planner | None = None
+        self._template: WarmParent | None = None
         self._opening: BlockRequest | None = None
         self._refusal: Exception | None = None
         self._control_ports = interchange_port_range
@@ -166,15 +174,25 @@ class FreeTrainExecutor(HighThroughputExecutor):
         """The SQLite file that everything is recorded in."""
         return Path(self.ledger) if self.ledger else Path(self.checkpoint_dir).absolute() / 'ledger.sqlite'
 
+    @property
+    def status_polling_interval(self) -> float:
+        """0: Parsl's poller and its scaling strategy, whichever it is, leave this executor to its own planner."""
+        return 0
+
     def validate_resource_spec(self, resource_specification: dict[str, Any]) -> None:
         super().validate_resource_spec({k: v for k, v in resource_specification.items() if k != FRAGMENT})
 
     def start(self) -> None:
         """Start Parsl's part, the site and the planner."""
         ledger = Ledger(self.ledger_path)
-        super().start()  # type: ignore[no-untyped-call]
+        ledger.begin_run(str(self.run_id), at=time.time(), parsl_run_dir=str(self.run_dir), command=' '.join(sys.argv))
         provider = self.provider
         assert isinstance(provider, BackfillProvider)
+        log_dir = str(Path(self.checkpoint_dir).absolute() / 'logs')
+        if provider.site.interface == 'lo':   # the nodes are processes of this computer: torch is imported once for all of them
+            self._template = start_template(log_dir)
+        template = self._template.name if self._template is not None else None
+        super().start()  # type: ignore[no-untyped-call]
         provider.site.start()
         allocator: Allocator = self.allocator or MilpAllocator()
         controller = Controller(allocator, ControllerSettings(
@@ -182,15 +200,15 @@ class FreeTrainExecutor(HighThroughputExecutor):
             spans_blocks=provider.site.spans_blocks, trainers_at_a_time=self.trainers_at_a_time, retries=self.retries,
             idle_block_s=self.idle_block_s, workers_per_node=max(1, int(self.max_workers_per_node))))
         control = ControlServer(self.cert_dir, self.address, self._control_ports)
-        line = Line(sorted(self.all_addresses), control.port, self.cert_dir, provider.site.interface)
+        line = Line(sorted(self.all_addresses), control.port, self.cert_dir, provider.site.interface, template)
         fragments = FragmentRunner(
             control, ledger, line, Patience(self.start_s, self.stop_s, self.silence_s), self._submit_inner,
             lambda name, number, member, done: self._post(MemberBack(name, number, member, done)))
         blocks = BlockKeeper(
-            provider, ledger, str(Path(self.checkpoint_dir).absolute() / 'logs'), self._open_block, self.connected_managers,
-            self._submit_inner, lambda block, manager, done: self._post(GreetingBack(block, manager, done)))
+            provider, ledger, log_dir, self._open_block, self.connected_managers,
+            self._submit_inner, lambda block, manager, done: self._post(GreetingBack(block, manager, done)), template)
         self._planner = Planner(controller, control, ledger, provider, blocks, fragments, self._ask_statuses,
-                                Run(str(self.run_id), str(self.run_dir), ' '.join(sys.argv)))
+                                self._trouble, str(self.run_id))
         self._planner.start()
 
     def initialize_scaling(self) -> None:
@@ -211,11 +229,20 @@ class FreeTrainExecutor(HighThroughputExecutor):
             If an explicit name is taken.
         """
         with self._submitting:
-            count = self._names.get(name, 0) + 1
-            if explicit and count > 1:
+            if explicit and name in self._names:
                 raise BadInput(f'There is a trainer {name!r} already in this run; give each call another trainer_name.')
-            self._names[name] = count
-        return name if count == 1 else f'{name}-{count}'
+            free = name
+            for number in itertools.count(2):
+                if free not in self._names:
+                    break
+                free = f'{name}-{number}'
+            self._names.add(free)
+        return free
+
+    def free_name(self, name: str) -> None:
+        """The trainer that :meth:`name_trainer` named was refused after all."""
+        with self._submitting:
+            self._names.discard(name)
 
     def submit_trainer(self, record: TrainerRecord) -> None:
         """Hand a trainer to the planner; its future tells the rest.
@@ -279,6 +306,12 @@ class FreeTrainExecutor(HighThroughputExecutor):
             self._refusal = error
             raise
 
+    def _trouble(self) -> str:
+        if self.interchange_proc is None or self.interchange_proc.poll() is None:
+            return ''
+        return (f"Parsl's interchange has ended with status {self.interchange_proc.returncode}; "
+                f'its log is {self.logdir}/interchange.log, and a new run continues from the checkpoints')
+
     def _ask_statuses(self) -> dict[str, JobStatus]:
         self.poll_facade()
         return {block: status for block, status in self.status_facade.items() if status.state is not JobState.SCALED_IN}
@@ -289,8 +322,12 @@ class FreeTrainExecutor(HighThroughputExecutor):
         return statuses
 
     def scale_in(self, blocks: int, max_idletime: Optional[float] = None) -> list[str]:
-        """Called by Parsl at the end of a workflow: fragments write a checkpoint before their blocks go."""
+        """For whoever asks for it: fragments write a checkpoint before their blocks go, and nothing starts afterwards."""
         self.quiesce()
+        if self._trouble():   # Parsl would wait for ever for an answer of its interchange
+            assert self.provider is not None
+            self.provider.cancel(list(self.blocks_to_job_id.values()))
+            return list(self.blocks_to_job_id)
         ended: list[str] = super().scale_in(blocks, max_idletime)
         return ended
 
@@ -303,11 +340,14 @@ class FreeTrainExecutor(HighThroughputExecutor):
 
     def shutdown(self, timeout: float = 10.0) -> None:
         """End the planner, the blocks and the interchange; nothing is left running and nothing is lost."""
+        self.quiesce()
         planner, self._planner = self._planner, None
         if planner is not None:
             planner.stop(timeout)
         self._wait_for_blocks(timeout / 2)
         super().shutdown(timeout)
+        if self._template is not None:
+            self._template.stop(0.5)
         if isinstance(self.provider, BackfillProvider):
             self.provider.site.close()
 

@@ -49,12 +49,13 @@ class Patience:
 
 @dataclass(frozen=True)
 class Line:
-    """Where the control channel listens, as nodes see it."""
+    """Where the control channel listens, as nodes see it, and the template of their warm parents, if they can reach one."""
 
     addresses: list[str]
     port: int
     cert_dir: str | None
     interface: str | None
+    template: str | None = None
 
 
 class FragmentRunner:
@@ -127,7 +128,7 @@ class FragmentRunner:
             deadline=gang.action.deadline_s, checkpoint_every_s=terms.checkpoint_every_s,
             keep_checkpoints=terms.keep_checkpoints, interface=self._line.interface)
         return MemberOrder(fragment, member, len(gang.members), terms.ranks_per_node, self._line.addresses,
-                           self._line.port, self._line.cert_dir, str(Path(terms.store) / 'logs'))
+                           self._line.port, self._line.cert_dir, str(Path(terms.store) / 'logs'), self._line.template)
 
     def heard(self, message: Message, record: TrainerRecord | None, at: float) -> list[ev.Event]:
         """Take in a member's message."""

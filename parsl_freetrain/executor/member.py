@@ -11,6 +11,7 @@ import importlib.metadata
 import logging
 import os
 import platform
+import secrets
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -44,6 +45,8 @@ class MemberOrder:
         Where the executor's control channel is.
     log_dir
         Folder for the ranks' output.
+    template
+        Name of the warm parent of this computer that forks the nodes' ones; None: there is none.
     """
 
     fragment: FragmentOrder
@@ -54,6 +57,7 @@ class MemberOrder:
     port: int
     cert_dir: str | None
     log_dir: str
+    template: str | None = None
 
 
 _order: ContextVar[MemberOrder] = ContextVar('member_order')
@@ -87,9 +91,9 @@ def run_member(buffer: bytes, order: MemberOrder, execute: str | None = None) ->
     return run(buffer)
 
 
-def greet(buffer: bytes, log_dir: str, warm_timeout_s: float) -> dict[str, Any]:
+def greet(buffer: bytes, log_dir: str, warm_timeout_s: float, template: str | None = None) -> dict[str, Any]:
     """Warm a node up and tell what it is; the first task that each node gets."""
-    warm_parent(log_dir).wait_ready(warm_timeout_s)
+    warm_parent(log_dir, template).wait_ready(warm_timeout_s)
     return {
         'name': os.environ.get('FREETRAIN_NODE') or platform.node(),
         'python': platform.python_version(),
@@ -97,11 +101,17 @@ def greet(buffer: bytes, log_dir: str, warm_timeout_s: float) -> dict[str, Any]:
     }
 
 
-def warm_parent(log_dir: str) -> WarmParent:
+def warm_parent(log_dir: str, template: str | None = None) -> WarmParent:
     """This node's warm parent, started if need be; it lives as long as the node's manager."""
     node = os.environ['PARSL_WORKER_POOL_ID']
     Path(log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
-    return WarmParent.start(node, os.getppid(), str(Path(log_dir) / f'warm-{node}.log'))
+    return WarmParent.start(node, os.getppid(), str(Path(log_dir) / f'warm-{node}.log'), template)
+
+
+def start_template(log_dir: str) -> WarmParent:
+    """Start what forks the warm parents of nodes that are processes of this computer; it ends with this process at the latest."""
+    Path(log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+    return WarmParent.start_template(f'template-{secrets.token_hex(8)}', os.getpid(), str(Path(log_dir) / 'warm-template.log'))
 
 
 class Member:
@@ -131,7 +141,7 @@ class Member:
 
     def _launch(self, payload: bytes) -> None:
         order = self._order
-        warm = warm_parent(str(Path(order.log_dir).parent))
+        warm = warm_parent(str(Path(order.log_dir).parent), order.template)
         warm.wait_ready(120)
         Path(order.log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
         for local_rank in range(order.ranks_per_node):

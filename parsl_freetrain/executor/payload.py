@@ -15,14 +15,16 @@ import cloudpickle
 
 from parsl_freetrain.core.errors import BadInput
 
+OURS = __name__.partition('.')[0]   # nodes have it, installed or not
+
 _registering = threading.Lock()
 
 
 def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], trainer: str) -> bytes:
     """Serialise a function with its arguments.
 
-    A function of an installed package is sent by name; anything else (a notebook, a script, a module
-    beside it) by value, with what it uses of its own package, since nodes may not be able to import it.
+    A function of an installed package is sent by name; anything else (a notebook, a script, a module beside it) by value,
+    with what it uses of the modules that lie beside it, since nodes may not be able to import them.
 
     Raises
     ------
@@ -40,11 +42,12 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 
 @contextmanager
 def _by_value(function: Callable[..., Any]) -> Iterator[None]:
-    home = sys.modules.get(function.__module__)
-    package = function.__module__.partition('.')[0]
-    modules = [m for name, m in list(sys.modules.items()) if m is not None and name.partition('.')[0] == package and name != '__main__']
-    if home is None or _installed(home) or package == '__main__':
-        modules = []
+    home = _home(sys.modules.get(function.__module__.partition('.')[0]))
+    known = cloudpickle.list_registry_pickle_by_value()   # whatever the user has registered stays so
+    modules = [] if home is None else [
+        module for name, module in list(sys.modules.items())
+        if name != '__main__' and name not in known and getattr(module, '__name__', None) == name
+        and name.partition('.')[0] != OURS and _home(sys.modules.get(name.partition('.')[0])) == home]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -54,12 +57,22 @@ def _by_value(function: Callable[..., Any]) -> Iterator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def _installed(module: ModuleType) -> bool:
-    """Whether nodes have the module too: it is the interpreter's own, or installed beside it."""
-    if not getattr(module, '__file__', None):
-        return True
+def _home(top: ModuleType | None) -> Path | None:
+    """The folder that a top-level module or package lies in; None if nodes have it too, as the interpreter's own or installed."""
+    if top is None:
+        return None
+    file = getattr(top, '__file__', None)
+    portions = list(getattr(top, '__path__', ()))
+    if top.__name__ == '__main__':
+        return Path(file).resolve().parent if file else Path.cwd()
+    if portions:   # a package, maybe without an __init__.py
+        home = Path(portions[0]).resolve().parent
+    elif file:
+        home = Path(file).resolve().parent
+    else:
+        return None
     places = {Path(path).resolve() for key, path in sysconfig.get_paths().items() if key in ('stdlib', 'platstdlib', 'purelib', 'platlib')}
-    return not places.isdisjoint(Path(module.__file__ or '').resolve().parents)
+    return home if places.isdisjoint((home, *home.parents)) else None
 
 
 def _culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

@@ -81,15 +81,6 @@ class Stop:
     pass
 
 
-@dataclass(frozen=True)
-class Run:
-    """How this run is called in the ledger: Parsl's run id, its run directory, and the command line."""
-
-    run_id: str
-    run_dir: str
-    command: str
-
-
 class Planner:
     """Runs from :meth:`start` to :meth:`stop`; everybody else talks to it through :meth:`post`.
 
@@ -97,12 +88,17 @@ class Planner:
     ----------
     statuses
         Asks the batch system for the state of all blocks, through Parsl.
+    trouble
+        A sentence if Parsl's own part of the executor has broken down, else an empty string.
+    run_id
+        Parsl's id of this run, which the ledger has begun under.
     clock
         Seconds since the epoch.
     """
 
     def __init__(self, controller: Controller, control: ControlServer, ledger: Ledger, provider: BackfillProvider,
-                 blocks: BlockKeeper, fragments: FragmentRunner, statuses: Callable[[], dict[str, JobStatus]], run: Run,
+                 blocks: BlockKeeper, fragments: FragmentRunner, statuses: Callable[[], dict[str, JobStatus]],
+                 trouble: Callable[[], str], run_id: str,
                  clock: Callable[[], float] = time.time) -> None:
         self._controller = controller
         self._control = control
@@ -111,7 +107,9 @@ class Planner:
         self._blocks = blocks
         self._fragments = fragments
         self._statuses = statuses
-        self._run_info = run
+        self._trouble = trouble
+        self._run_id = run_id
+        self._broken = False
         self._clock = clock
         self._records: dict[str, TrainerRecord] = {}
         self._ordinary = 0
@@ -134,8 +132,6 @@ class Planner:
 
     def _run(self) -> None:
         next_poll = next_offers = 0.0
-        run = self._run_info
-        self._ledger.begin_run(run.run_id, at=self._begun_at, parsl_run_dir=run.run_dir, command=run.command)
         while not self._stopping:
             now = self._clock()
             if now >= next_poll:
@@ -145,7 +141,7 @@ class Planner:
                 self._guarded(self._note_offers)
                 next_offers = now + OFFERS_PERIOD_S
             pause = next_poll - now
-            if self._blocks.starting():
+            if self._blocks.starting() and not self._broken:
                 self._guarded(self._greet)
                 pause = min(pause, GREETING_POLL_S)
             self._ledger.commit()
@@ -246,6 +242,11 @@ class Planner:
 
     def _poll(self) -> None:
         now = self._clock()
+        if trouble := self._trouble():
+            if not self._broken:
+                self._broken = True
+                self._give_up(trouble)
+            return
         self._tell(*self._blocks.poll(self._statuses(), now))
         if silent := self._fragments.overdue(now):
             self._lose(silent, now)
@@ -264,8 +265,12 @@ class Planner:
         self._blocks.greet_new(self._clock())
 
     def _give_up(self, why: str) -> None:
-        for record in self._records.values():
-            record.settle('failed', TrainerFailed(f'Trainer {record.trainer.name!r} cannot run on this site: {why}.'))
+        now = self._clock()
+        for record in [r for r in self._records.values() if not r.future.done()]:
+            name = record.trainer.name
+            self._tell(ev.TrainerCancelled(now, name))
+            self._ledger.trainer_state(name, at=now, state='failed', why=why)
+            record.settle('failed', TrainerFailed(f'Trainer {name!r} cannot go on: {why}.'))
 
     def _note_offers(self) -> None:
         self._ledger.offers((o.node, o.start, o.end) for o in self._provider.site.offers(self._begun_at, self._clock()))
@@ -281,6 +286,6 @@ class Planner:
                 record.settle('failed', TrainerFailed(
                     f'Trainer {record.trainer.name!r} was interrupted at {record.checkpoint.samples} samples because its executor '
                     f'was shut down; its checkpoints are in {record.terms.store}, and the same call continues from there.'))
-        self._ledger.end_run(self._run_info.run_id, at=now, how='shutdown')
+        self._ledger.end_run(self._run_id, at=now, how='shutdown')
         self._ledger.close()
         self._control.close()

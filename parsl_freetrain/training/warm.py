@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import signal
@@ -18,15 +19,32 @@ from typing import Any
 from parsl_freetrain.core.errors import FreeTrainError
 from parsl_freetrain.training.channel import Channel, is_ours
 from parsl_freetrain.training.fragment import FragmentOrder, RankPlace
+from parsl_freetrain.training.warm_request import ServerRequest, start_environment
 
 _LOG_LINES = 12
 _RETRY_S = 0.02
+_BACKLOG = 128
 
 
 def address_of(name: str) -> bytes:
     """The abstract socket address of the warm parent ``name``; one per user."""
     digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
     return f'\0parsl-freetrain-{os.geteuid()}-{digest}'.encode()
+
+
+def listen(name: str) -> socket.socket | None:
+    """Listen as the warm parent ``name``; None if another process does."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(address_of(name))
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
+    # Clients may connect from now on; they wait in the queue until torch is there.
+    listener.listen(_BACKLOG)
+    return listener
 
 
 class RankProcess:
@@ -100,29 +118,58 @@ class WarmParent:
         self.log = log
         self.pid: int | None = None
         self._process = process
+        self._owner_pid: int | None = None
+        self._asked: Channel | None = None  # a template that has not answered yet
 
     @classmethod
-    def start(cls, name: str, owner_pid: int, log: str) -> WarmParent:
+    def start(cls, name: str, owner_pid: int, log: str, template: str | None = None) -> WarmParent:
         """Start a warm parent, unless one of this name listens; returns at once.
 
-        It stays in the caller's process group, sees the modules that the caller sees, and ends, with its ranks, when the process
+        It sees the environment, working directory and modules that the caller sees, and ends, with its ranks, when the process
         ``owner_pid`` ends. If several callers start one at the same time, one of them stays.
+
+        Parameters
+        ----------
+        template
+            Name of a warm parent on this computer that forks this one, which saves the import of torch; the new one has a session
+            of its own and does not depend on the template's life. Where the template is not there or not fit, and always without one,
+            a process is started, which stays in the caller's process group.
         """
         parent = cls(name, log)
+        parent._owner_pid = owner_pid
         channel = parent._connect()
         if channel is not None:
             channel.close()
             return parent
-        command = [sys.executable, '-P', '-m', 'parsl_freetrain.training.warm_server', '--name', name, '--owner-pid', str(owner_pid)]
-        paths = [os.path.abspath(path) for path in sys.path]
-        # numpy's threads would not survive a fork; the ranks' torch threads are set by the order.
-        env = {**os.environ, 'PYTHONPATH': os.pathsep.join(paths), 'OPENBLAS_NUM_THREADS': '1'}
-        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        if template is not None:
+            parent._asked = _ask(template, name, owner_pid, log)
+        if parent._asked is None:
+            parent._spawn()
+        return parent
+
+    @classmethod
+    def start_template(cls, name: str, owner_pid: int, log: str) -> WarmParent:
+        """As :meth:`start`, for one that is a template for others: they can ask it as soon as this returns.
+
+        It has a session of its own, so that no signal from a terminal reaches it.
+        """
+        parent = cls(name, log)
+        parent._owner_pid = owner_pid
+        listener = listen(name)
+        if listener is not None:
+            with listener:
+                parent._spawn('--listener-fd', str(listener.fileno()), pass_fds=(listener.fileno(),), start_new_session=True)
+        return parent
+
+    def _spawn(self, *options: str, pass_fds: tuple[int, ...] = (), start_new_session: bool = False) -> None:
+        command = [sys.executable, '-P', '-m', 'parsl_freetrain.training.warm_server', '--name', self.name,
+                   '--owner-pid', str(self._owner_pid), *options]
+        fd = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            parent._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=fd, stderr=fd, env=env)
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=fd, stderr=fd, env=start_environment(),
+                                             pass_fds=pass_fds, start_new_session=start_new_session)
         finally:
             os.close(fd)
-        return parent
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until ranks can be launched.
@@ -145,7 +192,10 @@ class WarmParent:
                 raise self._failure(f'ended with status {self._process.returncode} before it was ready')
             if time.monotonic() > deadline:
                 raise self._failure(f'does not listen after {timeout_s:g} s')
-            time.sleep(_RETRY_S)
+            if self._asked is None:
+                time.sleep(_RETRY_S)
+            elif self._asked.poll(_RETRY_S):
+                self._hear(self._asked)
 
     def launch(self, order: FragmentOrder, place: RankPlace, payload: bytes, env: Mapping[str, str]) -> RankProcess:
         """Fork a rank.
@@ -178,6 +228,9 @@ class WarmParent:
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the warm parent and its ranks at once, without waiting for its owner's end."""
+        if self._asked is not None:
+            self._asked.close()  # a template forks nothing for a caller that has gone
+            self._asked = None
         channel = self._connect()
         if channel is not None:
             channel.send({'kind': 'quit'})
@@ -190,12 +243,22 @@ class WarmParent:
                 self._process.kill()
                 self._process.wait()
 
-    def _connect(self) -> Channel | None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def _hear(self, template: Channel) -> None:
+        """Take the template's answer; where it is none, import torch after all."""
         try:
-            sock.connect(address_of(self.name))
-        except ConnectionError:
-            sock.close()
+            answer = template.recv()
+        except EOFError:
+            answer = {'kind': 'refused'}
+        template.close()
+        self._asked = None
+        if answer['kind'] == 'refused':
+            self._spawn()
+        elif answer['kind'] == 'ended':
+            raise self._failure(f'ended with status {answer["status"]} before it was ready')
+
+    def _connect(self) -> Channel | None:
+        sock = _connected(self.name)
+        if sock is None:
             return None
         if not is_ours(sock):
             sock.close()
@@ -218,3 +281,26 @@ class WarmParent:
             lines = []
         tail = ''.join(f'\n  {line}' for line in lines)
         return FreeTrainError(f'Warm parent {self.name!r} {what}; its log is {self.log}{":" if tail else " (empty)."}{tail}')
+
+
+def _connected(name: str) -> socket.socket | None:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.connect(address_of(name))
+    except ConnectionError:
+        sock.close()
+        return None
+    return sock
+
+
+def _ask(template: str, name: str, owner_pid: int, log: str) -> Channel | None:
+    """Ask a template for a warm parent; None if there is no template of ours to ask. The answer may take as long as its imports."""
+    sock = _connected(template)
+    if sock is None:
+        return None
+    channel = Channel(sock)
+    # The environment may hold secrets: it goes to our own processes only.
+    if is_ours(sock) and channel.send(ServerRequest.of_this_process(name, owner_pid, log).message()):
+        return channel
+    channel.close()
+    return None

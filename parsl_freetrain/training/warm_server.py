@@ -1,12 +1,11 @@
-"""The warm parent: has torch imported, forks ranks, and ends with its owner.
+"""The warm parent: has torch imported, forks ranks, and ends with its owner. As a template it forks warm parents too.
 
-``python -m parsl_freetrain.training.warm_server --name NAME --owner-pid PID``
+``python -m parsl_freetrain.training.warm_server --name NAME --owner-pid PID [--listener-fd FD]``
 """
 
 from __future__ import annotations
 
 import argparse
-import errno
 import gc
 import importlib
 import os
@@ -15,6 +14,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -22,8 +22,9 @@ from typing import Any, NoReturn
 from parsl_freetrain.training.channel import Channel, is_ours
 from parsl_freetrain.training.fragment import FragmentOrder, RankPlace
 from parsl_freetrain.training.inbox import STOP_SIGNALS
-from parsl_freetrain.training.linux import die_with_parent
-from parsl_freetrain.training.warm import address_of
+from parsl_freetrain.training.linux import die_with_parent, end_session
+from parsl_freetrain.training.warm import listen
+from parsl_freetrain.training.warm_request import ServerRequest
 
 # What a fragment imports sooner or later. torch._dynamo is loaded by the first optimizer that is made.
 _TO_IMPORT = ('torch', 'torch.distributed', 'torch.nn.parallel', 'torch.utils.data', 'torch._dynamo', 'torch.profiler',
@@ -38,27 +39,30 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog='parsl_freetrain.training.warm_server')
     parser.add_argument('--name', required=True)
     parser.add_argument('--owner-pid', required=True, type=int)
+    parser.add_argument('--listener-fd', type=int, help='a socket that listens as NAME already')
     options = parser.parse_args(argv)
-    try:
-        owner = os.pidfd_open(options.owner_pid)
-    except ProcessLookupError:
-        print(f'The owner, process {options.owner_pid}, is gone.', file=sys.stderr)
+    owner = _watch(options.owner_pid)
+    if owner is None:
         return _OWNER_GONE
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        listener.bind(address_of(options.name))
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return 0
-        raise
-    # Clients may connect from now on; they wait in the queue until torch is there.
-    listener.listen(128)
+    listener = listen(options.name) if options.listener_fd is None else socket.socket(fileno=options.listener_fd)
+    if listener is None:
+        return 0
+    listener.set_inheritable(False)
     # The scheduler sends SIGTERM to all processes of a job as a notice; the ranks use it, and end with us.
     for number in (*STOP_SIGNALS, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    started_with = dict(os.environ)
     _import_while_owned(owner)
-    Nursery(listener, owner).serve()
+    Nursery(listener, owner, started_with).serve()
     return 0
+
+
+def _watch(owner_pid: int) -> int | None:
+    try:
+        return os.pidfd_open(owner_pid)
+    except ProcessLookupError:
+        print(f'The owner, process {owner_pid}, is gone.', file=sys.stderr)
+        return None
 
 
 @dataclass
@@ -69,13 +73,15 @@ class _Child:
 
 
 class Nursery:
-    """Forks a rank per connection; single-threaded, and runs no torch operation, so that forks are clean."""
+    """Forks a rank, or another warm parent, per connection; single-threaded, and runs no torch operation, so that forks are clean."""
 
-    def __init__(self, listener: socket.socket, owner: int) -> None:
+    def __init__(self, listener: socket.socket, owner: int, started_with: Mapping[str, str]) -> None:
         self._listener = listener
         self._owner = owner
+        self._started_with = started_with
         self._poll = select.poll()
         self._children: dict[int, _Child] = {}  # by pidfd
+        self._servers: dict[int, int] = {}  # process ids of the warm parents forked, by pidfd
         self._by_connection: dict[int, _Child] = {}
         self._farewells: dict[int, tuple[socket.socket, int]] = {}  # exit statuses that the client's full socket did not take yet
         self._poll.register(listener, select.POLLIN)
@@ -96,6 +102,8 @@ class Nursery:
                         return
                 elif fd in self._children:
                     self._reap(fd)
+                elif fd in self._servers:
+                    self._reap_server(fd)
                 elif fd in self._by_connection:
                     self._abandoned(fd)
                 elif fd in self._farewells:
@@ -115,14 +123,16 @@ class Nursery:
         if kind == 'launch':
             self._fork(connection, header)
             return False
+        if kind == 'serve':
+            self._fork_server(connection, header)
+            return False
         if kind == 'ping':
             channel.send({'kind': 'ready', 'pid': os.getpid()})
         connection.close()
         return kind == 'quit'
 
     def _fork(self, connection: socket.socket, header: dict[str, Any]) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        self._flush()
         parent = os.getpid()
         # A notice that arrives before the rank can honour it stays pending.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -158,13 +168,53 @@ class Nursery:
             traceback.print_exc()
         finally:
             with suppress(OSError, ValueError):
-                sys.stdout.flush()
-                sys.stderr.flush()
+                self._flush()
             # No interpreter shutdown: gloo's threads abort in it.
             os._exit(status)
 
+    def _fork_server(self, connection: socket.socket, header: dict[str, Any]) -> None:
+        channel = Channel(connection)
+        try:
+            request = ServerRequest(**header['request'])
+            obstacle = request.obstacle(self._started_with)
+            if obstacle:
+                print(f'Not fit for {request.name}: {obstacle}', file=sys.stderr)
+                channel.send({'kind': 'refused', 'why': obstacle}, wait=False)
+            elif not _hung_up(connection):
+                self._flush()
+                pid = os.fork()
+                if pid == 0:
+                    self._become_server(channel, request)
+                pidfd = os.pidfd_open(pid)
+                self._servers[pidfd] = pid
+                self._poll.register(pidfd, select.POLLIN)
+        except Exception:  # no request may end the template; the client reads the end, and starts one itself
+            traceback.print_exc()
+        finally:
+            channel.close()
+
+    def _become_server(self, channel: Channel, request: ServerRequest) -> NoReturn:
+        status = 1
+        try:
+            os.setsid()
+            self._forget()
+            request.take_effect(self._started_with)
+            status = _serve_as_asked(channel, request)
+        except BaseException:  # it must not go on as the template
+            traceback.print_exc()
+        finally:
+            with suppress(OSError, ValueError):
+                self._flush()
+            os._exit(status)
+
+    def _flush(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
     def _forget(self) -> None:
         self._listener.close()
+        for pidfd in self._servers:
+            os.close(pidfd)
         os.close(self._owner)
         for pidfd, child in self._children.items():
             os.close(pidfd)
@@ -186,6 +236,12 @@ class Nursery:
         self._poll.modify(fd, select.POLLOUT)
         self._say_farewell(fd)
 
+    def _reap_server(self, pidfd: int) -> None:
+        pid = self._servers.pop(pidfd)
+        self._poll.unregister(pidfd)
+        os.close(pidfd)
+        os.waitpid(pid, 0)
+
     def _say_farewell(self, fd: int) -> None:
         connection, status = self._farewells[fd]
         channel = Channel(connection)
@@ -205,6 +261,23 @@ class Nursery:
     def _end_all(self) -> None:
         for child in self._children.values():
             os.kill(child.pid, signal.SIGKILL)
+        # Who forked us is not in our node's session, so that what ends the node does not find what the ranks have started.
+        end_session()
+
+
+def _serve_as_asked(channel: Channel, request: ServerRequest) -> int:
+    owner = _watch(request.owner_pid)
+    listener = listen(request.name) if owner is not None else None
+    if owner is None:
+        channel.send({'kind': 'ended', 'status': _OWNER_GONE}, wait=False)
+        status = _OWNER_GONE
+    else:
+        channel.send({'kind': 'serving' if listener is not None else 'taken'}, wait=False)
+        status = 0
+    channel.close()
+    if owner is not None and listener is not None:
+        Nursery(listener, owner, request.env).serve()
+    return status
 
 
 def _run(channel: Channel, header: dict[str, Any]) -> int:

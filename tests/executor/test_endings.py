@@ -6,10 +6,12 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from parsl.jobs.states import JobState, JobStatus
 
 from parsl_freetrain.app import TrainingFuture, freetrain_app
+from parsl_freetrain.core.errors import TrainerFailed
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
@@ -68,3 +70,13 @@ def test_a_scheduler_that_does_not_answer_ends_nothing(tmp_path: Path, monkeypat
         assert future.result(LONG).samples == 960
         assert future.progress().fragments == 1
         assert len(executor.blocks_to_job_id) == 1
+
+
+def test_without_an_interchange_trainers_fail_with_a_sentence_and_the_workflow_ends(tmp_path: Path) -> None:
+    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), stop_grace_s=1.0) as executor:
+        future = freetrain_app(max_nodes=1, total_epochs=1000)(fit)(pause_s=0.03)
+        until_training(future)
+        assert executor.interchange_proc is not None
+        psutil.Process(executor.interchange_proc.pid).kill()
+        with pytest.raises(TrainerFailed, match=r'interchange has ended.*interchange\.log'):
+            future.result(LONG)
