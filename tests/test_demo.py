@@ -1,0 +1,58 @@
+"""The demonstration as its user runs it, on a smaller scale."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def digits(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, '-m', 'workflows.digits', *arguments], cwd=ROOT, capture_output=True, text=True, timeout=280,
+                          check=False)
+
+
+@pytest.mark.slow
+def test_it_trains_in_holes_and_compares(tmp_path: Path) -> None:
+    """A small schedule with two kills; the summary has the promised shape, adds up, and the weights are equal."""
+    schedule = tmp_path / 'holes.csv'
+    schedule.write_text('start_s,end_s,node\n0,14,a\n4,22,b\n16,900,c\n18,900,d\n')
+    done = digits('--out', str(tmp_path / 'out'), '--idle', str(schedule), '--nodes', '4', '--epochs', '40')
+    assert done.returncode == 0, done.stderr
+    assert '\x1b' not in done.stdout   # no control characters into a pipe
+    summary = json.loads((tmp_path / 'out' / 'summary.json').read_text())
+    assert summary['trainers'].keys() == {'cnn', 'mlp'}
+    for trainer in summary['trainers'].values():
+        assert trainer['weights_equal'] is True
+        assert trainer['samples'] == trainer['samples_expected'] == 40 * 1437
+        assert trainer['accuracy'] == trainer['accuracy_undisturbed'] > 0.9
+        assert trainer.keys() >= {'fragments', 'preempted', 'rescaled', 'samples_repeated'}
+    assert summary['blocks'] >= summary['blocks_killed'] >= 1
+    seconds = summary['node_s']
+    assert seconds.keys() == {'offered', 'trained', 'starting', 'checkpointing', 'lost', 'idle'}
+    assert seconds['offered'] == pytest.approx(sum(value for name, value in seconds.items() if name != 'offered'))
+    assert (tmp_path / 'out' / 'holes.png').read_bytes().startswith(b'\x89PNG')
+    assert str(tmp_path / 'out' / 'holes.png') in done.stdout
+
+
+@pytest.mark.parametrize(('arguments', 'words'), [
+    (['--idle', 'overlap.csv'], 'line 3.*must not overlap'),
+    (['--idle', 'absent.csv'], 'There is no schedule'),
+    (['--nodes', '0'], '0 nodes'),
+    (['--epochs', '0'], 'must be more than 0'),
+    (['--resume', 'require'], "resume is 'require'"),
+    (['--out', '/proc/nothing'], 'cannot be made'),
+])
+def test_bad_input_is_one_sentence_and_status_2(tmp_path: Path, arguments: list[str], words: str) -> None:
+    (tmp_path / 'overlap.csv').write_text('start_s,end_s,node\n0,10,a\n5,20,a\n')
+    arguments = [str(tmp_path / a) if a.endswith('.csv') else a for a in arguments]
+    done = digits('--out', str(tmp_path / 'out'), *arguments)
+    assert done.returncode == 2
+    [sentence] = done.stderr.strip().splitlines()
+    assert re.search(words, sentence), sentence
