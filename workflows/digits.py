@@ -112,7 +112,7 @@ def train(folder: Path, schedule: Schedule | None, options: argparse.Namespace, 
         metric='speedup', horizon_s=20, max_workers_per_node=0)
     trainer = freetrain_app(
         min_nodes=1, max_nodes=max_nodes, total_epochs=options.epochs, scaling=SCALING, rescale_up_s=1.0, rescale_down_s=1.0,
-        shards=SHARDS, checkpoint_every_s=2.0)(train_digits)
+        shards=SHARDS, checkpoint_every_s=1.0)(train_digits)
     console.rule('undisturbed, each on one node' if schedule is None else f'in the holes of {options.nodes} nodes')
     data = digits()
     with live(executor.ledger_path, console), parsl.load(Config(executors=[executor], strategy='none', run_dir=str(folder / 'runinfo'))):

@@ -38,9 +38,9 @@ MANAGER_KEYS = {'tasks', 'max_capacity', 'idle_since'}
 
 def test_parsl_has_what_the_subclass_needs() -> None:
     for name, parameters in METHODS.items():
-        assert list(inspect.signature(getattr(Interchange, name)).parameters) == parameters, f'Interchange.{name} has changed'
+        assert list(inspect.signature(getattr(Interchange, name)).parameters) == parameters, f"Parsl's Interchange.{name} has changed"
     made = set(re.findall(r'^\s*self\.(\w+)[^=\n(]*=', inspect.getsource(Interchange.__init__), re.MULTILINE))
-    assert made >= ATTRIBUTES, f'Parsl\'s Interchange has no {ATTRIBUTES - made} any more'
+    assert made >= ATTRIBUTES, f"Parsl's Interchange has no {ATTRIBUTES - made} any more"
     assert ManagerRecord.__annotations__.keys() >= MANAGER_KEYS, 'what Parsl notes of a manager has changed'
     queued = inspect.getsource(Interchange.process_task_incoming)
     assert "msg['task_id']" in queued and "msg['context']" in queued and 'queue_entry = (-priority, -task_id, msg)' in queued
@@ -135,19 +135,6 @@ def test_pins_hold_and_a_worker_is_kept_for_them(tmp_path: Path) -> None:
         assert {future.result(LONG_S) for future in held} == set(managers)
         release.with_name('pinned-end').touch()
         assert pinned.result(LONG_S) == behind.result(LONG_S) == managers[0]
-
-
-def test_a_pinned_task_fails_with_its_manager(tmp_path: Path) -> None:
-    with two_busy_nodes(tmp_path) as (executor, managers, release, held):
-        lost, kept = managers
-        begun = release.with_name('begun')
-        pinned = send(executor, lost, started=str(begun), wait_for=str(release))
-        until(begun.exists)
-        executor._hold_manager(kept)   # a node that Parsl holds takes no ordinary work; its fragments go on
-        assert send(executor, kept).result(LONG_S) == kept
-        release.touch()
-        assert pinned.result(LONG_S) == lost
-        assert len([future.result(LONG_S) for future in held]) == 2
 
 
 ORPHAN = """

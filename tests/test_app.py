@@ -1,0 +1,347 @@
+"""``@freetrain_app``: bad input gets a sentence before anything starts, and functions reach the nodes from wherever they are."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import parsl
+import pytest
+from parsl.app.app import python_app
+from parsl.config import Config
+from parsl.errors import NoDataFlowKernelError
+from parsl.executors import HighThroughputExecutor, ThreadPoolExecutor
+from parsl.providers import LocalProvider
+
+from parsl_freetrain.app import FreeTrainApp, TrainingFuture, freetrain_app
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.words import Checkpoint
+from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.sites.provider import BackfillProvider
+from parsl_freetrain.sites.schedule import IdleInterval, Schedule, read_schedule
+from tests.support.training import fit, freetrain
+
+LONG_S = 120.0
+
+
+def app(**settings: Any) -> FreeTrainApp:
+    return freetrain_app(**{'total_epochs': 1, **settings})(fit)
+
+
+@pytest.mark.parametrize(('settings', 'said'), [
+    ({'min_nodes': 3, 'max_nodes': 2}, 'min_nodes is 3 and max_nodes 2'),
+    ({'min_nodes': 0}, 'min_nodes is 0; it must be at least 1'),
+    ({'total_epochs': 0}, 'total to train is 0; it must be more than 0'),
+    ({'total_epochs': -2}, 'total to train is -2; it must be more than 0'),
+    ({'total_epochs': float('nan')}, 'total to train is nan'),
+    ({'total_epochs': None, 'total_samples': 0}, 'total to train is 0'),
+    ({'total_epochs': None, 'total_samples': -5}, 'total to train is -5'),
+    ({'total_samples': 10}, '2 of total_samples and total_epochs are given'),
+    ({'total_epochs': None}, '0 of total_samples and total_epochs are given'),
+    ({'mode': 'fast'}, "no mode 'fast'; choose one of reproducible, throughput"),
+    ({'max_nodes': 4, 'shards': 3}, 'shards must be at least 4'),
+    ({'max_nodes': 2, 'ranks_per_node': 2, 'shards': 3}, 'shards must be at least 4'),
+    ({'mode': 'throughput', 'shards': 0}, 'shards is 0; it must be at least 1'),
+    ({'ranks_per_node': 0}, 'ranks_per_node is 0'),
+    ({'keep_checkpoints': 0}, 'keep_checkpoints is 0'),
+    ({'checkpoint_every_s': 0.0}, 'checkpoint_every_s is 0.0'),
+    ({'rescale_up_s': -1.0}, 'rescale_up_s is -1.0'),
+    ({'scaling': {1: -1.0}}, 'rates of a scaling curve'),
+    ({'scaling': {1: 0.0}}, 'rate 0 at every count'),
+    ({'resume': 'maybe'}, "resume is 'maybe'; it must be one of"),
+    ({'name': 'a/b'}, "'a/b' cannot name a trainer"),
+])
+def test_settings_that_can_never_work(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        app(**settings)
+    assert_sentence(caught.value, said)
+
+
+def assert_sentence(error: BadInput, *said: str) -> None:
+    """One sentence that says what is wrong."""
+    text = str(error)
+    for words in said:
+        assert words in text, text
+    assert '\n' not in text
+    assert text.endswith('.')
+
+
+def test_functions_that_cannot_be_trainers() -> None:
+    with pytest.raises(BadInput) as caught:
+        freetrain_app(total_epochs=1)(lambda: None)
+    assert_sentence(caught.value, 'takes no positional argument; the first must be the fragment context')
+
+    def only_keywords(*, ctx: Any) -> None:
+        pass
+
+    with pytest.raises(BadInput) as caught:
+        freetrain_app(total_epochs=1)(only_keywords)
+    assert_sentence(caught.value, 'the first must be the fragment context')
+
+
+@pytest.mark.parametrize(('settings', 'said'), [
+    ({'metric': 'fame'}, ("'fame'", 'throughput', 'speedup')),
+    ({'max_workers_per_node': -1}, ('max_workers_per_node is -1',)),
+    ({'horizon_s': 0.0}, ('horizon_s is 0.0',)),
+    ({'resume': 'maybe'}, ("resume is 'maybe'", 'auto', 'require', 'never')),
+    ({'retries': -1}, ('retries is -1',)),
+    ({'trainers_at_a_time': 0}, ('trainers_at_a_time is 0',)),
+])
+def test_settings_of_the_executor(settings: dict[str, Any], said: tuple[str, ...]) -> None:
+    with pytest.raises(BadInput) as caught:
+        FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=1)), **settings)
+    assert_sentence(caught.value, *said)
+
+
+def test_sites_without_a_usable_node_and_impossible_schedules(tmp_path: Path) -> None:
+    counts: list[int | list[str]] = [0, -1, []]
+    for nodes in counts:
+        with pytest.raises(BadInput) as caught:
+            LocalSite(nodes=nodes)
+        assert_sentence(caught.value, 'at least 1')
+    with pytest.raises(BadInput) as caught:
+        LocalSite(nodes=2, schedule=Schedule([]))
+    assert_sentence(caught.value, 'no idle interval')
+    for text, words in (('start_s,end_s,node\n0,10,a\n5,15,a\n', 'overlap'), ('start_s,end_s,node\n10,5,a\n', 'end'),
+                        ('start_s,end_s,node\n-5,5,a\n', '-5'), ('start_s,end_s,node\n', 'interval')):
+        path = tmp_path / 'holes.csv'
+        path.write_text(text)
+        with pytest.raises(BadInput) as caught:
+            LocalSite(nodes=1, schedule=path)
+        assert_sentence(caught.value, words)
+        assert str(path) in str(caught.value)
+    with pytest.raises(BadInput):
+        LocalSite(nodes=1, schedule=Schedule([IdleInterval(0, 10, 'a'), IdleInterval(5, 15, 'a')]))
+    with pytest.raises(BadInput):
+        read_schedule(tmp_path / 'missing.csv')
+
+
+@pytest.fixture
+def executor(tmp_path: Path) -> Iterator[FreeTrainExecutor]:
+    """An executor without a hole in sight, since nothing in these tests is to start."""
+    nothing_idle = Schedule([IdleInterval(1e6, 1e6 + 1, 'later')])
+    with freetrain(tmp_path, LocalSite(nodes=1, schedule=nothing_idle)) as started:
+        yield started
+
+
+def test_calls_that_can_never_work(executor: FreeTrainExecutor) -> None:
+    """Each is refused with a sentence, and leaves no checkpoint folder and no trainer behind."""
+    root = Path(executor.checkpoint_dir)
+    lock = threading.Lock()
+
+    def locked(ctx: Any, thing: Any = None) -> None:
+        with lock:
+            pass
+
+    with pytest.raises(BadInput) as caught:
+        freetrain_app(total_epochs=1)(locked)()
+    assert_sentence(caught.value, "'locked'", 'cannot be serialised', 'locks')
+    with socket.socket() as connection:
+        def connected(ctx: Any) -> None:
+            connection.send(b'')
+
+        with pytest.raises(BadInput) as caught:
+            freetrain_app(total_epochs=1)(connected)()
+        assert_sentence(caught.value, 'connected', 'cannot be serialised')
+        with pytest.raises(BadInput) as caught:
+            app()(pause_s=connection)
+        assert_sentence(caught.value, "argument 'pause_s'", 'cannot be serialised')
+    with pytest.raises(BadInput) as caught:
+        app()(lock)
+    assert_sentence(caught.value, 'argument 1', 'cannot be serialised')
+
+    strange: list[dict[str, Any]] = [{'nothing_like_this': 1}, {'ctx': 1}]
+    for wrong in strange:
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            app()(**wrong)
+    with pytest.raises(TypeError, match='too many'):
+        app()(1, 2, 3)
+    for name in ('a/b', '../up', '.', '', 'a b'):
+        with pytest.raises(BadInput) as caught:
+            app()(trainer_name=name)
+        assert_sentence(caught.value, 'cannot name a trainer')
+    with pytest.raises(BadInput) as caught:
+        app(resume='require')(trainer_name='never-trained')
+    assert_sentence(caught.value, "resume is 'require'", 'no folder')
+    with pytest.raises(BadInput) as caught:
+        app(executor='elsewhere')()
+    assert_sentence(caught.value, "'elsewhere'", "'freetrain'")
+    assert {path.name for path in root.iterdir()} <= {'ledger.sqlite', 'logs'}
+
+    foreign = root / 'foreign'
+    foreign.mkdir(mode=0o700)
+    (foreign / 'thesis.tex').touch()
+    with pytest.raises(BadInput) as caught:
+        app()(trainer_name='foreign')
+    assert_sentence(caught.value, 'not empty')
+    (root / 'file').touch()
+    with pytest.raises(BadInput) as caught:
+        app()(trainer_name='file')
+    assert_sentence(caught.value, 'cannot be written')
+
+
+def test_names_are_taken_once(executor: FreeTrainExecutor) -> None:
+    """A call that was refused takes no name; two that were not cannot share one."""
+    with pytest.raises(BadInput):
+        app()(threading.Lock(), trainer_name='mine')
+    first = app()(trainer_name='mine')
+    with pytest.raises(BadInput) as caught:
+        app()(trainer_name='mine')
+    assert_sentence(caught.value, "'mine'", 'another trainer_name')
+    second, third = app(name='numbered')(), app(name='numbered')()
+    assert [second.name, third.name] == ['numbered', 'numbered-2']
+    with pytest.raises(BadInput) as caught:
+        app()(trainer_name='numbered-2')
+    assert_sentence(caught.value, "'numbered-2'")
+    app()(trainer_name='counted-2')
+    assert {app(name='counted')().name for _ in range(2)} == {'counted', 'counted-3'}
+    for future in (first, second, third):
+        assert future.cancel()
+
+
+@pytest.mark.parametrize('below', ['file', 'proc'])
+def test_checkpoint_folders_that_cannot_be_written(below: str, tmp_path: Path) -> None:
+    """The executor says so at its start."""
+    (tmp_path / 'file').touch()
+    folder = {'file': str(tmp_path / 'file' / 'checkpoints'), 'proc': '/proc/checkpoints'}[below]
+    with pytest.raises(BadInput) as caught:
+        load(tmp_path, FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=1)), checkpoint_dir=folder))
+    assert_sentence(caught.value, folder, 'cannot be written')
+
+
+def load(folder: Path, *executors: Any, **settings: Any) -> Any:
+    return parsl.load(Config(executors=list(executors), run_dir=str(folder / 'runinfo'), **{'strategy': 'none', **settings}))
+
+
+def test_without_parsl_or_without_the_executor(tmp_path: Path) -> None:
+    with pytest.raises(NoDataFlowKernelError):
+        app()()
+    with load(tmp_path, ThreadPoolExecutor()), pytest.raises(BadInput) as caught:
+        app()()
+    assert_sentence(caught.value, 'needs a FreeTrainExecutor', 'none')
+
+
+@python_app(executors=['threads'])
+def in_threads(checkpoint: Checkpoint) -> int:
+    return checkpoint.samples
+
+
+@python_app(executors=['stock'])
+def in_stock(checkpoint: Checkpoint, samples: int) -> tuple[int, int]:
+    return checkpoint.samples, samples
+
+
+@pytest.mark.slow
+def test_other_executors_beside_ours_and_any_strategy(tmp_path: Path) -> None:
+    """Parsl's own way of scaling leaves our blocks alone, and scales the other executor's."""
+    ours = FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=1, poll_s=0.2), min_hole_s=1.0),
+                             checkpoint_dir=str(tmp_path / 'checkpoints'), max_workers_per_node=1)
+    stock = HighThroughputExecutor(label='stock', address='127.0.0.1', max_workers_per_node=1, cores_per_worker=0.1,
+                                   provider=LocalProvider(init_blocks=0, max_blocks=1))  # type: ignore[no-untyped-call]
+    with load(tmp_path, ours, stock, ThreadPoolExecutor(label='threads'), strategy='simple', max_idletime=0.5, strategy_period=0.2):
+        first = app()()
+        assert in_stock(first, in_threads(first)).result(LONG_S) == (96, 96)
+        # Idle blocks stay for a while, longer than Parsl's strategy would leave them.
+        deadline = time.monotonic() + 3
+        while time.monotonic() < deadline and ours.connected_managers():
+            time.sleep(0.1)
+        assert ours.connected_managers()
+        assert app()(pause_s=0.05).result(LONG_S).samples == 96
+
+
+MODULE = """
+import torch
+
+SLOPE = 3.0
+
+def network():
+    return torch.nn.Linear(4, 1)
+"""
+MAIN_MODULE = """
+from {helper} import SLOPE, network
+import torch
+
+def train(ctx, bonus):
+    model, optimizer = network(), None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = ctx.prepare(model, optimizer)
+    x = torch.ones(8, 4)
+    for features, target in ctx.loop(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8):
+        optimizer.zero_grad()
+        ((model(features) - target) ** 2).mean().backward()
+        optimizer.step()
+    ctx.report(slope=SLOPE + bonus)
+"""
+
+
+def test_functions_in_modules_that_nodes_cannot_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One beside the script, which imports another one beside it."""
+    place = tmp_path / 'beside'
+    (place / 'own_package').mkdir(parents=True)
+    (place / 'own_package' / '__init__.py').touch()
+    (place / 'own_package' / 'helper.py').write_text(MODULE)
+    (place / 'own_package' / 'training.py').write_text(MAIN_MODULE.format(helper='own_package.helper'))
+    (place / 'own_helper.py').write_text(MODULE)
+    (place / 'own_training.py').write_text(MAIN_MODULE.format(helper='own_helper'))
+    monkeypatch.syspath_prepend(str(place))
+    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2)):
+        futures: list[TrainingFuture] = []
+        for module in ('own_training', 'own_package.training'):
+            function = importlib.import_module(module).train
+            futures.append(freetrain_app(total_epochs=1)(function)(0.5, trainer_name=module))
+        assert [future.result(LONG_S).metrics['slope'] for future in futures] == [3.5, 3.5]
+
+
+SCRIPT = """
+import json, sys
+import torch
+from pathlib import Path
+from parsl_freetrain.app import freetrain_app
+from parsl_freetrain.sites.local import LocalSite
+from tests.support.training import freetrain
+
+SLOPE = 3.0
+
+class Network(torch.nn.Linear):
+    pass
+
+@freetrain_app(total_epochs=1)
+def train(ctx, bonus):
+    model = Network(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = ctx.prepare(model, optimizer)
+    x = torch.ones(8, 4)
+    for features, target in ctx.loop(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8):
+        optimizer.zero_grad()
+        ((model(features) - target) ** 2).mean().backward()
+        optimizer.step()
+    ctx.report(slope=SLOPE + bonus)
+
+if __name__ == '__main__':
+    with freetrain(Path(sys.argv[1]), LocalSite(nodes=1, poll_s=0.2)):
+        print(json.dumps(train(0.5).result(120).metrics))
+"""
+
+
+@pytest.mark.parametrize('how', ['script', 'notebook'])
+def test_functions_of_a_script_and_of_a_notebook_cell(how: str, tmp_path: Path) -> None:
+    """A notebook's cells are executed in ``__main__`` without being in any file."""
+    if how == 'script':
+        (tmp_path / 'script.py').write_text(SCRIPT)
+        command = [sys.executable, str(tmp_path / 'script.py'), str(tmp_path)]
+    else:
+        command = [sys.executable, '-c', f'import __main__; exec(compile({SCRIPT!r}, "<cell 1>", "exec"), vars(__main__))', str(tmp_path)]
+    environment = {**os.environ, 'PYTHONPATH': os.getcwd()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])['slope'] == 3.5
