@@ -160,10 +160,14 @@ def rampage(future: TrainingFuture, seed: int) -> list[str]:
             assert time.monotonic() < deadline, f'no progress any more after {killed}'
             time.sleep(0.02)
         time.sleep(pause_s)
-        if (found := victims(kind)) and not future.done():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                draw.choice(found).kill()
-                killed.append(kind)
+        while not future.done():
+            if found := victims(kind):   # between two fragments there may be none
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    draw.choice(found).kill()
+                    killed.append(kind)
+                    break
+            assert time.monotonic() < deadline, f'nothing left to kill after {killed}'
+            time.sleep(0.02)
     return killed
 
 
