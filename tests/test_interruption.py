@@ -48,7 +48,9 @@ class Demo:
                 [sys.executable, '-m', 'workflows.digits', '--out', str(self.out), '--idle', str(holes), '--nodes', '2',
                  '--epochs', str(EPOCHS), *more],
                 env={**os.environ, MARK: self.mark, 'PYTHONPATH': os.getcwd()}, cwd=folder, process_group=0,
-                stdout=output, stderr=subprocess.STDOUT)
+                stdout=output, stderr=subprocess.STDOUT,
+                # A test run in the background ignores Ctrl-C, and its children would too.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
     def wait_for_progress(self) -> None:
         """Both trainers have committed a checkpoint in this run, and have gone on since."""

@@ -321,16 +321,6 @@ class FreeTrainExecutor(HighThroughputExecutor):
         statuses: dict[str, JobStatus] = BlockProviderExecutor.status(self)
         return statuses
 
-    def scale_in(self, blocks: int, max_idletime: Optional[float] = None) -> list[str]:
-        """For whoever asks for it: fragments write a checkpoint before their blocks go, and nothing starts afterwards."""
-        self.quiesce()
-        if self._trouble():   # Parsl would wait for ever for an answer of its interchange
-            assert self.provider is not None
-            self.provider.cancel(list(self.blocks_to_job_id.values()))
-            return list(self.blocks_to_job_id)
-        ended: list[str] = super().scale_in(blocks, max_idletime)
-        return ended
-
     def quiesce(self) -> None:
         """Stop every fragment with a checkpoint, waiting at most ``stop_grace_s`` seconds; nothing starts afterwards."""
         if self._planner is not None:

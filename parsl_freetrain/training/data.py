@@ -47,7 +47,10 @@ class Turn:
 
 def seed_everything(seed: int) -> None:
     """Seed torch (all devices), ``random``, and numpy where it has been imported."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    # torch.manual_seed notes the stack for every kind of device that may yet be used: as slow as a step of a small model.
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     numpy = sys.modules.get('numpy')
     if numpy is not None:

@@ -88,6 +88,7 @@ def _set_up(order: FragmentOrder, place: RankPlace) -> torch.device:
     if torch.cuda.is_available():
         device = torch.device('cuda', place.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        torch.cuda.init()  # so that it is seeded below
     print(f'Trainer {order.trainer}, fragment {order.fragment}: rank {place.rank} of {place.world_size}, device {device} '
           f'(CUDA_VISIBLE_DEVICES={os.environ.get("CUDA_VISIBLE_DEVICES")}), {order.threads} threads')
     # What the function draws before its loop (initial weights) is the same on all ranks.

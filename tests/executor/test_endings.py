@@ -31,12 +31,12 @@ def until_training(future: TrainingFuture) -> None:
 @pytest.mark.parametrize('taken', ['known', 'notice'])
 def test_a_hole_whose_end_is_told_costs_no_work(tmp_path: Path, taken: str) -> None:
     """The fragment stops by itself before its node is killed; the next one, on another node, repeats nothing."""
-    schedule = Schedule([IdleInterval(0, 16, 'a'), IdleInterval(14, 900, 'b')])
+    schedule = Schedule([IdleInterval(0, 24, 'a'), IdleInterval(20, 900, 'b')])
     site = LocalSite(nodes=2, schedule=schedule, taken=taken, notice_s=6, poll_s=0.2)
-    trainer = freetrain_app(max_nodes=1, total_epochs=60, checkpoint_every_s=1000.0)(fit)
+    trainer = freetrain_app(max_nodes=1, total_epochs=90, checkpoint_every_s=1000.0)(fit)
     with freetrain(tmp_path, site, min_hole_s=3.0) as executor:
         future = trainer(pause_s=0.03)
-        assert future.result(LONG).samples == 60 * 96
+        assert future.result(LONG).samples == 90 * 96
         assert future.progress().preempted == 0
     with Reader(executor.ledger_path) as ledger:
         fragments = ledger.story().fragments

@@ -38,7 +38,7 @@ def test_each_trainer_shows_in_a_colour(tmp_path: Path, nodes: int, runs: int, t
     assert {rgb(c) for c in expected} <= colours_in(png)
 
 
-@pytest.mark.filterwarnings('error')
+@pytest.mark.filterwarnings('error::UserWarning')
 def test_a_ledger_in_which_nothing_happened_yet_can_be_drawn(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / 'l.db')
     with Reader(tmp_path / 'l.db') as reader:
