@@ -72,8 +72,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--idle', metavar='FILE', help='schedule of holes, CSV: start_s,end_s,node (default: a generated one)')
     parser.add_argument('--time-factor', type=float, default=1.0, help='multiply the times of FILE by this (default: 1)')
     parser.add_argument('--nodes', type=int, default=6, help='slots of this computer to use as nodes (default: 6)')
-    parser.add_argument('--seed', type=int, default=7, help='of the generated schedule (default: %(default)s)')
-    parser.add_argument('--epochs', type=float, default=220, help='how often each trainer sees every image (default: %(default)s)')
+    parser.add_argument('--seed', type=int, default=32, help='of the generated schedule (default: %(default)s)')
+    parser.add_argument('--epochs', type=float, default=180, help='how often each trainer sees every image (default: %(default)s)')
     parser.add_argument('--resume', choices=('auto', 'require', 'never'), default='auto', help=(
         'what an interrupted run left in the output folder is continued (auto), must be there (require), or is moved aside (never)'))
     parser.add_argument('--out', default='demo-out', help='output folder (default: %(default)s)')
@@ -97,7 +97,7 @@ def prepare(out: Path, options: argparse.Namespace, console: Console) -> Schedul
             console.print(f'An earlier run was moved to {old}.')
     if options.idle:
         return read_schedule(options.idle)
-    schedule = generate(options.nodes, duration_s=1800, seed=options.seed, idle_share=0.6, time_factor=1 / 60)
+    schedule = generate(options.nodes, duration_s=1800, seed=options.seed, idle_share=0.7, time_factor=1 / 60)
     write_schedule(schedule, out / 'holes.csv')
     return schedule
 
