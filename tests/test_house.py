@@ -21,7 +21,7 @@ TOP = {
 }
 # Distribution of a module where the names differ, and what is needed without being imported.
 DISTRIBUTIONS = {'zmq': 'pyzmq', 'sklearn': 'scikit-learn'}
-CALLED_BY_OTHERS = {'highspy'}
+CALLED_BY_OTHERS = {'highspy', 'pyarrow'}
 
 
 def run(*command: str) -> None:
