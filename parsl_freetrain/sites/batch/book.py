@@ -1,0 +1,136 @@
+"""The blocks of this process and what is known of each: pure bookkeeping, no questions of its own."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from parsl.jobs.states import JobStatus
+
+from parsl_freetrain.sites.batch import life
+from parsl_freetrain.sites.batch.life import Life, Seen, life_of
+from parsl_freetrain.sites.batch.records import Job
+from parsl_freetrain.sites.batch.shape import Place
+
+logger = logging.getLogger(__name__)
+
+# The scheduler adjusts the end of a job that has just started by some seconds.
+_SHORTENED_S = 30.0
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block that was submitted; times in seconds of ``time.time()``.
+
+    Attributes
+    ----------
+    start_by_s
+        It is withdrawn if it has not started then.
+    latest_end_s
+        It is certainly over then.
+    """
+
+    job_id: str
+    nodes: int
+    submitted_s: float
+    start_by_s: float
+    latest_end_s: float
+    place: Place
+    seen: Seen = field(default_factory=Seen)
+
+    @property
+    def life(self) -> Life:
+        """Where it stands."""
+        return life_of(self.seen)
+
+
+class Book:
+    """The blocks by job id, in order of submission. It belongs to one thread at a time."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, Block] = {}
+
+    def add(self, block: Block) -> None:
+        """A block was submitted."""
+        self._blocks[block.job_id] = block
+
+    def remove(self, job_id: str) -> bool:
+        """Whether there was such a block."""
+        return self._blocks.pop(job_id, None) is not None
+
+    def ids(self) -> frozenset[str]:
+        """Of every block."""
+        return frozenset(self._blocks)
+
+    def waiting(self) -> list[Block]:
+        """Those without nodes."""
+        return [block for block in self._blocks.values() if block.life in (Life.PENDING, Life.REQUEUED)]
+
+    def late(self, now: float) -> list[str]:
+        """Those that have not started in time, as far as the scheduler has said, and are to be withdrawn."""
+        return [b.job_id for b in self._blocks.values()
+                if b.life is Life.PENDING and now > b.start_by_s and not b.seen.withdrawn and not b.seen.missing]
+
+    def missing(self) -> list[str]:
+        """Those that the scheduler's last answer did not know."""
+        return [b.job_id for b in self._blocks.values() if b.seen.missing and not life.is_over(b.life)]
+
+    def place(self, job_id: str) -> Place:
+        """Where a block's output goes."""
+        return self._blocks[job_id].place
+
+    def end_of(self, job_id: str) -> float | None:
+        """When the scheduler ends a block that runs; None if it does not, or while unknown."""
+        block = self._blocks.get(job_id)
+        return block.seen.end_s if block is not None and block.life is Life.RUNNING else None
+
+    def mark(self, job_ids: Iterable[str], *, cancelled: bool = False, withdrawn: bool = False) -> None:
+        """This process has ended these blocks; they are over when the scheduler says so."""
+        for job_id in job_ids:
+            if block := self._blocks.get(job_id):
+                self._see(block, replace(block.seen, cancelled=cancelled or block.seen.cancelled,
+                                         withdrawn=withdrawn or block.seen.withdrawn))
+
+    def take_in(self, jobs: Sequence[Job], at: float) -> None:
+        """The scheduler's answer to a question asked at this time."""
+        known = {job.job_id: job for job in jobs}
+        for job_id, block in list(self._blocks.items()):
+            job = known.get(job_id)
+            if job is not None:
+                running = job.state == 'RUNNING'
+                shortened = running and (block.seen.shortened or (
+                    block.seen.ran and (job.end_s or math.inf) < (block.seen.end_s or 0.0) - _SHORTENED_S))
+                self._see(block, replace(block.seen, state=job.state, end_s=job.end_s, ran=block.seen.ran or running, missing=0,
+                                         shortened=shortened or (block.seen.shortened and job.state != 'PENDING')),
+                          max(block.latest_end_s, job.end_s or 0.0) if running else block.latest_end_s)
+            elif at > block.submitted_s and not life.is_over(block.life):
+                self._see(block, replace(block.seen, missing=block.seen.missing + 1))
+
+    def take_in_history(self, states: dict[str, str]) -> None:
+        """What the accounting database says about jobs that the queue does not know."""
+        for job_id, state in states.items():
+            if block := self._blocks.get(job_id):
+                self._see(block, replace(block.seen, state=state, missing=0 if life.is_over(life_of(Seen(state))) else block.seen.missing))
+
+    def _see(self, block: Block, seen: Seen, latest_end_s: float | None = None) -> None:
+        changed = replace(block, seen=seen, latest_end_s=block.latest_end_s if latest_end_s is None else latest_end_s)
+        if changed.life is not block.life:
+            logger.info('Block %s of %d nodes %s', block.job_id, block.nodes, changed.life.value)
+        self._blocks[block.job_id] = changed
+
+    def status(self, job_id: str, now: float, silence: str = '') -> JobStatus:
+        """How a job is; ``silence`` says why the scheduler has not answered for long, if so."""
+        block = self._blocks.get(job_id)
+        if block is None:
+            return life.status_of(job_id, Life.UNREACHABLE, ': it is not a block of this process')
+        out, err = block.place.stdout or None, block.place.stderr or None   # where an adopted block writes is not known
+        state = block.life
+        if life.is_over(state):
+            return life.status_of(job_id, state, f'; its output is in {out} and {err}' if out else '', out, err)
+        if life.forgotten(block.seen, block.latest_end_s, now):
+            return life.status_of(job_id, Life.FORGOTTEN, '', out, err)
+        if silence or block.seen.missing:
+            return life.status_of(job_id, Life.UNREACHABLE, f': {silence or "the scheduler does not know it"}', out, err)
+        return life.status_of(job_id, state, '', out, err)

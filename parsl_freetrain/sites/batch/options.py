@@ -1,0 +1,133 @@
+"""What every site config with a batch scheduler says: how blocks are asked for, and how politely."""
+
+from __future__ import annotations
+
+import tomllib
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from parsl_freetrain.core.errors import BadInput
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Word = Annotated[str, Field(pattern=r'^[^\s\x00-\x1f]+$')]
+Line = Annotated[str, Field(pattern=r'^[^\n\r\x00]+$')]
+
+
+class Mode(StrEnum):
+    BACKFILL = 'backfill'
+    PREEMPTIBLE = 'preemptible'
+
+
+class BatchOptions(BaseModel):
+    """What all batch schedulers have in common.
+
+    Attributes
+    ----------
+    mode
+        'backfill': blocks end before their nodes are needed. 'preemptible': the queue may be preempted too.
+    account
+        Who pays; None: the user's default.
+    gpus_per_node
+        GPUs to ask for on each node.
+    requeue
+        A preempted block goes back to the queue instead of ending.
+    worker_init
+        Shell lines at the beginning of each block.
+    shrink
+        The scheduler may start a block with as little as this share of its walltime; 1: with no less than all.
+    shortest_s
+        Shorter blocks are not worth a submission, in seconds.
+    longest_s
+        Walltime of a block where nothing is planned, in seconds.
+    least_nodes, most_nodes
+        Of a block, where the queue alone does not say it; most None: no limit.
+    margin_s
+        Blocks end so long before their nodes are needed, in seconds.
+    ending_s
+        A block ends itself so long before its time limit, in seconds, because the scheduler's own end of it comes late.
+    start_s
+        How long the scheduler usually takes to start a job that fits, in seconds.
+    withdraw_s
+        A block without a known end of its hole is withdrawn if it has not started after so many seconds.
+    max_waiting
+        At most so many blocks wait in the queue.
+    submit_every_s, poll_s
+        At least so many seconds are between two submissions, and between two questions.
+    longest_backoff_s
+        After failures the wait doubles up to so many seconds.
+    command_s
+        A command of the scheduler's that takes longer, in seconds, has not answered.
+    unreachable_s
+        Without an answer for so many seconds blocks count as unreachable instead of as last seen.
+    pin_nodes
+        Ask for the very nodes that were seen idle instead of for their number.
+    spans_blocks, interface
+        As of the site: whether fragments may use several blocks, and the network interface of ranks.
+    """
+
+    model_config = ConfigDict(extra='forbid', frozen=True)
+
+    mode: Mode = Mode.BACKFILL
+    account: Word | None = None
+    gpus_per_node: int = Field(0, ge=0)
+    requeue: bool = False
+    worker_init: str = ''
+    shrink: float = Field(0.5, gt=0, le=1)
+    shortest_s: float = Field(60.0, ge=1, allow_inf_nan=False)
+    least_nodes: int = Field(1, ge=1)
+    most_nodes: int | None = Field(None, ge=1)
+    longest_s: float = Field(3600.0, ge=60, allow_inf_nan=False)
+    margin_s: Seconds = 15.0
+    ending_s: Seconds = 10.0
+    start_s: Seconds = 30.0
+    withdraw_s: Seconds = 120.0
+    max_waiting: int = Field(4, ge=1)
+    submit_every_s: Seconds = 2.0
+    poll_s: float = Field(10.0, gt=0, allow_inf_nan=False)
+    longest_backoff_s: float = Field(300.0, gt=0, allow_inf_nan=False)
+    command_s: float = Field(10.0, gt=0, allow_inf_nan=False)
+    unreachable_s: Seconds = 60.0
+    pin_nodes: bool = False
+    spans_blocks: bool = True
+    interface: Word | None = None
+
+
+Kind = TypeVar('Kind', bound=BatchOptions)
+
+
+def options_from(kind: type[Kind], where: str, values: dict[str, object]) -> Kind:
+    """Checked options.
+
+    Raises
+    ------
+    BadInput
+        With ``where`` and every setting that cannot be used, in one sentence.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        known = ', '.join(sorted(kind.model_fields))
+        wrong = '; '.join(
+            f'{".".join(map(str, e["loc"]))}: ' + (f'there is no such setting (there are {known})' if e['type'] == 'extra_forbidden' else
+                                                   f'{e["msg"]}' + ('' if e['type'] == 'missing' else f', and not {e["input"]!r}'))
+            for e in error.errors())
+        raise BadInput(f'{where}: {wrong}.') from None
+
+
+def read_table(path: str | Path) -> dict[str, object]:
+    """The settings in a TOML file.
+
+    Raises
+    ------
+    BadInput
+        The file cannot be read, or is no TOML.
+    """
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise BadInput(f'The site file {path} cannot be read: {error.strerror}; name a TOML file with the settings of a site.') from None
+    except ValueError as error:
+        raise BadInput(f'The site file {path} is not TOML: {error}.') from None

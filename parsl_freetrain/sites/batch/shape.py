@@ -1,0 +1,83 @@
+"""What is asked of a scheduler for one block, and under which name: pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from parsl_freetrain.sites.batch.options import BatchOptions, Mode
+
+PREFIX = 'freetrain'
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """What is asked of the scheduler for one block.
+
+    Attributes
+    ----------
+    nodes
+        How many.
+    walltime_s, least_s
+        Walltime, and the least with which the scheduler may start it; in seconds, in steps that the scheduler knows.
+    deadline
+        When it must have ended, in whole seconds of ``time.time()``; None: the walltime says it all.
+    names
+        Which nodes; empty: any.
+    """
+
+    nodes: int
+    walltime_s: int
+    least_s: int
+    deadline: int | None = None
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a block's output goes, and its name."""
+
+    name: str
+    stdout: str
+    stderr: str
+
+
+def shape_for(nodes: int, hole_s: float | None, names: tuple[str, ...], options: BatchOptions, limit_s: float | None,
+              now: float, step_s: int = 60, shortest_s: float = 0.0) -> BlockShape:
+    """The block that fits a hole of ``hole_s`` seconds from ``now`` on.
+
+    Walltimes are rounded down to the scheduler's steps after what it takes to start a job, and the scheduler is told when the hole
+    ends: it drops a block that could not end before, and shortens one that could.
+
+    Parameters
+    ----------
+    hole_s
+        At least one step; None: nothing is planned.
+    limit_s
+        The queue's limit in seconds; None: none.
+    step_s
+        Of walltimes, in seconds.
+    shortest_s
+        The queue takes no shorter walltime, in seconds.
+    """
+    least = max(step_s, math.ceil(shortest_s / step_s) * step_s)
+    wanted = options.longest_s if hole_s is None else max(float(least), hole_s - options.start_s)
+    walltime_s = max(least, math.floor(min(wanted, math.inf if limit_s is None else limit_s) / step_s) * step_s)
+    deadline = None if hole_s is None or options.mode is Mode.PREEMPTIBLE else math.floor(now + hole_s)
+    return BlockShape(nodes, walltime_s, max(least, math.floor(walltime_s / step_s * options.shrink) * step_s), deadline,
+                      names if options.pin_nodes else ())
+
+
+def job_name(run: str, block: str) -> str:
+    """The name by which a block is found again: that of its run, then its own."""
+    return f'{PREFIX}.{_plain(run)}.{_plain(block)}'
+
+
+def is_block_of(run: str, name: str) -> bool:
+    """Whether a job's name is that of a block of this run."""
+    return name.startswith(f'{PREFIX}.{_plain(run)}.')
+
+
+def _plain(text: str) -> str:
+    return re.sub(r'[^A-Za-z0-9_.-]', '_', text)

@@ -1,0 +1,117 @@
+"""The same answers as JSON documents, in the shapes of Slurm 22.05 and later.
+
+22.05 gives plain numbers and one word as state; 23.02 and later wrap numbers in ``{"set", "infinite", "number"}``, and
+since 23.11 a state is a list of words. A document says by its own shape which it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import Any
+
+from parsl_freetrain.sites.batch.records import Job, Nodes, NotUnderstood
+from parsl_freetrain.sites.slurm.hostlist import expand
+from parsl_freetrain.sites.slurm.text import features_of, gpus_of
+
+JOBS = ('squeue', '--json')
+NODES = ('sinfo', '--json', '--all')
+
+# The document on jobs of 22.05 leaves out which nodes are planned for a pending job.
+FIRST_COMPLETE = (23, 2)
+
+# Flags of a node that do not keep it from running a job; any other one does.
+_HARMLESS_FLAGS = {'PLANNED', 'CLOUD', 'DYNAMIC_NORM', 'DYNAMIC_FUTURE'}
+
+
+def parse_jobs(answer: str) -> tuple[Job, ...]:
+    """Jobs of a ``squeue --json`` document.
+
+    Raises
+    ------
+    NotUnderstood
+        It is not such a document, or it leaves out what holes are made from.
+    """
+    try:
+        return tuple(_job(job) for job in _document(answer, 'squeue --json')['jobs'])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise NotUnderstood(f'the document of squeue --json is not as expected: {type(error).__name__} {error}') from error
+
+
+def _job(job: dict[str, Any]) -> Job:
+    state = _words(job['job_state'])
+    if state[0] == 'PENDING' and 'scheduled_nodes' not in job:
+        raise NotUnderstood('the document of squeue --json does not tell the planned nodes of pending jobs')
+    # COMPLETING, CONFIGURING and the like stand behind the base state, and say more.
+    word = next((extra for extra in state[1:] if extra in ('COMPLETING', 'CONFIGURING', 'STAGE_OUT', 'SIGNALING')), state[0])
+    end = _number(job['end_time'])
+    preempted = _number(job.get('preempt_time', 0))
+    return Job(
+        str(job['job_id']), word, job['partition'], int(_number(job['node_count']) or 0), _number(job['start_time']), end,
+        expand(job.get('scheduled_nodes') or ''), expand(job.get('nodes') or ''), job['user_name'],
+        'Preempted' if preempted else job['state_reason'], job['name'], int(_number(job.get('restart_cnt', 0)) or 0))
+
+
+def parse_nodes(answer: str) -> tuple[Nodes, ...]:
+    """Nodes of a ``sinfo --json`` document: a list of nodes in 22.05, of groups of nodes in 23.02 and later.
+
+    Raises
+    ------
+    NotUnderstood
+        It is not such a document.
+    """
+    document = _document(answer, 'sinfo --json')
+    try:
+        if 'sinfo' in document:
+            return tuple(_group(group) for group in document['sinfo'])
+        return _merged(document['nodes'])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise NotUnderstood(f'the document of sinfo --json is not as expected: {type(error).__name__} {error}') from error
+
+
+def _group(group: dict[str, Any]) -> Nodes:
+    state, marks = _state(_words(group['node']['state']))
+    return Nodes(group['partition']['name'], tuple(group['nodes']['nodes']), state, marks,
+                 features_of(group['features']['active'] or group['features']['total']), gpus_of(group['gres']['total']))
+
+
+def _merged(nodes: list[dict[str, Any]]) -> tuple[Nodes, ...]:
+    alike: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    for node in nodes:
+        state, marks = _state([node['state'], *node['state_flags']])
+        features = features_of(node['active_features'] or node['features'])
+        for partition in node['partitions']:
+            alike[partition, state, marks, features, gpus_of(node['gres'])].append(node['name'])
+    return tuple(Nodes(partition, tuple(names), state, marks, features, gpus)
+                 for (partition, state, marks, features, gpus), names in alike.items())
+
+
+def _state(words: list[str]) -> tuple[str, str]:
+    base, flags = words[0].lower(), [word.upper() for word in words[1:]]
+    if base == 'idle' and 'PLANNED' in flags:
+        base = 'planned'
+    return base, ''.join('?' for flag in flags if flag not in _HARMLESS_FLAGS)
+
+
+def _words(state: str | list[str]) -> list[str]:
+    words = [state] if isinstance(state, str) else state
+    if not words:
+        raise NotUnderstood('a state in the document is empty')
+    return words
+
+
+def _number(value: Any) -> float | None:
+    """A plain number, or one that says whether it is set; 0 counts as not set, as no time and no count is 0."""
+    if isinstance(value, dict):
+        value = value['number'] if value['set'] and not value['infinite'] else None
+    return float(value) if value else None
+
+
+def _document(answer: str, command: str) -> dict[str, Any]:
+    try:
+        document = json.loads(answer)
+    except ValueError as error:
+        raise NotUnderstood(f'{command} did not answer with a JSON document: {error}') from error
+    if not isinstance(document, dict):
+        raise NotUnderstood(f'{command} did not answer with a JSON object')
+    return document

@@ -1,0 +1,104 @@
+"""Slurm as a scheduler: which command answers which question."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.sites.batch.commands import SchedulerSilent
+from parsl_freetrain.sites.batch.holes import Wanted
+from parsl_freetrain.sites.batch.records import Job, Nodes, NotUnderstood, Partition, Reservation
+from parsl_freetrain.sites.batch.scheduler import NoHistory
+from parsl_freetrain.sites.batch.shape import BlockShape, Place
+from parsl_freetrain.sites.slurm import documents, text
+from parsl_freetrain.sites.slurm.checks import partition_for
+from parsl_freetrain.sites.slurm.client import SlurmClient
+from parsl_freetrain.sites.slurm.options import Form, SlurmOptions
+from parsl_freetrain.sites.slurm.script import render
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar('T')
+
+
+class Slurm:
+    """One partition of a machine with Slurm; a :class:`~parsl_freetrain.sites.batch.scheduler.Scheduler`."""
+
+    label = 'Slurm'
+    step_s = 60
+    script_mode = 0o600
+    history_every_s = 60.0
+
+    def __init__(self, options: SlurmOptions) -> None:
+        self._options = options
+        self.client = SlurmClient(options.command_s)
+        self._form: Form | None = None
+
+    def queue(self) -> Partition:
+        """The partition."""
+        return partition_for(self._options, text.parse_partitions(self.client.ask(text.PARTITIONS)))
+
+    def wanted(self) -> Wanted:
+        """Its nodes with the features and GPUs of the options."""
+        return Wanted(self._options.partition, self._options.features(), self._options.gpus_per_node)
+
+    def jobs(self) -> tuple[Job, ...]:
+        """The queue, in the form that the options and the version say."""
+        return self._in_form(
+            lambda: documents.parse_jobs(self.client.ask(documents.JOBS)), lambda: text.parse_jobs(self.client.ask(text.JOBS)))
+
+    def nodes(self) -> tuple[Nodes, ...]:
+        """All nodes, in the same form."""
+        return self._in_form(
+            lambda: documents.parse_nodes(self.client.ask(documents.NODES)), lambda: text.parse_nodes(self.client.ask(text.NODES)))
+
+    def _in_form(self, as_document: Callable[[], T], as_text: Callable[[], T]) -> T:
+        if self._form is None:
+            self._form = self._options.form if self._options.form is not Form.AUTO else self._best_form()
+        if self._form is Form.JSON:
+            try:
+                return as_document()
+            except (NotUnderstood, SchedulerSilent) as error:   # Slurm may have been built without JSON, too
+                if self._options.form is Form.JSON:
+                    raise
+                answer = as_text()
+                logger.warning('Asking Slurm for text from now on: %s', error)
+                self._form = Form.TEXT
+                return answer
+        return as_text()
+
+    def _best_form(self) -> Form:
+        version = text.parse_version(self.client.ask(text.VERSION))
+        return Form.JSON if version >= documents.FIRST_COMPLETE else Form.TEXT
+
+    def reservations(self) -> tuple[Reservation, ...]:
+        """All of them."""
+        return text.parse_reservations(self.client.ask(text.RESERVATIONS))
+
+    def history(self, places: dict[str, Place]) -> dict[str, str]:
+        """What the accounting database says, where there is one."""
+        try:
+            return text.parse_history(self.client.ask(text.history_of(list(places))))
+        except (SchedulerSilent, BadInput) as error:
+            if 'disabled' in str(error) or isinstance(error, BadInput):
+                raise NoHistory(f'Slurm has no accounting database: {error}') from error
+            raise
+
+    def render(self, shape: BlockShape, place: Place, command: str, worker_init: str = '') -> str:
+        """An sbatch script."""
+        return render(self._options, shape, place, command, worker_init)
+
+    def test(self, script: Path) -> None:
+        """``sbatch --test-only``."""
+        self.client.test(script)
+
+    def submit(self, script: Path) -> str:
+        """``sbatch``."""
+        return self.client.submit(script)
+
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        """``scancel``."""
+        self.client.cancel(job_ids)

@@ -1,0 +1,179 @@
+"""Questions to Slurm whose answers are text, and what the answers say. Same in every version since 22.05.
+
+The commands run with ``SLURM_TIME_FORMAT=%s``, so that times are seconds since the epoch, whatever the time zone.
+"""
+
+from __future__ import annotations
+
+import re
+
+from parsl_freetrain.sites.batch.records import Job, Nodes, NotUnderstood, Partition, Reservation
+from parsl_freetrain.sites.slurm.hostlist import expand
+
+# Names of jobs may hold any character but a line's end: they come last.
+_JOB_FIELDS = '%i|%T|%P|%D|%S|%e|%Y|%N|%u|%r|%j'
+_NODE_FIELDS = '%R|%T|%G|%f|%N'
+_UNLIMITED = ('UNLIMITED', 'INFINITE', 'infinite', 'NONE', 'N/A', '')
+_MARKS = '*~#!%$@^-+'
+
+JOBS = ('squeue', '--noheader', '--all', '--states=all', f'--format={_JOB_FIELDS}')
+NODES = ('sinfo', '--noheader', '--all', f'--format={_NODE_FIELDS}')
+RESERVATIONS = ('scontrol', 'show', 'reservation', '--oneliner')
+PARTITIONS = ('scontrol', 'show', 'partition', '--all', '--oneliner')
+VERSION = ('squeue', '--version')
+
+
+def history_of(job_ids: list[str]) -> tuple[str, ...]:
+    """The question to the accounting database about jobs that the queue has forgotten."""
+    return ('sacct', '--allocations', '--noheader', '--parsable2', f'--jobs={",".join(job_ids)}', '--format=JobIDRaw,State')
+
+
+def parse_jobs(answer: str) -> tuple[Job, ...]:
+    """Jobs in the answer to :data:`JOBS`.
+
+    Raises
+    ------
+    NotUnderstood
+        A line does not have the fields that were asked for.
+    """
+    return tuple(_job(line) for line in answer.splitlines() if line.strip())
+
+
+def _job(line: str) -> Job:
+    fields = line.split('|', _JOB_FIELDS.count('|'))
+    if len(fields) <= _JOB_FIELDS.count('|'):
+        raise NotUnderstood(f'squeue answered {line[:200]!r}, which does not have the fields {_JOB_FIELDS}')
+    job_id, state, partition, nodes, start, end, planned, names, user, reason, name = fields
+    return Job(job_id.strip(), state, partition, _count(nodes), _time(start), _time(end), expand(planned), expand(names), user, reason,
+               name)
+
+
+def parse_nodes(answer: str) -> tuple[Nodes, ...]:
+    """Nodes in the answer to :data:`NODES`.
+
+    Raises
+    ------
+    NotUnderstood
+        A line does not have the fields that were asked for.
+    """
+    found = []
+    for line in answer.splitlines():
+        fields = line.strip().split('|')
+        if fields == ['']:
+            continue
+        if len(fields) != 5:
+            raise NotUnderstood(f'sinfo answered {line[:200]!r}, which does not have the fields {_NODE_FIELDS}')
+        partition, state, gres, features, names = fields
+        bare = state.rstrip(_MARKS)
+        found.append(Nodes(partition, expand(names), bare.lower(), state[len(bare):], features_of(features), gpus_of(gres)))
+    return tuple(found)
+
+
+def parse_reservations(answer: str) -> tuple[Reservation, ...]:
+    """Reservations in the answer to :data:`RESERVATIONS`, those without nodes left out.
+
+    Raises
+    ------
+    NotUnderstood
+        A reservation has no times.
+    """
+    found = []
+    for line in answer.splitlines():
+        if not line.startswith('ReservationName='):   # "No reservations in the system"
+            continue
+        fields = _pairs(line)
+        start, end = _time(fields.get('StartTime', '')), _time(fields.get('EndTime', ''))
+        if start is None or end is None:
+            raise NotUnderstood(f'scontrol answered {line[:200]!r}, which has no StartTime and EndTime in seconds')
+        if nodes := expand(fields.get('Nodes', '')):
+            found.append(Reservation(fields['ReservationName'], start, end, nodes))
+    return tuple(found)
+
+
+def parse_partitions(answer: str) -> dict[str, Partition]:
+    """Partitions in the answer to :data:`PARTITIONS`, by name."""
+    lines = (_pairs(line) for line in answer.splitlines() if line.startswith('PartitionName='))
+    return {fields['PartitionName']: _partition(fields) for fields in lines}
+
+
+def _partition(fields: dict[str, str]) -> Partition:
+    most = fields.get('MaxNodes', '')
+    return Partition(
+        fields['PartitionName'], fields.get('State', 'UP') == 'UP', duration_s(fields.get('MaxTime', '')),
+        _count(fields.get('MinNodes', '0')), None if most in _UNLIMITED else _count(most),
+        fields.get('PreemptMode', 'OFF').split(',')[0], float(_count(fields.get('GraceTime', '0'))),
+        _listed(fields.get('AllowAccounts', '')), _listed(fields.get('DenyAccounts', '')), _listed(fields.get('AllowQos', '')))
+
+
+def parse_history(answer: str) -> dict[str, str]:
+    """Final states in the answer to :func:`history_of`, by job id: ``'CANCELLED by 0'`` is ``'CANCELLED'``."""
+    lines = (line.split('|', 1) for line in answer.splitlines() if '|' in line)
+    return {job_id: state.split()[0].rstrip('+') for job_id, state in lines if state.strip()}
+
+
+def parse_version(answer: str) -> tuple[int, int]:
+    """Major and minor version, from ``slurm-wlm 22.05.8`` or ``slurm 24.11.1``.
+
+    Raises
+    ------
+    NotUnderstood
+        There is no version in it.
+    """
+    found = re.search(r'(\d+)\.(\d+)', answer)
+    if found is None:
+        raise NotUnderstood(f'squeue --version answered {answer[:80]!r}, which holds no version')
+    return int(found[1]), int(found[2])
+
+
+def duration_s(text: str) -> float | None:
+    """Seconds of Slurm's ``days-hours:minutes:seconds``, None for unlimited.
+
+    Raises
+    ------
+    NotUnderstood
+        It is neither.
+    """
+    if text in _UNLIMITED:
+        return None
+    days, dash, rest = text.rpartition('-')
+    try:
+        parts = [int(part) for part in rest.split(':')]
+        if dash:    # days-hours[:minutes[:seconds]]
+            hours, minutes, seconds = (*parts, 0, 0)[:3]
+        elif len(parts) == 1:
+            hours, minutes, seconds = 0, parts[0], 0
+        else:
+            hours, minutes, seconds = (0, *parts)[-3:]
+        return float(int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds)
+    except ValueError:
+        raise NotUnderstood(f'{text[:40]!r} is not a duration as Slurm writes it, days-hours:minutes:seconds') from None
+
+
+def gpus_of(gres: str) -> int:
+    """GPUs in ``gpu:a100:4(S:0-1),gpu:2,craynetwork:4``."""
+    return sum(int(found[1]) for found in re.finditer(r'(?:^|,)(?:gres[:/])?gpu(?::[^:,()]+)*?:(\d+)', gres))
+
+
+def features_of(text: str) -> tuple[str, ...]:
+    """Node features, without brackets' counts."""
+    return () if text in ('', '(null)') else tuple(text.split(','))
+
+
+def _pairs(line: str) -> dict[str, str]:
+    return dict(word.split('=', 1) for word in line.split() if '=' in word)
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return () if text in ('', 'ALL', '(null)', 'N/A') else tuple(text.split(','))
+
+
+def _count(text: str) -> int:
+    """A number of things; Slurm writes 4.5K for large ones."""
+    found = re.fullmatch(r'(\d+(?:\.\d+)?)([KMG]?)(?:-\d+)?', text.strip())
+    if found is None:
+        raise NotUnderstood(f'{text[:40]!r} is not a number')
+    return int(float(found[1]) * {'': 1, 'K': 1024, 'M': 1024**2, 'G': 1024**3}[found[2]])
+
+
+def _time(text: str) -> float | None:
+    return float(text) if text.isdigit() and text != '0' else None

@@ -1,0 +1,38 @@
+#!/bin/bash
+#SBATCH --job-name=freetrain.r1.block-0
+#SBATCH --output=/scratch/me/block-0.out
+#SBATCH --error=/scratch/me/block-0.err
+#SBATCH --open-mode=append
+#SBATCH --partition=batch
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --time=16
+#SBATCH --time-min=8
+#SBATCH --deadline=2027-01-15T08:16:40
+#SBATCH --nice=2147483645
+#SBATCH --mem=0
+#SBATCH --exclusive
+#SBATCH --no-requeue
+
+
+# Slurm ends a job up to a minute late. The scheduler may also have shortened the limit, or an administrator changed it: ask.
+end=$(SLURM_TIME_FORMAT=%s timeout 20 squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)
+case $end in
+    ''|*[!0-9]*) left=960 ;;
+    *) left=$((end - $(date +%s))) ;;
+esac
+left=$((left - 10))
+[ "$left" -gt 0 ] || exit 0
+
+node='export FREETRAIN_NODE="$SLURMD_NODENAME"
+trap : TERM USR1
+setsid /bin/bash -c "$1" &
+command=$!
+while kill -0 "$command" 2>/dev/null; do wait "$command"; status=$?; done
+kill -KILL -- "-$command" 2>/dev/null
+exit "$status"
+'
+timeout --kill-after=10 "$left" srun --nodes=4 --ntasks=4 --ntasks-per-node=1 --wait=0 --kill-on-bad-exit=0 --input=none --cpu-bind=none --mpi=none /bin/bash -c "$node" freetrain-node 'process_worker_pool.py --cert_dir '"'"'/a b'"'"''
+status=$?
+[ "$status" != 124 ] || status=0
+exit "$status"

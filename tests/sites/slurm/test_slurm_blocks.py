@@ -1,0 +1,293 @@
+"""Blocks on a real Slurm cluster: what they fit, and all the ways in which they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from parsl.jobs.states import JobState
+
+from parsl_freetrain.core.errors import BadInput, FreeTrainError
+from parsl_freetrain.core.words import BlockRequest
+from parsl_freetrain.sites.protocols import HoleGone
+from parsl_freetrain.sites.provider import BackfillProvider
+from parsl_freetrain.sites.slurm.client import SlurmClient
+from tests.sites.slurm.conftest import Blocks, slurm_site
+from tests.support.slurm import Cluster
+
+pytestmark = pytest.mark.slurm
+
+Make = Callable[..., Blocks]
+
+
+def test_a_block_fits_between_the_jobs_of_others(slurm: Cluster, blocks: Make) -> None:
+    """Three nodes are free until a wide job's turn; a block there does not move that, and Slurm agrees on when it ends."""
+    slurm.submit('--nodes=1', '--time=5')
+    wide = slurm.submit('--nodes=4', '--time=5')
+    slurm.wait(lambda: slurm.run('squeue', '-h', '-j', wide, '-o', '%Y').strip() == 'node[01-04]')
+    mine = blocks()
+    [hole] = mine.site.holes()
+    assert hole.nodes == 3
+    assert hole.until_s is not None
+    planned = float(start_of(slurm, wide))
+    assert planned - 2 == hole.until_s
+    job = mine.open(hole.nodes, hole.until_s - time.time())
+    slurm.wait(lambda: mine.status(job).state is JobState.RUNNING)
+    limit = float(subprocess.run(['squeue', '-h', '-j', job, '-o', '%e'], env={**os.environ, 'SLURM_TIME_FORMAT': '%s'}, check=True,
+                                 capture_output=True, text=True).stdout)
+    assert limit <= hole.until_s
+    assert mine.provider.end_of(job) == limit - 3
+    assert mine.site.holes() == ()
+    slurm.wait(lambda: start_of(slurm, wide) == planned)
+
+
+def start_of(slurm: Cluster, job: str) -> float:
+    shown = slurm.run('squeue', '-h', '-j', job, '-o', '%S').strip()
+    return time.mktime(time.strptime(shown, '%Y-%m-%dT%H:%M:%S'))
+
+
+def test_every_node_runs_the_command_in_private_files(slurm: Cluster, blocks: Make) -> None:
+    mine = blocks()
+    job = mine.open(2, command='echo "$FREETRAIN_NODE says $GREETING"')
+    slurm.wait(lambda: mine.status(job).terminal)
+    assert mine.status(job).state is JobState.COMPLETED
+    assert sorted(mine.output().splitlines()) == ["node01 says it's 2", "node02 says it's 2"]
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in mine.folder.iterdir())
+
+
+def test_a_block_ends_itself_before_its_limit(slurm: Cluster, blocks: Make) -> None:
+    mine = blocks(ending_s=54.0)
+    job = mine.open(1, 63.0)
+    slurm.wait(lambda: mine.status(job).terminal)
+    assert mine.status(job).state is JobState.COMPLETED
+    assert slurm.state(job) == 'COMPLETED'
+
+
+def test_a_block_that_could_not_end_in_time_is_dropped(slurm: Cluster, blocks: Make) -> None:
+    mine = blocks(start_s=0.0)
+    slurm.submit('--nodes=4', '--time=5')
+    job = mine.open(1, 62.0)
+    slurm.wait(lambda: mine.status(job).terminal)
+    assert mine.status(job).state is JobState.CANCELLED
+    assert slurm.state(job) in ('DEADLINE', 'CANCELLED')
+
+
+def test_a_block_that_does_not_start_is_withdrawn(slurm: Cluster, blocks: Make) -> None:
+    mine = blocks(withdraw_s=2.0)
+    slurm.submit('--nodes=4', '--time=5')
+    job = mine.open(1, None)
+    assert mine.status(job).state is JobState.PENDING
+    slurm.wait(lambda: mine.status(job).terminal)
+    assert 'withdrawn' in str(mine.status(job).message)
+    assert slurm.state(job) == 'CANCELLED'
+
+
+def test_somebody_else_cancels_a_block(slurm: Cluster, blocks: Make) -> None:
+    mine = blocks()
+    job = running(slurm, mine)
+    slurm.run('scancel', job)
+    slurm.wait(lambda: mine.status(job).terminal)
+    assert mine.status(job).state is JobState.CANCELLED
+    assert 'somebody else' in str(mine.status(job).message)
+
+
+def running(slurm: Cluster, mine: Blocks, nodes: int = 1, **more: object) -> str:
+    job = mine.open(nodes, **more)  # type: ignore[arg-type]
+    slurm.wait(lambda: mine.status(job).state is JobState.RUNNING)
+    return job
+
+
+def test_a_node_fails(slurm: Cluster, blocks: Make) -> None:
+    mine = blocks()
+    job = running(slurm, mine)
+    node = slurm.run('squeue', '-h', '-j', job, '-o', '%N').strip()
+    slurm.run('scontrol', 'update', f'nodename={node}', 'state=down', 'reason=test')   # it comes back by itself
+    slurm.wait(lambda: mine.status(job).terminal)
+    assert mine.status(job).state is JobState.TIMEOUT
+    assert 'lost a node' in str(mine.status(job).message)
+
+
+def test_drained_nodes_are_no_hole_and_their_blocks_go_on(slurm: Cluster, blocks: Make) -> None:
+    mine = blocks()
+    job = running(slurm, mine)
+    slurm.run('scontrol', 'update', 'nodename=node[01-04]', 'state=drain', 'reason=test')
+    try:
+        slurm.wait(lambda: mine.site.holes() == ())
+        assert mine.status(job).state is JobState.RUNNING
+    finally:
+        slurm.run('scontrol', 'update', 'nodename=node[01-04]', 'state=resume')
+
+
+def test_an_administrator_moves_the_end(slurm: Cluster, blocks: Make) -> None:
+    mine = blocks()
+    job = running(slurm, mine)
+    before = mine.provider.end_of(job)
+    assert before is not None
+    slurm.run('scontrol', 'update', f'jobid={job}', 'timelimit=2')
+    slurm.wait(lambda: mine.status(job) and (mine.provider.end_of(job) or before) <= before - 120)
+    slurm.run('scontrol', 'update', f'jobid={job}', 'timelimit=20')
+    slurm.wait(lambda: mine.status(job) and (mine.provider.end_of(job) or before) >= before + 900)
+
+
+@pytest.mark.parametrize('requeue', [False, True])
+def test_a_preemption_is_told_at_once_and_ends_or_requeues_the_block(slurm: Cluster, blocks: Make, requeue: bool) -> None:
+    mine = blocks('requeue' if requeue else 'scavenger', mode='preemptible', requeue=requeue)
+    job = running(slurm, mine, 4, walltime_s=None,
+                  command='trap "echo told; sleep 2; exit 143" TERM; echo ready; while true; do sleep 600; done')
+    slurm.wait(lambda: mine.output().count('ready') == 4)
+    before = mine.provider.end_of(job)
+    assert before is not None
+    other = slurm.submit('--nodes=4', '--time=1', '--partition=batch', seconds=1)
+    slurm.wait(lambda: mine.status(job) and (mine.provider.end_of(job) or 0.0) < before - 600)
+    if requeue:
+        slurm.wait(lambda: 'waits in the queue again' in str(mine.status(job).message))
+        assert mine.status(job).state is JobState.PENDING
+        assert mine.provider.end_of(job) is None
+    else:
+        slurm.wait(lambda: mine.status(job).terminal)
+        assert mine.status(job).state is JobState.TIMEOUT
+        assert 'gave them back in time' in str(mine.status(job).message)
+    assert mine.output().count('told') >= 4     # those that a second SIGTERM still finds say it again
+    slurm.wait(lambda: slurm.state(other) == 'COMPLETED')
+
+
+@contextmanager
+def hung(slurm: Cluster) -> Iterator[None]:
+    """slurmctld does not answer, and does not refuse either."""
+    pid = slurm.scheduler()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_scheduler_that_hangs_keeps_nobody_waiting_and_ends_nothing(slurm: Cluster, blocks: Make) -> None:
+    mine = blocks(command_s=1.0, unreachable_s=2.0, longest_backoff_s=1.0)
+    job = running(slurm, mine)
+    end = mine.provider.end_of(job)
+    with hung(slurm):
+        states = set()
+        begun = time.monotonic()
+        while JobState.UNKNOWN not in states:
+            asked = time.monotonic()
+            states.add(mine.status(job).state)
+            assert time.monotonic() - asked < 10
+            assert time.monotonic() - begun < 60
+        assert states == {JobState.RUNNING, JobState.UNKNOWN}
+        assert mine.provider.end_of(job) == end
+        slurm_is_silent = [mine.site.holes() for _ in range(3)]
+        assert slurm_is_silent[-1] == ()
+        assert mine.provider.cancel([job]) == [False]
+    slurm.wait(lambda: mine.status(job).state is JobState.RUNNING)
+
+
+def test_a_restarted_scheduler_finds_the_blocks_again(slurm: Cluster, blocks: Make) -> None:
+    mine = blocks(command_s=5.0, longest_backoff_s=1.0, unreachable_s=0.0)
+    job = running(slurm, mine)
+    slurm.stop_scheduler()
+    try:
+        slurm_gone = time.monotonic()
+        while mine.status(job).state is not JobState.UNKNOWN:
+            assert time.monotonic() - slurm_gone < 60
+            time.sleep(0.1)
+    finally:
+        slurm.start_scheduler()
+    slurm.wait(lambda: mine.status(job).state is JobState.RUNNING)
+
+
+def test_a_submission_without_an_answer_leaves_no_block_behind(slurm: Cluster, blocks: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sbatch was heard, but its answer was lost: the job is found by its name and cancelled."""
+    from parsl_freetrain.sites.batch.commands import SchedulerSilent
+
+    mine = blocks()
+    submit = SlurmClient.submit
+
+    def lost(self: SlurmClient, script: object) -> str:
+        submit(self, script)  # type: ignore[arg-type]
+        raise SchedulerSilent('sbatch did not answer within 10 s')
+
+    monkeypatch.setattr(SlurmClient, 'submit', lost)
+    with pytest.raises(FreeTrainError, match='did not answer'):
+        mine.open(1)
+    assert len(mine.site.find_blocks()) == 1
+    slurm.wait(lambda: mine.site.holes() is not None and not mine.site.find_blocks())
+
+
+def test_blocks_are_found_by_the_name_of_their_run(slurm: Cluster, blocks: Make) -> None:
+    mine, other = blocks(run='my run/1'), blocks(run='my run/2')
+    job = running(slurm, mine)
+    running(slurm, other)
+    again = slurm_site(run='my run/1')     # another process, later
+    assert [found.job_id for found in again.find_blocks()] == [job]
+    assert [found.job_id for found in again.find_blocks('my run/2')] == other.jobs
+
+
+def test_it_is_polite(slurm: Cluster, blocks: Make) -> None:
+    mine = blocks(submit_every_s=1000.0, max_waiting=1, poll_s=1000.0)
+    mine.site.holes()
+    before = mine.site.client.commands.total()
+    for _ in range(20):
+        assert mine.site.holes()
+    assert mine.site.client.commands.total() == before
+    mine.open(1)
+    assert mine.site.holes() == ()
+    with pytest.raises(HoleGone, match='one submission at a time'):
+        mine.open(1)
+    assert mine.site.client.commands['sbatch'] == 2     # the test at the beginning, and one
+
+
+@pytest.mark.parametrize(('settings', 'sentence'), [
+    ({'partition': 'nosuch'}, r"no partition 'nosuch'; it has batch, debug, requeue, scavenger\."),
+    ({'partition': 'batch', 'mode': 'preemptible'}, 'not preemptible'),
+    ({'partition': 'debug', 'longest_s': 7200}, 'time limit of 600 s'),
+    ({'partition': 'batch', 'constraint': 'h100'}, 'would refuse every block.*feature'),
+    ({'partition': 'batch', 'sbatch_options': ('--nosuch=1',)}, 'would refuse every block.*nosuch'),
+])
+def test_what_the_machine_does_not_give_is_refused_before_anything_is_submitted(
+        slurm: Cluster, settings: dict[str, object], sentence: str) -> None:
+    with pytest.raises(BadInput, match=sentence):
+        slurm_site(**settings).start()  # type: ignore[arg-type]
+    assert slurm.run('squeue', '-h', '-a', '--name=freetrain') == ''
+
+
+@pytest.mark.parametrize(('request_', 'sentence'), [
+    (BlockRequest(3, 300.0), '1 to 2 nodes'), (BlockRequest(1, 59.0), '60 s or more'), (BlockRequest(0, 300.0), 'at least one node'),
+    (BlockRequest(2, 300.0, names=('node01',)), 'as many names')])
+def test_requests_that_can_never_be_met(slurm: Cluster, blocks: Make, request_: BlockRequest, sentence: str) -> None:
+    mine = blocks('debug')
+    with pytest.raises(BadInput, match=sentence):
+        mine.provider.open_block('true', request_, 'never')
+
+
+def test_sbatchs_own_words_are_passed_on(slurm: Cluster, blocks: Make) -> None:
+    mine = blocks()
+    slurm.run('scontrol', 'update', 'partitionname=batch', 'state=down')
+    slurm.run('scontrol', 'update', 'partitionname=batch', 'maxnodes=1')
+    slurm.run('scontrol', 'update', 'partitionname=batch', 'state=inactive')
+    try:
+        with pytest.raises(FreeTrainError, match=r'sbatch refused the script /.*\.sh: .*[Pp]artition'):
+            mine.open(1)
+    finally:
+        slurm.run('scontrol', 'update', 'partitionname=batch', 'state=up', 'maxnodes=unlimited')
+
+
+def test_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('PATH', '/nowhere')
+    with pytest.raises(BadInput, match='no Slurm here'):
+        slurm_site().start()
+
+
+def test_another_provider_is_refused(slurm: Cluster) -> None:
+    from parsl.providers import SlurmProvider
+
+    site = slurm_site()
+    site.start()
+    with pytest.raises(BadInput, match='only through its own provider'):
+        BackfillProvider(site, SlurmProvider()).open_block('true', BlockRequest(1, 300.0), 'other')
