@@ -1,0 +1,192 @@
+"""What is counted during a replay: samples by trainer, node-seconds by what became of them, and the series behind the pictures.
+
+The rules are those of the published replayer, so that figures compare: progress = rate x time; a change of nodes costs
+``rescale_up_s`` or ``rescale_down_s`` seconds of the rate before it, in samples; nodes that are taken cost ``rescale_down_s`` seconds
+of the rate before, at most once for a trainer and instant, whatever it goes on with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from parsl_freetrain.core.words import Trainer
+from parsl_freetrain.replay.result import Outcome, Series
+
+
+class Cause(StrEnum):
+    """Why a fragment ended before its trainer's total."""
+
+    STOPPED = 'stopped'      # for a rescale
+    EXPIRED = 'expired'      # its nodes went when they were known to
+    PREEMPTED = 'preempted'  # its nodes went without notice
+
+
+@dataclass
+class Run:
+    """A trainer in the replay.
+
+    Attributes
+    ----------
+    samples
+        Trained until ``since``, losses deducted; below 0 where more was lost than had been trained.
+    rate
+        In samples per second, from ``since`` on.
+    version
+        Raised with every change of these, so that a completion that was foreseen before it is known to be void.
+    """
+
+    trainer: Trainer
+    submit_s: float
+    wanted: int
+    samples: float = 0.0
+    rate: float = 0.0
+    since: float = 0.0
+    nodes: int = 0
+    fragment: int = 0
+    deadline_s: float | None = None
+    started_s: float = 0.0
+    done_s: float | None = None
+    version: int = 0
+
+    @property
+    def total(self) -> int:
+        total = self.trainer.total_samples
+        assert total is not None
+        return total
+
+    def advance(self, at: float) -> None:
+        """Train until ``at``."""
+        self.samples += self.rate * (at - self.since)
+        self.since = at
+
+    def completion_s(self) -> float:
+        """When the total is reached at this rate, which is above 0."""
+        return self.since + (self.total - self.samples) / self.rate
+
+
+@dataclass
+class Idle:
+    """Nodes that are idle and train nothing, by why.
+
+    Attributes
+    ----------
+    too_short
+        They are about to go: less than ``min_hole_s`` seconds are left.
+    kept_free
+        The settings leave them free.
+    no_use
+        No trainer could use them: all have as many as they can make use of, or too few are free for those that wait.
+    not_worth
+        A running trainer could use them, but within the horizon the rescale would cost more than it gains.
+    stranded
+        A trainer without any nodes could have started on them; the allocation is to leave none.
+    """
+
+    too_short: int = 0
+    kept_free: int = 0
+    no_use: int = 0
+    not_worth: int = 0
+    stranded: int = 0
+
+
+@dataclass
+class Books:
+    """Everything that is counted, from ``start_s`` to the instant that was closed last."""
+
+    start_s: float
+    now: float = 0.0
+    idle: int = 0
+    used: int = 0
+    running: int = 0
+    unused: Idle = field(default_factory=Idle)
+    rate: float = 0.0
+    trained: float = 0.0
+    preempted: int = 0
+    rescaled: int = 0
+    lost_preemption: float = 0.0
+    lost_rescale: float = 0.0
+    node_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(
+        ('trained', 'rescaling', 'lost_to_preemption', 'too_short', 'kept_free', 'no_use', 'not_worth', 'stranded'), 0.0))
+    used_node_s: float = 0.0
+    idle_node_s: float = 0.0
+    decision_s: list[float] = field(default_factory=list)
+    _times: list[float] = field(default_factory=list)
+    _idle: list[int] = field(default_factory=list)
+    _used: list[int] = field(default_factory=list)
+    _running: list[int] = field(default_factory=list)
+    _samples: list[float] = field(default_factory=list)
+    _spans: list[tuple[str, float, float, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.now = self.start_s
+
+    def advance(self, at: float) -> None:
+        """Nothing changes from the instant before to ``at``."""
+        passed = at - self.now
+        self.idle_node_s += self.idle * passed
+        self.used_node_s += self.used * passed
+        self.node_s['trained'] += self.used * passed
+        for why, nodes in vars(self.unused).items():
+            if nodes:
+                self.node_s[why] += nodes * passed
+        self.trained += self.rate * passed
+        self.now = at
+
+    def train(self, run: Run, nodes: int, rate: float) -> None:
+        """A trainer goes on with so many nodes; 0: none."""
+        if run.nodes and run.started_s < self.now:
+            self._spans.append((run.trainer.name, run.started_s, self.now, run.nodes))
+        self.used += nodes - run.nodes
+        self.running += (nodes > 0) - (run.nodes > 0)
+        self.rate += rate - run.rate
+        if not self.running:
+            self.rate = 0.0  # whatever sums of floats have left of it
+        run.advance(self.now)
+        run.nodes, run.rate, run.started_s = nodes, rate, self.now
+        run.version += 1
+
+    def charge(self, run: Run, before: tuple[int, float], cause: Cause) -> None:
+        """A trainer that had ``before`` (nodes, rate) has been interrupted and goes on with what it has now."""
+        nodes, rate = before
+        grows = cause is Cause.STOPPED and run.nodes >= nodes  # as many nodes are others
+        seconds = run.trainer.rescale_up_s if grows else run.trainer.rescale_down_s
+        lost = seconds * rate
+        run.samples -= lost
+        run.version += 1
+        self.trained -= lost
+        self.node_s['trained'] -= seconds * nodes
+        if cause is Cause.PREEMPTED:
+            self.preempted += 1
+            self.lost_preemption += lost
+            self.node_s['lost_to_preemption'] += seconds * nodes
+        else:
+            self.rescaled += 1
+            self.lost_rescale += lost
+            self.node_s['rescaling'] += seconds * nodes
+
+    def close_instant(self, idle: int, unused: Idle, decision_s: float | None) -> None:
+        """All that happens now has happened."""
+        self.idle, self.unused = idle, unused
+        if decision_s is not None:
+            self.decision_s.append(decision_s)
+        self._times.append(self.now)
+        self._idle.append(idle)
+        self._used.append(self.used)
+        self._running.append(self.running)
+        self._samples.append(self.trained)
+
+    def outcome(self, runs: dict[str, Run]) -> Outcome:
+        """The books are closed."""
+        for run in runs.values():
+            self.train(run, 0, 0.0)
+        self.close_instant(self.idle, self.unused, None)
+        samples = sum(run.samples for run in runs.values())
+        done = [run.done_s for run in runs.values() if run.done_s is not None]
+        return Outcome(
+            samples=samples, start_s=self.start_s, end_s=self.now, finished_s=max(done) if len(done) == len(runs) else None,
+            idle_node_s=self.idle_node_s, used_node_s=self.used_node_s, node_s=dict(self.node_s), preempted=self.preempted,
+            rescaled=self.rescaled, lost_preemption=self.lost_preemption, lost_rescale=self.lost_rescale, trainers_done=len(done),
+            samples_by_trainer={name: run.samples for name, run in runs.items()},
+            done_s={name: run.done_s for name, run in runs.items() if run.done_s is not None},
+            series=Series.of(self._times, self._idle, self._used, self._running, self._samples, self.decision_s, self._spans))

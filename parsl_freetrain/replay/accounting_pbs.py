@@ -1,0 +1,113 @@
+"""The accounting logs of PBS Pro and OpenPBS: ``date time;record;job;key=value key=value …``."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.replay.jobs import Job, JobTable, job_table, read_lines
+
+WHAT = 'accounting logs of PBS (lines "MM/DD/YYYY HH:MM:SS;E;job;key=value …")'
+
+RECORD = re.compile(r'\d\d/\d\d/\d{4} \d\d:\d\d:\d\d;(\w+);([^;]*);(.*)')
+_PAIR = re.compile(r'([\w.]+)=("[^"]*"|\S*)')
+# Records: a job started, ended, was requeued (and so ended, too).
+_START, _ENDS = 'S', ('E', 'R')
+
+
+@dataclass(frozen=True)
+class _Record:
+    path: str | Path
+    line: int
+    values: dict[str, str]
+
+    @property
+    def where(self) -> str:
+        return f'{self.path}, line {self.line}'
+
+    def number(self, key: str) -> float:
+        text = self.values.get(key)
+        if text is None:
+            raise BadInput(f'{self.where}: the record has no {key}.')
+        if not text.isdecimal():
+            raise BadInput(f'{self.where}: {key} is {text!r}; it must be a whole number.')
+        return float(text)
+
+
+def read_pbs(paths: str | Path | Sequence[str | Path], machine_nodes: int | None = None) -> JobTable:
+    """Read the jobs of PBS accounting logs, plain or gzipped; several files (PBS writes one a day) are one log.
+
+    A job is known by its ``E`` record; one that was requeued by its ``R`` record; one that has neither by its ``S`` record, and runs to
+    the end. It waits from ``etime``, when it became eligible, or else ``qtime``. Its nodes are those of ``exec_host``, or else of
+    ``exec_vnode``, or else as many as ``Resource_List.nodect`` says; its limit is ``Resource_List.walltime``. Other records do not matter.
+
+    Parameters
+    ----------
+    paths
+        The file, or the files in order of their dates.
+    machine_nodes
+        How many nodes the machine has; None: those that jobs ran on.
+
+    Raises
+    ------
+    BadInput
+        A line that is no record, a record without what is needed; the sentence names file and line.
+    """
+    files = [paths] if isinstance(paths, str | Path) else list(paths)
+    going_on: dict[str, _Record] = {}
+    jobs: list[Job] = []
+    for path in files:
+        for number, line in enumerate(read_lines(path, WHAT), 1):
+            if not line.strip():
+                continue
+            found = RECORD.fullmatch(line.strip())
+            if found is None:
+                raise BadInput(f'{path}, line {number}: this is no record of PBS; give {WHAT}.')
+            kind, job = found[1], found[2]
+            if kind not in (_START, *_ENDS):
+                continue
+            record = _Record(path, number, {key: value.strip('"') for key, value in _PAIR.findall(found[3])})
+            if kind == _START:
+                going_on[job] = record
+            elif kind == 'E' or 'end' in record.values:
+                going_on.pop(job, None)
+                jobs.append(_job(record, record.number('end')))
+    jobs += [_job(record, math.inf) for record in going_on.values()]
+    return job_table(files[0] if files else '', jobs, machine_nodes)
+
+
+def _job(record: _Record, end: float) -> Job:
+    values = record.values
+    start = record.number('start')
+    waits = next((key for key in ('etime', 'qtime', 'ctime') if values.get(key)), 'qtime')
+    names = _hosts(values.get('exec_host', '')) or _vnodes(values.get('exec_vnode', ''))
+    nodes = len(names) or int(record.number('Resource_List.nodect'))
+    limit = values.get('Resource_List.walltime', '')
+    try:
+        requested = _seconds(limit) if limit else math.inf
+    except ValueError:
+        raise BadInput(f'{record.where}: Resource_List.walltime is {limit!r}; it must be hours:minutes:seconds.') from None
+    return Job(record.line, record.number(waits), start, end, nodes, requested, names)
+
+
+def _hosts(text: str) -> tuple[str, ...]:
+    """Hosts of ``n01/0*24+n02/1``, each once."""
+    return tuple(dict.fromkeys(part.partition('/')[0] for part in text.split('+') if part))
+
+
+def _vnodes(text: str) -> tuple[str, ...]:
+    """Nodes of ``(n01:ncpus=24)+(n02:ncpus=12+n03[0]:ncpus=12)``, each once; parts of a node count as the node."""
+    parts = (part.strip('()').partition(':')[0].partition('[')[0] for part in text.split('+') if part)
+    return tuple(dict.fromkeys(parts))
+
+
+def _seconds(text: str) -> float:
+    """Seconds of ``hours:minutes:seconds``, or of plain seconds; raises ValueError."""
+    parts = [int(part) for part in text.split(':')]
+    if len(parts) > 3 or min(parts) < 0:
+        raise ValueError(text)
+    return float(sum(part * 60**power for power, part in enumerate(reversed(parts))))

@@ -1,0 +1,105 @@
+"""The virtual clock: a recorded pool of nodes, trainers, and one controller that decides as it would live."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from parsl_freetrain.core import events as ev
+from parsl_freetrain.core.controller import Controller
+from parsl_freetrain.replay.accounting import Books, Run
+from parsl_freetrain.replay.result import Outcome
+from parsl_freetrain.replay.trace import PoolChange, Trace
+from parsl_freetrain.replay.world import World
+
+EVERYTHING = 'idle'
+
+
+class Holes:
+    """The blocks of a recorded pool: nodes that become idle at once and end at once are one hole, and fill one block.
+
+    Where nothing is known of their ends and fragments may span blocks, the block makes no difference, and there is but one.
+    """
+
+    def __init__(self, names: Sequence[str], apart: bool) -> None:
+        self._names = names
+        self._apart = apart
+        self._block: dict[int, str] = {}
+        self._size: dict[str, int] = {}
+
+    def leave(self, change: PoolChange) -> tuple[ev.NodesLeft | None, list[ev.BlockClosed]]:
+        """What is told of the nodes that leave."""
+        left = change.left.tolist()
+        if not left:
+            return None, []
+        closed: list[ev.BlockClosed] = []
+        for node in left if self._apart else ():
+            block = self._block.pop(node)
+            self._size[block] -= 1
+            if not self._size[block]:
+                del self._size[block]
+                closed.append(ev.BlockClosed(change.at, block))
+        return ev.NodesLeft(change.at, tuple(self._names[node] for node in left)), closed
+
+    def join(self, change: PoolChange) -> list[ev.NodesJoined]:
+        """What is told of the nodes that join."""
+        joined = change.joined.tolist()
+        if not self._apart:
+            return [ev.NodesJoined(change.at, EVERYTHING, tuple(self._names[node] for node in joined))] if joined else []
+        by_end: dict[float, list[int]] = {}
+        for node, until in zip(joined, change.known_until.tolist(), strict=True):
+            by_end.setdefault(until, []).append(node)
+        events = []
+        for until, nodes in by_end.items():
+            block = f'{change.at:.3f}-{until:.3f}'
+            self._block.update(dict.fromkeys(nodes, block))
+            self._size[block] = len(nodes)
+            events.append(ev.NodesJoined(
+                change.at, block, tuple(self._names[node] for node in nodes), None if math.isinf(until) else until))
+        return events
+
+
+def run(trace: Trace, known_ends: bool, trainers: dict[str, Run], controller: Controller) -> Outcome:
+    """Let ``controller`` train on a recorded pool.
+
+    At one instant nodes leave first, others join, trainers finish and are submitted, and then one decision is made. Completions are
+    computed, not stepped to: a replay takes as long as it has instants at which something happens.
+
+    Parameters
+    ----------
+    trace
+        The pool of nodes.
+    known_ends
+        Whether the controller is told until when nodes are promised; see :meth:`Trace.intervals`.
+    trainers
+        By name; those submitted before the window count as submitted at its start. They are changed.
+    controller
+        Decides; new.
+    """
+    books = Books(trace.start_s)
+    world = World(controller, books, trainers)
+    holes = Holes(trace.names, known_ends or not controller.settings.spans_blocks)
+    changes = trace.changes(known_ends)
+    in_order = sorted(trainers.values(), key=lambda trainer: trainer.submit_s)
+    queue = [(max(trainer.submit_s, trace.start_s), trainer) for trainer in in_order if trainer.submit_s < trace.end_s]
+    c = s = 0
+    while True:
+        completion = world.next_completion_s()
+        at = min(changes[c].at if c < len(changes) else math.inf, queue[s][0] if s < len(queue) else math.inf,
+                 math.inf if completion is None else completion)
+        if at > trace.end_s:
+            break
+        leaving: ev.NodesLeft | None = None
+        closing: list[ev.BlockClosed] = []
+        joining: list[ev.NodesJoined] = []
+        if c < len(changes) and changes[c].at == at:
+            leaving, closing = holes.leave(changes[c])
+            joining = holes.join(changes[c])
+            c += 1
+        submitted: list[Run] = []
+        while s < len(queue) and queue[s][0] == at:
+            submitted.append(queue[s][1])
+            s += 1
+        world.happen(at, leaving, joining, closing, submitted)
+    books.advance(trace.end_s)
+    return books.outcome(trainers)

@@ -1,0 +1,205 @@
+"""From a job table to holes: what was idle when, and what could be known of it."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+import numpy as np
+
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.replay.jobs import JobTable
+from parsl_freetrain.replay.knowable import NOTHING_RESERVED, Reservation, promises, reserve
+from parsl_freetrain.replay.trace import Floats, Ints, Trace
+
+# A waiting job that fits the idle nodes for longer than a scheduler takes to notice is held back by something else.
+PATIENCE_S = 300.0
+# Clocks that disagree, and nodes replaced, let logs use a little more than there is.
+OVERBOOKED_SHARE = 0.01
+
+_END, _SUBMIT, _START = range(3)
+
+
+def holes(jobs: JobTable, patience_s: float = PATIENCE_S) -> Trace:
+    """The idle intervals of a machine from its jobs, with what EASY backfill would have promised of them.
+
+    A node is idle while no job runs on it. Where the log names no nodes, a job takes first those that were
+    promised to nobody, then those whose promise ends first, among equals the lowest numbered: so the node that a
+    reservation was not made on is not the one that is taken for it.
+
+    The head of the queue is the waiting job that was submitted first. One that would fit the idle nodes and is
+    not started all the same for ``patience_s`` seconds is held back by something that the log does not tell, and is passed over.
+    A promise holds from the moment in which it is made; when it runs out and the node is still idle, a new one is made as
+    soon as there is one to make.
+
+    Parameters
+    ----------
+    jobs
+        The machine's record.
+    patience_s
+        How long the scheduler may take to start a job that fits, in seconds.
+
+    Raises
+    ------
+    BadInput
+        More than 1 % of the used node-seconds are of nodes that the machine does not have. (Up to this, jobs share nodes.)
+    """
+    sweep = _Sweep(jobs, patience_s)
+    for at, events in _instants(jobs, sweep.wake_ups):
+        sweep.step(at, events)
+    return sweep.trace()
+
+
+def _instants(jobs: JobTable, wake_ups: list[float]) -> Iterator[tuple[float, list[tuple[int, int]]]]:
+    """Every instant until the window ends in which something happens, and what: ends come before submissions and starts."""
+    last = jobs.window[1]
+    ran = np.flatnonzero((jobs.end > jobs.start) & np.isfinite(jobs.end))
+    everyone = np.arange(len(jobs))
+    times = np.concatenate([jobs.end[ran], jobs.submit, jobs.start])
+    kinds = np.repeat([_END, _SUBMIT, _START], [len(ran), len(jobs), len(jobs)])
+    which = np.concatenate([ran, everyone, everyone])
+    order = np.lexsort((which, kinds, times))
+    order = order[times[order] <= last]
+    at, cuts = np.unique(times[order], return_index=True)
+    events = list(zip(kinds[order].tolist(), which[order].tolist(), strict=True))
+    bounds = [*cuts.tolist(), len(events)]
+    for i, t in enumerate(at.tolist()):
+        while wake_ups and wake_ups[0] <= t:
+            woken = heapq.heappop(wake_ups)
+            while wake_ups and wake_ups[0] == woken:
+                heapq.heappop(wake_ups)
+            if woken < t:
+                yield woken, []
+        yield t, events[bounds[i]:bounds[i + 1]]
+
+
+class _Sweep:
+    """The state of the machine at one instant after the other."""
+
+    def __init__(self, jobs: JobTable, patience_s: float) -> None:
+        self.jobs = jobs
+        self.patience_s = patience_s
+        self.wake_ups: list[float] = []
+        count = len(jobs.machine)
+        self.since, self.until = jobs.window
+        self.jobs_on = np.zeros(count, dtype=np.int64)
+        self.idle_since = np.full(count, self.since)    # for idle nodes: when their present interval began
+        self.promised = np.full(count, self.since)         # for idle nodes: until when; not after idle_since: promised nothing
+        self.idle = np.ones(count, dtype=np.bool_)
+        self.on: dict[int, Ints] = {}           # where the running jobs are
+        self.expected: list[tuple[float, int]] = []     # of each running job: its end at the latest
+        self.waiting: dict[int, float] = {}     # in order of submission; since when each has fitted, if it does
+        self.rows: list[tuple[Floats, Ints, Floats, float]] = []
+        self.lacking_s = 0.0
+
+    def step(self, at: float, events: list[tuple[int, int]]) -> None:
+        for kind, job in events:
+            if kind == _END:
+                self._end(at, job)
+            elif kind == _SUBMIT:
+                self.waiting[job] = math.nan
+            else:
+                del self.waiting[job]
+                if self.jobs.end[job] > self.jobs.start[job]:
+                    self._start(at, job)
+        if at >= self.since:
+            self._promise(at)
+
+    def _end(self, at: float, job: int) -> None:
+        nodes = self.on.pop(job)
+        del self.expected[bisect_left(self.expected, (self._over_at(job), job))]
+        self.jobs_on[nodes] -= 1
+        freed = nodes[self.jobs_on[nodes] == 0]
+        self.idle[freed] = True
+        self.idle_since[freed] = at
+        self.promised[freed] = at
+
+    def _start(self, at: float, job: int) -> None:
+        named = self.jobs.placed[job]
+        nodes = self._choose(job) if named is None else named
+        self.on[job] = nodes
+        insort(self.expected, (self._over_at(job), job))
+        self.jobs_on[nodes] += 1
+        taken = nodes[self.idle[nodes]]
+        self._close(at, taken)
+        self.idle[taken] = False
+
+    def _choose(self, job: int) -> Ints:
+        free = np.flatnonzero(self.idle)
+        wanted = int(self.jobs.nodes[job])
+        if wanted > len(free):
+            return np.sort(np.concatenate([free, self._shared(job, wanted - len(free))]))
+        return np.sort(free[np.argsort(self.promised[free], kind='stable')[:wanted]])
+
+    def _shared(self, job: int, lacking: int) -> Ints:
+        """Busy nodes for a job that has more than are free, those that become free first."""
+        jobs = self.jobs
+        chosen: dict[int, float] = {}
+        for other in sorted(self.on, key=lambda other: (float(jobs.end[other]), other)):
+            overlap_s = min(float(jobs.end[other]), float(jobs.end[job]), self.until) - float(jobs.start[job])
+            chosen |= {node: overlap_s for node in self.on[other].tolist() if node not in chosen}
+            if len(chosen) >= lacking:
+                break
+        shared = list(chosen)[:lacking]
+        self.lacking_s += sum(chosen[node] for node in shared)
+        ran = np.minimum(jobs.end, self.until) - np.minimum(jobs.start, self.until)
+        if self.lacking_s > OVERBOOKED_SHARE * float((ran * jobs.nodes).sum()):
+            raise BadInput(
+                f'{jobs.path}, line {jobs.line[job]}: the job starts on {jobs.nodes[job]} nodes when {jobs.nodes[job] - lacking} '
+                f'of {len(jobs.machine)} are free, and more such; the machine must have more nodes, or the log '
+                f'must name the nodes that jobs share.')
+        return np.array(shared, dtype=np.int64)
+
+    def _over_at(self, job: int) -> float:
+        return float(self.jobs.start[job] + self.jobs.requested[job])
+
+    def _close(self, at: float, nodes: Ints) -> None:
+        """The intervals of these nodes end now; what is idle and busy in the same instant was not idle."""
+        nodes = nodes[self.idle_since[nodes] < at]
+        if len(nodes):
+            self.rows.append((self.idle_since[nodes], nodes, self.promised[nodes], at))
+
+    def _promise(self, at: float) -> None:
+        """Promise idle nodes anew that have no promise, or none any more."""
+        idle = int(self.idle.sum())
+        reservation = self._reservation(at, idle)
+        asking = np.flatnonzero(self.idle & (self.promised <= at))
+        if not len(asking):
+            return
+        kept = self.promised[self.idle & (self.promised > at)]
+        given = promises(reservation, len(asking), kept, at)
+        # Who had nothing and gets nothing stays as he is.
+        new = (given > at) | (self.promised[asking] > self.idle_since[asking])
+        asking, given = asking[new], given[new]
+        self._close(at, asking)
+        self.idle_since[asking] = at
+        self.promised[asking] = given
+        if len(given) and at < given[0] < math.inf:
+            heapq.heappush(self.wake_ups, float(given[0]))
+
+    def _reservation(self, at: float, idle: int) -> Reservation:
+        for job, fits_since in self.waiting.items():
+            needed = int(self.jobs.nodes[job])
+            if needed > len(self.idle):      # and so was never to start
+                continue
+            if needed > idle:
+                self.waiting[job] = math.nan
+            elif fits_since != fits_since:
+                self.waiting[job] = at
+                heapq.heappush(self.wake_ups, at + self.patience_s)
+            elif at - fits_since >= self.patience_s:
+                continue
+            return reserve(needed, idle, ((end, len(self.on[running])) for end, running in self.expected), at)
+        return NOTHING_RESERVED
+
+    def trace(self) -> Trace:
+        """What was found, within the window of the log."""
+        self._close(self.until, np.flatnonzero(self.idle))
+        if not self.rows:
+            raise BadInput(f'{self.jobs.path}: no node was ever idle; there is nothing to replay.')
+        ends = np.repeat([row[3] for row in self.rows], [len(row[1]) for row in self.rows])
+        starts, nodes, known = (np.concatenate([row[i] for row in self.rows]) for i in range(3))
+        self.rows.clear()   # a year has millions of intervals
+        return Trace(self.jobs.machine, self.since, self.until, starts, ends, nodes, known)

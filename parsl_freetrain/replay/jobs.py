@@ -1,0 +1,162 @@
+"""The job table: what every kind of job log comes down to."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.replay.trace import Floats, Ints
+
+_GZIP_MAGIC = b'\x1f\x8b'
+# A log that says more than this has something else in that column.
+LONGEST_S = 10 * 366 * 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One job of a log.
+
+    Attributes
+    ----------
+    line
+        Where it stands in its file.
+    submit, start, end
+        When it was submitted, was started and ended, in seconds of the log's clock. ``start == end``: it was cancelled then,
+        without having run. An infinite end: it was still running when the log ended.
+    nodes
+        How many whole nodes it had.
+    requested_s
+        How long it was allowed to run, in seconds; infinite where there was no limit or it is not known.
+    names
+        The nodes that it ran on, empty where the log does not say.
+    """
+
+    line: int
+    submit: float
+    start: float
+    end: float
+    nodes: int
+    requested_s: float
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class JobTable:
+    """The jobs of one machine, as columns in order of submission.
+
+    Attributes
+    ----------
+    path
+        The log that they come from.
+    machine
+        Names of all nodes.
+    line, nodes
+        As in :class:`Job`.
+    submit, start, end, requested
+        As in :class:`Job`, in seconds from the first submission.
+    placed
+        For each job, the indices of its nodes in ``machine``; None where the log does not say.
+    """
+
+    path: str
+    machine: tuple[str, ...]
+    line: Ints
+    submit: Floats
+    start: Floats
+    end: Floats
+    nodes: Ints
+    requested: Floats
+    placed: tuple[Ints | None, ...]
+
+    def __len__(self) -> int:
+        return len(self.submit)
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """From the first start to the last one, in seconds: before, the log does not say what ran; after, what was to come."""
+        ran = self.start[self.end > self.start]
+        return float(ran.min()), float(ran.max())
+
+
+def job_table(path: str | Path, jobs: Sequence[Job], machine_nodes: int | None) -> JobTable:
+    """Check the jobs of a log and put them in order.
+
+    Parameters
+    ----------
+    path
+        The log, for errors.
+    jobs
+        In any order.
+    machine_nodes
+        How many nodes the machine has. None: those that the log names, which must then name them for every job that ran.
+
+    Raises
+    ------
+    BadInput
+        A log without jobs, times that cannot be, a job that is larger than its machine, a machine of unknown size.
+    """
+    for job in jobs:
+        _check(path, job)
+    ran = [job for job in jobs if job.end > job.start]
+    if len({job.start for job in ran}) < 2:
+        raise BadInput(f'{path} has {len(ran)} jobs that ran; a trace needs at least two that started at different times.')
+    machine = _machine(path, jobs, ran, machine_nodes)
+    for job in ran:
+        if job.nodes > len(machine):
+            raise BadInput(f'{path}, line {job.line}: the job has {job.nodes} nodes; the machine has {len(machine)}.')
+    ordered = sorted(jobs, key=lambda job: (job.submit, job.line))
+    place = {name: i for i, name in enumerate(machine)}
+    first = ordered[0].submit
+
+    def column(name: str) -> Floats:
+        return np.array([getattr(job, name) for job in ordered], dtype=np.float64)
+
+    return JobTable(
+        str(path), machine, column('line').astype(np.int64), column('submit') - first, column('start') - first, column('end') - first,
+        column('nodes').astype(np.int64), column('requested_s'),
+        tuple(np.array(sorted({place[n] for n in job.names}), dtype=np.int64) if job.names else None for job in ordered))
+
+
+def _check(path: str | Path, job: Job) -> None:
+    where = f'{path}, line {job.line}'
+    if job.nodes < 1:
+        raise BadInput(f'{where}: the job has {job.nodes} nodes; it must have at least 1.')
+    if not job.submit <= job.start <= job.end:
+        raise BadInput(f'{where}: the job was submitted at {job.submit:.0f}, started at {job.start:.0f} and ended at {job.end:.0f}; '
+                       f'these must follow each other.')
+    if not job.requested_s > 0:
+        raise BadInput(f'{where}: the job was allowed to run for {job.requested_s:g} s; that must be above 0.')
+
+
+def _machine(path: str | Path, jobs: Sequence[Job], ran: Sequence[Job], machine_nodes: int | None) -> tuple[str, ...]:
+    named = sorted({name for job in jobs for name in job.names})
+    if machine_nodes is None:
+        for job in ran:
+            if not job.names:
+                raise BadInput(f'{path}, line {job.line}: the log names no nodes for this job; say how many nodes the machine has.')
+        return tuple(named)
+    if len(named) > machine_nodes:
+        raise BadInput(f'{path} names {len(named)} nodes; the machine is said to have {machine_nodes}.')
+    # Nodes that no job ran on are there, too; their names sort behind those that are known.
+    width = len(str(machine_nodes))
+    made_up = (f'{"~" if named else ""}node{i:0{width}d}' for i in range(machine_nodes - len(named)))
+    return (*named, *made_up)
+
+
+def read_lines(path: str | Path, what: str) -> list[str]:
+    """The lines of a text file, plain or gzipped; ``what`` it should be goes into the error's sentence."""
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+        if data.startswith(_GZIP_MAGIC):
+            data = gzip.decompress(data)
+        return data.decode('utf-8-sig', errors='replace').splitlines()
+    except FileNotFoundError:
+        raise BadInput(f'There is no file {path}; give {what}.') from None
+    except (OSError, EOFError, ValueError) as error:
+        raise BadInput(f'{path} cannot be read ({error}); give {what}.') from None

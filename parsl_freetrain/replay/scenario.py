@@ -1,0 +1,145 @@
+"""What is replayed, and how it compares with as many nodes that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+
+import numpy as np
+
+from parsl_freetrain.core.controller import Controller
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.objectives import Candidate, Metric
+from parsl_freetrain.core.profile import Profile
+from parsl_freetrain.core.state import ControllerSettings
+from parsl_freetrain.core.words import ScalingCurve, Trainer
+from parsl_freetrain.replay.accounting import Run
+from parsl_freetrain.replay.engine import run
+from parsl_freetrain.replay.result import Outcome, ReplayResult
+from parsl_freetrain.replay.trace import Trace
+from parsl_freetrain.replay.trainers import ReplayTrainer
+from parsl_freetrain.solver import allocator_named
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A replay in full.
+
+    Attributes
+    ----------
+    trace
+        The nodes.
+    trainers
+        Who trains.
+    settings
+        How decisions are made.
+    solver
+        Who solves the allocation problem, a name that :func:`parsl_freetrain.solver.allocator_named` knows.
+    time_limit_s
+        How long it may take over one decision, in seconds.
+    known_ends
+        Whether decisions know until when nodes are promised.
+    rescale_cost
+        What the trainers' rescale costs are multiplied by.
+    rescale_up_s, rescale_down_s
+        Costs in seconds in place of the trainers' own; None: theirs.
+    by_file
+        Whether nodes are worth what the trainers' file says, rather than what ``settings.metric`` does.
+
+    Raises
+    ------
+    BadInput
+        A trainer that can never run on the trace, none that is submitted in time, known ends of which the trace says nothing, or a cost
+        that cannot be meant.
+    """
+
+    trace: Trace
+    trainers: tuple[ReplayTrainer, ...]
+    settings: ControllerSettings = field(default_factory=ControllerSettings)
+    solver: str = 'auto'
+    time_limit_s: float = 10.0
+    known_ends: bool = False
+    rescale_cost: float = 1.0
+    rescale_up_s: float | None = None
+    rescale_down_s: float | None = None
+    by_file: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rescale_cost < np.inf:
+            raise BadInput(f'The rescale costs are multiplied by {self.rescale_cost:g}; that must be a number, 0 or more.')
+        for what, seconds in (('up', self.rescale_up_s), ('down', self.rescale_down_s)):
+            if seconds is not None and not 0 <= seconds < np.inf:
+                raise BadInput(f'A rescale {what} costs {seconds:g} s; it must be a number of seconds, 0 or more.')
+        if self.known_ends and not np.isfinite(self.trace.known_until).any():
+            raise BadInput('Nothing is known of the ends of idle intervals in this trace; give a job log, or leave known ends out.')
+        if not any(t.submit_s < self.trace.end_s for t in self.trainers):
+            raise BadInput(f'No trainer is submitted before {self.trace.end_s:g} s, when the window ends.')
+        most = most_at_once(self.trace, self.known_ends)
+        for t in self.trainers:
+            if t.trainer.min_nodes > most:
+                raise BadInput(f'Trainer {t.trainer.name!r} can never run on this trace: it needs {t.trainer.min_nodes} nodes, '
+                               f'and at most {most} are idle at once.')
+
+    def costed(self, trainer: Trainer) -> Trainer:
+        """A trainer with the rescale costs of this scenario."""
+        up_s = trainer.rescale_up_s if self.rescale_up_s is None else self.rescale_up_s
+        down_s = trainer.rescale_down_s if self.rescale_down_s is None else self.rescale_down_s
+        return replace(trainer, rescale_up_s=up_s * self.rescale_cost, rescale_down_s=down_s * self.rescale_cost)
+
+
+def replay(scenario: Scenario) -> ReplayResult:
+    """What the trainers would have trained on the trace, and on a constant pool of as many node-seconds.
+
+    The constant pool has the mean number of idle nodes, as observed and rounded, for the whole window; the same trainers, submitted
+    at the same times, the same decisions and the same costs, its own rescales charged. U compares the samples trained; where the
+    trainers run out on either before the window ends, it compares how long what was trained on both took on each.
+    """
+    began = perf_counter()
+    trace = scenario.trace
+    outcome = _run(scenario, trace, scenario.known_ends)
+    mean = trace.idle_node_s() / (trace.end_s - trace.start_s)
+    constant = _run(scenario, constant_pool(trace, round(mean)), False)
+    efficiency, compared = compare(outcome, constant)
+    return ReplayResult(outcome, constant, mean, efficiency, compared, perf_counter() - began)
+
+
+def compare(outcome: Outcome, constant: Outcome) -> tuple[float | None, str]:
+    """U, and what it compares; see :func:`replay`."""
+    if outcome.finished_s is None and constant.finished_s is None:
+        return (outcome.samples / constant.samples if constant.samples > 0 else None), 'samples'
+    samples = min(outcome.samples, constant.samples)
+    taken = outcome.time_to(samples)
+    return (constant.time_to(samples) / taken if taken > 0 else None), 'time'
+
+
+def _run(scenario: Scenario, trace: Trace, known_ends: bool) -> Outcome:
+    worth = {t.trainer.name: t.objective for t in scenario.trainers}
+    runs = {}
+    for t in scenario.trainers:
+        trainer = scenario.costed(t.trainer)
+        wanted = Profile(worth[trainer.name]).best_count(trainer.min_nodes, trainer.max_nodes)
+        runs[trainer.name] = Run(trainer, t.submit_s, wanted, since=trace.start_s)
+    settings = replace(scenario.settings, idle_block_s=float('inf'), retries=0)
+    # A solver that dies takes nothing with it here but the replay.
+    allocator = allocator_named(scenario.solver, time_limit_s=scenario.time_limit_s, isolated=False)
+    return run(trace, known_ends, runs, Controller(allocator, settings, _by_file(worth) if scenario.by_file else None))
+
+
+def _by_file(worth: Mapping[str, ScalingCurve]) -> Metric:
+    def metric(candidate: Candidate) -> ScalingCurve:
+        return worth[candidate.name]
+    return metric
+
+
+def constant_pool(trace: Trace, nodes: int) -> Trace:
+    """So many nodes that are there for the whole window of a trace."""
+    return Trace(tuple(f'node{i:05d}' for i in range(nodes)), trace.start_s, trace.end_s, np.full(nodes, trace.start_s),
+                 np.full(nodes, trace.end_s), np.arange(nodes), np.full(nodes, np.inf))
+
+
+def most_at_once(trace: Trace, known_ends: bool) -> int:
+    """The largest number of nodes that are idle at once."""
+    starts, ends, _, _ = trace.intervals(known_ends)
+    at = np.unique(starts)
+    return int((np.searchsorted(np.sort(starts), at, side='right') - np.searchsorted(np.sort(ends), at, side='right')).max(initial=0))

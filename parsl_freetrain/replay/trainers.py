@@ -1,0 +1,131 @@
+"""The trainers of a replay, as JSON, plain or gzipped."""
+
+from __future__ import annotations
+
+import gzip
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.words import ScalingCurve, Trainer
+
+_GZIP_MAGIC = b'\x1f\x8b'
+
+
+@dataclass(frozen=True)
+class ReplayTrainer:
+    """A trainer of a replay.
+
+    Attributes
+    ----------
+    trainer
+        What it trains and how fast, in samples and samples per second.
+    submit_s
+        When it is submitted, in seconds of the trace's clock.
+    objective
+        What an allocation to it is worth per second, at each node count: its speed in samples per second unless its file
+        says otherwise, for instance its speed-up over one node.
+    """
+
+    trainer: Trainer
+    submit_s: float
+    objective: ScalingCurve
+
+
+_Points = Annotated[list[float], Field(min_length=1)]
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(extra='forbid', allow_inf_nan=False)
+
+    name: Annotated[str, Field(min_length=1)]
+    submit_s: float = 0.0
+    min_nodes: int = 1
+    max_nodes: int
+    rescale_up_s: float = 0.0
+    rescale_down_s: float = 0.0
+    total_samples: float
+    nodes: Annotated[list[int], Field(min_length=1)]
+    samples_per_s: _Points
+    objective: _Points | None = None
+
+
+_ROWS = TypeAdapter(list[_Row])
+
+
+def read_trainers(path: str | Path) -> tuple[ReplayTrainer, ...]:
+    """Read trainers from a JSON list of objects, in the order of the file.
+
+    Each has ``name``, ``max_nodes``, ``total_samples``, ``nodes`` (increasing) and, for each of these, ``samples_per_s``; it may have
+    ``submit_s`` (0), ``min_nodes`` (1), ``rescale_up_s``, ``rescale_down_s`` (0) and ``objective`` (as samples_per_s).
+    Speeds are linear between the points; 0 nodes train nothing.
+
+    Raises
+    ------
+    BadInput
+        A file that cannot be read, or a trainer that cannot be used; the sentence names file and trainer.
+    """
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+        if data.startswith(_GZIP_MAGIC):
+            data = gzip.decompress(data)
+    except FileNotFoundError:
+        raise BadInput(f'There is no file {path}; give a JSON list of trainers.') from None
+    except (OSError, EOFError, ValueError) as error:
+        raise BadInput(f'{path} cannot be read ({error}); give a JSON list of trainers.') from None
+    try:
+        rows = _ROWS.validate_json(data)
+    except ValidationError as error:
+        raise BadInput(_sentence(path, data, error)) from None
+    if not rows:
+        raise BadInput(f'{path} has no trainer; give at least one.')
+    trainers: dict[str, ReplayTrainer] = {}
+    for row in rows:
+        if row.name in trainers:
+            raise BadInput(f'{path}: two trainers are called {row.name!r}; each needs a name of its own.')
+        try:
+            trainers[row.name] = _trainer(row)
+        except BadInput as error:
+            where = '' if repr(row.name) in str(error) else f'trainer {row.name!r}: '
+            raise BadInput(f'{path}: {where}{error}') from None
+    return tuple(trainers.values())
+
+
+def _trainer(row: _Row) -> ReplayTrainer:
+    if row.total_samples != math.floor(row.total_samples):
+        raise BadInput(f'total_samples is {row.total_samples:g}; it must be a whole number.')
+    curve = ScalingCurve(tuple(row.nodes), tuple(row.samples_per_s))
+    objective = curve if row.objective is None else ScalingCurve(tuple(row.nodes), tuple(row.objective))
+    trainer = Trainer(
+        row.name, row.min_nodes, row.max_nodes, int(row.total_samples), curve, row.rescale_up_s, row.rescale_down_s)
+    if not any(objective.rate_at(n) > 0 for n in range(row.min_nodes, row.max_nodes + 1)):
+        raise BadInput(f'the objective is 0 at every count from {row.min_nodes} to {row.max_nodes} nodes, '
+                       f'so that it would never run; it must be above 0 at one of them.')
+    return ReplayTrainer(trainer, row.submit_s, objective)
+
+
+def _sentence(path: Path, data: bytes, error: ValidationError) -> str:
+    """What is wrong with the first thing that is."""
+    first = error.errors(include_url=False)[0]
+    if first['type'] == 'json_invalid':
+        return f'{path} is not JSON ({first["msg"]}); give a list of trainers.'
+    where, *field = first['loc'] or ('',)
+    if not isinstance(where, int):
+        return f'{path}: {first["msg"]}; give a JSON list of trainers.'
+    named = _name(data, where)
+    trainer = f'trainer {named!r}' if named else f'trainer {where + 1} of the list'
+    what = '.'.join(str(part) for part in field) or 'it'
+    return f'{path}: {trainer}: {what}: {first["msg"]}.'
+
+
+def _name(data: bytes, place: int) -> str:
+    """The name of a trainer that cannot be used, as far as it has one."""
+    try:
+        return TypeAdapter(list[dict[str, object]]).validate_json(data)[place].get('name', '').__str__()
+    except ValidationError:
+        return ''

@@ -1,0 +1,116 @@
+"""The world around the controller in a replay: it obeys at once, and what follows from that happens in the same instant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from time import perf_counter
+
+from parsl_freetrain.core import events as ev
+from parsl_freetrain.core.controller import Controller
+from parsl_freetrain.core.events import Ending
+from parsl_freetrain.replay.accounting import Books, Cause, Idle, Run
+from parsl_freetrain.replay.unused import why_unused
+
+
+class World:
+    """Nodes, fragments and their progress.
+
+    Parameters
+    ----------
+    controller
+        Decides; the same as in the live system.
+    books
+        Counts.
+    trainers
+        By name.
+    """
+
+    def __init__(self, controller: Controller, books: Books, trainers: dict[str, Run]) -> None:
+        self._controller = controller
+        self._books = books
+        self._runs = trainers
+        self._interrupted: dict[str, tuple[tuple[int, float], Cause]] = {}  # in this instant
+        self._touched: dict[str, None] = {}
+        self._completions: list[tuple[float, int, str]] = []
+
+    def next_completion_s(self) -> float | None:
+        """When the next trainer reaches its total if nothing happens before; None: none runs."""
+        while self._completions:
+            at, version, name = self._completions[0]
+            if self._runs[name].version == version:
+                return at
+            heappop(self._completions)
+        return None
+
+    def happen(self, at: float, leaving: ev.NodesLeft | None, joining: Sequence[ev.NodesJoined], closing: Sequence[ev.BlockClosed],
+               submitted: Sequence[Run]) -> None:
+        """Everything that happens at ``at``: nodes leave, others join, trainers finish and are submitted; then one decision."""
+        self._books.advance(at)
+        events: list[ev.Event] = []
+        finished = self._finish(at)
+        if leaving is not None:
+            holder = self._controller.state.pool.holder
+            losers = dict.fromkeys(name for node in leaving.nodes if (name := holder.get(node)) and name not in finished)
+            due = [name for name in losers if (end := self._runs[name].deadline_s) is not None and end <= at]
+            events += (self._ended(name, at, Ending.STOPPED, Cause.EXPIRED) for name in due)
+            events.append(leaving)
+        events += closing
+        events += joining
+        events += (self._ended(name, at, Ending.FINISHED, None) for name in finished)
+        events += (ev.TrainerSubmitted(at, run.trainer) for run in submitted)
+        began = perf_counter()
+        while events:
+            reply = self._controller.handle_all(events)
+            events = [event for action in reply.actions if (event := self._obey(action, at)) is not None]
+        thought_s = perf_counter() - began
+        self._settle()
+        pool = self._controller.state.pool
+        free = len(pool.nodes) - self._books.used
+        self._books.close_instant(
+            len(pool.nodes), why_unused(self._controller, self._runs, at) if free else Idle(), thought_s)
+
+    def _finish(self, at: float) -> dict[str, None]:
+        finished: dict[str, None] = {}
+        while (due := self.next_completion_s()) is not None and due <= at:
+            name = heappop(self._completions)[2]
+            finished[name] = None
+        return finished
+
+    def _ended(self, name: str, at: float, ending: Ending, cause: Cause | None) -> ev.FragmentEnded:
+        run = self._runs[name]
+        before = run.nodes, run.rate
+        self._books.train(run, 0, 0.0)
+        self._touched[name] = None
+        if cause is None:
+            run.samples, run.done_s = float(run.total), at
+        else:
+            self._interrupted.setdefault(name, (before, cause))
+        return ev.FragmentEnded(at, name, run.fragment, max(int(run.samples), 0), ending)
+
+    def _obey(self, action: ev.Action, at: float) -> ev.Event | None:
+        match action:
+            case ev.StartFragment(name, fragment, nodes, deadline_s):
+                run = self._runs[name]
+                self._books.train(run, len(nodes), run.trainer.curve.rate_at(len(nodes)) if run.trainer.curve else 0.0)
+                run.fragment, run.deadline_s = fragment, deadline_s
+                self._touched[name] = None
+            case ev.StopFragment(name, fragment) if self._runs[name].nodes and self._runs[name].fragment == fragment:
+                return self._ended(name, at, Ending.STOPPED, Cause.STOPPED)
+            case ev.AbandonFragment(name, fragment) if self._runs[name].nodes and self._runs[name].fragment == fragment:
+                return self._ended(name, at, Ending.PREEMPTED, Cause.PREEMPTED)
+            case ev.EndTrainer(name, state, why) if state != 'finished':
+                raise AssertionError(f'In a replay trainer {name} ended as {state}: {why}')
+        return None  # that blocks are opened and closed means nothing here: the trace says what there is
+
+    def _settle(self) -> None:
+        """Charge what this instant cost, and foresee completions anew."""
+        for name, (before, cause) in self._interrupted.items():
+            if self._runs[name].done_s is None:
+                self._books.charge(self._runs[name], before, cause)
+        for name in self._touched:
+            run = self._runs[name]
+            if run.rate > 0:
+                heappush(self._completions, (run.completion_s(), run.version, name))
+        self._interrupted.clear()
+        self._touched.clear()

@@ -1,0 +1,85 @@
+"""A tiny EASY backfill scheduler, second by second, that makes job logs of which it is known what was promised.
+
+Written without the code under test: it finds reservations by trying one second after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Simulated:
+    """A job with its request; the start is found by the simulation."""
+
+    number: int
+    submit: int
+    nodes: int
+    requested: int
+    run: int
+    start: int = -1
+
+    @property
+    def end(self) -> int:
+        return self.start + self.run
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What the scheduler had reserved after all that happened at ``at``: the head, its shadow time, and how many nodes it leaves then."""
+
+    at: int
+    head: int
+    shadow: int
+    extra: int
+
+
+def shadow_of(head: Simulated, running: list[Simulated], machine: int, now: int) -> tuple[int, int]:
+    at = now
+    while True:
+        free = machine - sum(job.nodes for job in running if job.start + job.requested > at)
+        if free >= head.nodes:
+            return at, free - head.nodes
+        at += 1
+
+
+def simulate(jobs: list[Simulated], machine: int) -> list[Promise]:
+    """Start every job; returns the reservation that stood after every second in which a job waited."""
+    promised = []
+    queue: list[Simulated] = []
+    running: list[Simulated] = []
+    coming = sorted(jobs, key=lambda job: (job.submit, job.number))
+    now = 0
+    while coming or queue:
+        running = [job for job in running if job.end > now]
+        while coming and coming[0].submit == now:
+            queue.append(coming.pop(0))
+        idle = machine - sum(job.nodes for job in running)
+
+        def begin(job: Simulated, at: int, of: list[Simulated] = running) -> None:
+            job.start = at
+            queue.remove(job)
+            of.append(job)
+
+        while queue and queue[0].nodes <= idle:
+            idle -= queue[0].nodes
+            begin(queue[0], now)
+        if queue:
+            shadow, extra = shadow_of(queue[0], running, machine, now)
+            for job in queue[1:]:
+                over = now + job.requested <= shadow
+                if job.nodes <= idle and (over or job.nodes <= extra):
+                    idle -= job.nodes
+                    extra -= 0 if over else job.nodes
+                    begin(job, now)
+            promised.append(Promise(now, queue[0].number, *shadow_of(queue[0], running, machine, now)))
+        now += 1
+    return promised
+
+
+def as_swf(jobs: list[Simulated], machine: int) -> str:
+    """The log of what was simulated."""
+    lines = [f'; MaxNodes: {machine}', f'; MaxProcs: {machine}']
+    lines += [f'{job.number} {job.submit} {job.start - job.submit} {job.run} {job.nodes} -1 -1 {job.nodes} {job.requested} -1 1'
+              + ' -1' * 7 for job in sorted(jobs, key=lambda job: (job.submit, job.number))]
+    return '\n'.join(lines) + '\n'
