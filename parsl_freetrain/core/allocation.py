@@ -1,7 +1,7 @@
 """The allocation problem, what an allocation is worth, and the seam behind which solvers stand.
 
 Everything that solvers, tests and explanations agree on is here: :meth:`Problem.objective` is the definition of what
-is maximised,, docs/allocation.md states both as mathematics.
+is maximised; docs/allocation.md states it as mathematics.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Bid:
     sizes
         The only counts it may get, besides 0; empty: every one in the range.
     fixed
-        It has been rescaled too lately to be rescaled again: it keeps what it holds while that is there.
+        It has been rescaled too lately to be rescaled again: it keeps what it holds, also where that is nothing. Where it cannot
+        (nodes are gone, the count is not allowed) it is free to change.
     """
 
     name: str
@@ -71,7 +72,7 @@ class Bid:
         """The counts above 0, increasing, that it may get out of ``nodes``."""
         most = min(self.max_nodes, nodes)
         if self.sizes:
-            return [n for n in sorted(self.sizes) if max(self.min_nodes, 1) <= n <= most]
+            return [n for n in sorted(set(self.sizes)) if max(self.min_nodes, 1) <= n <= most]
         return list(range(max(self.min_nodes, 1), most + 1))
 
     def usable(self, nodes: int) -> int:
@@ -157,7 +158,17 @@ class Problem:
     @cached_property
     def pooled(self) -> bool:
         """Whether counts alone matter: nodes of all blocks stay for the horizon and can be mixed."""
-        return all(block.remaining_s >= self.horizon_s for block in self.places) and (self.spans_blocks or len(self.places) == 1)
+        if len(self.places) == 1:
+            return self.places[0].remaining_s >= self.horizon_s
+        return self.spans_blocks and self.held_fits and all(block.remaining_s >= self.horizon_s for block in self.places)
+
+    @cached_property
+    def held_fits(self) -> bool:
+        """Whether each block has the nodes that are held in it, so that everything can stay where it is."""
+        held = [bid.held for bid in self.bids if bid.held]
+        in_first = sum(bid.current_nodes for bid in self.bids if not bid.held)
+        totals = [sum(counts) for counts in zip(*held, strict=True)] or [0] * len(self.places)
+        return all(total <= block.nodes for total, block in zip([totals[0] + in_first, *totals[1:]], self.places, strict=True))
 
     def held(self, bid: Bid) -> tuple[int, ...]:
         """What a bid holds now in each of :attr:`places`."""
@@ -214,7 +225,8 @@ class Answer:
     Attributes
     ----------
     status
-        'optimal', 'feasible' (time ran out; never worse than staying) or 'infeasible' (no allocation keeps all limits: what runs is kept).
+        'optimal', 'feasible' (time ran out; never worse than staying) or 'infeasible' (no allocation that keeps all limits
+        exists, or none was found in time: what runs is kept).
     objective
         Its value, by :meth:`Problem.objective`.
     solver
@@ -224,7 +236,9 @@ class Answer:
     allocation
         Nodes by trainer; every bid's name is a key.
     by_block
-        Nodes by trainer and block, zeros left out; empty where the problem names no blocks.
+        Nodes by trainer and block, zeros left out; every bid's name is a key. Empty where the problem names no blocks.
+    staying
+        The objective of keeping what runs, as far as it can be kept.
     """
 
     status: str
@@ -233,6 +247,7 @@ class Answer:
     seconds: float
     allocation: dict[str, int] = field(default_factory=dict)
     by_block: dict[str, dict[str, int]] = field(default_factory=dict)
+    staying: float = 0.0
 
 
 class Allocator(Protocol):

@@ -1,44 +1,113 @@
-"""Which nodes, once it is known how many."""
+"""Which nodes, once it is known how many.
+
+Nothing migrates: a trainer that goes on with more nodes keeps all that it had, one that goes on with fewer keeps those that last longest.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from parsl_freetrain.core.pool import Group, Pool, key_of
 
 
 @dataclass(frozen=True)
-class FreeNode:
-    """A node without a fragment: its block and when it goes (None: unknown)."""
+class Want:
+    """What a trainer is to start on.
 
-    name: str
-    block: str
-    until_s: float | None
+    Attributes
+    ----------
+    trainer
+        Its name.
+    counts
+        How many nodes of each place.
+    former
+        The nodes that it had last, as far as it had any.
+    """
+
+    trainer: str
+    counts: Mapping[str, int]
+    former: Sequence[str] = ()
 
 
-def pick_nodes(free: Mapping[str, FreeNode], count: int, spans_blocks: bool) -> tuple[str, ...]:
-    """Choose ``count`` of the free nodes; the same question always has the same answer.
+def assign(wants: Sequence[Want], places: Mapping[str, Sequence[Group]], pool: Pool) -> dict[str, tuple[str, ...]]:
+    """Choose free nodes for as many of ``wants`` as can start now, the first ones first; the same question has the same answer.
 
-    From as few blocks as can be, since each block is one more way to lose the fragment: the
-    smallest block that suffices, otherwise the largest ones first; within a block, whatever lasts longest.
+    Everybody's former nodes come first, also those of trainers that have to wait, which nobody else gets; then :func:`take`.
+
+    Parameters
+    ----------
+    wants
+        Who starts on how many nodes.
+    places
+        The groups of which each place consists.
+    pool
+        The nodes; those chosen are taken out of their groups.
 
     Returns
     -------
-    tuple of str
-        ``count`` names; empty if there are not enough (in one block, where ``spans_blocks`` is False).
+    dict
+        By trainer, exactly as many nodes as it wants; who has to wait for nodes that are still held is no key.
     """
-    by_block: dict[str, list[FreeNode]] = {}
-    for node in free.values():
-        by_block.setdefault(node.block, []).append(node)
-    for nodes in by_block.values():
-        nodes.sort(key=lambda node: (-(math.inf if node.until_s is None else node.until_s), node.name))
-    sufficient = [block for block, nodes in by_block.items() if len(nodes) >= count]
+    where = {(group.block, group.until_s): place for place, groups in places.items() for group in groups}
+    kept = {want.trainer: _keep(want, where, pool) for want in wants if want.former}
+    chosen: dict[str, tuple[str, ...]] = {}
+    waiting: list[str] = []
+    for want in wants:
+        nodes = kept.get(want.trainer, {})
+        missing = {place: count - len(nodes.get(place, ())) for place, count in want.counts.items()}
+        if any(count > sum(len(group.free) for group in places[place]) for place, count in missing.items() if count):
+            waiting += (name for names in nodes.values() for name in names)
+            continue
+        more = {place: take(places[place], count) for place, count in missing.items() if count}
+        chosen[want.trainer] = tuple(name for place in want.counts for name in (*nodes.get(place, ()), *more.get(place, ())))
+    pool.put_back(waiting)
+    return chosen
+
+
+def _keep(want: Want, where: Mapping[tuple[str, float], str], pool: Pool) -> dict[str, list[str]]:
+    """By place, those of a trainer's former nodes that it goes on with; they are taken out of their groups."""
+    usable: dict[str, list[tuple[float, str]]] = {}
+    for name in want.former:
+        node = pool.nodes.get(name)
+        if node is None:
+            continue
+        place = where.get(key_of(node))
+        if place is not None and name in pool.groups[key_of(node)].free:
+            usable.setdefault(place, []).append((-key_of(node)[1], name))
+    kept: dict[str, list[str]] = {}
+    for place, nodes in usable.items():
+        kept[place] = [name for _, name in sorted(nodes)[:want.counts.get(place, 0)]]
+        for name in kept[place]:
+            pool.groups[key_of(pool.nodes[name])].free.discard(name)
+    return kept
+
+
+def take(groups: Iterable[Group], count: int) -> list[str]:
+    """Take ``count`` free nodes out of ``groups``, which have as many.
+
+    From as few blocks as can be, since each block is one more way to lose the fragment: the smallest block that
+    suffices, otherwise the largest ones first; within a block, whatever lasts longest, then in the order of names.
+    """
+    by_block: dict[str, list[Group]] = {}
+    for group in groups:
+        if group.free:
+            by_block.setdefault(group.block, []).append(group)
+    sizes = {block: sum(len(group.free) for group in several) for block, several in by_block.items()}
+    sufficient = [block for block, size in sizes.items() if size >= count]
     if sufficient:
-        block = min(sufficient, key=lambda b: (len(by_block[b]), b))
-        return tuple(node.name for node in by_block[block][:count])
-    if not spans_blocks or sum(map(len, by_block.values())) < count:
-        return ()
-    picked: list[str] = []
-    for block in sorted(by_block, key=lambda b: (-len(by_block[b]), b)):
-        picked += [node.name for node in by_block[block][:count - len(picked)]]
-    return tuple(picked)
+        order = [min(sufficient, key=lambda b: (sizes[b], b))]
+    else:
+        order = sorted(sizes, key=lambda b: (-sizes[b], b))
+    taken: list[str] = []
+    for block in order:
+        for group in sorted(by_block[block], key=lambda g: -g.until_s):
+            taken += group.take(count - len(taken))
+    return taken
+
+
+def first_end(nodes: Iterable[str], pool: Pool) -> float | None:
+    """When the first of ``nodes`` goes, in seconds; None where no end is known."""
+    end = min((key_of(pool.nodes[name])[1] for name in nodes), default=math.inf)
+    return None if math.isinf(end) else end

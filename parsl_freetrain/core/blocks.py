@@ -17,12 +17,14 @@ def nodes_on_their_way(state: ControllerState) -> int:
 
 def nodes_wanted(state: ControllerState, settings: ControllerSettings) -> int:
     """How many nodes could be used beyond those that are here or on their way; 0 or less: enough."""
-    bidders = state.bidders(settings)
-    here = len(state.nodes)
+    bidders = state.turn.values()
+    here = len(state.pool.nodes)
     if settings.spans_blocks:
         wanted = sum(t.wanted_nodes() for t in bidders) - here
     else:  # a running fragment cannot grow beyond its block
-        wanted = sum(t.wanted_nodes() for t in bidders if t.running is None) - (here - len(state.busy()))
+        wanted = sum(t.wanted_nodes() for t in bidders if t.running is None) - (here - len(state.pool.holder))
+    if settings.max_nodes is not None:
+        wanted = min(wanted, settings.max_nodes - here)
     return max(wanted, math.ceil(state.ordinary / settings.workers_per_node) - here) - nodes_on_their_way(state)
 
 
@@ -56,18 +58,17 @@ def _least_useful(state: ControllerState, settings: ControllerSettings, offered:
     """The smallest block on which something could start, in nodes; infinite if nothing could, whatever is opened."""
     if state.ordinary:
         return 1
-    smallest = min((t.trainer.min_nodes for t in state.bidders(settings)), default=math.inf)
+    smallest = min((t.trainer.min_nodes for t in state.turn.values()), default=math.inf)
     if not settings.spans_blocks:
         return smallest
-    return 1 if len(state.nodes) + nodes_on_their_way(state) + offered >= smallest else math.inf
+    return 1 if len(state.pool.nodes) + nodes_on_their_way(state) + offered >= smallest else math.inf
 
 
 def idle_blocks(state: ControllerState, settings: ControllerSettings, at: float) -> list[Action]:
     """Give back blocks on which nothing has run for a while; asked again after as long, should one stay open."""
-    busy = state.busy()
     closing: list[Action] = []
     for name, block in state.blocks.items():
-        if not block.arrived or state.ordinary or not block.nodes.isdisjoint(busy):
+        if not block.arrived or state.ordinary or state.pool.busy.get(name):
             block.idle_since = None
         elif block.idle_since is None:
             block.idle_since = at

@@ -7,17 +7,22 @@ to stop, and starts again on the new ones when its fragment has ended.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import singledispatchmethod
 
 from parsl_freetrain.core import events as ev
 from parsl_freetrain.core.allocation import Allocator
-from parsl_freetrain.core.assignment import FreeNode
 from parsl_freetrain.core.blocks import blocks_to_open, idle_blocks
 from parsl_freetrain.core.decision import Planner
+from parsl_freetrain.core.objectives import Metric
+from parsl_freetrain.core.pool import Node
 from parsl_freetrain.core.profile import Profile
 from parsl_freetrain.core.state import BlockState, ControllerSettings, ControllerState, Reply, TrainerState
 from parsl_freetrain.core.words import BlockRequest
+
+# So many times the setting 'stalls': holes that are all too short may be bad luck.
+FRUITLESS = 4
 
 
 class Controller:
@@ -29,6 +34,8 @@ class Controller:
         Solves the allocation problem; asked at every event that changes it.
     settings
         See :class:`~parsl_freetrain.core.state.ControllerSettings`; None: its defaults.
+    metric
+        The objective, where it is not the one that the settings name; it may depend on the trainer, but not on time.
 
     Raises
     ------
@@ -36,10 +43,11 @@ class Controller:
         If the settings name an unknown metric.
     """
 
-    def __init__(self, allocator: Allocator, settings: ControllerSettings | None = None) -> None:
+    def __init__(self, allocator: Allocator, settings: ControllerSettings | None = None,
+                 metric: Metric | None = None) -> None:
         self.settings = settings or ControllerSettings()
-        self.state = ControllerState()
-        self._planner = Planner(allocator, self.settings)
+        self.state = ControllerState(self.settings.trainers_at_a_time)
+        self._planner = Planner(allocator, self.settings, metric)
 
     def handle(self, event: ev.Event) -> Reply:
         """Take in one event; what is to be done now, in order.
@@ -56,10 +64,27 @@ class Controller:
         TypeError
             If the event is of no known class.
         """
-        actions, decide = self._take_in(event)
-        reply = self._planner.decide(self.state, event) if decide else Reply()
+        return self.handle_all((event,))
+
+    def handle_all(self, events: Sequence[ev.Event]) -> Reply:
+        """Take in what happened in one instant, in this order, and decide once.
+
+        So no decision counts on nodes that are known to be going, nor overlooks some that are known to come. All events
+        carry the same time. Otherwise as :meth:`handle`.
+        """
+        actions: list[ev.Action] = []
+        triggers: dict[str, None] = {}
+        for event in events:
+            follow, decide = self._take_in(event)
+            actions += follow
+            if decide:
+                triggers[type(event).__name__] = None
+        if not events:
+            return Reply()
+        at = events[-1].at
+        reply = self._planner.decide(self.state, at, '+'.join(triggers)) if triggers else Reply()
         actions += reply.actions
-        actions += idle_blocks(self.state, self.settings, event.at)
+        actions += idle_blocks(self.state, self.settings, at)
         return Reply(tuple(actions), reply.decision)
 
     @singledispatchmethod
@@ -91,7 +116,8 @@ class Controller:
         if block.until_s is None:
             block.until_s = until_s
         for node in event.nodes:
-            self.state.nodes[node] = FreeNode(node, event.block, until_s)
+            if node not in self.state.pool.nodes:
+                self.state.pool.join(Node(node, event.block, until_s))
         return [], True
 
     @_take_in.register
@@ -100,8 +126,10 @@ class Controller:
         if block is None or block.until_s == event.until_s:
             return [], False
         block.until_s = event.until_s
-        for node in block.nodes:
-            self.state.nodes[node] = FreeNode(node, event.block, event.until_s)
+        for node in sorted(block.nodes):
+            self.state.pool.join(Node(node, event.block, event.until_s))
+            if holder := self.state.pool.holder.get(node):
+                self.state.changed[holder] = None
         return self._stop_before_notice(event, block), True
 
     def _stop_before_notice(self, event: ev.BlockEndKnown, block: BlockState) -> list[ev.Action]:
@@ -112,30 +140,25 @@ class Controller:
             if (running and not running.stopping and not running.broken and event.until_s is not None
                     and not block.nodes.isdisjoint(running.nodes)
                     and (running.deadline_s is None or running.deadline_s > event.until_s)):
-                running.stopping = True
+                self.state.stop(name, running)
                 actions.append(ev.StopFragment(name, running.number, 'notice: its nodes are about to be taken'))
         return actions
 
     @_take_in.register
     def _(self, event: ev.NodesLeft) -> tuple[list[ev.Action], bool]:
-        return self._lose(set(event.nodes)), True
+        return self._lose(event.nodes), True
 
     @_take_in.register
     def _(self, event: ev.BlockClosed) -> tuple[list[ev.Action], bool]:
         self.state.closed.add(event.block)
         block = self.state.blocks.pop(event.block, None)
-        return (self._lose(set(block.nodes)), True) if block else ([], False)
+        return (self._lose(sorted(block.nodes)), True) if block else ([], False)
 
-    def _lose(self, gone: set[str]) -> list[ev.Action]:
-        for node in gone:
-            left = self.state.nodes.pop(node, None)
-            if left and left.block in self.state.blocks:
-                self.state.blocks[left.block].nodes.discard(node)
+    def _lose(self, gone: Sequence[str]) -> list[ev.Action]:
         actions: list[ev.Action] = []
-        for name, trainer in self.state.trainers.items():
-            if trainer.running and not trainer.running.broken and not gone.isdisjoint(trainer.running.nodes):
-                trainer.running.broken = True
-                actions.append(ev.AbandonFragment(name, trainer.running.number))
+        for name, trainer in self.state.lose(gone).items():
+            assert trainer.running is not None
+            actions.append(ev.AbandonFragment(name, trainer.running.number))
         return actions
 
     @_take_in.register
@@ -143,8 +166,8 @@ class Controller:
         trainer = event.trainer
         if trainer.name in self.state.trainers:
             raise ValueError(f'Trainer {trainer.name!r} is running already.')
-        self.state.trainers[trainer.name] = TrainerState(
-            trainer, event.samples, event.fragments, Profile(trainer.curve))
+        self.state.submit(trainer.name, TrainerState(
+            trainer, event.samples, event.fragments, Profile(trainer.curve)))
         return [], True
 
     @_take_in.register
@@ -158,19 +181,22 @@ class Controller:
         trainer = self.state.trainers.get(event.trainer)
         if trainer is None or trainer.running is None or trainer.running.number != event.fragment:
             return [], False
-        changed = event.rate is not None and trainer.profile.observe(len(trainer.running.nodes), event.rate)
-        return [], changed
+        if event.rate is None:
+            return [], False
+        if trainer.profile.stated is None:
+            self.state.changed[event.trainer] = None
+        return [], trainer.profile.observe(len(trainer.running.nodes), event.rate)
 
     @_take_in.register
     def _(self, event: ev.FragmentEnded) -> tuple[list[ev.Action], bool]:
         trainer = self.state.trainers.get(event.trainer)
         if trainer is None or trainer.running is None or trainer.running.number != event.fragment:
             return [], False
-        ended, trainer.running = trainer.running, None
+        ended = self.state.end(event.trainer, trainer)
         progressed = event.samples > ended.from_samples
         trainer.samples = max(trainer.samples, event.samples)
         if progressed:
-            trainer.stalled = 0
+            trainer.stalled = trainer.fruitless = 0
         if event.ending is ev.Ending.FINISHED:
             return [self._end(trainer, 'finished')], True
         if trainer.cancelled:
@@ -185,6 +211,13 @@ class Controller:
                 return [self._end(trainer, 'failed', (
                     f'{trainer.stalled} fragments in a row died without progress though none of their nodes was lost; '
                     f'the last one, fragment {event.fragment}: {event.error}'))], True
+        if event.ending is ev.Ending.PREEMPTED and ended.used_up(event.at) and not progressed:
+            trainer.fruitless += 1
+            if trainer.fruitless >= FRUITLESS * self.settings.stalls:
+                return [self._end(trainer, 'failed', (
+                    f'{trainer.fruitless} fragments in a row, up to fragment {event.fragment}, had their nodes until the hole ended '
+                    f'without getting one global batch trained and saved: a step is longer than the holes; use a smaller '
+                    f'batch_size, more nodes (min_nodes), or holes that last longer (min_hole_s)'))], True
         return [], True
 
     @_take_in.register
@@ -192,12 +225,12 @@ class Controller:
         trainer = self.state.trainers.get(event.trainer)
         if trainer is None or trainer.cancelled:
             return [], False
-        trainer.cancelled = True
+        self.state.cancel(event.trainer)
         if trainer.running is None:
             return [self._end(trainer, 'cancelled')], True
         if trainer.running.stopping or trainer.running.broken:
             return [], True
-        trainer.running.stopping = True
+        self.state.stop(event.trainer, trainer.running)
         return [ev.StopFragment(event.trainer, trainer.running.number, 'cancelled')], True
 
     @_take_in.register
@@ -215,10 +248,10 @@ class Controller:
         actions: list[ev.Action] = []
         for name, trainer in self.state.trainers.items():
             if trainer.running and not trainer.running.stopping and not trainer.running.broken:
-                trainer.running.stopping = True
+                self.state.stop(name, trainer.running)
                 actions.append(ev.StopFragment(name, trainer.running.number, 'shutdown'))
         return actions, False
 
     def _end(self, trainer: TrainerState, state: str, why: str = '') -> ev.EndTrainer:
-        del self.state.trainers[trainer.trainer.name]
+        self.state.remove(trainer.trainer.name)
         return ev.EndTrainer(trainer.trainer.name, state, why)

@@ -1,19 +1,31 @@
-"""The allocation as a readable mixed-integer linear programme (PuLP, solved by HiGHS).
+"""The allocation as a readable mixed-integer linear programme (PuLP, solved by HiGHS or CBC): the reference.
 
-One binary per (trainer, node count): nodes of a pool are interchangeable and nothing migrates, so
-counts are all that matters; and a choice among counts stays exact where a measured curve is not concave.
+Its variables count nodes per trainer and block. Nodes of a block are interchangeable, so counts are all that matters; and choosing
+one of the counts, instead of weights between points of a curve, stays exact where a measured curve is not concave.
 """
 
 from __future__ import annotations
 
 import logging
-from time import perf_counter
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-import pulp
+from parsl_freetrain.core.allocation import Answer, Bid, Limit, Problem
+from parsl_freetrain.core.answering import Asked
+from parsl_freetrain.core.checking import objections
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.grouping import grouped, groups_of, spread
+from parsl_freetrain.core.staying import pinned
 
-from parsl_freetrain.core.allocation import Answer, Bid, Problem
+if TYPE_CHECKING:
+    import pulp
 
 logger = logging.getLogger(__name__)
+
+SOLVERS = ('HiGHS', 'CBC')
+# Solvers stop at absolute tolerances between 1e-7 and 1e-5, whatever unit the objective has: its largest coefficient is brought to this.
+_LARGEST = 1e5
 
 
 class MilpAllocator:
@@ -23,56 +35,171 @@ class MilpAllocator:
     ----------
     time_limit_s
         Seconds after which the best allocation found so far is taken, if it beats staying put.
+    solver
+        'HiGHS' or 'CBC'.
+
+    Raises
+    ------
+    BadInput
+        If there is no such solver, or the limit is no number of seconds.
     """
 
-    def __init__(self, time_limit_s: float = 10.0) -> None:
+    def __init__(self, time_limit_s: float = 10.0, solver: str = 'HiGHS') -> None:
+        if solver not in SOLVERS:
+            raise BadInput(f'There is no MILP solver {solver!r}; choose one of {", ".join(SOLVERS)}.')
+        if not math.isfinite(time_limit_s) or time_limit_s < 0:
+            raise BadInput(f'The time limit of the MILP is {time_limit_s}; it must be a number of seconds, 0 or more.')
         self.time_limit_s = time_limit_s
+        self.solver = solver
 
     def allocate(self, problem: Problem) -> Answer:
-        """Maximise the sum of the bids' values; each gets 0 or min..max nodes, all no more than there are."""
-        start = perf_counter()
-        staying = stay_put(problem)
-        staying_objective = problem.objective(staying)
+        """The optimum, or the best that was found in time; never less than staying put."""
+        asked = Asked(problem, 'milp')
         try:
-            status, found = self._solve(problem)
+            groups = groups_of(problem)
+            status, found = self._solve(grouped(problem, groups), asked)
+            if status == 'infeasible':
+                return asked.stay('infeasible')
+            nodes = None if found is None else spread(problem, groups, found)
         except Exception:  # whatever a solver raises, training goes on as it is
             logger.warning('The solver failed, what runs is kept.', exc_info=True)
-            status, found = 'feasible', staying
-        objective = problem.objective(found)
-        # Solvers work with tolerances: an answer that gains nothing beyond them is no reason to move anything.
-        if objective <= staying_objective + 1e-9 * max(1.0, abs(staying_objective)):
-            found, objective = staying, staying_objective
-        return Answer(status, objective, 'milp', perf_counter() - start, found)
+            return asked.stay()
+        if nodes is None or objections(problem, nodes):     # at a time-out a solver may leave values that are no solution
+            return asked.stay()
+        return asked.best_of(status, nodes)
 
-    def _solve(self, problem: Problem) -> tuple[str, dict[str, int]]:
-        model = pulp.LpProblem('allocation', pulp.LpMaximize)
-        chosen: dict[tuple[int, int], pulp.LpVariable] = {}
+    def _solve(self, problem: Problem, asked: Asked) -> tuple[str, dict[str, tuple[int, ...]] | None]:
+        """'optimal', 'feasible' or 'infeasible', and nodes in each place by trainer; None if the solver has no solution yet."""
+        import pulp  # takes long to import, and most problems are solved without it
+
+        model = Model(problem)
+        left_s = max(self.time_limit_s - asked.seconds, 0.0)
+        if self.solver == 'HiGHS':
+            solver = pulp.HiGHS(msg=False, timeLimit=left_s, gapRel=0.0, gapAbs=0.0, threads=1)
+        else:
+            solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=max(left_s, 0.01), gapRel=0.0, gapAbs=0.0, threads=1)
+        model.lp.solve(solver)
+        if model.lp.sol_status == pulp.LpSolutionInfeasible:
+            return 'infeasible', None
+        if model.lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+            return 'feasible', None
+        return ('optimal' if model.lp.sol_status == pulp.LpSolutionOptimal else 'feasible'), model.allocation()
+
+
+class Model:
+    """The programme of one problem.
+
+    Attributes
+    ----------
+    lp
+        What PuLP solves.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        import pulp
+
+        self._pulp = pulp
+        self._problem = problem
+        self._keep = pinned(problem)
+        self.lp: Any = pulp.LpProblem('allocation', pulp.LpMaximize)
+        self._zero = self._integer('zero', 0)   # solvers want a variable in every constraint
+        self._worth: list[tuple[float, pulp.LpVariable]] = [(0.0, self._zero)]
+        self._nodes: dict[str, list[pulp.LpAffineExpression]] = {}
+        one_block = not problem.spans_blocks or len(problem.places) == 1
         for j, bid in enumerate(problem.bids):
-            counts = choices(bid, problem.nodes)
-            for k in counts:
-                chosen[j, k] = model.add_variable(f'trainer_{j}_gets_{k}', cat=pulp.LpBinary)
-            model += pulp.lpSum(chosen[j, k] for k in counts) == 1
-        model += pulp.lpSum(bid.value(k, problem.horizon_s) * chosen[j, k]
-                            for j, bid in enumerate(problem.bids) for k in choices(bid, problem.nodes))
-        model += pulp.lpSum(k * variable for (_, k), variable in chosen.items()) <= problem.nodes
-        model.solve(pulp.HiGHS(msg=False, timeLimit=self.time_limit_s, gapRel=0.0, gapAbs=0.0, threads=1))
-        picked = {problem.bids[j].name: k for (j, k), variable in chosen.items() if (variable.value() or 0.0) > 0.5}
-        if len(picked) != len(problem.bids):
-            return 'feasible', stay_put(problem)
-        return ('optimal' if model.sol_status == pulp.LpSolutionOptimal else 'feasible'), picked
+            self._nodes[bid.name] = self._in_one_block(j, bid) if one_block else self._in_several(j, bid)
+        largest = max(abs(worth) for worth, _ in self._worth)
+        scale = _LARGEST / largest if largest > 0 else 1.0
+        self.lp.setObjective(self._weighted((scale * worth, variable) for worth, variable in self._worth))
+        for b, block in enumerate(problem.places):
+            self.lp += self._sum(nodes[b] for nodes in self._nodes.values()) <= block.nodes
+        for limit in problem.limits:
+            self._limit(limit)
 
+    def allocation(self) -> dict[str, tuple[int, ...]]:
+        """Nodes in each place by trainer, once it is solved."""
+        return {name: tuple(round(expression.value() or 0.0) for expression in nodes) for name, nodes in self._nodes.items()}
 
-def choices(bid: Bid, nodes: int) -> list[int]:
-    """The node counts that a bid may get out of ``nodes``."""
-    return [0, *range(max(bid.min_nodes, 1), min(bid.max_nodes, nodes) + 1)]
+    def _in_one_block(self, j: int, bid: Bid) -> list[pulp.LpAffineExpression]:
+        """One binary for each block and count: the trainer gets so many nodes there, and none elsewhere."""
+        places = self._problem.places
+        nothing = (0,) * len(places)
+        options = [nothing, *((*nothing[:b], k, *nothing[b + 1:]) for b, block in enumerate(places) for k in bid.counts(block.nodes))]
+        if bid.name in self._keep:
+            options = [self._keep[bid.name]]
+        chosen = [self._binary(f'trainer_{j}_option_{i}') for i in range(len(options))]
+        self.lp += self._sum(chosen) == 1
+        self._worth += [(self._problem.value(bid, nodes), variable) for nodes, variable in zip(options, chosen, strict=True)]
+        return [self._weighted((nodes[b], variable) for nodes, variable in zip(options, chosen, strict=True)) for b in range(len(places))]
 
+    def _in_several(self, j: int, bid: Bid) -> list[pulp.LpAffineExpression]:
+        """Integers for the nodes in each block, and for each interval between ends a choice of how many are still there.
 
-def stay_put(problem: Problem) -> dict[str, int]:
-    """What runs now, as far as the nodes suffice: in the bids' order, each keeps its nodes or the most that is left."""
-    left = problem.nodes
-    kept = {}
-    for bid in problem.bids:
-        count = min(bid.current_nodes, bid.max_nodes, left)
-        kept[bid.name] = count if count >= bid.min_nodes else 0
-        left -= kept[bid.name]
-    return kept
+        There are two binaries for each count and interval: with and without losing nodes at its end, which costs a restart.
+        """
+        problem, places = self._problem, self._problem.places
+        cap = [min(block.nodes, bid.max_nodes) for block in places]
+        nodes = [self._integer(f'trainer_{j}_block_{b}', most) for b, most in enumerate(cap)]
+        ends = sorted({block.remaining_s for block in places if block.remaining_s < problem.horizon_s})
+        left = list(range(len(places)))
+        since = 0.0
+        for i, end in enumerate([*ends, math.inf]):
+            there = min(sum(cap[b] for b in left), bid.max_nodes)
+            counts = [0, *bid.counts(there)] if i == 0 else range(there + 1)
+            going = [b for b in left if places[b].remaining_s == end] if end < problem.horizon_s else []
+            stays = {k: self._binary(f'trainer_{j}_interval_{i}_has_{k}') for k in counts}
+            loses = {k: self._binary(f'trainer_{j}_interval_{i}_loses_some_of_{k}') for k in counts if k and going}
+            self.lp += self._sum([*stays.values(), *loses.values()]) == 1
+            self.lp += self._weighted((k, v) for some in (stays, loses) for k, v in some.items()) == self._sum(nodes[b] for b in left)
+            if going:
+                self.lp += self._sum(nodes[b] for b in going) <= self._weighted((k, v) for k, v in loses.items())
+            seconds = min(end, problem.horizon_s) - since
+            rate = {k: bid.curve.rate_at(bid.usable(k)) for k in counts}
+            self._worth += [(seconds * rate[k], v) for k, v in stays.items()]
+            self._worth += [((seconds - bid.rescale_down_s) * rate[k], v) for k, v in loses.items()]
+            if i == 0:
+                self._change(j, bid, nodes, {k: [some[k] for some in (stays, loses) if k in some] for k in counts})
+            left = [b for b in left if b not in going]
+            since = end
+        for b, kept in enumerate(self._keep.get(bid.name, ())):
+            self.lp += nodes[b] == kept
+        return [self._pulp.LpAffineExpression(variable) for variable in nodes]
+
+    def _change(self, j: int, bid: Bid, nodes: list[pulp.LpVariable], chosen: dict[int, list[pulp.LpVariable]]) -> None:
+        """What it costs to leave the nodes that are held: for other counts by the count, for as many but others as for more."""
+        now, rate = bid.current_nodes, bid.current_rate
+        for k, variables in chosen.items():
+            if k != now:
+                cost = (bid.rescale_up_s if k > now else bid.rescale_down_s) * rate
+                self._worth += [(-cost, variable) for variable in variables]
+        if now in chosen and now and bid.rescale_up_s * rate > 0:
+            others = self._binary(f'trainer_{j}_changes_nodes')
+            for b, held in enumerate(self._problem.held(bid)):
+                if held:
+                    self.lp += nodes[b] >= self._weighted((held, variable) for variable in chosen[now]) - held * others
+            self._worth.append((-bid.rescale_up_s * rate, others))
+
+    def _limit(self, limit: Limit) -> None:
+        members = [nodes for name, nodes in self._nodes.items() if not limit.members or name in limit.members]
+        seconds = [min(self._problem.horizon_s, block.remaining_s) for block in self._problem.places]
+        total = self._sum(expression for nodes in members for expression in nodes)
+        self.lp += total >= limit.least
+        if limit.most is not None:
+            self.lp += total <= limit.most
+        if limit.node_s is not None:
+            self.lp += self._sum(s * expression for nodes in members for s, expression in zip(seconds, nodes, strict=True)) <= limit.node_s
+
+    def _binary(self, name: str) -> pulp.LpVariable:
+        return self.lp.add_variable(name, cat=self._pulp.LpBinary)
+
+    def _integer(self, name: str, most: int) -> pulp.LpVariable:
+        return self.lp.add_variable(name, 0, most, cat=self._pulp.LpInteger)
+
+    def _weighted(self, terms: Iterable[tuple[float, pulp.LpVariable]]) -> pulp.LpAffineExpression:
+        weights: dict[pulp.LpVariable, float] = {}
+        for weight, variable in terms:
+            weights[variable] = weights.get(variable, 0.0) + weight
+        return self._pulp.LpAffineExpression(weights)
+
+    def _sum(self, terms: Iterable[Any]) -> pulp.LpAffineExpression:
+        return self._pulp.lpSum(terms) + self._zero

@@ -114,6 +114,8 @@ class Trainer:
         The scaling curve, where the user stated one.
     rescale_up_s, rescale_down_s
         What a change to more or to fewer nodes costs, in seconds of the current rate.
+    priority
+        How much it counts, relative to 1, where the objective asks for it.
     """
 
     name: str
@@ -123,6 +125,7 @@ class Trainer:
     curve: ScalingCurve | None = None
     rescale_up_s: float = 2.0
     rescale_down_s: float = 2.0
+    priority: float = 1.0
 
     def __post_init__(self) -> None:
         if self.min_nodes < 1:
@@ -138,6 +141,8 @@ class Trainer:
             if not math.isfinite(seconds) or seconds < 0:
                 raise BadInput(
                     f'Trainer {self.name!r}: {what} is {seconds}; it must be a number of seconds, 0 or more.')
+        if not 0 < self.priority < math.inf:
+            raise BadInput(f'Trainer {self.name!r}: priority is {self.priority}; it must be a number above 0.')
         if self.curve and not any(self.curve.rate_at(n) > 0 for n in range(self.min_nodes, self.max_nodes + 1)):
             raise BadInput(
                 f'Trainer {self.name!r}: its scaling curve has rate 0 at every count from {self.min_nodes} to '

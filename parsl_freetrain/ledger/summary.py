@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from parsl_freetrain.core.allocation import Allocator, Answer, Bid, Problem
-from parsl_freetrain.core.objectives import speedup
+from parsl_freetrain.core.objectives import Candidate, speedup
 from parsl_freetrain.core.words import ScalingCurve
 from parsl_freetrain.ledger.intervals import length
 from parsl_freetrain.ledger.reader import Reader
@@ -197,7 +197,7 @@ def _bid(trainer: TrainerRow, curve: ScalingCurve, pool: int) -> Bid:
     most = int(trainer.spec.get('max_nodes') or max(fewest, pool))
     # Straight curves leave the division open (any is as good): a slight bend makes it even.
     counts = range(min(most, pool) + 1)
-    relative = speedup(curve)
+    relative = speedup(Candidate(trainer.name, curve, fewest, most))
     worth = tuple(relative.rate_at(n) * (1.0 - EVENNESS * n / pool) for n in counts)
     return Bid(trainer.name, fewest, most, 0, 0.0, 0.0, ScalingCurve(tuple(counts), worth))
 

@@ -147,7 +147,7 @@ def test_events_that_are_late_or_unknown_change_nothing() -> None:
             ev.TotalKnown(1.0, 'gone', 0), ev.NodesJoined(1.0, 'b', ('n1',)), ev.NodesJoined(1.0, '?', ('n9',))):
         assert story.tell(event) == ()
     assert story.controller.state.trainers['net'].samples == 10
-    assert set(story.controller.state.nodes) == {'n1'}
+    assert set(story.controller.state.pool.nodes) == {'n1'}
 
 
 def test_what_is_heard_of_a_closed_block_comes_late() -> None:
@@ -432,6 +432,25 @@ def test_fragments_that_die_without_progress_on_sound_nodes_end_the_trainer() ->
     assert action.state == 'failed'
     assert '2 fragments in a row' in action.why
     assert 'fragment 6: rank 1 was killed' in action.why
+
+
+def test_steps_longer_than_the_holes_end_the_trainer_with_a_sentence() -> None:
+    story = Story(ControllerSettings(stalls=1, idle_block_s=1e6))
+    story.submit('net')
+
+    def hole(number: int, lasts_s: float, samples: int) -> tuple[ev.Action, ...]:
+        assert starts(story.join(f'b{number}', f'n{number}', until_s=story.at + 20)) == {'net': {f'n{number}'}}
+        story.at += lasts_s
+        assert story.leave(f'n{number}') == (AbandonFragment('net', number),)
+        return story.ended('net', number, Ending.PREEMPTED, samples=samples)
+    # Nodes that go before their time say nothing, and any progress counts.
+    for number, (lasts_s, samples) in enumerate([(20, 0), (20, 0), (3, 0), (20, 0), (20, 8), (20, 8), (20, 8), (3, 8), (20, 8)], 1):
+        assert hole(number, lasts_s, samples) == ()
+    action, = hole(10, 20, 8)
+    assert isinstance(action, EndTrainer)
+    assert action.state == 'failed'
+    assert '4 fragments in a row, up to fragment 10' in action.why
+    assert 'a step is longer than the holes' in action.why
 
 
 def test_a_waiting_trainer_is_cancelled_at_once() -> None:

@@ -325,7 +325,7 @@ class World(RuleBasedStateMachine):
     @invariant()
     def the_controller_knows_what_there_is(self) -> None:
         state = self.controller.state
-        assert {name: t.until_s for name, t in state.nodes.items()} == self.present()
+        assert {name: t.until_s for name, t in state.pool.nodes.items()} == self.present()
         assert set(state.blocks) >= {name for name, block in self.blocks.items() if block.nodes}
         assert {name: t.running and t.running.nodes for name, t in state.trainers.items()} == {
             name: t.running and t.running.nodes for name, t in self.trainings.items()}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.errors import BadInput, FreeTrainError
-from parsl_freetrain.core.objectives import METRICS, metric_named
+from parsl_freetrain.core.objectives import METRICS, Candidate, metric_named
 from parsl_freetrain.core.state import ControllerSettings
 from parsl_freetrain.core.words import Checkpoint, ScalingCurve, Trainer
 
@@ -75,9 +75,9 @@ def test_the_order_of_points_does_not_matter(points: dict[int, float], random: R
 
 
 def test_speedup_makes_unlike_trainers_comparable() -> None:
-    assert METRICS['speedup'](CURVE) == ScalingCurve((1, 2, 4), (1.0, 1.9, 3.6))
-    assert METRICS['throughput'](CURVE) is CURVE
-    assert METRICS['speedup'](ScalingCurve((1, 2), (0.0, 8.0))) == ScalingCurve((1, 2), (0.0, 2.0))
+    assert METRICS['speedup'](Candidate('a', CURVE, 1, 4)) == ScalingCurve((1, 2, 4), (1.0, 1.9, 3.6))
+    assert METRICS['throughput'](Candidate('a', CURVE, 1, 4)) is CURVE
+    assert METRICS['speedup'](Candidate('a', ScalingCurve((1, 2), (0.0, 8.0)), 1, 2)) == ScalingCurve((1, 2), (0.0, 2.0))
 
 
 def test_metrics_of_a_checkpoint_are_no_part_of_its_identity() -> None:

@@ -1,0 +1,129 @@
+"""The bids of the trainers whose turn it is, made anew only where something has changed."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from parsl_freetrain.core.allocation import Bid
+from parsl_freetrain.core.objectives import Candidate, Metric
+from parsl_freetrain.core.places import Places
+from parsl_freetrain.core.pool import key_of
+from parsl_freetrain.core.state import ControllerSettings, ControllerState, TrainerState
+from parsl_freetrain.core.words import ScalingCurve
+
+
+class Bids:
+    """What every trainer whose turn it is asks for, in order of submission.
+
+    Parameters
+    ----------
+    settings
+        How decisions are made.
+    metric
+        The objective.
+    """
+
+    def __init__(self, settings: ControllerSettings, metric: Metric) -> None:
+        self._settings = settings
+        self._metric = metric
+        self._bids: dict[str, Bid] = {}
+        self._current: dict[str, int] = {}
+        self._all: tuple[Bid, ...] | None = ()
+        self._curves: dict[str, tuple[ScalingCurve, ScalingCurve]] = {}
+        self._layout: object = ()
+        self._deadlines: list[tuple[float, str]] = []                # when fragments end by themselves, a heap
+        self._settling: list[tuple[float, str]] = []                 # when trainers were rescaled that bid as fixed, a heap
+        self._noted: dict[str, int] = {}                             # the fragments that these two know of
+        self._unmeasured: dict[str, None] = {}                       # trainers of which nothing is known
+        self._typical = 1.0
+
+    @property
+    def current(self) -> dict[str, int]:
+        """Nodes by trainer, as bid; a copy."""
+        return dict(self._current)
+
+    def refresh(self, state: ControllerState, at: float, places: Places) -> tuple[Bid, ...]:
+        """Bring all bids up to date.
+
+        A trainer whose fragment is ending has paid for its change and bids as if it held nothing.
+        """
+        self._let_time_pass(state, at)
+        if places.layout != self._layout:  # where its nodes are is told in other words now
+            self._layout = places.layout
+            state.changed.update((name, None) for name, count in self._current.items() if count)
+        for name in state.changed:
+            self._follow(name, state, at)
+        if self._unmeasured:
+            self._assume(state)
+        if state.changed:
+            self._all = None
+            for name in state.changed:
+                self._remake(name, state, at, places)
+            state.changed.clear()
+        if self._all is None:
+            self._all = tuple(self._bids.values())
+        return self._all
+
+    def _let_time_pass(self, state: ControllerState, at: float) -> None:
+        while self._deadlines and self._deadlines[0][0] - at < self._settings.min_hole_s:
+            state.changed[heappop(self._deadlines)[1]] = None
+        while self._settling and not self._too_soon(self._settling[0][0], at):
+            state.changed[heappop(self._settling)[1]] = None
+
+    def _follow(self, name: str, state: ControllerState, at: float) -> None:
+        """Note when this bid will have to change because time passes, and whether it hangs on others."""
+        trainer = state.turn.get(name)
+        if trainer is None:
+            self._unmeasured.pop(name, None)
+            self._noted.pop(name, None)
+            return
+        if trainer.profile.stated is None and not trainer.profile.measured:
+            self._unmeasured[name] = None
+        else:
+            self._unmeasured.pop(name, None)
+        running = trainer.running
+        if running is None or running.ending(at, self._settings.min_hole_s) or self._noted.get(name) == running.number:
+            return
+        self._noted[name] = running.number
+        if running.deadline_s is not None:
+            heappush(self._deadlines, (running.deadline_s, name))
+        if self._too_soon(trainer.rescaled_at, at):
+            heappush(self._settling, (trainer.rescaled_at, name))
+
+    def _assume(self, state: ControllerState) -> None:
+        """Trainers of which nothing is known are taken to be as fast as the others in the mean."""
+        known = [rate for t in state.turn.values() if (rate := t.profile.one_node_rate()) is not None]
+        typical = sum(known) / len(known) if known else 1.0
+        if typical != self._typical:
+            self._typical = typical
+            state.changed.update(self._unmeasured)
+
+    def _remake(self, name: str, state: ControllerState, at: float, places: Places) -> None:
+        trainer = state.turn.get(name)
+        if trainer is None:
+            self._bids.pop(name, None)
+            self._current.pop(name, None)
+            self._curves.pop(name, None)
+            return
+        running, spec = trainer.running, trainer.trainer
+        nodes = () if running is None or running.ending(at, self._settings.min_hole_s) else running.nodes
+        held = places.held([key_of(state.pool.nodes[node]) for node in nodes]) if nodes and places.blocks else ()
+        self._current[name] = len(nodes)
+        self._bids[name] = Bid(
+            name, spec.min_nodes, spec.max_nodes, len(nodes), spec.rescale_up_s, spec.rescale_down_s, self._curve(trainer),
+            held, fixed=bool(nodes) and self._too_soon(trainer.rescaled_at, at))
+
+    def _too_soon(self, rescaled_at: float, at: float) -> bool:
+        return at - rescaled_at < self._settings.min_rescale_s
+
+    def _curve(self, trainer: TrainerState) -> ScalingCurve:
+        """The objective's view of the scaling curve; of one that the user stated, made once."""
+        spec, stated = trainer.trainer, trainer.profile.stated
+        known = self._curves.get(spec.name)
+        if known is not None and stated is known[0]:
+            return known[1]
+        curve = trainer.profile.curve(spec.max_nodes, self._typical)
+        worth = self._metric(Candidate(spec.name, curve, spec.min_nodes, spec.max_nodes, spec.priority))
+        if stated is not None:
+            self._curves[spec.name] = (stated, worth)
+        return worth

@@ -1,0 +1,140 @@
+"""The exact allocation in about a millisecond, where counts alone matter and constraints are about one trainer or about all of them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from parsl_freetrain.core.allocation import Answer, Bid, Limit, Problem
+from parsl_freetrain.core.answering import Asked
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.grouping import groups_of, spread
+from parsl_freetrain.core.knapsack import Floats, best_counts
+from parsl_freetrain.core.staying import pinned
+
+_REMEMBERED = 8192
+
+
+class DpAllocator:
+    """Exact allocation by a price per node and a dynamic programme, see :mod:`parsl_freetrain.core.knapsack`.
+
+    What a bid is worth at each count is remembered by the bid's identity: give the same object again while nothing of it changed.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[int, float, float], tuple[Bid, Floats]] = {}
+
+    def applies(self, problem: Problem) -> bool:
+        """Whether the problem can be solved here: nodes that all go at the same time, and limits on one trainer or caps on all of them."""
+        return len(groups_of(problem)) == 1 and all(_is_simple(problem, limit) for limit in problem.limits)
+
+    def allocate(self, problem: Problem) -> Answer:
+        """The optimum.
+
+        Raises
+        ------
+        BadInput
+            If :meth:`applies` is false.
+        """
+        asked = Asked(problem, 'dp')
+        groups = groups_of(problem)
+        if len(groups) != 1 or not all(_is_simple(problem, limit) for limit in problem.limits):
+            raise BadInput('Blocks with several ends, blocks that cannot be mixed and limits on some trainers together are not for '
+                             'the dynamic programme; use auto or milp.')
+        values = self._values(problem)
+        staying = np.fromiter((sum(asked.staying[bid.name]) for bid in problem.bids), np.int64, len(problem.bids))
+        every = np.arange(len(problem.bids))
+        before = float(values[every, staying].sum())
+        counts = best_counts(*_limited(problem, values))
+        if counts is None:
+            return asked.stay('infeasible')
+        found = {bid.name: (count,) for bid, count in zip(problem.bids, counts.tolist(), strict=True)}
+        return asked.best_of('optimal', spread(problem, groups, found), float(values[every, counts].sum()), before)
+
+    def _values(self, problem: Problem) -> Floats:
+        """Worth of each count from 0, a row for each bid; minus infinity where it is not allowed."""
+        nodes, stay_s = sum(block.nodes for block in problem.places), problem.places[0].remaining_s
+        rows = [self._row(bid, nodes, problem.horizon_s, stay_s) for bid in problem.bids]
+        values = np.full((len(rows), max((len(row) for row in rows), default=0)), -np.inf)
+        for line, row in zip(values, rows, strict=True):
+            line[:len(row)] = row
+        return values
+
+    def _row(self, bid: Bid, nodes: int, horizon_s: float, stay_s: float) -> Floats:
+        size = min(bid.max_nodes, nodes) + 1
+        key = id(bid), horizon_s, min(stay_s, horizon_s)
+        known = self._rows.get(key)
+        if known is None or known[0] is not bid or len(known[1]) < size:
+            if len(self._rows) >= _REMEMBERED:
+                self._rows.clear()
+            # Longer than asked for: the pool changes more often than the bid.
+            known = self._rows[key] = bid, worth_by_count(bid, min(bid.max_nodes, 2 * nodes), horizon_s, stay_s)
+        return known[1][:size]
+
+
+def worth_by_count(bid: Bid, most: int, horizon_s: float, stay_s: float) -> Floats:
+    """:meth:`Problem.value` at each count 0..``most``, shape (most + 1,), of nodes that stay for ``stay_s`` seconds.
+
+    Minus infinity where the bid may not have that count.
+    """
+    counts = np.arange(most + 1)
+    points, rates = bid.curve.nodes, bid.curve.rate
+    rate = np.interp(counts, (0, *points), (0.0, *rates)) if points[0] else np.interp(counts, points, rates)
+    seconds = horizon_s if stay_s >= horizon_s else stay_s - bid.rescale_down_s
+    now = bid.current_nodes
+    worth = seconds * rate
+    worth[:now] -= bid.rescale_down_s * bid.current_rate
+    worth[now + 1:] -= bid.rescale_up_s * bid.current_rate
+    if bid.sizes:
+        banned = np.ones(most + 1, dtype=bool)
+        banned[[0, *bid.counts(most)]] = False
+        worth[banned] = -np.inf
+    else:
+        worth[1:bid.min_nodes] = -np.inf
+    return worth
+
+
+def _limited(problem: Problem, values: Floats) -> tuple[Floats, int]:
+    """What is left to choose from: rows without the counts that are ruled out, and the nodes that may be used."""
+    nodes = sum(block.nodes for block in problem.places)
+    kept = pinned(problem) if any(bid.fixed for bid in problem.bids) else {}
+    if not kept and not problem.limits:
+        return values, nodes
+    values = values.copy()
+    index = {bid.name: j for j, bid in enumerate(problem.bids)}
+    for name, held in kept.items():
+        value = values[index[name], sum(held)]
+        values[index[name]] = -np.inf
+        values[index[name], sum(held)] = value
+    for limit in problem.limits:
+        members = _members(problem, limit)
+        most = _most(problem, limit)
+        if len(members) == 1:
+            row = values[index[members[0]]]
+            row[:max(limit.least, 0)] = -np.inf
+            row[min(max(most + 1, 0), len(row)):] = -np.inf
+        elif members:
+            nodes = min(nodes, most)
+        elif limit.least > 0:
+            nodes = -1
+    return values, nodes
+
+
+def _members(problem: Problem, limit: Limit) -> list[str]:
+    return [bid.name for bid in problem.bids if not limit.members or bid.name in limit.members]
+
+
+def _is_simple(problem: Problem, limit: Limit) -> bool:
+    members = _members(problem, limit)
+    return len(members) <= 1 or (len(members) == len(problem.bids) and limit.least <= 0)
+
+
+def _most(problem: Problem, limit: Limit) -> int:
+    """Nodes that a limit allows its members together."""
+    nodes = sum(block.nodes for block in problem.places)
+    most = nodes if limit.most is None else limit.most
+    seconds = min(problem.horizon_s, problem.places[0].remaining_s)
+    if limit.node_s is not None and seconds > 0:
+        most = min(most, math.floor((limit.node_s + 1e-9 * max(1.0, abs(limit.node_s))) / seconds))
+    return most

@@ -1,0 +1,122 @@
+"""A solver in a process of its own: neither its crash nor its hanging takes anything else down."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from multiprocessing import Pipe
+
+from parsl_freetrain.core.allocation import Allocator, Answer, Problem
+from parsl_freetrain.core.answering import Asked
+
+logger = logging.getLogger(__name__)
+
+_START_S = 60.0
+
+
+class IsolatedAllocator:
+    """Asks another allocator, which lives in a child process.
+
+    The child is started by the first question and asked again and again. When it dies, or does not answer in time and is killed, what runs
+    is kept, and the next question starts another one. It ends with :meth:`close` and with this process, however that ends.
+
+    Parameters
+    ----------
+    inner
+        Is pickled, and answers in the child.
+    time_limit_s
+        Seconds that ``inner`` keeps to by itself.
+    margin_s
+        So many seconds later it is taken for hanging.
+    """
+
+    def __init__(self, inner: Allocator, time_limit_s: float, margin_s: float = 5.0) -> None:
+        self._inner = inner
+        self._patience_s = time_limit_s + margin_s
+        self._one_at_a_time = threading.Lock()
+        self._child: _Child | None = None
+        self._closed = False
+
+    def allocate(self, problem: Problem) -> Answer:
+        """The inner allocator's answer, or staying put where there is none."""
+        asked = Asked(problem, 'milp')
+        with self._one_at_a_time:
+            try:
+                if self._child is None and not self._closed:
+                    self._child = _Child(self._inner, self._patience_s)
+                if self._child is not None and not self._closed:
+                    return self._child.ask(problem)
+            except (EOFError, OSError, _Failed) as error:
+                if not self._closed:
+                    logger.warning('The solver did not answer, what runs is kept: %s', str(error) or 'its process has ended.')
+                self._drop()
+        return asked.stay()
+
+    def close(self) -> None:
+        """End the child; a question that waits for it, and any later one, is answered by staying put."""
+        self._closed = True
+        child = self._child
+        if child is not None:
+            child.kill()        # whoever waits for it sees that at once
+        with self._one_at_a_time:
+            self._drop()
+
+    def _drop(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.end()
+
+
+class _Failed(Exception):
+    """There is no answer, for the reason given."""
+
+
+class _Child:
+    """The process, and the pipe to it."""
+
+    def __init__(self, inner: Allocator, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._pipe, theirs = Pipe()
+        with theirs:
+            # It inherits nothing but its end of the pipe; in a session of its own, a Ctrl-C at the terminal is not for it.
+            self._process = subprocess.Popen(
+                [sys.executable, '-m', 'parsl_freetrain.solver.child', str(theirs.fileno()), str(os.getpid())],
+                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+        try:
+            self._pipe.send((inner, patience_s))
+            self._receive(_START_S)
+        except BaseException:
+            self.end()
+            raise
+
+    def ask(self, problem: Problem) -> Answer:
+        self._pipe.send(problem)
+        answer = self._receive(self._patience_s)
+        if not isinstance(answer, Answer):
+            raise _Failed(str(answer))
+        return answer
+
+    def _receive(self, patience_s: float) -> object:
+        if not self._pipe.poll(patience_s):
+            raise _Failed(f'its process has been killed after {patience_s:g} seconds without an answer.')
+        try:
+            received: object = self._pipe.recv()
+        except EOFError:
+            raise _Failed(f'its process has ended with status {self._process.wait()}.') from None
+        return received
+
+    def kill(self) -> None:
+        # With its session, for a solver may be a program of its own.
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        self.kill()
+        self._process.wait()
+        self._pipe.close()

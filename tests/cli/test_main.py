@@ -1,0 +1,106 @@
+"""The program ``freetrain`` itself: help, verbs, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from parsl_freetrain import __version__
+from parsl_freetrain.cli import main as program
+from parsl_freetrain.cli.main import VERBS, main
+
+HEAVY = ('torch', 'parsl', 'pandas', 'matplotlib', 'pulp', 'highspy')
+
+
+def loaded_after(*arguments: str) -> set[str]:
+    """Top-level modules that are loaded after the program has run in a fresh process."""
+    code = ('import json, sys; from parsl_freetrain.cli.main import main; status = main(sys.argv[1:]); '
+            'print(json.dumps([status, sorted({m.split(".")[0] for m in sys.modules})]))')
+    done = subprocess.run([sys.executable, '-c', code, *arguments], capture_output=True, text=True, timeout=120, check=True)
+    status, modules = json.loads(done.stdout.splitlines()[-1])
+    assert status == 0, done.stdout
+    return set(modules)
+
+
+def test_the_list_of_verbs_loads_no_verb() -> None:
+    assert loaded_after('--help').isdisjoint({*HEAVY, 'numpy', 'pydantic'})
+
+
+@pytest.mark.parametrize('verb', VERBS)
+def test_help_on_a_verb_loads_neither_torch_nor_parsl(verb: str) -> None:
+    assert loaded_after(verb, '--help').isdisjoint({'torch', 'parsl'})
+
+
+def test_an_easy_problem_loads_no_more_than_it_needs(tmp_path: Path) -> None:
+    path = tmp_path / 'problems.jsonl'
+    path.write_text('{"horizon_s": 1, "nodes": 1, "trainers": []}\n')
+    assert loaded_after('allocate', str(path)).isdisjoint({'torch', 'parsl', 'pandas', 'matplotlib'})
+
+
+@pytest.mark.parametrize('verb', VERBS)
+def test_each_verb_is_a_function_of_its_module(verb: str) -> None:
+    name = verb.replace('-', '_')
+    assert callable(getattr(import_module(f'parsl_freetrain.cli.{name}'), name))
+
+
+@pytest.mark.parametrize('arguments', [[], ['--help']])
+def test_help_names_every_verb(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    said = capsys.readouterr()
+    assert all(verb in said.out for verb in VERBS)
+    assert said.err == ''
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(['--version']) == 0
+    assert capsys.readouterr().out == f'freetrain {__version__}\n'
+
+
+@pytest.mark.parametrize(('arguments', 'says'), [
+    (['alocate', 'x'], "Did you mean 'allocate'"), (['allocate'], 'FILE'), (['allocate', 'a', 'b'], 'b'), (['--versio'], '--versio')])
+def test_wrong_usage_gets_a_sentence(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert (said.out, len(said.err.splitlines())) == ('', 1)
+    assert says in said.err
+    assert said.err.endswith(' --help.\n')
+
+
+def test_a_defect_of_ours_is_one_line_and_a_traceback_only_on_demand(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(verb: str) -> object:
+        raise RuntimeError('two\nlines')
+
+    monkeypatch.setattr(program, '_imported', broken)
+    assert main(['allocate', 'x']) == 1
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert 'RuntimeError: two lines' in said
+    assert 'FREETRAIN_DEBUG=1' in said
+    monkeypatch.setenv('FREETRAIN_DEBUG', '1')
+    assert main(['allocate', 'x']) == 1
+    assert 'Traceback' in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_it_with_the_shells_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(verb: str) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, '_imported', interrupted)
+    assert main(['allocate', 'x']) == 130
+    assert capsys.readouterr().err == ''
+
+
+def test_help_into_a_closed_pipe_is_silent() -> None:
+    with subprocess.Popen([sys.executable, '-m', 'parsl_freetrain.cli.main', '--help'], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True) as running:
+        assert running.stdout is not None
+        running.stdout.close()
+        running.stdout = None
+        _, err = running.communicate(timeout=60)
+    assert err == ''

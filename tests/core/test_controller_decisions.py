@@ -1,0 +1,172 @@
+"""Decisions about several events at once, nodes whose end is known, and the settings that hold the controller back."""
+
+from __future__ import annotations
+
+import pytest
+
+from parsl_freetrain.core import events as ev
+from parsl_freetrain.core.allocation import Answer, Problem
+from parsl_freetrain.core.controller import Controller
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.events import Ending, StartFragment, StopFragment
+from parsl_freetrain.core.milp import MilpAllocator
+from parsl_freetrain.core.objectives import Candidate
+from parsl_freetrain.core.state import ControllerSettings
+from parsl_freetrain.core.words import Hole, ScalingCurve, Trainer
+from parsl_freetrain.solver import allocator_named
+
+LINEAR = ScalingCurve.from_points({1: 10.0, 64: 640.0})
+
+
+class Counting:
+    """An allocator that keeps the questions that it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Problem] = []
+        self._allocator = allocator_named('auto', isolated=False)
+
+    def allocate(self, problem: Problem) -> Answer:
+        self.asked.append(problem)
+        return self._allocator.allocate(problem)
+
+
+class Story:
+    def __init__(self, **settings: object) -> None:
+        self.allocator = Counting()
+        self.controller = Controller(self.allocator, ControllerSettings(**settings))  # type: ignore[arg-type]
+
+    def tell(self, *events: ev.Event) -> tuple[ev.Action, ...]:
+        return self.controller.handle_all(events).actions
+
+    def submit(self, name: str, at: float = 0.0, **more: object) -> tuple[ev.Action, ...]:
+        low, high, down_s = more.get('low', 1), more.get('high', 64), more.get('down_s', 2.0)
+        trainer = Trainer(name, low, high, 10**9, LINEAR, rescale_up_s=2.0, rescale_down_s=down_s)  # type: ignore[arg-type]
+        return self.tell(ev.TrainerSubmitted(at, trainer))
+
+    def held(self, name: str) -> tuple[str, ...]:
+        running = self.controller.state.trainers[name].running
+        return running.nodes if running else ()
+
+
+def names(count: int, letter: str = 'n') -> tuple[str, ...]:
+    return tuple(f'{letter}{i:02d}' for i in range(count))
+
+
+def test_what_happens_at_once_is_decided_at_once() -> None:
+    story = Story()
+    story.submit('net')
+    story.tell(ev.NodesJoined(0.0, 'b', names(8)))
+    asked = len(story.allocator.asked)
+    reply = story.controller.handle_all((ev.NodesLeft(10.0, names(4)), ev.NodesJoined(10.0, 'c', names(6, 'm'))))
+    assert reply.decision is not None
+    assert (reply.decision.trigger, reply.decision.nodes) == ('NodesLeft+NodesJoined', 10)
+    assert len(story.allocator.asked) == asked + 1
+    assert story.tell(ev.FragmentEnded(10.0, 'net', 1, 0, Ending.PREEMPTED))[0].__class__ is StartFragment
+    assert set(story.held('net')) == {*names(8)[4:], *names(6, 'm')}
+    assert len(story.allocator.asked) == asked + 1  # the plan stands while it is carried out
+    assert story.controller.handle_all(()).actions == ()
+
+
+def test_a_plan_is_asked_for_anew_when_something_else_happens_before_it_is_carried_out() -> None:
+    story = Story()
+    story.submit('net')
+    story.tell(ev.NodesJoined(0.0, 'b', names(2)))
+    assert isinstance(story.tell(ev.NodesJoined(1.0, 'c', names(2, 'm')))[0], StopFragment)
+    asked = len(story.allocator.asked)
+    story.tell(ev.NodesJoined(2.0, 'd', names(1, 'o')))
+    assert len(story.allocator.asked) == asked + 1
+    story.tell(ev.FragmentEnded(3.0, 'net', 1, 5, Ending.STOPPED))
+    assert len(story.held('net')) == 5
+
+
+def test_who_is_rescaled_keeps_its_nodes() -> None:
+    story = Story()
+    story.submit('net', high=4)
+    story.tell(ev.NodesJoined(0.0, 'b', names(3)))
+    mine = set(story.held('net'))
+    story.tell(ev.NodesJoined(0.0, 'a', names(9, 'a')))
+    asked = len(story.allocator.asked)
+    story.tell(ev.FragmentEnded(0.0, 'net', 1, 5, Ending.STOPPED))
+    assert len(story.allocator.asked) == asked  # what has been asked to stop for a plan bids otherwise, but the plan stands
+    assert len(story.held('net')) == 4
+    assert set(story.held('net')) > mine
+
+
+def test_a_node_that_goes_is_worth_what_it_has_left() -> None:
+    story = Story(horizon_s=120.0)
+    story.submit('net', down_s=3.0)
+    story.tell(ev.NodesJoined(0.0, 'b', names(8)))
+    # One more node for 20 s: 200 samples; growing costs 2 x 80, and shrinking again 3 x 90.
+    assert story.tell(ev.NodesJoined(10.0, 'c', ('m',), 30.0)) == ()
+    problem = story.allocator.asked[-1]
+    assert [(block.nodes, block.remaining_s) for block in problem.blocks] == [(1, 20.0), (8, float('inf'))]
+    assert problem.bids[0].held == (0, 8)
+    # Another trainer has nothing to lose.
+    assert story.submit('new', at=11.0, high=1) == (StartFragment('new', 1, ('m',), 30.0, 0),)
+    # With the same end beyond the horizon it is as good as any.
+    assert isinstance(story.tell(ev.NodesJoined(12.0, 'd', ('o',), 900.0))[0], StopFragment)
+    assert story.allocator.asked[-1].nodes == 10
+
+
+def test_a_trainer_is_left_alone_for_a_while_after_a_rescale_but_not_when_it_loses_nodes() -> None:
+    story = Story(min_rescale_s=300.0)
+    story.submit('net')
+    story.tell(ev.NodesJoined(0.0, 'b', names(2)))
+    assert isinstance(story.tell(ev.NodesJoined(100.0, 'c', names(2, 'm')))[0], StopFragment)  # the first one is free
+    story.tell(ev.FragmentEnded(101.0, 'net', 1, 5, Ending.STOPPED))
+    assert story.tell(ev.NodesJoined(200.0, 'c', names(2, 'o'))) == ()
+    assert story.allocator.asked[-1].bids[0].fixed
+    assert story.tell(ev.Tick(399.0)) == ()
+    assert isinstance(story.tell(ev.Tick(400.0))[0], StopFragment)
+    story.tell(ev.FragmentEnded(401.0, 'net', 2, 9, Ending.STOPPED))
+    story.tell(ev.NodesLeft(402.0, names(2)))
+    story.tell(ev.FragmentEnded(402.0, 'net', 3, 9, Ending.PREEMPTED))
+    assert len(story.held('net')) == 4
+
+
+def test_nodes_kept_free_and_the_cap_on_all() -> None:
+    for settings, expected in (({'keep_free': 3}, 5), ({'max_nodes': 2}, 2), ({'keep_free': 7, 'max_nodes': 6}, 1)):
+        story = Story(**settings)
+        story.submit('net')
+        story.tell(ev.NodesJoined(0.0, 'b', names(8)))
+        assert len(story.held('net')) == expected
+    story = Story(max_nodes=2)
+    story.submit('net')
+    opened, = story.tell(ev.HolesSeen(0.0, (Hole(9),)))
+    assert isinstance(opened, ev.OpenBlock)
+    assert opened.request.nodes == 2
+
+
+@pytest.mark.parametrize('setting', ['min_rescale_s', 'keep_free', 'max_nodes'])
+def test_settings_that_cannot_be_meant(setting: str) -> None:
+    with pytest.raises(BadInput, match=f'{setting} is -1'):
+        ControllerSettings(**{setting: -1})  # type: ignore[arg-type]
+
+
+def test_an_objective_of_its_own() -> None:
+    worth = {'dear': LINEAR, 'cheap': ScalingCurve((1, 64), (1.0, 64.0))}
+
+    def metric(candidate: Candidate) -> ScalingCurve:
+        return worth[candidate.name]
+    controller = Controller(MilpAllocator(), None, metric)
+    for name in ('cheap', 'dear'):
+        controller.handle(ev.TrainerSubmitted(0.0, Trainer(name, 1, 3, 100, LINEAR)))
+    controller.handle(ev.NodesJoined(0.0, 'b', names(4)))
+    held = {name: len(t.running.nodes) for name, t in controller.state.trainers.items() if t.running}
+    assert held == {'dear': 3, 'cheap': 1}
+
+
+def test_many_trainers_cost_nothing_where_nothing_changes() -> None:
+    story = Story(trainers_at_a_time=300)
+    for i in range(310):
+        story.controller.handle_all((ev.TrainerSubmitted(0.0, Trainer(f't{i}', 1, 1, 10**9, LINEAR)),))
+    story.tell(ev.NodesJoined(0.0, 'b', names(99)))
+    story.tell(ev.NodesJoined(1.0, 'b', ('y',)))
+    one = story.allocator.asked[-1].bids
+    story.tell(ev.NodesJoined(2.0, 'b', ('z',)))
+    two = story.allocator.asked[-1].bids
+    assert len(two) == 300
+    assert sum(a is not b for a, b in zip(one, two, strict=True)) == 1  # whoever got the node before
+    assert story.tell(ev.TrainerCancelled(3.0, 't0')) == (StopFragment('t0', 1, 'cancelled'),)
+    story.tell(ev.FragmentEnded(3.0, 't0', 1, 0, Ending.STOPPED))
+    assert [bid.name for bid in story.allocator.asked[-1].bids] == [f't{i}' for i in range(1, 301)]

@@ -1,0 +1,155 @@
+"""A solver that crashes or hangs costs one decision, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from parsl_freetrain.core.allocation import Problem
+from parsl_freetrain.core.checking import by_place
+from parsl_freetrain.core.milp import MilpAllocator
+from parsl_freetrain.core.staying import stay_put
+from parsl_freetrain.solver.isolated import IsolatedAllocator
+from tests.support.allocation import bid
+from tests.support.solvers import Wayward
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = Problem(120.0, 8, (bid('good', 2), bid('b', 3)))
+
+
+def problem(what: str) -> Problem:
+    return Problem(120.0, 8, (bid(what, 2), bid('b', 3)))
+
+
+@pytest.fixture
+def isolated(monkeypatch: pytest.MonkeyPatch) -> Iterator[IsolatedAllocator]:
+    monkeypatch.chdir(ROOT)     # where the child finds the tests' own allocator
+    allocator = IsolatedAllocator(Wayward(), time_limit_s=0.2, margin_s=0.3)
+    yield allocator
+    allocator.close()
+
+
+def child() -> psutil.Process:
+    found = [p for p in psutil.Process().children() if 'parsl_freetrain.solver.child' in p.cmdline()]
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize(('what', 'said'), [
+    ('abort', f'ended with status -{int(signal.SIGABRT)}'), ('segfault', f'ended with status -{int(signal.SIGSEGV)}'),
+    ('hang', 'killed after 0.5 seconds'), ('raise', 'no licence')])
+def test_what_runs_is_kept_and_the_next_question_is_answered(
+        isolated: IsolatedAllocator, caplog: pytest.LogCaptureFixture, what: str, said: str) -> None:
+    for _ in range(2):
+        with caplog.at_level(logging.WARNING):
+            answer = isolated.allocate(problem(what))
+        assert answer.status == 'feasible'
+        assert by_place(problem(what), answer) == stay_put(problem(what))
+        assert answer.objective == answer.staying == problem(what).objective(answer.allocation)
+        assert said in caplog.text
+        caplog.clear()
+        assert isolated.allocate(GOOD).status == 'optimal'
+
+
+def test_one_child_answers_all_questions(isolated: IsolatedAllocator) -> None:
+    pids = {isolated.allocate(problem('pid')).objective for _ in range(3)}
+    assert pids == {float(child().pid)}
+    child().kill()
+    assert isolated.allocate(problem('pid')).solver == 'milp'     # nobody answered
+    assert isolated.allocate(problem('pid')).objective not in pids
+
+
+def test_no_child_before_the_first_question_and_none_after_the_end(isolated: IsolatedAllocator, caplog: pytest.LogCaptureFixture) -> None:
+    before = set(psutil.Process().children())
+    isolated.close()
+    other = IsolatedAllocator(MilpAllocator(), 10.0)
+    assert set(psutil.Process().children()) == before
+    assert other.allocate(GOOD).status == 'optimal'
+    process = child()
+    other.close()
+    assert not process.is_running()
+    assert by_place(GOOD, other.allocate(GOOD)) == stay_put(GOOD)
+    assert set(psutil.Process().children()) == before
+    assert caplog.text == ''
+
+
+def test_close_does_not_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    allocator = IsolatedAllocator(Wayward(), time_limit_s=500.0)
+    assert allocator.allocate(GOOD).status == 'optimal'
+    answers: list[str] = []
+    asking = threading.Thread(target=lambda: answers.append(allocator.allocate(problem('hang')).status))
+    asking.start()
+    while child().status() != psutil.STATUS_SLEEPING or child().cpu_times().user == 0.0:
+        time.sleep(0.01)
+    allocator.close()
+    asking.join(60.0)
+    assert answers == ['feasible']
+
+
+def test_the_child_inherits_neither_sockets_nor_files_nor_threads(isolated: IsolatedAllocator, tmp_path: Path) -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    with socket.create_server(('127.0.0.1', 0)) as server, (tmp_path / 'open').open('w') as file:
+        os.set_inheritable(server.fileno(), True)
+        os.set_inheritable(file.fileno(), True)
+        try:
+            answer = isolated.allocate(problem('open files'))
+        finally:
+            stop.set()
+            thread.join()
+    assert answer.objective == 1.0
+    sockets = [name for name in answer.allocation if name.startswith('socket:')]
+    assert len(sockets) <= 1        # its end of the pipe
+    assert str(file.name) not in answer.allocation
+
+
+PARENT = """
+import sys, threading
+from parsl_freetrain.solver.isolated import IsolatedAllocator
+from tests.support.allocation import bid
+from tests.support.solvers import Wayward
+from parsl_freetrain.core.allocation import Problem
+allocator = IsolatedAllocator(Wayward(), time_limit_s=float(sys.argv[1]), margin_s=0.5)
+print(int(allocator.allocate(Problem(120.0, 8, (bid('pid'),))).objective), flush=True)
+sys.stdin.readline()
+allocator.allocate(Problem(120.0, 8, (bid(sys.argv[2]),)))
+"""
+
+
+@pytest.mark.parametrize('what', ['good', 'hang'])
+def test_the_child_ends_when_its_parent_is_killed(what: str) -> None:
+    with subprocess.Popen([sys.executable, '-c', PARENT, '1.0', what], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdin is not None
+        process = psutil.Process(int(parent.stdout.readline()))
+        if what == 'hang':
+            parent.stdin.write('\n')
+            parent.stdin.flush()
+            while 'SigBlk:\t0000000000000000' in Path(f'/proc/{process.pid}/status').read_text():
+                time.sleep(0.01)        # until it hangs
+        parent.kill()
+    process.wait(60.0)
+
+
+def test_what_a_solver_prints_stays_out_of_the_answers() -> None:
+    script = ('from parsl_freetrain.solver import allocator_named, close_allocator\n'
+              'from tests.support.allocation import bid\n'
+              'from parsl_freetrain.core.allocation import Problem\n'
+              "a = allocator_named('milp')\n"
+              "print(a.allocate(Problem(120.0, 8, (bid('x'),))).status)\n")
+    done = subprocess.run([sys.executable, '-c', script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert (done.stdout, done.stderr) == ('optimal\n', '')

@@ -1,0 +1,46 @@
+"""Solvers by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from parsl_freetrain.core.allocation import Block, Limit, Problem
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.solver import allocator_named, close_allocator
+from tests.support.allocation import bid
+
+SIMPLE = Problem(120.0, 8, (bid('a', 2), bid('b', 3), bid('c')))
+TOGETHER = replace(SIMPLE, limits=(Limit(('a', 'b'), most=4),))
+ENDING = replace(SIMPLE, blocks=(Block('x', 5, 60.0), Block('y', 3)))
+
+
+@pytest.mark.parametrize(('name', 'problem', 'solver'), [
+    ('auto', SIMPLE, 'dp'), ('auto', TOGETHER, 'milp'), ('auto', ENDING, 'columns'),
+    ('auto', replace(ENDING, spans_blocks=False), 'milp'), ('dp', SIMPLE, 'dp'), ('milp', SIMPLE, 'milp'), ('milp', ENDING, 'milp'),
+    ('equal-share', SIMPLE, 'equal-share'), ('equal-share', ENDING, 'equal-share')])
+def test_who_answers(name: str, problem: Problem, solver: str) -> None:
+    allocator = allocator_named(name, isolated=False)
+    assert allocator.allocate(problem).solver == solver
+    close_allocator(allocator)
+
+
+def test_auto_starts_a_process_only_when_it_needs_the_milp() -> None:
+    allocator = allocator_named('auto')
+    before = len(psutil.Process().children())
+    assert allocator.allocate(SIMPLE).solver == 'dp'
+    assert len(psutil.Process().children()) == before
+    answer = allocator.allocate(TOGETHER)
+    assert len(psutil.Process().children()) == before + 1
+    close_allocator(allocator)
+    assert len(psutil.Process().children()) == before
+    assert answer.allocation == allocator_named('milp', isolated=False).allocate(TOGETHER).allocation
+
+
+def test_an_unknown_name_and_a_bad_limit() -> None:
+    with pytest.raises(BadInput, match="'greedy'; choose one of auto, milp, dp, equal-share"):
+        allocator_named('greedy')
+    with pytest.raises(BadInput, match='time limit'):
+        allocator_named('auto', time_limit_s=float('nan'))

@@ -1,0 +1,41 @@
+"""Allocators that go wrong in ways that only a process of their own survives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+from parsl_freetrain.core.allocation import Answer, Problem
+from parsl_freetrain.core.dp import DpAllocator
+
+
+class Wayward:
+    """Does what the first bid is called: 'abort', 'segfault', 'hang', 'raise'; else it is a good allocator."""
+
+    def allocate(self, problem: Problem) -> Answer:
+        match problem.bids[0].name:
+            case 'abort':
+                os.abort()
+            case 'segfault':
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case 'hang':
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+                while True:
+                    time.sleep(60)
+            case 'raise':
+                raise RuntimeError('no licence')
+            case 'pid':
+                return Answer('optimal', float(os.getpid()), 'test', 0.0)
+            case 'open files':
+                return Answer('optimal', float(threading.active_count()), 'test', 0.0,
+                              {name: 0 for fd in os.listdir('/proc/self/fd') if (name := _target(fd))})
+        return DpAllocator().allocate(problem)
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f'/proc/self/fd/{fd}')
+    except OSError:
+        return ''
