@@ -28,6 +28,10 @@ class Channel:
         """For ``select`` and ``multiprocessing.connection.wait``: readable when a message (or the end) can be read."""
         return self._socket.fileno()
 
+    def peer_pid(self) -> int:
+        """Process id of the other end, or of who listened there, as the kernel knows it."""
+        return peer_pid(self._socket)
+
     def send(self, message: Mapping[str, Any], *, wait: bool = True) -> bool:
         """Send a JSON document; False if the other end is gone.
 
@@ -98,6 +102,11 @@ class Channel:
         except (ConnectionError, BlockingIOError):
             return False
         return True
+
+
+def peer_pid(sock: socket.socket) -> int:
+    """Process id of the other end at the time of the connection, as the kernel knows it."""
+    return int(struct.unpack('3i', sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize('3i')))[0])
 
 
 def peer_uid(sock: socket.socket) -> int:

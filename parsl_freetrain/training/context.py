@@ -5,48 +5,32 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, Protocol
+from itertools import tee
+from typing import Any
 
 import torch
 
 from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.training import lr
+from parsl_freetrain.training.agreement import GO_ON, SAVE, SPOILT, STOP
 from parsl_freetrain.training.channel import Channel
-from parsl_freetrain.training.data import Plan, Turn, make_loader, seed_everything, size_of, to_device
-from parsl_freetrain.training.fragment import REPRODUCIBLE, FragmentOrder, RankPlace
+from parsl_freetrain.training.data import Turn, make_loader, seed_everything, size_of, to_device
+from parsl_freetrain.training.fragment import REPRODUCIBLE, SCALED, FragmentOrder, RankPlace
 from parsl_freetrain.training.inbox import Inbox
 from parsl_freetrain.training.keeper import Keeper
+from parsl_freetrain.training.modes import Steps, make_steps
+from parsl_freetrain.training.nonfinite import Watch
 from parsl_freetrain.training.peers import Peers
+from parsl_freetrain.training.policies import ROLLBACK, Policy
 from parsl_freetrain.training.prepared import Prepared, check_schedulers, sort_out
-from parsl_freetrain.training.reproducible import ReproducibleSteps
-from parsl_freetrain.training.sampling import GlobalBatch, GlobalOrder, samples_in
-from parsl_freetrain.training.state import Position, Saved, check_position, restore, write_state
-from parsl_freetrain.training.throughput import ThroughputSteps
+from parsl_freetrain.training.sampling import GlobalOrder, samples_in
+from parsl_freetrain.training.state import Position, Saved, check_position, collect, read_state, restore
 
 PROGRESS_EVERY_S = 0.5
-_GO_ON, _SAVE, _STOP = 0, 1, 2
 
 
 class FragmentEnd(BaseException):
     """Leaves the user's function when the fragment ends before the total is reached; the state is saved."""
-
-
-class Steps(Protocol):
-    """How turns of the user's loop make up the steps of the optimizer; see :mod:`.reproducible` and :mod:`.throughput`."""
-
-    delay: int
-
-    @property
-    def models(self) -> tuple[torch.nn.Module, ...]: ...
-    @property
-    def optimizers(self) -> tuple[Any, ...]: ...
-    @property
-    def schedulers(self) -> tuple[Any, ...]: ...
-    def turns(self, batch: GlobalBatch) -> list[Turn]: ...
-    def begin(self, batch: GlobalBatch) -> None: ...
-    def begin_turn(self, turn: Turn) -> None: ...
-    def end_turn(self) -> None: ...
-    def end(self, wish: int) -> int: ...
 
 
 class FragmentContext:
@@ -87,8 +71,13 @@ class FragmentContext:
         self.state: dict[str, Any] = dict(saved.position.user) if saved is not None else {}
         self._metrics: dict[str, float] = dict(keeper.last.metrics) if keeper.last is not None else {}
         self._saved_extras = self._extras()
+        self._resumed = saved is not None
         self._prepared = Prepared()
         self._steps: Steps | None = None
+        self._watch = Watch(self._prepared)
+        self._policy = Policy(order.on_nan, f'Trainer {order.trainer!r}, fragment {order.fragment}')
+        self._fine_at = self._reached = self.samples
+        self._went_back = 0
         self._position: Position | None = None
         self._complete = False
         self._stopped = False
@@ -112,6 +101,24 @@ class FragmentContext:
         """Whether this rank knows of a reason to stop; the loop stops by itself, so only long work outside of it needs to ask."""
         return self._inbox.stop_requested() or self._keeper.must_stop(1)
 
+    def samples_lr(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]) -> torch.optim.lr_scheduler.LambdaLR:
+        """A learning rate scheduler that goes by samples, not by steps, so that it is the same for any number of nodes.
+
+        Parameters
+        ----------
+        optimizer
+            Before it is prepared.
+        factor
+            Takes the samples seen by all ranks in all fragments before a batch, and gives what the optimizer's initial learning rate is
+            multiplied by in that batch.
+
+        Returns
+        -------
+        torch.optim.lr_scheduler.LambdaLR
+            Give it to :meth:`prepare`, and call its ``step()`` once in each turn, behind the optimizer's.
+        """
+        return lr.by_samples(optimizer, factor, lambda: self._reached)
+
     def report(self, **metrics: float) -> None:
         """Report numbers by name; rank 0's last ones are shown and kept with checkpoints.
 
@@ -134,11 +141,11 @@ class FragmentContext:
         Parameters
         ----------
         *things
-            All models (of which the parameters are trained), optimizers and learning rate schedulers.
+            All models (of which the parameters are trained), optimizers, learning rate schedulers and gradient scalers.
         clip_grad_norm
             Clip the gradient of the global batch to this norm.
         find_unused_parameters
-            As DDP has it; throughput mode only.
+            As DDP has it; not in reproducible mode.
 
         Returns
         -------
@@ -158,16 +165,16 @@ class FragmentContext:
             restore(self._prepared, self._saved)
         else:
             self._peers.broadcast(tensor.data for tensor in self._prepared.tensors())
-        steps: Steps
-        if self._order.mode == REPRODUCIBLE:
-            steps = ReproducibleSteps(self._prepared, self._peers, self._order.shards, clip_grad_norm, self.device)
-        else:
-            steps = ThroughputSteps(self._prepared, self._peers, clip_grad_norm, find_unused_parameters, self.device)
+        self._watch = Watch(self._prepared)
+        if self._order.mode == SCALED:
+            lr.scale_steps(self._prepared.optimizers, lambda: self._order.scaled.lr_factor(self.world_size, self.samples))
+        steps = make_steps(self._order, self._prepared, self._peers, clip_grad_norm, find_unused_parameters, self.device)
         self._steps = steps
         self._keeper.expect(3 * sum(tensor.nbytes for tensor in self._prepared.tensors()),
                             self._saved.position.checkpoint_s if self._saved is not None else 0.0)
         of = {id(thing): stand_in for kind in ('models', 'optimizers', 'schedulers')
               for thing, stand_in in zip(getattr(self._prepared, kind), getattr(steps, kind), strict=True)}
+        of.update((id(scaler), scaler) for scaler in self._prepared.scalers)
         answers = tuple(of[id(thing)] for thing in things)
         return answers[0] if len(answers) == 1 else answers
 
@@ -183,7 +190,7 @@ class FragmentContext:
         dataset
             Map-style: a length and an index.
         batch_size
-            Samples of a global batch, over all ranks: what one optimizer step sees.
+            Samples of a global batch, over all ranks: what one optimizer step sees. In scaled mode that of the reference number of ranks.
         shuffle
             Whether each epoch has its own random order.
         collate_fn, num_workers
@@ -214,8 +221,10 @@ class FragmentContext:
         if self._saved is not None:
             check_position(self._position, self._saved)
             self._saved = None  # its tensors are in the models now
-        data_order = GlobalOrder(dataset_size=size, batch_size=batch_size, seed=self._order.seed, shuffle=shuffle,
-                                 total_samples=self.total_samples)
+        scaled = self._order.mode == SCALED
+        data_order = GlobalOrder(
+            dataset_size=size, batch_size=self._order.scaled.batch_size(batch_size, self.world_size) if scaled else batch_size,
+            seed=self._order.seed, shuffle=shuffle, total_samples=self.total_samples, aligned=not scaled)
         return self._turns(self._steps, data_order, dataset, collate_fn, num_workers)
 
     def finish(self) -> None:
@@ -236,56 +245,107 @@ class FragmentContext:
 
     def outcome(self, how: str, error: dict[str, Any] | None) -> dict[str, Any]:
         """The last message of a rank."""
-        last = self._keeper.last
+        last = self._keeper.settled()
         return {'kind': 'outcome', 'how': how, 'samples': self.samples, 'path': last.path if last is not None else None,
                 'metrics': dict(self._metrics), 'error': error}
 
     def _turns(self, steps: Steps, data_order: GlobalOrder, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None,
                num_workers: int) -> Iterator[Any]:
-        seed, began_with = self._order.seed, self.samples
-
-        def plan() -> Iterator[Turn]:
-            return (turn for batch in data_order.batches(began_with) for turn in steps.turns(batch))
-        size = self._position.dataset_size if self._position is not None else 0
-        micro_batches = iter(make_loader(dataset, Plan(plan), seed, collate_fn, num_workers))
-        began_at = time.monotonic()
-        for batch in data_order.batches(began_with):
-            batch_began_at = time.monotonic()
-            self.epoch = batch.epoch
-            self.last_of_epoch = (batch.samples_before + len(batch.indices)) % size == 0
-            steps.begin(batch)
-            if self.samples == began_with:
-                self._channel.send({'kind': 'started', 'samples': self.samples, 'at': time.time()})
-            for turn in steps.turns(batch):
-                data = to_device(next(micro_batches), self.device)
-                steps.begin_turn(turn)
-                seed_everything(turn.seed(seed, 'model'))
-                yield data
-                steps.end_turn()
-            decision = steps.end(self._wish(steps.delay))
-            self.samples = batch.samples_before + len(batch.indices)
-            now = time.monotonic()
-            self._keeper.step_took(now - batch_began_at)
-            self._tell_progress((self.samples - began_with) / (now - began_at))
-            if self.samples == self.total_samples:
+        if self._policy.policy == ROLLBACK and not self._resumed:
+            self._save()   # so that there is something to go back to
+        began_with = self.samples
+        while True:
+            yield from self._until_total(steps, data_order, dataset, collate_fn, num_workers)
+            if self.samples == self.total_samples and not self._must_go_back():
                 break
-            if decision != _GO_ON:
-                self._save(tidy=decision == _SAVE)
-            if decision == _STOP:
-                self._stopped = True
-                raise FragmentEnd
+            self._go_back()
         if self.samples > began_with:
             self._save()
         self._complete = True
 
-    def _wish(self, delay: int) -> int:
+    def _until_total(self, steps: Steps, data_order: GlobalOrder, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None,
+                     num_workers: int) -> Iterator[Any]:
+        """Turns from here to the total; ends before it where training must go back."""
+        seed, began_with, began_at = self._order.seed, self.samples, time.monotonic()
+        reproducible = self._order.mode == REPRODUCIBLE
+        if not reproducible:
+            seed_everything(Turn((), self.samples, self.rank, 0.0).seed(seed, 'fragment'))
+        ahead, here = tee((batch, steps.turns(batch)) for batch in data_order.batches(self.samples))
+        micro_batches = iter(make_loader(dataset, (turn for _, turns in ahead for turn in turns), seed if reproducible else None,
+                                         collate_fn, num_workers))
+        for batch, turns in here:
+            batch_began_at = time.monotonic()
+            self._reached = batch.samples_before + len(batch.indices)
+            self.epoch = batch.epoch
+            self.last_of_epoch = self._reached % data_order.dataset_size == 0
+            guarded = self._policy.looks_at_every_step(self.samples)
+            steps.begin(batch, guarded)
+            if self.samples == began_with:
+                self._channel.send({'kind': 'started', 'samples': self.samples, 'at': time.time()})
+            for turn in turns:
+                data = to_device(next(micro_batches), self.device)
+                steps.begin_turn(turn)
+                if reproducible:
+                    seed_everything(turn.seed(seed, 'model'))
+                yield data
+                steps.end_turn()
+            decision = steps.end(self._wish, self.time_left)
+            if steps.kept_back:
+                self._policy.kept_back(self.samples, self._reached, steps.culprit)
+                self._count('skipped_steps')
+            elif guarded or reproducible:
+                self._policy.went_well()
+            self.samples = self._reached
+            now = time.monotonic()
+            self._keeper.step_took(now - batch_began_at)
+            self._tell_progress((self.samples - began_with) / (now - began_at))
+            if self.samples == self.total_samples or decision == SPOILT or (decision != GO_ON and self._must_go_back()):
+                return
+            if decision != GO_ON:
+                self._save(tidy=decision == SAVE, later=decision == SAVE)
+            if decision == STOP:
+                self._stopped = True
+                raise FragmentEnd
+
+    def _must_go_back(self) -> bool:
+        """Whether some rank's state is spoilt; with another policy than to go back, rank 0 looks when it saves, and that is enough."""
+        return self._policy.policy == ROLLBACK and bool(self._peers.largest((self._watch.spoilt(),), self.device)()[0])
+
+    def _go_back(self) -> None:
+        """Go back to the last checkpoint, all ranks alike."""
+        self._went_back += 1
+
+        def what() -> str:
+            last = self._keeper.settled()
+            return json.dumps([last.path if last is not None else '', self._metrics.get('rollbacks', 0)])
+        path, before = json.loads(self._peers.tell(f'back-{self._went_back}', what))
+        self._policy.go_back(self._fine_at, self.samples, int(before), path)
+        print(f'Going back from {self.samples} samples to checkpoint {path}: numbers were not finite')
+        saved = read_state(path)
+        restore(self._prepared, saved)
+        self.state.clear()
+        self.state.update(saved.position.user)
+        self.samples = self._fine_at = self._reached = saved.position.samples
+        self._metrics['rollbacks'] = before
+        self._count('rollbacks')
+        self._keeper.went_back()
+
+    def _count(self, what: str) -> None:
+        self._metrics[what] = self._metrics.get(what, 0.0) + 1
+
+    def _wish(self) -> int:
+        assert self._steps is not None
+        if self._order.mode != REPRODUCIBLE and self._watch.due():
+            if self._watch.spoilt():
+                return SPOILT
+            self._fine_at = self.samples
         if self._inbox.stop_requested():
-            return _STOP
+            return STOP
         if not self.is_main:
-            return _GO_ON
-        if self._keeper.must_stop(1 + delay):
-            return _STOP
-        return _SAVE if self._keeper.wants_to_save() else _GO_ON
+            return GO_ON
+        if self._keeper.must_stop(1 + self._steps.delay):
+            return STOP
+        return SAVE if self._keeper.wants_to_save() else GO_ON
 
     def _tell_progress(self, rate: float) -> None:
         now = time.monotonic()
@@ -301,14 +361,13 @@ class FragmentContext:
         except (TypeError, ValueError) as error:
             raise BadInput(f'ctx.state cannot be saved ({error}): keep texts, numbers, lists and dicts in it.') from error
 
-    def _save(self, *, tidy: bool = True) -> None:
+    def _save(self, *, tidy: bool = True, later: bool = False) -> None:
         if not self.is_main:
             return
         assert self._position is not None
+        if self._watch.spoilt():
+            raise BadInput(self._policy.sentence(self._fine_at, self.samples))
         extras = self._extras()
         now = Position(**{**vars(self._position), 'samples': self.samples, 'checkpoint_s': self._keeper.longest_s, 'user': self.state})
-
-        def write(folder: Path) -> None:
-            write_state(folder, self._prepared, now)
-        self._keeper.save(write, self.samples, self._metrics, tidy=tidy)
+        self._keeper.save(lambda: collect(self._prepared, now), self.samples, self._metrics, tidy=tidy, later=later)
         self._saved_extras = extras

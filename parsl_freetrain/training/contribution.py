@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -112,6 +113,12 @@ class Layout:
             if calls[-1] is not None:
                 into.sums[self._with_value[0] + i] = weight
                 into.sums[self._values[0] + i] = weight * calls[-1]
+
+    def is_finite(self, contribution: Contribution) -> bool:
+        """Whether no gradient in it is infinite or not a number."""
+        gradients = contribution.sums[:self._starts[len(self.parameters)]]
+        # A sum is not finite if a term is not, but may overflow though all are.
+        return math.isfinite(float(gradients.sum())) or bool(torch.isfinite(gradients).all())
 
     def take_gradients(self, total: Contribution) -> None:
         """Make the sums the parameters' gradients; None where no shard had one."""

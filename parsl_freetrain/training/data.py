@@ -6,7 +6,7 @@ import hashlib
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,14 +57,17 @@ def seed_everything(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-def make_loader(dataset: Any, turns: Iterable[Turn], seed: int, collate_fn: Callable[[list[Any]], Any] | None,
+def make_loader(dataset: Any, turns: Iterable[Turn], seed: int | None, collate_fn: Callable[[list[Any]], Any] | None,
                 num_workers: int) -> DataLoader[Any]:
     """A DataLoader that yields one collated micro-batch per turn, in order.
 
-    What the dataset draws at random (augmentation) depends on the turn alone, not on which worker loads it.
+    With a seed, what the dataset draws at random (augmentation) depends on the turn alone, not on which worker loads it; without one
+    (None) it comes from torch's generator, as in any DataLoader.
     """
-    return DataLoader(_SeededDataset(dataset, seed), batch_sampler=turns, collate_fn=collate_fn,  # type: ignore[arg-type]
-                      num_workers=num_workers, worker_init_fn=_begin_worker)
+    options: dict[str, Any] = {'collate_fn': collate_fn, 'num_workers': num_workers, 'worker_init_fn': _begin_worker}
+    if seed is None:
+        return DataLoader(dataset, batch_sampler=(list(turn.indices) for turn in turns), **options)
+    return DataLoader(_SeededDataset(dataset, seed), batch_sampler=turns, **options)  # type: ignore[arg-type]
 
 
 def size_of(dataset: Any) -> int:
@@ -92,16 +95,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, (list, tuple)):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
-
-
-class Plan:
-    """The turns of a rank, as the batch sampler that DataLoader wants: it can be iterated once per call of ``iter``."""
-
-    def __init__(self, turns: Callable[[], Iterator[Turn]]) -> None:
-        self._turns = turns
-
-    def __iter__(self) -> Iterator[Turn]:
-        return self._turns()
 
 
 class _SeededDataset(Dataset[Any]):

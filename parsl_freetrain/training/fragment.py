@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from parsl_freetrain.training.retention import Retention
+from parsl_freetrain.training.scaled import Scaled
 
 REPRODUCIBLE = 'reproducible'
 THROUGHPUT = 'throughput'
+SCALED = 'scaled'
+MODES = (REPRODUCIBLE, THROUGHPUT, SCALED)
 
 
 @dataclass(frozen=True)
@@ -21,7 +28,7 @@ class FragmentOrder:
     total_samples, total_epochs
         What is trained in total, over all fragments; one of both is None.
     mode
-        'reproducible' or 'throughput'.
+        One of :data:`MODES`.
     shards
         Virtual shards of the global batch in reproducible mode; more ranks than that are of no use.
     seed
@@ -30,14 +37,20 @@ class FragmentOrder:
         ``time.time()`` at which the nodes go; None where unknown.
     checkpoint_every_s
         Seconds between periodic checkpoints.
-    keep_checkpoints
-        How many checkpoints stay when a new one has been committed.
+    keep
+        Which checkpoints stay when a new one has been committed.
+    scaled
+        How training changes with the ranks in mode 'scaled'.
+    on_nan
+        What is done about gradients that are not finite: one of :data:`parsl_freetrain.training.nonfinite.POLICIES`.
     backend
         Of torch.distributed: 'gloo' or 'nccl'.
     interface
         Network interface of the exchange between ranks, for instance 'hsn0'; None: 'lo' on one node, the host's own address otherwise.
     threads
         torch threads per rank; part of what makes results reproducible.
+    hang_s
+        Seconds within which a rank that is stopped, or a peer that cannot be reached, ends the fragment.
     """
 
     trainer: str
@@ -50,10 +63,18 @@ class FragmentOrder:
     seed: int
     deadline: float | None
     checkpoint_every_s: float
-    keep_checkpoints: int = 3
+    keep: Retention = field(default_factory=Retention)
+    scaled: Scaled = field(default_factory=Scaled)
+    on_nan: str = 'stop'
     backend: str = 'gloo'
     interface: str | None = None
     threads: int = 1
+    hang_s: float = 15.0
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> FragmentOrder:
+        """The order of which ``document`` is what :func:`dataclasses.asdict` gave."""
+        return cls(**{**document, 'keep': Retention(**document['keep']), 'scaled': Scaled(**document['scaled'])})
 
 
 @dataclass(frozen=True)

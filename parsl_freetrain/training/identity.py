@@ -85,17 +85,18 @@ def record_or_compare(folder: Path, trainer: str, identity: Mapping[str, JSON]) 
         draft.rename(path)
         sync_dir(folder)
         return
-    try:
-        found = json.loads(path.read_bytes())
-        owner, theirs = str(found['trainer']), dict(found['identity'])
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadInput(f'{path} cannot be understood, so nobody knows whose folder it is: {_ANEW}.') from error
+    owner, theirs = _read(path)
     if owner != trainer:
         raise BadInput(f'Checkpoint folder {folder} belongs to trainer {owner!r}, not to {trainer!r}: {_ANEW}.')
     differences = list(_differences(theirs, cast(dict[str, JSON], wanted['identity'])))
     if differences:
         raise BadInput(f'Checkpoint folder {folder} belongs to another trainer {trainer!r}, which had '
                        f'{", ".join(differences)}: put that back, {_ANEW}.')
+
+
+def trainer_of(folder: Path) -> str:
+    """The name of the trainer that a trainer's folder belongs to; raises BadInput if that cannot be understood."""
+    return _read(folder / TRAINER_FILE)[0]
 
 
 def is_trainer_folder(folder: Path) -> bool:
@@ -121,6 +122,14 @@ def move_aside(folder: Path) -> Path:
     sync_dir(old)
     sync_dir(folder)
     return old
+
+
+def _read(path: Path) -> tuple[str, dict[str, JSON]]:
+    try:
+        found = json.loads(path.read_bytes())
+        return str(found['trainer']), dict(found['identity'])
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadInput(f'{path} cannot be understood, so nobody knows whose folder it is: {_ANEW}.') from error
 
 
 def _contents(folder: Path) -> list[Path]:

@@ -7,11 +7,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
+from parsl_freetrain.core.errors import FreeTrainError
 from parsl_freetrain.core.words import Checkpoint
+from parsl_freetrain.training.background import Background
 from parsl_freetrain.training.channel import Channel
 from parsl_freetrain.training.fragment import FragmentOrder
+from parsl_freetrain.training.snapshot import Snapshots
+from parsl_freetrain.training.state import State
 from parsl_freetrain.training.store import CheckpointStore
 
 log = logging.getLogger(__name__)
@@ -22,17 +25,24 @@ _STEPS = 8
 
 
 class Keeper:
-    """Saves checkpoints of one fragment; only rank 0 has one that does."""
+    """Saves checkpoints of one fragment; only rank 0 has one that does.
+
+    A checkpoint in the midst of training is copied, and written by a thread while training goes on; one at a time. What the thread
+    raises is raised at the next step.
+    """
 
     def __init__(self, store: CheckpointStore, order: FragmentOrder, channel: Channel, last: Checkpoint | None) -> None:
         self._store = store
         self._order = order
         self._channel = channel
+        self._background = Background('checkpoint')
+        self._snapshots = Snapshots()
         self._saved_at = time.monotonic()
         self._asked = False
         self._steps_s: deque[float] = deque(maxlen=_STEPS)
         self._expected_s = 0.0
-        self._saves_s: list[float] = []
+        self._longest_s = 0.0
+        self._tidying_s = 0.0
         self.last = last
 
     def expect(self, size: int, longest_s: float) -> None:
@@ -41,8 +51,8 @@ class Keeper:
 
     @property
     def longest_s(self) -> float:
-        """The longest that a checkpoint has taken in this fragment, or what was expected; in seconds."""
-        return max(self._saves_s, default=self._expected_s)
+        """The longest that writing a checkpoint has taken in this fragment, or what was expected; in seconds."""
+        return self._longest_s or self._expected_s
 
     def step_took(self, seconds: float) -> None:
         """Take in how long a global batch took."""
@@ -55,33 +65,78 @@ class Keeper:
     def must_stop(self, steps_ahead: int) -> bool:
         """Whether, after ``steps_ahead`` more global batches, there might not be time to save."""
         margin_s = 2 * self.longest_s + steps_ahead * max(self._steps_s, default=0.0) + FLOOR_S
+        if self._background.busy:
+            margin_s += self.longest_s + self._tidying_s  # which the last one has to wait for
         return self.time_left() < margin_s
 
     def wants_to_save(self) -> bool:
-        """Whether it is time for a periodic checkpoint; True once for each."""
+        """Whether it is time for a periodic checkpoint; True once for each, and not while one is being written.
+
+        Raises
+        ------
+        FreeTrainError
+            If the one before could not be written.
+        """
+        if self._background.busy:
+            return False
+        self._background.check()
         if self._asked or time.monotonic() - self._saved_at < self._order.checkpoint_every_s:
             return False
         self._asked = True
         return True
 
-    def save(self, write: Callable[[Path], None], samples: int, metrics: Mapping[str, float], *, tidy: bool) -> None:
+    def went_back(self) -> None:
+        """Take in that the state is that of the last checkpoint again."""
+        self._saved_at = time.monotonic()
+        self._asked = False
+
+    def save(self, collect: Callable[[], State], samples: int, metrics: Mapping[str, float], *, tidy: bool, later: bool) -> None:
         """Commit a checkpoint, tell the member, and (``tidy``; it takes time) let go of old ones.
+
+        ``later``: return when the state has been copied; the rest goes on beside training.
 
         Raises
         ------
         Fenced
             If a later fragment has begun.
+        FreeTrainError
+            If it cannot be written, or the one before could not.
         """
         began = time.monotonic()
-        self.last = self._store.save(write, samples=samples, fragment=self._order.fragment, metrics=metrics)
-        seconds = time.monotonic() - began
-        self._saves_s.append(seconds)
-        self._channel.send({'kind': 'checkpoint', 'path': self.last.path, 'samples': samples, 'metrics': dict(metrics),
-                            'seconds': seconds, 'at': time.time()})
-        if tidy:
-            try:
-                self._store.prune(self._order.keep_checkpoints)
-            except OSError:
-                log.warning('Old checkpoints in %s could not be removed', self._order.store, exc_info=True)
+        self._background.wait()
+        state, numbers = collect(), dict(metrics)
+        if later:
+            state = self._snapshots.take(state)
+            pause_s = time.monotonic() - began
+            self._background.start(lambda: self._commit(state, samples, numbers, tidy, lambda: pause_s))
+        else:
+            self._commit(state, samples, numbers, tidy, lambda: time.monotonic() - began)
         self._saved_at = time.monotonic()
         self._asked = False
+
+    def settled(self) -> Checkpoint | None:
+        """The last checkpoint, after waiting for one that is being written; where that fails it is the one before."""
+        try:
+            self._background.wait()
+        except FreeTrainError:
+            log.exception('The last checkpoint was not written')
+        return self.last
+
+    def _commit(self, state: State, samples: int, metrics: Mapping[str, float], tidy: bool, pause_s: Callable[[], float]) -> None:
+        began = time.monotonic()
+        try:
+            self.last = self._store.save(state.write, samples=samples, fragment=self._order.fragment, metrics=metrics)
+        except OSError as error:
+            raise FreeTrainError(f'The checkpoint of trainer {self._order.trainer!r} at {samples} samples cannot be written to '
+                                 f'{self._order.store} ({error.strerror or error}); the one before is still there.') from error
+        seconds = time.monotonic() - began
+        self._longest_s = max(self._longest_s, seconds)
+        # 'seconds' is what a stop has to allow for, 'pause' what training was held up for.
+        self._channel.send({'kind': 'checkpoint', 'path': self.last.path, 'samples': samples, 'metrics': dict(metrics),
+                            'seconds': seconds, 'pause': pause_s(), 'at': time.time()})
+        if tidy:
+            try:
+                self._store.prune(self._order.keep)
+            except OSError:
+                log.warning('Old checkpoints in %s could not be removed', self._order.store, exc_info=True)
+            self._tidying_s = max(self._tidying_s, time.monotonic() - began - seconds)

@@ -6,7 +6,7 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Protocol
@@ -19,6 +19,7 @@ from parsl_freetrain.core.errors import FreeTrainError
 from parsl_freetrain.training.channel import Channel
 from parsl_freetrain.training.fragment import FragmentOrder, RankPlace
 from parsl_freetrain.training.inbox import Inbox
+from parsl_freetrain.training.liveness import guard_connections
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 # A peer that was killed is noticed at once; this is for one whose node is silent, which the member normally learns sooner.
@@ -49,8 +50,12 @@ class Peers(Protocol):
         """Overwrite tensors by those of rank 0."""
         ...
 
-    def largest(self, number: int, device: torch.device) -> Callable[[], int]:
-        """Start to find the largest of everybody's numbers; what is returned waits for it."""
+    def largest(self, numbers: Sequence[int], device: torch.device) -> Callable[[], tuple[int, ...]]:
+        """Start to find the largest of everybody's first numbers, of the second ones, and so on; what is returned waits for it."""
+        ...
+
+    def swap(self, row: torch.Tensor, partner: int) -> torch.Tensor:
+        """Give a row to another rank that does the same, and get its row; both are flat, of one length and type."""
         ...
 
     def leave(self) -> bool:
@@ -73,8 +78,11 @@ class Alone:
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         pass
 
-    def largest(self, number: int, device: torch.device) -> Callable[[], int]:
-        return lambda: number
+    def largest(self, numbers: Sequence[int], device: torch.device) -> Callable[[], tuple[int, ...]]:
+        return lambda: tuple(numbers)
+
+    def swap(self, row: torch.Tensor, partner: int) -> torch.Tensor:
+        raise ValueError('There is no other rank.')
 
     def leave(self) -> bool:
         return True
@@ -91,6 +99,7 @@ class Gang:
         with _as_peer_loss():
             dist.init_process_group(order.backend, store=PrefixStore('group', store), rank=place.rank, world_size=place.world_size,
                                     timeout=EXCHANGE_TIMEOUT)
+        guard_connections(order.hang_s)
 
     def tell(self, what: str, value: Callable[[], str]) -> str:
         with _as_peer_loss():
@@ -112,17 +121,25 @@ class Gang:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
-    def largest(self, number: int, device: torch.device) -> Callable[[], int]:
-        shared = torch.tensor([number], dtype=torch.int32, device='cpu' if self._gathers_on_cpu else device)
+    def largest(self, numbers: Sequence[int], device: torch.device) -> Callable[[], tuple[int, ...]]:
+        shared = torch.tensor(numbers, dtype=torch.int64, device='cpu' if self._gathers_on_cpu else device)
         with _as_peer_loss():
             work = dist.all_reduce(shared, op=dist.ReduceOp.MAX, async_op=True)
 
-        def wait() -> int:
+        def wait() -> tuple[int, ...]:
             with _as_peer_loss():
                 if work is not None:
                     work.wait()
-                return int(shared.item())
+                return tuple(map(int, shared.tolist()))
         return wait
+
+    def swap(self, row: torch.Tensor, partner: int) -> torch.Tensor:
+        sent = row.cpu() if self._gathers_on_cpu else row
+        got = torch.empty_like(sent)
+        with _as_peer_loss():
+            for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, got, partner)]):
+                work.wait()
+        return got.to(row.device)
 
     def leave(self) -> bool:
         try:

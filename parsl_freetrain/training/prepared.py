@@ -1,4 +1,4 @@
-"""What the user gives to ``ctx.prepare``: models, optimizers and learning rate schedulers."""
+"""What the user gives to ``ctx.prepare``: models, optimizers, learning rate schedulers and gradient scalers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class Prepared:
     models: tuple[torch.nn.Module, ...] = ()
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     schedulers: tuple[Any, ...] = ()
+    scalers: tuple[torch.amp.GradScaler, ...] = ()
 
     def tensors(self) -> list[torch.Tensor]:
         """Parameters and buffers of all models."""
@@ -31,19 +32,22 @@ def sort_out(things: tuple[Any, ...]) -> Prepared:
     BadInput
         If something else is among it, or there is no model or no optimizer.
     """
-    models, optimizers, schedulers = [], [], []
+    models, optimizers, schedulers, scalers = [], [], [], []
     for thing in things:
         if isinstance(thing, torch.nn.Module):
             models.append(thing)
         elif isinstance(thing, torch.optim.Optimizer):
             optimizers.append(thing)
+        elif isinstance(thing, torch.amp.GradScaler):
+            scalers.append(thing)
         elif all(hasattr(thing, name) for name in ('step', 'state_dict', 'load_state_dict')):
             schedulers.append(thing)
         else:
-            raise BadInput(f'ctx.prepare was given a {type(thing).__name__}; it takes models, optimizers and learning rate schedulers.')
+            raise BadInput(f'ctx.prepare was given a {type(thing).__name__}; it takes models, optimizers, learning rate '
+                           f'schedulers and gradient scalers.')
     if not models or not optimizers:
         raise BadInput(f'ctx.prepare was given {len(models)} models and {len(optimizers)} optimizers; it needs at least one of each.')
-    return Prepared(tuple(models), tuple(optimizers), tuple(schedulers))
+    return Prepared(tuple(models), tuple(optimizers), tuple(schedulers), tuple(scalers))
 
 
 def check_schedulers(prepared: Prepared) -> None:

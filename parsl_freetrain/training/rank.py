@@ -20,6 +20,7 @@ from parsl_freetrain.training.fragment import REPRODUCIBLE, FragmentOrder, RankP
 from parsl_freetrain.training.inbox import Inbox
 from parsl_freetrain.training.keeper import Keeper
 from parsl_freetrain.training.peers import Peers, is_peer_loss, join
+from parsl_freetrain.training.seams import saving
 from parsl_freetrain.training.state import read_state
 from parsl_freetrain.training.store import Fenced, PosixCheckpointStore
 
@@ -98,7 +99,7 @@ def _set_up(order: FragmentOrder, place: RankPlace) -> torch.device:
 
 def _make_context(order: FragmentOrder, place: RankPlace, peers: Peers, channel: Channel, inbox: Inbox,
                   device: torch.device) -> FragmentContext:
-    store = PosixCheckpointStore(Path(order.store), order.trainer)
+    store = PosixCheckpointStore(Path(order.store), order.trainer, hook=saving)
     latest = None
 
     def find() -> str:

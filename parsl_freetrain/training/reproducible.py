@@ -29,6 +29,9 @@ class ReproducibleSteps:
     delay = 0  # what is wished at the end of a global batch is decided there
 
     def __init__(self, prepared: Prepared, peers: Peers, shards: int, clip_grad_norm: float | None, device: torch.device) -> None:
+        if any(scaler.is_enabled() for scaler in prepared.scalers):
+            raise BadInput("ctx.prepare was given a gradient scaler, which decides from each rank's own numbers whether a step is taken, "
+                           "so that results would depend on the ranks: use mode='throughput', or bfloat16, which needs no scaler.")
         self._prepared = prepared
         self._peers = peers
         self._shards = shards
@@ -54,6 +57,8 @@ class ReproducibleSteps:
         self._sizes: tuple[int, ...] = ()
         self._turn: Turn | None = None
         self._own = Contribution(torch.empty(0), torch.empty(0))
+        self.kept_back = False
+        self.culprit = ''
         self._stepped = [False] * len(prepared.optimizers)
         self._scheduled: list[tuple[float | None, ...]] = [()] * len(prepared.schedulers)
 
@@ -78,8 +83,8 @@ class ReproducibleSteps:
         return [Turn(tuple(parts[s]), batch.samples_before, s, len(parts[s]) / len(batch.indices)) for s in self._mine if parts[s]]
 
     @torch.no_grad()
-    def begin(self, batch: GlobalBatch) -> None:
-        """Before the turns of a global batch."""
+    def begin(self, batch: GlobalBatch, guarded: bool) -> None:
+        """Before the turns of a global batch; steps are always guarded here."""
         self._sizes = tuple(len(part) for part in shard(batch.indices, self._shards))
         self._sums = {}
         for s in self._mine:
@@ -97,8 +102,7 @@ class ReproducibleSteps:
         self._scheduled = [()] * len(self._scheduled)
         for parameter in self._parameters:
             parameter.grad = None
-        for buffer, old in zip((*self._buffers, *self._integers), (*self._before, *self._integers_before), strict=True):
-            buffer.copy_(old)
+        self._undo_buffers()
 
     @torch.no_grad()
     def end_turn(self) -> None:
@@ -114,30 +118,44 @@ class ReproducibleSteps:
         self._turn = None
 
     @torch.no_grad()
-    def end(self, wish: int) -> int:
-        """After the turns: exchange, then step once; returns the largest of all ranks' wishes."""
+    def end(self, wish: Callable[[], int], time_left: Callable[[], float]) -> int:
+        """After the turns: exchange, then step once, unless the gradient is not finite; returns the largest of all ranks' wishes."""
         layout = self._layout
-        decision = wish if self._peers.world_size == 1 else self._exchange(wish)
+        alone = self._peers.world_size == 1
+        # Looked at before the sum over all ranks, in which a culprit is lost.
+        bad = not all(own is None or layout.is_finite(own) for own in self._sums.values())
+        decision, culprits = (wish(), [0] * bad) if alone else self._exchange(wish(), bad)
         total = self._tree.total(self._sums, Contribution.plus)
         assert total is not None
         self._sums = {}
-        layout.take_buffers(total, self._before)
+        self.kept_back = bool(culprits) or not layout.is_finite(total)
+        self.culprit = f', on rank {", ".join(map(str, culprits))}' if culprits else ''
+        if self.kept_back:
+            self._undo_buffers()
+        else:
+            layout.take_buffers(total, self._before)
         layout.take_gradients(total)
-        if self._clip is not None:
-            torch.nn.utils.clip_grad_norm_([p for p in layout.parameters if p.grad is not None], self._clip)
         stepped, scheduled = layout.steps_in(total)
-        for optimizer, wanted in zip(self._prepared.optimizers, stepped, strict=True):
-            if wanted:
-                optimizer.step()
+        if not self.kept_back:
+            if self._clip is not None:
+                torch.nn.utils.clip_grad_norm_([p for p in layout.parameters if p.grad is not None], self._clip)
+            for optimizer, wanted in zip(self._prepared.optimizers, stepped, strict=True):
+                if wanted:
+                    optimizer.step()
         for scheduler, calls in zip(self._prepared.schedulers, scheduled, strict=True):
             for value in calls:
                 scheduler.step(*(() if value is None else (value,)))
         return decision
 
-    def _exchange(self, wish: int) -> int:
+    def _undo_buffers(self) -> None:
+        for buffer, old in zip((*self._buffers, *self._integers), (*self._before, *self._integers_before), strict=True):
+            buffer.copy_(old)
+
+    def _exchange(self, wish: int, bad: bool) -> tuple[int, list[int]]:
+        """Fetch the other ranks' sums; the largest wish, and the ranks whose sums are not finite."""
         size = self._layout.packed_bytes
         row = torch.zeros(_WISH_BYTES + size * max(map(len, self._covers)), dtype=torch.uint8, device=self._device)
-        row[0] = wish
+        row[0], row[1] = wish, bad
         for i, node in enumerate(self._covers[self._peers.rank]):
             own = self._sums[node]
             if own is not None:
@@ -146,7 +164,7 @@ class ReproducibleSteps:
         self._sums = {node: self._layout.unpacked(rows[rank][_WISH_BYTES + i * size:_WISH_BYTES + (i + 1) * size])
                       if any(self._sizes[slice(*node)]) else None
                       for rank, cover in enumerate(self._covers) for i, node in enumerate(cover)}
-        return max(int(other[0]) for other in rows)
+        return max(int(other[0]) for other in rows), [rank for rank, other in enumerate(rows) if other[1]]
 
     def _hand_over(self, number: int) -> Callable[[], None]:
         def hand_over() -> None:

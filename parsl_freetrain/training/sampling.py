@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
 
 from parsl_freetrain.core.errors import BadInput
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class GlobalBatch:
 
     samples_before: int
     epoch: int
-    indices: tuple[int, ...]
+    indices: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -54,6 +51,8 @@ class GlobalOrder:
         Whether each epoch has an order of its own; if not, it is that of the dataset.
     total_samples
         Where training ends, in samples seen over all epochs.
+    aligned
+        Whether batches have always had this size, so that training can only stand where one of them ends; False in scaled mode.
 
     Raises
     ------
@@ -67,6 +66,7 @@ class GlobalOrder:
     _: KW_ONLY
     shuffle: bool = True
     total_samples: int
+    aligned: bool = True
 
     def __post_init__(self) -> None:
         _check_dataset(self.dataset_size)
@@ -100,11 +100,10 @@ class GlobalOrder:
             stop = min(self.dataset_size, start + self.total_samples - position)
             for left in range(start, stop, self.batch_size):
                 chosen = order[left:min(left + self.batch_size, stop)]
-                indices = tuple(chosen) if isinstance(chosen, range) else tuple(chosen.tolist())
-                yield GlobalBatch(position, epoch, indices)
+                yield GlobalBatch(position, epoch, chosen)
                 position += len(chosen)
 
-    def _order(self, epoch: int) -> range | Tensor:
+    def _order(self, epoch: int) -> Sequence[int]:
         if not self.shuffle:
             return range(self.dataset_size)
         # Here, so that the submitting process can count samples without loading torch.
@@ -113,13 +112,15 @@ class GlobalOrder:
         digest = hashlib.blake2b(f'{self.seed}:{epoch}'.encode(), digest_size=8).digest()
         generator = torch.Generator(device='cpu').manual_seed(int.from_bytes(digest) >> 1)
         # A user's default device or dtype must not change the order.
-        return torch.randperm(self.dataset_size, generator=generator, dtype=torch.int64, device='cpu')
+        order = torch.randperm(self.dataset_size, generator=generator, dtype=torch.int64, device='cpu')
+        # To cut a batch out of an array takes no time; of a tensor, every rank would make Python's integers of all ranks' samples.
+        return array('q', order.numpy().tobytes())
 
     def _check_position(self, samples_done: int) -> None:
         if samples_done == self.total_samples:
             return
         epoch, position = divmod(samples_done, self.dataset_size)
-        if samples_done < 0 or samples_done > self.total_samples or position % self.batch_size:
+        if samples_done < 0 or samples_done > self.total_samples or (self.aligned and position % self.batch_size):
             raise BadInput(
                 f'The checkpoint stands at {samples_done} samples, where no global batch ends for batch size '
                 f'{self.batch_size}, {self.dataset_size} samples in the dataset and {self.total_samples} in total (it '

@@ -1,10 +1,9 @@
-"""What a checkpoint holds: the state of models, optimizers and schedulers, and where in the data training is."""
+"""What a checkpoint holds: the state of models, optimizers, schedulers and scalers, and where in the data training is."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,13 @@ from typing import Any
 import torch
 
 from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.training.dcp import load_all, save, tensor_differences
 from parsl_freetrain.training.prepared import Prepared
+from parsl_freetrain.training.structure import put_together, take_apart
 
-FILE = 'state.pt'
-FORMAT = 1
-_SHOWN = 3
+_KINDS = {'model': 'models', 'optimizer': 'optimizers', 'scheduler': 'schedulers', 'scaler': 'scalers'}
+_STRUCTURE = 'structure'
+_ANEW = 'or start anew in another folder'
 
 
 @dataclass(frozen=True)
@@ -48,29 +49,56 @@ class Position:
 
 
 @dataclass(frozen=True)
+class State:
+    """A state to save, taken apart.
+
+    Attributes
+    ----------
+    tensors
+        By names such as 'model.0.weight' and 'optimizer.state.0.exp_avg'.
+    structure
+        Everything else.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    structure: dict[str, Any]
+
+    def write(self, folder: Path) -> None:
+        """Write it into an empty folder, alone; nothing is exchanged with other ranks."""
+        save(folder, {**self.tensors, _STRUCTURE: self.structure})
+
+
+@dataclass(frozen=True)
 class Saved:
-    """A checkpoint's content, read."""
+    """A checkpoint's content, read.
+
+    ``classes`` has for 'optimizer', 'scheduler_2' and so on what class they were of.
+    """
 
     path: str
     position: Position
     models: list[dict[str, Any]]
     optimizers: list[dict[str, Any]]
     schedulers: list[dict[str, Any]]
+    scalers: list[dict[str, Any]] = field(default_factory=list)
+    classes: dict[str, str] = field(default_factory=dict)
 
 
-def write_state(folder: Path, prepared: Prepared, position: Position) -> None:
-    """Write ``state.pt`` into a folder: a dict with the entries 'model', 'optimizer', 'scheduler' ('model_2' and so on).
+def collect(prepared: Prepared, position: Position) -> State:
+    """The state to save, with entries 'model', 'optimizer', 'scheduler', 'scaler' ('model_2' and so on); its tensors are the live ones.
+
+    There is no state of random numbers in it: every turn's are seeded by the seed and the position.
 
     Raises
     ------
     BadInput
         If a state holds anything but tensors, numbers, texts and containers: nothing else can be loaded without running code of the file.
     """
-    content = {'format': FORMAT, 'position': _plain(asdict(position), 'ctx.state')}
-    for kind, things in (('model', prepared.models), ('optimizer', prepared.optimizers), ('scheduler', prepared.schedulers)):
-        for name, thing in zip(_names(kind), things, strict=False):
-            content[name] = _plain(thing.state_dict(), f'the state of {name}')
-    torch.save(content, folder / FILE)
+    things = {name: thing for kind, field_ in _KINDS.items() for name, thing in zip(_names(kind), getattr(prepared, field_), strict=False)}
+    content: dict[str, Any] = {name: thing.state_dict() for name, thing in things.items()}
+    content['position'] = {**vars(position)}
+    content['classes'] = {name: type(thing).__name__ for name, thing in things.items()}
+    return State(*take_apart(content, {'position': 'ctx.state', **{name: f'the state of {name}' for name in things}}))
 
 
 def read_state(path: str) -> Saved:
@@ -81,39 +109,42 @@ def read_state(path: str) -> Saved:
     BadInput
         If it is not a checkpoint of this format.
     """
-    content = torch.load(Path(path) / FILE, map_location='cpu', weights_only=True)
-    if content['format'] != FORMAT:
-        raise BadInput(f'Checkpoint {path} has state format {content["format"]}, this version reads {FORMAT}: '
-                       f'use the version that wrote it.')
-    states = [[content[name] for name in takewhile(content.__contains__, _names(kind))] for kind in ('model', 'optimizer', 'scheduler')]
-    return Saved(path, Position(**content['position']), *states)
+    tensors = load_all(Path(path))
+    structure = tensors.pop(_STRUCTURE)
+    content = put_together(tensors, structure)
+    states = {several: [content[name] for name in takewhile(content.__contains__, _names(kind))] for kind, several in _KINDS.items()}
+    return Saved(path, Position(**content['position']), classes=content['classes'], **states)
 
 
 def restore(prepared: Prepared, saved: Saved) -> None:
-    """Bring models, optimizers and schedulers to a saved state.
+    """Bring models, optimizers, schedulers and scalers to a saved state.
 
     Raises
     ------
     BadInput
         If it is the state of something else; nothing has been changed then as far as models are concerned.
     """
-    for kind, now, then in (('models', prepared.models, saved.models), ('optimizers', prepared.optimizers, saved.optimizers),
-                            ('schedulers', prepared.schedulers, saved.schedulers)):
+    for kind, several in _KINDS.items():
+        now, then = getattr(prepared, several), getattr(saved, several)
         if len(now) != len(then):
-            raise BadInput(f'Checkpoint {saved.path} holds {len(then)} {kind} and ctx.prepare was given {len(now)}: '
-                           f'give it what the earlier fragments gave it, or start anew in another folder.')
+            raise BadInput(f'Checkpoint {saved.path} holds {len(then)} {several} and ctx.prepare was given {len(now)}: '
+                           f'give it what the earlier fragments gave it, {_ANEW}.')
+        if kind == 'model':
+            continue
+        for name, thing in zip(_names(kind), now, strict=False):
+            made, was = type(thing).__name__, saved.classes.get(name)
+            if was is not None and was != made:
+                raise BadInput(f'The {name} in checkpoint {saved.path} was of class {was} and ctx.prepare was given {made}: '
+                               f'make it as the earlier fragments did, {_ANEW}.')
     for i, (model, state) in enumerate(zip(prepared.models, saved.models, strict=True)):
         _check_model(model, state, i, saved.path)
-    for model, state in zip(prepared.models, saved.models, strict=True):
-        model.load_state_dict(state)
-    for i, (optimizer, state) in enumerate(zip(prepared.optimizers, saved.optimizers, strict=True)):
-        try:
-            optimizer.load_state_dict(state)
-        except (ValueError, KeyError) as error:
-            raise BadInput(f'The state of optimizer {i} in checkpoint {saved.path} does not fit ({error}): '
-                           f'make the optimizer as the earlier fragments did, or start anew in another folder.') from error
-    for scheduler, state in zip(prepared.schedulers, saved.schedulers, strict=True):
-        scheduler.load_state_dict(state)
+    for kind, several in _KINDS.items():
+        for name, thing, state in zip(_names(kind), getattr(prepared, several), getattr(saved, several), strict=False):
+            try:
+                thing.load_state_dict(state)
+            except (ValueError, KeyError, RuntimeError) as error:
+                raise BadInput(f'The state of {name} in checkpoint {saved.path} does not fit ({error}): '
+                               f'make it as the earlier fragments did, {_ANEW}.') from error
 
 
 def check_position(now: Position, saved: Saved) -> None:
@@ -138,27 +169,10 @@ def _names(kind: str) -> Iterator[str]:
 
 
 def _check_model(model: torch.nn.Module, state: Mapping[str, Any], number: int, path: str) -> None:
-    ours = model.state_dict()
-    faults = [f'{name} is missing there' for name in ours if name not in state]
-    faults += [f'{name} is unknown here' for name in state if name not in ours]
-    shapes = {name: (tuple(theirs.shape), tuple(ours[name].shape)) for name, theirs in state.items()
-              if isinstance(theirs, torch.Tensor) and isinstance(ours.get(name), torch.Tensor)}
-    faults += [f'{name} has shape {there} there and {here} here' for name, (there, here) in shapes.items() if there != here]
-    if faults:
-        more = f' and {len(faults) - _SHOWN} more' if len(faults) > _SHOWN else ''
-        raise BadInput(f'Checkpoint {path} is of another model than model {number} of ctx.prepare ({"; ".join(faults[:_SHOWN])}{more}): '
-                       f'use the model that the earlier fragments trained, or start anew in another folder.')
+    if faults := tensor_differences(_shapes(state), _shapes(model.state_dict())):
+        raise BadInput(f'Checkpoint {path} is of another model than model {number} of ctx.prepare ({faults}): '
+                       f'use the model that the earlier fragments trained, {_ANEW}.')
 
 
-def _plain(value: Any, where: str) -> Any:
-    """The value with numpy scalars made numbers; raises BadInput where it is not plain."""
-    if value is None or isinstance(value, (bool, int, float, str, bytes, torch.Tensor, torch.dtype, torch.device, torch.Size)):
-        return value
-    if type(value) in (dict, OrderedDict, Counter):
-        return type(value)({key: _plain(item, f'{where}, entry {key!r}') for key, item in value.items()})
-    if type(value) in (list, tuple, set):
-        return type(value)(_plain(item, where) for item in value)
-    if hasattr(value, 'item') and getattr(value, 'shape', None) == ():
-        return value.item()
-    raise BadInput(f'A checkpoint holds tensors, numbers, texts and containers of them, but {where} has a {type(value).__name__}: '
-                   f'keep it out of the state, or as one of these.')
+def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)}

@@ -30,6 +30,7 @@ from parsl_freetrain.training.manifest import (
     verify,
     write_manifest,
 )
+from parsl_freetrain.training.retention import Retention
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +76,8 @@ class CheckpointStore(Protocol):
         """The committed checkpoints, oldest first; their data are not read."""
         ...
 
-    def prune(self, keep: int) -> None:
-        """Remove all but the newest ``keep``, once the newest has been verified."""
+    def prune(self, keep: Retention) -> None:
+        """Remove what need not be kept, once the newest has been verified."""
         ...
 
     def last_fragment(self) -> int:
@@ -213,27 +214,21 @@ class PosixCheckpointStore:
                 continue  # latest() sets it aside when it is its turn
         return tuple(found)
 
-    def prune(self, keep: int) -> None:
-        """Remove all but the newest ``keep``, once the newest has been re-read and verified.
+    def prune(self, keep: Retention) -> None:
+        """Remove what ``keep`` does not keep, once the newest has been re-read and verified.
 
         What earlier fragments left half-written goes too. A directory that cannot be removed is logged and left.
-
-        Raises
-        ------
-        BadInput
-            If ``keep`` is below 1.
         """
-        if keep < 1:
-            raise BadInput(f'Trainer {self.trainer!r}: {keep} checkpoints are to be kept; it must be at least 1.')
         newest = self.latest()
         if newest is None:
             return
         committed = self._committed()
+        kept = keep.kept(self.checkpoints()) | {newest.path}
         # After a zombie has committed, the newest fragment's last state may not be among the newest by samples.
         current = max(committed, key=lambda path: (key(path)[1], key(path)), default=None)
         leftovers = [path for path in directories(self.folder)
                      if key(path)[1] < newest.fragment and not is_committed(path)]
-        for path in [*(path for path in committed[:-keep] if path not in (current, Path(newest.path))), *leftovers]:
+        for path in [*(path for path in committed if path != current and str(path) not in kept), *leftovers]:
             remove(path)
 
     def last_fragment(self) -> int:

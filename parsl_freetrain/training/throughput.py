@@ -1,4 +1,4 @@
-"""Throughput mode: torch's DistributedDataParallel, with every sample counting the same in uneven batches."""
+"""Throughput and scaled mode: torch's DistributedDataParallel, with every sample counting the same in uneven batches."""
 
 from __future__ import annotations
 
@@ -6,32 +6,49 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
+from parsl_freetrain.training.adasum import combine
+from parsl_freetrain.training.agreement import Agreement
 from parsl_freetrain.training.data import Turn
+from parsl_freetrain.training.nonfinite import Guard
 from parsl_freetrain.training.peers import Peers
 from parsl_freetrain.training.prepared import Prepared
 from parsl_freetrain.training.sampling import GlobalBatch, split_for_ranks
 
 
 class ThroughputSteps:
-    """One turn per global batch, on this rank's part of it; optimizers and schedulers are the user's own."""
+    """One turn per global batch, on this rank's part of it; optimizers and schedulers are the user's own.
+
+    Parameters
+    ----------
+    adasum
+        Whether the ranks' gradients are combined by Adasum in place of their mean.
+    """
+
+    culprit = ''  # whose gradient it was is lost in the sum
 
     def __init__(self, prepared: Prepared, peers: Peers, clip_grad_norm: float | None, find_unused_parameters: bool,
-                 device: torch.device) -> None:
+                 device: torch.device, *, adasum: bool = False) -> None:
         self._prepared = prepared
         self._peers = peers
-        self._device = device
-        self._weight = 1.0
-        self._decided: Callable[[], int] | None = None
-        # Alone, a wish is decided at once; together at the end of the next batch, since the ranks compare
-        # their wishes while that one is being trained.
-        self.delay = 0 if peers.world_size == 1 else 1
+        self._adasum = adasum
+        self._agreement = Agreement(peers, device)
+        self._guard = Guard(prepared.optimizers)
+        self._buffers = [buffer for model in prepared.models for buffer in model.buffers()]
+        self._buffers_before: list[torch.Tensor] = []
+        self._factor = 1.0
+        self._hooks: list[RemovableHandle] = []
         if clip_grad_norm is not None:
             for optimizer in prepared.optimizers:
                 optimizer.register_step_pre_hook(_clipping(clip_grad_norm))
         self.models = tuple(self._wrapped(model, find_unused_parameters) for model in prepared.models)
+
+    @property
+    def delay(self) -> int:
+        """So many batches may pass from a wish to the decision."""
+        return self._agreement.delay
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
@@ -45,46 +62,72 @@ class ThroughputSteps:
 
     def turns(self, batch: GlobalBatch) -> list[Turn]:
         """The one turn of this rank; a rank without a sample trains one that does not count, since DDP wants all ranks."""
-        own = tuple(split_for_ranks(batch.indices, self._peers.world_size, self._peers.rank))
+        own = split_for_ranks(batch.indices, self._peers.world_size, self._peers.rank)
         weight = len(own) / len(batch.indices)
-        return [Turn(own or batch.indices[:1], batch.samples_before, self._peers.rank, weight)]
+        return [Turn(own or tuple(batch.indices[:1]), batch.samples_before, self._peers.rank, weight)]
 
-    def begin(self, batch: GlobalBatch) -> None:
-        """Before the turn of a global batch."""
+    def begin(self, batch: GlobalBatch, guarded: bool) -> None:
+        """Before the turn of a global batch; ``guarded``: keep back a step whose gradient is not finite."""
+        self._guard.on = guarded
 
     def begin_turn(self, turn: Turn) -> None:
         """Before the turn."""
-        self._weight = turn.weight
+        self._count_gradients(turn.weight)
+        if self._guard.on:
+            self._guard.bad = False
+            self._buffers_before = [buffer.clone() for buffer in self._buffers]
 
+    @torch.no_grad()
     def end_turn(self) -> None:
         """After the turn."""
+        if self.kept_back:
+            for buffer, old in zip(self._buffers, self._buffers_before, strict=True):
+                buffer.copy_(old)
 
-    def end(self, wish: int) -> int:
-        """After the turn; returns the largest of all ranks' wishes, those of :attr:`delay` batches before."""
-        if self._peers.world_size == 1:
-            return wish
-        decision = self._decided() if self._decided is not None else 0
-        self._decided = self._peers.largest(wish, self._device)
-        return decision
+    @property
+    def kept_back(self) -> bool:
+        """Whether a step of the last batch was kept back because its gradient was not finite."""
+        return self._guard.on and self._guard.bad
+
+    def end(self, wish: Callable[[], int], time_left: Callable[[], float]) -> int:
+        """After the turn; returns the largest of all ranks' wishes, of up to :attr:`delay` batches before."""
+        return self._agreement.after_step(wish, time_left)
+
+    def _count_gradients(self, weight: float) -> None:
+        """See to it that this rank's gradient counts as much as it has samples, where the ranks have not all as many.
+
+        DDP takes the mean over the ranks. A hook on each parameter costs little, but something, so it is there only when it is needed.
+        """
+        factor = weight * self._peers.world_size
+        if self._adasum:
+            factor = 1.0 if weight else 0.0
+        self._factor = 1.0 if abs(factor - 1) < 1e-9 else factor
+        if self._factor == 1:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+        elif not self._hooks:
+            self._hooks = [parameter.register_hook(self._counted) for model in self._prepared.models
+                           for parameter in model.parameters() if parameter.requires_grad]
+
+    def _counted(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * self._factor if self._factor else torch.zeros_like(gradient)  # 0 x inf is not 0
 
     def _wrapped(self, model: torch.nn.Module, find_unused_parameters: bool) -> torch.nn.Module:
         if self._peers.world_size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
-        wrapped = DistributedDataParallel(model, find_unused_parameters=find_unused_parameters)
-        # DDP looks at annotations, and takes none that are texts, as all of this module's are.
-        wrapped.register_comm_hook(None, lambda state, bucket: self._add_up(bucket))
+        # With views, gradients are not copied to where they are exchanged, and back.
+        wrapped = DistributedDataParallel(model, find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True)
+        if self._adasum:
+            # DDP looks at annotations, and takes none that are texts, as all of this module's are.
+            wrapped.register_comm_hook(None, lambda state, bucket: self._combined(bucket))
         return wrapped
 
-    def _add_up(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        gradient: torch.Tensor = bucket.buffer()
-        if self._weight:
-            gradient.mul_(self._weight)
-        else:
-            gradient.zero_()  # 0 x inf is not 0
-        work = dist.all_reduce(gradient, async_op=True)
-        assert work is not None
-        summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
-        return summed
+    def _combined(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        sizes = [gradient.numel() for gradient in bucket.gradients()]
+        done.set_result(combine(bucket.buffer(), sizes, self._peers.rank, self._peers.world_size, self._peers.swap))
+        return done
 
 
 def _clipping(norm: float) -> Callable[..., None]:

@@ -19,11 +19,15 @@ from typing import Any
 from parsl_freetrain.core.errors import FreeTrainError
 from parsl_freetrain.training.channel import Channel, is_ours
 from parsl_freetrain.training.fragment import FragmentOrder, RankPlace
+from parsl_freetrain.training.liveness import StopWatch
 from parsl_freetrain.training.warm_request import ServerRequest, start_environment
 
 _LOG_LINES = 12
 _RETRY_S = 0.02
 _BACKLOG = 128
+_LAUNCH_S = 120.0
+_LOOK_S = 0.5
+_STOPPED_S = 5.0   # after which a warm parent that is stopped is of no use any more
 
 
 def address_of(name: str) -> bytes:
@@ -220,10 +224,15 @@ class WarmParent:
         try:
             channel.send({'kind': 'launch', 'order': asdict(order), 'place': asdict(place), 'env': dict(env)})
             channel.send_bytes(payload)
+            if not self._answered(channel, _LAUNCH_S):
+                raise self._failure(f'did not start a rank within {_LAUNCH_S:g} s')
             pid = channel.recv()['pid']
         except (EOFError, KeyError) as error:
             channel.close()
             raise self._failure('could not start a rank') from error
+        except BaseException:
+            channel.close()
+            raise
         return RankProcess(channel, pid)
 
     def stop(self, timeout_s: float = 10.0) -> None:
@@ -267,12 +276,24 @@ class WarmParent:
 
     def _wait_for_ready(self, channel: Channel, timeout_s: float) -> None:
         channel.send({'kind': 'ping'})
-        if not channel.poll(max(timeout_s, 0.0)):
+        if not self._answered(channel, timeout_s):
             raise self._failure(f'is not ready after {timeout_s:.0f} s')
         try:
             self.pid = channel.recv()['pid']
         except EOFError as error:
             raise self._failure('ended before it was ready') from error
+
+    def _answered(self, channel: Channel, timeout_s: float) -> bool:
+        """Wait for a message; a warm parent that is stopped would never send one, and is killed, so that the next caller starts another."""
+        deadline = time.monotonic() + timeout_s
+        watch = StopWatch(channel.peer_pid())
+        while not channel.poll(max(0.0, min(_LOOK_S, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return False
+            if watch.stopped_s() >= _STOPPED_S:
+                os.kill(channel.peer_pid(), signal.SIGKILL)
+                raise self._failure(f'was stopped (SIGSTOP or SIGTSTP) for {_STOPPED_S:g} s and had to be killed')
+        return True
 
     def _failure(self, what: str) -> FreeTrainError:
         try:

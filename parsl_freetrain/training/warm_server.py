@@ -19,10 +19,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from parsl_freetrain.training.channel import Channel, is_ours
+from parsl_freetrain.training.channel import Channel, is_ours, peer_pid
 from parsl_freetrain.training.fragment import FragmentOrder, RankPlace
 from parsl_freetrain.training.inbox import STOP_SIGNALS
 from parsl_freetrain.training.linux import die_with_parent, end_session
+from parsl_freetrain.training.liveness import StopWatch
 from parsl_freetrain.training.warm import listen
 from parsl_freetrain.training.warm_request import ServerRequest
 
@@ -32,6 +33,7 @@ _TO_IMPORT = ('torch', 'torch.distributed', 'torch.nn.parallel', 'torch.utils.da
 _OWNER_CHECK_S = 0.5
 _HEADER_TIMEOUT_S = 2.0
 _OWNER_GONE = 3
+_LOOK_MS = 1000
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,6 +71,8 @@ def _watch(owner_pid: int) -> int | None:
 class _Child:
     pid: int
     connection: socket.socket
+    client: StopWatch
+    hang_s: float
     hung_up: bool = False
 
 
@@ -92,7 +96,7 @@ class Nursery:
         gc.collect()
         gc.freeze()  # a garbage collection in a rank would copy all of the pages that it shares with us
         while True:
-            for fd, _ in self._poll.poll():
+            for fd, _ in self._poll.poll(_LOOK_MS if self._children else None):
                 if fd == self._owner:
                     self._end_all()
                     return
@@ -108,6 +112,13 @@ class Nursery:
                     self._abandoned(fd)
                 elif fd in self._farewells:
                     self._say_farewell(fd)
+            self._end_forsaken()
+
+    def _end_forsaken(self) -> None:
+        """Kill ranks whose client is stopped: the executor has lost this node by then, and trains elsewhere."""
+        for child in self._children.values():
+            if child.client.stopped_s() > child.hang_s:
+                os.kill(child.pid, signal.SIGKILL)
 
     def _admit(self) -> bool:
         connection, _ = self._listener.accept()
@@ -146,7 +157,7 @@ class Nursery:
         if pid == 0:
             self._become_rank(Channel(connection), header, parent)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        child = _Child(pid, connection)
+        child = _Child(pid, connection, StopWatch(peer_pid(connection)), float(header['order']['hang_s']))
         pidfd = os.pidfd_open(pid)
         self._children[pidfd] = child
         self._by_connection[connection.fileno()] = child
@@ -282,7 +293,7 @@ def _serve_as_asked(channel: Channel, request: ServerRequest) -> int:
 
 def _run(channel: Channel, header: dict[str, Any]) -> int:
     from parsl_freetrain.training.rank import run_rank
-    order, place = FragmentOrder(**header['order']), RankPlace(**header['place'])
+    order, place = FragmentOrder.from_json(header['order']), RankPlace(**header['place'])
     log = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)

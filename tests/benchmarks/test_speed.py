@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -46,14 +47,20 @@ def workload(ctx: FragmentContext) -> None:
     ctx.report(rate=(ctx.samples - seen) / (time.monotonic() - began))
 
 
+def under_torchrun(ranks: int, module: str, *args: object) -> dict[str, Any]:
+    """What a module of this folder prints when it is run by torchrun."""
+    done = subprocess.run(
+        [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(ranks), '-m', f'tests.benchmarks.{module}',
+         *map(str, args)],
+        capture_output=True, text=True, check=True, env={**os.environ, 'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo'})
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
 def torchrun(total_samples: int, ranks: int) -> tuple[float, float]:
     """Seconds from the command to the first step, and samples per second."""
     began = time.time()
-    done = subprocess.run(
-        [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(ranks), '-m', 'tests.benchmarks.plain_ddp',
-         str(total_samples)],
-        capture_output=True, text=True, check=True, env={**os.environ, 'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo'})
-    answer = json.loads(done.stdout.splitlines()[-1])
+    answer = under_torchrun(ranks, 'plain_ddp', total_samples)
     return answer['first_step_at'] - began, answer['rate']
 
 
@@ -78,6 +85,17 @@ def test_training_speed_inside_a_fragment(tmp_path: Path) -> None:
     for name, rates in (('torchrun, DDP', plain), ('fragment, throughput mode', ours), ('fragment, reproducible mode', ours_reproducible)):
         middle = statistics.median(rates)
         print(f'  {name:28} {middle:9.0f}  {middle / base:6.3f}  (from {min(rates):.0f} to {max(rates):.0f})')
+
+
+def test_what_a_step_of_a_fragment_costs() -> None:
+    """Blocks of steps of plain DDP and of a fragment in turns, in the same processes."""
+    print(f'\nA fragment and plain DDP in turns, {RANKS} ranks; speed is the median ratio over blocks, with quartiles ({MACHINE})')
+    for width, steps in ((384, 30), (1024, 10)):
+        for mode, on_nan in (('throughput', 'stop'), ('throughput', 'skip'), ('reproducible', 'stop')):
+            found = under_torchrun(RANKS, 'alternating', width, 40, steps, mode, on_nan)
+            low, high = found['quartiles']
+            print(f'  width {width:4} {mode:12} on_nan={on_nan:5} plain {found["plain_ms"]:7.2f} ms, speed {found["speed"]:.3f} '
+                  f'({low:.3f} to {high:.3f}), CPU time {found["cpu"]:.3f}')
 
 
 def test_start_of_a_fragment_on_warm_nodes(tmp_path: Path) -> None:

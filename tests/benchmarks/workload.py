@@ -1,4 +1,4 @@
-"""What the benchmarks train: a network of 0.3 million weights on random data."""
+"""What the benchmarks train: a network of 0.35 million weights (2.3 million with width 1,024) on random data."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from torch import Tensor, nn
 BATCH = 256
 
 
-def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(128, 384), nn.ReLU(), nn.Linear(384, 384), nn.ReLU(), nn.Linear(384, 384), nn.ReLU(), nn.Linear(384, 10))
+def network(width: int = 384) -> nn.Module:
+    return nn.Sequential(nn.Linear(128, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
+                         nn.Linear(width, 10))
 
 
 def data() -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from parsl_freetrain.training.context import FragmentContext
+from parsl_freetrain.training.export import load_weights
 from parsl_freetrain.training.warm import WarmParent
 from tests.support.ranks import Message, order, ranks
 
@@ -242,6 +243,45 @@ def test_two_models_and_frozen_and_unused_parameters(warm: WarmParent, tmp_path:
     for world_size, folder in ((1, tmp_path / 'one'), (3, tmp_path / 'three')):
         outcomes = run(warm, folder, train, world_size=world_size)
         assert {outcome['how'] for outcome in outcomes} == {'finished'}, outcomes
-        states.append(torch.load(Path(outcomes[0]['path']) / 'state.pt', weights_only=True))
-    for name in ('model', 'model_2'):
-        assert all(torch.equal(states[0][name][key], states[1][name][key]) for key in states[0][name])
+        states.append(load_weights(outcomes[0]['path']))
+    assert {name.split('.')[0] for name in states[0]} == {'model', 'model_2'}
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_gradient_scaler_scales_and_is_saved(warm: WarmParent, tmp_path: Path) -> None:
+    def train(ctx: FragmentContext) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+        model, optimizer, scaler = ctx.prepare(model, optimizer, torch.amp.GradScaler('cpu', init_scale=1024.0, growth_interval=3))
+        for (x,) in ctx.loop(DATA, 4):
+            optimizer.zero_grad()
+            loss = model(x).pow(2).mean()
+            scaler.scale(loss * (float('inf') if ctx.samples == 8 else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        # An infinite gradient is the scaler's business: it leaves out the step and halves the scale.
+        assert scaler.get_scale() == {1: 512.0, 2: 1024.0}[ctx.fragment], scaler.get_scale()
+        assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    for fragment, total in ((1, 16), (2, 24)):
+        outcomes = run(warm, tmp_path, train, mode='throughput', world_size=2, fragment=fragment, total_samples=total)
+        assert [outcome['how'] for outcome in outcomes] == ['finished'] * 2, outcomes
+        assert 'skipped_steps' not in outcomes[0]['metrics']
+
+
+@pytest.mark.parametrize('mode', ['reproducible', 'throughput', 'scaled'])
+def test_a_learning_rate_by_samples(warm: WarmParent, tmp_path: Path, mode: str) -> None:
+    def train(ctx: FragmentContext) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+        scheduler = ctx.samples_lr(optimizer, lambda samples: 1 - samples / 32)
+        model, optimizer, scheduler = ctx.prepare(model, optimizer, scheduler)
+        for (x,) in ctx.loop(DATA, 4):
+            assert optimizer.param_groups[0]['lr'] == 2 * (1 - ctx.samples / 32), (ctx.samples, optimizer.param_groups)
+            optimizer.zero_grad()
+            model(x).mul(0).sum().backward()
+            optimizer.step()
+            scheduler.step()
+    for fragment, (world_size, total) in enumerate(((1, 8), (2, 16), (1, 28)), 1):
+        outcomes = run(warm, tmp_path, train, mode=mode, world_size=world_size, fragment=fragment, total_samples=total)
+        assert [outcome['how'] for outcome in outcomes] == ['finished'] * world_size, outcomes

@@ -1,0 +1,123 @@
+"""Plain DDP and a fragment's training in turns, block by block, in the same processes under torchrun; rank 0 prints one line of JSON.
+
+What else the machine does in between meets both alike, which is not so where one runs after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from parsl_freetrain.training.channel import Channel
+from parsl_freetrain.training.context import FragmentContext
+from parsl_freetrain.training.fragment import FragmentOrder, RankPlace
+from parsl_freetrain.training.inbox import Inbox
+from parsl_freetrain.training.keeper import Keeper
+from parsl_freetrain.training.peers import Alone, Gang, Peers
+from parsl_freetrain.training.store import PosixCheckpointStore
+from tests.benchmarks.workload import BATCH, data, network
+
+WARM_UP = 2
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def plain(width: int) -> Iterator[None]:
+    """Train on with plain DDP; yields after each step."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(network(width))
+    optimizer = optimizer_of(model)
+    dataset = TensorDataset(*data())
+    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=BATCH // dist.get_world_size(), sampler=sampler)
+    epoch = 0
+    while True:
+        sampler.set_epoch(epoch)
+        epoch += 1
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            yield
+
+
+def fragment(width: int, mode: str, on_nan: str, folder: str) -> Iterator[None]:
+    """Train on as a fragment does; yields after each step."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ours, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel = Channel(ours)
+    order = FragmentOrder(trainer='bench', fragment=1, store=folder, total_samples=10**12, total_epochs=None, mode=mode, shards=world,
+                          seed=1, deadline=time.time() + 1e6, checkpoint_every_s=1e9, on_nan=on_nan)
+    place = RankPlace(rank, world, rank, 1, '')
+    keeper = Keeper(PosixCheckpointStore(Path(folder), 'bench'), order, channel, None)
+    ctx = FragmentContext(order, place, _peers(), channel, Inbox(channel), keeper, torch.device('cpu'), None)
+    torch.manual_seed(0)
+    model = network(width)
+    model, optimizer = ctx.prepare(model, optimizer_of(model))
+    for x, y in ctx.loop(TensorDataset(*data()), BATCH):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        yield
+
+
+def _peers() -> Peers:
+    if dist.get_world_size() == 1:
+        return Alone()
+    gang = Gang.__new__(Gang)   # the process group is torchrun's
+    gang.rank, gang.world_size, gang._gathers_on_cpu = dist.get_rank(), dist.get_world_size(), True
+    gang._store = dist.distributed_c10d._get_default_store()
+    return gang
+
+
+def seconds(steps: Iterator[None], count: int) -> tuple[float, float]:
+    """Wall and CPU time of so many steps, all ranks beginning together."""
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(count):
+        next(steps)
+    return (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
+
+
+def main(width: int, blocks: int, steps: int, mode: str, on_nan: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group('gloo')
+    with tempfile.TemporaryDirectory() as folder:
+        runs: list[Callable[[], tuple[float, float]]] = []
+        for iterator in (plain(width), fragment(width, mode, on_nan, f'{folder}/store')):
+            runs.append(lambda iterator=iterator: seconds(iterator, steps))  # type: ignore[misc]
+        times: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
+        for block in range(WARM_UP + blocks):
+            for which in (0, 1) if block % 2 else (1, 0):
+                times[which].append(runs[which]())
+    pairs = list(zip(*(taken[WARM_UP:] for taken in times), strict=True))
+    if dist.get_rank() == 0:
+        ratios = [p[0] / f[0] for p, f in pairs]
+        answer = {'plain_ms': 1e3 * statistics.median(p[0] for p, _ in pairs),
+                  'fragment_ms': 1e3 * statistics.median(f[0] for _, f in pairs),
+                  'speed': statistics.median(ratios), 'quartiles': statistics.quantiles(ratios, n=4)[::2],
+                  'cpu': sum(p[1] for p, _ in pairs) / sum(f[1] for _, f in pairs)}
+        print(json.dumps(answer), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's teardown at interpreter exit aborts now and then
+
+
+if __name__ == '__main__':
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])

@@ -1,0 +1,92 @@
+"""How long a checkpoint holds up training, beside torch.distributed.checkpoint's plain save; run by ``make bench``."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint.state_dict_saver as dcp
+from torch import nn
+
+from parsl_freetrain.training.channel import Channel
+from parsl_freetrain.training.keeper import Keeper
+from parsl_freetrain.training.prepared import Prepared, sort_out
+from parsl_freetrain.training.state import Position, collect
+from parsl_freetrain.training.store import PosixCheckpointStore
+from tests.support.ranks import order
+
+ROUNDS = 9
+WIDTH, LAYERS = 1024, 25     # 25 x 1024 x 1024 numbers of 4 bytes: 105 MB, and as much again for the momentum
+MACHINE = f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}'
+
+
+def things() -> tuple[Prepared, Callable[[], None]]:
+    """A model with its optimizer, and a step of training it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    x = torch.randn(8, WIDTH)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+    step()
+    return sort_out((model, optimizer)), step
+
+
+def test_how_long_a_checkpoint_holds_up_training(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings('ignore', 'torch.distributed is disabled')
+    prepared, step = things()
+    model, optimizer = prepared.models[0], prepared.optimizers[0]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel, member = Channel(ours), Channel(theirs)
+    ordered = order(tmp_path, checkpoint_every_s=0.0)
+    keeper = Keeper(PosixCheckpointStore(tmp_path / 'store', 'digits'), ordered, channel, None)
+    times: dict[str, list[float]] = {name: [] for name in ('plain', 'pause', 'write', 'at once', 'step', 'step beside')}
+    for number in range(1, ROUNDS + 1):
+        now = Position(number, 100, 0, 50, 10, 0)
+        # Each comes first in turn: who writes after another finds less free memory for the file.
+        ways = [None, True, False]
+        for later in ways[number % 3:] + ways[:number % 3]:
+            began = time.monotonic()
+            if later is None:
+                dcp.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, checkpoint_id=str(tmp_path / 'plain'))
+                times['plain'].append(time.monotonic() - began)
+                shutil.rmtree(tmp_path / 'plain')
+                continue
+            keeper.save(lambda now=now: collect(prepared, now), number, {}, tidy=False, later=later)  # type: ignore[misc]
+            held = time.monotonic() - began
+            times['pause' if later else 'at once'].append(held)
+            while keeper._background.busy:
+                began = time.monotonic()
+                step()
+                times['step beside'].append(time.monotonic() - began)
+            keeper.settled()
+            message = member.recv()
+            if later:
+                times['write'].append(message['seconds'])
+        for _ in range(3):
+            began = time.monotonic()
+            step()
+            times['step'].append(time.monotonic() - began)
+        shutil.rmtree(ordered.store)
+    channel.close()
+    member.close()
+    print(f'\nA checkpoint of {sum(t.nbytes for t in prepared.tensors()) / 1e6:.0f} MB of weights with as much of momentum, '
+          f'seconds, median of {ROUNDS} ({MACHINE}, 1 thread, {tmp_path})')
+    base = statistics.median(times['plain'])
+    for name, label in (('plain', 'plain synchronous DCP: training held up'), ('pause', 'fragment: training held up'),
+                        ('write', 'fragment: written beside training'), ('at once', 'fragment, at its end: written at once'),
+                        ('step', 'a training step'), ('step beside', 'a training step beside a checkpoint')):
+        middle = statistics.median(times[name])
+        print(f'  {label:42} {middle:7.3f}  {middle / base:6.3f}  (from {min(times[name]):.3f} to {max(times[name]):.3f})')
