@@ -1,7 +1,8 @@
-"""The main job: two trainers on handwritten digits, in the holes of this computer.
+"""The main job: two trainers on handwritten digits, in the holes of this computer or of another site.
 
 ``python -m workflows.digits`` trains a small CNN and an MLP on slots that come, go and are killed as a
 schedule of holes says, then trains the same two undisturbed, and compares the final weights bit by bit.
+With ``--site`` the holes are those of a machine with a batch scheduler.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from parsl_freetrain.app import Checkpoint, TrainingFuture, freetrain_app
 from parsl_freetrain.cli.live import closing_table, run_live
+from parsl_freetrain.cli.sites import provider_of
 from parsl_freetrain.core.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.milp import MilpAllocator
 from parsl_freetrain.executor import FreeTrainExecutor
@@ -36,8 +38,10 @@ from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.summary import summary
 from parsl_freetrain.sites.generate import generate
 from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.sites.protocols import Site
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.schedule import Schedule, read_schedule, write_schedule
+from parsl_freetrain.training.export import load_weights
 from workflows.digits_models import train_digits
 
 NETWORKS = ('cnn', 'mlp')
@@ -51,9 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     out = Path(options.out).absolute()
     try:
-        schedule = prepare(out, options, console)
-        in_holes = train(out / 'holes', schedule, options, console, max_nodes=SHARDS)
-        alone = train(out / 'undisturbed', None, options, console, max_nodes=1)
+        prepare(out, options, console)
+        console.rule(f'in the holes of {where(options)}')
+        in_holes = train(out / 'holes', holes(out, options), options, console, max_nodes=SHARDS, step_s=options.step_s)
+        console.rule('undisturbed, each on one node')
+        alone = train(out / 'undisturbed', BackfillProvider(LocalSite(nodes=len(NETWORKS), poll_s=0.25), min_hole_s=1.0), options, console,
+                      max_nodes=1)
         report(out, in_holes, alone, options, console)
     except BadInput as error:
         print(error, file=sys.stderr)
@@ -69,19 +76,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog='digits', description=(__doc__ or '').partition('\n')[0])
+    parser.add_argument('--site', metavar='NAME|FILE', help=(
+        'a machine with a batch scheduler: a name in site_configs/, or a .py or .toml file (default: this computer)'))
     parser.add_argument('--idle', metavar='FILE', help='schedule of holes, CSV: start_s,end_s,node (default: a generated one)')
     parser.add_argument('--time-factor', type=float, default=1.0, help='multiply the times of FILE by this (default: 1)')
     parser.add_argument('--nodes', type=int, default=6, help='slots of this computer to use as nodes (default: 6)')
     parser.add_argument('--seed', type=int, default=32, help='of the generated schedule (default: %(default)s)')
     parser.add_argument('--epochs', type=float, default=180, help='how often each trainer sees every image (default: %(default)s)')
+    parser.add_argument('--step-s', type=float, default=0.0, help='make each step in the holes so many seconds longer (default: 0)')
     parser.add_argument('--resume', choices=('auto', 'require', 'never'), default='auto', help=(
         'what an interrupted run left in the output folder is continued (auto), must be there (require), or is moved aside (never)'))
     parser.add_argument('--out', default='demo-out', help='output folder (default: %(default)s)')
     return parser.parse_args(arguments)
 
 
-def prepare(out: Path, options: argparse.Namespace, console: Console) -> Schedule:
-    """The schedule of holes, and an output folder that holds nothing of another run."""
+def where(options: argparse.Namespace) -> str:
+    return options.site or f'{options.nodes} nodes of this computer'
+
+
+def prepare(out: Path, options: argparse.Namespace, console: Console) -> None:
+    """Make the output folder hold nothing of another run.
+
+    Raises
+    ------
+    BadInput
+        The folder cannot be made.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -95,35 +115,50 @@ def prepare(out: Path, options: argparse.Namespace, console: Console) -> Schedul
             for path in moved:
                 path.rename(old / path.name)
             console.print(f'An earlier run was moved to {old}.')
-    if options.idle:
-        return read_schedule(options.idle)
+
+
+def holes(out: Path, options: argparse.Namespace) -> BackfillProvider:
+    """The site that the options name.
+
+    Raises
+    ------
+    BadInput
+        There is no such site, or its file or the schedule cannot be used.
+    """
+    if options.site:
+        return provider_of(options.site)
+    schedule = read_schedule(options.idle) if options.idle else generated(out, options)
+    site = LocalSite(nodes=options.nodes, schedule=schedule, time_factor=options.time_factor if options.idle else 1.0, taken='kill',
+                     poll_s=0.25)
+    return BackfillProvider(site=site, min_hole_s=1.0)
+
+
+def generated(out: Path, options: argparse.Namespace) -> Schedule:
+    """A schedule that looks like the idle nodes of a supercomputer; it is kept in the output folder."""
     schedule = generate(options.nodes, duration_s=1800, seed=options.seed, idle_share=0.7, time_factor=1 / 60)
     write_schedule(schedule, out / 'holes.csv')
     return schedule
 
 
-def train(folder: Path, schedule: Schedule | None, options: argparse.Namespace, console: Console, max_nodes: int) -> dict[str, Checkpoint]:
-    """Train both networks, in holes or (``schedule`` None) each on a node of its own, and return their final checkpoints."""
-    factor = options.time_factor if options.idle else 1.0
-    site = (LocalSite(nodes=len(NETWORKS), poll_s=0.25) if schedule is None
-            else LocalSite(nodes=options.nodes, schedule=schedule, time_factor=factor, taken='kill', poll_s=0.25))
+def train(folder: Path, provider: BackfillProvider, options: argparse.Namespace, console: Console, max_nodes: int,
+          step_s: float = 0.0) -> dict[str, Checkpoint]:
+    """Train both networks and return their final checkpoints."""
     executor = FreeTrainExecutor(
-        provider=BackfillProvider(site=site, min_hole_s=1.0), checkpoint_dir=str(folder), resume=options.resume if schedule else 'auto',
+        provider=provider, checkpoint_dir=str(folder), resume=options.resume if folder.name == 'holes' else 'auto',
         metric='speedup', horizon_s=20, max_workers_per_node=0)
     trainer = freetrain_app(
         min_nodes=1, max_nodes=max_nodes, total_epochs=options.epochs, scaling=SCALING, rescale_up_s=1.0, rescale_down_s=1.0,
         shards=SHARDS, checkpoint_every_s=1.0)(train_digits)
-    console.rule('undisturbed, each on one node' if schedule is None else f'in the holes of {options.nodes} nodes')
     data = digits()
     with live(executor.ledger_path, console), parsl.load(Config(executors=[executor], strategy='none', run_dir=str(folder / 'runinfo'))):
-        futures: dict[str, TrainingFuture] = {name: trainer(name, *data, trainer_name=name) for name in NETWORKS}
-        return {name: result(future, site) for name, future in futures.items()}
+        futures: dict[str, TrainingFuture] = {name: trainer(name, *data, step_s=step_s, trainer_name=name) for name in NETWORKS}
+        return {name: result(future, provider.site) for name, future in futures.items()}
 
 
-def result(future: TrainingFuture, site: LocalSite) -> Checkpoint:
+def result(future: TrainingFuture, site: Site) -> Checkpoint:
     """Wait for a trainer as long as there can be holes for it."""
     while not wait([future], timeout=1.0).done:
-        if site.over_at is not None and time.time() > site.over_at:
+        if isinstance(site, LocalSite) and site.over_at is not None and time.time() > site.over_at:
             raise FreeTrainError(f'The schedule of holes has ended before {future.name!r}, at {future.progress().samples} samples; '
                                  f'the same command continues, with --idle for a longer schedule.')
     return future.result()
@@ -161,7 +196,7 @@ def report(out: Path, in_holes: dict[str, Checkpoint], alone: dict[str, Checkpoi
                 accuracy=in_holes[name].metrics['accuracy'],
                 accuracy_undisturbed=alone[name].metrics['accuracy'],
                 weights_equal=same_weights(in_holes[name], alone[name]))
-        draw(ledger, out / 'holes.png', title='Two trainers in the holes of this computer')
+        draw(ledger, out / 'holes.png', title=f'Two trainers in the holes of {where(options)}')
     (out / 'summary.json').write_text(json.dumps(result, indent=2) + '\n')
     console.print(closing_table(result))
     console.print(f'Picture: {out / "holes.png"}', soft_wrap=True)
@@ -170,7 +205,7 @@ def report(out: Path, in_holes: dict[str, Checkpoint], alone: dict[str, Checkpoi
 
 def same_weights(one: Checkpoint, other: Checkpoint) -> bool:
     """Whether two checkpoints hold bit for bit the same weights."""
-    first, second = (torch.load(Path(c.path) / 'state.pt', weights_only=True)['model'] for c in (one, other))
+    first, second = (load_weights(c) for c in (one, other))
     return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,8 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.25), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-def train_digits(ctx: FragmentContext, network: str, images: Tensor, labels: Tensor, test_images: Tensor, test_labels: Tensor) -> None:
+def train_digits(ctx: FragmentContext, network: str, images: Tensor, labels: Tensor, test_images: Tensor, test_labels: Tensor,
+                 step_s: float = 0.0) -> None:
     """Train one of the networks and report its accuracy on the test images.
 
     Parameters
@@ -33,6 +35,8 @@ def train_digits(ctx: FragmentContext, network: str, images: Tensor, labels: Ten
         Float tensors of shape (samples, 1, 8, 8), values 0 to 1.
     labels, test_labels
         Integer tensors of shape (samples,).
+    step_s
+        Each step takes so many seconds longer, to have a training that lasts.
     """
     torch.manual_seed(1)
     model = cnn() if network == 'cnn' else mlp()
@@ -44,6 +48,7 @@ def train_digits(ctx: FragmentContext, network: str, images: Tensor, labels: Ten
         loss.backward()
         optimizer.step()
         ctx.report(loss=loss.item())
+        time.sleep(step_s)
     model.eval()
     with torch.no_grad():
         ctx.report(accuracy=(model(test_images).argmax(1) == test_labels).float().mean().item())

@@ -24,9 +24,6 @@ from parsl_freetrain.ledger.summary import Remembering
 MOST_BLOCKS = 12
 """So many open blocks are listed; the others are counted."""
 
-SILENT_S = 60.0
-"""A live run that has noted nothing for so long is said to be silent."""
-
 STATE_STYLES = {'running': 'green', 'finished': 'bold green', 'failed': 'bold red', 'cancelled': 'yellow'}
 
 
@@ -39,24 +36,36 @@ class LiveView:
         The ledger; not closed by this view.
     allocator
         An exact one, for the efficiency U; without it U is not shown.
+    run
+        The beginning of a run's name; None: the newest.
     """
 
-    def __init__(self, reader: Reader, allocator: Allocator | None = None) -> None:
+    def __init__(self, reader: Reader, allocator: Allocator | None = None, run: str | None = None) -> None:
         self._reader = reader
+        self._run = run
         self._allocator = None if allocator is None else Remembering(allocator)
 
     def snapshot(self, now: float) -> Snapshot:
         """What :meth:`render` shows, as data; ``now`` in epoch seconds."""
-        return snapshot(self._reader, now, self._allocator)
+        return snapshot(self._reader, now, self._allocator, self._run)
 
     def render(self, now: float) -> RenderableType:
         """The view at ``now`` (epoch seconds); fits any console from 40 columns on."""
-        return _Screen(self.snapshot(now))
+        return screen(self.snapshot(now))
 
     def lines(self, now: float) -> list[str]:
         """One plain line per trainer, without any control character."""
-        seen = self.snapshot(now)
-        return [_plain_line(t, seen.elapsed_s) for t in seen.trainers]
+        return plain_lines(self.snapshot(now))
+
+
+def screen(seen: Snapshot) -> RenderableType:
+    """A snapshot for a console; fits any from 40 columns on."""
+    return _Screen(seen)
+
+
+def plain_lines(seen: Snapshot) -> list[str]:
+    """One plain line per trainer, without any control character."""
+    return [_plain_line(t, seen.elapsed_s) for t in seen.trainers]
 
 
 def run_live(
@@ -143,6 +152,8 @@ class _Screen:
                 )
         if len(seen.blocks) > MOST_BLOCKS:
             yield _cut(f'and {len(seen.blocks) - MOST_BLOCKS} more blocks', 'dim')
+        if seen.life.sentence:
+            yield Text(clean(seen.life.sentence), 'yellow')
 
 
 def _fits(table: Table, console: Console, options: ConsoleOptions) -> bool:
@@ -202,13 +213,15 @@ def _heading(seen: Snapshot) -> Text:
     text.append(f'  {_duration(seen.elapsed_s)}  {_nodes(sum(b.nodes for b in seen.blocks))}')
     if seen.ended is not None:
         text.append(f'  ended: {clean(seen.ended)}', 'dim')
-    elif seen.silent_s > SILENT_S:
+    elif seen.life.state == 'died':
+        text.append('  died', 'bold red')
+    elif seen.life.state == 'silent':
         text.append(f'  silent for {_duration(seen.silent_s)}', 'yellow')
     return text
 
 
 def _trainer_table(trainers: Sequence[TrainerNow], bar: int) -> Table:
-    table = _table('trainer', 'state', 'nodes', 'progress', 'samples', 'loss', 'rate', 'U', 'frag', 'pre', 'resc')
+    table = _table('trainer', 'state', 'nodes', 'progress', 'samples', 'loss', 'rate', 'U', 'frag', 'pre', 'resc', 'done in')
     for column in (0, 1, 3):
         table.columns[column].justify = 'left'
     for t in trainers:
@@ -224,6 +237,7 @@ def _trainer_table(trainers: Sequence[TrainerNow], bar: int) -> Table:
             str(t.fragments),
             str(t.preempted),
             str(t.rescaled),
+            _finish(t),
         )
     return table
 
@@ -240,6 +254,8 @@ def _trainer_lines(t: TrainerNow) -> RenderableType:
         parts.append(bar)
     parts.append(_cut(f'  {_samples(t)} at {_rate(t.rate)}, loss {_value(t.loss, ".4g")}'))
     parts.append(_cut(f'  U {_value(t.efficiency, ".2f")}, frag {t.fragments}, pre {t.preempted}, resc {t.rescaled}'))
+    if t.finish_s is not None:
+        parts.append(_cut(f'  done in {_finish(t)}'))
     return Group(*parts)
 
 
@@ -261,7 +277,7 @@ def _plain_line(t: TrainerNow, elapsed_s: float) -> str:
         f'{_duration(elapsed_s)} {t.name}: {t.state}, {_nodes(t.nodes)}, {_samples(t)} samples, '
         f'loss {_value(t.loss, ".4g")}, '
         f'{_rate(t.rate)}, U {_value(t.efficiency, ".2f")}, fragments {t.fragments}, preempted {t.preempted}, '
-        f'rescaled {t.rescaled}'
+        f'rescaled {t.rescaled}' + (f', done in {_finish(t)}' if t.finish_s is not None else '')
     )
 
 
@@ -297,6 +313,10 @@ def _rate(rate: float | None) -> str:
 
 def _value(value: float | None, how: str) -> str:
     return '–' if value is None else format(value, how)
+
+
+def _finish(t: TrainerNow) -> str:
+    return '–' if t.finish_s is None else _duration(t.finish_s)
 
 
 def _left(block: BlockNow) -> str:

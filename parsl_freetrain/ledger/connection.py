@@ -54,6 +54,8 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
             if schema.is_empty(connection):
                 schema.create(connection)
         schema.check(connection, str(path))
+        with Transaction(connection):
+            schema.upgrade(connection)
         connection.execute('PRAGMA journal_mode = DELETE')
         connection.execute('PRAGMA synchronous = NORMAL')
     except sqlite3.OperationalError as error:

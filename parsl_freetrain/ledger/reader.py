@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -108,6 +108,27 @@ class Reader:
         """All decisions, in order of time, with the keys of ``Ledger.decision`` and ``run``."""
         return self._table('decisions', run)
 
+    def about(self, run: Run) -> dict[str, Any]:
+        """Who runs it, where: ``host``, ``pid``, ``started`` (of the process, epoch seconds), ``folder``, ``checkpoint_dir``, if known."""
+        with self._reading():
+            row = self._connection.execute("SELECT detail FROM events WHERE run = ? AND kind = 'RunBegan'", (run.id,)).fetchone()
+        return dict(json.loads(row[0])) if row else {}
+
+    def recent_decisions(self, run: Run, most: int) -> list[dict[str, Any]]:
+        """The last decisions of a run, newest first, as :meth:`decisions` has them, each with its ``problem`` (None: it was not kept)."""
+        with self._reading():
+            asked = {}
+            if self._connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'problems'").fetchone():
+                asked = {decision: json.loads(problem) for decision, problem in self._connection.execute(
+                    'SELECT decision, problem FROM problems WHERE run = ?', (run.id,))}
+            rows = list(self._rows('decisions', run.id, f'at DESC, rowid DESC LIMIT {int(most)}', 'rowid AS id, *'))
+        return [{**row, 'problem': asked.get(row['id'])} for row in rows]
+
+    def recent_events(self, run: Run, kinds: Sequence[str], most: int) -> list[dict[str, Any]]:
+        """The last events of these kinds, newest first."""
+        with self._reading():
+            return list(self._rows('events', run.id, f'at DESC, rowid DESC LIMIT {int(most)}', kinds=kinds))
+
     def _table(self, table: str, run: str | None) -> list[dict[str, Any]]:
         with self._reading():
             runs = tuple(Run(**row) for row in self._rows('runs', None, 'id'))
@@ -122,9 +143,11 @@ class Reader:
         known = ', '.join(r.name for r in runs[-5:]) or 'none'
         raise BadInput(f'The ledger {self.path} has no run {name!r}; its last runs are: {known}.')
 
-    def _rows(self, table: str, run: int | None, order: str) -> Iterator[dict[str, Any]]:
-        where, values = ('', ()) if run is None else (' WHERE run = ?', (run,))
-        cursor = self._connection.execute(f'SELECT * FROM {table}{where} ORDER BY {order}', values)  # noqa: S608 - our own words
+    def _rows(self, table: str, run: int | None, order: str, what: str = '*', kinds: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+        conditions = [*(['run = ?'] if run is not None else []), *([f'kind IN ({", ".join("?" * len(kinds))})'] if kinds else [])]
+        where = f' WHERE {" AND ".join(conditions)}' if conditions else ''
+        values = (*(() if run is None else (run,)), *kinds)
+        cursor = self._connection.execute(f'SELECT {what} FROM {table}{where} ORDER BY {order}', values)  # noqa: S608 - our own words
         columns = [c[0] for c in cursor.description]
         lists, mappings = _LISTS.get(table, ()), _MAPPINGS.get(table, ())
         for values_of_row in cursor:

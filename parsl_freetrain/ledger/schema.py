@@ -6,11 +6,14 @@ import sqlite3
 
 from parsl_freetrain.core.errors import BadInput
 
-VERSION = 1
+VERSION = 2
 """Stands in ``PRAGMA user_version``; raised whenever a table changes."""
 
 APPLICATION_ID = 0x46725472
 """Stands in ``PRAGMA application_id``: tells a ledger from any other SQLite file."""
+
+# Came with version 2.
+PROBLEMS = 'CREATE TABLE problems (run INTEGER NOT NULL, decision INTEGER NOT NULL, problem TEXT NOT NULL)'
 
 # Times are epoch seconds. Lists and mappings are JSON. Everything is keyed by run, because a resumed
 # workflow appends to the same ledger and may number a fragment again whose first attempt left no checkpoint.
@@ -47,6 +50,7 @@ TABLES = (
         run INTEGER NOT NULL, trainer TEXT NOT NULL, fragment INTEGER NOT NULL, at REAL NOT NULL,
         samples INTEGER NOT NULL, path TEXT NOT NULL, seconds REAL NOT NULL, metrics TEXT NOT NULL)""",
     """CREATE TABLE offers (run INTEGER NOT NULL, name TEXT NOT NULL, start REAL NOT NULL, "end" REAL)""",
+    PROBLEMS,
     'CREATE INDEX events_by_run ON events (run, at)',
     'CREATE INDEX decisions_by_run ON decisions (run, at)',
     'CREATE INDEX progress_by_fragment ON progress (run, trainer, fragment, at)',
@@ -61,6 +65,13 @@ def create(connection: sqlite3.Connection) -> None:
         connection.execute(statement)
     connection.execute(f'PRAGMA application_id = {APPLICATION_ID}')
     connection.execute(f'PRAGMA user_version = {VERSION}')
+
+
+def upgrade(connection: sqlite3.Connection) -> None:
+    """Make what an older release did not make, in the transaction that the caller opened."""
+    if connection.execute('PRAGMA user_version').fetchone()[0] < VERSION:
+        connection.execute(PROBLEMS)
+        connection.execute(f'PRAGMA user_version = {VERSION}')
 
 
 def is_empty(connection: sqlite3.Connection) -> bool:

@@ -19,6 +19,12 @@ log = logging.getLogger(__name__)
 
 Value = str | int | float | None
 
+PROBLEMS_KEPT = 20
+"""Of so many decisions of a run it is kept what exactly was asked."""
+
+ALIVE_S = 30.0
+"""A run that has nothing to note says so often, in seconds, that it lives."""
+
 
 class Ledger:
     """The one writer of a ledger file.
@@ -61,8 +67,13 @@ class Ledger:
         self._connection.close()
         self._run = None
 
-    def begin_run(self, run: str, *, at: float, parsl_run_dir: str, command: str) -> None:
+    def begin_run(self, run: str, *, at: float, parsl_run_dir: str, command: str, about: Mapping[str, Any] | None = None) -> None:
         """Start a run (or a resume); written at once. ``run`` is Parsl's run id, unique within the ledger.
+
+        Parameters
+        ----------
+        about
+            Who runs it, where: the detail of an event of kind 'RunBegan'.
 
         Raises
         ------
@@ -75,6 +86,9 @@ class Ledger:
                     'INSERT INTO runs (name, begun_at, last_at, parsl_run_dir, command) VALUES (?, ?, ?, ?, ?)',
                     (str(run), float(at), float(at), str(parsl_run_dir), str(command)),
                 )
+                if about is not None:
+                    self._connection.execute("INSERT INTO events (run, at, kind, detail) VALUES (?, ?, 'RunBegan', ?)",
+                                             (cursor.lastrowid, float(at), _json(about)))
         except sqlite3.IntegrityError:
             raise BadInput(f'The ledger {self.path} has a run {run!r} already; each run needs a name of its own.') from None
         except sqlite3.OperationalError as error:
@@ -141,6 +155,13 @@ class Ledger:
             ),
             at,
         )
+
+    def problem(self, document: Mapping[str, Any]) -> None:
+        """What the allocator was asked in the decision that was noted last; of each run only the newest few are kept."""
+        self._note('INSERT INTO problems (run, decision, problem) SELECT ?, max(rowid), ? FROM decisions', (_json(document),), None)
+        run = self._run_id()
+        self._note('DELETE FROM problems WHERE run = ? AND rowid NOT IN (SELECT rowid FROM problems WHERE run = ? '
+                   'ORDER BY rowid DESC LIMIT ?)', (run, run, PROBLEMS_KEPT), None, with_run=False)
 
     def trainer(self, *, name: str, at: float, spec: Mapping[str, Any], total_samples: int | None, samples: int) -> None:
         """A trainer was submitted; ``samples`` were trained already when it is resumed."""
@@ -293,6 +314,11 @@ class Ledger:
         self._note('DELETE FROM offers WHERE run = ?', (run,), None, with_run=False)
         self._pending.append(('INSERT INTO offers (run, name, start, "end") VALUES (?, ?, ?, ?)', new))
         self._offers = new
+
+    def alive(self, at: float) -> None:
+        """The run goes on, whether or not anything has happened."""
+        if at - self._written_at >= ALIVE_S:
+            self._last_at = max(self._last_at, float(at))
 
     def commit(self) -> None:
         """Write what is pending. If the file cannot be written now, it stays pending and a warning is logged once."""

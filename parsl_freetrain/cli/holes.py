@@ -1,0 +1,43 @@
+"""``freetrain holes``: what could be had now, without asking for any of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def holes(
+    site: Annotated[str, typer.Option(metavar='NAME|FILE', help='A site: local, a name in site_configs/, or a .py or .toml file.')],
+    as_json: Annotated[bool, typer.Option('--json', help='One JSON document on standard output.')] = False,
+) -> None:
+    """Show the holes that can be had now; nothing is submitted."""
+    # The help is there without Parsl.
+    from rich.console import Console
+
+    from parsl_freetrain.cli.sites import holes_of, provider_of
+
+    found = holes_of(provider_of(site).site)
+    if as_json:
+        print(json.dumps(found))
+    elif not found:
+        print('There are no holes now.')
+    else:
+        Console().print(_table(found, time.time()))
+
+
+def _table(found: list[dict[str, Any]], now: float) -> Table:
+    from rich.table import Table
+
+    table = Table('nodes', 'for', 'until', 'queue', 'names')
+    for hole in found:
+        end = hole['until_s']
+        table.add_row(str(hole['nodes']), 'as long as nobody needs them' if end is None else f'{end - now:.0f} s',
+                      '' if end is None else time.strftime('%H:%M:%S', time.localtime(end)), hole['queue'], ', '.join(hole['names'][:8])
+                      + (f' and {len(hole["names"]) - 8} more' if len(hole['names']) > 8 else ''))
+    return table

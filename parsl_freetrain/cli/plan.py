@@ -1,0 +1,65 @@
+"""``freetrain plan``: every block that would fill the holes of now, with its batch script; nothing is sent."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.words import BlockRequest
+
+if TYPE_CHECKING:
+    from parsl_freetrain.sites.provider import BackfillProvider
+
+# What the executor fills in is known only when it runs: its addresses, ports and certificates.
+COMMAND = 'python3 -P -m parsl_freetrain.training.node process_worker_pool.py ...'
+
+
+def plan(
+    site: Annotated[str, typer.Option(metavar='NAME|FILE', help='A site: a name in site_configs/, or a .py or .toml file.')],
+    as_json: Annotated[bool, typer.Option('--json', help='One JSON document on standard output.')] = False,
+) -> None:
+    """Show every block that would be submitted, and its exact batch script; nothing is sent.
+
+    There is work for every hole here; a run submits only what its trainers can use, one block at a time.
+    """
+    from parsl_freetrain.cli.sites import provider_of  # the help is there without Parsl
+
+    provider = provider_of(site)
+    blocks = blocks_for(provider, time.time())
+    if as_json:
+        print(json.dumps(blocks))
+        return
+    if not blocks:
+        print('There are no holes now, so nothing would be submitted.')
+    for number, block in enumerate(blocks):
+        walltime = 'until preempted' if block['walltime_s'] is None else f'for {block["walltime_s"]:.0f} s'
+        print(f'### block {number}: {block["nodes"]} nodes of {block["queue"]}, a hole {walltime}\n{block["script"]}')
+
+
+def blocks_for(provider: BackfillProvider, now: float) -> list[dict[str, Any]]:
+    """The blocks for the holes of now, largest first, no more than the provider may open.
+
+    Raises
+    ------
+    BadInput
+        The site has no batch scripts.
+    """
+    from parsl_freetrain.cli.sites import holes_of
+    from parsl_freetrain.sites.batch.site import BatchSite
+
+    where = provider.site
+    if not isinstance(where, BatchSite):
+        raise BadInput(f'The site {where.name!r} has no batch scripts to show; name a site with a batch scheduler.')
+    blocks: list[dict[str, Any]] = []
+    for hole in sorted(holes_of(where), key=lambda hole: -hole['nodes'])[:provider.max_blocks]:
+        walltime_s = None if hole['until_s'] is None else hole['until_s'] - now
+        request = BlockRequest(hole['nodes'], walltime_s, hole['queue'], tuple(hole['names']))
+        script = where.script_for(request, COMMAND, Path('runinfo/000/submit_scripts').absolute(), f'block-{len(blocks)}',
+                                  provider.worker_init)
+        blocks.append({'nodes': hole['nodes'], 'walltime_s': walltime_s, 'queue': hole['queue'], 'script': script})
+    return blocks

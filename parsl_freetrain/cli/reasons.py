@@ -1,0 +1,174 @@
+"""Why a trainer has the nodes that it has, from what a ledger says; nothing is read or solved here but what is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parsl_freetrain.core.explain import Reason
+from parsl_freetrain.ledger.rows import FINAL_STATES, FragmentRow, Run, Story, TrainerRow
+
+REFUSAL_S = 600.0
+"""A refusal of the site that is older than this says nothing about now."""
+
+MOST_OTHERS = 5
+
+TRIGGERS = {
+    'NodesJoined': 'nodes joined',
+    'NodesLeft': 'nodes left',
+    'BlockClosed': 'a block ended',
+    'BlockEndKnown': 'the end of a block became known',
+    'TrainerSubmitted': 'a trainer was submitted',
+    'TotalKnown': 'the length of a training became known',
+    'FragmentProgressed': 'a trainer made progress',
+    'FragmentEnded': 'a fragment ended',
+    'TrainerCancelled': 'a trainer was cancelled',
+    'OrdinaryWork': 'ordinary Parsl tasks came or went',
+    'Tick': 'time went by',
+}
+"""What a decision followed, in words."""
+
+
+@dataclass(frozen=True)
+class DecisionAbout:
+    """A decision as one trainer sees it; worths are over the horizon, in the objective's unit x seconds.
+
+    Attributes
+    ----------
+    ago_s
+        Seconds since.
+    nodes
+        There were so many to give away.
+    nodes_before, nodes_after
+        The trainer's own.
+    staying, objective
+        What keeping everything would have been worth, and what was decided.
+    others
+        Nodes of the other trainers that get any.
+    horizon_s, worth_before, worth, rescale_cost, alternative
+        From solving the problem again, None where it was not kept: see :class:`parsl_freetrain.core.explain.Reason`.
+    """
+
+    ago_s: float
+    trigger: str
+    nodes: int
+    nodes_before: int
+    nodes_after: int
+    status: str
+    solver: str
+    staying: float
+    objective: float
+    others: Mapping[str, int]
+    actions: tuple[str, ...]
+    horizon_s: float | None = None
+    worth_before: float | None = None
+    worth: float | None = None
+    rescale_cost: float | None = None
+    alternative: Mapping[str, float] | None = None
+
+
+def decision_about(name: str, row: Mapping[str, Any], now: float, reason: Reason | None = None) -> DecisionAbout:
+    """One row of decisions, with the ``reason`` if the problem could be solved again."""
+    known: dict[str, Any] = {}
+    if reason is not None:
+        other = reason.alternative
+        known = {'horizon_s': row['problem']['horizon_s'], 'worth_before': reason.worth_before, 'worth': reason.worth,
+                 'rescale_cost': reason.rescale_cost,
+                 'alternative': None if other is None else {'nodes': other.nodes, 'worse_by': other.worse_by}}
+    return DecisionAbout(
+        ago_s=now - row['at'], trigger=row['trigger'], nodes=row['nodes'], nodes_before=row['current'].get(name, 0),
+        nodes_after=row['allocation'].get(name, 0), status=row['status'], solver=row['solver'], staying=row['staying'],
+        objective=row['objective'], others={k: n for k, n in row['allocation'].items() if n and k != name},
+        actions=tuple(row['actions']), **known)
+
+
+def running_fragment(story: Story, trainer: TrainerRow) -> FragmentRow | None:
+    """The fragment that the trainer has now."""
+    mine = [f for f in story.fragments if f.run == trainer.run and f.trainer == trainer.name and f.ended_at is None]
+    return mine[-1] if mine else None
+
+
+def waits_for(story: Story, run: Run, trainer: TrainerRow, decisions: Sequence[Mapping[str, Any]],
+              refusals: Sequence[Mapping[str, Any]], now: float) -> str | None:
+    """What keeps a trainer of a live run from training, in a sentence; None if it has nodes or is over.
+
+    Parameters
+    ----------
+    decisions, refusals
+        The last decisions and the last refusals of blocks, newest first.
+    """
+    if trainer.state in FINAL_STATES or running_fragment(story, trainer) is not None:
+        return None
+    open_blocks = [b for b in story.blocks if b.run == run.id and b.closed_at is None]
+    joined = [n for n in story.nodes if n.run == run.id and n.left_at is None]
+    if not joined:
+        return _for_nodes(len(open_blocks), sum(b.nodes for b in open_blocks), refusals, now)
+    last = decisions[0] if decisions else None
+    if last is None or last['at'] < trainer.submitted_at:
+        return 'It waits for the next decision.'
+    if trainer.name not in last['allocation']:
+        turn = ', '.join(last['allocation']) or 'none'
+        return f'It waits for its turn: the executor lets only so many trainers train at a time, and now these do: {turn}.'
+    if last['allocation'][trainer.name]:
+        return f'It is to get {nodes(last["allocation"][trainer.name])}, and waits until whoever is on them has stopped.'
+    fewest = int(trainer.spec.get('min_nodes') or 1)
+    if last['nodes'] < fewest:
+        return f'It waits for more nodes: it needs {fewest} at least, and there {"is" if last["nodes"] == 1 else "are"} {last["nodes"]}.'
+    others = shares({k: n for k, n in last['allocation'].items() if n})
+    return f"It waits because others do more with the pool's {nodes(last['nodes'])}: {others}."
+
+
+def _for_nodes(blocks: int, asked: int, refusals: Sequence[Mapping[str, Any]], now: float) -> str:
+    if blocks:
+        which = 'a block' if blocks == 1 else f'{blocks} blocks'
+        return f'It waits for nodes: {which} with {nodes(asked)} {"is" if blocks == 1 else "are"} asked for and not ready yet.'
+    if refusals and now - refusals[0]['at'] < REFUSAL_S:
+        return (f'It waits for nodes: the site refused a block of {nodes(refusals[0]["detail"].get("nodes", 0))} '
+                f'{now - refusals[0]["at"]:.0f} s ago: {refusals[0]["detail"].get("error", "no reason given")}')
+    return 'It waits for a hole: the site offers no nodes now, or not for long enough.'
+
+
+def in_words(name: str, about: DecisionAbout) -> list[str]:
+    """A decision in two or three sentences."""
+    trigger = ', '.join(TRIGGERS.get(word, word) for word in about.trigger.split('+'))
+    change = (f'{name} keeps {nodes(about.nodes_after)}' if about.nodes_before == about.nodes_after
+              else f'{name} goes from {about.nodes_before} to {nodes(about.nodes_after)}')
+    others = shares(about.others)
+    lines = [f'{trigger}; there {"is" if about.nodes == 1 else "are"} {nodes(about.nodes)} to give away. '
+             f'{change}{f"; {others}" if others else ""}.']
+    gain = about.objective - about.staying
+    horizon = '' if about.horizon_s is None else f' over the next {about.horizon_s:g} s'
+    lines.append(f'In all this is worth {_number(about.objective)}{horizon}, '
+                 + (f'{_number(gain)} more than changing nothing' if gain > 0 else 'and no change is worth more')
+                 + f' ({about.status}, by {about.solver}).')
+    if about.worth is not None and about.worth_before is not None:
+        own = f'To {name} it is worth {_number(about.worth)}'
+        if about.nodes_before != about.nodes_after:
+            own += f', keeping what it had {_number(about.worth_before)}'
+        other = about.alternative
+        if other is None:
+            own += '; there is no way to give it another number of nodes.'
+        elif other['worse_by'] == 0:
+            own += f'; {nodes(int(other["nodes"]))} for it would be as good.'
+        else:
+            own += (f'; with {nodes(int(other["nodes"]))} for it, the next best, all together would be worth '
+                    f'{_number(other["worse_by"])} less.')
+        lines.append(own)
+    return lines
+
+
+def shares(allocation: Mapping[str, int]) -> str:
+    """Who gets how many nodes, the largest first."""
+    ranked = sorted(allocation.items(), key=lambda item: -item[1])
+    shown = ', '.join(f'{name} {count}' for name, count in ranked[:MOST_OTHERS])
+    return f'{shown} and {len(ranked) - MOST_OTHERS} more' if len(ranked) > MOST_OTHERS else shown
+
+
+def nodes(count: int) -> str:
+    """So many nodes."""
+    return '1 node' if count == 1 else f'{count} nodes'
+
+
+def _number(value: float) -> str:
+    return f'{value:.4g}' if abs(value) < 1e6 else f'{value:.3e}'

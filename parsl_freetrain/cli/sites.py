@@ -1,0 +1,92 @@
+"""Which site a command line means: a name, a Python file with a configuration, or a TOML file with settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from parsl.config import Config
+
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain.sites.batch.site import BatchSite
+from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.sites.named import load_site_file, site_files, site_in_table
+from parsl_freetrain.sites.protocols import Site
+from parsl_freetrain.sites.provider import BackfillProvider
+
+
+def provider_of(given: str) -> BackfillProvider:
+    """The provider of the site that ``--site`` names; nothing is started.
+
+    Parameters
+    ----------
+    given
+        ``local``; a TOML file with the settings of one queue; a Python file whose ``config()`` gives a Parsl configuration
+        with a FreeTrainExecutor; or the name of such a file in ``site_configs/``.
+
+    Raises
+    ------
+    BadInput
+        There is no such site, or its file cannot be used.
+    """
+    path = Path(given)
+    if path.suffix == '.toml':
+        return BackfillProvider(site_in_table(path))
+    if file := _file_of(given):
+        return _executor(_configured(file), given)[1]
+    if given == 'local':
+        return BackfillProvider(LocalSite())
+    known = ', '.join(['local', *sorted(site_files())])
+    raise BadInput(f'There is no site {given!r}; name one of {known}, or a .py or .toml file.')
+
+
+def config_of(given: str) -> tuple[Config, FreeTrainExecutor]:
+    """A Parsl configuration for the site that ``--site`` names, and its FreeTrainExecutor; nothing is started.
+
+    A Python file says it itself; for other sites everything has its default, and checkpoints go to ``checkpoints/`` in the current folder.
+
+    Raises
+    ------
+    BadInput
+        There is no such site, or its file cannot be used.
+    """
+    if file := _file_of(given):
+        config = _configured(file)
+        return config, _executor(config, given)[0]
+    executor = FreeTrainExecutor(provider=provider_of(given))
+    return Config(executors=[executor], strategy='none'), executor
+
+
+def _executor(config: Config, given: str) -> tuple[FreeTrainExecutor, BackfillProvider]:
+    for executor in config.executors:
+        if isinstance(executor, FreeTrainExecutor) and isinstance(executor.provider, BackfillProvider):
+            return executor, executor.provider
+    raise BadInput(f'The configuration of the site {given} has no FreeTrainExecutor, so there is no site to look at.')
+
+
+def _configured(path: Path) -> Config:
+    module = load_site_file(path)
+    try:
+        config = module.config()
+        assert isinstance(config, Config), f'config() gives {config!r}, not a parsl.config.Config'
+        return config
+    except BadInput:
+        raise
+    except Exception as error:   # the user's own code
+        raise BadInput(f'The site file {path} gives no configuration: {type(error).__name__}: {error}.') from error
+
+
+def _file_of(given: str) -> Path | None:
+    return Path(given) if given.endswith('.py') else site_files().get(given)
+
+
+def holes_of(site: Site) -> list[dict[str, Any]]:
+    """The holes that can be had now, in the form of the command line's contract."""
+    if isinstance(site, BatchSite):
+        found = site.holes_now()
+    else:
+        site.start()
+        found = site.holes()
+        site.close()
+    return [{'nodes': hole.nodes, 'until_s': hole.until_s, 'queue': hole.queue, 'names': list(hole.names)} for hole in found]

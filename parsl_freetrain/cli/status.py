@@ -1,0 +1,30 @@
+"""``freetrain status``: one screen that says what goes on now."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from parsl_freetrain.cli.where import JsonOption, LedgerOption, RunOption, ledger_at
+
+
+def status(ledger: LedgerOption = None, run: RunOption = None, as_json: JsonOption = False) -> None:
+    """Show trainers and blocks of a run: progress, nodes, rate, efficiency U so far, preemptions, expected finish, time left.
+
+    Works while the run lives and afterwards, from any computer that sees its file system.
+    """
+    # The help is there without them.
+    from rich.console import Console
+
+    from parsl_freetrain.cli.live import LiveView, screen
+    from parsl_freetrain.cli.snapshot import as_document
+    from parsl_freetrain.core.dp import DpAllocator
+    from parsl_freetrain.ledger.reader import Reader
+
+    path = ledger_at(ledger)
+    with Reader(path) as reader:
+        seen = LiveView(reader, DpAllocator(), run).snapshot(time.time())
+    if as_json:
+        print(json.dumps({'ledger': str(path), **as_document(seen)}))
+    else:
+        Console().print(screen(seen))

@@ -1,0 +1,92 @@
+"""``freetrain watch``: what ``freetrain status`` shows, live, until the run is over."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from parsl_freetrain.cli.where import LedgerOption, RunOption, ledger_at
+from parsl_freetrain.core.errors import BadInput
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from parsl_freetrain.cli.live import LiveView
+
+PLAIN_S = 10.0
+"""Seconds between two looks where the output is no terminal, unless something else is asked for."""
+
+TERMINAL_S = 1.0
+"""The same on a terminal."""
+
+
+def watch(
+    ledger: LedgerOption = None,
+    run: RunOption = None,
+    every: Annotated[float, typer.Option(metavar='S', help='Seconds between two looks; 0: 1 on a terminal, 10 elsewhere.')] = 0.0,
+    as_json: Annotated[bool, typer.Option('--json', help='At each look one JSON document on a line, as of status --json.')] = False,
+) -> None:
+    """Show what goes on, live, until the run is over; Ctrl-C ends the view and nothing else."""
+    # The help is there without them.
+    from rich.console import Console
+
+    from parsl_freetrain.cli.live import LiveView
+    from parsl_freetrain.core.dp import DpAllocator
+    from parsl_freetrain.ledger.reader import Reader
+
+    if not 0 <= every < math.inf:
+        raise BadInput(f'--every is {every:g}; it must be a number of seconds, 0 or more.')
+    path = ledger_at(ledger)
+    with Reader(path) as reader:
+        view = LiveView(reader, DpAllocator(), run)
+        console = Console()
+        pause = threading.Event()   # an interruptible sleep
+        try:
+            if as_json:
+                _follow(view, lambda: _print_json(path, view), every or PLAIN_S, pause)
+            elif not console.is_terminal:
+                _follow(view, lambda: _print_lines(console, view), every or PLAIN_S, pause)
+            else:
+                _draw(view, console, every or TERMINAL_S, pause)
+        except KeyboardInterrupt:
+            pass
+
+
+def _follow(view: LiveView, show: Callable[[], None], every_s: float, pause: threading.Event) -> None:
+    show()
+    while _goes_on(view):
+        pause.wait(every_s)
+        show()
+
+
+def _draw(view: LiveView, console: Console, every_s: float, pause: threading.Event) -> None:
+    from rich.live import Live
+
+    with Live(view.render(time.time()), console=console, auto_refresh=False, vertical_overflow='ellipsis') as live:
+        _follow(view, lambda: live.update(view.render(time.time()), refresh=True), every_s, pause)
+
+
+def _goes_on(view: LiveView) -> bool:
+    return view.snapshot(time.time()).life.state in ('running', 'silent')
+
+
+def _print_json(path: Path, view: LiveView) -> None:
+    from parsl_freetrain.cli.snapshot import as_document
+
+    print(json.dumps({'ledger': str(path), **as_document(view.snapshot(time.time()))}), flush=True)
+
+
+def _print_lines(console: Console, view: LiveView) -> None:
+    from parsl_freetrain.cli.live import plain_lines
+
+    seen = view.snapshot(time.time())
+    for line in [*plain_lines(seen), *([seen.life.sentence] if seen.life.sentence else [])]:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    console.file.flush()

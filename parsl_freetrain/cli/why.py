@@ -1,0 +1,126 @@
+"""``freetrain why``: why a trainer has the nodes that it has, or what it waits for."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from parsl_freetrain.cli.where import JsonOption, LedgerOption, RunOption, ledger_at, run_named, trainer_named
+from parsl_freetrain.core.errors import BadInput
+
+if TYPE_CHECKING:
+    from parsl_freetrain.core.explain import Reason
+    from parsl_freetrain.ledger.reader import Reader
+
+LOOK_BACK = 500
+"""Decisions that are looked at for those that are about the trainer."""
+
+
+def why(
+    trainer: Annotated[str, typer.Argument(help='Name of a trainer.')],
+    last: Annotated[int, typer.Option(metavar='N', help='So many decisions, the newest first.')] = 3,
+    ledger: LedgerOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a trainer does or waits for, and explain the last decisions about it: what was seen, what else could have been done."""
+    from parsl_freetrain.cli.live import clean  # the help is there without it
+    from parsl_freetrain.ledger.reader import Reader
+
+    if last < 0:
+        raise BadInput(f'--last is {last}; it must be a number of decisions, 0 or more.')
+    with Reader(ledger_at(ledger)) as reader:
+        found = explanation(reader, trainer, run, last, time.time())
+    if as_json:
+        print(json.dumps(found))
+        return
+    print('\n'.join(clean(line) for line in _lines(found)))
+
+
+def explanation(reader: Reader, trainer: str, run: str | None, last: int, now: float) -> dict[str, Any]:
+    """What the verb prints, as data.
+
+    Raises
+    ------
+    BadInput
+        There is no such run, or no such trainer in it.
+    """
+    from parsl_freetrain.cli.liveness import life_of
+    from parsl_freetrain.cli.reasons import decision_about, running_fragment, waits_for
+    from parsl_freetrain.ledger.rows import FINAL_STATES
+
+    story = reader.story()
+    name = run_named([r.name for r in story.runs], run)
+    if not story.runs:
+        raise BadInput(f'The ledger {reader.path} has no run yet.')
+    chosen = next((r for r in story.runs if r.name == name), story.runs[-1])
+    rows = {t.name: t for t in story.trainers if t.run == chosen.id}
+    row = rows[trainer_named(rows, trainer)]
+    life = life_of(story, chosen, reader.about(chosen), now)
+    decisions = reader.recent_decisions(chosen, LOOK_BACK)
+    refusals = reader.recent_events(chosen, ['BlockRefused'], 1)
+    going = life.state in ('running', 'silent')
+    running = running_fragment(story, row) if going else None
+    mine = [d for d in decisions if trainer in d['allocation']][:last]
+    over = not going and row.state not in FINAL_STATES
+    return {
+        'trainer': trainer,
+        'run': chosen.name,
+        'run_state': life.state,
+        'note': life.sentence,
+        'state': 'interrupted' if over else row.state,
+        'why': row.why,
+        'samples': max(row.samples, (running.seen_samples or 0) if running else 0),
+        'total_samples': row.total_samples,
+        'fragment': None if running is None else running.fragment,
+        'nodes': 0 if running is None else len(running.nodes),
+        'since_s': now - (row.state_at if running is None else running.decided_at),
+        'waits_for': waits_for(story, chosen, row, decisions, refusals, now) if going else None,
+        'last_failure': next((f.error for f in reversed(story.fragments) if f.trainer == trainer and f.run == chosen.id and f.error), ''),
+        'decisions': [asdict(decision_about(trainer, d, now, _reason(d, trainer))) for d in mine],
+    }
+
+
+def _reason(decision: dict[str, Any], trainer: str) -> Reason | None:
+    """What solving the decision's problem again says about the trainer, if it comes to the same."""
+    if decision['problem'] is None:
+        return None
+    from parsl_freetrain.cli.formulation import problem_of
+    from parsl_freetrain.cli.problems import check
+    from parsl_freetrain.core.explain import explain
+    from parsl_freetrain.solver import allocator_named
+
+    problem = problem_of(check(decision['problem']))
+    allocator = allocator_named('auto', isolated=False)
+    answer = allocator.allocate(problem)
+    if answer.allocation.get(trainer) != decision['allocation'][trainer]:
+        return None
+    [reason] = explain(problem, answer, allocator, only=trainer).reasons
+    return reason
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    from parsl_freetrain.cli.reasons import DecisionAbout, in_words, nodes
+
+    name = found['trainer']
+    total = found['total_samples']
+    done = f'{found["samples"]:,} of {total:,} samples' if total else f'{found["samples"]:,} samples'
+    if found['fragment'] is not None:
+        lines = [f'{name} is running: fragment {found["fragment"]} on {nodes(found["nodes"])}, for {found["since_s"]:.0f} s; {done}.']
+    else:
+        because = f' because {found["why"]}' if found['why'] else ''
+        lines = [f'{name} is {found["state"]}{because}, for {found["since_s"]:.0f} s; {done}.']
+    lines += [sentence for sentence in (found['waits_for'], found['note']) if sentence]
+    if found['last_failure']:
+        lines.append(f'Its last fragment in trouble said: {found["last_failure"]}')
+        lines.append(f'What it printed: freetrain logs {name}')
+    for about in found['decisions']:
+        first, *rest = in_words(name, DecisionAbout(**about))
+        lines += ['', f'{about["ago_s"]:.0f} s ago: {first}', *(f'  {line}' for line in rest)]
+    if not found['decisions']:
+        lines.append('There has been no decision about it in this run.')
+    return lines
