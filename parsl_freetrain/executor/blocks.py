@@ -13,6 +13,7 @@ from parsl.jobs.states import JobState, JobStatus
 
 from parsl_freetrain.core import events as ev
 from parsl_freetrain.core.words import BlockRequest
+from parsl_freetrain.executor.adoption import AdoptedBlock
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.ledger.store import Ledger
 from parsl_freetrain.sites.protocols import HoleGone
@@ -35,6 +36,7 @@ class OpenBlock:
     greeting: set[str] = field(default_factory=set)
     nodes: dict[str, str] = field(default_factory=dict)
     unusable: set[str] = field(default_factory=set)
+    noticed: bool = False   # the scheduler has told its nodes that they go
 
     def complete(self) -> bool:
         return len(self.nodes) + len(self.unusable) >= self.request.nodes
@@ -90,8 +92,14 @@ class BlockKeeper:
             self._ledger.event(at=at, kind='BlockRefused', detail={
                 'nodes': request.nodes, 'next_try_s': self._not_before - at, 'error': str(error)})
             return []
-        self.blocks[block] = OpenBlock(job_id, request)
-        self._ledger.block_opened(block, at=at, job_id=job_id, nodes=request.nodes, walltime_s=request.walltime_s, names=request.names)
+        return self.adopt(AdoptedBlock(block, job_id, request), at)
+
+    def adopt(self, adopted: AdoptedBlock, at: float) -> list[ev.Event]:
+        """A block that is there: just submitted, or left by an earlier run."""
+        block, request = adopted.block, adopted.request
+        self.blocks[block] = OpenBlock(adopted.job_id, request)
+        self._ledger.block_opened(block, at=at, job_id=adopted.job_id, nodes=request.nodes, walltime_s=request.walltime_s,
+                                  names=request.names)
         return [ev.BlockOpened(at, block, request)]
 
     def _back_off(self, at: float) -> None:
@@ -144,7 +152,8 @@ class BlockKeeper:
         self._ever_joined = True
         self._backoff_s = FIRST_BACKOFF_S
         block.nodes[manager] = done.result()['name']
-        block.until_s = self._provider.end_of(block.job_id)
+        if not block.noticed:
+            block.until_s = self._provider.end_of(block.job_id)
         self._ledger.node_joined(manager, at=at, block=block_id, name=block.nodes[manager])
         return [ev.NodesJoined(at, block_id, (manager,), block.until_s)], ''
 
@@ -159,17 +168,42 @@ class BlockKeeper:
         for block_id, block in list(self.blocks.items()):
             status = statuses.get(block_id)
             if status is not None and status.terminal:
-                if status.state in (JobState.FAILED, JobState.COMPLETED) and not block.nodes:
+                if status.state is JobState.CANCELLED:
+                    self._back_off(at)  # it waited for nothing, or somebody does not want it: don't ask for the next one at once
+                elif status.state in (JobState.FAILED, JobState.COMPLETED) and not block.nodes:
                     self._back_off(at)  # it was not taken, it ended by itself before a node was ready: more of the same would not help
                     logger.warning('Block %s ended before any of its nodes was ready: %s', block_id, status)
-                events += self._ended(block_id, 'taken' if block.until_s is None or at < block.until_s else 'expired', at)
+                taken = block.noticed or block.until_s is None or at < block.until_s
+                how = 'cancelled' if status.state is JobState.CANCELLED else 'taken' if taken else 'expired'
+                events += self._ended(block_id, how, at)
                 continue
-            until_s = self._provider.end_of(block.job_id)
+            if status is not None and status.state is JobState.PENDING and (block.nodes or block.unusable):
+                events += self._requeued(block_id, block, at)
+            until_s = block.until_s if block.noticed else self._provider.end_of(block.job_id)
             if until_s != block.until_s:
                 block.until_s = until_s
                 self._ledger.block_until(block_id, until=until_s)
                 events.append(ev.BlockEndKnown(at, block_id, until_s))
         return events
+
+    def _requeued(self, block_id: str, block: OpenBlock, at: float) -> list[ev.Event]:
+        """A block that had nodes waits in the queue again: they are gone, and others will come."""
+        gone = tuple(block.nodes)
+        for node in gone:
+            self._ledger.node_left(node, at=at, how='taken')
+        block.nodes.clear()
+        block.unusable.clear()
+        block.noticed = False
+        return [ev.NodesLeft(at, gone)] if gone else []
+
+    def noticed(self, node: str, at: float) -> list[ev.Event]:
+        """The scheduler has sent a node its notice: the block counts as at its end, so that nothing starts on it any more."""
+        for block_id, block in self.blocks.items():
+            if node in block.nodes and not block.noticed:
+                block.noticed, block.until_s = True, at
+                self._ledger.block_until(block_id, until=at)
+                return [ev.BlockEndKnown(at, block_id, at)]
+        return []
 
     def lose(self, nodes: set[str], at: float) -> None:
         """Nodes that do not answer any more, though their block goes on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import shlex
 import sys
 import threading
 import time
@@ -22,15 +23,16 @@ from parsl.jobs.states import JobState, JobStatus
 from parsl_freetrain.core.allocation import Allocator
 from parsl_freetrain.core.controller import Controller
 from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.core.milp import MilpAllocator
-from parsl_freetrain.core.objectives import metric_named
 from parsl_freetrain.core.state import ControllerSettings
 from parsl_freetrain.core.words import BlockRequest
+from parsl_freetrain.executor.adoption import Adoption
 from parsl_freetrain.executor.blocks import BlockKeeper
 from parsl_freetrain.executor.control import ControlServer
 from parsl_freetrain.executor.fragments import FRAGMENT, FragmentRunner, Line, Patience
 from parsl_freetrain.executor.member import start_template
+from parsl_freetrain.executor.mirror import Mirror
 from parsl_freetrain.executor.planner import (
+    Adopted,
     Arrived,
     Cancel,
     GreetingBack,
@@ -40,10 +42,14 @@ from parsl_freetrain.executor.planner import (
     Quiesce,
     Submit,
 )
+from parsl_freetrain.executor.record import about_this_process
+from parsl_freetrain.executor.requests import Requests, requests_folder
+from parsl_freetrain.executor.settings import check_settings
 from parsl_freetrain.executor.trainers import TrainerRecord
 from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.sites.named import chosen_provider
 from parsl_freetrain.sites.provider import BackfillProvider
-from parsl_freetrain.training.store import RESUME
+from parsl_freetrain.solver import allocator_named, close_allocator
 from parsl_freetrain.training.warm import WarmParent
 
 logger = logging.getLogger(__name__)
@@ -61,13 +67,14 @@ class FreeTrainExecutor(HighThroughputExecutor):
     label
         The executor's name in Parsl; it also names its folder in runinfo/.
     provider
-        A :class:`~parsl_freetrain.sites.provider.BackfillProvider`.
+        A :class:`~parsl_freetrain.sites.provider.BackfillProvider`; None: that of ``site``.
     checkpoint_dir
         Folder on a file system that all nodes share; each trainer has a folder of its name in it.
     ledger
         The SQLite file that everything is recorded in; default ``ledger.sqlite`` in ``checkpoint_dir``.
     metric
-        What the allocation maximises: 'throughput' (samples per second) or 'speedup' (relative to one node).
+        What the allocation maximises: 'throughput' (samples per second), 'speedup' (relative to one node), 'priority' (speed-up weighted by
+        the trainers' priorities), or an expression, see :func:`parsl_freetrain.core.objectives.metric_named`.
     horizon_s
         How far ahead a decision looks, in seconds.
     trainers_at_a_time
@@ -77,21 +84,31 @@ class FreeTrainExecutor(HighThroughputExecutor):
     resume
         What trainers do with checkpoints of an earlier run that they find: 'auto', 'require' or 'never'.
     allocator
-        Anything with :meth:`~parsl_freetrain.core.allocation.Allocator.allocate`; default the MILP.
+        The solver's name ('auto', 'milp' or 'equal-share'), or anything with
+        :meth:`~parsl_freetrain.core.allocation.Allocator.allocate`; one that has a ``close()`` is closed at shutdown.
     max_workers_per_node
         Ordinary Parsl tasks that a node runs at once, beside its fragment; 0: none.
     idle_block_s
         A block on which nothing ran for so many seconds is given back.
     stop_grace_s
         At shutdown fragments get so many seconds to write a checkpoint.
-    start_s, stop_s, silence_s
-        Patience, in seconds: for a fragment's first step, for a requested stop, and for a node's sign of life.
+    adopt_s
+        Should this process die, blocks of a batch system wait so many seconds for the next one with the same checkpoint_dir and label,
+        which goes on with them; 0: they end.
+    start_s, stop_s
+        Patience, in seconds: for a fragment's first step, and for a requested stop.
+    hang_s
+        A rank that is stopped, or a node or network that gives no sign of life, ends its fragment within so many seconds. A step
+        that takes long does not. It is also the default of ``heartbeat_threshold``.
     address, worker_port_range, interchange_port_range, worker_debug, encrypted
         As in :class:`parsl.executors.HighThroughputExecutor`.
     heartbeat_period, heartbeat_threshold, poll_period, worker_logdir_root, launch_cmd
         As in :class:`parsl.executors.HighThroughputExecutor`.
     working_dir, storage_access, interchange_launch_cmd
         As in :class:`parsl.executors.HighThroughputExecutor`.
+
+    site, account, queue
+        A site by its name in ``site_configs/``, who pays there, and the queue; None: the site's default.
 
     Raises
     ------
@@ -101,7 +118,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
 
     @typeguard.typechecked
     def __init__(self,
-                 provider: BackfillProvider,
+                 provider: Optional[BackfillProvider] = None,
                  label: str = 'freetrain',
                  checkpoint_dir: str = 'checkpoints',
                  ledger: Optional[str] = None,
@@ -110,43 +127,43 @@ class FreeTrainExecutor(HighThroughputExecutor):
                  trainers_at_a_time: Optional[int] = None,
                  retries: int = 0,
                  resume: str = 'auto',
-                 allocator: Optional[Any] = None,
+                 allocator: Any = 'auto',
                  max_workers_per_node: int = 1,
                  idle_block_s: float = 30.0,
                  stop_grace_s: float = 6.0,
+                 adopt_s: float = 300.0,
                  start_s: float = 120.0,
                  stop_s: float = 120.0,
-                 silence_s: float = 20.0,
+                 hang_s: float = 15.0,
                  address: Optional[str] = None,
                  worker_port_range: tuple[int, int] = (54000, 55000),
                  interchange_port_range: tuple[int, int] = (55000, 56000),
                  worker_debug: bool = False,
                  encrypted: bool = True,
                  heartbeat_period: int = 5,
-                 heartbeat_threshold: int = 30,
+                 heartbeat_threshold: Optional[int] = None,
                  poll_period: int = 100,
                  worker_logdir_root: Optional[str] = None,
                  launch_cmd: Optional[str] = None,
                  working_dir: Optional[str] = None,
                  storage_access: Optional[list[Staging]] = None,
-                 interchange_launch_cmd: Optional[Sequence[str]] = None) -> None:
-        metric_named(metric)
-        for what, count, least in (('max_workers_per_node', max_workers_per_node, 0), ('retries', retries, 0),
-                                   ('trainers_at_a_time', trainers_at_a_time, 1)):
-            if count is not None and count < least:
-                raise BadInput(f'{what} is {count}; it must be {least} or more.')
-        if resume not in RESUME:
-            raise BadInput(f'resume is {resume!r}; it must be one of {", ".join(map(repr, RESUME))}.')
-        if not math.isfinite(horizon_s) or horizon_s <= 0:
-            raise BadInput(f'horizon_s is {horizon_s}; it must be a positive number of seconds.')
+                 interchange_launch_cmd: Optional[Sequence[str]] = None,
+                 site: Optional[str] = None,
+                 account: Optional[str] = None,
+                 queue: Optional[str] = None) -> None:
+        check_settings(metric=metric, resume=resume, horizon_s=horizon_s, hang_s=hang_s, retries=retries,
+                       max_workers_per_node=max_workers_per_node, trainers_at_a_time=trainers_at_a_time)
+        provider = chosen_provider(provider, site, account, queue)
         super().__init__(
             label=label, provider=provider, address=address or ('127.0.0.1' if provider.site.interface == 'lo' else None),
             worker_port_range=worker_port_range, interchange_port_range=interchange_port_range, worker_debug=worker_debug,
-            encrypted=encrypted, heartbeat_period=heartbeat_period, heartbeat_threshold=heartbeat_threshold, poll_period=poll_period,
+            encrypted=encrypted, heartbeat_period=heartbeat_period,
+            heartbeat_threshold=heartbeat_threshold or max(3 * heartbeat_period, math.ceil(hang_s)), poll_period=poll_period,
             worker_logdir_root=worker_logdir_root, launch_cmd=launch_cmd, working_dir=working_dir, storage_access=storage_access,
             interchange_launch_cmd=interchange_launch_cmd or INTERCHANGE,
             cores_per_worker=1e-9,        # how many workers a node has is said by max_workers_per_node alone
             block_error_handler=False)    # a lost block is normal life here
+        self.site, self.account, self.queue = site, account, queue
         self.max_workers_per_node = max_workers_per_node
         self.checkpoint_dir = checkpoint_dir
         self.ledger = ledger
@@ -155,16 +172,19 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self.trainers_at_a_time = trainers_at_a_time
         self.retries = retries
         self.resume = resume
-        self.allocator = allocator
+        self.allocator: Allocator = allocator_named(allocator) if isinstance(allocator, str) else allocator
         self.idle_block_s = idle_block_s
         self.stop_grace_s = stop_grace_s
+        self.adopt_s = adopt_s
         self.start_s = start_s
         self.stop_s = stop_s
-        self.silence_s = silence_s
+        self.hang_s = hang_s
         self._submitting = threading.Lock()
         self._names: set[str] = set()
         self._planner: Planner | None = None
         self._template: WarmParent | None = None
+        self.mirror = Mirror()
+        self._adoption: Adoption | None = None
         self._opening: BlockRequest | None = None
         self._refusal: Exception | None = None
         self._control_ports = interchange_port_range
@@ -184,31 +204,42 @@ class FreeTrainExecutor(HighThroughputExecutor):
 
     def start(self) -> None:
         """Start Parsl's part, the site and the planner."""
-        ledger = Ledger(self.ledger_path)
-        ledger.begin_run(str(self.run_id), at=time.time(), parsl_run_dir=str(self.run_dir), command=' '.join(sys.argv))
         provider = self.provider
         assert isinstance(provider, BackfillProvider)
+        self._adoption = Adoption(provider, Path(self.checkpoint_dir), self.label, str(self.run_id), self.adopt_s)
+        self._adoption.begin()
+        ledger = Ledger(self.ledger_path)
+        requests = Requests(requests_folder(self.ledger_path))
+        ledger.begin_run(str(self.run_id), at=time.time(), parsl_run_dir=str(self.run_dir), command=shlex.join(sys.orig_argv),
+                         about=about_this_process(self.checkpoint_dir))
         log_dir = str(Path(self.checkpoint_dir).absolute() / 'logs')
         if provider.site.interface == 'lo':   # the nodes are processes of this computer: torch is imported once for all of them
             self._template = start_template(log_dir)
         template = self._template.name if self._template is not None else None
         super().start()  # type: ignore[no-untyped-call]
-        provider.site.start()
-        allocator: Allocator = self.allocator or MilpAllocator()
-        controller = Controller(allocator, ControllerSettings(
+        try:
+            provider.site.start()
+            adopted = self._adoption.take_over(self._register)
+        except BaseException:   # bad input: nothing of what was started for it may stay
+            ledger.close()
+            self.shutdown()
+            raise
+        controller = Controller(self.allocator, ControllerSettings(
             horizon_s=self.horizon_s, min_hole_s=provider.min_hole_s, max_blocks=provider.max_blocks, metric=self.metric,
             spans_blocks=provider.site.spans_blocks, trainers_at_a_time=self.trainers_at_a_time, retries=self.retries,
             idle_block_s=self.idle_block_s, workers_per_node=max(1, int(self.max_workers_per_node))))
         control = ControlServer(self.cert_dir, self.address, self._control_ports)
         line = Line(sorted(self.all_addresses), control.port, self.cert_dir, provider.site.interface, template)
         fragments = FragmentRunner(
-            control, ledger, line, Patience(self.start_s, self.stop_s, self.silence_s), self._submit_inner,
+            control, ledger, line, Patience(self.start_s, self.stop_s, self.hang_s), self._submit_inner,
             lambda name, number, member, done: self._post(MemberBack(name, number, member, done)))
         blocks = BlockKeeper(
             provider, ledger, log_dir, self._open_block, self.connected_managers,
             self._submit_inner, lambda block, manager, done: self._post(GreetingBack(block, manager, done)), template)
         self._planner = Planner(controller, control, ledger, provider, blocks, fragments, self._ask_statuses,
-                                self._trouble, str(self.run_id))
+                                self._trouble, str(self.run_id), requests)
+        for block in adopted:
+            self._post(Adopted(block))
         self._planner.start()
 
     def initialize_scaling(self) -> None:
@@ -269,6 +300,9 @@ class FreeTrainExecutor(HighThroughputExecutor):
         if self.max_workers_per_node == 0:
             raise BadInput(f'Executor {self.label!r} runs no ordinary Parsl apps because its max_workers_per_node is 0; '
                            f'raise it, or send the app to another executor.')
+        earlier = context.get('task_executor', {})
+        context = {**context, 'task_executor': {'f': 'parsl_freetrain.executor.member.run_ordinary',
+                                                'a': (earlier.get('f'), *earlier.get('a', ())), 'k': earlier.get('k', {})}}
         future = self._submit_inner(context, buffer)
         self._post(Ordinary(+1))
         future.add_done_callback(lambda _: self._post(Ordinary(-1)))
@@ -297,7 +331,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         if self._opening is None:
             raise BadInput(f"Executor {self.label!r} opens its blocks itself; use it with Config(strategy='none').")
         request, self._opening = self._opening, None
-        command = self._get_launch_command(block_id)
+        assert self._adoption is not None
+        command = f'{self._adoption.node_command()} {self._get_launch_command(block_id)}'
         if request.walltime_s is not None:
             command += f' --drain_period={max(1, int(request.walltime_s))}'   # the last one given counts
         try:
@@ -305,6 +340,13 @@ class FreeTrainExecutor(HighThroughputExecutor):
         except Exception as error:
             self._refusal = error
             raise
+
+    def _register(self, job_id: str) -> tuple[str, str]:
+        """A job that another process has submitted as a block of Parsl's; its id, and how its nodes reach this run."""
+        block_id = str(self._block_id_counter.get_id())
+        self.blocks_to_job_id[block_id], self.job_ids_to_block[job_id] = job_id, block_id
+        self._status[block_id] = JobStatus(JobState.PENDING)
+        return block_id, self._get_launch_command(block_id)
 
     def _trouble(self) -> str:
         if self.interchange_proc is None or self.interchange_proc.poll() is None:
@@ -334,12 +376,16 @@ class FreeTrainExecutor(HighThroughputExecutor):
         planner, self._planner = self._planner, None
         if planner is not None:
             planner.stop(timeout)
+        self.mirror.stop()
+        close_allocator(self.allocator)
         self._wait_for_blocks(timeout / 2)
         super().shutdown(timeout)
         if self._template is not None:
             self._template.stop(0.5)
         if isinstance(self.provider, BackfillProvider):
             self.provider.site.close()
+        if self._adoption is not None:
+            self._adoption.end()
 
     def _wait_for_blocks(self, timeout_s: float) -> None:
         assert self.provider is not None

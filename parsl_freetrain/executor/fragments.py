@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parsl.app.errors import RemoteExceptionWrapper
+
 from parsl_freetrain.core import events as ev
+from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.core.events import Ending
 from parsl_freetrain.core.words import Checkpoint
 from parsl_freetrain.executor.control import ControlServer, Message
@@ -22,6 +25,7 @@ from parsl_freetrain.training.fragment import FragmentOrder
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 1.0   # between two looks at what takes too long
 FRAGMENT = 'freetrain_fragment'   # key of the resource specification that marks a fragment's task
 
 
@@ -35,16 +39,21 @@ class Patience:
         From the decision to the first training step.
     stop_s
         From the request to stop to the end.
-    silence_s
-        Without a sign of life from a node of a running fragment.
+    hang_s
+        From a rank or a node that hangs (stopped, silent, unreachable) to the end of its fragment.
     peer_s
         From the first rank that ended in trouble to the last.
     """
 
     start_s: float = 120.0
     stop_s: float = 120.0
-    silence_s: float = 20.0
+    hang_s: float = 15.0
     peer_s: float = 5.0
+
+    @property
+    def silence_s(self) -> float:
+        """Without a sign of life from a node; the rest of ``hang_s`` is for ending its fragment on the others."""
+        return 0.8 * self.hang_s
 
 
 @dataclass(frozen=True)
@@ -80,10 +89,12 @@ class FragmentRunner:
         self._report = report
         self.gangs: dict[tuple[str, int], Gang] = {}
         self._verdicts: dict[tuple[str, int], Verdict] = {}
+        self._silent: dict[str, str] = {}   # nodes that were given up, and why
+        self._looked_at: float | None = None
 
     def start(self, action: ev.StartFragment, record: TrainerRecord, at: float) -> list[ev.Event]:
         """Submit the fragment's Parsl task; it comes back through :meth:`arrived`."""
-        gang = Gang(action, at, record.checkpoint, reached=record.checkpoint.samples)
+        gang = Gang(action, at, record.checkpoint, ranks_per_node=record.terms.ranks_per_node, reached=record.checkpoint.samples)
         self.gangs[action.trainer, action.fragment] = gang
         self._ledger.fragment_decided(action.trainer, action.fragment, at=at, task_id=None, nodes=action.nodes,
                                       deadline=action.deadline_s, from_samples=action.samples)
@@ -126,7 +137,8 @@ class FragmentRunner:
             trainer=gang.name, fragment=gang.number, store=terms.store, total_samples=terms.total_samples,
             total_epochs=terms.total_epochs, mode=terms.mode, shards=terms.shards, seed=terms.seed,
             deadline=gang.action.deadline_s, checkpoint_every_s=terms.checkpoint_every_s,
-            keep_checkpoints=terms.keep_checkpoints, interface=self._line.interface)
+            keep=terms.keep_checkpoints, scaled=terms.scaled, on_nan=terms.on_nan, interface=self._line.interface,
+            hang_s=self._patience.hang_s)
         return MemberOrder(fragment, member, len(gang.members), terms.ranks_per_node, self._line.addresses,
                            self._line.port, self._line.cert_dir, str(Path(terms.store) / 'logs'), self._line.template)
 
@@ -138,6 +150,7 @@ class FragmentRunner:
         gang.heard[message['member']] = at
         match message['kind']:
             case 'member':
+                gang.names[message['member']] = message['node']
                 self._catch_up(gang, message['member'])
             case 'rendezvous':
                 gang.rendezvous = message
@@ -161,8 +174,10 @@ class FragmentRunner:
                 record.checkpointed(gang.note_checkpoint(message))
                 self._ledger.checkpoint(gang.name, gang.number, at=message['at'], samples=message['samples'],
                                         path=message['path'], seconds=message['seconds'], metrics=message['metrics'])
-            case 'rank-ended' if message['how'] not in ('finished', 'stopped'):
-                gang.trouble_at = gang.trouble_at or at
+            case 'rank-ended':
+                gang.ended.setdefault(message['member'], {}).setdefault(message['rank'], at)
+                if message['how'] not in ('finished', 'stopped'):
+                    gang.trouble_at = gang.trouble_at or at
         return []
 
     def _catch_up(self, gang: Gang, member: int) -> None:
@@ -181,6 +196,25 @@ class FragmentRunner:
         if gang is not None:
             gang.stop, gang.stop_at = action.why, at
             self._tell_all(gang, {'kind': 'stop', 'why': action.why})
+
+    def rehearse(self, name: str, grace_s: float, at: float) -> str:
+        """Treat a trainer's running fragment as a preemption would: with a notice ``grace_s`` seconds ahead; what was done.
+
+        Raises
+        ------
+        BadInput
+            If none is running.
+        """
+        gang = next((g for g in self.gangs.values() if g.name == name and not g.abandoned), None)
+        if gang is None:
+            raise BadInput(f'No fragment of trainer {name!r} is running now.')
+        which = f'Fragment {gang.number} of trainer {name!r} on {len(gang.members)} node{"s" * (len(gang.members) > 1)}'
+        if grace_s <= 0:
+            self._give_up(gang, 'a rehearsed preemption')
+            return f'{which} is being killed.'
+        gang.stop, gang.stop_at, gang.grace_s = gang.stop or 'a rehearsed preemption', at, grace_s
+        self._tell_all(gang, {'kind': 'stop', 'why': gang.stop})
+        return f'{which} has its notice, and is killed if it is still there in {grace_s:g} s.'
 
     def abandon(self, fragment: ev.AbandonFragment, why: str) -> None:
         """End what is left of a fragment at once."""
@@ -206,7 +240,7 @@ class FragmentRunner:
         """Only the ``remaining`` nodes are left; fragments of which nothing is left are over."""
         over: list[ev.Event] = []
         for gang in list(self.gangs.values()):
-            gang.lose(set(gang.action.nodes).difference(remaining))
+            gang.lose(set(gang.action.nodes).difference(remaining), self._silent)
             if gang.over():
                 over += self._conclude(gang, records[gang.name], at)
         return over
@@ -217,9 +251,8 @@ class FragmentRunner:
         gang = self.gangs.get((name, number))
         if gang is None:
             return []
-        error = done.exception()
-        gang.settled[member] = error if error is not None else done.result()
-        if error is not None:
+        came = gang.settled[member] = _came_back(done)
+        if isinstance(came, BaseException) or any(outcome['how'] not in ('finished', 'stopped') for outcome in came):
             gang.trouble_at = gang.trouble_at or at
         return self._conclude(gang, records[name], at) if gang.over() else []
 
@@ -237,21 +270,43 @@ class FragmentRunner:
         return [ev.FragmentEnded(at, gang.name, gang.number, verdict.checkpoint.samples, verdict.ending, verdict.error)]
 
     def overdue(self, at: float) -> set[str]:
-        """Give up what takes too long; nodes that do not answer at all, to be counted as lost."""
+        """Give up what takes too long; nodes that do not answer at all, to be counted as lost.
+
+        To be called about once a second, when all messages that have come are taken in.
+        """
         patience = self._patience
-        silent: set[str] = set()
+        away_s = 0.0 if self._looked_at is None else at - self._looked_at - LOOK_S
+        self._looked_at = at
+        silent: dict[str, str] = {}
         for gang in self.gangs.values():
-            for member, last in gang.heard.items():
-                if member not in gang.settled and member not in gang.lost and at - last > patience.silence_s:
-                    logger.warning('No sign of life for %g s from %s', patience.silence_s, gang.action.nodes[member])
-                    silent.add(gang.action.nodes[member])
+            if away_s > LOOK_S:
+                gang.nobody_listened(away_s)
+            silent |= gang.silent(at, patience.silence_s)
             if gang.trouble_at is not None and at - gang.trouble_at > patience.peer_s:
                 self._give_up(gang, 'some of its ranks ended in trouble and the others did not notice')
-            elif gang.stop and at - gang.stop_at > patience.stop_s:
-                self._give_up(gang, f'it did not stop within {patience.stop_s:g} s')
+            elif gang.stop and at - gang.stop_at > (stop_s := patience.stop_s if gang.grace_s is None else gang.grace_s):
+                self._give_up(gang, f'it did not stop within {stop_s:g} s')
             elif gang.started_at is None and at - gang.decided_at > patience.start_s:
-                self._give_up(gang, f'it did not start within {patience.start_s:g} s')
-        return silent
+                quiet = [gang.action.nodes[m] for m in gang.members if m not in gang.heard]
+                self._give_up(gang, f'it did not start within {patience.start_s:g} s'
+                                    + (f'; nothing was heard from {", ".join(quiet)}' if quiet else ''))
+        for node, why in silent.items():
+            logger.warning('Node %s is given up: %s', node, why)
+        self._silent |= silent
+        return set(silent)
+
+
+def _came_back(done: Future[Any]) -> list[dict[str, Any]] | BaseException:
+    """What a member returned or raised; an app's exception comes as a result, wrapped, which otherwise the DataFlowKernel unwraps."""
+    error = done.exception()
+    if error is not None:
+        return error
+    result = done.result()
+    if isinstance(result, RemoteExceptionWrapper):
+        raised: BaseException = result.get_exception()
+        return raised
+    outcomes: list[dict[str, Any]] = result
+    return outcomes
 
 
 def _resolve(outer: Future[Checkpoint], verdict: Verdict | None, unknown: str) -> None:

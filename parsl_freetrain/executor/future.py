@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from parsl_freetrain.core.words import Checkpoint
+from parsl_freetrain.executor.notebook import html_of
+
+MOST_LOSSES = 400
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,26 @@ class TrainingFuture(Future[Checkpoint]):
         self.checkpoint: Checkpoint | None = None
         self.checkpoints: list[Future[Checkpoint]] = []
         self._progress = Progress()
+        self._losses: list[tuple[int, float]] = []
         self._on_cancel: Callable[[], None] | None = None
         self._lock = threading.Lock()
 
     def progress(self) -> Progress:
         """A snapshot of how far the training is."""
         return self._progress
+
+    def _progressed(self, samples: int, metrics: Mapping[str, float]) -> None:
+        """Keep the loss for the picture; of many values every other one goes."""
+        loss = metrics.get('loss')
+        if loss is not None and math.isfinite(loss):
+            self._losses.append((samples, loss))
+            if len(self._losses) > MOST_LOSSES:
+                self._losses = self._losses[::2]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return html_of(self.name, self.state, self._progress.samples, self._progress.total_samples, self._progress.nodes,
+                       self._progress.metrics, tuple(self._losses))
 
     def running(self) -> bool:
         return self.state == 'running'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import signal
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,15 +51,20 @@ class Gang:
     checkpoint: Checkpoint
     outer: Future[Checkpoint] | None = None
     started_at: float | None = None
+    ranks_per_node: int = 1
     reached: int = 0
     stop: str = ''              # why it was asked to stop
     stop_at: float = 0.0
+    grace_s: float | None = None    # until it is killed after a request to stop; None: the usual patience
     abandoned: str = ''         # why it was given up
     trouble_at: float | None = None
     rendezvous: dict[str, Any] | None = None
     heard: dict[int, float] = field(default_factory=dict)       # member -> when it was last heard of
+    names: dict[int, str] = field(default_factory=dict)         # member -> what people call its node
+    ended: dict[int, dict[int, float]] = field(default_factory=dict)   # member -> its ranks that have ended, and when
     settled: dict[int, list[dict[str, Any]] | BaseException] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
+    lost_why: dict[int, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -76,9 +82,30 @@ class Gang:
         """Whether nothing more can come."""
         return all(m in self.settled or m in self.lost for m in self.members)
 
-    def lose(self, nodes: set[str]) -> None:
-        """These nodes are gone; their members will not come back."""
-        self.lost |= {m for m in self.members if self.action.nodes[m] in nodes}
+    def lose(self, nodes: set[str], why: Mapping[str, str] | None = None) -> None:
+        """These nodes are gone; their members will not come back. ``why``: by node, as far as it is known."""
+        for member in self.members:
+            node = self.action.nodes[member]
+            if node in nodes and member not in self.lost:
+                self.lost.add(member)
+                if why and node in why:
+                    self.lost_why[member] = why[node]
+
+    def silent(self, at: float, patience_s: float) -> dict[str, str]:
+        """Nodes of which nothing is heard any more, or whose ranks have ended without their task coming back; with a reason."""
+        found: dict[str, str] = {}
+        for member in set(self.members) - self.settled.keys() - self.lost:
+            node, ended = self.action.nodes[member], self.ended.get(member, {})
+            if len(ended) == self.ranks_per_node and at - max(ended.values()) > patience_s:
+                found[node] = f'its ranks ended, and its Parsl manager has not passed that on within {patience_s:g} s'
+            elif len(ended) < self.ranks_per_node and at - self.heard.get(member, at) > patience_s:
+                found[node] = f'no sign of life for {patience_s:g} s'
+        return found
+
+    def nobody_listened(self, seconds: float) -> None:
+        """For so long the executor has not listened: what was not heard in that time means nothing."""
+        self.heard = {member: at + seconds for member, at in self.heard.items()}
+        self.ended = {member: {rank: at + seconds for rank, at in ranks.items()} for member, ranks in self.ended.items()}
 
     def note_checkpoint(self, message: dict[str, Any]) -> Checkpoint:
         self.checkpoint = Checkpoint(self.name, message['path'], message['samples'], self.number, dict(message['metrics']))
@@ -101,16 +128,25 @@ class Gang:
         return Verdict(Ending.PREEMPTED, self.checkpoint, self._cause(outcomes))
 
     def _cause(self, outcomes: list[dict[str, Any]]) -> str:
+        """Who is to blame, from the surest sign to the vaguest."""
         if self.lost:
-            return f'{len(self.lost)} of its {len(self.members)} nodes were lost'
+            named = [f'{self.names.get(m, self.action.nodes[m])} ({self.lost_why.get(m, "its manager or its block is gone")})'
+                     for m in sorted(self.lost)]
+            return f'{len(self.lost)} of its {len(self.members)} nodes were lost: {", ".join(named)}'
+        for outcome in sorted(outcomes, key=lambda o: o['how'] != 'hung'):
+            if outcome['how'] == 'hung':
+                return f'{_rank(outcome)} {outcome["why"]}; its output is in {outcome["log"]}'
+            # Those that it killed itself, when it was given up, are not to blame.
+            if outcome['how'] == 'died' and not self.abandoned:
+                return f'{_rank(outcome)} {_describe(outcome.get("status"))}; its output is in {outcome["log"]}'
         if self.abandoned:
             return self.abandoned
-        for outcome in outcomes:
-            if outcome['how'] == 'died':
-                return f'rank {outcome["rank"]} {_describe(outcome.get("status"))}; its output is in {outcome["log"]}'
         for came in self.settled.values():
             if isinstance(came, BaseException):
                 return f'{type(came).__name__}: {came}'
+        for outcome in outcomes:
+            if outcome['how'] == 'peer-lost' and outcome.get('error'):
+                return f'{_rank(outcome)} lost touch with another rank: {outcome["error"]["message"]}'
         return 'its ranks lost touch with each other'
 
     def _exception(self, outcome: dict[str, Any]) -> BaseException:
@@ -128,6 +164,10 @@ class Gang:
         exception.add_note(f'Raised in fragment {self.number} of trainer {self.name!r}, rank {outcome["rank"]}; '
                            f'its output is in {outcome["log"]}.\n{error["traceback"]}')
         return exception
+
+
+def _rank(outcome: dict[str, Any]) -> str:
+    return f'rank {outcome["rank"]} on {outcome["node"]}' if outcome.get('node') else f'rank {outcome["rank"]}'
 
 
 def _describe(status: int | None) -> str:

@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import secrets
+import signal
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -23,12 +24,16 @@ import zmq
 from parsl.executors.execute_task import execute_task
 
 from parsl_freetrain.executor.control import ControlClient, Message
+from parsl_freetrain.training.channel import Channel
 from parsl_freetrain.training.fragment import FragmentOrder, RankPlace
+from parsl_freetrain.training.liveness import StopWatch
+from parsl_freetrain.training.node import NOTICES, heed_notices, ignore_notices, listen_for_notices
 from parsl_freetrain.training.warm import RankProcess, WarmParent
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+_STOPPED_SHARE = 0.5    # of the patience with a rank that hangs; the rest is for the end of the others
 
 
 @dataclass(frozen=True)
@@ -84,21 +89,40 @@ def fragment_task(payload: bytes, checkpoint: Any = None, parsl_resource_specifi
 def run_member(buffer: bytes, order: MemberOrder, execute: str | None = None) -> Any:
     """Parsl's ``task_executor`` hook: run the task as ``order`` says (``execute``: the hook that was set before, if any)."""
     _order.set(order)
-    run: Callable[[bytes], Any] = execute_task
-    if execute:
-        module, _, name = execute.rpartition('.')
-        run = getattr(importlib.import_module(module), name)
-    return run(buffer)
+    ignore_notices()
+    return _executing(execute)(buffer)
+
+
+def run_ordinary(buffer: bytes, execute: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    """Parsl's ``task_executor`` hook for all other tasks: what they start must end on SIGTERM, as programs expect of each other.
+
+    ``execute`` is the hook that was set before, if any, with its arguments.
+    """
+    heed_notices()
+    return _executing(execute)(buffer, *args, **kwargs)
+
+
+def _executing(execute: str | None) -> Callable[..., Any]:
+    if not execute:
+        return execute_task
+    module, _, name = execute.rpartition('.')
+    run: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return run
 
 
 def greet(buffer: bytes, log_dir: str, warm_timeout_s: float, template: str | None = None) -> dict[str, Any]:
     """Warm a node up and tell what it is; the first task that each node gets."""
     warm_parent(log_dir, template).wait_ready(warm_timeout_s)
     return {
-        'name': os.environ.get('FREETRAIN_NODE') or platform.node(),
+        'name': node_name(),
         'python': platform.python_version(),
         'torch': importlib.metadata.version('torch'),
     }
+
+
+def node_name() -> str:
+    """What people call this node."""
+    return os.environ.get('FREETRAIN_NODE') or platform.node()
 
 
 def warm_parent(log_dir: str, template: str | None = None) -> WarmParent:
@@ -121,28 +145,43 @@ class Member:
         self._order = order
         self._manager = os.getppid()
         self._ranks: dict[int, RankProcess] = {}
+        self._watches: dict[int, StopWatch] = {}
+        self._warm: tuple[int, StopWatch] | None = None
         self._last: dict[int, Message] = {}
+        self._notice = ''
+        self._passed_on = ''
 
     def run(self, payload: bytes) -> list[Message]:
         """Start the ranks, pass messages until the last has ended, and return what each said last."""
         order = self._order
         key = (order.fragment.trainer, order.fragment.fragment, order.member)
+        for number in NOTICES:
+            signal.signal(number, self._on_signal)
         control = ControlClient(order.addresses, order.port, order.cert_dir, key)
+        notices = listen_for_notices()
         try:
-            control.send({'kind': 'member'})
+            control.send({'kind': 'member', 'node': node_name()})
             self._launch(payload)
-            self._relay(control)
+            self._relay(control, notices)
         finally:
             for rank in self._ranks.values():
                 rank.kill()
                 rank.close()
             control.close()
+            if notices is not None:
+                notices.close()
+            ignore_notices()
         return [self._last[rank] for rank in sorted(self._last)]
+
+    def _on_signal(self, number: int, _: object) -> None:
+        self._notice = signal.Signals(number).name
 
     def _launch(self, payload: bytes) -> None:
         order = self._order
         warm = warm_parent(str(Path(order.log_dir).parent), order.template)
         warm.wait_ready(120)
+        if warm.pid is not None:
+            self._warm = warm.pid, StopWatch(warm.pid)
         Path(order.log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
         for local_rank in range(order.ranks_per_node):
             rank = order.member * order.ranks_per_node + local_rank
@@ -150,9 +189,10 @@ class Member:
             place = RankPlace(rank=rank, world_size=order.members * order.ranks_per_node, local_rank=local_rank,
                               nodes=order.members, log=str(log))
             self._ranks[rank] = warm.launch(order.fragment, place, payload, {})
-            self._last[rank] = {'kind': 'outcome', 'rank': rank, 'how': 'died', 'log': str(log)}
+            self._watches[rank] = StopWatch(self._ranks[rank].pid)
+            self._last[rank] = {'kind': 'outcome', 'rank': rank, 'how': 'died', 'log': str(log), 'node': node_name()}
 
-    def _relay(self, control: ControlClient) -> None:
+    def _relay(self, control: ControlClient, notices: Channel | None) -> None:
         poller = zmq.Poller()
         poller.register(control.socket, zmq.POLLIN)
         for process in self._ranks.values():
@@ -167,26 +207,67 @@ class Member:
                     del running[rank]
             while (message := control.receive()) is not None:
                 self._obey(message)
+            notices = self._look_for_notice(notices)
+            self._pass_notice_on(control)
             if time.monotonic() - beat >= HEARTBEAT_S:
                 beat = time.monotonic()
                 control.send({'kind': 'alive'})
+                self._end_stopped(running)
             if os.getppid() != self._manager:
                 raise RuntimeError('The manager of this node is gone.')
+
+    def _look_for_notice(self, notices: Channel | None) -> Channel | None:
+        """Note what the scheduler has told the node's first process; None once that is gone."""
+        while notices is not None and notices.poll():
+            try:
+                self._notice = str(notices.recv()['signal'])
+            except EOFError:
+                notices.close()
+                return None
+        return notices
+
+    def _pass_notice_on(self, control: ControlClient) -> None:
+        """The scheduler wants the node: ranks save at their next step boundary, and the executor starts nothing more here."""
+        if self._notice == self._passed_on:
+            return
+        self._passed_on = self._notice
+        logger.info('%s: asking the ranks to stop', self._notice)
+        control.send({'kind': 'notice', 'signal': self._notice})
+        for process in self._ranks.values():
+            process.send({'kind': 'stop', 'why': self._notice})
+
+    def _end_stopped(self, running: dict[int, RankProcess]) -> None:
+        """Kill ranks that have been stopped for too long: they would keep all others waiting. So would a warm parent."""
+        limit_s = _STOPPED_SHARE * self._order.fragment.hang_s
+        if self._warm is not None and self._warm[1].stopped_s() >= limit_s:
+            logger.warning('The warm parent of this node was stopped, and is killed with its ranks.')
+            os.kill(self._warm[0], signal.SIGKILL)
+            self._warm = None
+        for rank, process in running.items():
+            stopped_s = self._watches[rank].stopped_s()
+            if stopped_s >= limit_s:
+                if self._last[rank]['how'] == 'died':   # it has not had its last word
+                    why = f'was stopped (SIGSTOP or SIGTSTP) for {stopped_s:.0f} s and had to be killed'
+                    self._last[rank] |= {'how': 'hung', 'why': why}
+                process.kill()
 
     def _hear(self, rank: int, process: RankProcess, control: ControlClient) -> bool:
         """Pass on one message of a rank; False when it has ended."""
         try:
             message = process.recv()
         except EOFError:
+            if self._last[rank]['how'] in ('died', 'hung') and 'status' not in self._last[rank]:
+                # The warm parent is gone, and the rank with it.
+                control.send({'kind': 'rank-ended', 'rank': rank, 'how': self._last[rank]['how']})
             return False
         kind = message['kind']
         if kind == 'outcome':
-            self._last[rank] = {**message, 'rank': rank, 'log': self._last[rank]['log']}
+            self._last[rank] = {**message, 'rank': rank, 'log': self._last[rank]['log'], 'node': self._last[rank]['node']}
             control.send({'kind': 'rank-ended', 'rank': rank, 'how': message['how']})
         elif kind == 'exit':
             self._last[rank]['status'] = message['status']
-            if self._last[rank]['how'] == 'died':
-                control.send({'kind': 'rank-ended', 'rank': rank, 'how': 'died'})
+            if self._last[rank]['how'] in ('died', 'hung'):
+                control.send({'kind': 'rank-ended', 'rank': rank, 'how': self._last[rank]['how']})
         elif kind != 'pid':
             control.send({**message, 'rank': rank})
         return True

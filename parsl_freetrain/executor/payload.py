@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import sysconfig
 import threading
@@ -44,10 +45,12 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 def _by_value(function: Callable[..., Any]) -> Iterator[None]:
     home = _home(sys.modules.get(function.__module__.partition('.')[0]))
     known = cloudpickle.list_registry_pickle_by_value()   # whatever the user has registered stays so
-    modules = [] if home is None else [
-        module for name, module in list(sys.modules.items())
-        if name != '__main__' and name not in known and getattr(module, '__name__', None) == name
-        and name.partition('.')[0] != OURS and _home(sys.modules.get(name.partition('.')[0])) == home]
+    loaded = list(sys.modules.items())
+    # There are thousands of modules, and few packages.
+    tops = {name.partition('.')[0] for name, _ in loaded} - {OURS, '__main__'} if home is not None else set()
+    beside = {top for top in tops if _home(sys.modules.get(top)) == home}
+    modules = [module for name, module in loaded
+               if name.partition('.')[0] in beside and name not in known and getattr(module, '__name__', None) == name]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -71,8 +74,13 @@ def _home(top: ModuleType | None) -> Path | None:
         home = Path(file).resolve().parent
     else:
         return None
-    places = {Path(path).resolve() for key, path in sysconfig.get_paths().items() if key in ('stdlib', 'platstdlib', 'purelib', 'platlib')}
-    return home if places.isdisjoint((home, *home.parents)) else None
+    return home if _installed_in().isdisjoint((home, *home.parents)) else None
+
+
+@functools.cache
+def _installed_in() -> frozenset[Path]:
+    paths = sysconfig.get_paths()
+    return frozenset(Path(paths[key]).resolve() for key in ('stdlib', 'platstdlib', 'purelib', 'platlib'))
 
 
 def _culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

@@ -16,12 +16,14 @@ from parsl.jobs.states import JobStatus
 from parsl_freetrain.core import events as ev
 from parsl_freetrain.core.blocks import nodes_wanted
 from parsl_freetrain.core.controller import Controller
-from parsl_freetrain.core.errors import TrainerFailed
+from parsl_freetrain.core.errors import BadInput, TrainerFailed
 from parsl_freetrain.core.words import Checkpoint
+from parsl_freetrain.executor.adoption import AdoptedBlock
 from parsl_freetrain.executor.blocks import BlockKeeper
-from parsl_freetrain.executor.control import ControlServer
-from parsl_freetrain.executor.fragments import FragmentRunner
+from parsl_freetrain.executor.control import ControlServer, key_of
+from parsl_freetrain.executor.fragments import LOOK_S, FragmentRunner
 from parsl_freetrain.executor.record import record_decision, record_event
+from parsl_freetrain.executor.requests import Request, Requests
 from parsl_freetrain.executor.trainers import TrainerRecord
 from parsl_freetrain.ledger.store import Ledger
 from parsl_freetrain.sites.provider import BackfillProvider
@@ -40,6 +42,11 @@ class Submit:
 @dataclass(frozen=True)
 class Cancel:
     trainer: str
+
+
+@dataclass(frozen=True)
+class Adopted:
+    block: AdoptedBlock
 
 
 @dataclass(frozen=True)
@@ -92,13 +99,15 @@ class Planner:
         A sentence if Parsl's own part of the executor has broken down, else an empty string.
     run_id
         Parsl's id of this run, which the ledger has begun under.
+    requests
+        What other programs of the user ask of this run.
     clock
         Seconds since the epoch.
     """
 
     def __init__(self, controller: Controller, control: ControlServer, ledger: Ledger, provider: BackfillProvider,
                  blocks: BlockKeeper, fragments: FragmentRunner, statuses: Callable[[], dict[str, JobStatus]],
-                 trouble: Callable[[], str], run_id: str,
+                 trouble: Callable[[], str], run_id: str, requests: Requests,
                  clock: Callable[[], float] = time.time) -> None:
         self._controller = controller
         self._control = control
@@ -109,6 +118,7 @@ class Planner:
         self._statuses = statuses
         self._trouble = trouble
         self._run_id = run_id
+        self._requests = requests
         self._broken = False
         self._clock = clock
         self._records: dict[str, TrainerRecord] = {}
@@ -131,22 +141,26 @@ class Planner:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        next_poll = next_offers = 0.0
+        next_poll = next_offers = next_look = 0.0
         while not self._stopping:
             now = self._clock()
             if now >= next_poll:
                 self._guarded(self._poll)
-                next_poll = now + self._provider.site.poll_s
+                next_poll = self._clock() + self._provider.site.poll_s   # a slow answer is no reason to ask again at once
             if now >= next_offers:
                 self._guarded(self._note_offers)
                 next_offers = now + OFFERS_PERIOD_S
-            pause = next_poll - now
+            pause = min(next_poll, next_look) - now
             if self._blocks.starting() and not self._broken:
                 self._guarded(self._greet)
                 pause = min(pause, GREETING_POLL_S)
             self._ledger.commit()
             for item in self._control.receive(max(pause, 0.0)):
                 self._guarded(self._take, item)
+            if (now := self._clock()) >= next_look:
+                next_look = now + LOOK_S
+                self._guarded(self._look_after_fragments)
+                self._guarded(self._look_for_requests)
             if self._quiet is not None and not self._fragments.gangs:
                 self._quiet.set()
         self._guarded(self._finish)
@@ -163,10 +177,14 @@ class Planner:
         match item:
             case dict():
                 self._tell(*self._fragments.heard(item, self._records.get(item['trainer']), now))
+                if item['kind'] == 'notice' and (node := self._fragments.node_of(*key_of(item))):
+                    self._tell(*self._blocks.noticed(node, now))
             case Submit(record):
                 self._submit(record, now)
             case Cancel(trainer):
                 self._tell(ev.TrainerCancelled(now, trainer))
+            case Adopted(block):
+                self._tell(*self._blocks.adopt(block, now))
             case Arrived(context, buffer, outer):
                 self._fragments.arrived(context, buffer, outer, self._records)
             case MemberBack(trainer, fragment, member, done):
@@ -213,7 +231,7 @@ class Planner:
             for action in reply.actions:
                 waiting += self._do(action, event.at)
             if isinstance(event, (ev.NodesLeft, ev.BlockClosed)):
-                waiting += self._fragments.lose(self._controller.state.nodes.keys(), self._records, event.at)
+                waiting += self._fragments.lose(self._controller.state.pool.nodes.keys(), self._records, event.at)
 
     def _do(self, action: ev.Action, at: float) -> list[ev.Event]:
         match action:
@@ -248,10 +266,36 @@ class Planner:
                 self._give_up(trouble)
             return
         self._tell(*self._blocks.poll(self._statuses(), now))
-        if silent := self._fragments.overdue(now):
-            self._lose(silent, now)
         self._look_for_holes(now)
         self._tell(ev.Tick(now))
+
+    def _look_after_fragments(self) -> None:
+        now = self._clock()
+        if silent := self._fragments.overdue(now):
+            self._lose(silent, now)
+
+    def _look_for_requests(self) -> None:
+        for request in self._requests.new():
+            try:
+                self._requests.answer(request, True, self._fulfil(request))
+            except BadInput as error:
+                self._requests.answer(request, False, str(error))
+
+    def _fulfil(self, request: Request) -> str:
+        now = self._clock()
+        if request.trainer not in self._records:
+            raise BadInput(f'There is no trainer {request.trainer!r} in this run; it has {", ".join(map(repr, self._records)) or "none"}.')
+        match request.verb:
+            case 'preempt':
+                return self._fragments.rehearse(request.trainer, float(request.options.get('grace_s', 0.0)), now)
+            case 'cancel':
+                future = self._records[request.trainer].future
+                if future.done():
+                    raise BadInput(f'Trainer {request.trainer!r} is {future.state} already.')
+                self._tell(ev.TrainerCancelled(now, request.trainer))
+                return (f'Trainer {request.trainer!r} is being cancelled; what it has trained is kept in '
+                        f'{self._records[request.trainer].terms.store}.')
+        raise BadInput(f'This run does not know how to {request.verb!r}.')
 
     def _lose(self, nodes: set[str], now: float) -> None:
         self._blocks.lose(nodes, now)
@@ -273,7 +317,9 @@ class Planner:
             record.settle('failed', TrainerFailed(f'Trainer {name!r} cannot go on: {why}.'))
 
     def _note_offers(self) -> None:
-        self._ledger.offers((o.node, o.start, o.end) for o in self._provider.site.offers(self._begun_at, self._clock()))
+        now = self._clock()
+        self._ledger.offers((o.node, o.start, o.end) for o in self._provider.site.offers(self._begun_at, now))
+        self._ledger.alive(now)
 
     def _finish(self) -> None:
         now = self._clock()

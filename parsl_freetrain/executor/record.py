@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import psutil
 
 from parsl_freetrain.core import events as ev
 from parsl_freetrain.core.state import Decision
+from parsl_freetrain.core.statement import stated
 from parsl_freetrain.core.words import Trainer
 from parsl_freetrain.ledger.store import Ledger
 
 # These come many times a minute and say nothing by themselves; progress has a table of its own.
 UNRECORDED = (ev.Tick, ev.HolesSeen, ev.FragmentProgressed)
+
+
+def about_this_process(checkpoint_dir: str) -> dict[str, Any]:
+    """Who runs a run, where: what others need to know to tell whether it still lives, and to resume it."""
+    return {'host': platform.node(), 'pid': os.getpid(), 'started': psutil.Process().create_time(), 'folder': os.getcwd(),
+            'checkpoint_dir': str(Path(checkpoint_dir).absolute())}
 
 
 def record_event(ledger: Ledger, event: ev.Event) -> None:
@@ -32,6 +45,9 @@ def record_decision(ledger: Ledger, decision: Decision) -> None:
         at=decision.at, trigger=decision.trigger, nodes=decision.nodes, status=decision.answer.status, solver=decision.answer.solver,
         objective=decision.answer.objective, seconds=decision.answer.seconds, staying=decision.staying, current=decision.current,
         allocation=decision.answer.allocation, actions=[describe(action) for action in decision.actions])
+    document = stated(decision.problem)
+    if document is not None:
+        ledger.problem(document)
 
 
 def describe(action: ev.Action) -> str:

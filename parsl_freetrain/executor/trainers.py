@@ -11,6 +11,8 @@ from parsl_freetrain.core.events import Ending
 from parsl_freetrain.core.words import Checkpoint, Trainer
 from parsl_freetrain.executor.future import TrainingFuture
 from parsl_freetrain.executor.gang import Gang, Verdict
+from parsl_freetrain.training.retention import Retention
+from parsl_freetrain.training.scaled import Scaled
 
 Launch = Callable[[Mapping[str, Any], 'Future[Checkpoint] | Checkpoint'], 'Future[Checkpoint]']
 
@@ -26,8 +28,10 @@ class Terms:
     shards: int
     seed: int
     checkpoint_every_s: float
-    keep_checkpoints: int
+    keep_checkpoints: Retention
     ranks_per_node: int
+    scaled: Scaled
+    on_nan: str
 
 
 @dataclass
@@ -76,6 +80,7 @@ class TrainerRecord:
 
     def progressed(self, samples: int, metrics: Mapping[str, float]) -> None:
         self._show(samples=samples, metrics={**self.future.progress().metrics, **metrics})
+        self.future._progressed(samples, metrics)
 
     def checkpointed(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = self.future.checkpoint = checkpoint

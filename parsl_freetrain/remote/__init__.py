@@ -1,0 +1,8 @@
+"""Training from afar: trainers submitted from a laptop, through Globus Compute, to an endpoint with FreeTrainEngine."""
+
+from __future__ import annotations
+
+from parsl_freetrain.remote.client import FreeTrainClient
+from parsl_freetrain.remote.training import RemoteTraining
+
+__all__ = ['FreeTrainClient', 'RemoteTraining']
