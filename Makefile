@@ -4,6 +4,7 @@ PIP_ARGS ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
+CHAOS_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 # Parsl starts its own programs by name.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv demo test lint docs bench clean
+.PHONY: help venv demo test lint docs bench chaos delay storm clean
 
 help:
 	@echo 'make demo    train two networks in the holes of this computer (options: DEMO_ARGS)'
@@ -19,6 +20,9 @@ help:
 	@echo 'make lint    ruff, mypy --strict, import-linter'
 	@echo 'make docs    build the documentation into docs/_build/html'
 	@echo 'make bench   measure (options: BENCH_ARGS)'
+	@echo 'make chaos   strike a training 200 fragments long at random, and compare its weights (options: CHAOS_ARGS)'
+	@echo 'make delay   ordinary jobs on a real Slurm cluster, without FreeTrain and with it: who starts later (12 minutes)'
+	@echo 'make storm   a training on a real Slurm cluster that loses nodes and its scheduler for a minute'
 	@echo 'make clean   remove what these made, .venv included'
 
 venv: $(INSTALLED)
@@ -48,6 +52,17 @@ docs: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pytest -s tests/benchmarks $(BENCH_ARGS)
+
+chaos: $(INSTALLED)
+	$(BIN)/python -m tests.chaos.monkey $(CHAOS_ARGS)
+
+delay: $(INSTALLED)
+	$(BIN)/python -m tests.slurm.zero_delay demo-out
+	$(BIN)/python docs/zero_delay.py demo-out/zero-delay.json demo-out/zero-delay.png
+	@echo 'Picture: demo-out/zero-delay.png'
+
+storm: $(INSTALLED)
+	FREETRAIN_SILENT_S=60 FREETRAIN_STORM_EPOCHS=60 $(BIN)/python -m pytest -s tests/slurm/test_whole_training.py
 
 clean:
 	rm -rf $(VENV) docs/_build demo-out runinfo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -178,7 +178,7 @@ def test_kills_at_random_do_not_change_the_result(tmp_path: Path) -> None:
     settings: dict[str, Any] = {'total_epochs': 200, 'scaling': {1: 1.0, 2: 1.9, 4: 3.5}, 'checkpoint_every_s': 0.5, 'shards': 4,
                                 'rescale_up_s': 0.1, 'rescale_down_s': 0.1}
     trainer = freetrain_app(max_nodes=3, **settings)(fit)
-    with freetrain(tmp_path / 'chaos', LocalSite(nodes=3, poll_s=0.2), silence_s=3.0, heartbeat_period=1, heartbeat_threshold=4):
+    with freetrain(tmp_path / 'chaos', LocalSite(nodes=3, poll_s=0.2), hang_s=4.0, heartbeat_period=1, heartbeat_threshold=4):
         future = trainer(pause_s=0.1)   # far too slow to end before the last kill
         killed = rampage(future, seed=2)
         print(f'killed {killed}')

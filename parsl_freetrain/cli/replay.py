@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
+from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,14 +14,13 @@ import typer
 from parsl_freetrain.core.errors import BadInput
 
 if TYPE_CHECKING:
-    from parsl_freetrain.replay.result import ReplayResult
-    from parsl_freetrain.replay.trace import Trace
+    import pandas as pd
 
-REASONS = {
-    'trained': 'trained', 'rescaling': 'lost to rescales', 'lost_to_preemption': 'lost to preemptions', 'too_short': 'about to go',
-    'kept_free': 'kept free', 'no_use': 'no trainer could use them', 'not_worth': 'not worth a rescale',
-    'stranded': 'idle beside a waiting trainer',
-}
+    from parsl_freetrain.replay.request import Request
+    from parsl_freetrain.replay.result import ReplayResult
+
+SHOWN = ['efficiency', 'work_efficiency', 'compared', 'samples', 'used_node_s', 'preempted', 'rescaled', 'wall_s']
+"""What a human sees of each row of a sweep."""
 
 
 class Solver(StrEnum):
@@ -53,54 +53,85 @@ def replay(
     known_ends: Annotated[bool, typer.Option('--known-ends', help='Decide with what reservations promise; needs a job log.')] = False,
     min_hole: Annotated[float, typer.Option(metavar='S', help='Nodes that are known to go sooner are left alone.')] = 5.0,
     min_rescale: Annotated[float, typer.Option(metavar='S', help='Least time between two rescales of a trainer.')] = 0.0,
+    sweep: Annotated[list[str] | None, typer.Option(
+        metavar='NAME=V1,V2,...', help='Replay with each of these values of an option; several: all combinations.')] = None,
+    out: Annotated[Path | None, typer.Option(metavar='FILE', help='Write what was found as a table, .csv or .parquet.')] = None,
+    pictures: Annotated[Path | None, typer.Option(metavar='FOLDER', help='Draw what was found.')] = None,
+    jobs: Annotated[int, typer.Option(metavar='N', help='Processes for a sweep; -1: one for each core.')] = -1,
     as_json: Annotated[bool, typer.Option('--json', help='Answer as a JSON document.')] = False,
 ) -> None:
     """Replay a machine's record: what would these trainers have trained in its holes?
 
     The same decisions as live, on a virtual clock. U compares with a constant pool of as many node-seconds.
     """
+    options: dict[str, object] = {
+        'trainers': trainers, 'idle': idle, 'swf': swf, 'sacct': sacct, 'pbs': pbs, 'synthetic': synthetic, 'machine_nodes': machine_nodes,
+        'nodes': nodes, 'since': since, 'until': until, 'max_trainers': max_trainers, 'horizon': horizon, 'solver': solver.value,
+        'time_limit': time_limit, 'objective': objective, 'rescale_cost': rescale_cost, 'rescale_up': rescale_up,
+        'rescale_down': rescale_down, 'spans_blocks': spans_blocks, 'known_ends': known_ends, 'min_hole': min_hole,
+        'min_rescale': min_rescale}
     # The help is there without numpy and the solvers.
-    from parsl_freetrain.core.state import ControllerSettings
-    from parsl_freetrain.replay.scenario import Scenario, replay
-    from parsl_freetrain.replay.trainers import read_trainers
-    if not 0 < time_limit < math.inf:
-        raise BadInput(f'--time-limit is {time_limit:g}; it must be a number of seconds above 0.')
-    settings = ControllerSettings(
-        horizon_s=horizon, min_hole_s=min_hole, metric=objective or 'throughput', spans_blocks=spans_blocks, min_rescale_s=min_rescale,
-        trainers_at_a_time=_at_a_time(max_trainers))
-    files = {'idle': idle, 'swf': swf, 'sacct': sacct, 'pbs': pbs}
-    trace = _trace({kind: path for kind, path in files.items() if path is not None}, synthetic, nodes, since, until, machine_nodes)
-    result = replay(Scenario(
-        trace, read_trainers(trainers), settings, solver.value, time_limit, known_ends, rescale_cost, rescale_up, rescale_down,
-        by_file=objective is None))
+    from parsl_freetrain.replay import sweep as sweeping
+    swept = sweeping.axes(sweep or [])
+    asked = sweeping.requests(options, swept)
+    if out is not None:
+        sweeping.check_out(out)
+    if jobs < 1 and jobs != -1:
+        raise BadInput(f'--jobs is {jobs}; it must be a number of processes, or -1.')
+    if pictures is not None:
+        _make(pictures)
+    if swept:
+        _many(asked, list(swept), out, pictures, jobs, as_json)
+    else:
+        _one(asked[0], out, pictures, as_json)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f'--pictures is {folder}, which cannot be made ({error.strerror}); give a folder.') from None
+
+
+def _one(request: Request, out: Path | None, pictures: Path | None, as_json: bool) -> None:
+    from parsl_freetrain.replay.scenario import replay
+    result = replay(request.scenario())
     print(json.dumps(result.as_json(), allow_nan=False) if as_json else '\n'.join(described(result)))
+    if out is not None:
+        import pandas as pd
+
+        from parsl_freetrain.replay import sweep
+        sweep.write(pd.DataFrame([sweep.row(result)]), out)
+    if pictures is not None:
+        from parsl_freetrain.replay.pictures import draw
+        draw(result, pictures)
 
 
-def _at_a_time(text: str) -> int | None:
-    if text == 'all':
-        return None
-    if not (text.isdecimal() and text.isascii() and 0 < len(text) < 10 and int(text) > 0):
-        raise BadInput(f'--max-trainers is {text!r}; it must be a whole number above 0, or all.')
-    return int(text)
+def _many(asked: list[Request], swept: list[str], out: Path | None, pictures: Path | None, jobs: int, as_json: bool) -> None:
+    from parsl_freetrain.replay import sweep as sweeping
+    columns = [sweeping.column(field) for field in swept]
+    table = _with_a_bar(asked, swept, min(jobs, len(asked)))
+    if as_json:
+        print(table.to_json(orient='records', double_precision=15))
+    else:
+        print(table[columns + SHOWN].to_string(index=False, float_format=lambda value: f'{value:.4g}'))
+    if out is not None:
+        sweeping.write(table, out)
+    if pictures is not None:
+        from parsl_freetrain.replay.sweep_pictures import draw
+        draw(table, columns, pictures)
 
 
-def _trace(files: dict[str, Path], synthetic: int | None, nodes: int | None, since: float | None, until: float | None,
-           machine_nodes: int | None) -> Trace:
-    from parsl_freetrain.replay import idle
-    from parsl_freetrain.replay.reading import kind_of, read_trace
-    if len(files) + (synthetic is not None) != 1:
-        raise BadInput('Give one trace, with one of --idle, --swf, --sacct, --pbs and --synthetic.')
-    for what, seconds in (('--from', since), ('--until', until)):
-        if seconds is not None and not math.isfinite(seconds):
-            raise BadInput(f'{what} is {seconds:g}; it must be a number of seconds.')
-    if synthetic is not None:
-        return idle.synthetic(synthetic).window(nodes, since, until)
-    (kind, path), = files.items()
-    found = kind_of(path)
-    if found != kind:
-        hint = '' if found == 'idle' else f'; it looks like what --{found} takes'  # what is nothing else is taken for idle intervals
-        raise BadInput(f'{path} does not look like what --{kind} takes{hint}.')
-    return read_trace(path, nodes, since, until, machine_nodes=machine_nodes)
+def _with_a_bar(asked: list[Request], swept: list[str], jobs: int) -> pd.DataFrame:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from parsl_freetrain.replay.sweep import sweep
+    # Where nobody looks, a bar is noise.
+    bar = Progress(TextColumn('replays'), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True))
+    with bar if sys.stderr.isatty() else nullcontext():
+        task = bar.add_task('replays', total=len(asked))
+        return sweep(asked, swept, jobs=jobs, done=lambda: bar.advance(task))
 
 
 def described(result: ReplayResult) -> list[str]:
@@ -119,7 +150,8 @@ def described(result: ReplayResult) -> list[str]:
         f'{run.rescaled} rescales',
         'where the idle node-hours went:',
     ]
-    for key, why in REASONS.items():
+    from parsl_freetrain.replay.result import WHERE_THEY_WENT
+    for key, why in WHERE_THEY_WENT.items():
         if run.node_s[key]:
             lines.append(f'  {why:30}{run.node_s[key] / 3600:10.1f}{100 * run.node_s[key] / run.idle_node_s:7.1f} %')
     lines.append(f'decisions            {said["events"]}, ms: median {thought["p50"]:.2f}, p99 {thought["p99"]:.2f}, '

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from time import perf_counter
 
 from parsl_freetrain.core.allocation import Answer, Problem
@@ -22,18 +23,17 @@ class Asked:
         What is asked.
     solver
         Who is asked.
-
-    Attributes
-    ----------
-    staying
-        Nodes in each place of what goes on as it is, by trainer.
     """
 
     def __init__(self, problem: Problem, solver: str) -> None:
         self._started = perf_counter()
         self._problem = problem
         self._solver = solver
-        self.staying = stay_put(problem)
+
+    @cached_property
+    def staying(self) -> dict[str, tuple[int, ...]]:
+        """Nodes in each place of what goes on as it is, by trainer."""
+        return stay_put(self._problem)
 
     @property
     def seconds(self) -> float:

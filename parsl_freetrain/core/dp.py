@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from parsl_freetrain.core.allocation import Answer, Bid, Limit, Problem
 from parsl_freetrain.core.answering import Asked
@@ -16,6 +19,24 @@ from parsl_freetrain.core.staying import pinned
 _REMEMBERED = 8192
 
 
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """What the bids of the last problem are worth at each count, and what they hold; wider than was asked for, since pools grow."""
+
+    bids: tuple[Bid, ...]
+    horizon_s: float
+    stay_s: float
+    most: int       # the largest of their max_nodes
+    values: Floats
+    current: NDArray[np.int64]
+    fixed: NDArray[np.bool_]
+
+    @property
+    def width(self) -> int:
+        """One more than the largest count in the table."""
+        return int(self.values.shape[1])
+
+
 class DpAllocator:
     """Exact allocation by a price per node and a dynamic programme, see :mod:`parsl_freetrain.core.knapsack`.
 
@@ -24,6 +45,7 @@ class DpAllocator:
 
     def __init__(self) -> None:
         self._rows: dict[tuple[int, float, float], tuple[Bid, Floats]] = {}
+        self._table = _Table((), 0.0, 0.0, 0, np.zeros((0, 0)), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_))
 
     def applies(self, problem: Problem) -> bool:
         """Whether the problem can be solved here: nodes that all go at the same time, and limits on one trainer or caps on all of them."""
@@ -43,10 +65,12 @@ class DpAllocator:
             raise BadInput('Blocks with several ends, blocks that cannot be mixed and limits on some trainers together are not for '
                              'the dynamic programme; use auto or milp.')
         values = self._values(problem)
-        staying = np.fromiter((sum(asked.staying[bid.name]) for bid in problem.bids), np.int64, len(problem.bids))
         every = np.arange(len(problem.bids))
+        staying = self._table.current
+        if not self._all_can_stay(problem, values):
+            staying = np.fromiter((sum(asked.staying[bid.name]) for bid in problem.bids), np.int64, len(problem.bids))
         before = float(values[every, staying].sum())
-        counts = best_counts(*_limited(problem, values))
+        counts = best_counts(*_limited(problem, values, pinned(problem) if self._table.fixed.any() else {}))
         if counts is None:
             return asked.stay('infeasible')
         found = {bid.name: (count,) for bid, count in zip(problem.bids, counts.tolist(), strict=True)}
@@ -55,11 +79,34 @@ class DpAllocator:
     def _values(self, problem: Problem) -> Floats:
         """Worth of each count from 0, a row for each bid; minus infinity where it is not allowed."""
         nodes, stay_s = sum(block.nodes for block in problem.places), problem.places[0].remaining_s
-        rows = [self._row(bid, nodes, problem.horizon_s, stay_s) for bid in problem.bids]
-        values = np.full((len(rows), max((len(row) for row in rows), default=0)), -np.inf)
-        for line, row in zip(values, rows, strict=True):
+        old, bids = self._table, problem.bids
+        if (len(old.bids), old.horizon_s, old.stay_s) == (len(bids), problem.horizon_s, stay_s):
+            # From one decision to the next, few bids change.
+            changed = [j for j, (before, bid) in enumerate(zip(old.bids, bids, strict=True)) if bid is not before]
+            if nodes < old.width or max((bids[j].max_nodes for j in changed), default=0) < old.width > old.most:
+                for j in changed:
+                    row = self._row(bids[j], old.width - 1, problem.horizon_s, stay_s)
+                    old.values[j] = -np.inf
+                    old.values[j, :len(row)] = row
+                    old.current[j], old.fixed[j] = bids[j].current_nodes, bids[j].fixed
+                most = max(old.most, max((bids[j].max_nodes for j in changed), default=0))
+                self._table = replace(old, bids=bids, most=most)
+                return old.values[:, :nodes + 1]
+        most = max((bid.max_nodes for bid in bids), default=0)
+        values = np.full((len(bids), min(most, 2 * nodes) + 1), -np.inf)
+        for line, bid in zip(values, bids, strict=True):
+            row = self._row(bid, len(line) - 1, problem.horizon_s, stay_s)
             line[:len(row)] = row
-        return values
+        current = np.fromiter((bid.current_nodes for bid in bids), np.int64, len(bids))
+        fixed = np.fromiter((bid.fixed for bid in bids), np.bool_, len(bids))
+        self._table = _Table(bids, problem.horizon_s, stay_s, most, values, current, fixed)
+        return values[:, :nodes + 1]
+
+    def _all_can_stay(self, problem: Problem, values: Floats) -> bool:
+        """Whether everybody may keep what it holds."""
+        current = self._table.current
+        return bool(current.sum() <= sum(block.nodes for block in problem.places) and current.max(initial=0) < values.shape[1]
+                    and np.isfinite(values[np.arange(len(current)), current]).all() and not self._table.fixed.any())
 
     def _row(self, bid: Bid, nodes: int, horizon_s: float, stay_s: float) -> Floats:
         size = min(bid.max_nodes, nodes) + 1
@@ -68,8 +115,7 @@ class DpAllocator:
         if known is None or known[0] is not bid or len(known[1]) < size:
             if len(self._rows) >= _REMEMBERED:
                 self._rows.clear()
-            # Longer than asked for: the pool changes more often than the bid.
-            known = self._rows[key] = bid, worth_by_count(bid, min(bid.max_nodes, 2 * nodes), horizon_s, stay_s)
+            known = self._rows[key] = bid, worth_by_count(bid, size - 1, horizon_s, stay_s)
         return known[1][:size]
 
 
@@ -95,10 +141,9 @@ def worth_by_count(bid: Bid, most: int, horizon_s: float, stay_s: float) -> Floa
     return worth
 
 
-def _limited(problem: Problem, values: Floats) -> tuple[Floats, int]:
+def _limited(problem: Problem, values: Floats, kept: Mapping[str, tuple[int, ...]]) -> tuple[Floats, int]:
     """What is left to choose from: rows without the counts that are ruled out, and the nodes that may be used."""
     nodes = sum(block.nodes for block in problem.places)
-    kept = pinned(problem) if any(bid.fixed for bid in problem.bids) else {}
     if not kept and not problem.limits:
         return values, nodes
     values = values.copy()

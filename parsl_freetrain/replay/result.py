@@ -11,6 +11,13 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+WHERE_THEY_WENT = {
+    'trained': 'trained', 'rescaling': 'lost to rescales', 'lost_to_preemption': 'lost to preemptions', 'too_short': 'about to go',
+    'kept_free': 'kept free', 'no_use': 'no trainer could use them', 'not_worth': 'not worth a rescale',
+    'stranded': 'idle beside a waiting trainer',
+}
+"""What became of idle node-seconds, and how a human is told so."""
+
 
 @dataclass(frozen=True, eq=False)
 class Series:
@@ -123,6 +130,9 @@ class ReplayResult:
         U; None where the constant pool trained nothing.
     compared
         What U compares: 'samples' in the same time, or, where the trainers ran out on one of them, the 'time' for as many samples.
+    work_efficiency
+        The same ratio with the samples of each trainer divided by what one node of it trains per second, so that a mix of fast and
+        slow networks adds like to like; None where U compares times.
     wall_s
         How long both took to compute, in seconds.
     """
@@ -132,6 +142,7 @@ class ReplayResult:
     equivalent_nodes: float
     efficiency: float | None
     compared: str
+    work_efficiency: float | None
     wall_s: float
 
     def as_json(self) -> dict[str, object]:
@@ -140,7 +151,8 @@ class ReplayResult:
         thought = run.series.decision_s * 1000 if len(run.series.decision_s) else np.zeros(1)
         p50, p99, most = (float(np.percentile(thought, share)) for share in (50, 99, 100))
         return {
-            'efficiency': self.efficiency, 'compared': self.compared, 'samples': run.samples, 'static_samples': self.constant.samples,
+            'efficiency': self.efficiency, 'compared': self.compared, 'work_efficiency': self.work_efficiency,
+            'samples': run.samples, 'static_samples': self.constant.samples,
             'equivalent_nodes': self.equivalent_nodes, 'idle_node_s': run.idle_node_s, 'used_node_s': run.used_node_s,
             'node_s': run.node_s, 'preempted': run.preempted, 'rescaled': run.rescaled,
             'lost_samples': {'preemption': run.lost_preemption, 'rescale': run.lost_rescale}, 'trainers_done': run.trainers_done,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
@@ -101,7 +101,8 @@ def replay(scenario: Scenario) -> ReplayResult:
     mean = trace.idle_node_s() / (trace.end_s - trace.start_s)
     constant = _run(scenario, constant_pool(trace, round(mean)), False)
     efficiency, compared = compare(outcome, constant)
-    return ReplayResult(outcome, constant, mean, efficiency, compared, perf_counter() - began)
+    work = compare_work(scenario.trainers, outcome, constant) if compared == 'samples' else None
+    return ReplayResult(outcome, constant, mean, efficiency, compared, work, perf_counter() - began)
 
 
 def compare(outcome: Outcome, constant: Outcome) -> tuple[float | None, str]:
@@ -111,6 +112,17 @@ def compare(outcome: Outcome, constant: Outcome) -> tuple[float | None, str]:
     samples = min(outcome.samples, constant.samples)
     taken = outcome.time_to(samples)
     return (constant.time_to(samples) / taken if taken > 0 else None), 'time'
+
+
+def compare_work(trainers: Sequence[ReplayTrainer], outcome: Outcome, constant: Outcome) -> float | None:
+    """The ratio of the node-seconds that one node of each trainer would have needed for what was trained."""
+    def work(of: Outcome) -> float:
+        return sum(of.samples_by_trainer[name] / rate for name, rate in one_node.items())
+    # A trainer that is slow to the point of standing still on few nodes is measured by what it does on all that it may have.
+    one_node = {t.name: rate for t in (r.trainer for r in trainers) if t.curve is not None
+                and (rate := t.curve.rate_at(1) or t.curve.rate_at(t.max_nodes) / t.max_nodes) > 0}
+    there = work(constant)
+    return work(outcome) / there if there > 0 else None
 
 
 def _run(scenario: Scenario, trace: Trace, known_ends: bool) -> Outcome:

@@ -16,8 +16,8 @@ from parsl_freetrain.cli.main import main
 DATA = Path(__file__).resolve().parents[3] / 'shared' / 'data'
 NET = {'name': 'net', 'max_nodes': 4, 'total_samples': 100000, 'nodes': [0, 1, 4], 'samples_per_s': [0, 10, 40], 'rescale_up_s': 3,
        'rescale_down_s': 2}
-KEYS = {'efficiency', 'compared', 'samples', 'static_samples', 'equivalent_nodes', 'idle_node_s', 'used_node_s', 'node_s', 'preempted',
-        'rescaled', 'lost_samples', 'trainers_done', 'events', 'decision_ms', 'wall_s'}
+KEYS = {'efficiency', 'compared', 'work_efficiency', 'samples', 'static_samples', 'equivalent_nodes', 'idle_node_s', 'used_node_s',
+        'node_s', 'preempted', 'rescaled', 'lost_samples', 'trainers_done', 'events', 'decision_ms', 'wall_s'}
 
 
 @pytest.fixture

@@ -90,3 +90,46 @@ def test_a_dead_rank_is_named_with_its_signal_and_log(status: int, words: str) -
     assert verdict.ending is Ending.PREEMPTED
     assert words in verdict.error
     assert '/logs/rank-0.log' in verdict.error
+
+
+def test_the_culprit_is_named_before_those_who_suffer() -> None:
+    fragment = gang(2)
+    fragment.settled = {0: [outcome(0, 'peer-lost', error={'message': 'Connection closed by peer [10.0.0.2]:1'}, node='n-a')],
+                        1: [outcome(1, 'hung', why='was stopped', node='n-b')]}
+    assert fragment.verdict().error == 'rank 1 on n-b was stopped; its output is in /logs/rank-1.log'
+    fragment.settled[1] = []
+    assert fragment.verdict().error == 'rank 0 on n-a lost touch with another rank: Connection closed by peer [10.0.0.2]:1'
+
+
+def test_what_it_was_given_up_for_is_the_cause_and_not_the_ranks_killed_for_it() -> None:
+    fragment = gang(1)
+    fragment.abandoned = 'it did not stop within 2 s'
+    fragment.settled = {0: [outcome(0, 'died', status=-9)]}
+    assert fragment.verdict().error == 'it did not stop within 2 s'
+
+
+def test_lost_nodes_are_named_with_the_reason() -> None:
+    fragment = gang(3)
+    fragment.names = {1: 'nid007'}
+    fragment.lose({'n1', 'n2'}, {'n1': 'no sign of life for 12 s'})
+    assert fragment.verdict().error == (
+        '2 of its 3 nodes were lost: nid007 (no sign of life for 12 s), n2 (its manager or its block is gone)')
+
+
+def test_silence_counts_only_while_somebody_listens() -> None:
+    fragment = gang(2)
+    fragment.heard = {0: 100.0, 1: 108.0}
+    assert fragment.silent(111.0, 12.0) == {}
+    assert fragment.silent(112.5, 12.0).keys() == {'n0'}
+    fragment.nobody_listened(60.0)   # a computer that slept, or a decision that took long
+    assert fragment.silent(161.0, 12.0) == {}
+    fragment.settled[0] = []
+    fragment.lose({'n1'})
+    assert fragment.silent(1000.0, 12.0) == {}
+
+
+def test_ranks_that_ended_without_their_task_coming_back_tell_of_a_manager_that_is_stuck() -> None:
+    fragment = gang(1)
+    fragment.heard, fragment.ended = {0: 100.0}, {0: {0: 101.0}}
+    assert fragment.silent(112.0, 12.0) == {}
+    assert 'manager' in fragment.silent(113.5, 12.0)['n0']

@@ -1,0 +1,144 @@
+"""Many replays in parallel, each of which becomes a row of one table."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+from joblib import Parallel, delayed
+from joblib.externals.loky import get_reusable_executor
+
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.replay.request import Request, field_named, option
+from parsl_freetrain.replay.result import ReplayResult
+from parsl_freetrain.replay.scenario import Scenario, replay
+from parsl_freetrain.replay.trace import Trace
+from parsl_freetrain.replay.trainers import ReplayTrainer, read_trainers
+
+FORMATS = ('.csv', '.parquet')
+MOST_CASES = 10_000
+
+Values = Mapping[str, str | float | bool | None]
+
+
+def axes(texts: Sequence[str]) -> dict[str, list[str]]:
+    """The values to sweep over, by field of a request, from texts such as ``'horizon=10,60,120'``; raises BadInput."""
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        name, is_there, values = text.partition('=')
+        field = field_named(name.strip())
+        given = [value.strip() for value in values.split(',')]
+        if not is_there or '' in given or len(set(given)) < len(given):
+            raise BadInput(f'--sweep is {text!r}; it must be a name and different values, as in horizon=10,60,120.')
+        if field in found:
+            raise BadInput(f'--sweep {name.strip()} is there twice; give all its values at once.')
+        found[field] = given
+    return found
+
+
+def requests(options: Mapping[str, object], swept: Mapping[str, Sequence[str]]) -> list[Request]:
+    """One request for every combination of the swept values; raises BadInput."""
+    combinations = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
+    if len(combinations) > MOST_CASES:
+        raise BadInput(f'These sweeps ask for {len(combinations)} replays; {MOST_CASES} are the most at once.')
+    return [Request.of({**options, **combination}) for combination in combinations]
+
+
+def scenarios(asked: Sequence[Request]) -> list[Scenario]:
+    """What is to be replayed; a trace and a file of trainers that several ask for is read once; raises BadInput."""
+    traces: dict[tuple[object, ...], Trace] = {}
+    trainers: dict[Path, tuple[ReplayTrainer, ...]] = {}
+    found = []
+    for request in asked:
+        if (key := request.trace_options()) not in traces:
+            traces[key] = request.trace()
+        if request.trainers not in trainers:
+            trainers[request.trainers] = read_trainers(request.trainers)
+        found.append(request.scenario(traces[key], trainers[request.trainers]))
+    return found
+
+
+def sweep(asked: Sequence[Request], swept: Sequence[str], *, jobs: int = 1, done: Callable[[], None] | None = None) -> pd.DataFrame:
+    """Replay all that is asked for.
+
+    Parameters
+    ----------
+    asked
+        The replays.
+    swept
+        Fields of the requests that become columns.
+    jobs
+        How many processes; -1: one for each core.
+    done
+        Called after each replay.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row for each request, in their order: the swept fields, by the names of their options with ``_`` for ``-``, then what
+        :meth:`ReplayResult.as_json <parsl_freetrain.replay.result.ReplayResult.as_json>` says, nested names joined with ``_``.
+
+    Raises
+    ------
+    BadInput
+        Before anything is replayed, if any of the requests cannot be meant.
+    """
+    ready = scenarios(asked)
+    # Arrays reach the processes as files that they share, not as copies.
+    parallel = Parallel(n_jobs=jobs, return_as='generator')
+    rows = []
+    try:
+        for request, scenario, answer in zip(asked, ready, parallel(delayed(_answer)(s) for s in ready), strict=True):
+            rows.append(values(request, scenario, swept) | answer)
+            if done is not None:
+                done()
+    finally:
+        if jobs != 1:
+            get_reusable_executor().shutdown(wait=True, kill_workers=True)   # they would wait for more for minutes
+    return pd.DataFrame(rows)
+
+
+def values(request: Request, scenario: Scenario, swept: Sequence[str]) -> dict[str, object]:
+    """The columns that tell a row of the table from others; as many trainers as there are stand for all of them."""
+    found: dict[str, object] = {}
+    for field in swept:
+        value = getattr(request, field)
+        if field == 'max_trainers' and value == 'all':
+            value = len(scenario.trainers)
+        found[column(field)] = str(value) if isinstance(value, Path) else value
+    return found
+
+
+def column(field: str) -> str:
+    """What a field of a request is called in the table."""
+    return option(field).removeprefix('--').replace('-', '_')
+
+
+def row(result: ReplayResult) -> dict[str, object]:
+    """What a replay found, flat."""
+    flat: dict[str, object] = {}
+    for key, value in result.as_json().items():
+        flat.update({f'{key}_{inner}': found for inner, found in value.items()} if isinstance(value, dict) else {key: value})
+    return flat
+
+
+def _answer(scenario: Scenario) -> dict[str, object]:
+    return row(replay(scenario))
+
+
+def check_out(path: Path) -> None:
+    """Raise BadInput unless a table can be written there."""
+    if path.suffix not in FORMATS:
+        raise BadInput(f'--out is {path}; its name must end in .csv or .parquet.')
+    if not path.parent.is_dir():
+        raise BadInput(f'--out is {path}, but there is no folder {path.parent}.')
+
+
+def write(table: pd.DataFrame, path: Path) -> None:
+    """Write a table as CSV or as Parquet, as the ending of the file's name says."""
+    if path.suffix == '.parquet':
+        table.to_parquet(path, index=False)
+    else:
+        table.to_csv(path, index=False)

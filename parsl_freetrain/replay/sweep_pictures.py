@@ -1,0 +1,102 @@
+"""Pictures of a sweep: U against each number that was swept, where node-seconds went, how long decisions took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from parsl_freetrain.ledger.picture import TOL_MUTED
+from parsl_freetrain.replay.pictures import COLOURS, plain, save
+from parsl_freetrain.replay.result import WHERE_THEY_WENT
+
+MOST_LINES = 12
+"""So many lines have a name in the legend."""
+WIDE = 20.0
+"""Numbers that differ by more than this factor are drawn on a logarithmic axis."""
+
+
+def draw(table: pd.DataFrame, swept: Sequence[str], folder: Path) -> list[Path]:
+    """Draw into a folder that is there: ``efficiency-NAME.png`` for each number that was swept, ``node-seconds.png``, ``decisions.png``.
+
+    Parameters
+    ----------
+    table, swept
+        What :func:`parsl_freetrain.replay.sweep.sweep` returned, and which of its columns tell the rows apart.
+
+    Returns
+    -------
+    list of pathlib.Path
+        The files.
+    """
+    numbers = [name for name in swept if pd.api.types.is_numeric_dtype(table[name]) and not pd.api.types.is_bool_dtype(table[name])]
+    return [*(_efficiency(table, name, [other for other in swept if other != name], folder / f'efficiency-{name.replace("_", "-")}.png')
+              for name in numbers),
+            _node_seconds(table, swept, folder / 'node-seconds.png'), _decisions(table, swept, folder / 'decisions.png')]
+
+
+def _efficiency(table: pd.DataFrame, name: str, others: Sequence[str], path: Path) -> Path:
+    figure = Figure(figsize=(7, 4.2), layout='constrained')
+    axes = figure.subplots()
+    lines = [*table.groupby(list(others), dropna=False, sort=False)] if others else [((), table)]
+    for i, (values, rows) in enumerate(lines):
+        in_order = rows.sort_values(name)
+        label = ', '.join(f'{other.replace("_", " ")} {_text(value)}' for other, value in zip(others, values, strict=True))
+        axes.plot(in_order[name], in_order['efficiency'].astype(float), 'o-', markersize=4, color=TOL_MUTED[i % len(TOL_MUTED)],
+                  label=label if others and i < MOST_LINES else None)
+    least, most = float(table[name].min()), float(table[name].max())
+    if least > 0 and most > WIDE * least:
+        axes.set_xscale('log')
+        axes.set_xticks(sorted(set(table[name])), [_text(value) for value in sorted(set(table[name]))], minor=False)
+        axes.minorticks_off()
+    axes.set(xlabel=name.replace('_', ' '), ylabel='efficiency U')
+    axes.grid(alpha=0.3)
+    if others:
+        axes.legend(frameon=False)
+    plain(axes)
+    return save(figure, path)
+
+
+def _node_seconds(table: pd.DataFrame, swept: Sequence[str], path: Path) -> Path:
+    figure = Figure(figsize=(10, 1.6 + 0.3 * len(table)), layout='constrained')
+    axes = figure.subplots()
+    left = np.zeros(len(table))
+    for key, why in WHERE_THEY_WENT.items():
+        share = 100 * table[f'node_s_{key}'].to_numpy(dtype=float) / table['idle_node_s'].to_numpy(dtype=float)
+        if share.any():
+            axes.barh(range(len(table)), share, left=left, color=COLOURS[key], label=why)
+            left += share
+    _name_rows(axes, table, swept)
+    axes.set(xlabel='% of idle node-seconds', xlim=(0, 100))
+    figure.legend(*axes.get_legend_handles_labels(), loc='outside right center', frameon=False)
+    plain(axes)
+    return save(figure, path)
+
+
+def _decisions(table: pd.DataFrame, swept: Sequence[str], path: Path) -> Path:
+    figure = Figure(figsize=(8, 1.6 + 0.3 * len(table)), layout='constrained')
+    axes = figure.subplots()
+    for which, label, mark in (('p50', 'median', 'o'), ('p99', '99 %', 'D'), ('max', 'longest', '|')):
+        axes.plot(table[f'decision_ms_{which}'], range(len(table)), mark, color='#0072B2', label=label)
+    axes.set_xscale('log')
+    _name_rows(axes, table, swept)
+    axes.set_xlabel('ms for a decision')
+    axes.grid(axis='x', alpha=0.3)
+    figure.legend(*axes.get_legend_handles_labels(), loc='outside right center', frameon=False)
+    plain(axes)
+    return save(figure, path)
+
+
+def _name_rows(axes: Axes, table: pd.DataFrame, swept: Sequence[str]) -> None:
+    labels = [', '.join(_text(value) for value in row) for row in table[list(swept)].itertuples(index=False)]
+    axes.set_yticks(range(len(table)), labels)
+    axes.set_ylabel(', '.join(name.replace('_', ' ') for name in swept))
+    axes.invert_yaxis()
+
+
+def _text(value: object) -> str:
+    return format(value, 'g') if isinstance(value, float) else str(value)

@@ -1,0 +1,130 @@
+"""Damage to checkpoints and to the disk that they are on, done from any process that sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.training.directories import directories, fresh, key
+from parsl_freetrain.training.manifest import MARKER, is_committed
+
+_BLOCK = 65536
+
+
+def corrupt_checkpoint(folder: str | Path, *, seed: int = 0, bits: int = 1) -> Path:
+    """Flip bits in the largest file of a checkpoint, as a bad disk does.
+
+    Parameters
+    ----------
+    folder
+        A checkpoint's directory, or a trainer's folder, of which the newest committed checkpoint is taken.
+    seed
+        Which bits, by :class:`random.Random`.
+    bits
+        How many.
+
+    Returns
+    -------
+    Path
+        The file that was damaged.
+
+    Raises
+    ------
+    BadInput
+        If there is nothing to damage.
+    """
+    folder = Path(folder)
+    found = folder if is_committed(folder) else next((path for path in reversed(directories(folder)) if is_committed(path)), None)
+    files = [path for path in (found.rglob('*') if found is not None else ()) if path.is_file() and path.name != MARKER]
+    if not any(path.stat().st_size for path in files):
+        raise BadInput(f'{folder} holds no checkpoint that could be damaged: name one, or the folder of a trainer that has one.')
+    victim = max(sorted(files), key=lambda path: path.stat().st_size)
+    draw = random.Random(seed)
+    with victim.open('r+b') as file:
+        for _ in range(bits):
+            place = draw.randrange(victim.stat().st_size)
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ 1 << draw.randrange(8)]))
+        file.flush()
+        os.fsync(file.fileno())
+    return victim
+
+
+def half_write_checkpoint(folder: str | Path) -> Path:
+    """Leave a copy of a trainer's newest committed checkpoint without its marker and with its largest file cut in half.
+
+    It is named as the next sample's, as a fragment that died while writing leaves it. Returns the directory.
+
+    Raises
+    ------
+    BadInput
+        If there is no committed checkpoint.
+    """
+    folder = Path(folder)
+    newest = next((path for path in reversed(directories(folder)) if is_committed(path)), None)
+    if newest is None:
+        raise BadInput(f'{folder} holds no checkpoint that could be left half-written: name the folder of a trainer that has one.')
+    samples, fragment = key(newest)[:2]
+    half = fresh(folder, samples + 1, fragment)
+    files = [path for path in newest.rglob('*') if path.is_file() and path.name != MARKER]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    for path in files:
+        data = path.read_bytes()
+        target = half / path.relative_to(newest)
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        target.write_bytes(data[:len(data) // 2] if path == largest else data)
+    return half
+
+
+@contextlib.contextmanager
+def full_disk(folder: str | Path, limit: int = 1 << 30) -> Iterator[None]:
+    """Fill the file system that ``folder`` is on, to the last byte, for the time of the block.
+
+    Parameters
+    ----------
+    folder
+        On a small file system of its own: everybody else on it sees a full disk too.
+    limit
+        Where there is more room than so many bytes, nothing is filled.
+
+    Raises
+    ------
+    BadInput
+        If there is too much room.
+    """
+    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    if free > limit:
+        raise BadInput(f'{folder} is on a file system with {free} bytes free, more than limit={limit}; use a small one, '
+                       f'such as a tmpfs with size=64m.')
+    filler = Path(folder) / f'.filler-{secrets.token_hex(8)}'
+    fd = os.open(filler, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        for size in (_BLOCK, 4096, 1):
+            with contextlib.suppress(_Full):
+                while True:
+                    _write(fd, size)
+        yield
+    finally:
+        os.close(fd)
+        filler.unlink()
+
+
+class _Full(Exception):
+    """Nothing more fits."""
+
+
+def _write(fd: int, size: int) -> None:
+    try:
+        os.write(fd, bytes(size))
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise _Full from error
+        raise

@@ -1,0 +1,186 @@
+"""Nothing hangs: ranks, workers and managers that are killed or stopped, on the local site, with real signals."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from parsl.app.app import python_app
+
+from parsl_freetrain.app import TrainingFuture, freetrain_app
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.sites.provider import BackfillProvider
+from parsl_freetrain.testing import kill_at, slow_rank, stop_at, with_faults
+from tests.support.training import fit, freetrain
+
+pytestmark = pytest.mark.slow
+
+LONG = 240.0   # seconds; a bound for what takes a few
+HANG_S = 6.0
+EVER = 100_000   # epochs
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < end, what
+        threading.Event().wait(0.02)
+
+
+def fragments(executor: FreeTrainExecutor) -> list[Any]:
+    with Reader(executor.ledger_path) as ledger:
+        return list(ledger.story().fragments)
+
+
+@contextlib.contextmanager
+def training(folder: Path, *faults: Any, nodes: int = 2, pause_s: float = 0.03, epochs: int = EVER,
+             **settings: Any) -> Iterator[tuple[FreeTrainExecutor, TrainingFuture]]:
+    """A training on all nodes that goes on until it is left."""
+    trainer = freetrain_app(min_nodes=min(nodes, settings.pop('min_nodes', nodes)), max_nodes=nodes, total_epochs=epochs,
+                            checkpoint_every_s=0.3, scaling={1: 1.0, 2: 1.9}, rescale_up_s=0.1, rescale_down_s=0.1)
+    site = LocalSite(nodes=nodes, poll_s=0.2)
+    with freetrain(folder, site, **{'hang_s': HANG_S, 'stop_grace_s': 1.0, **settings}) as executor:
+        yield executor, trainer(with_faults(fit, *faults))(pause_s=pause_s)
+
+
+@pytest.mark.parametrize(('faults', 'words'), [
+    ([kill_at(1, 5)], r'rank 1 on slot\d\d was ended by SIGKILL; its output is in .*rank-1\.log'),
+    ([stop_at(1, 5)], r'rank 1 on slot\d\d was stopped \(SIGSTOP'),
+    # Rank 1 is stopped while it waits for rank 0, so within the exchange.
+    ([slow_rank(0, 2.0, step=5, fragment=1), stop_at(1, 5, after_s=1.0)], r'rank 1 on slot\d\d was stopped \(SIGSTOP'),
+], ids=['killed', 'stopped', 'stopped-in-exchange'])
+def test_a_rank_that_dies_or_stops_ends_its_fragment_in_time_and_is_named(tmp_path: Path, faults: list[Any], words: str) -> None:
+    with training(tmp_path, *faults) as (executor, future):
+        until(lambda: future.progress().preempted == 1, 'the fragment does not end')
+        until(lambda: future.progress().fragments == 2 and future.progress().nodes == 2, 'its nodes are not used again')
+        first, second = fragments(executor)[:2]
+        assert first.ending == 'preempted'
+        assert first.ended_at - first.started_at < HANG_S + 1.0   # it had to come to the fault first
+        assert second.decided_at - first.ended_at < 1.0
+        assert second.nodes == first.nodes
+    assert re.search(words, first.error), first.error
+
+
+def of_node(node: str) -> list[psutil.Process]:
+    """A node's first process, its manager, and what that has started, in this order; ranks and warm parents apart."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get('FREETRAIN_NODE') == node:
+                found.append(process)
+    return sorted(found, key=lambda process: process.create_time())
+
+
+def forks() -> list[psutil.Process]:
+    """Warm parents and ranks."""
+    return [p for p in psutil.Process().children(recursive=True) if 'training.warm_server' in ' '.join(p.cmdline())]
+
+
+def worker(node: str) -> psutil.Process:
+    """The process that runs the node's member: the last that the manager has started."""
+    return [p for p in of_node(node) if 'spawn_main' in ' '.join(p.cmdline())][-1]
+
+
+def manager(node: str) -> psutil.Process:
+    return next(p for p in of_node(node) if 'process_worker_pool.py' in p.cmdline()[1])
+
+
+@pytest.mark.parametrize('victim', [worker, manager])
+def test_a_node_that_is_stopped_is_lost_in_time_and_the_others_go_on(tmp_path: Path, victim: Callable[[str], psutil.Process]) -> None:
+    """SIGSTOP to what runs the node's share: its fragment ends, the good node trains on, and no rank is left on the bad one."""
+    with training(tmp_path, min_nodes=1, nodes=2, heartbeat_period=1) as (executor, future):
+        until(lambda: bool(rows := fragments(executor)) and len(rows[-1].nodes) == 2 and rows[-1].started_at is not None,
+              'it does not start on both nodes')
+        running = fragments(executor)[-1].fragment
+        bad = victim('slot01')
+        ranks = {p.pid for p in forks()}
+        bad.suspend()
+        stopped_at = time.time()
+        if victim is manager:   # which matters when it shall pass on that its ranks have ended
+            with contextlib.suppress(psutil.Error):
+                max(forks(), key=lambda p: p.create_time()).kill()
+        until(lambda: len(fragments(executor)) > running, 'the good node is not used again')
+        ended = fragments(executor)[running - 1]
+        after = fragments(executor)[running]
+        assert ended.ending == 'preempted'
+        assert ended.ended_at - stopped_at < HANG_S + 4.0   # the manager may have been stopped before it had the task
+        assert len(after.nodes) == 1
+        assert after.decided_at - ended.ended_at < 1.0
+        why = r'1 of its 2 nodes were lost: \w+ \((no sign of life|its ranks ended, and its Parsl manager|its manager)'
+        assert re.search(why, ended.error), ended.error
+        since = future.progress().samples
+        until(lambda: future.progress().samples > since + 96, 'it does not go on')
+        # A warm parent and a rank for each good node; the bad one's ranks are gone although nobody there could end them.
+        until(lambda: len([p for p in forks() if p.pid in ranks]) <= 2 + 1, 'ranks are left on the bad node')
+
+
+def test_steps_that_take_longer_than_a_hang_are_none(tmp_path: Path) -> None:
+    with training(tmp_path, slow_rank(0, 6.0, step=3), hang_s=2.0, epochs=1, pause_s=0.0) as (executor, future):
+        until(lambda: future.progress().samples >= 32, 'no slow step is trained')
+        assert future.progress().fragments == 1
+        assert future.progress().preempted == 0
+        assert fragments(executor)[0].ended_at is None
+
+
+def as_the_scheduler_does(node: str, number: int) -> None:
+    """A signal to every process of a node; the ranks of this computer are all on it here."""
+    for process in [*of_node(node), *forks()]:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(number)
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1])
+def test_a_notice_by_signal_costs_no_work(tmp_path: Path, number: int) -> None:
+    """As a scheduler that preempts: SIGTERM to everything on the node at once. The fragment saves and ends; nothing starts there again."""
+    with training(tmp_path, nodes=1, idle_block_s=1.0) as (executor, future):
+        until(lambda: future.progress().samples > 96, 'it does not start')
+        as_the_scheduler_does('slot00', number)
+        until(lambda: future.progress().fragments == 2, 'it does not go on in another block')
+    first, second = fragments(executor)[:2]
+    assert first.ending == 'stopped', first.error
+    assert first.samples == first.reached > 96
+    assert second.from_samples == first.samples
+    assert set(second.nodes).isdisjoint(first.nodes)   # managers of another block
+    assert future.progress().preempted == 0
+
+
+@pytest.mark.parametrize('pick', [worker, lambda node: forks()[-1]], ids=['worker', 'rank'])
+def test_a_signal_to_one_process_is_a_request_to_stop_at_a_boundary(tmp_path: Path, pick: Callable[[str], psutil.Process]) -> None:
+    with training(tmp_path, nodes=1, idle_block_s=1.0) as (executor, future):
+        until(lambda: future.progress().samples > 96, 'it does not start')
+        pick('slot00').terminate()
+        until(lambda: future.progress().fragments == 2, 'it does not end and go on')
+    first = fragments(executor)[0]
+    assert (first.ending, first.samples) == ('stopped', first.reached), first.error
+
+
+def test_programs_that_ordinary_apps_start_end_on_sigterm(tmp_path: Path) -> None:
+    """Nodes ignore SIGTERM; what an app starts must not inherit that."""
+    @python_app
+    def terminated() -> int:
+        import subprocess
+        with subprocess.Popen(['sleep', '1000']) as sleeping:
+            sleeping.terminate()
+            return sleeping.wait(30)
+
+    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), max_workers_per_node=1):
+        freetrain_app(total_epochs=1)(fit)().result(LONG)
+        assert terminated().result(LONG) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize('hang_s', [0.0, 1.9, math.inf, math.nan])
+def test_patience_that_cannot_be_kept_is_refused(tmp_path: Path, hang_s: float) -> None:
+    with pytest.raises(BadInput, match='hang_s is'):
+        FreeTrainExecutor(provider=BackfillProvider(site=LocalSite()), hang_s=hang_s)

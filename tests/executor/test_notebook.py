@@ -1,0 +1,48 @@
+"""A training future in a notebook."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+from parsl_freetrain.app import freetrain_app
+from parsl_freetrain.executor.future import MOST_LOSSES, TrainingFuture
+from parsl_freetrain.executor.notebook import HEIGHT, WIDTH, html_of
+from parsl_freetrain.sites.local import LocalSite
+from tests.support.training import fit, freetrain
+
+
+def test_it_shows_progress_and_the_last_metrics() -> None:
+    html = html_of('cnn', 'running', 500, 2000, 3, {'loss': 0.123456, 'acc': 0.5}, [(0, 4.0), (250, 2.0), (500, 1.0)])
+    shown = ET.fromstring(html)
+    assert ''.join(shown.itertext()) == 'cnn running on 3 nodes500 of 2,000 samples; loss 0.1235, acc 0.5'
+    bar, line = shown.find('progress'), shown.find('.//polyline')
+    assert bar is not None and (bar.get('value'), bar.get('max')) == ('500', '2000')
+    assert line is not None and line.get('points') == f'0.0,0.0 {WIDTH / 2},{HEIGHT * 2 / 3:.1f} {WIDTH:.1f},{HEIGHT:.1f}'
+
+
+def test_what_is_not_known_is_not_shown_and_names_are_no_html() -> None:
+    shown = ET.fromstring(html_of('<b>&', 'queued', 0, None, 0, {'<i>': 1.0}, [(0, 1.0)]))
+    assert ''.join(shown.itertext()) == '<b>& queued0 samples; <i> 1'
+    assert shown.find('progress') is None and shown.find('.//svg') is None
+    ET.fromstring(html_of('a', 'running', 1, 1, 1, {}, [(5, 1.0), (5, 1.0)]))   # a flat line without a length
+
+
+def test_of_many_losses_some_are_kept() -> None:
+    future = TrainingFuture('a')
+    for i in range(10 * MOST_LOSSES):
+        future._progressed(i, {'loss': float(i)})
+    future._progressed(0, {'loss': float('nan')})
+    future._progressed(0, {'accuracy': 1.0})
+    kept = [samples for samples, _ in future._losses]
+    assert MOST_LOSSES // 2 <= len(kept) <= MOST_LOSSES and kept == sorted(kept) and kept[-1] > 9 * MOST_LOSSES
+
+
+def test_a_training_from_a_notebooks_cells(tmp_path: Path) -> None:
+    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2)):
+        future = freetrain_app(max_nodes=1, total_epochs=8)(fit)(0.02)
+        before = future._repr_html_()
+        future.result()
+        after = future._repr_html_()
+    assert '0 samples' in before
+    assert 'finished' in after and '768 of 768 samples' in after and 'loss' in after and '<svg' in after

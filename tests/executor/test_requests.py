@@ -1,0 +1,83 @@
+"""Requests to a live run, as files."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.executor.requests import Request, Requests, ask, requests_folder
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    path = tmp_path / 'run' / 'ledger.sqlite'
+    path.parent.mkdir()
+    path.touch()
+    return path
+
+
+def serve(requests: Requests, over: threading.Event, taken: list[Request]) -> None:
+    while not over.wait(0.01):
+        for request in requests.new():
+            taken.append(request)
+            requests.answer(request, request.trainer == 'cnn', f'{request.verb} {request.trainer}')
+
+
+def test_a_request_is_answered_and_leaves_nothing(ledger: Path) -> None:
+    requests, over, taken = Requests(requests_folder(ledger)), threading.Event(), list[Request]()
+    server = threading.Thread(target=serve, args=(requests, over, taken))
+    server.start()
+    try:
+        assert ask(ledger, 'preempt', 'cnn', {'grace_s': 2.5}, 30) == 'preempt cnn'
+        with pytest.raises(BadInput, match='preempt other'):
+            ask(ledger, 'preempt', 'other', {}, 30)
+    finally:
+        over.set()
+        server.join()
+    assert [(r.verb, r.trainer, r.options) for r in taken] == [('preempt', 'cnn', {'grace_s': 2.5}), ('preempt', 'other', {})]
+    folder = requests_folder(ledger)
+    assert not list(folder.iterdir())
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_run_that_is_over_does_not_answer_and_a_new_one_does_not_do_what_an_old_one_was_asked(ledger: Path) -> None:
+    folder = requests_folder(ledger)
+    Requests(folder)
+    with pytest.raises(BadInput, match=r'No run answered within 0\.2 s'):
+        ask(ledger, 'preempt', 'cnn', {}, 0.2)
+    (folder / 'left.request').write_text('{"verb": "preempt", "trainer": "cnn", "options": {}}')
+    assert Requests(folder).new() == []
+
+
+def test_without_a_run_there_is_nobody_to_ask(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match='no run with the ledger'):
+        ask(tmp_path / 'ledger.sqlite', 'preempt', 'cnn', {}, 1)
+
+
+@pytest.mark.parametrize('content', ['', '{"verb": 3', '[1]', '{"verb": "preempt", "trainer": "cnn", "options": 7}'])
+def test_nonsense_is_dropped(ledger: Path, content: str) -> None:
+    requests = Requests(requests_folder(ledger))
+    (requests_folder(ledger) / 'x.request').write_text(content)
+    (requests_folder(ledger) / 'link.request').symlink_to('/etc/passwd')
+    assert requests.new() == []
+    assert not list(requests_folder(ledger).iterdir())
+
+
+def test_a_folder_that_others_may_write_to_is_refused(ledger: Path, tmp_path: Path) -> None:
+    folder = requests_folder(ledger)
+    folder.mkdir()
+    folder.chmod(0o770)
+    with pytest.raises(BadInput, match='nobody else may write'):
+        Requests(folder)
+    with pytest.raises(BadInput, match='nobody else may write'):
+        ask(ledger, 'preempt', 'cnn', {}, 1)
+    folder.rmdir()
+    other = tmp_path / 'other'
+    other.mkdir(mode=0o700)
+    os.symlink(other, folder)
+    with pytest.raises(BadInput, match='must be a folder of yours'):
+        Requests(folder)
