@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -32,3 +34,16 @@ html_title = f'parsl-freetrain {release}'
 html_static_path = ['_static']
 html_css_files = ['side-by-side.css']
 html_show_sourcelink = False
+
+
+def draw_zero_delay(app: Any, error: Exception | None) -> None:
+    """The picture of docs/slurm.md, from what was measured: the cluster itself is not needed for it."""
+    if error is None and app.builder.format == 'html':
+        sys.path.insert(0, str(Path(__file__).resolve().parent))
+        from zero_delay import draw
+
+        draw(json.loads(Path(__file__).with_name('zero-delay.json').read_text()), Path(app.outdir) / '_static' / 'zero-delay.png')
+
+
+def setup(app: Any) -> None:
+    app.connect('build-finished', draw_zero_delay)

@@ -10,7 +10,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional
 
@@ -25,13 +25,16 @@ from parsl_freetrain.executor.future import Progress, TrainingFuture
 from parsl_freetrain.executor.member import fragment_task
 from parsl_freetrain.executor.payload import pack
 from parsl_freetrain.executor.trainers import Terms, TrainerRecord
+from parsl_freetrain.training.fragment import MODES, REPRODUCIBLE, SCALED
+from parsl_freetrain.training.policies import POLICIES
+from parsl_freetrain.training.retention import Retention
+from parsl_freetrain.training.scaled import Scaled
 from parsl_freetrain.training.store import RESUME, PosixCheckpointStore, claim
 
-__all__ = ['Checkpoint', 'FreeTrainApp', 'Progress', 'TrainingFuture', 'freetrain_app']
+__all__ = ['Checkpoint', 'FreeTrainApp', 'Progress', 'Retention', 'Scaled', 'TrainingFuture', 'freetrain_app']
 
 logger = logging.getLogger(__name__)
 
-MODES = ('reproducible', 'throughput')
 NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*')
 
 
@@ -46,16 +49,26 @@ class Settings:
     curve: ScalingCurve | None
     rescale_up_s: float
     rescale_down_s: float
+    priority: float
     mode: str
     shards: int
     seed: int
     checkpoint_every_s: float
-    keep_checkpoints: int
+    keep_checkpoints: int | Retention
     ranks_per_node: int
+    scaled: Scaled | None
+    on_nan: str
     resume: str | None
 
     def trainer(self, name: str) -> Trainer:
-        return Trainer(name, self.min_nodes, self.max_nodes, self.total_samples, self.curve, self.rescale_up_s, self.rescale_down_s)
+        return Trainer(name, self.min_nodes, self.max_nodes, self.total_samples, self.curve, self.rescale_up_s, self.rescale_down_s,
+                       self.priority)
+
+    def terms(self, store: str) -> Terms:
+        """How the fragments of a trainer with checkpoint folder ``store`` train."""
+        keep = Retention(self.keep_checkpoints) if isinstance(self.keep_checkpoints, int) else self.keep_checkpoints
+        return Terms(store, self.total_samples, self.total_epochs, self.mode, self.shards, self.seed, self.checkpoint_every_s, keep,
+                     self.ranks_per_node, self.scaled or Scaled(), self.on_nan)
 
     def check(self, name: str) -> None:
         """Refuse what can never be trained.
@@ -67,7 +80,7 @@ class Settings:
         """
         where = f'@freetrain_app on {name!r}'
         self.trainer(name)
-        _check_name(name)
+        check_name(name)
         totals = [t for t in (self.total_samples, self.total_epochs) if t is not None]
         if len(totals) != 1:
             raise BadInput(f'{where}: {len(totals)} of total_samples and total_epochs are given; say by one of them what is trained.')
@@ -75,11 +88,15 @@ class Settings:
             raise BadInput(f'{where}: the total to train is {totals[0]}; it must be more than 0.')
         if self.mode not in MODES:
             raise BadInput(f'{where}: there is no mode {self.mode!r}; choose one of {", ".join(MODES)}.')
-        for what, value, least in (('ranks_per_node', self.ranks_per_node, 1), ('shards', self.shards, 1),
-                                   ('keep_checkpoints', self.keep_checkpoints, 1)):
+        keep = self.keep_checkpoints if isinstance(self.keep_checkpoints, int) else self.keep_checkpoints.last
+        if self.scaled is not None and self.mode != SCALED:
+            raise BadInput(f"{where}: scaled is given, but mode is {self.mode!r}; say mode='scaled', or leave scaled out.")
+        if self.on_nan not in POLICIES:
+            raise BadInput(f'{where}: on_nan is {self.on_nan!r}; it must be one of {", ".join(map(repr, POLICIES))}.')
+        for what, value, least in (('ranks_per_node', self.ranks_per_node, 1), ('shards', self.shards, 1), ('keep_checkpoints', keep, 1)):
             if value < least:
                 raise BadInput(f'{where}: {what} is {value}; it must be at least {least}.')
-        if self.mode == 'reproducible' and self.shards < self.max_nodes * self.ranks_per_node:
+        if self.mode == REPRODUCIBLE and self.shards < self.max_nodes * self.ranks_per_node:
             raise BadInput(f'{where}: {self.max_nodes} nodes with {self.ranks_per_node} ranks each cannot share {self.shards} virtual '
                            f'shards; shards must be at least {self.max_nodes * self.ranks_per_node}.')
         if self.resume is not None and self.resume not in RESUME:
@@ -120,12 +137,12 @@ class FreeTrainApp:
         dfk = self.data_flow_kernel or DataFlowKernelLoader.dfk()
         executor = self._executor(dfk)
         called = self.name if trainer_name is None else trainer_name
-        _check_name(called)
+        check_name(called)
         name = executor.name_trainer(called, explicit=trainer_name is not None)
         try:
             pack(self.function, self._without_futures(args), {k: None if isinstance(v, Future) else v for k, v in kwargs.items()}, name)
             folder = Path(executor.checkpoint_dir).absolute() / name
-            checkpoint = claim(folder, name, self._identity(), self.settings.resume or executor.resume)
+            checkpoint = claim(folder, name, self.identity(), self.settings.resume or executor.resume)
         except BaseException:
             executor.free_name(name)
             raise
@@ -144,11 +161,12 @@ class FreeTrainApp:
         raise BadInput(f'Trainer {self.name!r} needs a FreeTrainExecutor{f" labelled {self.executor!r}" if self.executor else ""} '
                        f'in the Parsl configuration; it has {known}.')
 
-    def _identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """What makes the checkpoints of one trainer unusable for another."""
         settings = self.settings
+        scaled = asdict(settings.scaled or Scaled()) if settings.mode == SCALED else None
         return {'function': f'{self.function.__module__}.{self.function.__qualname__}', 'mode': settings.mode, 'seed': settings.seed,
-                'shards': settings.shards if settings.mode == 'reproducible' else None}
+                'shards': settings.shards if settings.mode == REPRODUCIBLE else None, 'scaled': scaled}
 
     @staticmethod
     def _without_futures(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -169,6 +187,8 @@ class FreeTrainApp:
             future.state = 'failed'
             future.set_exception(failure)
             return
+        if dfk.monitoring is not None:
+            executor.mirror.start(dfk.monitoring.logging_endpoint, executor.ledger_path, dfk.run_id)
         settings = self.settings
         fragment = python_app(fragment_task, data_flow_kernel=dfk, executors=[executor.label], cache=False)
         payload = pack(self.function, args, kwargs, future.name)
@@ -180,8 +200,7 @@ class FreeTrainApp:
         try:
             executor.submit_trainer(TrainerRecord(
                 trainer=settings.trainer(future.name),
-                terms=Terms(str(folder), settings.total_samples, settings.total_epochs, settings.mode, settings.shards, settings.seed,
-                            settings.checkpoint_every_s, settings.keep_checkpoints, settings.ranks_per_node),
+                terms=settings.terms(str(folder)),
                 launch=launch, future=future, checkpoint=checkpoint or Checkpoint(future.name, '', 0, 0),
                 fragments_before=PosixCheckpointStore(folder, future.name).last_fragment()))
         except BadInput as error:
@@ -189,7 +208,7 @@ class FreeTrainApp:
             future.set_exception(error)
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
     if not NAME.fullmatch(name):
         raise BadInput(f'{name!r} cannot name a trainer: it names a folder too, so use letters, digits, dots, dashes and underscores.')
 
@@ -231,12 +250,15 @@ def freetrain_app(*,
                   scaling: Optional[dict[int, float]] = None,
                   rescale_up_s: float = 2.0,
                   rescale_down_s: float = 2.0,
+                  priority: float = 1.0,
                   mode: str = 'reproducible',
                   shards: Optional[int] = None,
                   seed: int = 0,
                   checkpoint_every_s: float = 30.0,
-                  keep_checkpoints: int = 3,
+                  keep_checkpoints: int | Retention = 3,
                   ranks_per_node: int = 1,
+                  scaled: Optional[Scaled] = None,
+                  on_nan: str = 'stop',
                   resume: Optional[str] = None,
                   name: Optional[str] = None,
                   executor: Optional[str] = None,
@@ -257,8 +279,11 @@ def freetrain_app(*,
         executor share; linear in between. Default: learned while training.
     rescale_up_s, rescale_down_s
         What a change to more or fewer nodes costs, in seconds of the current rate.
+    priority
+        How much this trainer counts, relative to 1, where the executor's metric asks for it: ``metric='priority'``.
     mode
-        'reproducible': the same weights to the last bit for any sequence of node counts; 'throughput': plain DistributedDataParallel.
+        'reproducible': the same weights to the last bit for any sequence of node counts; 'throughput': plain DistributedDataParallel;
+        'scaled': the same with a global batch that grows with the nodes.
     shards
         Virtual shards of the global batch in reproducible mode, at least ``max_nodes * ranks_per_node``, which is the default.
     seed
@@ -266,9 +291,14 @@ def freetrain_app(*,
     checkpoint_every_s
         Seconds between checkpoints within a fragment: what a node that vanishes can cost.
     keep_checkpoints
-        How many of the newest checkpoints are kept.
+        How many of the newest checkpoints are kept; or a :class:`Retention`, which can also keep every nth fragment's and the best.
     ranks_per_node
         Processes per node; on GPU nodes one per GPU.
+    scaled
+        How the learning rate and the gradients change with the ranks in scaled mode; see :class:`Scaled`.
+    on_nan
+        What is done when a gradient is infinite or not a number. 'stop': the trainer fails, with the last good checkpoint kept; 'skip':
+        the step is left out; 'rollback': training goes back to the last good checkpoint and leaves out that step, at most 3 times.
     resume
         Checkpoints of an earlier run are used if there are any ('auto'), must be there ('require'), or are
         moved aside ('never'). Default: as the executor says.
@@ -291,8 +321,8 @@ def freetrain_app(*,
             raise BadInput(f'@freetrain_app on {called!r}: it takes no positional argument; the first must be the fragment context.')
         settings = Settings(
             min_nodes, max_nodes, total_samples, total_epochs, ScalingCurve.from_points(scaling) if scaling else None,
-            rescale_up_s, rescale_down_s, mode, max_nodes * ranks_per_node if shards is None else shards, seed,
-            checkpoint_every_s, keep_checkpoints, ranks_per_node, resume)
+            rescale_up_s, rescale_down_s, priority, mode, max_nodes * ranks_per_node if shards is None else shards, seed,
+            checkpoint_every_s, keep_checkpoints, ranks_per_node, scaled, on_nan, resume)
         settings.check(called)
         return FreeTrainApp(function, settings, called, executor, data_flow_kernel)
 

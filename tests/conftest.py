@@ -21,6 +21,10 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
+from tests.support.cobalt import cobalt  # noqa: F401 fixtures for every test
+from tests.support.pbs import pbs  # noqa: F401
+from tests.support.slurm import slurm, slurm_cluster  # noqa: F401
+
 ROOT = Path(__file__).resolve().parent.parent
 MARKER = 'FREETRAIN_TEST_ID'
 SESSION = uuid.uuid4().hex

@@ -22,7 +22,7 @@ from parsl.errors import NoDataFlowKernelError
 from parsl.executors import HighThroughputExecutor, ThreadPoolExecutor
 from parsl.providers import LocalProvider
 
-from parsl_freetrain.app import FreeTrainApp, TrainingFuture, freetrain_app
+from parsl_freetrain.app import FreeTrainApp, Scaled, TrainingFuture, freetrain_app
 from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.core.words import Checkpoint
 from parsl_freetrain.executor import FreeTrainExecutor
@@ -48,7 +48,9 @@ def app(**settings: Any) -> FreeTrainApp:
     ({'total_epochs': None, 'total_samples': -5}, 'total to train is -5'),
     ({'total_samples': 10}, '2 of total_samples and total_epochs are given'),
     ({'total_epochs': None}, '0 of total_samples and total_epochs are given'),
-    ({'mode': 'fast'}, "no mode 'fast'; choose one of reproducible, throughput"),
+    ({'mode': 'fast'}, "no mode 'fast'; choose one of reproducible, throughput, scaled"),
+    ({'scaled': Scaled()}, "scaled is given, but mode is 'reproducible'"),
+    ({'on_nan': 'ignore'}, "on_nan is 'ignore'; it must be one of 'stop', 'skip', 'rollback'"),
     ({'max_nodes': 4, 'shards': 3}, 'shards must be at least 4'),
     ({'max_nodes': 2, 'ranks_per_node': 2, 'shards': 3}, 'shards must be at least 4'),
     ({'mode': 'throughput', 'shards': 0}, 'shards is 0; it must be at least 1'),

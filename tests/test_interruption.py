@@ -145,7 +145,8 @@ def victims(kind: str) -> list[psutil.Process]:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             ours = KINDS[kind] in ' '.join(process.cmdline())
-            if ours and (kind != 'rank' or KINDS[kind] in ' '.join(process.parent().cmdline())):
+            parent = process.parent()
+            if ours and (kind != 'rank' or (parent is not None and KINDS[kind] in ' '.join(parent.cmdline()))):
                 found.append(process)
     return sorted(found, key=lambda process: process.pid)
 

@@ -112,7 +112,7 @@ def _many(asked: list[Request], swept: list[str], out: Path | None, pictures: Pa
     columns = [sweeping.column(field) for field in swept]
     table = _with_a_bar(asked, swept, min(jobs, len(asked)))
     if as_json:
-        print(table.to_json(orient='records', double_precision=15))
+        print(json.dumps(table.astype(object).where(table.notna(), None).to_dict('records'), allow_nan=False))
     else:
         print(table[columns + SHOWN].to_string(index=False, float_format=lambda value: f'{value:.4g}'))
     if out is not None:

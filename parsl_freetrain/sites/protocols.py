@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from parsl.providers.base import ExecutionProvider
 
@@ -86,4 +86,38 @@ class Site(HoleSource, Protocol):
 
     def offers(self, since: float, until: float) -> tuple[Offer, ...]:
         """Which nodes were idle for us when, clipped to these times in seconds of ``time.time()``."""
+        ...
+
+
+@dataclass(frozen=True)
+class FoundBlock:
+    """A block of an earlier run that waits or runs; ``end_s`` in seconds of ``time.time()``, None while unknown."""
+
+    job_id: str
+    nodes: int
+    queue: str = ''
+    end_s: float | None = None
+
+
+@runtime_checkable
+class Adopting(Protocol):
+    """A site whose blocks outlive the process that submitted them, and can be found again by their names.
+
+    Attributes
+    ----------
+    job_variable
+        The environment variable that tells a node of a block the id of its job.
+    """
+
+    job_variable: str
+
+    def identify(self, run: str) -> None:
+        """Blocks submitted from now on belong to this run, unless the site has been told another name. Before :meth:`Site.start`."""
+        ...
+
+    def adopt(self) -> tuple[FoundBlock, ...]:
+        """Blocks of the run that are not over; from now on they count as submitted by this process.
+
+        Raises FreeTrainError if the scheduler does not answer.
+        """
         ...

@@ -15,7 +15,7 @@ from parsl.utils import RepresentationMixin
 
 from parsl_freetrain.core.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.words import BlockRequest, Hole
-from parsl_freetrain.sites.protocols import Site
+from parsl_freetrain.sites.protocols import Adopting, FoundBlock, Site
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +139,21 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
             self._jobs[job_id] = None
             self.site.submitted(job_id, request)
         return job_id
+
+    def adopt(self) -> tuple[FoundBlock, ...]:
+        """Take over the blocks of an earlier run that are not over; none where blocks end with who submitted them.
+
+        Raises
+        ------
+        FreeTrainError
+            The scheduler does not answer: whether there are any is not known.
+        """
+        if not isinstance(self.site, Adopting):
+            return ()
+        with self._lock:
+            found = self.site.adopt()
+            self._jobs |= dict.fromkeys((block.job_id for block in found), None)
+        return found
 
     def _submit(self, command: str, job_name: str) -> object:
         theirs = getattr(self.provider, 'worker_init', '')

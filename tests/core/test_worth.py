@@ -27,9 +27,10 @@ def test_measured_holes_may_be_shorter_than_assumed_ones() -> None:
 @given(SECONDS, SECONDS, SECONDS, SECONDS)
 def test_what_is_not_known_makes_no_hole_shorter_than_assumed(start_s: float, step_s: float, checkpoint_s: float, assumed_s: float) -> None:
     whole = shortest_useful_s(start_s, step_s, checkpoint_s, assumed_s)
-    for known in ((None, step_s, checkpoint_s), (start_s, None, checkpoint_s), (start_s, step_s, None), (None, None, None)):
-        assert shortest_useful_s(*known, assumed_s) >= assumed_s
-        assert shortest_useful_s(*known, assumed_s) <= max(whole, assumed_s)
+    partly: list[tuple[float | None, float | None, float | None]] = [
+        (None, step_s, checkpoint_s), (start_s, None, checkpoint_s), (start_s, step_s, None), (None, None, None)]
+    for start, step, checkpoint in partly:
+        assert assumed_s <= shortest_useful_s(start, step, checkpoint, assumed_s) <= max(whole, assumed_s)
 
 
 def test_the_floor_is_that_of_the_fragments() -> None:

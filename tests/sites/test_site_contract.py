@@ -5,24 +5,36 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.core.words import BlockRequest
+from parsl_freetrain.sites.cobalt import CobaltSite
 from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.sites.pbspro import PbsSite
 from parsl_freetrain.sites.protocols import Site
 from parsl_freetrain.sites.provider import BackfillProvider
+from parsl_freetrain.sites.slurm import SlurmSite
 from tests.sites.waiting import wait_until
 
+QUICK: dict[str, Any] = {'poll_s': 0.4, 'submit_every_s': 0.0, 'start_s': 2.0, 'margin_s': 2.0, 'ending_s': 2.0}
 # Each gives a site with at least two idle nodes.
 SITES: dict[str, Callable[[], Site]] = {
     'local': lambda: LocalSite(3),
+    'slurm': lambda: SlurmSite(partition='batch', **QUICK),
+    'pbs': lambda: PbsSite(queue='batch', **QUICK),
+    'cobalt': lambda: CobaltSite(queue='batch', **QUICK),
 }
+# Fixtures: a real cluster, and machines in a folder.
+NEEDS = {'slurm': [pytest.mark.slurm], 'pbs': [], 'cobalt': []}
 
 
-@pytest.fixture(params=sorted(SITES))
+@pytest.fixture(params=[pytest.param(name, marks=NEEDS.get(name, [])) for name in sorted(SITES)])
 def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    if request.param in NEEDS:
+        request.getfixturevalue(request.param)
     made = SITES[request.param]()
     made.start()
     yield made
@@ -80,7 +92,7 @@ def test_a_block_that_ends_by_itself_gives_its_nodes_back(site: Site, provider: 
     job = provider.open_block('true', BlockRequest(1, 300.0, hole.queue, hole.names[:1]), 'contract')
     wait_until(lambda: provider.status([job])[0].terminal)
     assert provider.status([job])[0].status_name == 'COMPLETED'
-    assert sum(h.nodes for h in site.holes()) == before
+    wait_until(lambda: sum(h.nodes for h in site.holes()) == before)
 
 
 def test_a_request_for_no_node_is_refused(site: Site, provider: BackfillProvider) -> None:

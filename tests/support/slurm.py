@@ -82,10 +82,19 @@ class Cluster:
         done = self.control('kill-node', name, '--with-jobs')
         assert done.returncode == 0, done.stderr
 
-    def start_node(self, name: str) -> None:
+    def start_node(self, name: str, idle: bool = True) -> None:
+        """Start it again, and wait until every node is ``idle``, where there are no jobs."""
         done = self.control('start-node', name)
         assert done.returncode == 0, done.stderr
-        self.wait(lambda: self.idle_nodes() == NODES)
+        if idle:
+            self.wait(lambda: self.idle_nodes() == NODES)
+
+    def resume(self) -> None:
+        """What an administrator does with nodes that Slurm has drained, as it may one whose jobs have crashed with it."""
+        for line in self.run('sinfo', '--noheader', '--Node', '--partition=batch', '--states=drain,down', '--format=%N %E').splitlines():
+            node, _, why = line.partition(' ')
+            print(f'{node} was drained: {why}')
+            self.run('scontrol', 'update', f'NodeName={node}', 'State=RESUME')
 
     def idle_nodes(self) -> int:
         return len(self.run('sinfo', '--noheader', '--Node', '--partition=batch', '--states=idle', '--format=%N').split())
@@ -94,7 +103,12 @@ class Cluster:
         """No jobs and no reservations; every node idle."""
         if jobs := self.run('squeue', '--noheader', '--all', '--format=%A').split():
             self.run('scancel', '--quiet', *jobs)
-        self.wait(lambda: not self.run('squeue', '--noheader', '--all').split() and self.idle_nodes() == NODES)
+
+        def empty() -> bool:
+            self.resume()
+            return not self.run('squeue', '--noheader', '--all').split() and self.idle_nodes() == NODES
+
+        self.wait(empty)
 
 
 @pytest.fixture(scope='session')

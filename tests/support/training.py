@@ -15,9 +15,10 @@ from torch.utils.data import TensorDataset
 
 from parsl_freetrain.core.words import Checkpoint
 from parsl_freetrain.executor import FreeTrainExecutor
-from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.sites.protocols import Site
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.training.context import FragmentContext
+from parsl_freetrain.training.export import load_weights
 
 
 def fit(ctx: FragmentContext, pause_s: float = 0.0, fail_at: int | None = None) -> None:
@@ -42,8 +43,7 @@ def fit(ctx: FragmentContext, pause_s: float = 0.0, fail_at: int | None = None) 
 
 def weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """The model's state in a checkpoint."""
-    state: dict[str, Tensor] = torch.load(Path(checkpoint.path) / 'state.pt', weights_only=True)['model']
-    return state
+    return load_weights(checkpoint)
 
 
 def same_weights(one: Checkpoint, other: Checkpoint) -> bool:
@@ -53,7 +53,7 @@ def same_weights(one: Checkpoint, other: Checkpoint) -> bool:
 
 
 @contextmanager
-def freetrain(folder: Path, site: LocalSite, *, retries: int = 0, **settings: Any) -> Iterator[FreeTrainExecutor]:
+def freetrain(folder: Path, site: Site, *, retries: int = 0, **settings: Any) -> Iterator[FreeTrainExecutor]:
     """A loaded Parsl configuration with one FreeTrainExecutor on ``site``, its files in ``folder``."""
     executor = FreeTrainExecutor(
         provider=BackfillProvider(site=site, min_hole_s=settings.pop('min_hole_s', 1.0)), checkpoint_dir=str(folder / 'checkpoints'),

@@ -133,7 +133,8 @@ class BatchSite:
         with self._lock:
             waiting, ours = self._book.waiting(), self._book.ids()
         may_wait = min(self.options.max_waiting, partition.most_waiting or self.options.max_waiting)
-        if (now - snapshot.nodes_at > 3 * self.poll_s or snapshot.nodes_at < self._changed or len(waiting) >= may_wait
+        old_s = 3 * self.poll_s + self.options.command_s    # an answer may take that long
+        if (self._watch.failures or now - snapshot.nodes_at > old_s or snapshot.nodes_at < self._changed or len(waiting) >= may_wait
                 or now < self._next_submission):
             return ()
         return self._holes(snapshot, partition, now, waiting, ours)

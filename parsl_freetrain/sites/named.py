@@ -1,0 +1,103 @@
+"""Sites by name: the Python files of ``site_configs/``, and TOML files with the settings of one queue."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from parsl_freetrain.core.errors import BadInput, FreeTrainError
+from parsl_freetrain.sites.batch.options import options_from, read_table
+from parsl_freetrain.sites.batch.site import BatchSite
+from parsl_freetrain.sites.cobalt import CobaltOptions, CobaltSite
+from parsl_freetrain.sites.pbspro import PbsOptions, PbsSite
+from parsl_freetrain.sites.provider import BackfillProvider
+from parsl_freetrain.sites.slurm import SlurmSite, read_options
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+# In the current folder, as copied and changed by the user; installed with the package; beside it in its repository.
+_FOLDERS = (Path('site_configs'), _PACKAGE / 'site_configs', _PACKAGE.parent / 'site_configs')
+
+
+def site_files() -> dict[str, Path]:
+    """The Python files of sites by name; one in the current folder's ``site_configs/`` comes before those of the package."""
+    return {path.stem: path for folder in reversed(_FOLDERS) for path in sorted(folder.glob('[!_]*.py'))}
+
+
+def load_site_file(path: Path) -> ModuleType:
+    """The module of a site's Python file, executed.
+
+    Raises
+    ------
+    BadInput
+        It cannot be read, or fails.
+    """
+    spec = importlib.util.spec_from_file_location('freetrain_site_config', path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise BadInput(f'The site file {path} cannot be read; name a Python file with a function config().')
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BadInput:
+        raise
+    except Exception as error:   # the user's own code
+        raise BadInput(f'The site file {path} gives no configuration: {type(error).__name__}: {error}.') from error
+    return module
+
+
+def site_in_table(path: Path) -> BatchSite:
+    """The site that a TOML file describes, in a table ``[slurm]``, ``[pbspro]`` or ``[cobalt]``; without a table, Slurm.
+
+    Raises
+    ------
+    BadInput
+        The file cannot be read, or has settings that cannot be used.
+    """
+    values = read_table(path)
+    where = f'The site file {path}'
+    if isinstance(table := values.get('pbspro'), dict):
+        return PbsSite(options_from(PbsOptions, where, table))
+    if isinstance(table := values.get('cobalt'), dict):
+        return CobaltSite(options_from(CobaltOptions, where, table))
+    return SlurmSite(read_options(path))
+
+
+def chosen_provider(provider: BackfillProvider | None, site: str | None, account: str | None = None,
+                    queue: str | None = None) -> BackfillProvider:
+    """The provider that was given, or one for the site of this name.
+
+    Parameters
+    ----------
+    site
+        A name in ``site_configs/`` whose file has a function ``site()``, such as ``'polaris'``.
+    account, queue
+        For that function; None: its default.
+
+    Raises
+    ------
+    BadInput
+        Neither or both were given, there is no such site, or it does not take the account or queue.
+    """
+    if provider is not None:
+        if site or account or queue:
+            raise BadInput('FreeTrainExecutor was given a provider and a site, account or queue; give provider= alone, or site= as a name.')
+        return provider
+    files = site_files()
+    if site is None or site not in files:
+        raise BadInput(f'FreeTrainExecutor has no provider and no site {site or ""!r}; give provider=, or site= as one of '
+                       f'{", ".join(sorted(_with_site(files)))}.')
+    module = load_site_file(files[site])
+    if not hasattr(module, 'site'):
+        raise BadInput(f'The site file {files[site]} has no function site(); give provider=, or use its config().')
+    settings = {name: value for name, value in (('account', account), ('queue', queue)) if value is not None}
+    try:
+        return BackfillProvider(module.site(**settings))
+    except (BadInput, FreeTrainError):
+        raise
+    except Exception as error:   # the user's own code
+        raise BadInput(f'The site file {files[site]} gives no site: {type(error).__name__}: {error}.') from error
+
+
+def _with_site(files: dict[str, Path]) -> Iterator[str]:
+    return (name for name, path in files.items() if 'def site(' in path.read_text())

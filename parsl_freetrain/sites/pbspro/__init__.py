@@ -1,0 +1,9 @@
+"""PBS Pro and OpenPBS: holes between other people's jobs, and blocks that the scheduler shrinks to fit them."""
+
+from __future__ import annotations
+
+from parsl_freetrain.sites.batch.options import Mode
+from parsl_freetrain.sites.pbspro.options import PbsOptions
+from parsl_freetrain.sites.pbspro.site import PbsSite
+
+__all__ = ['Mode', 'PbsOptions', 'PbsSite']

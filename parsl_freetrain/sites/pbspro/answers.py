@@ -1,0 +1,225 @@
+"""What PBS answers, as records: documents of qstat and pbsnodes, and the text of pbs_rstat.
+
+Documented in the PBS Reference Guide; exit statuses and substates of finished jobs are those of OpenPBS's ``job.h``.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from parsl_freetrain.sites.batch.records import Job, Nodes, NotUnderstood, Partition, Reservation
+from parsl_freetrain.sites.pbspro.documents import document
+
+JOBS = ('qstat', '-f', '-F', 'json')
+NODES = ('pbsnodes', '-a', '-F', 'json')
+QUEUES = ('qstat', '-Q', '-f', '-F', 'json')
+RESERVATIONS = ('pbs_rstat', '-f')
+
+# Letters of job_state in Slurm's words. H: held, W: waits for a date, T: on its way to another queue, M: moved to another server.
+_STATES = {'Q': 'PENDING', 'H': 'PENDING', 'W': 'PENDING', 'T': 'PENDING', 'B': 'PENDING', 'R': 'RUNNING', 'E': 'COMPLETING',
+           'S': 'SUSPENDED', 'U': 'SUSPENDED', 'M': 'MOVED'}
+_DELETED = 91               # substate: ended by qdel, or by a preemption that deletes
+_OVER_WALLTIME = -29
+_OVER_MEMORY = (-26, -27)
+_ON_SIGTERM = (128 + 15, 256 + 15)
+
+
+def history_of(job_ids: list[str]) -> tuple[str, ...]:
+    """The question about jobs that may be over."""
+    return ('qstat', '-x', '-f', '-F', 'json', *job_ids)
+
+
+def parse_jobs(answer: str, pool: str) -> tuple[Job, ...]:
+    """Jobs in the answer to :data:`JOBS` or :func:`history_of`.
+
+    Parameters
+    ----------
+    pool
+        What is called the partition of every job: queues share the nodes, so a planned job without planned nodes may get any.
+
+    Raises
+    ------
+    NotUnderstood
+        It is not such a document.
+    """
+    try:
+        return tuple(_job(job_id, job, pool) for job_id, job in document(answer, 'qstat').get('Jobs', {}).items() if 'job_state' in job)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise NotUnderstood(f'the document of qstat is not as expected: {type(error).__name__} {error}') from error
+
+
+def _job(job_id: str, job: Mapping[str, Any], pool: str) -> Job:
+    letter, resources = job['job_state'], job.get('Resource_List', {})
+    state = _ended(job) if letter in ('F', 'X') else _STATES.get(letter, f'LETTER_{letter}')
+    start_s = end_s = None
+    planned: tuple[str, ...] = ()
+    if letter == 'Q' and 'start_time' in (estimate := job.get('estimated', {})):
+        start_s, planned = _time(estimate['start_time']), _hosts(estimate.get('exec_vnode', ''))
+    elif state in ('RUNNING', 'COMPLETING', 'SUSPENDED') and 'stime' in job:
+        start_s = _time(job['stime'])
+        end_s = start_s + seconds(resources['walltime']) if 'walltime' in resources else None
+    names = _hosts(job.get('exec_vnode', '')) if state in ('RUNNING', 'COMPLETING', 'SUSPENDED') else ()
+    return Job(job_id, state, pool, int(resources.get('nodect', len(names) or 1)), start_s, end_s, planned, names,
+               str(job.get('Job_Owner', '')).split('@')[0], str(job.get('comment', '')), str(job.get('Job_Name', '')),
+               int(job.get('run_count', 0)))
+
+
+def _ended(job: Mapping[str, Any]) -> str:
+    """How a finished job has ended, in Slurm's words.
+
+    A preemption that deletes looks like a qdel, but for the comment, and a job that ends itself on SIGTERM was preempted or told to.
+    """
+    if 'preempt' in str(job.get('comment', '')).lower():
+        return 'PREEMPTED'
+    status = int(job['Exit_status']) if 'Exit_status' in job else None
+    if job.get('substate') == _DELETED or status is None:
+        return 'CANCELLED'
+    if status == 0:
+        return 'COMPLETED'
+    if status == _OVER_WALLTIME:
+        return 'TIMEOUT'
+    if status in _OVER_MEMORY:
+        return 'OUT_OF_MEMORY'
+    if status in _ON_SIGTERM:
+        return 'PREEMPTED'
+    return 'BOOT_FAIL' if status < 0 else 'FAILED'
+
+
+def parse_nodes(answer: str, queue: str, resources: Mapping[str, str]) -> tuple[Nodes, ...]:
+    """Hosts in the answer to :data:`NODES` that have these resources; one counts as idle if all of its vnodes are.
+
+    Raises
+    ------
+    NotUnderstood
+        It is not such a document.
+    """
+    hosts: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    try:
+        for name, vnode in document(answer, 'pbsnodes')['nodes'].items():
+            hosts[_host(name)].append(vnode)
+        alike: dict[tuple[str, int], list[str]] = defaultdict(list)
+        for name, vnodes in hosts.items():
+            # The natural vnode of a host that is divided into several has nothing to give.
+            useful = [v for v in vnodes if _count(v.get('resources_available', {}).get('ncpus', 0))] or vnodes
+            if all(v.get('queue', queue) == queue and _has(v.get('resources_available', {}), resources) for v in useful):
+                gpus = sum(_count(v.get('resources_available', {}).get('ngpus', 0)) for v in useful)
+                alike[_node_state(useful), gpus].append(name)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise NotUnderstood(f'the document of pbsnodes is not as expected: {type(error).__name__} {error}') from error
+    return tuple(Nodes(queue, tuple(names), state, gpus=gpus) for (state, gpus), names in alike.items())
+
+
+def _node_state(vnodes: list[Mapping[str, Any]]) -> str:
+    states = {word.strip() for vnode in vnodes for word in vnode['state'].split(',')}
+    if states != {'free'}:
+        return '+'.join(sorted(states - {'free'}))
+    # A free vnode may run jobs that leave room for others.
+    return 'mixed' if any(vnode.get('jobs') for vnode in vnodes) else 'idle'
+
+
+def _has(available: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:
+    for name, value in wanted.items():
+        here = str(available.get(name, 'False'))    # a boolean that a node does not have counts as false
+        if value.isdigit():
+            if _count(here) < int(value):
+                return False
+        elif value.lower() not in here.lower().split(','):
+            return False
+    return True
+
+
+def parse_queues(answer: str) -> dict[str, dict[str, Any]]:
+    """Queues in the answer to :data:`QUEUES`, as they stand there.
+
+    Raises
+    ------
+    NotUnderstood
+        It is not such a document.
+    """
+    queues = document(answer, 'qstat -Q').get('Queue')
+    if not isinstance(queues, dict):
+        raise NotUnderstood('the document of qstat -Q has no Queue')
+    return queues
+
+
+def limits(name: str, queue: Mapping[str, Any]) -> Partition:
+    """What a queue allows; a queue that does not start jobs is not up.
+
+    Raises
+    ------
+    NotUnderstood
+        A limit is not as documented.
+    """
+    least, most = queue.get('resources_min', {}), queue.get('resources_max', {})
+    try:
+        waiting = [int(count) for count in re.findall(r'[uo]:PBS_(?:GENERIC|ALL)=(\d+)', str(queue.get('max_queued', '')))]
+        return Partition(
+            name, queue.get('started', 'True') == 'True', seconds(most['walltime']) if 'walltime' in most else None,
+            int(least.get('nodect', 0)), int(most['nodect']) if 'nodect' in most else None,
+            shortest_s=seconds(least.get('walltime', 0)), most_waiting=min(waiting, default=None))
+    except (ValueError, TypeError) as error:
+        raise NotUnderstood(f'a limit of the queue {name!r} is not as expected: {error}') from error
+
+
+def parse_reservations(answer: str) -> tuple[Reservation, ...]:
+    """Reservations in the answer to :data:`RESERVATIONS`, those without nodes left out.
+
+    Raises
+    ------
+    NotUnderstood
+        A reservation has no times.
+    """
+    found = []
+    for text in re.split(r'^Resv ID: ', answer, flags=re.MULTILINE)[1:]:
+        name, _, rest = text.partition('\n')
+        fields = dict(re.findall(r'^\s*(\w+) = (.*)$', rest.replace('\n\t', ''), re.MULTILINE))
+        try:
+            start_s, end_s = _time(fields['reserve_start']), _time(fields['reserve_end'])
+        except (KeyError, ValueError) as error:
+            raise NotUnderstood(f'pbs_rstat answered for {name[:80]!r} without times: {error}') from error
+        if nodes := _hosts(fields.get('resv_nodes', '')):
+            found.append(Reservation(name.strip(), start_s, end_s, nodes))
+    return tuple(found)
+
+
+def seconds(duration: str | float) -> float:
+    """Seconds of ``HH:MM:SS``, ``MM:SS`` or a number.
+
+    Raises
+    ------
+    ValueError
+        It is neither.
+    """
+    total = 0.0
+    for part in str(duration).split(':'):
+        total = 60 * total + float(part)
+    return total
+
+
+def _time(text: str | float) -> float:
+    """A time as PBS writes it, in this computer's time zone, or in seconds since the epoch."""
+    if isinstance(text, int | float) or text.isdigit():
+        return float(text)
+    return time.mktime(time.strptime(text, '%a %b %d %H:%M:%S %Y'))
+
+
+def _hosts(exec_vnode: str) -> tuple[str, ...]:
+    """Hosts in ``(x1:ncpus=64+x2[0]:ncpus=32)+(x3:ncpus=64)``, each once."""
+    vnodes = (part.strip('()').split(':')[0] for part in exec_vnode.split('+'))
+    return tuple(dict.fromkeys(_host(vnode) for vnode in vnodes if vnode))
+
+
+def _host(vnode: str) -> str:
+    """PBS names the vnodes of a host that is divided ``host[0]``, ``host[1]``."""
+    return vnode.split('[')[0]
+
+
+def _count(value: str | float) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        return 0

@@ -1,0 +1,66 @@
+"""JSON as PBS writes it, which is not always JSON.
+
+qstat copies environment variables, comments and arguments into its documents with little care: line ends and tabs, quotes,
+lone backslashes, and values that look like numbers but are none, such as 007. All else keeps to one ``"name":value`` on each line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from parsl_freetrain.sites.batch.records import NotUnderstood
+
+_PAIR = re.compile(r'^(\s*"(?:[^"\\]|\\.)*":)(.*?)(,?)$', re.DOTALL)
+_NEW = re.compile(r'^\s*("(?:[^"\\]|\\.)*":|[\]{}],?\s*$|"(?:[^"\\]|\\.)*",?\s*$)')
+_VARIABLES = re.compile(r'^( *)"Variable_List":\{$.*?^\1\},?$\n?', re.MULTILINE | re.DOTALL)
+
+
+def document(answer: str, command: str) -> dict[str, Any]:
+    """The document in an answer; environment variables are left out where it cannot be read with them.
+
+    Raises
+    ------
+    NotUnderstood
+        It cannot be mended.
+    """
+    for text in _attempts(answer):
+        try:
+            found = json.loads(text, strict=False)
+        except ValueError as error:
+            problem = error
+            continue
+        if isinstance(found, dict):
+            return found
+        raise NotUnderstood(f'{command} did not answer with a JSON object')
+    raise NotUnderstood(f'{command} did not answer with a JSON document: {problem}')
+
+
+def _attempts(answer: str) -> list[str]:
+    bare = re.sub(r',(\s*\})', r'\1', _VARIABLES.sub('', answer))
+    return [answer, bare, _mended(bare)]
+
+
+def _mended(text: str) -> str:
+    """Every value that is no JSON becomes a text; lines that cannot begin a pair belong to the one before."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if lines and not _NEW.match(line):
+            lines[-1] += '\n' + line
+        else:
+            lines.append(line)
+    return '\n'.join(_mended_pair(line) for line in lines)
+
+
+def _mended_pair(line: str) -> str:
+    found = _PAIR.match(line)
+    if found is None or found[2] in ('{', '[', ''):
+        return line
+    name, value, comma = found.groups()
+    try:
+        json.loads(value, strict=False)
+    except ValueError:
+        inner = value[1:-1] if len(value) > 1 and value.startswith('"') and value.endswith('"') else value
+        value = json.dumps(inner)
+    return name + value + comma

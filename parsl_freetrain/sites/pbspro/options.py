@@ -1,0 +1,65 @@
+"""What a site config says about a machine with PBS Pro beside what holds for every batch scheduler."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from parsl_freetrain.sites.batch.options import BatchOptions, Line, Seconds, Word
+
+# Users may lower the priority of their jobs down to this (man qsub, -p).
+LOWEST = -1024
+
+Resource = Annotated[str, Field(pattern=r'^[A-Za-z_][\w.-]*$')]
+Value = Annotated[str, Field(pattern=r'^[^\s:+=,\x00-\x1f]+$')]
+
+
+class PbsOptions(BatchOptions):
+    """One queue of a machine with PBS Pro or OpenPBS, and how blocks are asked for there; see also BatchOptions.
+
+    Attributes
+    ----------
+    queue
+        Where blocks are submitted.
+    node_resources
+        What every chunk asks for, and a node must have to count as part of a hole, such as ``{'system': 'polaris'}``.
+    ncpus
+        CPUs to ask for on each node; None: left out.
+    place
+        As for ``-l place``.
+    filesystems
+        As for ``-l filesystems``, where the site wants to know them.
+    priority
+        As for ``-p``; the default is the lowest. None leaves it out.
+    grace_s
+        What a preempted block gets between SIGTERM and SIGKILL, the queue's ``kill_delay``, in seconds.
+    launch
+        Starts one process on each node; ``{nodes}`` stands for their number.
+    pbs_options
+        More options of qsub, each complete, such as ``'-l singularity_fakeroot=true'``.
+    """
+
+    queue: Word
+    node_resources: dict[Resource, Value] = Field(default_factory=dict)
+    ncpus: int | None = Field(None, ge=1)
+    place: Word = 'scatter:excl'
+    filesystems: tuple[Value, ...] = ()
+    priority: int | None = Field(LOWEST, ge=LOWEST, le=1023)
+    grace_s: Seconds = 10.0
+    launch: tuple[Line, ...] = ('mpiexec', '-n', '{nodes}', '--ppn', '1', '--cpu-bind', 'none')
+    pbs_options: tuple[Line, ...] = ()
+
+    @field_validator('pbs_options')
+    @classmethod
+    def _whole_options(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if strange := [option for option in value if not option.startswith('-')]:
+            raise ValueError(f'{strange[0]!r} is not an option; write each as one text, such as "-l place=scatter"')
+        return value
+
+    @field_validator('pin_nodes')
+    @classmethod
+    def _by_number(cls, value: bool) -> bool:
+        if value:
+            raise ValueError('blocks on PBS ask for a number of nodes, and not for names')
+        return value

@@ -1,0 +1,50 @@
+"""Theta at ALCF: KNL nodes with 64 cores, Cobalt. Theta was retired in 2023; this is for Cobalt machines like it, and on paper."""
+
+from __future__ import annotations
+
+import os
+
+from parsl.config import Config
+
+from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain.sites.batch.limits import QueueLimits, limits_of, needed
+from parsl_freetrain.sites.cobalt import CobaltSite
+from parsl_freetrain.sites.provider import BackfillProvider
+
+CORES = 64
+QUEUES = {
+    'default': QueueLimits(nodes=(128, 4392), walltime_s=(1800, 3 * 3600), jobs=20),     # longer ones from 256 nodes on
+    'debug-cache-quad': QueueLimits(nodes=(1, 8), walltime_s=(300, 3600), jobs=1),
+    'debug-flat-quad': QueueLimits(nodes=(1, 8), walltime_s=(300, 3600), jobs=1),
+}
+# Training on CPUs: one thread for each core, bound to it, and none that spins while it waits for data.
+THREADS = (f'export OMP_NUM_THREADS={CORES} MKL_NUM_THREADS={CORES} KMP_BLOCKTIME=0 '
+           "KMP_AFFINITY='granularity=fine,compact,1,0'\nexport MKL_ENABLE_INSTRUCTIONS=AVX512_MIC")
+
+
+def site(account: str | None = None, queue: str = 'default', filesystems: tuple[str, ...] = ('home', 'theta-fs0'),
+         worker_init: str = 'module load miniconda-3', interface: str = 'ipogif0', longest_s: float = 3 * 3600) -> CobaltSite:
+    """Blocks in ``queue``, paid by the project ``account`` (default: the variable FREETRAIN_ACCOUNT), of at most ``longest_s`` seconds."""
+    limits = limits_of('Theta', QUEUES, queue)
+    account = needed('Theta', 'an account', account or os.environ.get('FREETRAIN_ACCOUNT'),
+                     'give account="PROJECT", or set FREETRAIN_ACCOUNT')
+    return CobaltSite(
+        queue=queue,
+        account=account,
+        mcdram='flat' if 'flat' in queue else 'cache',
+        numa='quad',
+        filesystems=filesystems,
+        worker_init=f'{worker_init}\n{THREADS}',
+        aprun_options=('-d', str(CORES), '-j', '1', '-cc', 'depth'),
+        interface=interface,
+        poll_s=30.0,
+        **limits.settings(longest_s),
+    )
+
+
+def config(account: str | None = None, queue: str = 'default', checkpoint_dir: str = 'checkpoints') -> Config:
+    """A Parsl configuration whose only executor trains on Theta; ``checkpoint_dir`` belongs on theta-fs0."""
+    return Config(
+        executors=[FreeTrainExecutor(provider=BackfillProvider(site=site(account, queue)), checkpoint_dir=checkpoint_dir)],
+        strategy='none',  # the executor opens and closes its blocks itself
+    )

@@ -1,0 +1,45 @@
+"""Blocks on a machine in a folder, for the tests of the sites that have no real scheduler here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from parsl.jobs.states import JobStatus
+
+from parsl_freetrain.core.words import BlockRequest, Hole
+from parsl_freetrain.sites.batch.site import BatchSite
+from parsl_freetrain.sites.provider import BackfillProvider
+from tests.sites.waiting import wait_until
+
+# In seconds.
+QUICK: dict[str, Any] = {'poll_s': 0.3, 'submit_every_s': 0.0, 'start_s': 2.0, 'margin_s': 2.0, 'ending_s': 2.0, 'shortest_s': 2.0}
+
+
+class Blocks:
+    """A provider, and the jobs that it has opened."""
+
+    def __init__(self, folder: Path, site: BatchSite) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.site = site
+        self.provider = BackfillProvider(site, min_hole_s=0, worker_init='export GREETING="it\'s $((1 + 1))"')
+        self.provider.script_dir = str(folder)
+        self.jobs: list[str] = []
+        site.start()
+
+    def open(self, nodes: int, walltime_s: float | None = 300.0, command: str = 'sleep 600') -> str:
+        self.jobs.append(self.provider.open_block(command, BlockRequest(nodes, walltime_s), f'block-{len(self.jobs)}'))
+        return self.jobs[-1]
+
+    def status(self, job: str) -> JobStatus:
+        return self.provider.status([job])[0]
+
+    def holes(self) -> tuple[Hole, ...]:
+        """Once the site has had an answer, and there are some."""
+        found: list[tuple[Hole, ...]] = []
+        wait_until(lambda: found.append(self.site.holes()) or found[-1])  # type: ignore[func-returns-value]
+        return found[-1]
+
+    def output(self) -> str:
+        return ''.join(path.read_text() for path in sorted(self.folder.glob('*.out')))

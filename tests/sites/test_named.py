@@ -1,0 +1,98 @@
+"""Sites by name, and what their files refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from parsl_freetrain.cli.main import main
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain.sites.batch.limits import QueueLimits
+from parsl_freetrain.sites.cobalt import CobaltSite
+from parsl_freetrain.sites.named import site_files, site_in_table
+from parsl_freetrain.sites.pbspro import Mode, PbsSite
+from parsl_freetrain.sites.provider import BackfillProvider
+from parsl_freetrain.sites.slurm import SlurmSite
+from tests.support.batch_tests import Rehearsal
+
+
+def test_an_executor_for_a_site_by_its_name() -> None:
+    executor = FreeTrainExecutor(site='polaris', account='my-project')
+    assert isinstance(executor.provider, BackfillProvider)
+    assert isinstance(executor.provider.site, PbsSite)
+    options = executor.provider.site.options
+    assert (options.queue, options.account, options.mode, options.most_nodes) == ('preemptable', 'my-project', Mode.PREEMPTIBLE, 10)
+    executor = FreeTrainExecutor(site='theta', account='my-project', queue='debug-flat-quad')
+    assert isinstance(executor.provider, BackfillProvider)
+    assert isinstance(executor.provider.site, CobaltSite)
+    assert executor.provider.site.options.mcdram == 'flat'
+
+
+@pytest.mark.parametrize(('settings', 'sentence'), [
+    ({}, r'no provider and no site .*polaris, theta'),
+    ({'site': 'nosuch'}, r"no site 'nosuch'.*polaris, theta"),
+    ({'site': 'polaris'}, 'Polaris takes no job without an account; .*FREETRAIN_ACCOUNT'),
+    ({'site': 'polaris', 'account': 'a', 'queue': 'demand'}, r"Polaris has no queue 'demand' for blocks; it has preemptable, prod"),
+    ({'site': 'theta'}, 'Theta takes no job without an account'),
+    ({'site': 'laptop'}, r'no function site\(\)'),
+])
+def test_what_a_site_needs(monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], sentence: str) -> None:
+    monkeypatch.delenv('FREETRAIN_ACCOUNT', raising=False)
+    with pytest.raises(BadInput, match=sentence):
+        FreeTrainExecutor(**settings)  # type: ignore[arg-type]
+
+
+def test_polaris_wants_to_know_the_file_systems() -> None:
+    from parsl_freetrain.sites.named import load_site_file
+
+    with pytest.raises(BadInput, match='without its file systems'):
+        load_site_file(site_files()['polaris']).site(account='a', filesystems=())
+
+
+def test_queues_are_checked_data() -> None:
+    with pytest.raises(BadInput, match='is no queue'):
+        QueueLimits(nodes=(4, 2), walltime_s=(1, 2), jobs=1)
+
+
+def test_a_file_of_the_users_own_comes_first(run_dir: Path) -> None:
+    (run_dir / 'site_configs').mkdir()
+    (run_dir / 'site_configs' / 'polaris.py').write_text('def site(account=None):\n    raise ZeroDivisionError("mine")\n')
+    with pytest.raises(BadInput, match='ZeroDivisionError: mine'):
+        FreeTrainExecutor(site='polaris')
+
+
+def test_tables(tmp_path: Path) -> None:
+    file = tmp_path / 'site.toml'
+    for text, kind in (('[pbspro]\nqueue = "prod"\n', PbsSite), ('[cobalt]\nqueue = "default"\n', CobaltSite),
+                       ('[slurm]\npartition = "batch"\n', SlurmSite), ('partition = "batch"\n', SlurmSite)):
+        file.write_text(text)
+        assert type(site_in_table(file)) is kind
+    file.write_text('[pbspro]\nqueu = "prod"\n')
+    with pytest.raises(BadInput, match=r'site\.toml: queue: Field required; queu: there is no such setting'):
+        site_in_table(file)
+
+
+def test_plan_by_name_shows_everything_and_sends_nothing(
+        pbs: Rehearsal, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a small Polaris: a node has the four GPUs and the system that blocks ask for."""
+    for name in ('x0001', 'x0002', 'x0003'):
+        pbs.set_node(name, has={'ngpus': 4, 'system': 'polaris'})
+    monkeypatch.setenv('FREETRAIN_ACCOUNT', 'my-project')
+    assert main(['holes', '--site', 'polaris', '--json']) == 0
+    assert [hole['nodes'] for hole in json.loads(capsys.readouterr().out)] == [3]
+    assert main(['plan', '--site', 'polaris']) == 0
+    script = capsys.readouterr().out
+    assert '#PBS -A my-project\n' in script
+    assert '#PBS -l select=3:system=polaris:ngpus=4\n' in script
+    assert pbs.jobs() == {}
+
+
+def test_plan_without_an_account_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv('FREETRAIN_ACCOUNT', raising=False)
+    assert main(['plan', '--site', 'polaris']) == 2
+    said = capsys.readouterr()
+    assert 'without an account' in said.err
+    assert len(said.err.splitlines()) == 1

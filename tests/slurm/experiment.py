@@ -1,0 +1,168 @@
+"""The same mix of ordinary jobs on a fresh cluster of its own, with FreeTrain filling the holes or without."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from parsl_freetrain.sites.slurm.hostlist import expand
+from tests.slurm.mix import Ordinary
+from tests.support.slurm import INSTALL_S, Cluster
+
+LONG = 600.0   # seconds; a bound for what takes a few
+_starting = threading.Lock()   # two that look for free ports at the same time would find the same
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A job that ran; times in seconds since the first submission, ``names`` those of its nodes."""
+
+    start_s: float
+    end_s: float
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one run.
+
+    Attributes
+    ----------
+    ordinary
+        The mix, in its own order.
+    blocks
+        FreeTrain's jobs.
+    node_s
+        The ledger's node-seconds by class, None without FreeTrain.
+    trained
+        Fragments as (node, first step, end), in the same seconds; each had one node.
+    commands
+        How often each of Slurm's commands was run.
+    """
+
+    nodes: int
+    ordinary: tuple[Ran, ...]
+    blocks: tuple[Ran, ...] = ()
+    node_s: dict[str, float] | None = None
+    trained: tuple[tuple[str, float, float], ...] = ()
+    commands: dict[str, int] = field(default_factory=dict)
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@contextmanager
+def fresh(nodes: int) -> Iterator[Cluster]:
+    folder = Path(tempfile.mkdtemp(prefix='ft-slurm-', dir='/tmp'))
+    cluster = Cluster(folder)
+    try:
+        with _starting:
+            done = cluster.control('up', str(nodes), timeout_s=INSTALL_S)
+        assert done.returncode == 0, done.stderr
+        yield cluster
+    finally:
+        stopped = cluster.control('down', timeout_s=120)
+        assert stopped.returncode == 0, stopped.stderr
+        shutil.rmtree(folder)
+
+
+class Filler:
+    """FreeTrain in a process of its own."""
+
+    def __init__(self, cluster: Cluster, folder: Path, settings: dict[str, Any]) -> None:
+        self._errors = folder / 'errors'
+        environment = {**os.environ, 'SLURM_CONF': str(cluster.conf), 'PYTHONPATH': os.getcwd()}
+        with self._errors.open('w') as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, '-m', 'tests.slurm.filler', str(folder), json.dumps(settings)], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == 'ready\n', self._errors.read_text()
+
+    def begin(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write('\n')
+        self._process.stdin.flush()
+
+    def end(self) -> dict[str, Any]:
+        said, _ = self._process.communicate(timeout=LONG)
+        assert self._process.returncode == 0, self._errors.read_text()
+        answer: dict[str, Any] = json.loads(said)
+        return answer
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def run(mix: Sequence[Ordinary], nodes: int, folder: Path, filling: dict[str, Any] | None) -> Outcome:
+    """One run of the mix; ``filling`` are the settings of FreeTrain's site, None: without it."""
+    folder.mkdir(parents=True)
+    with fresh(nodes) as cluster:
+        filler = Filler(cluster, folder, filling) if filling is not None else None
+        try:
+            return _watched(cluster, mix, nodes, filler)
+        finally:
+            if filler is not None:
+                filler.kill()
+
+
+def _watched(cluster: Cluster, mix: Sequence[Ordinary], nodes: int, filler: Filler | None) -> Outcome:
+    known = sum(job.at_s == 0 for job in mix)
+    if filler is not None and not known:
+        filler.begin()
+    zero = time.time()
+    ids: list[str] = []
+    for job in mix:
+        time.sleep(max(0.0, zero + job.at_s - time.time()))
+        ids.append(cluster.submit(f'--nodes={job.nodes}', f'--time={job.minutes}', '--job-name=ordinary', seconds=job.run_s))
+        if filler is not None and len(ids) == known:
+            # Blocks between other jobs go by the scheduler's plan, so there has to be one.
+            cluster.wait(lambda: all(row.start for row in rows(cluster) if row.job in ids))
+            filler.begin()
+    cluster.wait(lambda: all(row.state == 'COMPLETED' for row in rows(cluster) if row.job in ids), LONG)
+    answer = filler.end() if filler is not None else {}
+    ran = {row.job: Ran(row.start - zero, row.end - zero, row.names) for row in rows(cluster) if row.names and row.start and row.end}
+    trained = tuple((node, begun - zero, ended - zero) for node, begun, ended in answer.get('fragments', ()))
+    return Outcome(nodes, tuple(ran[job] for job in ids), tuple(ran[job] for job in ran.keys() - set(ids)), answer.get('node_s'), trained,
+                   answer.get('commands', {}))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A job as the queue shows it; times in seconds of ``time.time()``, 0 where there is none."""
+
+    job: str
+    start: int
+    end: int
+    state: str
+    names: tuple[str, ...]
+
+
+def rows(cluster: Cluster) -> list[Row]:
+    asked = cluster.run('env', 'SLURM_TIME_FORMAT=%s', 'squeue', '--noheader', '--all', '--states=all', '--format=%A|%S|%e|%T|%N')
+    fields = (line.split('|') for line in asked.splitlines())
+    return [Row(job, _time(start), _time(end), state, expand(names)) for job, start, end, state, names in fields]
+
+
+def _time(said: str) -> int:
+    return int(said) if said.isdigit() else 0
+
+
+def side_by_side(runs: Mapping[str, tuple[Sequence[Ordinary], dict[str, Any] | None]], nodes: int, folder: Path) -> dict[str, Outcome]:
+    """Several runs at once, each on a cluster of its own: what slows one of them down slows down all."""
+    with ThreadPoolExecutor(len(runs)) as pool:
+        futures = {name: pool.submit(run, mix, nodes, folder / name, filling) for name, (mix, filling) in runs.items()}
+        return {name: future.result() for name, future in futures.items()}

@@ -1,0 +1,92 @@
+"""A submitting process that dies, and the next one that goes on with its blocks: a real cluster, a real SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from parsl_freetrain.app import freetrain_app
+from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.sites.local import LocalSite
+from tests.support.slurm import Cluster
+from tests.support.training import fit, freetrain, same_weights
+
+pytestmark = pytest.mark.slurm
+
+LONG = 150.0   # seconds; a bound for what takes a few
+EPOCHS = 60
+
+
+@contextmanager
+def submitting(folder: Path, pause_s: float) -> Iterator[subprocess.Popen[str]]:
+    with (folder / 'said').open('a') as said, subprocess.Popen(
+            [sys.executable, '-m', 'tests.slurm.submitting', str(folder), str(EPOCHS), str(pause_s)], stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=said, text=True, env={**os.environ, 'PYTHONPATH': os.getcwd()}) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def blocks(slurm: Cluster) -> dict[str, str]:
+    """Start time and state of each block's job that the cluster remembers, by id."""
+    lines = slurm.run('squeue', '--noheader', '--all', '--states=all', '--format=%A|%S|%T|%j').splitlines()
+    return {job: f'{start} {state}' for job, start, state, name in (line.split('|') for line in lines) if name.startswith('freetrain.')}
+
+
+def samples(folder: Path, least_runs: int) -> int:
+    """What the newest checkpoint has, once so many runs have trained."""
+    if not (folder / 'checkpoints' / 'ledger.sqlite').exists():
+        return 0
+    with Reader(folder / 'checkpoints' / 'ledger.sqlite') as ledger:
+        story = ledger.story()
+    trained = {checkpoint.run for checkpoint in story.checkpoints}
+    return max((c.samples for c in story.checkpoints), default=0) if len(trained) >= least_runs else 0
+
+
+def wait(process: subprocess.Popen[str], folder: Path, least_runs: int, more_than: int = 0) -> int:
+    end = time.monotonic() + LONG
+    while (now := samples(folder, least_runs)) <= more_than:
+        assert process.poll() is None, (folder / 'said').read_text()
+        assert time.monotonic() < end, (folder / 'said').read_text()
+        time.sleep(0.1)
+    return now
+
+
+@pytest.mark.slow
+def test_the_next_run_goes_on_with_the_blocks_of_one_that_was_killed(slurm: Cluster, tmp_path: Path) -> None:
+    before = set(blocks(slurm))
+
+    def ours() -> dict[str, str]:
+        return {job: said for job, said in blocks(slurm).items() if job not in before}
+
+    with submitting(tmp_path, 0.1) as first:
+        reached = wait(first, tmp_path, 1)
+        held = ours()
+        assert held
+        assert all(said.endswith('RUNNING') for said in held.values())
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    begun = time.monotonic()
+    with submitting(tmp_path, 0.0) as second:
+        wait(second, tmp_path, 2, reached)
+        print(f'trains again {time.monotonic() - begun:.1f} s after the second run was started')
+        assert ours() == held, 'the same jobs, never ended in between, and no other ones'
+        said = second.communicate(timeout=LONG)[0].splitlines()
+    assert second.returncode == 0, (tmp_path / 'said').read_text()
+    assert ours().keys() == held.keys(), 'nothing was submitted again'
+    end = json.loads(said[-1])
+    assert end['samples'] == EPOCHS * 96
+    slurm.wait(lambda: not slurm.run('squeue', '--noheader', '--all'))
+    with freetrain(tmp_path / 'alone', LocalSite(nodes=1, poll_s=0.2)):
+        alone = freetrain_app(max_nodes=1, total_epochs=EPOCHS, shards=2)(fit)().result(LONG)
+    assert same_weights(end['path'], alone)

@@ -1,0 +1,144 @@
+"""The main job on a real cluster whose nodes are taken, killed, and whose scheduler goes away: same weights as undisturbed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.ledger.rows import Story
+from tests.support.slurm import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
+
+LONG = 300.0    # seconds; a bound for what takes some
+SILENT_S = float(os.environ.get('FREETRAIN_SILENT_S', '15'))   # how long the scheduler does not answer; make storm: a minute
+EPOCHS = float(os.environ.get('FREETRAIN_STORM_EPOCHS', '20'))
+STEP_S = 0.05
+SITE = """
+partition = 'scavenger'
+mode = 'preemptible'
+poll_s = 0.5
+submit_every_s = 0.0
+start_s = 3.0
+ending_s = 3.0
+command_s = 3.0
+longest_backoff_s = 2.0
+"""
+
+
+class Run:
+    """``python -m workflows.digits --site FILE`` in a process of its own."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[bytes], output: Path) -> None:
+        self.process = process
+        self._ledger = folder / 'out' / 'holes' / 'ledger.sqlite'
+        self._output = output
+
+    def story(self) -> Story:
+        if not self._ledger.exists():
+            return Story()
+        with Reader(self._ledger) as ledger:
+            return ledger.story()
+
+    def samples(self) -> int:
+        return sum(trainer.samples for trainer in self.story().trainers)
+
+    def over(self) -> bool:
+        """Whether the part in holes is over."""
+        trainers = self.story().trainers
+        return self.process.poll() is not None or (len(trainers) == 2 and all(trainer.state == 'finished' for trainer in trainers))
+
+    def goes_on(self) -> None:
+        """Wait for more checkpoints than there are."""
+        before = self.samples()
+        self.until(lambda: self.samples() > before)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        end = time.monotonic() + LONG
+        while not condition() and not self.over():
+            assert time.monotonic() < end, self.said()
+            time.sleep(0.1)
+
+    def said(self) -> str:
+        return self._output.read_text()[-8000:]
+
+
+@contextmanager
+def digits(folder: Path) -> Iterator[Run]:
+    (folder / 'site.toml').write_text(SITE)
+    output = folder / 'output'
+    with output.open('w') as said:
+        process = subprocess.Popen(
+            [sys.executable, '-m', 'workflows.digits', '--site', str(folder / 'site.toml'), '--out', str(folder / 'out'),
+             '--epochs', f'{EPOCHS:g}', '--step-s', f'{STEP_S:g}'],
+            stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, env={**os.environ, 'PYTHONPATH': os.getcwd()}, cwd=folder)
+    try:
+        yield Run(folder, process, output)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def take(slurm: Cluster, run: Run, nodes: int, seconds: float = 4.0) -> None:
+    """Somebody else's job takes nodes that are in use, and gives them back."""
+    job = slurm.submit(f'--nodes={nodes}', '--time=2', '--partition=batch', seconds=seconds)
+
+    def over() -> bool:
+        slurm.resume()
+        return slurm.state(job) == 'COMPLETED'
+
+    slurm.wait(over)
+    run.goes_on()
+
+
+def test_a_training_survives_all_that_a_cluster_does(slurm: Cluster, tmp_path: Path) -> None:
+    with digits(tmp_path) as run:
+        run.until(lambda: run.samples() > 0)
+        take(slurm, run, 2)
+
+        slurm.stop_scheduler()
+        with contextlib.ExitStack() as stack:
+            stack.callback(slurm.start_scheduler)
+            run.goes_on()
+
+        node = next(node.name for node in reversed(run.story().nodes) if node.left_at is None)
+        slurm.kill_node(node)
+        run.goes_on()
+        slurm.start_node(node, idle=False)
+        run.goes_on()
+
+        scheduler = slurm.scheduler()
+        os.kill(scheduler, signal.SIGSTOP)
+        try:
+            before = run.samples()
+            time.sleep(SILENT_S)
+            assert run.samples() > before, 'it trains on while nobody answers'
+        finally:
+            os.kill(scheduler, signal.SIGCONT)
+
+        assert not run.over(), 'the training was too short for all of this'
+        for nodes in (1, 3, 1, 2, 1, 3, 2, 1):
+            if len(run.story().blocks) < 10 and not run.over():
+                take(slurm, run, nodes)
+        assert run.process.wait(LONG) == 0, run.said()
+    story = run.story()
+    sizes = {block.nodes for block in story.blocks}
+    print(f'{len(story.blocks)} blocks of {sorted(sizes)} nodes, {len(story.fragments)} fragments')
+    assert len(story.blocks) >= 10
+    assert len(sizes) >= 3
+    assert {'taken', 'lost'} & {node.how for node in story.nodes}
+    summary = json.loads((tmp_path / 'out' / 'summary.json').read_text())['trainers']
+    for trainer in summary.values():
+        assert trainer['weights_equal']
+        assert trainer['samples'] == trainer['samples_expected']

@@ -1,0 +1,73 @@
+"""What a machine's daemon does for one job: runs the script, sends it SIGTERM when told to, kills what is left, and writes how it ended.
+
+SIGTERM reaches the processes of the script's session only, as with PBS; what runs on other nodes hears of it from the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+
+def main(order: Path) -> None:
+    given = json.loads(order.read_text())
+    end = Path(given['end'])
+    with open(given['out'], 'ab') as out, open(given['err'], 'ab') as err:
+        process = subprocess.Popen(['/bin/bash', given['script']], env={**os.environ, **given['environment']}, stdin=subprocess.DEVNULL,
+                                   stdout=out, stderr=err, start_new_session=True)
+    kill_at = None
+    while process.poll() is None:
+        if kill_at is None and end.exists():
+            kill_at = time.monotonic() + given['kill_delay_s']
+            signal_session(process.pid)
+        if kill_at is not None and time.monotonic() >= kill_at:
+            kill_all(given['environment']['MACHINE_JOB'])
+        time.sleep(0.02)
+    kill_all(given['environment']['MACHINE_JOB'])
+    code = process.returncode
+    code = 256 - code if code < 0 else code
+    if given['log'] is not None:
+        with open(given['log'], 'a') as log:
+            log.write(f'Mon Nov 13 08:00:00 2017 +0000 (UTC) task completed normally with an exit code of {code}; '
+                      'initiating job cleanup and removal\n')
+    part = Path(given['exit'] + '.part')
+    part.write_text(str(code))
+    part.rename(given['exit'])
+
+
+def signal_session(sid: int) -> None:
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            if os.getsid(pid) == sid:
+                os.kill(pid, signal.SIGTERM)
+
+
+def kill_all(mark: str) -> None:
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        found = [process for process in psutil.process_iter() if belongs(process, mark)]
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        if not found:
+            return
+        time.sleep(0.01)
+
+
+def belongs(process: psutil.Process, mark: str) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE and process.environ().get('MACHINE_JOB') == mark)
+    except (psutil.Error, OSError):
+        return False
+
+
+if __name__ == '__main__':
+    main(Path(sys.argv[1]))

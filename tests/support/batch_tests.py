@@ -1,0 +1,96 @@
+"""A machine in a folder as tests use it: jobs of others, faults, nodes that fail, and the clock."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.batch_machine import OVER, RUNNING, Machine, install
+
+LIMIT_S = 60.0
+Job = dict[str, Any]
+
+
+class Rehearsal(Machine):
+    """Nodes ``x0001`` to ``x0004``, the queues batch, debug (at most 2 nodes, 10 minutes) and preemptable."""
+
+    def job(self, number: str) -> Job:
+        with self.state() as state:
+            found: Job = state['jobs'][number.split('.')[0]]
+            return found
+
+    def jobs(self) -> dict[str, Job]:
+        with self.state() as state:
+            return dict(state['jobs'])
+
+    def others(self, nodes: int, walltime_s: float = 600.0, seconds: float | None = None, queue: str = 'batch') -> str:
+        """A job of somebody else; it lasts all of its walltime, or ``seconds``."""
+        with self.state() as state:
+            return self.submit(state, nodes=nodes, walltime_s=walltime_s, seconds=seconds, queue=queue)
+
+    def finish(self, number: str, how: str = '') -> None:
+        with self.state() as state:
+            self.end(state, number, how)
+
+    def set_node(self, name: str, **what: Any) -> None:
+        with self.state() as state:
+            state['nodes'][name].update(what)
+
+    def reserve(self, nodes: list[str], start: float, end: float) -> None:
+        with self.state() as state:
+            state['reservations'].append({'name': f'R{len(state["reservations"]) + 1}', 'nodes': nodes, 'start': start, 'end': end})
+
+    def move_clock(self, seconds: float) -> None:
+        with self.state() as state:
+            state['offset'] += seconds
+
+    def calls(self) -> dict[str, int]:
+        with self.state() as state:
+            return dict(state['calls'])
+
+    @contextmanager
+    def fault(self, name: str, status: int = 0, says: str = '', hang: bool = False) -> Iterator[None]:
+        """One command, or 'all', hangs or ends with a status."""
+        with self.state() as state:
+            state['faults'][name] = 'hang' if hang else {'status': status, 'says': says}
+        try:
+            yield
+        finally:
+            with self.state() as state:
+                del state['faults'][name]
+
+    def wait(self, condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+        end = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < end, f'did not come true within {limit_s} s\n{self.jobs()}'
+            time.sleep(0.05)
+
+    def clear(self) -> None:
+        """No jobs any more."""
+        def over() -> bool:
+            with self.state() as state:
+                for number, job in state['jobs'].items():
+                    if job['state'] != OVER:
+                        self.end(state, number, 'deleted')
+                return all(job['state'] == OVER for job in state['jobs'].values())
+        self.wait(over)
+
+    def running(self) -> list[str]:
+        return [number for number, job in self.jobs().items() if job['state'] == RUNNING]
+
+
+def rehearsal(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, names: tuple[str, ...],
+              nodes: dict[str, dict[str, Any]]) -> Iterator[Rehearsal]:
+    """A machine whose commands are the first on the path."""
+    machine = Rehearsal(folder)
+    machine.create(nodes, {
+        'batch': {}, 'debug': {'most': 2, 'longest_s': 600}, 'preemptable': {'preemptable': True}, 'closed': {'enabled': 'False'}})
+    monkeypatch.setenv('PATH', f'{install(machine, module, names)}{os.pathsep}{os.environ["PATH"]}')
+    yield machine
+    machine.clear()

@@ -1,0 +1,19 @@
+"""A machine with PBS that lives in a folder, as a fixture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.batch_tests import Rehearsal, rehearsal
+from tests.support.pbs_commands import NAMES
+
+NODES = {f'x{number:04}': {'has': {'ngpus': 2, 'system': 'rehearsal'}} for number in range(1, 5)}
+
+
+@pytest.fixture
+def pbs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
+    """Four idle nodes; their commands are the ones on the path."""
+    yield from rehearsal(tmp_path / 'pbs', monkeypatch, 'pbs_commands', NAMES, NODES)

@@ -1,0 +1,49 @@
+"""Modes and policies as their user asks for them: from the decorator to the ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from parsl_freetrain.app import Scaled, freetrain_app
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.training.context import FragmentContext
+from tests.support.training import freetrain
+
+
+def train(ctx: FragmentContext, nan_at: int | None = None) -> None:
+    import torch
+
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    sizes = []
+    for x in ctx.loop(torch.randn(40, 2), 4):
+        sizes.append(len(x) * ctx.world_size)
+        optimizer.zero_grad()
+        (model(x).mean() * (float('nan') if ctx.samples == nan_at else 1.0)).backward()
+        optimizer.step()
+    ctx.report(batch=sizes[0])
+
+
+@pytest.mark.slow
+def test_scaled_mode_and_the_policy_reach_the_ranks_and_the_folder_remembers(tmp_path: Path) -> None:
+    scaled = Scaled(lr='sqrt', combine='mean')
+    with freetrain(tmp_path, LocalSite(nodes=2)):
+        future = freetrain_app(min_nodes=2, max_nodes=2, total_epochs=1, mode='scaled', scaled=scaled, on_nan='skip')(train)(nan_at=8)
+        metrics = future.result(timeout=120).metrics
+    assert metrics == {'batch': 8.0, 'skipped_steps': 1.0}
+    identity = json.loads((tmp_path / 'checkpoints' / 'train' / 'trainer.json').read_text())['identity']
+    assert identity['scaled'] == {'reference_ranks': 1, 'lr': 'sqrt', 'warmup_samples': 0, 'combine': 'mean'}
+    with freetrain(tmp_path, LocalSite(nodes=2)), pytest.raises(BadInput, match='scaled'):
+        freetrain_app(total_epochs=2, mode='scaled')(train)()
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_a_number_fails_its_trainer_with_a_sentence(tmp_path: Path) -> None:
+    with freetrain(tmp_path, LocalSite(nodes=1)):
+        future = freetrain_app(total_epochs=1)(train)(nan_at=8)
+        with pytest.raises(BadInput, match='a gradient was infinite or not a number in training on the samples from 8 to 12, on rank 0'):
+            future.result(timeout=120)
