@@ -69,12 +69,14 @@ def _configured(path: Path) -> Config:
     module = load_site_file(path)
     try:
         config = module.config()
-        assert isinstance(config, Config), f'config() gives {config!r}, not a parsl.config.Config'
-        return config
     except BadInput:
         raise
     except Exception as error:   # the user's own code
         raise BadInput(f'The site file {path} gives no configuration: {type(error).__name__}: {error}.') from error
+    if not isinstance(config, Config):
+        raise BadInput(f'The site file {path} gives no configuration: its config() returns {config!r}; it must return a parsl.config.Config '
+                       f'with a FreeTrainExecutor.')
+    return config
 
 
 def _file_of(given: str) -> Path | None:

@@ -114,12 +114,13 @@ class Gang:
 
     def verdict(self) -> Verdict:
         """What all that the members said adds up to."""
-        outcomes = [o for came in self.settled.values() if isinstance(came, list) for o in came]
+        outcomes = [o for member in sorted(self.settled) if isinstance(came := self.settled[member], list) for o in came]
         said = {o['how']: o for o in reversed(outcomes)}   # of each kind, the lowest rank's
         for how, ending in (('finished', Ending.FINISHED), ('stopped', Ending.STOPPED)):
-            if how in said and said[how].get('path'):
-                self.note_checkpoint(said[how])
-            if how in said:
+            # Only rank 0 knows which checkpoint is the last; without its word the next fragment looks for it.
+            if how in said and said[how]['rank'] == 0:
+                if said[how].get('path'):
+                    self.note_checkpoint(said[how])
                 return Verdict(ending, self.checkpoint)
         if 'error' in said and not self.lost:
             error = said['error']

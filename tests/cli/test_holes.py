@@ -58,7 +58,7 @@ def test_this_computer_has_holes_but_no_scripts(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(('site', 'sentence'), [
     ('nosuch', "There is no site 'nosuch'"), ('nosuch.py', 'cannot be read'), ('nosuch.toml', 'cannot be read'),
     ('broken.py', 'ZeroDivisionError'),
-    ('empty.py', 'no FreeTrainExecutor')])
+    ('empty.py', 'must return a parsl.config.Config with a FreeTrainExecutor')])
 def test_bad_sites_get_a_sentence(run_dir: Path, capsys: pytest.CaptureFixture[str], site: str, sentence: str) -> None:
     (run_dir / 'broken.py').write_text('1 / 0\n')
     (run_dir / 'empty.py').write_text('def config():\n    return None\n')

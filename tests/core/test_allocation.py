@@ -18,6 +18,7 @@ from parsl_freetrain.core.columns import ColumnAllocator
 from parsl_freetrain.core.dp import DpAllocator
 from parsl_freetrain.core.equal_share import EqualShareAllocator
 from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.grouping import groups_of
 from parsl_freetrain.core.milp import MilpAllocator
 from parsl_freetrain.core.staying import stay_put
 from parsl_freetrain.core.words import ScalingCurve
@@ -110,6 +111,17 @@ def test_column_generation_agrees_with_the_milp_where_enumeration_ends(seed: int
     assert_valid(problem, columns)
     assert columns.objective == pytest.approx(milp.objective, rel=1e-9)
     assert columns.objective > columns.staying
+
+
+def test_the_order_of_blocks_does_not_matter() -> None:
+    problem = ending(3, 4, 24, 2)
+    turned = replace(problem, blocks=problem.blocks[::-1], bids=tuple(replace(b, held=b.held[::-1]) for b in problem.bids))
+    for asked in (problem, turned):
+        ends = [asked.places[group[0]].remaining_s for group in groups_of(asked)]
+        assert ends == sorted(ends)
+    here, there = ColumnAllocator(5.0).allocate(problem), ColumnAllocator(5.0).allocate(turned)
+    assert here.status == there.status == 'optimal'
+    assert here.objective == pytest.approx(there.objective, rel=1e-9)
 
 
 @pytest.mark.parametrize('time_limit_s', [0.0, 0.01, 0.1])

@@ -51,6 +51,21 @@ def test_a_finished_rank_decides_and_gives_the_checkpoint() -> None:
     assert (verdict.ending, verdict.checkpoint) == (Ending.FINISHED, Checkpoint('cnn', '/c/9', 900, 7))
 
 
+def test_the_checkpoint_is_rank_0s_whoever_came_back_first() -> None:
+    fragment = gang()
+    fragment.note_checkpoint({'path': '/c/3', 'samples': 300, 'metrics': {}})   # the news of the last one are still on their way
+    fragment.settled = {1: [outcome(1, 'finished', path=None, samples=900)], 0: [outcome(0, 'finished', path='/c/9', samples=900)]}
+    assert fragment.verdict().checkpoint == Checkpoint('cnn', '/c/9', 900, 7)
+
+
+def test_without_rank_0s_word_a_fragment_is_not_finished() -> None:
+    fragment = gang()
+    fragment.note_checkpoint({'path': '/c/3', 'samples': 300, 'metrics': {}})
+    fragment.lose({'n0'})
+    fragment.settled = {1: [outcome(1, 'finished', path=None, samples=900)]}
+    assert fragment.verdict().ending is Ending.PREEMPTED
+
+
 def test_a_lost_node_is_a_preemption_even_if_a_survivor_raised() -> None:
     fragment = gang()
     fragment.note_checkpoint({'path': '/c/3', 'samples': 300, 'metrics': {'loss': 0.5}})

@@ -81,7 +81,7 @@ def test_in_the_backfill_windows_of_cobalt(cobalt: Rehearsal, tmp_path: Path, un
     def disturb(futures: dict[str, TrainingFuture]) -> None:
         further(futures)
         cobalt.finish(cobalt.running()[-1], 'deleted')      # an administrator needs the nodes
-        cobalt.others(2, seconds=5)
+        cobalt.others(2, walltime_s=120, seconds=5)
 
     cobalt.others(1, walltime_s=600, seconds=600)
     cobalt.others(4, walltime_s=600)        # three nodes are drained for it

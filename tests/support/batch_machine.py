@@ -88,10 +88,12 @@ class Machine:
         free -= {name for job in state['jobs'].values() if job['state'] in (RUNNING, ENDING) for name in job['names']}
         windows = {name: min((r['start'] for r in state['reservations'] if name in r['nodes'] and r['end'] > now), default=float('inf'))
                    for name in state['nodes']}
+        busy = {name: job['start'] + job['walltime_s'] for job in state['jobs'].values() if job['state'] in (RUNNING, ENDING)
+                for name in job['names']}
         for number in sorted(state['jobs'], key=lambda n: (-state['jobs'][n]['priority'], int(n))):
             job = state['jobs'][number]
             if job['state'] == WAITING:
-                self._consider(state, number, job, free, windows, now)
+                self._consider(state, number, job, free, windows, busy, now)
 
     def _progress(self, state: State, number: str, job: Job, now: float) -> None:
         if job['script'] is None:
@@ -110,7 +112,8 @@ class Machine:
         elif job['state'] == RUNNING and now >= job['start'] + job['walltime_s']:
             self.end(state, number, 'timeout')
 
-    def _consider(self, state: State, number: str, job: Job, free: set[str], windows: dict[str, float], now: float) -> None:
+    def _consider(self, state: State, number: str, job: Job, free: set[str], windows: dict[str, float], busy: dict[str, float],
+                  now: float) -> None:
         """Start a waiting job, make room for it, or plan it; what is planned bounds those that come after."""
         job['planned'] = None
         least = job['least_s'] or job['walltime_s']
@@ -132,15 +135,14 @@ class Machine:
                     soon += len(state['jobs'][victim]['names'])
                     self.end(state, victim, 'preempted')
         if job['priority'] > BLOCK_PRIORITY:
-            ends = {name: other['start'] + other['walltime_s'] for other in state['jobs'].values() if other['state'] in (RUNNING, ENDING)
-                    for name in other['names']}
             up = [name for name, node in state['nodes'].items() if node.get('up', True)]
-            chosen = sorted(up, key=lambda name: (max(now, ends.get(name, now)), name))[:job['nodes']]
+            chosen = sorted(up, key=lambda name: (max(now, busy.get(name, now)), name))[:job['nodes']]
             if len(chosen) == job['nodes']:
-                start = max(max(now + 1, ends.get(name, now)) for name in chosen)
+                start = max(max(now + 1, busy.get(name, now)) for name in chosen)
                 job['planned'] = {'start': start, 'names': chosen}
                 for name in chosen:
                     windows[name] = min(windows[name], start)
+                    busy[name] = start + job['walltime_s']
 
     @staticmethod
     def _suits(node: dict[str, Any], job: Job) -> bool:
