@@ -74,8 +74,8 @@ def _configured(path: Path) -> Config:
     except Exception as error:   # the user's own code
         raise BadInput(f'The site file {path} gives no configuration: {type(error).__name__}: {error}.') from error
     if not isinstance(config, Config):
-        raise BadInput(f'The site file {path} gives no configuration: its config() returns {config!r}; it must return a parsl.config.Config '
-                       f'with a FreeTrainExecutor.')
+        raise BadInput(f'The site file {path} gives no configuration: its config() returns {config!r}; it must return a '
+                       f'parsl.config.Config with a FreeTrainExecutor.')
     return config
 
 

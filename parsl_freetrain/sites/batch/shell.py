@@ -16,7 +16,8 @@ def on_each_node(name: str, forwards: bool = False) -> str:
     Notes
     -----
     The command has a process group of its own, so that nothing that it started outlives it and holds the node. At a preemption
-    it gets SIGTERM and knows what to do then; this waits for it.
+    it gets SIGTERM and knows what to do then; this waits for it. A signal interrupts a ``wait``, and the command may be over before the
+    first one: its status is asked for once it is gone.
     """
     traps = 'trap : TERM USR1' if not forwards else '\n'.join(
         f'trap \'[ -z "$command" ] || kill -{signal} -- "-$command" 2>/dev/null\' {signal}' for signal in ('TERM', 'USR1'))
@@ -24,7 +25,8 @@ def on_each_node(name: str, forwards: bool = False) -> str:
 {traps}
 setsid /bin/bash -c "$1" &
 command=$!
-while kill -0 "$command" 2>/dev/null; do wait "$command"; status=$?; done
+while kill -0 "$command" 2>/dev/null; do wait "$command"; done
+wait "$command"; status=$?
 kill -KILL -- "-$command" 2>/dev/null
 exit "$status"
 """

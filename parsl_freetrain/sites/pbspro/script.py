@@ -89,7 +89,8 @@ node={node}
 trap '[ -z "$running" ] || kill -TERM "$running" 2>/dev/null' TERM
 timeout --kill-after={grace} "$left" {launch} /bin/bash -c "$node" freetrain-node {command} </dev/null &
 running=$!
-while kill -0 "$running" 2>/dev/null; do wait "$running"; status=$?; done
+while kill -0 "$running" 2>/dev/null; do wait "$running"; done
+wait "$running"; status=$?
 [ "$status" != 124 ] || status=0
 exit "$status"
 """

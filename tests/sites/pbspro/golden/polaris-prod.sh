@@ -36,13 +36,15 @@ trap '"'"'[ -z "$command" ] || kill -TERM -- "-$command" 2>/dev/null'"'"' TERM
 trap '"'"'[ -z "$command" ] || kill -USR1 -- "-$command" 2>/dev/null'"'"' USR1
 setsid /bin/bash -c "$1" &
 command=$!
-while kill -0 "$command" 2>/dev/null; do wait "$command"; status=$?; done
+while kill -0 "$command" 2>/dev/null; do wait "$command"; done
+wait "$command"; status=$?
 kill -KILL -- "-$command" 2>/dev/null
 exit "$status"
 '
 trap '[ -z "$running" ] || kill -TERM "$running" 2>/dev/null' TERM
 timeout --kill-after=10 "$left" mpiexec -n 10 --ppn 1 --cpu-bind none /bin/bash -c "$node" freetrain-node 'process_worker_pool.py --cert_dir '"'"'/a b'"'"'' </dev/null &
 running=$!
-while kill -0 "$running" 2>/dev/null; do wait "$running"; status=$?; done
+while kill -0 "$running" 2>/dev/null; do wait "$running"; done
+wait "$running"; status=$?
 [ "$status" != 124 ] || status=0
 exit "$status"

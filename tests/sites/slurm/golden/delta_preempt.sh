@@ -30,7 +30,8 @@ node='export FREETRAIN_NODE="$SLURMD_NODENAME"
 trap : TERM USR1
 setsid /bin/bash -c "$1" &
 command=$!
-while kill -0 "$command" 2>/dev/null; do wait "$command"; status=$?; done
+while kill -0 "$command" 2>/dev/null; do wait "$command"; done
+wait "$command"; status=$?
 kill -KILL -- "-$command" 2>/dev/null
 exit "$status"
 '
