@@ -38,8 +38,16 @@ $(INSTALLED): pyproject.toml .ci/constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/python -m workflows.digits $(DEMO_ARGS)
 
+# Tests on a Slurm cluster mostly wait: they run beside the others, and are shown after them.
 test: $(INSTALLED)
+ifeq ($(strip $(TEST_ARGS)),)
+	@$(BIN)/python -m pytest -m slurm > $(VENV)/slurm-tests.log 2>&1 & slurm=$$!; trap 'kill $$slurm' INT TERM; \
+	$(BIN)/python -m pytest -m 'not slurm'; others=$$?; \
+	wait $$slurm; slurm=$$?; echo 'On a Slurm cluster:'; cat $(VENV)/slurm-tests.log; \
+	exit $$(( others ? others : slurm ))
+else
 	$(BIN)/python -m pytest $(TEST_ARGS)
+endif
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
