@@ -152,7 +152,9 @@ def test_a_preemption_is_told_at_once_and_ends_or_requeues_the_block(slurm: Clus
     else:
         slurm.wait(lambda: mine.status(job).terminal)
         assert mine.status(job).state is JobState.TIMEOUT
-        assert 'gave them back in time' in str(mine.status(job).message)
+        # Slurm calls a job that has ended by itself within the grace time PREEMPTED now and then.
+        message = str(mine.status(job).message)
+        assert 'gave them back in time' in message or 'was preempted' in message
     assert mine.output().count('told') >= 4     # those that a second SIGTERM still finds say it again
     slurm.wait(lambda: slurm.state(other) == 'COMPLETED')
 
@@ -169,7 +171,7 @@ def hung(slurm: Cluster) -> Iterator[None]:
 
 
 def test_a_scheduler_that_hangs_keeps_nobody_waiting_and_ends_nothing(slurm: Cluster, blocks: Make) -> None:
-    mine = blocks(command_s=1.0, unreachable_s=2.0, longest_backoff_s=1.0)
+    mine = blocks(command_s=3.0, unreachable_s=2.0, longest_backoff_s=1.0)
     job = running(slurm, mine)
     end = mine.provider.end_of(job)
     with hung(slurm):
