@@ -131,7 +131,7 @@ def test_a_training_survives_all_that_a_cluster_does(slurm: Cluster, tmp_path: P
         for nodes in (1, 3, 1, 2, 1, 3, 2, 1):
             if len(run.story().blocks) < 10 and not run.over():
                 take(slurm, run, nodes)
-        assert run.process.wait(LONG) == 0, run.said()
+        assert run.process.wait(LONG * max(1.0, EPOCHS / 20)) == 0, run.said()
     story = run.story()
     sizes = {block.nodes for block in story.blocks}
     print(f'{len(story.blocks)} blocks of {sorted(sizes)} nodes, {len(story.fragments)} fragments')
