@@ -22,7 +22,7 @@ from parsl_freetrain.core.milp import MilpAllocator
 from parsl_freetrain.core.staying import stay_put
 from parsl_freetrain.solver.isolated import IsolatedAllocator
 from tests.support.allocation import bid
-from tests.support.solvers import Wayward
+from tests.support.solvers import Wayward, children
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = Problem(120.0, 8, (bid('good', 2), bid('b', 3)))
@@ -41,9 +41,8 @@ def isolated(monkeypatch: pytest.MonkeyPatch) -> Iterator[IsolatedAllocator]:
 
 
 def child() -> psutil.Process:
-    found = [p for p in psutil.Process().children() if 'parsl_freetrain.solver.child' in p.cmdline()]
-    assert len(found) == 1
-    return found[0]
+    (found,) = children()
+    return found
 
 
 @pytest.mark.parametrize(('what', 'said'), [
@@ -71,16 +70,15 @@ def test_one_child_answers_all_questions(isolated: IsolatedAllocator) -> None:
 
 
 def test_no_child_before_the_first_question_and_none_after_the_end(isolated: IsolatedAllocator, caplog: pytest.LogCaptureFixture) -> None:
-    before = set(psutil.Process().children())
     isolated.close()
     other = IsolatedAllocator(MilpAllocator(), 10.0)
-    assert set(psutil.Process().children()) == before
+    assert children() == []
     assert other.allocate(GOOD).status == 'optimal'
     process = child()
     other.close()
     assert not process.is_running()
     assert by_place(GOOD, other.allocate(GOOD)) == stay_put(GOOD)
-    assert set(psutil.Process().children()) == before
+    assert children() == []
     assert caplog.text == ''
 
 

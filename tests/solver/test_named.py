@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import psutil
 import pytest
 
 from parsl_freetrain.core.allocation import Block, Limit, Problem
 from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.solver import allocator_named, close_allocator
 from tests.support.allocation import bid
+from tests.support.solvers import children
 
 SIMPLE = Problem(120.0, 8, (bid('a', 2), bid('b', 3), bid('c')))
 TOGETHER = replace(SIMPLE, limits=(Limit(('a', 'b'), most=4),))
@@ -29,13 +29,12 @@ def test_who_answers(name: str, problem: Problem, solver: str) -> None:
 
 def test_auto_starts_a_process_only_when_it_needs_the_milp() -> None:
     allocator = allocator_named('auto')
-    before = len(psutil.Process().children())
     assert allocator.allocate(SIMPLE).solver == 'dp'
-    assert len(psutil.Process().children()) == before
+    assert children() == []
     answer = allocator.allocate(TOGETHER)
-    assert len(psutil.Process().children()) == before + 1
+    assert len(children()) == 1
     close_allocator(allocator)
-    assert len(psutil.Process().children()) == before
+    assert children() == []
     assert answer.allocation == allocator_named('milp', isolated=False).allocate(TOGETHER).allocation
 
 

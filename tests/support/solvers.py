@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
+
+import psutil
 
 from parsl_freetrain.core.allocation import Answer, Problem
 from parsl_freetrain.core.dp import DpAllocator
@@ -39,3 +42,13 @@ def _target(fd: str) -> str:
         return os.readlink(f'/proc/self/fd/{fd}')
     except OSError:
         return ''
+
+
+def children() -> list[psutil.Process]:
+    """Solvers that this process has started and that live, whatever else earlier tests have left to be asked about."""
+    found = []
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
+            if 'parsl_freetrain.solver.child' in process.cmdline():
+                found.append(process)
+    return found
