@@ -120,19 +120,10 @@ class Schedule:
         names = [self.nodes[i] for i in self.node_index.tolist()]
         return self._from_columns(self.starts * time_factor, self.ends * time_factor, names)
 
-    def idle_at(self, at_s: float) -> tuple[str, ...]:
-        """Names of the nodes idle at ``at_s`` seconds, sorted; a node is busy again at the end of its interval."""
-        idle = self.node_index[(self.starts <= at_s) & (at_s < self.ends)]
-        return tuple(self.nodes[i] for i in sorted(idle.tolist()))
-
     def node_seconds(self, from_s: float, until_s: float) -> float:
         """Idle node-seconds between two times in seconds."""
         overlap = np.minimum(self.ends, until_s) - np.maximum(self.starts, from_s)
         return float(overlap[overlap > 0].sum())
-
-    def change_times(self) -> tuple[float, ...]:
-        """Every time in seconds at which a node becomes idle or busy, increasing, each once."""
-        return tuple(np.unique(np.concatenate([self.starts, self.ends])).tolist())
 
 
 def read_schedule(path: str | Path) -> Schedule:

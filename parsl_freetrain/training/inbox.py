@@ -17,13 +17,9 @@ class Inbox:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._stop_why = ''
+        self._stop = False
+        self._hands_over = False
         self._waiting: list[dict[str, Any]] = []
-
-    @property
-    def stop_why(self) -> str:
-        """Why to stop, as far as is known; empty: there is no reason."""
-        return self._stop_why
 
     def listen_to_signals(self) -> None:
         """From now on SIGTERM, SIGUSR1 and SIGINT are requests to stop, also those that were blocked until now."""
@@ -33,12 +29,16 @@ class Inbox:
 
     def stop_requested(self) -> bool:
         """Look, without waiting, whether anybody has asked to stop."""
-        while not self._stop_why and self._channel.poll():
+        while not self._stop and self._channel.poll():
             try:
                 self._take(self._channel.recv())
             except EOFError:
                 break  # nobody is there to ask; the warm parent sees it too, and ends this rank
-        return bool(self._stop_why)
+        return self._stop
+
+    def hands_over(self) -> bool:
+        """Whether the next fragment starts at once, so that the state is worth leaving in memory for it."""
+        return self._hands_over
 
     def wait_for(self, kind: str, timeout_s: float) -> dict[str, Any]:
         """The first message of a kind.
@@ -62,9 +62,11 @@ class Inbox:
 
     def _take(self, message: dict[str, Any]) -> None:
         if message.get('kind') == 'stop':
-            self._stop_why = str(message.get('why') or 'on request')
+            self._stop = True
+        elif message.get('kind') == 'hand-over':
+            self._hands_over = True
         else:
             self._waiting.append(message)
 
-    def _on_signal(self, number: int, _: object) -> None:
-        self._stop_why = self._stop_why or signal.Signals(number).name
+    def _on_signal(self, _number: int, _frame: object) -> None:
+        self._stop = True

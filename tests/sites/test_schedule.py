@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.sites.schedule import IdleInterval, Schedule, read_schedule, write_schedule
+from tests.support.schedules import change_times, idle_at
 
 SUMMIT = Path(__file__).resolve().parents[3] / 'shared/data/idle/summit-2021-02-week1.csv.gz'
 
@@ -40,7 +41,7 @@ def test_reads_intervals_sorted_by_start_whatever_the_order_of_lines_and_columns
 def test_touching_intervals_of_a_node_stay_two(tmp_path: Path) -> None:
     schedule = read_schedule(written(tmp_path, HEADER + '0,5,a\n5,9,a\n'))
     assert len(schedule) == 2
-    assert schedule.idle_at(5) == ('a',)
+    assert idle_at(schedule, 5) == ('a',)
 
 
 @pytest.mark.parametrize(('text', 'says'), [
@@ -104,13 +105,13 @@ def test_what_was_written_reads_back_equal(tmp_path_factory: pytest.TempPathFact
 def test_idle_nodes_and_node_seconds_agree_with_the_intervals(schedule: Schedule, factor: float) -> None:
     total = sum(interval.end_s - interval.start_s for interval in schedule.intervals)
     assert schedule.node_seconds(0, math.inf) == pytest.approx(total)
-    times = schedule.change_times()
-    assert sum(len(schedule.idle_at(a)) * (b - a) for a, b in pairwise(times)) == pytest.approx(total)
+    times = change_times(schedule)
+    assert sum(len(idle_at(schedule, a)) * (b - a) for a, b in pairwise(times)) == pytest.approx(total)
     half = schedule.end_s / 2
     assert schedule.node_seconds(0, half) + schedule.node_seconds(half, schedule.end_s) == pytest.approx(total)
     scaled = schedule.scaled(factor)
-    assert scaled.change_times() == tuple(factor * t for t in times)
-    assert all(scaled.idle_at(factor * t) == schedule.idle_at(t) for t in times)
+    assert change_times(scaled) == tuple(factor * t for t in times)
+    assert all(idle_at(scaled, factor * t) == idle_at(schedule, t) for t in times)
 
 
 def test_first_nodes_and_only() -> None:

@@ -131,3 +131,16 @@ def read_table(path: str | Path) -> dict[str, object]:
         raise BadInput(f'The site file {path} cannot be read: {error.strerror}; name a TOML file with the settings of a site.') from None
     except ValueError as error:
         raise BadInput(f'The site file {path} is not TOML: {error}.') from None
+
+
+def given_options(kind: type[Kind], site: str, options: Kind | None, settings: dict[str, object]) -> Kind:
+    """The options of a site that was given either options or settings.
+
+    Raises
+    ------
+    BadInput
+        It was given both, or a setting that cannot be used.
+    """
+    if options is not None and settings:
+        raise BadInput(f'{site} was given options and the settings {", ".join(settings)}; give one or the other.')
+    return options_from(kind, site, settings) if options is None else options

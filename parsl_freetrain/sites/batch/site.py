@@ -9,6 +9,8 @@ import pwd
 import secrets
 import tempfile
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from parsl_freetrain.sites.batch.commands import Refused, SchedulerSilent
 from parsl_freetrain.sites.batch.holes import OnTheWay, holes, windows
 from parsl_freetrain.sites.batch.life import Seen, is_over, life_of
 from parsl_freetrain.sites.batch.offers import OfferLog
-from parsl_freetrain.sites.batch.options import BatchOptions, Kind, options_from
+from parsl_freetrain.sites.batch.options import BatchOptions, given_options
 from parsl_freetrain.sites.batch.provider import BatchProvider, write_private
 from parsl_freetrain.sites.batch.records import Job, NotUnderstood, Partition
 from parsl_freetrain.sites.batch.scheduler import NoHistory, Scheduler
@@ -35,26 +37,34 @@ from parsl_freetrain.sites.protocols import FoundBlock, HoleGone, Offer
 logger = logging.getLogger(__name__)
 
 
-class BatchSite:
-    """One queue of a machine with a batch scheduler; each scheduler has a subclass that only makes its parts.
+class BatchSite(ABC):
+    """One queue of a machine with a batch scheduler; each scheduler has a subclass that only names its parts.
 
     Parameters
     ----------
     options
-        The site config.
-    scheduler
-        Asks, submits and cancels.
+        The site config; alternatively its settings as keyword arguments.
     run
-        Names this run's jobs, so that they are found again; None: what the executor says, else drawn at random.
+        Names this run's jobs, so that they are found again; default: what the executor says, else drawn at random.
     clock
         Wall-clock time in seconds.
+    settings
+        As the subclass's ``options_type``.
+
+    Raises
+    ------
+    BadInput
+        A setting that cannot be used.
     """
 
-    name = 'batch'
-    job_variable = ''
+    name: str
+    job_variable: str
+    options_type: type[BatchOptions]
 
-    def __init__(self, options: BatchOptions, scheduler: Scheduler, run: str | None, clock: Callable[[], float]) -> None:
-        self.options = options
+    def __init__(self, options: BatchOptions | None = None, run: str | None = None, clock: Callable[[], float] = time.time,
+                 **settings: object) -> None:
+        self.options = given_options(self.options_type, type(self).__name__, options, settings)
+        scheduler = self.scheduler(clock)
         self.run = run or secrets.token_hex(4)
         self._named = run is not None
         self.poll_s = self.options.poll_s
@@ -63,7 +73,7 @@ class BatchSite:
         self._scheduler = scheduler
         self.client = scheduler.client
         self._clock = clock
-        self._watch = Watch(scheduler, options, clock)
+        self._watch = Watch(scheduler, self.options, clock)
         self._wanted = scheduler.wanted()
         self._user = _user()
         self._lock = threading.Lock()
@@ -78,6 +88,10 @@ class BatchSite:
         self._next_submission = NEVER
         self._next_history = NEVER
         self._offers = OfferLog(3 * self.poll_s)
+
+    @abstractmethod
+    def scheduler(self, clock: Callable[[], float]) -> Scheduler:
+        """What asks, submits and cancels, made from ``self.options``."""
 
     def __repr__(self) -> str:
         said = ', '.join(f'{name}={getattr(self.options, name)!r}' for name in sorted(self.options.model_fields_set))
@@ -372,19 +386,6 @@ class BatchSite:
         """
         return tuple(job for job in self._scheduler.jobs() if job.user == self._user and is_block_of(run or self.run, job.name)
                      and not is_over(life_of(Seen(job.state))))
-
-
-def given_options(kind: type[Kind], site: str, options: Kind | None, settings: dict[str, object]) -> Kind:
-    """The options of a site that was given either options or settings.
-
-    Raises
-    ------
-    BadInput
-        It was given both, or a setting that cannot be used.
-    """
-    if options is not None and settings:
-        raise BadInput(f'{site} was given options and the settings {", ".join(settings)}; give one or the other.')
-    return options_from(kind, site, settings) if options is None else options
 
 
 def _user() -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Any
 
-from parsl_freetrain.sites.batch.site import BatchSite, given_options
+from parsl_freetrain.sites.batch.scheduler import Scheduler
+from parsl_freetrain.sites.batch.site import BatchSite
 from parsl_freetrain.sites.cobalt.options import CobaltOptions
 from parsl_freetrain.sites.cobalt.scheduler import Cobalt
 
@@ -14,28 +13,14 @@ from parsl_freetrain.sites.cobalt.scheduler import Cobalt
 class CobaltSite(BatchSite):
     """One queue of a machine with Cobalt.
 
-    Parameters
-    ----------
-    options
-        The site config; alternatively its settings as keyword arguments.
-    run
-        Names this run's jobs, so that they are found again; default: what the executor says, else drawn at random.
-    clock
-        Wall-clock time in seconds.
-    settings
-        As :class:`~parsl_freetrain.sites.cobalt.options.CobaltOptions`.
-
-    Raises
-    ------
-    BadInput
-        A setting that cannot be used.
+    The parameters are those of :class:`~parsl_freetrain.sites.batch.site.BatchSite`, the settings those of
+    :class:`~parsl_freetrain.sites.cobalt.options.CobaltOptions`.
     """
 
     name = 'cobalt'
     job_variable = 'COBALT_JOBID'
+    options_type = CobaltOptions
     options: CobaltOptions
 
-    def __init__(self, options: CobaltOptions | None = None, run: str | None = None, clock: Callable[[], float] = time.time,
-                 **settings: Any) -> None:
-        checked = given_options(CobaltOptions, 'CobaltSite', options, settings)
-        super().__init__(checked, Cobalt(checked, clock), run, clock)
+    def scheduler(self, clock: Callable[[], float]) -> Scheduler:
+        return Cobalt(self.options, clock)

@@ -1,0 +1,18 @@
+"""A schedule seen from one moment."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from parsl_freetrain.sites.schedule import Schedule
+
+
+def idle_at(schedule: Schedule, at_s: float) -> tuple[str, ...]:
+    """Names of the nodes idle at ``at_s`` seconds, sorted; a node is busy again at the end of its interval."""
+    idle = schedule.node_index[(schedule.starts <= at_s) & (at_s < schedule.ends)]
+    return tuple(schedule.nodes[i] for i in sorted(idle.tolist()))
+
+
+def change_times(schedule: Schedule) -> tuple[float, ...]:
+    """Every time in seconds at which a node becomes idle or busy, increasing, each once."""
+    return tuple(np.unique(np.concatenate([schedule.starts, schedule.ends])).tolist())
