@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 # Parsl starts its own programs by name.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv demo test lint docs bench chaos delay storm clean
+.PHONY: help venv demo test lint docs bench chaos delay storm evidence clean
 
 help:
 	@echo 'make demo    train two networks in the holes of this computer (options: DEMO_ARGS)'
@@ -23,6 +23,7 @@ help:
 	@echo 'make chaos   strike a training 200 fragments long at random, and compare its weights (options: CHAOS_ARGS)'
 	@echo 'make delay   ordinary jobs on a real Slurm cluster, without FreeTrain and with it: who starts later (12 minutes)'
 	@echo 'make storm   a training on a real Slurm cluster that loses nodes and its scheduler for a minute'
+	@echo 'make evidence  replay every row of docs/evidence-replay.md again, where the public records are at hand'
 	@echo 'make clean   remove what these made, .venv included'
 
 venv: $(INSTALLED)
@@ -38,11 +39,11 @@ $(INSTALLED): pyproject.toml .ci/constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/python -m workflows.digits $(DEMO_ARGS)
 
-# Tests on a Slurm cluster mostly wait: they run beside the others, and are shown after them.
+# Most tests wait more than they compute: two at a time. Those on a Slurm cluster run beside the others, and are shown after them.
 test: $(INSTALLED)
 ifeq ($(strip $(TEST_ARGS)),)
-	@$(BIN)/python -m pytest -m slurm > $(VENV)/slurm-tests.log 2>&1 & slurm=$$!; trap 'kill $$slurm' INT TERM; \
-	$(BIN)/python -m pytest -m 'not slurm'; others=$$?; \
+	@$(BIN)/python -m pytest -m slurm -n 2 --dist loadfile > $(VENV)/slurm-tests.log 2>&1 & slurm=$$!; trap 'kill $$slurm' INT TERM; \
+	$(BIN)/python -m pytest -m 'not slurm' -n 2 --dist loadfile; others=$$?; \
 	wait $$slurm; slurm=$$?; echo 'On a Slurm cluster:'; cat $(VENV)/slurm-tests.log; \
 	exit $$(( others ? others : slurm ))
 else
@@ -71,6 +72,9 @@ delay: $(INSTALLED)
 
 storm: $(INSTALLED)
 	FREETRAIN_SILENT_S=60 FREETRAIN_STORM_EPOCHS=60 $(BIN)/python -m pytest -s tests/slurm/test_whole_training.py
+
+evidence: $(INSTALLED)
+	$(BIN)/python -m tests.replay.evidence demo-out
 
 clean:
 	rm -rf $(VENV) docs/_build demo-out runinfo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from parsl_freetrain.sites.slurm.hostlist import expand
 from tests.slurm.mix import Ordinary
-from tests.support.slurm import INSTALL_S, Cluster
+from tests.support.slurm import Cluster, running_cluster
 
 LONG = 600.0   # seconds; a bound for what takes a few
-_starting = threading.Lock()   # two that look for free ports at the same time would find the same
 
 
 @dataclass(frozen=True)
@@ -63,21 +58,6 @@ class Outcome:
         return asdict(self)
 
 
-@contextmanager
-def fresh(nodes: int) -> Iterator[Cluster]:
-    folder = Path(tempfile.mkdtemp(prefix='ft-slurm-', dir='/tmp'))
-    cluster = Cluster(folder)
-    try:
-        with _starting:
-            done = cluster.control('up', str(nodes), timeout_s=INSTALL_S)
-        assert done.returncode == 0, done.stderr
-        yield cluster
-    finally:
-        stopped = cluster.control('down', timeout_s=120)
-        assert stopped.returncode == 0, stopped.stderr
-        shutil.rmtree(folder)
-
-
 class Filler:
     """FreeTrain in a process of its own."""
 
@@ -110,7 +90,7 @@ class Filler:
 def run(mix: Sequence[Ordinary], nodes: int, folder: Path, filling: dict[str, Any] | None) -> Outcome:
     """One run of the mix; ``filling`` are the settings of FreeTrain's site, None: without it."""
     folder.mkdir(parents=True)
-    with fresh(nodes) as cluster:
+    with running_cluster(nodes) as cluster:
         filler = Filler(cluster, folder, filling) if filling is not None else None
         try:
             return _watched(cluster, mix, nodes, filler)

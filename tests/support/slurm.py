@@ -5,6 +5,7 @@ It is started for the first test that needs it and stopped after the last. Every
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,25 @@ class Cluster:
         self.wait(empty)
 
 
+@contextmanager
+def running_cluster(nodes: int = NODES) -> Iterator[Cluster]:
+    """A cluster of its own; what is missing of Slurm's packages is installed first."""
+    # Sockets need short paths: not in pytest's own folder.
+    folder = Path(tempfile.mkdtemp(prefix='ft-slurm-', dir='/tmp'))
+    cluster = Cluster(folder)
+    try:
+        # One after the other on a machine, for each looks for free ports first.
+        with Path(tempfile.gettempdir(), f'ft-slurm-up-{os.getuid()}.lock').open('w') as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            done = cluster.control('up', str(nodes), timeout_s=INSTALL_S)
+        assert done.returncode == 0, done.stderr
+        yield cluster
+    finally:
+        stopped = cluster.control('down', timeout_s=120)
+        assert stopped.returncode == 0, stopped.stderr
+        shutil.rmtree(folder)
+
+
 @pytest.fixture(scope='session')
 def slurm_cluster() -> Iterator[Cluster]:
     """The session's cluster; skips where Slurm is not installed and cannot be."""
@@ -118,17 +139,8 @@ def slurm_cluster() -> Iterator[Cluster]:
     missing = [name for name in ('munged', 'slurmctld', 'slurmd', 'sinfo', 'srun') if shutil.which(name, path=f'{path}:{SBIN}') is None]
     if missing and (os.getuid() != 0 or shutil.which('apt-get') is None):
         pytest.skip(f'needs Slurm: {", ".join(missing)} not found, and only root on Debian can install them here')
-    # Sockets need short paths: not in pytest's own folder.
-    folder = Path(tempfile.mkdtemp(prefix='ft-slurm-', dir='/tmp'))
-    cluster = Cluster(folder)
-    done = cluster.control('up', str(NODES), timeout_s=INSTALL_S)
-    try:
-        assert done.returncode == 0, done.stderr
+    with running_cluster() as cluster:
         yield cluster
-    finally:
-        stopped = cluster.control('down', timeout_s=120)
-        assert stopped.returncode == 0, stopped.stderr
-        shutil.rmtree(folder)
 
 
 @pytest.fixture
