@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from parsl_freetrain import __version__
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.errors import BadInput, FreeTrainError
 
 VERBS = {
     'allocate': 'Answer allocation problems: which training gets how many nodes?',
@@ -28,6 +28,7 @@ VERBS = {
     'plan': 'Show every block that would be submitted, and its batch script; nothing is sent.',
     'preempt': 'Rehearse a preemption: take the nodes of a running trainer from it.',
     'replay': 'Replay the record of a machine: what would these trainers have trained in its holes?',
+    'report': 'Write what a run came to as one HTML file.',
     'run': 'Run a workflow on a site.',
     'status': 'Show what goes on now: trainers, nodes, rates, efficiency, blocks.',
     'watch': 'Show the same, live.',
@@ -100,6 +101,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _say(f'{sentence.removesuffix(".")}; see {where} --help.', 2)
     except (typer.Abort, KeyboardInterrupt):
         return 130
+    except FreeTrainError as error:     # such as a scheduler that does not answer
+        return _say(f'{str(error).removesuffix(".")}.', 1)
     except Exception as error:
         if os.environ.get('FREETRAIN_DEBUG'):
             traceback.print_exc()

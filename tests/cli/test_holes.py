@@ -73,3 +73,21 @@ def test_without_slurm_there_is_a_sentence(toml: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv('PATH', '/nowhere')
     assert main(['plan', '--site', toml]) == 2
     assert 'There is no Slurm here' in capsys.readouterr().err
+
+
+@pytest.mark.slurm
+def test_a_scheduler_that_does_not_answer_gets_a_sentence(slurm: Cluster, toml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    slurm.stop_scheduler()
+    try:
+        assert main(['holes', '--site', toml]) == 1
+    finally:
+        slurm.start_scheduler()
+    said = capsys.readouterr()
+    assert 'scontrol show partition failed' in said.err and 'should not have happened' not in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+@pytest.mark.slurm
+def test_a_site_by_name(slurm: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(['plan', '--site', 'slurm_generic', '--json']) == 0
+    assert [block['nodes'] for block in json.loads(capsys.readouterr().out)] == [4]
