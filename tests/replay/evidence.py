@@ -46,7 +46,7 @@ def rows(page: str) -> list[Row]:
     for line in page.splitlines():
         if line.startswith('## '):
             section = line[3:]
-        elif match := re.match(r'\| (?:([a-z0-9-]+) \| )?`(--[^`]+)` \|(?: [a-z]+ \|)? \**(\.\d+)', line):
+        elif match := re.match(r'\| (?:([a-z0-9-]+) \| )?`(--[^`]+)` \|(?: [a-z]+ \|)? \**(\d?\.\d+)', line):
             found.append(Row(section, match[1] or SHUFFLENET, match[2], float(match[3])))
     return found
 
