@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -36,7 +38,9 @@ def ask_endpoint(endpoint_id: str, options: Path | None, executor: Any = None) -
     except (OSError, ValueError, TypeError) as error:
         raise BadInput(f'The file {options} cannot be used ({error}); it must be a JSON object of user_endpoint_config.') from error
     try:
-        with FreeTrainClient(None if executor else endpoint_id, user_endpoint_config=config, executor=executor) as client:
+        # The SDK asks for a login on standard output, which is for the answer alone.
+        with (contextlib.redirect_stdout(sys.stderr),
+              FreeTrainClient(None if executor else endpoint_id, user_endpoint_config=config, executor=executor) as client):
             return {'id': endpoint_id, 'versions': [asdict(one) for one in client.compare_versions(PATIENCE_S)]}
     except Exception as error:      # whatever is wrong with it is what the doctor was asked for
         return {'id': endpoint_id, 'error': f'{error}' or type(error).__name__}

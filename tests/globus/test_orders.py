@@ -13,7 +13,7 @@ import joblib
 import numpy
 import pytest
 
-from parsl_freetrain.app import Retention, Scaled, freetrain_app
+from parsl_freetrain.app import Retention, Scaled, Shape, freetrain_app
 from parsl_freetrain.cli.endpoint import ask_endpoint, of_endpoint
 from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.executor import orders
@@ -51,6 +51,9 @@ def test_modules_that_are_needed(function: Callable[..., Any], arguments: tuple[
 @pytest.mark.parametrize('settings', [
     {'total_samples': 100},
     {'total_epochs': 2.5, 'max_nodes': 4, 'scaling': {1: 1.0, 4: 3.0}, 'keep_checkpoints': Retention(2, 5, 'loss'), 'retries': 0},
+    {'total_samples': 9, 'shapes': {1: Shape(), 2: Shape(spatial=(1, 2, 1))}, 'mode': 'throughput', 'finish_by': 1e9, 'user': 'anna',
+     'efficiency': {1: 1.0, 2: 0.5}},
+    {'total_epochs': 1, 'sizes': [2, 4], 'group': 'physics'},
     {'total_epochs': 1, 'mode': 'scaled', 'scaled': Scaled(lr='sqrt'), 'on_nan': 'skip', 'priority': 2.0},
 ])
 def test_a_description_is_json_and_says_everything(settings: dict[str, Any]) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import globus_sdk
@@ -18,6 +22,8 @@ from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.remote import FreeTrainClient
 from tests.globus.endpoint.cloud import OfflineExecutor
 from tests.support.training import fit
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def http(status: int, said: str = 'no') -> globus_sdk.GlobusAPIError:
@@ -78,3 +84,13 @@ def test_one_of_endpoint_and_executor_is_needed() -> None:
     for wrong in ({}, {'endpoint_id': 'x', 'executor': OfflineExecutor(lambda *_: None)}):
         with pytest.raises(BadInput, match='needs an endpoint_id, or an executor'):
             FreeTrainClient(**wrong)    # type: ignore[arg-type]
+
+
+def test_doctor_without_a_login_says_how_to_log_in(tmp_path: Path) -> None:
+    """The real SDK, which asks for a login in words of its own."""
+    done = subprocess.run(
+        [sys.executable, '-m', 'parsl_freetrain.cli.main', 'doctor', '--endpoint', '11111111-1111-1111-1111-111111111111', '--json'],
+        env={**os.environ, 'HOME': str(tmp_path), 'PYTHONPATH': str(ROOT)}, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=250, check=False)
+    assert done.returncode == 1, done.stderr
+    assert 'log in again by running python -c' in json.loads(done.stdout)['endpoint']['error']
