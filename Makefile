@@ -71,7 +71,7 @@ delay: $(INSTALLED)
 	@echo 'Picture: demo-out/zero-delay.png'
 
 storm: $(INSTALLED)
-	FREETRAIN_SILENT_S=60 FREETRAIN_STORM_EPOCHS=60 $(BIN)/python -m pytest -s tests/slurm/test_whole_training.py
+	$(BIN)/python -m pytest -s tests/slurm/test_whole_training.py
 
 evidence: $(INSTALLED)
 	$(BIN)/python -m tests.replay.evidence demo-out
