@@ -18,7 +18,8 @@ from parsl_freetrain.core.words import BlockRequest
 from parsl_freetrain.sites.protocols import HoleGone
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.slurm.client import SlurmClient
-from tests.sites.slurm.conftest import Blocks, slurm_site
+from tests.sites.batch_blocks import Blocks
+from tests.sites.slurm.conftest import slurm_site
 from tests.support.slurm import Cluster
 
 pytestmark = pytest.mark.slurm
