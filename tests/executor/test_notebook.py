@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
 
 from parsl_freetrain.app import freetrain_app
 from parsl_freetrain.executor.future import MOST_LOSSES, TrainingFuture
@@ -46,3 +52,56 @@ def test_a_training_from_a_notebooks_cells(tmp_path: Path) -> None:
         after = future._repr_html_()
     assert '0 samples' in before
     assert 'finished' in after and '768 of 768 samples' in after and 'loss' in after and '<svg' in after
+
+
+CELLS = ("""
+import parsl
+import torch
+from parsl.config import Config
+from parsl_freetrain.app import freetrain_app
+from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.sites.provider import BackfillProvider
+
+kernel = parsl.load(Config(executors=[FreeTrainExecutor(provider=BackfillProvider(LocalSite(nodes=1, poll_s=0.2)))], strategy='none'))
+""", """
+class Network(torch.nn.Linear):
+    pass
+
+@freetrain_app(max_nodes=1, total_epochs=2)
+def train(ctx, slope):
+    model = Network(1, 1)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.linspace(0, 1, 64)[:, None]
+    for features, target in ctx.loop(torch.utils.data.TensorDataset(x, slope * x), batch_size=8):
+        optimizer.zero_grad()
+        loss = ((model(features) - target) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        ctx.report(loss=loss.item())
+
+future = train(3.0)
+future
+""", """
+checkpoint = future.result()
+future
+""", """
+kernel.cleanup()
+parsl.clear()
+checkpoint.samples
+""")
+
+
+@pytest.mark.slow
+def test_in_a_real_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ('IPYTHONDIR', 'JUPYTER_CONFIG_DIR', 'JUPYTER_DATA_DIR', 'JUPYTER_RUNTIME_DIR'):
+        monkeypatch.setenv(variable, str(tmp_path / variable.lower()))
+    empty: dict[str, Any] = {'cell_type': 'code', 'metadata': {}, 'execution_count': None, 'outputs': []}
+    cells = [{**empty, 'id': f'cell{i}', 'source': source} for i, source in enumerate(CELLS)]
+    document = json.dumps({'nbformat': 4, 'nbformat_minor': 5, 'metadata': {}, 'cells': cells})
+    notebook = nbformat.reads(document, as_version=4)  # type: ignore[no-untyped-call]
+    NotebookClient(notebook, timeout=200, resources={'metadata': {'path': str(tmp_path)}}).execute()
+    shown = [[output['data'] for output in cell.outputs if 'data' in output] for cell in notebook.cells]
+    assert ' samples' in shown[1][-1]['text/html']
+    assert '128 of 128 samples; loss' in ''.join(ET.fromstring(shown[2][-1]['text/html']).itertext())
+    assert shown[3][-1]['text/plain'] == '128'
