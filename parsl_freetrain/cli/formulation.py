@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 
 from parsl_freetrain.cli.problems import MOST_NODES, ProblemLine, TrainerLine
 from parsl_freetrain.core.allocation import Bid, Block, Limit, Problem
 from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.core.objectives import Candidate, Efficiency, Metric, objective_named
-from parsl_freetrain.core.words import ScalingCurve
+from parsl_freetrain.core.limits import owner_limits, pool_limits
+from parsl_freetrain.core.objectives import Candidate, Metric, objective_named
+from parsl_freetrain.core.words import Efficiency, ScalingCurve
 
 
 def problem_of(line: ProblemLine, objective: Metric | None = None) -> Problem:
@@ -129,33 +129,13 @@ def _check_current(line: ProblemLine, blocks: tuple[Block, ...], pool: int, bids
 
 
 def _limits(line: ProblemLine, pool: int) -> tuple[Limit, ...]:
-    limits = []
-    if line.max_nodes is not None:
-        limits.append(Limit(most=line.max_nodes, why='max_nodes'))
-    if line.keep_free:
-        limits.append(Limit(most=max(pool - line.keep_free, 0), why='nodes kept free'))
+    limits = pool_limits(pool, line.max_nodes, line.keep_free)
     if line.budget_node_s is not None:
         limits.append(Limit(node_s=line.budget_node_s, why='budget'))
     limits += [Limit((trainer.name,), least=trainer.share, why=f'share of {trainer.name}') for trainer in line.trainers if trainer.share]
-    of_user, of_group = _members(line, 'user'), _members(line, 'group')
-    limits += _caps('user', of_user, line.user_nodes, line.user_budget_node_s)
-    limits += _caps('group', of_group, line.group_nodes, line.group_budget_node_s)
+    limits += owner_limits('user', [(t.name, t.user) for t in line.trainers], line.user_nodes, line.user_budget_node_s)
+    limits += owner_limits('group', [(t.name, t.group) for t in line.trainers], line.group_nodes, line.group_budget_node_s)
     return tuple(limits)
-
-
-def _members(line: ProblemLine, what: str) -> dict[str, tuple[str, ...]]:
-    members: dict[str, tuple[str, ...]] = {}
-    for trainer in line.trainers:
-        owner = getattr(trainer, what)
-        if owner is not None:
-            members[owner] = (*members.get(owner, ()), trainer.name)
-    return members
-
-
-def _caps(what: str, members: Mapping[str, tuple[str, ...]], most: Mapping[str, int], budget: Mapping[str, float]) -> list[Limit]:
-    """A limit for each owner who has trainers: one without any would hold for all of them."""
-    return [Limit(members[owner], most=most.get(owner), node_s=budget.get(owner), why=f'{what} {owner}')
-            for owner in dict.fromkeys((*most, *budget)) if owner in members]
 
 
 def _refuse_twice(what: str, field: str, names: list[str]) -> None:

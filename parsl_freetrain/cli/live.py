@@ -24,6 +24,9 @@ from parsl_freetrain.ledger.summary import Remembering
 MOST_BLOCKS = 12
 """So many open blocks are listed; the others are counted."""
 
+CELLS = ('nodes', 'samples', 'loss', 'rate', 'U', 'frag', 'pre', 'resc', 'done in')
+"""What is shown of a trainer beside its name, its state and its progress."""
+
 STATE_STYLES = {'running': 'green', 'finished': 'bold green', 'failed': 'bold red', 'cancelled': 'yellow'}
 
 
@@ -66,6 +69,30 @@ def screen(seen: Snapshot) -> RenderableType:
 def plain_lines(seen: Snapshot) -> list[str]:
     """One plain line per trainer, without any control character."""
     return [_plain_line(t, seen.elapsed_s) for t in seen.trainers]
+
+
+def trainer_cells(t: TrainerNow) -> dict[str, str]:
+    """What any view shows of a trainer, by :data:`CELLS`."""
+    values = (str(t.nodes), _samples(t), _value(t.loss, '.4g'), _rate(t.rate), _value(t.efficiency, '.2f'), str(t.fragments),
+              str(t.preempted), str(t.rescaled), _finish(t))
+    return dict(zip(CELLS, values, strict=True))
+
+
+def block_cells(block: BlockNow) -> dict[str, str]:
+    """What any view shows of a block, by the titles of its columns."""
+    return {'block': block.name, 'nodes': str(block.nodes), 'time left': _left(block), 'trainers': ', '.join(block.trainers) or 'idle'}
+
+
+def heading_words(seen: Snapshot) -> str:
+    """How long it goes, on how many nodes, and what has become of it."""
+    words = [_duration(seen.elapsed_s), _nodes(sum(b.nodes for b in seen.blocks))]
+    if seen.ended is not None:
+        words.append(f'ended: {clean(seen.ended)}')
+    elif seen.life.state == 'died':
+        words.append('died')
+    elif seen.life.state == 'silent':
+        words.append(f'silent for {_duration(seen.silent_s)}')
+    return '  '.join(words)
 
 
 def run_live(
@@ -208,20 +235,13 @@ def _closing_cells(trainer: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _heading(seen: Snapshot) -> Text:
-    text = Text(no_wrap=True, overflow='ellipsis')
-    text.append('FreeTrain', 'bold')
-    text.append(f'  {_duration(seen.elapsed_s)}  {_nodes(sum(b.nodes for b in seen.blocks))}')
-    if seen.ended is not None:
-        text.append(f'  ended: {clean(seen.ended)}', 'dim')
-    elif seen.life.state == 'died':
-        text.append('  died', 'bold red')
-    elif seen.life.state == 'silent':
-        text.append(f'  silent for {_duration(seen.silent_s)}', 'yellow')
-    return text
+    text = Text('FreeTrain', 'bold', no_wrap=True, overflow='ellipsis')
+    style = 'dim' if seen.ended is not None else {'died': 'bold red', 'silent': 'yellow'}.get(seen.life.state, 'not bold')
+    return text.append(f'  {heading_words(seen)}', style)
 
 
 def _trainer_table(trainers: Sequence[TrainerNow], bar: int) -> Table:
-    table = _table('trainer', 'state', 'nodes', 'progress', 'samples', 'loss', 'rate', 'U', 'frag', 'pre', 'resc', 'done in')
+    table = _table('trainer', 'state', 'nodes', 'progress', *list(CELLS)[1:])
     for column in (0, 1, 3):
         table.columns[column].justify = 'left'
     for t in trainers:
@@ -230,14 +250,7 @@ def _trainer_table(trainers: Sequence[TrainerNow], bar: int) -> Table:
             Text(clean(t.state), STATE_STYLES.get(t.state, '')),
             str(t.nodes),
             ProgressBar(total=t.total or 1, completed=min(t.samples, t.total) if t.total else 0, width=bar),
-            _samples(t),
-            _value(t.loss, '.4g'),
-            _rate(t.rate),
-            _value(t.efficiency, '.2f'),
-            str(t.fragments),
-            str(t.preempted),
-            str(t.rescaled),
-            _finish(t),
+            *list(trainer_cells(t).values())[1:],
         )
     return table
 
@@ -264,10 +277,7 @@ def _block_table(blocks: Sequence[BlockNow]) -> Table:
     table.columns[3].justify = 'left'
     for block in blocks:
         table.add_row(
-            Text(clean(block.name), overflow='ellipsis'),
-            str(block.nodes),
-            _left(block),
-            Text(clean(', '.join(block.trainers)) or 'idle', overflow='ellipsis'),
+            *(Text(clean(cell), overflow='ellipsis') for cell in block_cells(block).values()),
         )
     return table
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +15,7 @@ from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.core.words import BlockRequest
 
 if TYPE_CHECKING:
+    from parsl_freetrain.cli.prospect import Prospect
     from parsl_freetrain.sites.provider import BackfillProvider
 
 # What the executor fills in is known only when it runs: its addresses, ports and certificates.
@@ -21,16 +24,53 @@ COMMAND = 'python3 -P -m parsl_freetrain.training.node process_worker_pool.py ..
 
 def plan(
     site: Annotated[str, typer.Option(metavar='NAME|FILE', help='A site: a name in site_configs/, or a .py or .toml file.')],
+    trainers: Annotated[Path | None, typer.Option(
+        metavar='FILE', help='Who trains: a JSON list as for replay, or the ledger of a run. Adds what to expect.')] = None,
+    start: Annotated[float, typer.Option(metavar='S', help='A block needs so many seconds to start, at worst.')] = 60.0,
+    look_ahead: Annotated[float, typer.Option(metavar='S', help='A block that can be preempted lasts so many seconds, at best.')] = 3600.0,
     as_json: Annotated[bool, typer.Option('--json', help='One JSON document on standard output.')] = False,
 ) -> None:
     """Show every block that would be submitted, and its exact batch script; nothing is sent.
 
     There is work for every hole here; a run submits only what its trainers can use, one block at a time.
     """
-    from parsl_freetrain.cli.sites import provider_of  # the help is there without Parsl
+    for name, seconds in (('--start', start), ('--look-ahead', look_ahead)):
+        if not 0 <= seconds < math.inf:
+            raise BadInput(f'{name} is {seconds:g}; it must be a number of seconds, 0 or more.')
+    # The help is there without Parsl and numpy.
+    from parsl_freetrain.cli.prospect import prospects, trainers_at
+    from parsl_freetrain.cli.sites import provider_of
+    from parsl_freetrain.core.state import ControllerSettings
 
+    who = None if trainers is None else trainers_at(trainers)
     provider = provider_of(site)
     blocks = blocks_for(provider, time.time())
+    if who is None:
+        _show(blocks, as_json)
+        return
+    expected = prospects([(block['nodes'], block['walltime_s']) for block in blocks], who,
+                         ControllerSettings(min_hole_s=provider.min_hole_s), start, look_ahead)
+    if as_json:
+        print(json.dumps({'blocks': blocks, 'trainers': [asdict(one) for one in expected]}))
+        return
+    _show(blocks, as_json)
+    print('### what to expect of these blocks, if nothing else comes or goes')
+    from parsl_freetrain.cli.live import clean
+
+    print('\n'.join(clean(_in_words(one)) for one in expected))
+
+
+def _in_words(found: Prospect) -> str:
+    early, late = found.finish_s
+    if early is None:
+        finish = 'not finished in these holes'
+    else:
+        finish = f'finished in {early:.0f} s ' + ('at best, or not in these holes' if late is None else f'to {late:.0f} s')
+    left = '' if found.left is None else f' of the {found.left:,} that are left'
+    return f'{found.trainer}: {found.samples[0]:,.0f} to {found.samples[1]:,.0f} samples{left}; {finish}'
+
+
+def _show(blocks: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print(json.dumps(blocks))
         return

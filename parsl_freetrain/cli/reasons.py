@@ -8,6 +8,7 @@ from typing import Any
 
 from parsl_freetrain.core.explain import Reason
 from parsl_freetrain.ledger.rows import FINAL_STATES, FragmentRow, Run, Story, TrainerRow
+from parsl_freetrain.report.outcome import Outcome
 
 REFUSAL_S = 600.0
 """A refusal of the site that is older than this says nothing about now."""
@@ -48,6 +49,8 @@ class DecisionAbout:
         Nodes of the other trainers that get any.
     horizon_s, worth_before, worth, rescale_cost, alternative
         From solving the problem again, None where it was not kept: see :class:`parsl_freetrain.core.explain.Reason`.
+    stood_s, expected, staying_expected, trained
+        What became of it, in samples: see :class:`parsl_freetrain.report.outcome.Outcome`.
     """
 
     ago_s: float
@@ -66,16 +69,24 @@ class DecisionAbout:
     worth: float | None = None
     rescale_cost: float | None = None
     alternative: Mapping[str, float] | None = None
+    stood_s: float | None = None
+    expected: float | None = None
+    staying_expected: float | None = None
+    trained: float | None = None
 
 
-def decision_about(name: str, row: Mapping[str, Any], now: float, reason: Reason | None = None) -> DecisionAbout:
-    """One row of decisions, with the ``reason`` if the problem could be solved again."""
+def decision_about(name: str, row: Mapping[str, Any], now: float, reason: Reason | None = None,
+                   outcome: Outcome | None = None) -> DecisionAbout:
+    """One row of decisions, with the ``reason`` if the problem could be solved again, and what became of it."""
     known: dict[str, Any] = {}
     if reason is not None:
         other = reason.alternative
         known = {'horizon_s': row['problem']['horizon_s'], 'worth_before': reason.worth_before, 'worth': reason.worth,
                  'rescale_cost': reason.rescale_cost,
                  'alternative': None if other is None else {'nodes': other.nodes, 'worse_by': other.worse_by}}
+    if outcome is not None:
+        known |= {'stood_s': outcome.until - outcome.at, 'expected': outcome.expected, 'staying_expected': outcome.staying,
+                  'trained': outcome.trained}
     return DecisionAbout(
         ago_s=now - row['at'], trigger=row['trigger'], nodes=row['nodes'], nodes_before=row['current'].get(name, 0),
         nodes_after=row['allocation'].get(name, 0), status=row['status'], solver=row['solver'], staying=row['staying'],
@@ -155,7 +166,23 @@ def in_words(name: str, about: DecisionAbout) -> list[str]:
             own += (f'; with {nodes(int(other["nodes"]))} for it, the next best, all together would be worth '
                     f'{_number(other["worse_by"])} less.')
         lines.append(own)
+    if about.stood_s and (about.nodes_after or about.trained):
+        lines.append(_what_became(name, about))
     return lines
+
+
+def _what_became(name: str, about: DecisionAbout) -> str:
+    """What was gained, beside what was to be gained."""
+    trained = f'{name} trained {_count(about.trained or 0)} that it kept'
+    stood = f'It stood for {about.stood_s:.0f} s'
+    if about.expected is None or about.staying_expected is None:
+        return f'{stood}: {trained}; what to expect was not known yet.'
+    staying = '' if about.nodes_before == about.nodes_after else f', and {_count(about.staying_expected)} of changing nothing'
+    return f'{stood}: {_count(about.expected)} were expected of it{staying}; {trained}.'
+
+
+def _count(samples: float) -> str:
+    return '1 sample' if round(samples) == 1 else f'{round(samples):,} samples'
 
 
 def shares(allocation: Mapping[str, int]) -> str:

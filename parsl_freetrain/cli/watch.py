@@ -32,8 +32,10 @@ def watch(
     run: RunOption = None,
     every: Annotated[float, typer.Option(metavar='S', help='Seconds between two looks; 0: 1 on a terminal, 10 elsewhere.')] = 0.0,
     as_json: Annotated[bool, typer.Option('--json', help='At each look one JSON document on a line, as of status --json.')] = False,
+    web: Annotated[bool, typer.Option('--web', help="Serve a page for this computer's own browser, and print its address.")] = False,
+    port: Annotated[int, typer.Option(metavar='N', help='Where to serve the page; 0: any free port.')] = 0,
 ) -> None:
-    """Show what goes on, live, until the run is over; Ctrl-C ends the view and nothing else."""
+    """Show what goes on, live, until the run is over (with --web: until Ctrl-C); Ctrl-C ends the view and nothing else."""
     # The help is there without them.
     from rich.console import Console
 
@@ -43,13 +45,17 @@ def watch(
 
     if not 0 <= every < math.inf:
         raise BadInput(f'--every is {every:g}; it must be a number of seconds, 0 or more.')
+    if port and not web:
+        raise BadInput('--port says where --web serves its page; give both or neither.')
     path = ledger_at(ledger)
     with Reader(path) as reader:
         view = LiveView(reader, DpAllocator(), run)
         console = Console()
         pause = threading.Event()   # an interruptible sleep
         try:
-            if as_json:
+            if web:
+                _serve(view, path, every or TERMINAL_S, port, as_json, pause)
+            elif as_json:
                 _follow(view, lambda: _print_json(path, view), every or PLAIN_S, pause)
             elif not console.is_terminal:
                 _follow(view, lambda: _print_lines(console, view), every or PLAIN_S, pause)
@@ -71,6 +77,19 @@ def _draw(view: LiveView, console: Console, every_s: float, pause: threading.Eve
 
     with Live(view.render(time.time()), console=console, auto_refresh=False, vertical_overflow='ellipsis') as live:
         _follow(view, lambda: live.update(view.render(time.time()), refresh=True), every_s, pause)
+
+
+def _serve(view: LiveView, path: Path, every_s: float, port: int, as_json: bool, pause: threading.Event) -> None:
+    from parsl_freetrain.cli.web import Feed, Page
+
+    view.snapshot(time.time())   # a run that is not there is said here
+    page = Page(Feed(view, str(path), every_s), port)
+    try:
+        said = json.dumps({'address': page.address}) if as_json else f'Open {page.address}\nCtrl-C ends the page, and nothing else.'
+        print(said, flush=True)
+        pause.wait()
+    finally:
+        page.close()
 
 
 def _goes_on(view: LiveView) -> bool:

@@ -52,6 +52,7 @@ def explanation(reader: Reader, trainer: str, run: str | None, last: int, now: f
     from parsl_freetrain.cli.liveness import life_of
     from parsl_freetrain.cli.reasons import decision_about, running_fragment, waits_for
     from parsl_freetrain.ledger.rows import FINAL_STATES
+    from parsl_freetrain.report.outcome import outcomes
 
     story = reader.story()
     name = run_named([r.name for r in story.runs], run)
@@ -66,6 +67,8 @@ def explanation(reader: Reader, trainer: str, run: str | None, last: int, now: f
     going = life.state in ('running', 'silent')
     running = running_fragment(story, row) if going else None
     mine = [d for d in decisions if trainer in d['allocation']][:last]
+    told, reports = reader.story(chosen.name), reader.progress(chosen.name, trainer)
+    became = {o.at: o for o in outcomes(told, reports, reader.decisions(chosen.name), now, only=trainer)}
     over = not going and row.state not in FINAL_STATES
     return {
         'trainer': trainer,
@@ -78,11 +81,23 @@ def explanation(reader: Reader, trainer: str, run: str | None, last: int, now: f
         'total_samples': row.total_samples,
         'fragment': None if running is None else running.fragment,
         'nodes': 0 if running is None else len(running.nodes),
+        'shape': None if running is None else row.spec.get('shapes', {}).get(str(len(running.nodes))),
         'since_s': now - (row.state_at if running is None else running.decided_at),
         'waits_for': waits_for(story, chosen, row, decisions, refusals, now) if going else None,
+        'pauses': _pauses(reader.recent_events(chosen, ['Rescaled'], LOOK_BACK), trainer),
         'last_failure': next((f.error for f in reversed(story.fragments) if f.trainer == trainer and f.run == chosen.id and f.error), ''),
-        'decisions': [asdict(decision_about(trainer, d, now, _reason(d, trainer))) for d in mine],
+        'decisions': [asdict(decision_about(trainer, d, now, _reason(d, trainer), became.get(d['at']))) for d in mine],
     }
+
+
+def _pauses(events: list[dict[str, Any]], trainer: str) -> dict[str, float]:
+    """For how many seconds nothing was trained in the last rescale to 'more' and to 'fewer' nodes, as far as there were any."""
+    found: dict[str, float] = {}
+    for event in events:
+        if event['trainer'] == trainer:
+            change = event['detail']
+            found.setdefault('more' if change['after'] > change['before'] else 'fewer', change['seconds'])
+    return found
 
 
 def _reason(decision: dict[str, Any], trainer: str) -> Reason | None:
@@ -110,11 +125,14 @@ def _lines(found: dict[str, Any]) -> list[str]:
     total = found['total_samples']
     done = f'{found["samples"]:,} of {total:,} samples' if total else f'{found["samples"]:,} samples'
     if found['fragment'] is not None:
-        lines = [f'{name} is running: fragment {found["fragment"]} on {nodes(found["nodes"])}, for {found["since_s"]:.0f} s; {done}.']
+        shape = f' ({found["shape"]})' if found['shape'] else ''
+        on = f'{nodes(found["nodes"])}{shape}'
+        lines = [f'{name} is running: fragment {found["fragment"]} on {on}, for {found["since_s"]:.0f} s; {done}.']
     else:
         because = f' because {found["why"]}' if found['why'] else ''
         lines = [f'{name} is {found["state"]}{because}, for {found["since_s"]:.0f} s; {done}.']
     lines += [sentence for sentence in (found['waits_for'], found['note']) if sentence]
+    lines += [f'Its last rescale to {way} nodes paused it for {seconds:.2f} s.' for way, seconds in found['pauses'].items()]
     if found['last_failure']:
         lines.append(f'Its last fragment in trouble said: {found["last_failure"]}')
         lines.append(f'What it printed: freetrain logs {name}')

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 
 Interval = tuple[float, float]
 
@@ -59,3 +60,13 @@ def clip(intervals: Iterable[Interval], start: float, end: float) -> list[Interv
 def length(intervals: Iterable[Interval]) -> float:
     """Seconds in a merged set."""
     return sum(end - start for start, end in intervals)
+
+
+def levels(changes: Iterable[tuple[float, int]], grid: Sequence[float]) -> list[int]:
+    """What (moment, change) pairs have added up to at each moment of the grid, its own changes included."""
+    ordered = sorted(changes)
+    moments = [x for x, _ in ordered]
+    heights = [0]
+    for _, change in ordered:
+        heights.append(heights[-1] + change)
+    return [heights[bisect_right(moments, x)] for x in grid]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,10 +18,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from parsl_freetrain.ledger.intervals import Interval, clip
+from parsl_freetrain.ledger.clock import Clock
+from parsl_freetrain.ledger.intervals import Interval, clip, levels
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import ProgressRow, Story
-from parsl_freetrain.ledger.timeline import by_fragment, left_at, offered, phases, struck_nodes
+from parsl_freetrain.ledger.timeline import by_fragment, left_at, natural_order, offered, phases, struck_nodes
 
 OKABE_ITO = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#56B4E9', '#D55E00')
 TOL_MUTED = ('#332288', '#CC6677', '#117733', '#DDCC77', '#88CCEE', '#882255', '#44AA99', '#999933', '#AA4499')
@@ -55,8 +54,8 @@ def draw(
         ``path``.
     """
     story = reader.story(run)
-    clock = _Clock(story, now)
-    names = sorted({o.name for o in story.offers} | {n.name for n in story.nodes}, key=_natural)
+    clock = Clock(story, now)
+    names = sorted({o.name for o in story.offers} | {n.name for n in story.nodes}, key=natural_order)
     trainers = list(dict.fromkeys(t.name for t in story.trainers))
     palette = OKABE_ITO if len(trainers) <= len(OKABE_ITO) else TOL_MUTED
     colours = {name: palette[i % len(palette)] for i, name in enumerate(trainers)}
@@ -92,23 +91,7 @@ def draw(
     return Path(path)
 
 
-class _Clock:
-    # Seconds on the x axis: runs follow each other without the time between them.
-    def __init__(self, story: Story, now: float | None) -> None:
-        self.until = {r.id: story.until(r, now) for r in story.runs}
-        self._begun = {r.id: r.begun_at for r in story.runs}
-        self._offset: dict[int, float] = {}
-        self.length = 0.0
-        for run in story.runs:
-            self._offset[run.id] = self.length
-            self.length += self.until[run.id] - run.begun_at
-        self.joints = [self._offset[r.id] for r in story.runs[1:]]
-
-    def of(self, run: int, at: float) -> float:
-        return self._offset[run] + min(max(at, self._begun[run]), self.until[run]) - self._begun[run]
-
-
-def _draw_nodes(axes: Axes, story: Story, clock: _Clock, names: list[str], colours: dict[str, str]) -> None:
+def _draw_nodes(axes: Axes, story: Story, clock: Clock, names: list[str], colours: dict[str, str]) -> None:
     row = {name: i for i, name in enumerate(names)}
     boxes: dict[tuple[str, str], list[Box]] = defaultdict(list)
     ticks: list[tuple[float, int]] = []
@@ -157,7 +140,7 @@ def _draw_nodes(axes: Axes, story: Story, clock: _Clock, names: list[str], colou
     axes.set_ylabel('node')
 
 
-def _draw_kills(axes: Axes, story: Story, clock: _Clock, row: dict[str, int]) -> None:
+def _draw_kills(axes: Axes, story: Story, clock: Clock, row: dict[str, int]) -> None:
     struck = struck_nodes(story)
     if not struck:
         return
@@ -177,7 +160,7 @@ def _draw_kills(axes: Axes, story: Story, clock: _Clock, row: dict[str, int]) ->
     )
 
 
-def _draw_counts(axes: Axes, story: Story, clock: _Clock, trainers: list[str], colours: dict[str, str]) -> None:
+def _draw_counts(axes: Axes, story: Story, clock: Clock, trainers: list[str], colours: dict[str, str]) -> None:
     steps: dict[str, list[tuple[float, int]]] = {name: [] for name in trainers}
     room: list[tuple[float, int]] = []
     for run in story.runs:
@@ -193,11 +176,11 @@ def _draw_counts(axes: Axes, story: Story, clock: _Clock, trainers: list[str], c
                 (clock.of(fragment.run, end), -count),
             ]
     grid = sorted({0.0, clock.length} | {x for found in (room, *steps.values()) for x, _ in found})
-    levels = [_levels(steps[name], grid) for name in trainers]
-    most = _levels(room, grid)
+    heights = [levels(steps[name], grid) for name in trainers]
+    most = levels(room, grid)
     axes.fill_between(grid, most, step='post', color=OFFERED, linewidth=0)
     floor = [0] * len(grid)
-    for name, level in zip(trainers, levels, strict=True):
+    for name, level in zip(trainers, heights, strict=True):
         ceiling = [a + b for a, b in zip(floor, level, strict=True)]
         axes.fill_between(grid, floor, ceiling, step='post', color=colours[name], linewidth=0)
         floor = ceiling
@@ -207,7 +190,7 @@ def _draw_counts(axes: Axes, story: Story, clock: _Clock, trainers: list[str], c
 
 
 def _draw_samples(
-    axes: Axes, story: Story, progress: list[ProgressRow], clock: _Clock, trainers: list[str], colours: dict[str, str]
+    axes: Axes, story: Story, progress: list[ProgressRow], clock: Clock, trainers: list[str], colours: dict[str, str]
 ) -> None:
     seen: dict[tuple[int, str, int], list[tuple[float, int]]] = defaultdict(list)
     for report in progress:
@@ -266,19 +249,6 @@ def _tint(colour: str, white: float) -> tuple[float, float, float]:
 def _corners(box: Box) -> list[tuple[float, float]]:
     left, right, low, high = box
     return [(left, low), (right, low), (right, high), (left, high)]
-
-
-def _levels(changes: list[tuple[float, int]], grid: list[float]) -> list[int]:
-    ordered = sorted(changes)
-    moments = [x for x, _ in ordered]
-    heights = [0]
-    for _, change in ordered:
-        heights.append(heights[-1] + change)
-    return [heights[bisect_right(moments, x)] for x in grid]
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), '') if part.isdigit() else (-1, part) for part in re.split(r'(\d+)', name)]
 
 
 def _short(name: str, most: int = 22) -> str:

@@ -96,13 +96,13 @@ class Reader:
         self._cached = (version, run, story)
         return story
 
-    def progress(self, run: str | None = None) -> list[ProgressRow]:
-        """All progress reports, in order of time."""
-        return [ProgressRow(**row) for row in self._table('progress', run)]
+    def progress(self, run: str | None = None, trainer: str | None = None) -> list[ProgressRow]:
+        """All progress reports, of one trainer or of all, in order of time."""
+        return [ProgressRow(**row) for row in self._table('progress', run, trainer)]
 
-    def events(self, run: str | None = None) -> list[dict[str, Any]]:
-        """All events, in order of time: run, at, kind, trainer, fragment, block, node, detail."""
-        return self._table('events', run)
+    def events(self, run: str | None = None, kinds: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """All events, or those of some kinds, in order of time: run, at, kind, trainer, fragment, block, node, detail."""
+        return self._table('events', run, kinds=kinds)
 
     def decisions(self, run: str | None = None) -> list[dict[str, Any]]:
         """All decisions, in order of time, with the keys of ``Ledger.decision`` and ``run``."""
@@ -129,10 +129,10 @@ class Reader:
         with self._reading():
             return list(self._rows('events', run.id, f'at DESC, rowid DESC LIMIT {int(most)}', kinds=kinds))
 
-    def _table(self, table: str, run: str | None) -> list[dict[str, Any]]:
+    def _table(self, table: str, run: str | None, trainer: str | None = None, kinds: Sequence[str] = ()) -> list[dict[str, Any]]:
         with self._reading():
             runs = tuple(Run(**row) for row in self._rows('runs', None, 'id'))
-            return list(self._rows(table, self._run_id(runs, run), 'run, at, rowid'))
+            return list(self._rows(table, self._run_id(runs, run), 'run, at, rowid', kinds=kinds, trainer=trainer))
 
     def _run_id(self, runs: tuple[Run, ...], name: str | None) -> int | None:
         if name is None:
@@ -143,10 +143,12 @@ class Reader:
         known = ', '.join(r.name for r in runs[-5:]) or 'none'
         raise BadInput(f'The ledger {self.path} has no run {name!r}; its last runs are: {known}.')
 
-    def _rows(self, table: str, run: int | None, order: str, what: str = '*', kinds: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-        conditions = [*(['run = ?'] if run is not None else []), *([f'kind IN ({", ".join("?" * len(kinds))})'] if kinds else [])]
+    def _rows(self, table: str, run: int | None, order: str, what: str = '*', kinds: Sequence[str] = (),
+              trainer: str | None = None) -> Iterator[dict[str, Any]]:
+        conditions = [*(['run = ?'] if run is not None else []), *(['trainer = ?'] if trainer is not None else []),
+                      *([f'kind IN ({", ".join("?" * len(kinds))})'] if kinds else [])]
         where = f' WHERE {" AND ".join(conditions)}' if conditions else ''
-        values = (*(() if run is None else (run,)), *kinds)
+        values = tuple(value for value in (run, trainer, *kinds) if value is not None)
         cursor = self._connection.execute(f'SELECT {what} FROM {table}{where} ORDER BY {order}', values)  # noqa: S608 - our own words
         columns = [c[0] for c in cursor.description]
         lists, mappings = _LISTS.get(table, ()), _MAPPINGS.get(table, ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -151,3 +152,8 @@ def _struck(fragment: FragmentRow, gone: Sequence[tuple[float, NodeRow]]) -> lis
         return during
     first, place = min(gone, key=lambda pair: pair[0], default=(math.inf, None))
     return [] if place is None or first == math.inf else [p for _, p in gone if p.block == place.block]
+
+
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """Sorts names by the numbers in them: node9 before node10."""
+    return [(int(part), '') if part.isdigit() else (-1, part) for part in re.split(r'(\d+)', name)]

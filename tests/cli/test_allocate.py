@@ -15,7 +15,7 @@ import pytest
 
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.cli.problems import ProblemLine, TrainerLine
-from parsl_freetrain.core.objectives import FIELDS, LIVE_FIELDS, LIVE_METRICS, METRICS
+from parsl_freetrain.core.objectives import FIELDS, METRICS
 
 PROGRAM = [sys.executable, '-m', 'parsl_freetrain.cli.main', 'allocate']
 DOCUMENTATION = Path(__file__).resolve().parents[2] / 'docs' / 'command-line.md'
@@ -314,7 +314,6 @@ def test_the_documentation_names_every_field_and_objective() -> None:
     for model in (ProblemLine, TrainerLine):
         assert all(f'`{name}`' in text or f'"{name}"' in text for name in model.model_fields)
     assert all(f'| `{name}` |' in objectives for name in (*METRICS, *FIELDS))
-    assert all(f'`{name}`' in objectives for name in (*LIVE_METRICS, *LIVE_FIELDS))
 
 
 def test_another_program_can_talk_to_it() -> None:

@@ -36,6 +36,15 @@ def test_holes_and_plan_show_everything_and_send_nothing(
     assert [block['nodes'] for block in blocks] == [2, 1]
     assert main(['plan', '--site', toml]) == 0
     assert '#SBATCH --time=10' in capsys.readouterr().out      # all that the partition allows
+    trainers = tmp_path / 'trainers.json'
+    trainers.write_text('[{"name": "cnn", "max_nodes": 4, "total_samples": 1000000, "nodes": [1, 4], "samples_per_s": [10, 40]}]')
+    assert main(['plan', '--site', toml, '--trainers', str(trainers), '--json']) == 0
+    expected = json.loads(capsys.readouterr().out)
+    assert [block['nodes'] for block in expected['blocks']] == [2, 1]
+    # Nobody says until when these nodes are idle: nothing is sure, and at best they stay for an hour.
+    assert expected['trainers'] == [{'trainer': 'cnn', 'left': 1_000_000, 'samples': [0.0, 3600 * 30.0], 'finish_s': [None, None]}]
+    assert main(['plan', '--site', toml, '--trainers', str(trainers)]) == 0
+    assert 'of the 1,000,000 that are left; not finished in these holes' in capsys.readouterr().out
     script = tmp_path / 'block.sh'
     script.write_text(blocks[0]['script'])
     slurm.run('sbatch', '--test-only', str(script))            # Slurm would take it as it is

@@ -112,6 +112,11 @@ def test_looking_at_a_run_that_trains_and_cancelling_it(tmp_path: Path, capsys: 
     after = said(capsys, 'status', *ledger)
     assert (after['state'], {t['state'] for t in after['trainers']}, after['blocks']) == ('ended', {'cancelled'}, [])
     assert said(capsys, 'why', 'second', *ledger)['waits_for'] is None
+    told = said(capsys, 'report', *ledger, '--out', str(tmp_path / 'report.html'))
+    assert (tmp_path / 'report.html').stat().st_size > 10_000
+    assert {c['kind'] for c in told['node_s'] if c['node_s'] > 0} >= {'trained', 'starting'}
+    assert [o['nodes'] for o in told['outcomes'] if o['trainer'] == 'second'][-1] == 1
+    assert all(s['measured'] and s['curve'] for s in told['scaling'])
     assert main(['cancel', '--all', *ledger]) == 2
     assert 'has ended (shutdown), so there is nothing to cancel' in capsys.readouterr().err
     assert main(['logs', 'second', '--follow', *ledger]) == 0     # it is over: shows all, and ends

@@ -114,8 +114,8 @@ def _one_run(
             changed |= _train(ledger, job, at, rng)
         if changed:
             _share(ledger, jobs, free, at)
-        ledger.commit()
         at += TICK_S
+    ledger.commit()
     if end:
         for job in jobs:
             _end(ledger, job, at, 'stopped')

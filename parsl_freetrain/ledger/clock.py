@@ -1,0 +1,31 @@
+"""The time axis of a picture: seconds of all runs, without the time between them."""
+
+from __future__ import annotations
+
+from parsl_freetrain.ledger.rows import Story
+
+
+class Clock:
+    """Seconds since the start of the first run, runs one behind the other.
+
+    Parameters
+    ----------
+    story
+        Whose runs these are.
+    now
+        Up to when a run that is alive is told, in epoch seconds; by default the last time it noted anything.
+    """
+
+    def __init__(self, story: Story, now: float | None) -> None:
+        self.until = {r.id: story.until(r, now) for r in story.runs}
+        self._begun = {r.id: r.begun_at for r in story.runs}
+        self._offset: dict[int, float] = {}
+        self.length = 0.0
+        for run in story.runs:
+            self._offset[run.id] = self.length
+            self.length += self.until[run.id] - run.begun_at
+        self.joints = [self._offset[r.id] for r in story.runs[1:]]
+
+    def of(self, run: int, at: float) -> float:
+        """An epoch second of a run, as this clock shows it; not before the run's start nor after its end."""
+        return self._offset[run] + min(max(at, self._begun[run]), self.until[run]) - self._begun[run]

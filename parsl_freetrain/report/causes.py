@@ -1,0 +1,88 @@
+"""What became of every node-second that was offered, and why; pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from parsl_freetrain.ledger.intervals import Interval, intersect, length, merge, subtract
+from parsl_freetrain.ledger.rows import Run, Story
+from parsl_freetrain.ledger.timeline import BUSY_CLASSES, busy, by_fragment, ending_of, left_at, offered, phases
+
+WHY = {
+    ('trained', ''): 'turned into training',
+    ('checkpointing', ''): 'writing checkpoints while training stood still',
+    ('starting', 'block'): 'a block had been asked for, and the node had not joined yet',
+    ('starting', 'fragment'): 'a fragment had been given the node, and had not made its first step yet',
+    ('lost', 'preempted'): 'trained after the last checkpoint, then the nodes were taken',
+    ('lost', 'failed'): 'trained after the last checkpoint, then the fragment failed',
+    ('idle', 'joined'): 'the node had joined, and no trainer could use it or was given it',
+    ('idle', 'outside'): 'no block had the node: none asked for, none granted, or no trainer left',
+}
+"""By class of a node-second and cause: what that means."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """So many node-seconds of one class, for one reason; ``kind`` and ``cause`` as in :data:`WHY`."""
+
+    kind: str
+    cause: str
+    why: str
+    node_s: float
+
+
+def causes(story: Story, now: float | None = None) -> tuple[Cause, ...]:
+    """All that was offered, divided by what it became and why, in the order of :data:`WHY`.
+
+    Classes are those of :func:`parsl_freetrain.ledger.timeline.node_seconds_of`, and add up to the same.
+
+    Parameters
+    ----------
+    now
+        Up to when a run that is alive is told, in epoch seconds; by default the last time it noted anything.
+    """
+    totals = dict.fromkeys(WHY, 0.0)
+    for run in story.runs:
+        until = story.until(run, now)
+        doing = busy(story, run, until)
+        joined, failed = _joined(story, run, until), _failed(story, run, until)
+        for name, rest in offered(story, run, until).items():
+            for kind in BUSY_CLASSES:
+                mine = intersect(merge(doing[name][kind]) if name in doing else [], rest)
+                rest = subtract(rest, mine)
+                if kind == 'lost':
+                    _divide(totals, kind, mine, failed[name], 'failed', 'preempted')
+                elif kind == 'starting':
+                    _divide(totals, kind, mine, joined[name], 'fragment', 'block')
+                else:
+                    totals[kind, ''] += length(mine)
+            _divide(totals, 'idle', rest, joined[name], 'joined', 'outside')
+    return tuple(Cause(kind, cause, why, totals[kind, cause]) for (kind, cause), why in WHY.items())
+
+
+def _divide(totals: dict[tuple[str, str], float], kind: str, mine: list[Interval], where: list[Interval], there: str, else_: str) -> None:
+    totals[kind, there] += length(intersect(mine, merge(where)))
+    totals[kind, else_] += length(subtract(mine, merge(where)))
+
+
+def _joined(story: Story, run: Run, until: float) -> dict[str, list[Interval]]:
+    blocks = {(b.run, b.block): b for b in story.blocks}
+    found: dict[str, list[Interval]] = defaultdict(list)
+    for node in story.nodes:
+        if node.run == run.id:
+            found[node.name].append((node.joined_at, left_at(node, blocks, until)))
+    return found
+
+
+def _failed(story: Story, run: Run, until: float) -> dict[str, list[Interval]]:
+    names = {n.node: n.name for n in story.nodes if n.run == run.id}
+    written = by_fragment(story.checkpoints)
+    alive = story.alive(run)
+    found: dict[str, list[Interval]] = defaultdict(list)
+    for fragment in story.fragments:
+        if fragment.run == run.id and ending_of(fragment, alive) == 'failed':
+            lost = phases(fragment, written.get(fragment.key, ()), until=until, alive=alive)['lost']
+            for node in fragment.nodes:
+                found[names.get(node, node)] += lost
+    return found

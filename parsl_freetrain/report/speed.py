@@ -1,0 +1,46 @@
+"""How fast a trainer is, in samples per second, as far as its fragments have shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from parsl_freetrain.core.profile import Profile
+from parsl_freetrain.core.words import ScalingCurve
+
+
+class Speed:
+    """Learns a trainer's speed as the controller does, report by report.
+
+    A curve that the user stated may be in any unit: it gives the shape, and what was measured on the fewest nodes the size.
+
+    Parameters
+    ----------
+    spec
+        A trainer's, as the ledger has it: ``min_nodes``, ``max_nodes`` and perhaps ``curve``.
+    """
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        given = spec.get('curve')
+        self.stated = ScalingCurve(tuple(map(int, given['nodes'])), tuple(map(float, given['rate']))) if given else None
+        self._most = int(spec.get('max_nodes') or 1)
+        self._profile = Profile(None)
+
+    def observe(self, nodes: int, rate: float | None) -> None:
+        """Take in what a fragment on so many nodes reports, in samples per second."""
+        if rate is not None and nodes:
+            self._profile.observe(nodes, rate)
+
+    def curve(self, nodes: int = 1) -> ScalingCurve | None:
+        """Samples per second, up to the trainer's most nodes, to all that were measured, and to ``nodes``; None before a measurement."""
+        measured = self._profile.measured
+        if not measured:
+            return None
+        if self.stated is None:
+            return self._profile.curve(max(self._most, nodes, *measured), 1.0)
+        base = min(measured)
+        shape = self.stated.rate_at(base)
+        if shape <= 0:
+            return None
+        factor = measured[base] / shape
+        return ScalingCurve(self.stated.nodes, tuple(rate * factor for rate in self.stated.rate))
