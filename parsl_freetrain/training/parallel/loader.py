@@ -1,0 +1,65 @@
+"""Reading volumes in parts: each rank reads what is its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.training.parallel.grid import Grid
+
+Corner = tuple[int, int, int, int]
+
+
+class ShardedVolumes(Dataset[Tensor]):
+    """This rank's parts of volumes in a file, which is mapped into memory, so that only these are read.
+
+    Parameters
+    ----------
+    path
+        A .npy file with an array (samples, channels, depth, height, width), in C order.
+    grid
+        Who has which part.
+    extents
+        Of the volumes to train on, in voxels of depth, height and width; default: all of a sample.
+    corners
+        Where they begin: (sample, depth, height, width) of each; default: once in each sample, at 0. Together with ``extents``
+        these are crops.
+
+    Raises
+    ------
+    BadInput
+        If the file cannot be read or holds something else, if there are more parts than positions, or a crop goes beyond the array.
+    """
+
+    def __init__(self, path: str | Path, grid: Grid, extents: tuple[int, int, int] | None = None,
+                 corners: Sequence[Corner] | None = None) -> None:
+        try:
+            self._array = np.load(path, mmap_mode='r', allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise BadInput(f'{path} cannot be read as an array ({error}): give a .npy file made by numpy.save.') from error
+        shape = self._array.shape
+        if len(shape) != 5:
+            raise BadInput(f'{path} has an array of shape {shape}; it must have 5 dimensions: samples, channels, depth, height, width.')
+        self.extents = extents or (shape[2], shape[3], shape[4])
+        self._corners: Sequence[Corner] = corners if corners is not None else [(sample, 0, 0, 0) for sample in range(shape[0])]
+        for corner in self._corners:
+            if min(corner) < 0 or corner[0] >= shape[0] or any(
+                    at + extent > size for at, extent, size in zip(corner[1:], self.extents, shape[2:], strict=True)):
+                raise BadInput(f'{path}: a volume of {"x".join(map(str, self.extents))} voxels from {corner[1:]} of sample {corner[0]} '
+                               f'on goes beyond the array of shape {shape}.')
+        self._own = grid.own(grid.layout(self.extents))
+
+    def __len__(self) -> int:
+        return len(self._corners)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """This rank's part of a volume: (channels, depth, height, width)."""
+        sample, *corner = self._corners[index]
+        place = tuple(slice(at + own.start, at + own.stop) for at, own in zip(corner, self._own, strict=True))
+        return torch.from_numpy(np.array(self._array[(sample, slice(None), *place)]))

@@ -1,0 +1,140 @@
+"""Trains on nodes that come, go and are killed, and beside that on one: what cosmoflow, unet3d, chimera_gpt and ffn have in common."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import parsl
+import torch
+from parsl.config import Config
+
+from parsl_freetrain.app import Checkpoint, Shape, TrainingFuture, freetrain_app
+from parsl_freetrain.core.errors import BadInput, FreeTrainError
+from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain.executor.requests import ask
+from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.ledger.summary import summary
+from parsl_freetrain.sites.generate import generate
+from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.sites.provider import BackfillProvider
+from parsl_freetrain.training.export import load_weights
+
+DIVIDED, WHOLE = 'divided', 'whole'
+SHAPES = {1: Shape(), 2: Shape(spatial=(2, 1, 1)), 4: Shape(data=2, spatial=(2, 1, 1))}
+SCALING = {1: 1.0, 2: 1.8, 4: 3.2}   # wishes for a machine with as many cores as nodes
+STRUCK_AT = (0.15, 0.3)
+"""Shares of the training at which all ranks of the divided trainer are killed."""
+
+
+def main_of(name: str, run: Callable[[Path, argparse.Namespace], None], arguments: Sequence[str] | None,
+            more: Callable[[argparse.ArgumentParser], None] = lambda _: None) -> int:
+    """Parse (``more`` adds options), run, and turn what is wrong into a sentence; returns the exit status."""
+    parser = argparse.ArgumentParser(prog=name)
+    parser.add_argument('--small', action='store_true', help='a small training on two slots that are always idle: under a minute')
+    parser.add_argument('--steady', action='store_true', help='nodes are always idle, in place of a schedule of holes')
+    parser.add_argument('--seed', type=int, default=5, help='of the schedule of holes (default: %(default)s)')
+    parser.add_argument('--out', default=f'demo-out/{name}', help='output folder, made anew (default: %(default)s)')
+    more(parser)
+    options = parser.parse_args(arguments)
+    out = Path(options.out).absolute()
+    try:
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        run(out, options)
+    except OSError as error:
+        print(f'The output folder {out} cannot be made ({error.strerror}); name another one with --out.', file=sys.stderr)
+        return 2
+    except FreeTrainError as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, BadInput) else 1
+    return 0
+
+
+def train(function: Callable[..., None], settings: dict[str, Any], samples: int, out: Path,
+          options: argparse.Namespace, shapes: Mapping[int, Shape] = SHAPES,
+          scaling: dict[int, float] = SCALING, **terms: Any) -> dict[str, Checkpoint]:
+    """The final checkpoints of both trainers.
+
+    The divided one is killed on the way. It has all nodes, whichever are there, until the whole one comes at half time and gets one of
+    them. So it goes on in another shape.
+
+    Parameters
+    ----------
+    function
+        Takes the context and ``settings``; ends by writing its loss curve into ``out/TRAINER-losses.json``.
+    samples
+        What each of them trains.
+    shapes, scaling
+        Of the divided one, by node count.
+    **terms
+        Of both, as freetrain_app has them. Default: ``mode='throughput'``, which a division in space or in stages needs.
+    """
+    steady = options.small or options.steady
+    schedule = None if steady else generate(4, duration_s=7200, seed=options.seed, idle_share=0.8, time_factor=1 / 60)
+    site = LocalSite(nodes=2 if options.small else 4, schedule=schedule, poll_s=0.25)
+    executor = FreeTrainExecutor(provider=BackfillProvider(site, min_hole_s=1.0), checkpoint_dir=str(out / 'checkpoints'),
+                                 metric='speedup', horizon_s=60, max_workers_per_node=0)
+    shapes = {nodes: shape for nodes, shape in shapes.items() if nodes <= len(site.names)}
+
+    def submitted(name: str, shapes: dict[int, Shape]) -> TrainingFuture:
+        app = freetrain_app(shapes=shapes, total_samples=samples, scaling=scaling, checkpoint_every_s=1.0,
+                            rescale_up_s=0.5, rescale_down_s=0.5, **{'mode': 'throughput', **terms})(function)
+        return app(**settings, trainer_name=name)
+    with parsl.load(Config(executors=[executor], strategy='none', run_dir=str(out / 'runinfo'))):
+        divided = submitted(DIVIDED, shapes)
+        for share in STRUCK_AT:
+            until(divided, share * samples)
+            strike(divided, Path(executor.ledger_path))
+        until(divided, samples / 2)
+        whole = submitted(WHOLE, {1: Shape()})
+        found = {DIVIDED: divided.result(), WHOLE: whole.result()}
+    with Reader(executor.ledger_path) as ledger:
+        told = summary(ledger)['trainers']
+        nodes = [len(fragment.nodes) for fragment in ledger.story().fragments if fragment.trainer == DIVIDED]
+    told[DIVIDED]['shapes'] = [str(shapes[count]) for count in nodes]
+    (out / 'summary.json').write_text(json.dumps(told, indent=2) + '\n')
+    print(f'divided: {told[DIVIDED]["fragments"]} fragments on {", ".join(map(str, nodes))} nodes, {told[DIVIDED]["preempted"]} preempted')
+    return found
+
+
+def until(future: TrainingFuture, samples: float) -> None:
+    """Wait until a trainer runs and has trained so many samples, or is done."""
+    while not future.done() and not (future.state == 'running' and future.progress().samples >= samples):
+        time.sleep(0.05)
+
+
+def strike(future: TrainingFuture, ledger: Path) -> None:
+    """Kill all ranks of a trainer, as ``freetrain preempt`` does; waits for it to run."""
+    while not future.done():
+        try:
+            print(ask(ledger, 'preempt', future.name, {'grace_s': 0.0}, 30), flush=True)
+        except BadInput:   # between two fragments
+            time.sleep(0.1)
+        else:
+            return
+
+
+def losses(out: Path) -> dict[str, list[tuple[int, float]]]:
+    """By trainer: samples and loss."""
+    return {name: json.loads((out / f'{name}-losses.json').read_text()) for name in (DIVIDED, WHOLE)}
+
+
+def draw_losses(axis: Any, curves: dict[str, list[tuple[int, float]]]) -> None:
+    """Both loss curves in a matplotlib axis."""
+    for (name, curve), style in zip(curves.items(), ('-', '--'), strict=True):
+        axis.plot(*zip(*curve, strict=True), style, label=name, linewidth=1)
+    axis.set(xlabel='samples', ylabel='loss', yscale='log')
+    axis.legend(fontsize=8)
+
+
+def same_weights(one: Checkpoint, other: Checkpoint) -> bool:
+    """Whether two checkpoints hold bit for bit the same weights."""
+    first, second = (load_weights(c) for c in (one, other))
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
