@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import math
-import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Optional
 
@@ -19,90 +18,21 @@ from parsl.app.app import python_app
 from parsl.dataflow.dflow import DataFlowKernel, DataFlowKernelLoader
 
 from parsl_freetrain.core.errors import BadInput, TrainerFailed
-from parsl_freetrain.core.words import Checkpoint, ScalingCurve, Trainer
+from parsl_freetrain.core.words import Checkpoint, Shape
 from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.executor.future import Progress, TrainingFuture
 from parsl_freetrain.executor.member import fragment_task
 from parsl_freetrain.executor.payload import pack
-from parsl_freetrain.executor.trainers import Terms, TrainerRecord
-from parsl_freetrain.training.fragment import MODES, REPRODUCIBLE, SCALED
-from parsl_freetrain.training.policies import POLICIES
+from parsl_freetrain.executor.trainer_settings import Settings, check_name
+from parsl_freetrain.executor.trainers import TrainerRecord
+from parsl_freetrain.training.fragment import REPRODUCIBLE, SCALED
 from parsl_freetrain.training.retention import Retention
 from parsl_freetrain.training.scaled import Scaled
-from parsl_freetrain.training.store import RESUME, PosixCheckpointStore, claim
+from parsl_freetrain.training.store import PosixCheckpointStore, claim
 
-__all__ = ['Checkpoint', 'FreeTrainApp', 'Progress', 'Retention', 'Scaled', 'TrainingFuture', 'freetrain_app']
+__all__ = ['Checkpoint', 'FreeTrainApp', 'Progress', 'Retention', 'Scaled', 'Shape', 'TrainingFuture', 'freetrain_app']
 
 logger = logging.getLogger(__name__)
-
-NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*')
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of :func:`freetrain_app`."""
-
-    min_nodes: int
-    max_nodes: int
-    total_samples: int | None
-    total_epochs: float | None
-    curve: ScalingCurve | None
-    rescale_up_s: float
-    rescale_down_s: float
-    priority: float
-    mode: str
-    shards: int
-    seed: int
-    checkpoint_every_s: float
-    keep_checkpoints: int | Retention
-    ranks_per_node: int
-    scaled: Scaled | None
-    on_nan: str
-    resume: str | None
-
-    def trainer(self, name: str) -> Trainer:
-        return Trainer(name, self.min_nodes, self.max_nodes, self.total_samples, self.curve, self.rescale_up_s, self.rescale_down_s,
-                       self.priority)
-
-    def terms(self, store: str) -> Terms:
-        """How the fragments of a trainer with checkpoint folder ``store`` train."""
-        keep = Retention(self.keep_checkpoints) if isinstance(self.keep_checkpoints, int) else self.keep_checkpoints
-        return Terms(store, self.total_samples, self.total_epochs, self.mode, self.shards, self.seed, self.checkpoint_every_s, keep,
-                     self.ranks_per_node, self.scaled or Scaled(), self.on_nan)
-
-    def check(self, name: str) -> None:
-        """Refuse what can never be trained.
-
-        Raises
-        ------
-        BadInput
-            With a sentence that says what would be right.
-        """
-        where = f'@freetrain_app on {name!r}'
-        self.trainer(name)
-        check_name(name)
-        totals = [t for t in (self.total_samples, self.total_epochs) if t is not None]
-        if len(totals) != 1:
-            raise BadInput(f'{where}: {len(totals)} of total_samples and total_epochs are given; say by one of them what is trained.')
-        if not math.isfinite(totals[0]) or totals[0] <= 0:
-            raise BadInput(f'{where}: the total to train is {totals[0]}; it must be more than 0.')
-        if self.mode not in MODES:
-            raise BadInput(f'{where}: there is no mode {self.mode!r}; choose one of {", ".join(MODES)}.')
-        keep = self.keep_checkpoints if isinstance(self.keep_checkpoints, int) else self.keep_checkpoints.last
-        if self.scaled is not None and self.mode != SCALED:
-            raise BadInput(f"{where}: scaled is given, but mode is {self.mode!r}; say mode='scaled', or leave scaled out.")
-        if self.on_nan not in POLICIES:
-            raise BadInput(f'{where}: on_nan is {self.on_nan!r}; it must be one of {", ".join(map(repr, POLICIES))}.')
-        for what, value, least in (('ranks_per_node', self.ranks_per_node, 1), ('shards', self.shards, 1), ('keep_checkpoints', keep, 1)):
-            if value < least:
-                raise BadInput(f'{where}: {what} is {value}; it must be at least {least}.')
-        if self.mode == REPRODUCIBLE and self.shards < self.max_nodes * self.ranks_per_node:
-            raise BadInput(f'{where}: {self.max_nodes} nodes with {self.ranks_per_node} ranks each cannot share {self.shards} virtual '
-                           f'shards; shards must be at least {self.max_nodes * self.ranks_per_node}.')
-        if self.resume is not None and self.resume not in RESUME:
-            raise BadInput(f'{where}: resume is {self.resume!r}; it must be one of {", ".join(map(repr, RESUME))}.')
-        if not math.isfinite(self.checkpoint_every_s) or self.checkpoint_every_s <= 0:
-            raise BadInput(f'{where}: checkpoint_every_s is {self.checkpoint_every_s}; it must be a positive number of seconds.')
 
 
 class FreeTrainApp:
@@ -138,13 +68,13 @@ class FreeTrainApp:
         executor = self._executor(dfk)
         called = self.name if trainer_name is None else trainer_name
         check_name(called)
-        name = executor.name_trainer(called, explicit=trainer_name is not None)
+        name = executor.names.take(called, explicit=trainer_name is not None)
         try:
             pack(self.function, self._without_futures(args), {k: None if isinstance(v, Future) else v for k, v in kwargs.items()}, name)
             folder = Path(executor.checkpoint_dir).absolute() / name
             checkpoint = claim(folder, name, self.identity(), self.settings.resume or executor.resume)
         except BaseException:
-            executor.free_name(name)
+            executor.names.free(name)
             raise
         future = TrainingFuture(name)
         _when_done([a for a in (*args, *kwargs.values()) if isinstance(a, Future)],
@@ -208,11 +138,6 @@ class FreeTrainApp:
             future.set_exception(error)
 
 
-def check_name(name: str) -> None:
-    if not NAME.fullmatch(name):
-        raise BadInput(f'{name!r} cannot name a trainer: it names a folder too, so use letters, digits, dots, dashes and underscores.')
-
-
 def _takes_a_context(function: Callable[..., Any]) -> bool:
     first = next(iter(inspect.signature(function).parameters.values()), None)
     return first is not None and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD, first.VAR_POSITIONAL)
@@ -243,20 +168,27 @@ def _when_done(futures: list[Future[Any]], then: Callable[[], None]) -> None:
 
 @typeguard.typechecked
 def freetrain_app(*,
-                  min_nodes: int = 1,
-                  max_nodes: int = 1,
+                  min_nodes: Optional[int] = None,
+                  max_nodes: Optional[int] = None,
+                  sizes: Optional[Sequence[int]] = None,
+                  shapes: Optional[dict[int, Shape]] = None,
                   total_samples: Optional[int] = None,
                   total_epochs: Optional[float] = None,
                   scaling: Optional[dict[int, float]] = None,
-                  rescale_up_s: float = 2.0,
-                  rescale_down_s: float = 2.0,
+                  rescale_up_s: float | None = None,
+                  rescale_down_s: float | None = None,
                   priority: float = 1.0,
+                  finish_by: Optional[datetime | float] = None,
+                  efficiency: Optional[dict[int, float]] = None,
+                  user: str = '',
+                  group: str = '',
                   mode: str = 'reproducible',
                   shards: Optional[int] = None,
                   seed: int = 0,
                   checkpoint_every_s: float = 30.0,
                   keep_checkpoints: int | Retention = 3,
                   ranks_per_node: int = 1,
+                  threads_per_rank: int = 1,
                   scaled: Optional[Scaled] = None,
                   on_nan: str = 'stop',
                   resume: Optional[str] = None,
@@ -271,16 +203,29 @@ def freetrain_app(*,
     Parameters
     ----------
     min_nodes, max_nodes
-        A fragment runs on at least and at most so many nodes.
+        A fragment runs on at least and at most so many nodes. Default: the smallest and the largest of ``sizes`` or ``shapes``; else 1.
+    sizes
+        The only node counts that fragments may have, such as ``(2, 4, 8)``. Default: all from ``min_nodes`` to ``max_nodes``.
+    shapes
+        By node count, how the ranks share the work: ``{2: Shape(data=2), 4: Shape(data=2, spatial=(2, 1, 1))}``, where data, spatial and
+        pipeline parts multiply to the ranks of so many nodes. The function finds its own in ``ctx.shape`` and ``ctx.mesh``. It takes the
+        place of ``sizes``.
     total_samples, total_epochs
         What is trained in total; give one of them.
     scaling
         Throughput by node count, ``{1: 100.0, 2: 190.0}``, in samples per second or any unit that all trainers of the
         executor share; linear in between. Default: learned while training.
     rescale_up_s, rescale_down_s
-        What a change to more or fewer nodes costs, in seconds of the current rate.
+        What a change to more or fewer nodes costs, in seconds of the current rate; None: as measured, and 2 before that.
     priority
         How much this trainer counts, relative to 1, where the executor's metric asks for it: ``metric='priority'``.
+    finish_by
+        When training should be finished, as a datetime or in seconds since the epoch, for ``metric='deadline'``.
+    efficiency
+        Statistical efficiency by node count, ``{1: 1.0, 8: 0.8}``: what a sample is worth in a batch spread over so many nodes, for
+        ``metric='goodput'``; linear in between.
+    user, group
+        Whose caps hold for it; see ``caps`` of the executor.
     mode
         'reproducible': the same weights to the last bit for any sequence of node counts; 'throughput': plain DistributedDataParallel;
         'scaled': the same with a global batch that grows with the nodes.
@@ -294,6 +239,9 @@ def freetrain_app(*,
         How many of the newest checkpoints are kept; or a :class:`Retention`, which can also keep every nth fragment's and the best.
     ranks_per_node
         Processes per node; on GPU nodes one per GPU.
+    threads_per_rank
+        torch's threads in each process; on CPU nodes all cores divided by ``ranks_per_node``. ``OMP_NUM_THREADS`` has no say in it, since
+        another number of threads may add up in another order: keep it for the whole training.
     scaled
         How the learning rate and the gradients change with the ranks in scaled mode; see :class:`Scaled`.
     on_nan
@@ -319,10 +267,12 @@ def freetrain_app(*,
         called = name or function.__name__
         if not _takes_a_context(function):
             raise BadInput(f'@freetrain_app on {called!r}: it takes no positional argument; the first must be the fragment context.')
-        settings = Settings(
-            min_nodes, max_nodes, total_samples, total_epochs, ScalingCurve.from_points(scaling) if scaling else None,
-            rescale_up_s, rescale_down_s, priority, mode, max_nodes * ranks_per_node if shards is None else shards, seed,
-            checkpoint_every_s, keep_checkpoints, ranks_per_node, scaled, on_nan, resume)
+        settings = Settings.of(
+            called, min_nodes=min_nodes, max_nodes=max_nodes, sizes=sizes, shapes=shapes, total_samples=total_samples,
+            total_epochs=total_epochs, scaling=scaling, rescale_up_s=rescale_up_s, rescale_down_s=rescale_down_s, priority=priority,
+            finish_by=finish_by, efficiency=efficiency, user=user, group=group, mode=mode, shards=shards, seed=seed,
+            checkpoint_every_s=checkpoint_every_s, keep_checkpoints=keep_checkpoints, ranks_per_node=ranks_per_node,
+            threads_per_rank=threads_per_rank, scaled=scaled, on_nan=on_nan, resume=resume)
         settings.check(called)
         return FreeTrainApp(function, settings, called, executor, data_flow_kernel)
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from parsl.errors import NoDataFlowKernelError
 from parsl.executors import HighThroughputExecutor, ThreadPoolExecutor
 from parsl.providers import LocalProvider
 
-from parsl_freetrain.app import FreeTrainApp, Scaled, TrainingFuture, freetrain_app
+from parsl_freetrain.app import FreeTrainApp, Scaled, Shape, TrainingFuture, freetrain_app
 from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.core.words import Checkpoint
 from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain.executor.settings import check_trainer
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.schedule import IdleInterval, Schedule, read_schedule
@@ -55,12 +57,23 @@ def app(**settings: Any) -> FreeTrainApp:
     ({'max_nodes': 2, 'ranks_per_node': 2, 'shards': 3}, 'shards must be at least 4'),
     ({'mode': 'throughput', 'shards': 0}, 'shards is 0; it must be at least 1'),
     ({'ranks_per_node': 0}, 'ranks_per_node is 0'),
+    ({'threads_per_rank': 0}, 'threads_per_rank is 0'),
     ({'keep_checkpoints': 0}, 'keep_checkpoints is 0'),
     ({'checkpoint_every_s': 0.0}, 'checkpoint_every_s is 0.0'),
     ({'rescale_up_s': -1.0}, 'rescale_up_s is -1.0'),
     ({'scaling': {1: -1.0}}, 'rates of a scaling curve'),
     ({'scaling': {1: 0.0}}, 'rate 0 at every count'),
     ({'resume': 'maybe'}, "resume is 'maybe'; it must be one of"),
+    ({'sizes': [2, 4], 'max_nodes': 1, 'min_nodes': 1}, 'none of its sizes [2, 4] is from min_nodes to max_nodes, 1 to 1'),
+    ({'sizes': []}, 'sizes is []; it must have node counts'),
+    ({'sizes': [1], 'shapes': {1: Shape()}}, 'both sizes and shapes are given'),
+    ({'shapes': {0: Shape()}}, 'shapes is {0: '),
+    ({'shapes': {2: Shape(data=3)}}, 'the shape of 2 nodes is data 3 x spatial 1x1x1 x pipeline 1, which takes 3 ranks; its parts must '
+                                     'multiply to 2, the ranks of 2 nodes with 1 each'),
+    ({'shapes': {1: Shape(pipeline=2)}, 'ranks_per_node': 2}, "mode is 'reproducible', and the shape"),
+    ({'shapes': {2: Shape(pipeline=2)}, 'mode': 'throughput', 'on_nan': 'rollback'}, "on_nan is 'rollback', but the stages"),
+    ({'finish_by': 2e9}, 'finish_by is given with total_epochs; state total_samples'),
+    ({'efficiency': {1: 2.0}}, 'Statistical efficiency must be between 0 and 1'),
     ({'name': 'a/b'}, "'a/b' cannot name a trainer"),
 ])
 def test_settings_that_can_never_work(settings: dict[str, Any], said: str) -> None:
@@ -98,11 +111,34 @@ def test_functions_that_cannot_be_trainers() -> None:
     ({'resume': 'maybe'}, ("resume is 'maybe'", 'auto', 'require', 'never')),
     ({'retries': -1}, ('retries is -1',)),
     ({'trainers_at_a_time': 0}, ('trainers_at_a_time is 0',)),
+    ({'min_rescale_s': -1.0}, ('min_rescale_s is -1.0',)),
+    ({'keep_free': -1}, ('keep_free is -1',)),
+    ({'max_nodes': 0}, ('max_nodes is 0',)),
+    ({'caps': {'anna': 1}}, ("The cap 'anna' is about nobody",)),
+    ({'solver_time_limit_s': 0.0}, ('solver_time_limit_s is 0.0',)),
 ])
 def test_settings_of_the_executor(settings: dict[str, Any], said: tuple[str, ...]) -> None:
     with pytest.raises(BadInput) as caught:
         FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=1)), **settings)
     assert_sentence(caught.value, *said)
+
+
+def test_a_trainer_that_the_metric_cannot_judge_is_refused() -> None:
+    trainer = app(min_nodes=2, max_nodes=3).settings.trainer('fit')
+    for metric, said in (('rate / remaining_samples', "'fit' has no remaining_samples"), ('rate / (nodes - 3)', 'the objective is -'),
+                         ('log(0 * rate)', 'has no value at 2 nodes')):
+        with pytest.raises(BadInput) as caught:
+            check_trainer(trainer, metric, 0, 0.0)
+        assert_sentence(caught.value, said)
+    check_trainer(app(total_epochs=None, total_samples=5, finish_by=10.0).settings.trainer('fit'), 'deadline', 0, 20.0)
+
+
+def test_sizes_and_shapes_say_how_many_nodes() -> None:
+    for settings in ({'sizes': [4, 2]}, {'shapes': {2: Shape(data=2), 4: Shape(data=4)}}):
+        trainer = app(**settings).settings.trainer('fit')
+        assert (trainer.min_nodes, trainer.max_nodes, trainer.sizes) == (2, 4, (2, 4))
+    when = datetime(2030, 1, 31, 18, tzinfo=UTC)
+    assert app(total_epochs=None, total_samples=5, finish_by=when).settings.trainer('fit').finish_by_s == when.timestamp()
 
 
 def test_sites_without_a_usable_node_and_impossible_schedules(tmp_path: Path) -> None:
@@ -282,7 +318,7 @@ def train(ctx, bonus):
         optimizer.zero_grad()
         ((model(features) - target) ** 2).mean().backward()
         optimizer.step()
-    ctx.report(slope=SLOPE + bonus)
+    ctx.report(slope=SLOPE + bonus, threads=torch.get_num_threads())
 """
 
 
@@ -300,8 +336,9 @@ def test_functions_in_modules_that_nodes_cannot_import(tmp_path: Path, monkeypat
         futures: list[TrainingFuture] = []
         for module in ('own_training', 'own_package.training'):
             function = importlib.import_module(module).train
-            futures.append(freetrain_app(total_epochs=1)(function)(0.5, trainer_name=module))
-        assert [future.result(LONG_S).metrics['slope'] for future in futures] == [3.5, 3.5]
+            futures.append(freetrain_app(total_epochs=1, threads_per_rank=len(futures) + 2)(function)(0.5, trainer_name=module))
+        metrics = [future.result(LONG_S).metrics for future in futures]
+        assert [(found['slope'], found['threads']) for found in metrics] == [(3.5, 2.0), (3.5, 3.0)]
 
 
 SCRIPT = """

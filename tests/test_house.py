@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pages import pages
+
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 SOURCES = ('parsl_freetrain', 'workflows', 'site_configs', 'tests')
@@ -104,13 +106,13 @@ def test_constraints_pin_every_dependency() -> None:
 
 def test_make_commands_in_the_texts_exist() -> None:
     targets = set(re.findall(r'^([a-z]+):', (ROOT / 'Makefile').read_text(), re.MULTILINE))
-    texts = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs').glob('*.md'))]
+    texts = pages()
     named = {command for text in texts for command in re.findall(r'(?:`|^ *|\$ )make ([a-z]+)', text.read_text(), re.MULTILINE)}
     assert {'demo', 'test'} <= named <= targets
 
 
 def test_links_between_the_texts_lead_somewhere() -> None:
-    texts = [*ROOT.glob('*.md'), *(ROOT / 'docs').glob('*.md')]
+    texts = [ROOT / 'CHANGELOG.md', *pages()]
     dead = [f'{text.name}: {target}' for text in texts
             for target in re.findall(r'\]\(([^)#:\s]+)(?:#[^)]*)?\)', text.read_text()) if not (text.parent / target).exists()]
     assert not dead

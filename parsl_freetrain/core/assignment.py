@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parsl_freetrain.core.pool import Group, Pool, key_of
 
@@ -66,22 +66,44 @@ def assign(wants: Sequence[Want], places: Mapping[str, Sequence[Group]], pool: P
     return chosen
 
 
+def foresee(wants: Sequence[Want], places: Mapping[str, Sequence[Group]], pool: Pool) -> dict[str, tuple[str, ...]]:
+    """The nodes that :func:`assign` will choose once the former ones are free, should nothing else change; fewer where others hold some.
+
+    Parameters and result otherwise as there; nothing is taken.
+    """
+    where = {(group.block, group.until_s): place for place, groups in places.items() for group in groups} if wants else {}
+    expected: dict[str, tuple[str, ...]] = {}
+    taken: list[str] = []
+    for want in wants:
+        kept = _former(want, where, pool)
+        nodes = [name for names in kept.values() for name in names]
+        for place, count in want.counts.items():
+            missing = count - len(kept.get(place, ()))
+            if 0 < missing <= sum(len(group.free) for group in places[place]):
+                taken += (more := take(places[place], missing))
+                nodes += more
+        expected[want.trainer] = tuple(nodes)
+    pool.put_back(taken)
+    return expected
+
+
 def _keep(want: Want, where: Mapping[tuple[str, float], str], pool: Pool) -> dict[str, list[str]]:
     """By place, those of a trainer's former nodes that it goes on with; they are taken out of their groups."""
+    free = [name for name in want.former if (node := pool.nodes.get(name)) and name in pool.groups[key_of(node)].free]
+    kept = _former(replace(want, former=free), where, pool)
+    for name in (name for names in kept.values() for name in names):
+        pool.groups[key_of(pool.nodes[name])].free.discard(name)
+    return kept
+
+
+def _former(want: Want, where: Mapping[tuple[str, float], str], pool: Pool) -> dict[str, list[str]]:
+    """By place, those of a trainer's former nodes that it would keep."""
     usable: dict[str, list[tuple[float, str]]] = {}
     for name in want.former:
         node = pool.nodes.get(name)
-        if node is None:
-            continue
-        place = where.get(key_of(node))
-        if place is not None and name in pool.groups[key_of(node)].free:
+        if node is not None and (place := where.get(key_of(node))) is not None:
             usable.setdefault(place, []).append((-key_of(node)[1], name))
-    kept: dict[str, list[str]] = {}
-    for place, nodes in usable.items():
-        kept[place] = [name for _, name in sorted(nodes)[:want.counts.get(place, 0)]]
-        for name in kept[place]:
-            pool.groups[key_of(pool.nodes[name])].free.discard(name)
-    return kept
+    return {place: [name for _, name in sorted(nodes)[:want.counts.get(place, 0)]] for place, nodes in usable.items()}
 
 
 def take(groups: Iterable[Group], count: int) -> list[str]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from heapq import heappop, heappush
 
 from parsl_freetrain.core.allocation import Bid
+from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.core.objectives import Candidate, Metric
 from parsl_freetrain.core.places import Places
 from parsl_freetrain.core.pool import key_of
 from parsl_freetrain.core.state import ControllerSettings, ControllerState, TrainerState
-from parsl_freetrain.core.words import ScalingCurve
+from parsl_freetrain.core.words import ScalingCurve, Trainer
+
+LOOKS = 4
+"""So many times per horizon bids that change as time passes are made anew: seldom enough that most decisions stand."""
 
 
 class Bids:
@@ -21,21 +26,26 @@ class Bids:
         How decisions are made.
     metric
         The objective.
+    timed
+        Whether it changes by itself as time passes; then all bids are made anew :data:`LOOKS` times per horizon.
     """
 
-    def __init__(self, settings: ControllerSettings, metric: Metric) -> None:
+    def __init__(self, settings: ControllerSettings, metric: Metric, *, timed: bool = False) -> None:
         self._settings = settings
         self._metric = metric
+        self._renew_s = settings.horizon_s / LOOKS if timed else math.inf
+        self._renewed_at = -math.inf
         self._bids: dict[str, Bid] = {}
         self._current: dict[str, int] = {}
         self._all: tuple[Bid, ...] | None = ()
-        self._curves: dict[str, tuple[ScalingCurve, ScalingCurve]] = {}
+        self._curves: dict[str, tuple[ScalingCurve, ScalingCurve]] = {}  # the scaling curve that a worth was made of, and the worth
         self._layout: object = ()
         self._deadlines: list[tuple[float, str]] = []                # when fragments end by themselves, a heap
         self._settling: list[tuple[float, str]] = []                 # when trainers were rescaled that bid as fixed, a heap
         self._noted: dict[str, int] = {}                             # the fragments that these two know of
         self._unmeasured: dict[str, None] = {}                       # trainers of which nothing is known
         self._typical = 1.0
+        self._shortest_s = settings.min_hole_s
 
     @property
     def current(self) -> dict[str, int]:
@@ -65,7 +75,15 @@ class Bids:
         return self._all
 
     def _let_time_pass(self, state: ControllerState, at: float) -> None:
-        while self._deadlines and self._deadlines[0][0] - at < self._settings.min_hole_s:
+        if at - self._renewed_at >= self._renew_s:
+            self._renewed_at = at
+            state.changed.update(dict.fromkeys(state.turn))
+        if state.shortest_s != self._shortest_s:   # what ends soon is another question now
+            self._shortest_s = state.shortest_s
+            for forgotten in (self._deadlines, self._settling, self._noted):
+                forgotten.clear()
+            state.changed.update(dict.fromkeys(state.turn))
+        while self._deadlines and self._deadlines[0][0] - at < self._shortest_s:
             state.changed[heappop(self._deadlines)[1]] = None
         while self._settling and not self._too_soon(self._settling[0][0], at):
             state.changed[heappop(self._settling)[1]] = None
@@ -82,7 +100,7 @@ class Bids:
         else:
             self._unmeasured.pop(name, None)
         running = trainer.running
-        if running is None or running.ending(at, self._settings.min_hole_s) or self._noted.get(name) == running.number:
+        if running is None or running.ending(at, self._shortest_s) or self._noted.get(name) == running.number:
             return
         self._noted[name] = running.number
         if running.deadline_s is not None:
@@ -106,24 +124,52 @@ class Bids:
             self._curves.pop(name, None)
             return
         running, spec = trainer.running, trainer.trainer
-        nodes = () if running is None or running.ending(at, self._settings.min_hole_s) else running.nodes
+        nodes = () if running is None or running.ending(at, self._shortest_s) else running.nodes
         held = places.held([key_of(state.pool.nodes[node]) for node in nodes]) if nodes and places.blocks else ()
         self._current[name] = len(nodes)
         self._bids[name] = Bid(
-            name, spec.min_nodes, spec.max_nodes, len(nodes), spec.rescale_up_s, spec.rescale_down_s, self._curve(trainer),
-            held, fixed=bool(nodes) and self._too_soon(trainer.rescaled_at, at))
+            name, spec.min_nodes, spec.max_nodes, len(nodes), *trainer.measured.costs(spec), self._worth(trainer, at),
+            held, spec.sizes, fixed=bool(nodes) and self._too_soon(trainer.rescaled_at, at))
 
     def _too_soon(self, rescaled_at: float, at: float) -> bool:
         return at - rescaled_at < self._settings.min_rescale_s
 
-    def _curve(self, trainer: TrainerState) -> ScalingCurve:
-        """The objective's view of the scaling curve; of one that the user stated, made once."""
+    def _worth(self, trainer: TrainerState, at: float) -> ScalingCurve:
+        """The objective's view of the scaling curve; of one that the user stated, made once if time does not matter.
+
+        Where a formula has no value any more (a deadline has passed), the worth stays what it was.
+        """
         spec, stated = trainer.trainer, trainer.profile.stated
         known = self._curves.get(spec.name)
-        if known is not None and stated is known[0]:
+        if known is not None and stated is known[0] and self._renew_s == math.inf:
             return known[1]
         curve = trainer.profile.curve(spec.max_nodes, self._typical)
-        worth = self._metric(Candidate(spec.name, curve, spec.min_nodes, spec.max_nodes, spec.priority))
-        if stated is not None:
-            self._curves[spec.name] = (stated, worth)
+        waited_s = 0.0 if trainer.running is not None else at - trainer.waiting_since
+        try:
+            worth = self._metric(candidate_of(spec, curve, at, trainer.reached, waited_s))
+        except BadInput:
+            if known is None:
+                raise
+            worth = known[1]
+        self._curves[spec.name] = (curve, worth)
         return worth
+
+
+def candidate_of(trainer: Trainer, curve: ScalingCurve, at: float, samples: int, waited_s: float = 0.0) -> Candidate:
+    """A trainer as the objective sees it at a time.
+
+    Parameters
+    ----------
+    curve
+        Samples per second by nodes, as far as they are known.
+    at
+        The time, in seconds of the clock that ``finish_by_s`` is of.
+    samples
+        What it has trained so far.
+    waited_s
+        For how many seconds it has had no nodes.
+    """
+    return Candidate(
+        trainer.name, curve, trainer.min_nodes, trainer.max_nodes, trainer.priority,
+        None if trainer.finish_by_s is None else trainer.finish_by_s - at,
+        None if trainer.total_samples is None else max(trainer.total_samples - samples, 1), trainer.efficiency, waited_s)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 from parsl_freetrain.core.events import Action, CloseBlock, OpenBlock
-from parsl_freetrain.core.state import ControllerSettings, ControllerState
-from parsl_freetrain.core.words import BlockRequest, Hole
+from parsl_freetrain.core.limits import caps_by_owner
+from parsl_freetrain.core.state import ControllerSettings, ControllerState, TrainerState
+from parsl_freetrain.core.words import BlockRequest, Hole, Trainer
 
 
 def nodes_on_their_way(state: ControllerState) -> int:
@@ -17,15 +19,34 @@ def nodes_on_their_way(state: ControllerState) -> int:
 
 def nodes_wanted(state: ControllerState, settings: ControllerSettings) -> int:
     """How many nodes could be used beyond those that are here or on their way; 0 or less: enough."""
-    bidders = state.turn.values()
     here = len(state.pool.nodes)
-    if settings.spans_blocks:
-        wanted = sum(t.wanted_nodes() for t in bidders) - here
-    else:  # a running fragment cannot grow beyond its block
-        wanted = sum(t.wanted_nodes() for t in bidders if t.running is None) - (here - len(state.pool.holder))
+    wanted = _within_caps(settings, [(t.trainer, _wanted_by(t, state, settings)) for t in state.turn.values()])
     if settings.max_nodes is not None:
-        wanted = min(wanted, settings.max_nodes - here)
-    return max(wanted, math.ceil(state.ordinary / settings.workers_per_node) - here) - nodes_on_their_way(state)
+        wanted = min(wanted, settings.max_nodes)
+    wanted = max(wanted + _spare(state, settings), math.ceil(state.ordinary / settings.workers_per_node))
+    return wanted - here - nodes_on_their_way(state)
+
+
+def _spare(state: ControllerState, settings: ControllerSettings) -> int:
+    """How many nodes are to be there and idle."""
+    return settings.keep_free if state.turn else 0
+
+
+def _wanted_by(trainer: TrainerState, state: ControllerState, settings: ControllerSettings) -> int:
+    if trainer.running is None or settings.spans_blocks:
+        return trainer.wanted_nodes()
+    return sum(node in state.pool.holder for node in trainer.running.nodes)  # it cannot grow beyond its block
+
+
+def _within_caps(settings: ControllerSettings, wanted: list[tuple[Trainer, int]]) -> int:
+    """How many nodes trainers that want so many each may have together."""
+    totals = [sum(count for _, count in wanted)]
+    for what, most in caps_by_owner(settings.caps).items():
+        by_owner: Counter[str] = Counter()
+        for trainer, count in wanted:
+            by_owner[getattr(trainer, what)] += count
+        totals.append(sum(min(count, most.get(owner, count)) for owner, count in by_owner.items()))
+    return min(totals)
 
 
 def blocks_to_open(
@@ -36,9 +57,13 @@ def blocks_to_open(
     """
     if state.shutting_down:
         return []
-    usable = [hole for hole in holes if hole.until_s is None or hole.until_s - at >= settings.min_hole_s]
+    usable = [hole for hole in holes if hole.until_s is None or hole.until_s - at >= state.shortest_s]
     usable.sort(key=lambda hole: (-hole.nodes, hole.names))
     wanted = nodes_wanted(state, settings)
+    if settings.spans_blocks:
+        sure = len(state.pool.nodes) + nodes_on_their_way(state)
+        spare = _spare(state, settings)
+        wanted = _that_fit(state, sure + min(wanted, sum(hole.nodes for hole in usable)) - spare) + spare - sure
     room = settings.max_blocks - len(state.blocks)
     least = _least_useful(state, settings, sum(hole.nodes for hole in usable[:max(room, 0)]))
     opened: list[OpenBlock] = []
@@ -46,6 +71,8 @@ def blocks_to_open(
         if wanted <= 0 or len(opened) >= room:
             break
         nodes = min(hole.nodes, wanted)
+        if not settings.spans_blocks:
+            nodes = _that_fit(state, nodes)
         if nodes < least:
             continue
         walltime_s = None if hole.until_s is None else hole.until_s - at
@@ -54,11 +81,25 @@ def blocks_to_open(
     return opened
 
 
+def _that_fit(state: ControllerState, nodes: int) -> int:
+    """The most of ``nodes`` nodes that the trainers can hold together, where each of them runs on certain counts only."""
+    bidders = state.turn.values()
+    if state.ordinary or nodes <= 0 or not bidders or not all(t.trainer.sizes for t in bidders):
+        return nodes
+    sums = 1  # bit n: trainers can hold n nodes together
+    for trainer in bidders:
+        before = sums
+        for count in trainer.trainer.counts():
+            sums |= before << count
+        sums &= (2 << nodes) - 1
+    return sums.bit_length() - 1
+
+
 def _least_useful(state: ControllerState, settings: ControllerSettings, offered: int) -> float:
     """The smallest block on which something could start, in nodes; infinite if nothing could, whatever is opened."""
     if state.ordinary:
         return 1
-    smallest = min((t.trainer.min_nodes for t in state.turn.values()), default=math.inf)
+    smallest = min((t.trainer.counts()[0] for t in state.turn.values()), default=math.inf)
     if not settings.spans_blocks:
         return smallest
     return 1 if len(state.pool.nodes) + nodes_on_their_way(state) + offered >= smallest else math.inf
@@ -67,11 +108,14 @@ def _least_useful(state: ControllerState, settings: ControllerSettings, offered:
 def idle_blocks(state: ControllerState, settings: ControllerSettings, at: float) -> list[Action]:
     """Give back blocks on which nothing has run for a while; asked again after as long, should one stay open."""
     closing: list[Action] = []
+    spare = _spare(state, settings)
     for name, block in state.blocks.items():
         if not block.arrived or state.ordinary or state.pool.busy.get(name):
             block.idle_since = None
         elif block.idle_since is None:
             block.idle_since = at
+        elif 0 < len(block.nodes) <= spare:
+            spare -= len(block.nodes)
         elif at - block.idle_since >= settings.idle_block_s:
             block.idle_since = at
             closing.append(CloseBlock(name, f'nothing has run on it for {settings.idle_block_s:g} s'))

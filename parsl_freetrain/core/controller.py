@@ -46,7 +46,7 @@ class Controller:
     def __init__(self, allocator: Allocator, settings: ControllerSettings | None = None,
                  metric: Metric | None = None) -> None:
         self.settings = settings or ControllerSettings()
-        self.state = ControllerState(self.settings.trainers_at_a_time)
+        self.state = ControllerState(self.settings.trainers_at_a_time, self.settings.min_hole_s)
         self._planner = Planner(allocator, self.settings, metric)
 
     def handle(self, event: ev.Event) -> Reply:
@@ -167,7 +167,7 @@ class Controller:
         if trainer.name in self.state.trainers:
             raise ValueError(f'Trainer {trainer.name!r} is running already.')
         self.state.submit(trainer.name, TrainerState(
-            trainer, event.samples, event.fragments, Profile(trainer.curve)))
+            trainer, event.samples, event.fragments, Profile(trainer.curve), waiting_since=event.at, reached=event.samples))
         return [], True
 
     @_take_in.register
@@ -181,11 +181,27 @@ class Controller:
         trainer = self.state.trainers.get(event.trainer)
         if trainer is None or trainer.running is None or trainer.running.number != event.fragment:
             return [], False
+        trainer.reached = event.samples
         if event.rate is None:
             return [], False
         if trainer.profile.stated is None:
             self.state.changed[event.trainer] = None
         return [], trainer.profile.observe(len(trainer.running.nodes), event.rate)
+
+    @_take_in.register
+    def _(self, event: ev.Rescaled) -> tuple[list[ev.Action], bool]:
+        if trainer := self.state.trainers.get(event.trainer):
+            trainer.measured.rescaled(up=event.after > event.before, seconds=event.seconds)
+            self.state.changed[event.trainer] = None
+        return [], False
+
+    @_take_in.register
+    def _(self, event: ev.FragmentTimed) -> tuple[list[ev.Action], bool]:
+        if trainer := self.state.trainers.get(event.trainer):
+            trainer.measured.timed(event.start_s, event.step_s, event.checkpoint_s)
+            self.state.changed[event.trainer] = None
+            self.state.timed()
+        return [], False
 
     @_take_in.register
     def _(self, event: ev.FragmentEnded) -> tuple[list[ev.Action], bool]:
@@ -194,7 +210,8 @@ class Controller:
             return [], False
         ended = self.state.end(event.trainer, trainer)
         progressed = event.samples > ended.from_samples
-        trainer.samples = max(trainer.samples, event.samples)
+        trainer.samples = trainer.reached = max(trainer.samples, event.samples)
+        trainer.waiting_since = event.at
         if progressed:
             trainer.stalled = trainer.fruitless = 0
         if event.ending is ev.Ending.FINISHED:

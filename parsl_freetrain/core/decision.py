@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from parsl_freetrain.core import events as ev
-from parsl_freetrain.core.allocation import Allocator, Answer, Limit, Problem
-from parsl_freetrain.core.assignment import Want, assign, first_end
+from parsl_freetrain.core.allocation import Allocator, Answer, Problem
+from parsl_freetrain.core.assignment import Want, assign, first_end, foresee
 from parsl_freetrain.core.bids import Bids
-from parsl_freetrain.core.objectives import Metric, metric_named
+from parsl_freetrain.core.limits import caps_by_owner, owner_limits, pool_limits
+from parsl_freetrain.core.objectives import Metric, follows_time, objective_named
 from parsl_freetrain.core.places import Places, places_of
 from parsl_freetrain.core.state import ControllerSettings, ControllerState, Decision, FragmentState, Reply
 
@@ -51,8 +52,9 @@ class Planner:
     def __init__(self, allocator: Allocator, settings: ControllerSettings, metric: Metric | None = None) -> None:
         self._allocator = allocator
         self._settings = settings
-        named = metric_named(settings.metric)
-        self._bids = Bids(settings, metric or named)
+        named = objective_named(settings.metric, 'metric')
+        self._bids = Bids(settings, metric or named, timed=metric is None and follows_time(settings.metric))
+        self._caps = caps_by_owner(settings.caps)
         self._plan: Plan | None = None
 
     def decide(self, state: ControllerState, at: float, trigger: str) -> Reply:
@@ -71,8 +73,8 @@ class Planner:
         if plan is None or new:
             answer = self._allocator.allocate(problem)
             plan = self._plan = Plan(problem, answer, problem)
-            actions += self._stop(state, plan, current, at)
-        actions += self._start(state, plan, places)
+            actions += self._stop(state, plan, places, current, at)
+        actions += self._start(state, plan, places, at)
         if state.changed:
             plan.became = self._problem(state, at, places)
         if not new and not actions:
@@ -81,21 +83,23 @@ class Planner:
             at, trigger, problem.nodes, current, plan.answer.staying, plan.answer, plan.asked, tuple(actions)))
 
     def _places(self, state: ControllerState, at: float) -> Places:
-        return places_of(state, at, self._settings.horizon_s, self._settings.min_hole_s, self._settings.spans_blocks)
+        return places_of(state, at, self._settings.horizon_s, state.shortest_s, self._settings.spans_blocks)
 
     def _problem(self, state: ControllerState, at: float, places: Places) -> Problem:
-        limits = []
-        if self._settings.max_nodes is not None:
-            limits.append(Limit(most=self._settings.max_nodes, why='max_nodes'))
-        if self._settings.keep_free:
-            limits.append(Limit(most=max(places.nodes - self._settings.keep_free, 0), why='nodes kept free'))
+        limits = pool_limits(places.nodes, self._settings.max_nodes, self._settings.keep_free)
+        for what, most in self._caps.items():
+            if most:
+                limits += owner_limits(what, [(name, getattr(t.trainer, what)) for name, t in state.turn.items()], most)
         return Problem(self._settings.horizon_s, places.nodes, self._bids.refresh(state, at, places), places.blocks,
                        self._settings.spans_blocks, tuple(limits))
 
-    def _stop(self, state: ControllerState, plan: Plan, current: Mapping[str, int], at: float) -> list[ev.Action]:
+    def _stop(self, state: ControllerState, plan: Plan, places: Places, current: Mapping[str, int], at: float) -> list[ev.Action]:
         """Stop what is to go on with other nodes; note what is to start."""
+        changes = self._changes(plan, current)
+        expected = foresee([Want(name, then, running.nodes) for name, then in changes
+                            if then and current[name] and (running := state.turn[name].running)], places.groups, state.pool)
         actions: list[ev.Action] = []
-        for name, then in self._changes(plan, current):
+        for name, then in changes:
             trainer = state.turn[name]
             if current[name]:
                 running = trainer.running
@@ -104,7 +108,7 @@ class Planner:
                 trainer.rescaled_at = at
                 now, count = current[name], sum(then.values())
                 why = f'rescale from {now} to {count} nodes' if now != count else f'go on with {count} other nodes'
-                actions.append(ev.StopFragment(name, running.number, why))
+                actions.append(ev.StopFragment(name, running.number, why, expected.get(name, ())))
             if then:
                 plan.waiting[name] = then
         return actions
@@ -123,7 +127,7 @@ class Planner:
                 changes.append((bid.name, then))
         return changes
 
-    def _start(self, state: ControllerState, plan: Plan, places: Places) -> list[ev.Action]:
+    def _start(self, state: ControllerState, plan: Plan, places: Places, at: float) -> list[ev.Action]:
         """Start what is to start and can: the nodes it waits for may still be held by fragments that are ending."""
         wants = [Want(name, counts, state.turn[name].former)
                  for name, counts in plan.waiting.items() if state.turn[name].running is None]
@@ -131,10 +135,13 @@ class Planner:
             return []
         actions: list[ev.Action] = []
         for name, nodes in assign(wants, places.groups, state.pool).items():
-            trainer = state.turn[name]
+            trainer, until_s = state.turn[name], first_end(nodes, state.pool)
+            del plan.waiting[name]
+            if state.too_short(name, until_s, at):
+                state.pool.put_back(nodes)
+                continue
             trainer.fragments += 1
-            action = ev.StartFragment(name, trainer.fragments, nodes, first_end(nodes, state.pool), trainer.samples)
+            action = ev.StartFragment(name, trainer.fragments, nodes, until_s, trainer.samples)
             state.start(name, trainer, FragmentState(action.fragment, action.nodes, action.deadline_s, action.samples))
             actions.append(action)
-            del plan.waiting[name]
         return actions

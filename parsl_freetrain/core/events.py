@@ -7,7 +7,7 @@ another block has another name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from parsl_freetrain.core.words import BlockRequest, Hole, Trainer
@@ -99,6 +99,28 @@ class FragmentProgressed(Event):
 
 
 @dataclass(frozen=True)
+class Rescaled(Event):
+    """A trainer goes on with ``after`` nodes in place of ``before``; for ``seconds`` no step was trained."""
+
+    trainer: str
+    fragment: int
+    before: int
+    after: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class FragmentTimed(Event):
+    """What a fragment took, in seconds: from the decision to its first step, a global batch, a checkpoint; None: it had none."""
+
+    trainer: str
+    fragment: int
+    start_s: float | None
+    step_s: float | None
+    checkpoint_s: float | None
+
+
+@dataclass(frozen=True)
 class FragmentEnded(Event):
     """All members of a fragment are over, its nodes are free; ``samples`` is the last checkpoint's."""
 
@@ -155,11 +177,15 @@ class StartFragment:
 
 @dataclass(frozen=True)
 class StopFragment:
-    """Ask a fragment to write a checkpoint at its next step boundary and stop."""
+    """Ask a fragment to write a checkpoint at its next step boundary and stop.
+
+    ``then``: nodes on which the trainer is expected to go on at once, as far as they are known: its own that stay, and free ones.
+    """
 
     trainer: str
     fragment: int
     why: str
+    then: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

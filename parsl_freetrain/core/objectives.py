@@ -7,43 +7,18 @@ is worth 0 under every objective.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.core.expression import Expression, parse
-from parsl_freetrain.core.words import ScalingCurve
+from parsl_freetrain.core.words import Efficiency, ScalingCurve
 
 MOST_WORTH = 1e18
 """More than this per second is refused: solvers calculate in floats."""
 
 SPEED_SHARE = 0.01
 """What full speed adds to the worth of a trainer under ``deadline``, so that nodes beyond what deadlines need are used."""
-
-
-@dataclass(frozen=True)
-class Efficiency:
-    """Statistical efficiency against nodes: how much of a sample's worth is left when the batch is spread over so many.
-
-    Attributes
-    ----------
-    nodes
-        Node counts, strictly increasing.
-    value
-        Between 0 and 1 at each count; linear in between, flat before the first and behind the last.
-    """
-
-    nodes: tuple[int, ...]
-    value: tuple[float, ...]
-
-    def at(self, nodes: int) -> float:
-        """Efficiency on ``nodes`` nodes."""
-        i = bisect_left(self.nodes, nodes)
-        if i == 0 or i == len(self.nodes):
-            return self.value[min(i, len(self.nodes) - 1)]
-        left, right = self.nodes[i - 1], self.nodes[i]
-        return self.value[i - 1] + (self.value[i] - self.value[i - 1]) * (nodes - left) / (right - left)
 
 
 @dataclass(frozen=True)
@@ -153,42 +128,44 @@ FIELDS = {
 """What an expression may ask for, by name."""
 
 
-LIVE_METRICS = ('throughput', 'speedup', 'priority')
-LIVE_FIELDS = ('rate', 'rate1', 'nodes', 'min_nodes', 'priority')
-"""What is known, and does not change by itself as time passes, of a trainer that runs under the executor."""
+CHANGING = ('deadline_s', 'remaining_samples', 'waited_s')
+"""Fields that change by themselves as time passes."""
 
 
-def objective_named(text: str) -> Metric:
+def objective_named(text: str, what: str = 'objective') -> Metric:
     """The objective of that name, or the one that an expression over :data:`FIELDS` describes.
 
-    Raises
-    ------
-    BadInput
-        If it is neither.
-    """
-    return _named(text, 'objective', METRICS, FIELDS)
-
-
-def metric_named(text: str) -> Metric:
-    """As :func:`objective_named`, for trainers that run under the executor: :data:`LIVE_METRICS` and :data:`LIVE_FIELDS`.
+    Parameters
+    ----------
+    what
+        What it is called in sentences.
 
     Raises
     ------
     BadInput
         If it is neither.
     """
-    return _named(text, 'metric', LIVE_METRICS, LIVE_FIELDS)
-
-
-def _named(text: str, what: str, names: Collection[str], fields: Collection[str]) -> Metric:
-    if text in names:
+    if text in METRICS:
         return METRICS[text]
     word = text.strip()
-    if not word or (word.isidentifier() and word not in fields):
-        raise BadInput(f'There is no {what} {text!r} to allocate nodes by; choose one of {", ".join(names)}, '
-                       f'or write an expression of {", ".join(fields)}.')
-    expression = parse(text, fields)
+    if not word or (word.isidentifier() and word not in FIELDS):
+        raise BadInput(f'There is no {what} {text!r} to allocate nodes by; choose one of {", ".join(METRICS)}, '
+                       f'or write an expression of {", ".join(FIELDS)}.')
+    expression = parse(text, FIELDS)
     return lambda candidate: _tabulated(candidate, lambda n: _evaluated(expression, candidate, n))
+
+
+def follows_time(text: str) -> bool:
+    """Whether the objective of that name, or expression, changes by itself as time passes.
+
+    Raises
+    ------
+    BadInput
+        If it is neither.
+    """
+    if text in METRICS:
+        return text == deadline.__name__
+    return not parse(text, FIELDS).uses.isdisjoint(CHANGING)
 
 
 def _evaluated(expression: Expression, candidate: Candidate, nodes: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from parsl_freetrain.core.words import ScalingCurve
@@ -61,8 +62,9 @@ class Profile:
             points[n] = self.measured[base] * scaled(n / base)
         return ScalingCurve.from_points(points)
 
-    def best_count(self, min_nodes: int, max_nodes: int) -> int:
-        """The smallest count in ``min_nodes``..``max_nodes`` that trains fastest: more nodes would be of no use."""
-        curve = self.curve(max_nodes, 1.0)
-        corners = {min_nodes, max_nodes, *(n for n in curve.nodes if min_nodes <= n <= max_nodes)}
-        return max(sorted(corners), key=curve.rate_at)
+    def best_count(self, counts: Sequence[int]) -> int:
+        """The smallest of these counts (increasing) that trains fastest: more nodes would be of no use."""
+        curve = self.curve(counts[-1], 1.0)
+        if isinstance(counts, range):  # between its corners a curve is straight
+            counts = sorted({counts[0], counts[-1], *(n for n in curve.nodes if n in counts)})
+        return max(counts, key=curve.rate_at)

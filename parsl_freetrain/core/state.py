@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from parsl_freetrain.core.allocation import Answer, Problem
 from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.core.events import Action
+from parsl_freetrain.core.limits import caps_by_owner
+from parsl_freetrain.core.measured import Measured
 from parsl_freetrain.core.pool import GroupKey, Pool, key_of
 from parsl_freetrain.core.profile import Profile
 from parsl_freetrain.core.words import BlockRequest, Trainer
@@ -23,11 +25,11 @@ class ControllerSettings:
     horizon_s
         How far ahead a decision looks, in seconds (the paper's T_fwd; U is flat between 60 and 300 on Summit).
     min_hole_s
-        Holes and nodes with less time left, in seconds, are not used.
+        Holes and nodes with less time left, in seconds, are not used, until it has been measured how short they may be.
     max_blocks
         So many blocks are open or queued at once, at most.
     metric
-        What is maximised: whatever :func:`parsl_freetrain.core.objectives.metric_named` takes.
+        What is maximised: whatever :func:`parsl_freetrain.core.objectives.objective_named` takes.
     spans_blocks
         Whether a fragment may use nodes of several blocks.
     trainers_at_a_time
@@ -46,6 +48,8 @@ class ControllerSettings:
         So many of the nodes that are there are left idle.
     max_nodes
         So many nodes are used at once, at most; None: all.
+    caps
+        So many nodes the trainers of one user or group may have at once: ``{'user anna': 8, 'group physics': 64}``.
 
     Raises
     ------
@@ -66,6 +70,7 @@ class ControllerSettings:
     min_rescale_s: float = 0.0
     keep_free: int = 0
     max_nodes: int | None = None
+    caps: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 0 < self.horizon_s < math.inf:
@@ -75,6 +80,7 @@ class ControllerSettings:
             value = getattr(self, name)
             if value is not None and not value >= least:
                 raise BadInput(f'The setting {name} is {value}; it must be at least {least}.')
+        caps_by_owner(self.caps)
 
 
 @dataclass
@@ -105,17 +111,20 @@ class TrainerState:
     samples: int
     fragments: int
     profile: Profile
+    measured: Measured = field(default_factory=Measured)
     running: FragmentState | None = None
     former: tuple[str, ...] = ()   # the nodes of the fragment before
     errors: int = 0
     stalled: int = 0
+    waiting_since: float = 0.0   # when it had no nodes last
+    reached: int = 0   # samples trained so far, saved or not
     fruitless: int = 0       # fragments in a row that used up their holes and had nothing to show for it
     cancelled: bool = False
     rescaled_at: float = -math.inf   # when it was last asked to go on with another number of nodes
 
     def wanted_nodes(self) -> int:
         """How many nodes it could make use of at once."""
-        return self.profile.best_count(self.trainer.min_nodes, self.trainer.max_nodes)
+        return self.profile.best_count(self.trainer.counts())
 
 
 @dataclass
@@ -148,9 +157,13 @@ class ControllerState:
         Blocks that are over: what is heard of them comes late.
     ordinary
         Ordinary Parsl tasks that wait or run.
+    shortest_s
+        The shortest time, in seconds, for which nodes are of use to a trainer.
     """
 
-    def __init__(self, trainers_at_a_time: int | None = None) -> None:
+    def __init__(self, trainers_at_a_time: int | None = None, min_hole_s: float = 5.0) -> None:
+        self.shortest_s = self._min_hole_s = min_hole_s
+        self._timed = False
         self.trainers: dict[str, TrainerState] = {}
         self.turn: dict[str, TrainerState] = {}
         self.changed: dict[str, None] = {}
@@ -162,6 +175,19 @@ class ControllerState:
         self._at_a_time = math.inf if trainers_at_a_time is None else trainers_at_a_time
         self._queue: dict[str, TrainerState] = {}
         self._leaving: dict[str, TrainerState] = {}
+
+    def timed(self) -> None:
+        """Something has been measured of a trainer: note how short a hole may be.
+
+        To two digits, since all bids are made anew when it changes.
+        """
+        shortest_s = min((t.measured.shortest_s(self._min_hole_s) for t in self.turn.values()), default=self._min_hole_s)
+        self.shortest_s = float(f'{shortest_s:.1e}')
+        self._timed = True
+
+    def too_short(self, name: str, until_s: float | None, at: float) -> bool:
+        """Whether nodes that go at a time are known to be of no use to a trainer."""
+        return self._timed and until_s is not None and until_s - at < self.trainers[name].measured.shortest_s(self._min_hole_s)
 
     def busy(self) -> set[str]:
         """Nodes that a fragment holds."""
@@ -243,6 +269,8 @@ class ControllerState:
             name = next(iter(self._queue))
             self.turn[name] = self._queue.pop(name)
             self.changed[name] = None
+        if self._timed:
+            self.timed()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from parsl_freetrain.core.allocation import Bid, Problem
+from parsl_freetrain.core.limits import OWNERS
 
 LARGEST = 20_000
 """Problems whose curves have more points than this in all are not written down."""
@@ -33,9 +34,15 @@ def stated(problem: Problem) -> dict[str, Any] | None:
     else:
         document['nodes'] = problem.nodes
     for limit in problem.limits:
-        if limit.members or limit.least or limit.most is None or limit.node_s is not None:
+        what, _, owner = limit.why.partition(' ')
+        if limit.least or limit.most is None or limit.node_s is not None or (limit.members and what not in OWNERS):
             return None
-        if limit.why == 'nodes kept free':
+        if limit.members:
+            document.setdefault(f'{what}_nodes', {})[owner] = limit.most
+            for trainer in document['trainers']:
+                if trainer['name'] in limit.members:
+                    trainer[what] = owner
+        elif limit.why == 'nodes kept free':
             document['keep_free'] = problem.nodes - limit.most
         else:
             document['max_nodes'] = min(limit.most, document.get('max_nodes', limit.most))

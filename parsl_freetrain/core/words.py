@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from parsl_freetrain.core.errors import BadInput
+
+ASSUMED_RESCALE_S = 2.0
+"""What a rescale is taken to cost before it has been stated or measured, in seconds of the current rate."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,83 @@ class ScalingCurve:
 
 
 @dataclass(frozen=True)
+class Efficiency:
+    """Statistical efficiency against nodes: how much of a sample's worth is left when the batch is spread over so many.
+
+    Attributes
+    ----------
+    nodes
+        Node counts, strictly increasing.
+    value
+        Between 0 and 1 at each count; linear in between, flat before the first and behind the last.
+    """
+
+    nodes: tuple[int, ...]
+    value: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.nodes) != len(self.value) or not self.nodes:
+            raise BadInput(f'Statistical efficiency needs one value for each node count and at least one: '
+                           f'got {len(self.nodes)} node counts and {len(self.value)} values.')
+        if self.nodes[0] < 1 or any(b <= a for a, b in zip(self.nodes, self.nodes[1:], strict=False)):
+            raise BadInput(f'The node counts of statistical efficiency must increase from 1 on: got {list(self.nodes)}.')
+        if any(not 0 <= value <= 1 for value in self.value):
+            raise BadInput(f'Statistical efficiency must be between 0 and 1: got {list(self.value)}.')
+
+    def at(self, nodes: int) -> float:
+        """Efficiency on ``nodes`` nodes."""
+        i = bisect_left(self.nodes, nodes)
+        if i == 0 or i == len(self.nodes):
+            return self.value[min(i, len(self.nodes) - 1)]
+        left, right = self.nodes[i - 1], self.nodes[i]
+        return self.value[i - 1] + (self.value[i] - self.value[i - 1]) * (nodes - left) / (right - left)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the ranks of a fragment share the work: copies of the model, parts of space, stages of a pipeline.
+
+    Attributes
+    ----------
+    data
+        Groups of ranks that train different samples.
+    spatial
+        Parts of each sample in depth, height and width.
+    pipeline
+        Stages that the model's layers are divided into.
+    """
+
+    data: int = 1
+    spatial: tuple[int, int, int] = (1, 1, 1)
+    pipeline: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, 'spatial', tuple(self.spatial))  # JSON knows lists only
+        if len(self.spatial) != 3:
+            raise BadInput(f'A shape divides space in depth, height and width: spatial is {list(self.spatial)}; it must have 3 numbers.')
+        for what, parts in zip(MESH, self.sizes, strict=True):
+            if parts < 1:
+                raise BadInput(f'The shape {self} has {parts} ranks along {what}; it must have at least 1.')
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Ranks along each of :data:`MESH`."""
+        return self.data, *self.spatial, self.pipeline
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it takes."""
+        return math.prod(self.sizes)
+
+    def __str__(self) -> str:
+        return f'data {self.data} x spatial {"x".join(map(str, self.spatial))} x pipeline {self.pipeline}'
+
+
+MESH = ('data', 'depth', 'height', 'width', 'pipeline')
+"""The dimensions of a :class:`Shape`; ranks are numbered along the last one first."""
+
+
+@dataclass(frozen=True)
 class Trainer:
     """One training job, as its user described it.
 
@@ -113,9 +194,19 @@ class Trainer:
     curve
         The scaling curve, where the user stated one.
     rescale_up_s, rescale_down_s
-        What a change to more or to fewer nodes costs, in seconds of the current rate.
+        What a change to more or to fewer nodes costs, in seconds of the current rate; until it has been measured, unless it is stated.
     priority
         How much it counts, relative to 1, where the objective asks for it.
+    sizes
+        The only node counts that it may have; empty: every one from ``min_nodes`` to ``max_nodes``.
+    finish_by_s
+        When it should be finished, in seconds of the clock that the events use, where the objective asks for it; None: whenever.
+    efficiency
+        Statistical efficiency by nodes, where the objective asks for it; None: 1 at every count.
+    user, group
+        Whose caps and budgets hold for it; empty: nobody's.
+    stated_costs
+        Which of the rescale costs the user has stated, so that they hold whatever is measured: 'up', 'down'.
     """
 
     name: str
@@ -123,9 +214,15 @@ class Trainer:
     max_nodes: int
     total_samples: int | None = None
     curve: ScalingCurve | None = None
-    rescale_up_s: float = 2.0
-    rescale_down_s: float = 2.0
+    rescale_up_s: float = ASSUMED_RESCALE_S
+    rescale_down_s: float = ASSUMED_RESCALE_S
     priority: float = 1.0
+    sizes: tuple[int, ...] = ()
+    finish_by_s: float | None = None
+    efficiency: Efficiency | None = None
+    user: str = ''
+    group: str = ''
+    stated_costs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.min_nodes < 1:
@@ -143,10 +240,21 @@ class Trainer:
                     f'Trainer {self.name!r}: {what} is {seconds}; it must be a number of seconds, 0 or more.')
         if not 0 < self.priority < math.inf:
             raise BadInput(f'Trainer {self.name!r}: priority is {self.priority}; it must be a number above 0.')
-        if self.curve and not any(self.curve.rate_at(n) > 0 for n in range(self.min_nodes, self.max_nodes + 1)):
+        if self.sizes and not self.counts():
+            raise BadInput(f'Trainer {self.name!r}: none of its sizes {list(self.sizes)} is from min_nodes to max_nodes, '
+                           f'{self.min_nodes} to {self.max_nodes}; one of them must be.')
+        if self.finish_by_s is not None and not math.isfinite(self.finish_by_s):
+            raise BadInput(f'Trainer {self.name!r}: finish_by is {self.finish_by_s}; it must be a time.')
+        if self.curve and not any(self.curve.rate_at(n) > 0 for n in self.counts()):
             raise BadInput(
                 f'Trainer {self.name!r}: its scaling curve has rate 0 at every count from {self.min_nodes} to '
                 f'{self.max_nodes} nodes; at one of them it must be above 0.')
+
+    def counts(self) -> Sequence[int]:
+        """The node counts that it may have, increasing."""
+        if not self.sizes:
+            return range(self.min_nodes, self.max_nodes + 1)
+        return [n for n in sorted(set(self.sizes)) if self.min_nodes <= n <= self.max_nodes]
 
 
 @dataclass(frozen=True)

@@ -139,8 +139,8 @@ class Desk:
         trainer, terms = described(order.description, str(folder))
         resume = 'auto' if order.again else order.description.get('resume') or executor.resume
         if earlier is not None:
-            executor.free_name(name)
-        executor.name_trainer(name, explicit=True)
+            executor.names.free(name)
+        executor.names.take(name, explicit=True)
         try:
             checkpoint = claim(folder, name, order.description['identity'], resume)
             future = TrainingFuture(name)
@@ -150,7 +150,7 @@ class Desk:
                 fragments_before=PosixCheckpointStore(folder, name).last_fragment()))
         except BaseException:
             if earlier is None:
-                executor.free_name(name)
+                executor.names.free(name)
             raise
         self._trainers[name] = _Known(order.request, future)
         return future

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import shlex
@@ -44,8 +43,8 @@ from parsl_freetrain.executor.planner import (
 )
 from parsl_freetrain.executor.record import about_this_process
 from parsl_freetrain.executor.requests import Requests, requests_folder
-from parsl_freetrain.executor.settings import check_settings
-from parsl_freetrain.executor.trainers import TrainerRecord
+from parsl_freetrain.executor.settings import check_settings, check_trainer
+from parsl_freetrain.executor.trainers import TrainerNames, TrainerRecord
 from parsl_freetrain.ledger.store import Ledger
 from parsl_freetrain.sites.named import chosen_provider
 from parsl_freetrain.sites.provider import BackfillProvider
@@ -74,11 +73,17 @@ class FreeTrainExecutor(HighThroughputExecutor):
         The SQLite file that everything is recorded in; default ``ledger.sqlite`` in ``checkpoint_dir``.
     metric
         What the allocation maximises: 'throughput' (samples per second), 'speedup' (relative to one node), 'priority' (speed-up weighted by
-        the trainers' priorities), or an expression, see :func:`parsl_freetrain.core.objectives.metric_named`.
+        the trainers' priorities), 'deadline', 'goodput', or an expression; see :func:`parsl_freetrain.core.objectives.objective_named`.
     horizon_s
         How far ahead a decision looks, in seconds.
     trainers_at_a_time
         Only the first so many unfinished trainers get nodes; None: all.
+    min_rescale_s
+        So many seconds pass between two rescales of a trainer, at least, unless nodes are taken from it.
+    keep_free, max_nodes
+        So many nodes of those that are there are left idle; so many are used at once, at most; None: all.
+    caps
+        So many nodes a user's or group's trainers may have at once: ``{'user anna': 8, 'group physics': 64}``.
     retries
         Errors of its own code that a trainer survives; preemptions cost none.
     resume
@@ -86,6 +91,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
     allocator
         The solver's name ('auto', 'milp' or 'equal-share'), or anything with
         :meth:`~parsl_freetrain.core.allocation.Allocator.allocate`; one that has a ``close()`` is closed at shutdown.
+    solver_time_limit_s
+        A solver that ``allocator`` names takes the best allocation that it has found after so many seconds.
     max_workers_per_node
         Ordinary Parsl tasks that a node runs at once, beside its fragment; 0: none.
     idle_block_s
@@ -100,6 +107,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
     hang_s
         A rank that is stopped, or a node or network that gives no sign of life, ends its fragment within so many seconds. A step
         that takes long does not. It is also the default of ``heartbeat_threshold``.
+    step_s
+        A fragment in which no training step ends for so many seconds, as in an endless loop, is ended.
     address, worker_port_range, interchange_port_range, worker_debug, encrypted
         As in :class:`parsl.executors.HighThroughputExecutor`.
     heartbeat_period, heartbeat_threshold, poll_period, worker_logdir_root, launch_cmd
@@ -125,9 +134,14 @@ class FreeTrainExecutor(HighThroughputExecutor):
                  metric: str = 'throughput',
                  horizon_s: float = 120.0,
                  trainers_at_a_time: Optional[int] = None,
+                 min_rescale_s: float = 0.0,
+                 keep_free: int = 0,
+                 max_nodes: Optional[int] = None,
+                 caps: Optional[dict[str, int]] = None,
                  retries: int = 0,
                  resume: str = 'auto',
                  allocator: Any = 'auto',
+                 solver_time_limit_s: float = 2.0,
                  max_workers_per_node: int = 1,
                  idle_block_s: float = 30.0,
                  stop_grace_s: float = 6.0,
@@ -135,6 +149,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
                  start_s: float = 120.0,
                  stop_s: float = 120.0,
                  hang_s: float = 15.0,
+                 step_s: float = 1800.0,
                  address: Optional[str] = None,
                  worker_port_range: tuple[int, int] = (54000, 55000),
                  interchange_port_range: tuple[int, int] = (55000, 56000),
@@ -151,8 +166,10 @@ class FreeTrainExecutor(HighThroughputExecutor):
                  site: Optional[str] = None,
                  account: Optional[str] = None,
                  queue: Optional[str] = None) -> None:
-        check_settings(metric=metric, resume=resume, horizon_s=horizon_s, hang_s=hang_s, retries=retries,
-                       max_workers_per_node=max_workers_per_node, trainers_at_a_time=trainers_at_a_time)
+        check_settings(metric=metric, resume=resume, horizon_s=horizon_s, hang_s=hang_s, step_s=step_s, retries=retries,
+                       max_workers_per_node=max_workers_per_node, trainers_at_a_time=trainers_at_a_time,
+                       min_rescale_s=min_rescale_s, keep_free=keep_free, max_nodes=max_nodes, caps=caps,
+                       solver_time_limit_s=solver_time_limit_s)
         provider = chosen_provider(provider, site, account, queue)
         super().__init__(
             label=label, provider=provider, address=address or ('127.0.0.1' if provider.site.interface == 'lo' else None),
@@ -170,17 +187,20 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self.metric = metric
         self.horizon_s = horizon_s
         self.trainers_at_a_time = trainers_at_a_time
+        self.min_rescale_s, self.keep_free, self.max_nodes, self.caps = min_rescale_s, keep_free, max_nodes, caps
         self.retries = retries
         self.resume = resume
-        self.allocator: Allocator = allocator_named(allocator) if isinstance(allocator, str) else allocator
+        self.allocator: Allocator = (
+            allocator_named(allocator, solver_time_limit_s) if isinstance(allocator, str) else allocator)
+        self.solver_time_limit_s = solver_time_limit_s
         self.idle_block_s = idle_block_s
         self.stop_grace_s = stop_grace_s
         self.adopt_s = adopt_s
         self.start_s = start_s
         self.stop_s = stop_s
-        self.hang_s = hang_s
+        self.hang_s, self.step_s = hang_s, step_s
         self._submitting = threading.Lock()
-        self._names: set[str] = set()
+        self.names = TrainerNames()
         self._planner: Planner | None = None
         self._template: WarmParent | None = None
         self.mirror = Mirror()
@@ -227,11 +247,12 @@ class FreeTrainExecutor(HighThroughputExecutor):
         controller = Controller(self.allocator, ControllerSettings(
             horizon_s=self.horizon_s, min_hole_s=provider.min_hole_s, max_blocks=provider.max_blocks, metric=self.metric,
             spans_blocks=provider.site.spans_blocks, trainers_at_a_time=self.trainers_at_a_time, retries=self.retries,
+            min_rescale_s=self.min_rescale_s, keep_free=self.keep_free, max_nodes=self.max_nodes, caps=self.caps or {},
             idle_block_s=self.idle_block_s, workers_per_node=max(1, int(self.max_workers_per_node))))
         control = ControlServer(self.cert_dir, self.address, self._control_ports)
         line = Line(sorted(self.all_addresses), control.port, self.cert_dir, provider.site.interface, template)
         fragments = FragmentRunner(
-            control, ledger, line, Patience(self.start_s, self.stop_s, self.hang_s), self._submit_inner,
+            control, ledger, line, Patience(self.start_s, self.stop_s, self.hang_s, step_s=self.step_s), self._submit_inner,
             lambda name, number, member, done: self._post(MemberBack(name, number, member, done)))
         blocks = BlockKeeper(
             provider, ledger, log_dir, self._open_block, self.connected_managers,
@@ -251,41 +272,18 @@ class FreeTrainExecutor(HighThroughputExecutor):
         finally:
             self.max_workers_per_node = ordinary
 
-    def name_trainer(self, name: str, explicit: bool) -> str:
-        """A name that no trainer of this run has: ``name``, or ``name-2`` and so on where it was not ``explicit``.
-
-        Raises
-        ------
-        BadInput
-            If an explicit name is taken.
-        """
-        with self._submitting:
-            if explicit and name in self._names:
-                raise BadInput(f'There is a trainer {name!r} already in this run; give each call another trainer_name.')
-            free = name
-            for number in itertools.count(2):
-                if free not in self._names:
-                    break
-                free = f'{name}-{number}'
-            self._names.add(free)
-        return free
-
-    def free_name(self, name: str) -> None:
-        """The trainer that :meth:`name_trainer` named was refused after all."""
-        with self._submitting:
-            self._names.discard(name)
-
     def submit_trainer(self, record: TrainerRecord) -> None:
         """Hand a trainer to the planner; its future tells the rest.
 
         Raises
         ------
         BadInput
-            If the executor has not been started by :func:`parsl.load`, or has been shut down.
+            If the executor has not been started by :func:`parsl.load`, or has been shut down, or its metric is not for this trainer.
         """
         if self._planner is None:
             raise BadInput(f'Trainer {record.trainer.name!r} cannot be submitted: executor {self.label!r} is not running; '
                            f'call parsl.load with a config that has it first.')
+        check_trainer(record.trainer, self.metric, record.checkpoint.samples, time.time())
         record.future._on_cancel = lambda: self._post(Cancel(record.trainer.name))
         self._post(Submit(record))
 

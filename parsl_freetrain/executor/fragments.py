@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from parsl_freetrain.core import events as ev
 from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.core.events import Ending
 from parsl_freetrain.core.words import Checkpoint
+from parsl_freetrain.executor.ahead import Forerunners, overdue
 from parsl_freetrain.executor.control import ControlServer, Message
 from parsl_freetrain.executor.gang import Gang, Verdict
 from parsl_freetrain.executor.interchange import PIN
@@ -43,12 +44,15 @@ class Patience:
         From a rank or a node that hangs (stopped, silent, unreachable) to the end of its fragment.
     peer_s
         From the first rank that ended in trouble to the last.
+    step_s
+        From one training step to the next, as rank 0 tells of them.
     """
 
     start_s: float = 120.0
     stop_s: float = 120.0
     hang_s: float = 15.0
     peer_s: float = 5.0
+    step_s: float = 1800.0
 
     @property
     def silence_s(self) -> float:
@@ -87,6 +91,7 @@ class FragmentRunner:
         self._patience = patience
         self._submit = submit
         self._report = report
+        self._forerunners = Forerunners(control, submit)
         self.gangs: dict[tuple[str, int], Gang] = {}
         self._verdicts: dict[tuple[str, int], Verdict] = {}
         self._silent: dict[str, str] = {}   # nodes that were given up, and why
@@ -94,7 +99,10 @@ class FragmentRunner:
 
     def start(self, action: ev.StartFragment, record: TrainerRecord, at: float) -> list[ev.Event]:
         """Submit the fragment's Parsl task; it comes back through :meth:`arrived`."""
-        gang = Gang(action, at, record.checkpoint, ranks_per_node=record.terms.ranks_per_node, reached=record.checkpoint.samples)
+        nodes, begins_with = record.resume(action.nodes)
+        action = replace(action, nodes=nodes)
+        gang = Gang(action, at, record.checkpoint, ranks_per_node=record.terms.ranks_per_node, reached=record.checkpoint.samples,
+                    begins_with=begins_with)
         self.gangs[action.trainer, action.fragment] = gang
         self._ledger.fragment_decided(action.trainer, action.fragment, at=at, task_id=None, nodes=action.nodes,
                                       deadline=action.deadline_s, from_samples=action.samples)
@@ -119,7 +127,7 @@ class FragmentRunner:
         if gang is None:
             _resolve(outer, self._verdicts.get((name, int(number))), f'Fragment {number} of trainer {name!r} is not known here.')
             return
-        gang.outer = outer
+        gang.outer, gang.task = outer, buffer
         earlier = context.get('task_executor', {}).get('f')
         for member in gang.members:
             if member in gang.lost:
@@ -137,8 +145,9 @@ class FragmentRunner:
             trainer=gang.name, fragment=gang.number, store=terms.store, total_samples=terms.total_samples,
             total_epochs=terms.total_epochs, mode=terms.mode, shards=terms.shards, seed=terms.seed,
             deadline=gang.action.deadline_s, checkpoint_every_s=terms.checkpoint_every_s,
-            keep=terms.keep_checkpoints, scaled=terms.scaled, on_nan=terms.on_nan, interface=self._line.interface,
-            hang_s=self._patience.hang_s)
+            keep=terms.keep_checkpoints, scaled=terms.scaled, on_nan=terms.on_nan, shape=terms.shapes.get(len(gang.members)),
+            interface=self._line.interface, threads=terms.threads_per_rank, hang_s=self._patience.hang_s,
+            handover=gang.begins_with)
         return MemberOrder(fragment, member, len(gang.members), terms.ranks_per_node, self._line.addresses,
                            self._line.port, self._line.cert_dir, str(Path(terms.store) / 'logs'), self._line.template)
 
@@ -161,19 +170,28 @@ class FragmentRunner:
                 self._ledger.trainer_total(gang.name, message['total_samples'])
                 return [ev.TotalKnown(at, gang.name, message['total_samples'])]
             case 'started' if message['rank'] == 0:
-                gang.started_at = message['at']
+                gang.started_at, gang.stepped_at = message['at'], at
                 gang.reached = max(gang.reached, message['samples'])
                 self._ledger.fragment_started(gang.name, gang.number, at=message['at'], samples=message['samples'])
+                paused, record.paused = record.paused, None
+                if paused is not None and paused[0] != (nodes := len(gang.members)):
+                    return [ev.Rescaled(at, gang.name, gang.number, paused[0], nodes, max(0.0, message['at'] - paused[1]))]
             case 'progress':
+                gang.stepped_at = at
                 gang.reached = max(gang.reached, message['samples'])
                 record.progressed(message['samples'], message['metrics'])
                 self._ledger.fragment_progress(gang.name, gang.number, at=message['at'], samples=message['samples'],
                                                rate=message['rate'], metrics=message['metrics'])
                 return [ev.FragmentProgressed(at, gang.name, gang.number, message['samples'], message['rate'])]
             case 'checkpoint':
+                gang.stepped_at = at
                 record.checkpointed(gang.note_checkpoint(message))
                 self._ledger.checkpoint(gang.name, gang.number, at=message['at'], samples=message['samples'],
                                         path=message['path'], seconds=message['seconds'], metrics=message['metrics'])
+            case 'ahead' if message['member'] in gang.awaited:
+                gang.awaited.discard(message['member'])
+                if not gang.awaited:
+                    self._ask_to_stop(gang, at)
             case 'rank-ended':
                 gang.ended.setdefault(message['member'], {}).setdefault(message['rank'], at)
                 if message['how'] not in ('finished', 'stopped'):
@@ -185,17 +203,29 @@ class FragmentRunner:
         key = (gang.name, gang.number, member)
         if gang.abandoned:
             self._control.send(key, {'kind': 'abandon', 'why': gang.abandoned})
-        elif gang.stop:
+        elif gang.stop and not gang.awaited:
             self._control.send(key, {'kind': 'stop', 'why': gang.stop})
         if gang.rendezvous:
             self._control.send(key, gang.rendezvous)
 
-    def stop(self, action: ev.StopFragment, at: float) -> None:
-        """Ask for a checkpoint and the end, at the next step boundary."""
+    def stop(self, action: ev.StopFragment, record: TrainerRecord, at: float) -> None:
+        """Ask for a checkpoint and the end, at the next step boundary; where the trainer goes on at once, when the next ranks are ready."""
         gang = self.gangs.get((action.trainer, action.fragment))
         if gang is not None:
-            gang.stop, gang.stop_at = action.why, at
-            self._tell_all(gang, {'kind': 'stop', 'why': action.why})
+            gang.stop, gang.stop_at, gang.goes_on = action.why, at, bool(action.then)
+            if not self._forerunners.send(gang, action.then, lambda gang, wait_s: replace(self._order(gang, 0, record), ahead_s=wait_s)):
+                self._ask_to_stop(gang, at)
+
+    def hurry(self, at: float) -> None:
+        """Something has happened: what is to stop stops now."""
+        for gang in self.gangs.values():
+            if gang.awaited:
+                self._ask_to_stop(gang, at)
+
+    def _ask_to_stop(self, gang: Gang, at: float) -> None:
+        gang.awaited.clear()
+        gang.stop_at = at
+        self._tell_all(gang, {'kind': 'stop', 'why': gang.stop})
 
     def rehearse(self, name: str, grace_s: float, at: float) -> str:
         """Treat a trainer's running fragment as a preemption would: with a notice ``grace_s`` seconds ahead; what was done.
@@ -213,6 +243,7 @@ class FragmentRunner:
             self._give_up(gang, 'a rehearsed preemption')
             return f'{which} is being killed.'
         gang.stop, gang.stop_at, gang.grace_s = gang.stop or 'a rehearsed preemption', at, grace_s
+        gang.awaited.clear()
         self._tell_all(gang, {'kind': 'stop', 'why': gang.stop})
         return f'{which} has its notice, and is killed if it is still there in {grace_s:g} s.'
 
@@ -262,12 +293,16 @@ class FragmentRunner:
         self._verdicts[gang.name, gang.number] = verdict
         self._control.forget(gang.name, gang.number)
         record.fragment_ended(gang, verdict)
+        record.pause(gang, verdict)
         self._ledger.trainer_state(gang.name, at=at, state='queued')
         self._ledger.fragment_ended(gang.name, gang.number, at=at, ending=verdict.ending.value, samples=verdict.checkpoint.samples,
                                     reached=max(gang.reached, verdict.checkpoint.samples), error=verdict.error)
         if gang.outer is not None:
             _resolve(gang.outer, verdict, '')
-        return [ev.FragmentEnded(at, gang.name, gang.number, verdict.checkpoint.samples, verdict.ending, verdict.error)]
+        last = gang.last_word()
+        return [ev.FragmentTimed(at, gang.name, gang.number, None if gang.started_at is None else gang.started_at - gang.decided_at,
+                                 last.get('step_s') or None, last.get('checkpoint_s') or None),
+                ev.FragmentEnded(at, gang.name, gang.number, verdict.checkpoint.samples, verdict.ending, verdict.error)]
 
     def overdue(self, at: float) -> set[str]:
         """Give up what takes too long; nodes that do not answer at all, to be counted as lost.
@@ -284,12 +319,18 @@ class FragmentRunner:
             silent |= gang.silent(at, patience.silence_s)
             if gang.trouble_at is not None and at - gang.trouble_at > patience.peer_s:
                 self._give_up(gang, 'some of its ranks ended in trouble and the others did not notice')
-            elif gang.stop and at - gang.stop_at > (stop_s := patience.stop_s if gang.grace_s is None else gang.grace_s):
+            elif overdue(gang, at):
+                self._ask_to_stop(gang, at)
+            elif gang.stop and not gang.awaited and at - gang.stop_at > (
+                    stop_s := patience.stop_s if gang.grace_s is None else gang.grace_s):
                 self._give_up(gang, f'it did not stop within {stop_s:g} s')
             elif gang.started_at is None and at - gang.decided_at > patience.start_s:
                 quiet = [gang.action.nodes[m] for m in gang.members if m not in gang.heard]
                 self._give_up(gang, f'it did not start within {patience.start_s:g} s'
                                     + (f'; nothing was heard from {", ".join(quiet)}' if quiet else ''))
+            elif gang.stepped_at is not None and at - gang.stepped_at > patience.step_s:
+                self._give_up(gang, f'no training step ended within {patience.step_s:g} s: its function is in an endless loop, or a step '
+                                    f'takes longer and needs a larger step_s of the executor; see "freetrain logs {gang.name}"')
         for node, why in silent.items():
             logger.warning('Node %s is given up: %s', node, why)
         self._silent |= silent

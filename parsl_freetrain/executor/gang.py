@@ -15,6 +15,7 @@ import tblib
 from parsl_freetrain.core.errors import FreeTrainError
 from parsl_freetrain.core.events import Ending, StartFragment
 from parsl_freetrain.core.words import Checkpoint
+from parsl_freetrain.training.fragment import Handover
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,12 @@ class Gang:
     stop_at: float = 0.0
     grace_s: float | None = None    # until it is killed after a request to stop; None: the usual patience
     abandoned: str = ''         # why it was given up
+    task: bytes = b''           # what its members run
+    awaited: set[int] = field(default_factory=set)   # members whose ranks of the next fragment it is kept training for
+    goes_on: bool = False       # the trainer is expected to go on at once when it has stopped
+    begins_with: Handover | None = None     # the state that it finds in memory
     trouble_at: float | None = None
+    stepped_at: float | None = None     # when rank 0 last told of a step or a checkpoint
     rendezvous: dict[str, Any] | None = None
     heard: dict[int, float] = field(default_factory=dict)       # member -> when it was last heard of
     names: dict[int, str] = field(default_factory=dict)         # member -> what people call its node
@@ -104,6 +110,7 @@ class Gang:
 
     def nobody_listened(self, seconds: float) -> None:
         """For so long the executor has not listened: what was not heard in that time means nothing."""
+        self.stepped_at = None if self.stepped_at is None else self.stepped_at + seconds
         self.heard = {member: at + seconds for member, at in self.heard.items()}
         self.ended = {member: {rank: at + seconds for rank, at in ranks.items()} for member, ranks in self.ended.items()}
 
@@ -111,6 +118,18 @@ class Gang:
         self.checkpoint = Checkpoint(self.name, message['path'], message['samples'], self.number, dict(message['metrics']))
         self.reached = max(self.reached, self.checkpoint.samples)
         return self.checkpoint
+
+    def last_word(self) -> dict[str, Any]:
+        """What rank 0 said at its end; empty: nothing."""
+        came = self.settled.get(0)
+        return next((outcome for outcome in came if outcome['rank'] == 0), {}) if isinstance(came, list) else {}
+
+    def handover(self, verdict: Verdict) -> Handover | None:
+        """The state that it has left in memory on rank 0's node, if that is what it has committed at its end."""
+        last, left = verdict.checkpoint, self.last_word().get('left')
+        if not left or verdict.ending is not Ending.STOPPED or (left['samples'], self.number) != (last.samples, last.fragment):
+            return None
+        return Handover(left['digest'], last.path, last.samples, last.fragment, last.metrics)
 
     def verdict(self) -> Verdict:
         """What all that the members said adds up to."""

@@ -23,6 +23,7 @@ from typing import Any
 import zmq
 from parsl.executors.execute_task import execute_task
 
+from parsl_freetrain.core.errors import FreeTrainError
 from parsl_freetrain.executor.control import ControlClient, Message
 from parsl_freetrain.training.channel import Channel
 from parsl_freetrain.training.fragment import FragmentOrder, RankPlace
@@ -33,6 +34,7 @@ from parsl_freetrain.training.warm import RankProcess, WarmParent
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+_WARM_S = 120.0
 _STOPPED_SHARE = 0.5    # of the patience with a rank that hangs; the rest is for the end of the others
 
 
@@ -52,6 +54,8 @@ class MemberOrder:
         Folder for the ranks' output.
     template
         Name of the warm parent of this computer that forks the nodes' ones; None: there is none.
+    ahead_s
+        Not a part of this fragment, but ranks that run ahead of the next one, and wait for it so many seconds at most; None: a part of it.
     """
 
     fragment: FragmentOrder
@@ -63,6 +67,7 @@ class MemberOrder:
     cert_dir: str | None
     log_dir: str
     template: str | None = None
+    ahead_s: float | None = None
 
 
 _order: ContextVar[MemberOrder] = ContextVar('member_order')
@@ -83,7 +88,11 @@ def fragment_task(payload: bytes, checkpoint: Any = None, parsl_resource_specifi
     list of dict
         The last message of each of this node's ranks.
     """
-    return Member(_order.get()).run(payload)
+    order = _order.get()
+    if order.ahead_s is not None:
+        run_ahead(order, payload, order.ahead_s)
+        return []
+    return Member(order).run(payload)
 
 
 def run_member(buffer: bytes, order: MemberOrder, execute: str | None = None) -> Any:
@@ -108,6 +117,16 @@ def _executing(execute: str | None) -> Callable[..., Any]:
     module, _, name = execute.rpartition('.')
     run: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return run
+
+
+def run_ahead(order: MemberOrder, payload: bytes, wait_s: float) -> list[Channel]:
+    """Start this node's ranks of the next fragment; each channel can be read when its rank has come as far as it can."""
+    warm = warm_parent(str(Path(order.log_dir).parent), order.template)
+    warm.wait_ready(_WARM_S)
+    Path(order.log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+    logs = [str(Path(order.log_dir) / f'ahead-of-{order.fragment.fragment:06d}-{os.environ["PARSL_WORKER_POOL_ID"]}-{i}.log')
+            for i in range(order.ranks_per_node)]
+    return [warm.run_ahead(order.fragment, i, payload, {}, log, wait_s) for i, log in enumerate(logs)]
 
 
 def greet(buffer: bytes, log_dir: str, warm_timeout_s: float, template: str | None = None) -> dict[str, Any]:
@@ -150,10 +169,12 @@ class Member:
         self._last: dict[int, Message] = {}
         self._notice = ''
         self._passed_on = ''
+        self._payload = b''
+        self._ahead: list[Channel] = []   # of ranks of the next fragment that have not come far enough yet
 
     def run(self, payload: bytes) -> list[Message]:
         """Start the ranks, pass messages until the last has ended, and return what each said last."""
-        order = self._order
+        order, self._payload = self._order, payload
         key = (order.fragment.trainer, order.fragment.fragment, order.member)
         for number in NOTICES:
             signal.signal(number, self._on_signal)
@@ -167,6 +188,8 @@ class Member:
             for rank in self._ranks.values():
                 rank.kill()
                 rank.close()
+            for ahead in self._ahead:
+                ahead.close()
             control.close()
             if notices is not None:
                 notices.close()
@@ -179,7 +202,7 @@ class Member:
     def _launch(self, payload: bytes) -> None:
         order = self._order
         warm = warm_parent(str(Path(order.log_dir).parent), order.template)
-        warm.wait_ready(120)
+        warm.wait_ready(_WARM_S)
         if warm.pid is not None:
             self._warm = warm.pid, StopWatch(warm.pid)
         Path(order.log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -206,9 +229,10 @@ class Member:
                     poller.unregister(process.fileno())
                     del running[rank]
             while (message := control.receive()) is not None:
-                self._obey(message)
+                self._obey(message, control)
             notices = self._look_for_notice(notices)
             self._pass_notice_on(control)
+            self._look_ahead(control)
             if time.monotonic() - beat >= HEARTBEAT_S:
                 beat = time.monotonic()
                 control.send({'kind': 'alive'})
@@ -272,7 +296,28 @@ class Member:
             control.send({**message, 'rank': rank})
         return True
 
-    def _obey(self, message: Message) -> None:
+    def _look_ahead(self, control: ControlClient) -> None:
+        """Say when all ranks of the next fragment have come as far as they can."""
+        if self._ahead:
+            for channel in [channel for channel in self._ahead if channel.poll()]:
+                channel.close()
+                self._ahead.remove(channel)
+            if not self._ahead:
+                control.send({'kind': 'ahead'})
+
+    def _run_ahead(self, wait_s: float, control: ControlClient) -> None:
+        try:
+            self._ahead = run_ahead(self._order, self._payload, wait_s)
+        except (FreeTrainError, OSError) as error:   # the next fragment starts as any other then
+            logger.warning('No ranks run ahead of the next fragment: %s', error)
+            control.send({'kind': 'ahead'})
+        for process in self._ranks.values():
+            process.send({'kind': 'hand-over'})
+
+    def _obey(self, message: Message, control: ControlClient) -> None:
+        if message['kind'] == 'run-ahead':
+            self._run_ahead(message['wait_s'], control)
+            return
         if message['kind'] == 'abandon':
             logger.info('Told to abandon the fragment: %s', message.get('why'))
             for process in self._ranks.values():

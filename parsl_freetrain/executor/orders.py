@@ -15,7 +15,7 @@ from typing import Any
 
 import parsl_freetrain
 from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.core.words import Checkpoint, ScalingCurve, Trainer
+from parsl_freetrain.core.words import Checkpoint, Efficiency, ScalingCurve, Shape, Trainer
 from parsl_freetrain.executor.trainers import Terms
 from parsl_freetrain.training.retention import Retention
 from parsl_freetrain.training.scaled import Scaled
@@ -103,10 +103,12 @@ def described(description: Mapping[str, Any], store: str) -> tuple[Trainer, Term
     """
     try:
         trainer, terms = dict(description['trainer']), dict(description['terms'])
-        curve = trainer.pop('curve')
-        return (Trainer(curve=ScalingCurve(tuple(curve['nodes']), tuple(curve['rate'])) if curve else None, **trainer),
+        curve, efficiency = trainer.pop('curve'), trainer.pop('efficiency')
+        return (Trainer(curve=ScalingCurve(tuple(curve['nodes']), tuple(curve['rate'])) if curve else None,
+                        efficiency=Efficiency(tuple(efficiency['nodes']), tuple(efficiency['value'])) if efficiency else None,
+                        sizes=tuple(trainer.pop('sizes')), stated_costs=tuple(trainer.pop('stated_costs')), **trainer),
                 Terms(store=store, keep_checkpoints=Retention(**terms.pop('keep_checkpoints')), scaled=Scaled(**terms.pop('scaled')),
-                      **terms))
+                      shapes={int(nodes): Shape(**shape) for nodes, shape in terms.pop('shapes').items()}, **terms))
     except BadInput:
         raise
     except (KeyError, TypeError, ValueError) as error:

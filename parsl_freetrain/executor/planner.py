@@ -212,8 +212,10 @@ class Planner:
         self._records[name] = record
         curve = record.trainer.curve
         self._ledger.trainer(name=name, at=now, total_samples=record.trainer.total_samples, samples=record.checkpoint.samples, spec={
-            'min_nodes': record.trainer.min_nodes, 'max_nodes': record.trainer.max_nodes, 'mode': record.terms.mode,
+            'min_nodes': record.trainer.counts()[0], 'max_nodes': record.trainer.max_nodes, 'mode': record.terms.mode,
             'rescale_up_s': record.trainer.rescale_up_s, 'rescale_down_s': record.trainer.rescale_down_s,
+            **({'sizes': list(record.trainer.sizes)} if record.trainer.sizes else {}),
+            **({'shapes': {str(nodes): str(shape) for nodes, shape in record.terms.shapes.items()}} if record.terms.shapes else {}),
             **({'curve': {'nodes': list(curve.nodes), 'rate': list(curve.rate)}} if curve else {})})
         record.queued()
         self._tell(ev.TrainerSubmitted(now, record.trainer, record.checkpoint.samples, record.fragments_before))
@@ -230,6 +232,8 @@ class Planner:
                 record_decision(self._ledger, reply.decision)
             for action in reply.actions:
                 waiting += self._do(action, event.at)
+            if isinstance(event, (ev.BlockEndKnown, ev.TrainerCancelled, ev.ShutdownRequested)):
+                self._fragments.hurry(event.at)
             if isinstance(event, (ev.NodesLeft, ev.BlockClosed)):
                 waiting += self._fragments.lose(self._controller.state.pool.nodes.keys(), self._records, event.at)
 
@@ -242,8 +246,8 @@ class Planner:
                 return self._blocks.close(block, at)
             case ev.StartFragment(trainer):
                 return self._fragments.start(action, self._records[trainer], at)
-            case ev.StopFragment():
-                self._fragments.stop(action, at)
+            case ev.StopFragment(trainer):
+                self._fragments.stop(action, self._records[trainer], at)
             case ev.AbandonFragment():
                 self._fragments.abandon(action, 'some of its nodes are gone')
             case ev.EndTrainer(trainer, state, why):

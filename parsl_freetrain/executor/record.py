@@ -18,7 +18,7 @@ from parsl_freetrain.core.words import Trainer
 from parsl_freetrain.ledger.store import Ledger
 
 # These come many times a minute and say nothing by themselves; progress has a table of its own.
-UNRECORDED = (ev.Tick, ev.HolesSeen, ev.FragmentProgressed)
+UNRECORDED = (ev.Tick, ev.HolesSeen, ev.FragmentProgressed, ev.FragmentTimed)
 
 
 def about_this_process(checkpoint_dir: str) -> dict[str, Any]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.core.events import Ending
-from parsl_freetrain.core.words import Checkpoint, Trainer
+from parsl_freetrain.core.words import Checkpoint, Shape, Trainer
 from parsl_freetrain.executor.future import TrainingFuture
 from parsl_freetrain.executor.gang import Gang, Verdict
+from parsl_freetrain.training.fragment import Handover
 from parsl_freetrain.training.retention import Retention
 from parsl_freetrain.training.scaled import Scaled
 
@@ -19,7 +23,7 @@ Launch = Callable[[Mapping[str, Any], 'Future[Checkpoint] | Checkpoint'], 'Futur
 
 @dataclass(frozen=True)
 class Terms:
-    """How a trainer's fragments train; see :class:`parsl_freetrain.training.fragment.FragmentOrder`."""
+    """How a trainer's fragments train; see :class:`parsl_freetrain.training.fragment.FragmentOrder`. ``shapes`` is by node count."""
 
     store: str
     total_samples: int | None
@@ -32,6 +36,8 @@ class Terms:
     ranks_per_node: int
     scaled: Scaled
     on_nan: str
+    shapes: Mapping[int, Shape] = field(default_factory=dict)
+    threads_per_rank: int = 1
 
 
 @dataclass
@@ -56,6 +62,8 @@ class TrainerRecord:
     task: Future[Checkpoint] | None = None
     last_good: Future[Checkpoint] | None = None
     failure: BaseException | None = None
+    left: tuple[str, Handover] | None = None        # a node, and the state that the last fragment has left in its memory
+    paused: tuple[int, float] | None = None         # for a rescale: its nodes before, and when its last step ended
 
     def _show(self, state: str | None = None, **changes: Any) -> None:
         if state:
@@ -96,6 +104,19 @@ class TrainerRecord:
         self._show('queued', nodes=0, preempted=preempted, samples=verdict.checkpoint.samples,
                    metrics={**self.future.progress().metrics, **verdict.checkpoint.metrics})
 
+    def pause(self, gang: Gang, verdict: Verdict) -> None:
+        """A fragment has ended: what the next one can go on with at once, and since when nothing is trained."""
+        handover, stepped_at = gang.handover(verdict), float(gang.last_word().get('stepped_at', 0.0))
+        self.left = (gang.action.nodes[0], handover) if handover is not None else None
+        self.paused = (len(gang.members), stepped_at) if gang.goes_on and verdict.ending is Ending.STOPPED and stepped_at else None
+
+    def resume(self, nodes: tuple[str, ...]) -> tuple[tuple[str, ...], Handover | None]:
+        """A fragment starts on these nodes: which of them has rank 0, and so on, and the state that is in its memory."""
+        left, self.left = self.left, None
+        if left is None or left[0] not in nodes:
+            return nodes, None
+        return (left[0], *(node for node in nodes if node != left[0])), left[1]
+
     def settle(self, state: str, error: BaseException | None = None) -> None:
         """The trainer is over; whoever waits for its future learns so."""
         if self.future.done():
@@ -107,3 +128,31 @@ class TrainerRecord:
             self.future.set_exception(error)
         else:
             self.future.set_result(self.checkpoint)
+
+
+class TrainerNames:
+    """The names of one run's trainers, each given once; from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken: set[str] = set()
+
+    def take(self, name: str, *, explicit: bool) -> str:
+        """A name that no trainer of this run has: ``name``, or ``name-2`` and so on where it was not ``explicit``.
+
+        Raises
+        ------
+        BadInput
+            If an explicit name is taken.
+        """
+        with self._lock:
+            if explicit and name in self._taken:
+                raise BadInput(f'There is a trainer {name!r} already in this run; give each call another trainer_name.')
+            free = next(free for number in itertools.count(1) if (free := name if number == 1 else f'{name}-{number}') not in self._taken)
+            self._taken.add(free)
+        return free
+
+    def free(self, name: str) -> None:
+        """The trainer of this name was refused after all."""
+        with self._lock:
+            self._taken.discard(name)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from parsl_freetrain.app import FreeTrainApp, check_name
+from parsl_freetrain.app import FreeTrainApp
 from parsl_freetrain.core.errors import BadInput, TrainerFailed
 from parsl_freetrain.executor.future import Progress
 from parsl_freetrain.executor.orders import (
@@ -34,6 +34,7 @@ from parsl_freetrain.executor.orders import (
 )
 from parsl_freetrain.executor.payload import pack
 from parsl_freetrain.executor.requirements import modules_needed
+from parsl_freetrain.executor.trainer_settings import check_name
 from parsl_freetrain.remote.connection import LARGEST_PAYLOAD, Connection
 from parsl_freetrain.remote.training import RemoteTraining
 

@@ -130,7 +130,7 @@ def _run(scenario: Scenario, trace: Trace, known_ends: bool) -> Outcome:
     runs = {}
     for t in scenario.trainers:
         trainer = scenario.costed(t.trainer)
-        wanted = Profile(worth[trainer.name]).best_count(trainer.min_nodes, trainer.max_nodes)
+        wanted = Profile(worth[trainer.name]).best_count(trainer.counts())
         runs[trainer.name] = Run(trainer, t.submit_s, wanted, since=trace.start_s)
     settings = replace(scenario.settings, idle_block_s=float('inf'), retries=0)
     # A solver that dies takes nothing with it here but the replay.

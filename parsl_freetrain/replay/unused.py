@@ -16,7 +16,7 @@ def why_unused(controller: Controller, runs: Mapping[str, Run], at: float) -> Id
     free = lasting = 0
     by_block: dict[str, int] = {}
     for group in pool.groups.values():
-        if group.until_s - at < settings.min_hole_s:
+        if group.until_s - at < controller.state.shortest_s:
             idle.too_short += len(group.free)
             continue
         free += len(group.free)

@@ -35,7 +35,7 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
     max_blocks
         At most so many blocks are open at a time.
     min_hole_s
-        Holes known to end within so many seconds are not used.
+        Holes known to end within so many seconds are not used, until it has been measured how short they may be.
     worker_init
         Shell lines to run in each block before anything else.
 

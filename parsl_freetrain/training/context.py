@@ -9,12 +9,15 @@ from itertools import tee
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.words import Shape
 from parsl_freetrain.training import lr
 from parsl_freetrain.training.agreement import GO_ON, SAVE, SPOILT, STOP
 from parsl_freetrain.training.channel import Channel
 from parsl_freetrain.training.data import Turn, make_loader, seed_everything, size_of, to_device
+from parsl_freetrain.training.division import Division
 from parsl_freetrain.training.fragment import REPRODUCIBLE, SCALED, FragmentOrder, RankPlace
 from parsl_freetrain.training.inbox import Inbox
 from parsl_freetrain.training.keeper import Keeper
@@ -24,7 +27,7 @@ from parsl_freetrain.training.peers import Peers
 from parsl_freetrain.training.policies import ROLLBACK, Policy
 from parsl_freetrain.training.prepared import Prepared, check_schedulers, sort_out
 from parsl_freetrain.training.sampling import GlobalOrder, samples_in
-from parsl_freetrain.training.state import Position, Saved, check_position, collect, read_state, restore
+from parsl_freetrain.training.state import Position, Saved, check_position, collect, content_of, read_state, restore
 
 PROGRESS_EVERY_S = 0.5
 
@@ -62,6 +65,7 @@ class FragmentContext:
         self.trainer, self.fragment = order.trainer, order.fragment
         self.rank, self.world_size, self.local_rank, self.nodes = place.rank, place.world_size, place.local_rank, place.nodes
         self.device = device
+        self._division = Division(order, place, device)
         self.samples = saved.position.samples if saved is not None else 0
         self.total_samples = order.total_samples
         if saved is not None and self.total_samples is None:
@@ -79,8 +83,7 @@ class FragmentContext:
         self._fine_at = self._reached = self.samples
         self._went_back = 0
         self._position: Position | None = None
-        self._complete = False
-        self._stopped = False
+        self._complete = self._stopped = False
         self._told_at = 0.0
 
     @property
@@ -92,6 +95,19 @@ class FragmentContext:
     def stopped(self) -> bool:
         """Whether the fragment ended before the total."""
         return self._stopped
+
+    @property
+    def shape(self) -> Shape:
+        """How the ranks of this fragment share the work; where the trainer has no ``shapes``, every rank trains samples of its own."""
+        return self._division.shape
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks as torch's DeviceMesh with dimensions :data:`~parsl_freetrain.core.words.MESH`; ranks count along the last one first.
+
+        It and its process groups are made when they are first asked for, which all ranks must do at the same point of the function.
+        """
+        return self._division.mesh
 
     def time_left(self) -> float:
         """Seconds until the nodes go; infinite where unknown."""
@@ -162,13 +178,13 @@ class FragmentContext:
         for model in self._prepared.models:
             model.to(self.device)
         if self._saved is not None:
-            restore(self._prepared, self._saved)
+            restore(self._prepared, self._saved, parts=self._division.pipelined)
         else:
-            self._peers.broadcast(tensor.data for tensor in self._prepared.tensors())
+            self._division.make_equal((tensor.data for tensor in self._prepared.tensors()), self._peers)
         self._watch = Watch(self._prepared)
         if self._order.mode == SCALED:
             lr.scale_steps(self._prepared.optimizers, lambda: self._order.scaled.lr_factor(self.world_size, self.samples))
-        steps = make_steps(self._order, self._prepared, self._peers, clip_grad_norm, find_unused_parameters, self.device)
+        steps = make_steps(self._order, self._prepared, self._peers, self._division, clip_grad_norm, find_unused_parameters, self.device)
         self._steps = steps
         self._keeper.expect(3 * sum(tensor.nbytes for tensor in self._prepared.tensors()),
                             self._saved.position.checkpoint_s if self._saved is not None else 0.0)
@@ -240,14 +256,17 @@ class FragmentContext:
         if not self._complete:
             raise BadInput(f'The function left ctx.loop after {self.samples} of {self.total_samples} samples: let the loop end by itself, '
                            f'and state a smaller total if that is enough.')
-        if self._extras() != self._saved_extras:
+        changed = self.is_main and self._extras() != self._saved_extras
+        if self._division.pipelined:
+            changed = bool(self._peers.largest((changed,), self.device)()[0])
+        if changed:
             self._save()
 
     def outcome(self, how: str, error: dict[str, Any] | None) -> dict[str, Any]:
         """The last message of a rank."""
         last = self._keeper.settled()
         return {'kind': 'outcome', 'how': how, 'samples': self.samples, 'path': last.path if last is not None else None,
-                'metrics': dict(self._metrics), 'error': error}
+                'metrics': dict(self._metrics), 'error': error, **self._keeper.last_words()}
 
     def _turns(self, steps: Steps, data_order: GlobalOrder, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None,
                num_workers: int) -> Iterator[Any]:
@@ -258,7 +277,7 @@ class FragmentContext:
             yield from self._until_total(steps, data_order, dataset, collate_fn, num_workers)
             if self.samples == self.total_samples and not self._must_go_back():
                 break
-            self._go_back()
+            self._go_back(steps)
         if self.samples > began_with:
             self._save()
         self._complete = True
@@ -269,10 +288,11 @@ class FragmentContext:
         seed, began_with, began_at = self._order.seed, self.samples, time.monotonic()
         reproducible = self._order.mode == REPRODUCIBLE
         if not reproducible:
-            seed_everything(Turn((), self.samples, self.rank, 0.0).seed(seed, 'fragment'))
+            seed_everything(Turn((), self.samples, self._division.data_rank, 0.0).seed(seed, 'fragment'))
         ahead, here = tee((batch, steps.turns(batch)) for batch in data_order.batches(self.samples))
-        micro_batches = iter(make_loader(dataset, (turn for _, turns in ahead for turn in turns), seed if reproducible else None,
-                                         collate_fn, num_workers))
+        # Ranks that train the same samples must also draw the same for them.
+        drawn = seed if reproducible or self._division.grouped else None
+        micro_batches = iter(make_loader(dataset, (turn for _, turns in ahead for turn in turns), drawn, collate_fn, num_workers))
         for batch, turns in here:
             batch_began_at = time.monotonic()
             self._reached = batch.samples_before + len(batch.indices)
@@ -291,7 +311,7 @@ class FragmentContext:
                 steps.end_turn()
             decision = steps.end(self._wish, self.time_left)
             if steps.kept_back:
-                self._policy.kept_back(self.samples, self._reached, steps.culprit)
+                self._policy.kept_back(self.samples, self._reached, steps.culprit())
                 self._count('skipped_steps')
             elif guarded or reproducible:
                 self._policy.went_well()
@@ -308,10 +328,11 @@ class FragmentContext:
                 raise FragmentEnd
 
     def _must_go_back(self) -> bool:
-        """Whether some rank's state is spoilt; with another policy than to go back, rank 0 looks when it saves, and that is enough."""
-        return self._policy.policy == ROLLBACK and bool(self._peers.largest((self._watch.spoilt(),), self.device)()[0])
+        """Whether some rank's state is spoilt; all of them look, so that all can say whose gradient it was."""
+        looks = self._policy.policy == ROLLBACK or self._order.mode != REPRODUCIBLE   # otherwise each step is looked at
+        return looks and bool(self._peers.largest((self._watch.spoilt(),), self.device)()[0])
 
-    def _go_back(self) -> None:
+    def _go_back(self, steps: Steps) -> None:
         """Go back to the last checkpoint, all ranks alike."""
         self._went_back += 1
 
@@ -319,10 +340,10 @@ class FragmentContext:
             last = self._keeper.settled()
             return json.dumps([last.path if last is not None else '', self._metrics.get('rollbacks', 0)])
         path, before = json.loads(self._peers.tell(f'back-{self._went_back}', what))
-        self._policy.go_back(self._fine_at, self.samples, int(before), path)
+        self._policy.go_back(self._fine_at, self.samples, int(before), path, steps.culprit())
         print(f'Going back from {self.samples} samples to checkpoint {path}: numbers were not finite')
         saved = read_state(path)
-        restore(self._prepared, saved)
+        restore(self._prepared, saved, parts=self._division.pipelined)
         self.state.clear()
         self.state.update(saved.position.user)
         self.samples = self._fine_at = self._reached = saved.position.samples
@@ -362,12 +383,18 @@ class FragmentContext:
             raise BadInput(f'ctx.state cannot be saved ({error}): keep texts, numbers, lists and dicts in it.') from error
 
     def _save(self, *, tidy: bool = True, later: bool = False) -> None:
-        if not self.is_main:
+        if not self._division.saves:
             return
         assert self._position is not None
         if self._watch.spoilt():
             raise BadInput(self._policy.sentence(self._fine_at, self.samples))
+
+        def content() -> dict[str, Any]:
+            return self._division.join(content_of(self._prepared, named=self._division.stated))
+        if not self.is_main:
+            content()
+            return
         extras = self._extras()
         now = Position(**{**vars(self._position), 'samples': self.samples, 'checkpoint_s': self._keeper.longest_s, 'user': self.state})
-        self._keeper.save(lambda: collect(self._prepared, now), self.samples, self._metrics, tidy=tidy, later=later)
+        self._keeper.save(lambda: collect(content(), now), self.samples, self._metrics, tidy=tidy, later=later)
         self._saved_extras = extras

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
+from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.words import Shape
+from parsl_freetrain.training.policies import STOP
 from parsl_freetrain.training.retention import Retention
 from parsl_freetrain.training.scaled import Scaled
 
@@ -13,6 +17,25 @@ REPRODUCIBLE = 'reproducible'
 THROUGHPUT = 'throughput'
 SCALED = 'scaled'
 MODES = (REPRODUCIBLE, THROUGHPUT, SCALED)
+
+
+@dataclass(frozen=True)
+class Handover:
+    """A state that the fragment before has left in memory, on rank 0's node.
+
+    Attributes
+    ----------
+    digest
+        Of its bytes; see :mod:`parsl_freetrain.training.handover`.
+    path, samples, fragment, metrics
+        The checkpoint that is the same state, as :class:`~parsl_freetrain.core.words.Checkpoint` has them.
+    """
+
+    digest: str
+    path: str
+    samples: int
+    fragment: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,6 +66,8 @@ class FragmentOrder:
         How training changes with the ranks in mode 'scaled'.
     on_nan
         What is done about gradients that are not finite: one of :data:`parsl_freetrain.training.nonfinite.POLICIES`.
+    shape
+        How the ranks share the work, where the trainer states it; None: every rank trains samples of its own.
     backend
         Of torch.distributed: 'gloo' or 'nccl'.
     interface
@@ -51,6 +76,8 @@ class FragmentOrder:
         torch threads per rank; part of what makes results reproducible.
     hang_s
         Seconds within which a rank that is stopped, or a peer that cannot be reached, ends the fragment.
+    handover
+        Where the state to begin with is in memory; None: it is read from the newest checkpoint.
     """
 
     trainer: str
@@ -66,15 +93,19 @@ class FragmentOrder:
     keep: Retention = field(default_factory=Retention)
     scaled: Scaled = field(default_factory=Scaled)
     on_nan: str = 'stop'
+    shape: Shape | None = None
     backend: str = 'gloo'
     interface: str | None = None
     threads: int = 1
     hang_s: float = 15.0
+    handover: Handover | None = None
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> FragmentOrder:
         """The order of which ``document`` is what :func:`dataclasses.asdict` gave."""
-        return cls(**{**document, 'keep': Retention(**document['keep']), 'scaled': Scaled(**document['scaled'])})
+        shape, handed = document['shape'], document['handover']
+        return cls(**{**document, 'keep': Retention(**document['keep']), 'scaled': Scaled(**document['scaled']),
+                      'shape': Shape(**shape) if shape else None, 'handover': Handover(**handed) if handed else None})
 
 
 @dataclass(frozen=True)
@@ -98,3 +129,20 @@ class RankPlace:
     local_rank: int
     nodes: int
     log: str
+
+
+def check_shape(shape: Shape, mode: str, on_nan: str, where: str) -> None:
+    """Refuse what a shape cannot do.
+
+    Raises
+    ------
+    BadInput
+        With ``where`` before it.
+    """
+    if prod(shape.sizes[1:]) == 1:
+        return
+    if mode != THROUGHPUT:
+        raise BadInput(f"{where}: mode is {mode!r}, and the shape {shape} divides more than the data; say mode='throughput'.")
+    if shape.pipeline > 1 and on_nan != STOP:
+        raise BadInput(f"{where}: on_nan is {on_nan!r}, but the stages of a pipeline cannot leave out a step each for itself; "
+                       f"say on_nan='stop', or give shapes without a pipeline.")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from parsl_freetrain.core.errors import FreeTrainError
 from parsl_freetrain.core.words import Checkpoint
 from parsl_freetrain.training.background import Background
 from parsl_freetrain.training.channel import Channel
 from parsl_freetrain.training.fragment import FragmentOrder
+from parsl_freetrain.training.handover import keep, pack
 from parsl_freetrain.training.snapshot import Snapshots
 from parsl_freetrain.training.state import State
 from parsl_freetrain.training.store import CheckpointStore
@@ -29,13 +32,22 @@ class Keeper:
 
     A checkpoint in the midst of training is copied, and written by a thread while training goes on; one at a time. What the thread
     raises is raised at the next step.
+
+    Parameters
+    ----------
+    hands_over
+        Whether the next fragment starts as soon as this one ends.
     """
 
-    def __init__(self, store: CheckpointStore, order: FragmentOrder, channel: Channel, last: Checkpoint | None) -> None:
+    def __init__(self, store: CheckpointStore, order: FragmentOrder, channel: Channel, last: Checkpoint | None,
+                 hands_over: Callable[[], bool] = lambda: False) -> None:
         self._store = store
         self._order = order
         self._channel = channel
         self._background = Background('checkpoint')
+        self._hands_over = hands_over
+        self._stepped_at = 0.0
+        self._left: dict[str, Any] | None = None
         self._snapshots = Snapshots()
         self._saved_at = time.monotonic()
         self._asked = False
@@ -57,6 +69,16 @@ class Keeper:
     def step_took(self, seconds: float) -> None:
         """Take in how long a global batch took."""
         self._steps_s.append(seconds)
+        self._stepped_at = time.time()
+
+    def last_words(self) -> dict[str, Any]:
+        """What the executor goes on with.
+
+        When the last step ended (epoch seconds), the longest of the last steps and the longest checkpoint (seconds), 0 where unknown; and
+        the digest of what was left in memory and its samples, None: nothing.
+        """
+        return {'stepped_at': self._stepped_at, 'step_s': max(self._steps_s, default=0.0), 'checkpoint_s': self._longest_s,
+                'left': self._left}
 
     def time_left(self) -> float:
         """Seconds until the nodes go; infinite where unknown."""
@@ -110,7 +132,10 @@ class Keeper:
             pause_s = time.monotonic() - began
             self._background.start(lambda: self._commit(state, samples, numbers, tidy, lambda: pause_s))
         else:
+            if not tidy and self._hands_over():
+                self._background.start(lambda: self._leave(state, samples))
             self._commit(state, samples, numbers, tidy, lambda: time.monotonic() - began)
+            self._background.wait()
         self._saved_at = time.monotonic()
         self._asked = False
 
@@ -121,6 +146,20 @@ class Keeper:
         except FreeTrainError:
             log.exception('The last checkpoint was not written')
         return self.last
+
+    def _leave(self, state: State, samples: int) -> None:
+        """Leave the state in memory for the next fragment; where that fails it reads the checkpoint."""
+        try:
+            fd, digest = pack(state)
+            try:
+                kept = keep(self._order.trainer, fd, digest)
+            finally:
+                os.close(fd)
+        except OSError:
+            log.warning('The state could not be left in memory for the next fragment', exc_info=True)
+        else:
+            if kept:
+                self._left = {'digest': digest, 'samples': samples}
 
     def _commit(self, state: State, samples: int, metrics: Mapping[str, float], tidy: bool, pause_s: Callable[[], float]) -> None:
         began = time.monotonic()

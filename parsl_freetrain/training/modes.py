@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from parsl_freetrain.training.data import Turn
+from parsl_freetrain.training.division import Division
 from parsl_freetrain.training.fragment import REPRODUCIBLE, SCALED, FragmentOrder
 from parsl_freetrain.training.peers import Peers
 from parsl_freetrain.training.prepared import Prepared
@@ -26,8 +27,6 @@ class Steps(Protocol):
         So many batches may pass from a wish to the decision.
     kept_back
         Whether the last batch made no step because its gradient was not finite.
-    culprit
-        Whose gradient it was, for a sentence; empty: unknown.
     """
 
     @property
@@ -40,8 +39,9 @@ class Steps(Protocol):
     def schedulers(self) -> tuple[Any, ...]: ...
     @property
     def kept_back(self) -> bool: ...
-    @property
-    def culprit(self) -> str: ...
+    def culprit(self) -> str:
+        """Whose gradient was not finite first, for a sentence; empty: unknown. All ranks must call it."""
+        ...
     def turns(self, batch: GlobalBatch) -> list[Turn]: ...
     def begin(self, batch: GlobalBatch, guarded: bool) -> None: ...
     def begin_turn(self, turn: Turn) -> None: ...
@@ -49,10 +49,10 @@ class Steps(Protocol):
     def end(self, wish: Callable[[], int], time_left: Callable[[], float]) -> int: ...
 
 
-def make_steps(order: FragmentOrder, prepared: Prepared, peers: Peers, clip_grad_norm: float | None, find_unused_parameters: bool,
-               device: torch.device) -> Steps:
+def make_steps(order: FragmentOrder, prepared: Prepared, peers: Peers, division: Division, clip_grad_norm: float | None,
+               find_unused_parameters: bool, device: torch.device) -> Steps:
     """What the order's mode asks for."""
     if order.mode == REPRODUCIBLE:
         return ReproducibleSteps(prepared, peers, order.shards, clip_grad_norm, device)
-    return ThroughputSteps(prepared, peers, clip_grad_norm, find_unused_parameters, device,
+    return ThroughputSteps(prepared, peers, division, clip_grad_norm, find_unused_parameters, device,
                            adasum=order.mode == SCALED and order.scaled.combine == ADASUM)

@@ -12,6 +12,7 @@ from torch.nn.utils import get_total_norm
 from parsl_freetrain.training.prepared import Prepared
 
 LOOK_EVERY_S = 0.25
+NEVER = 2 ** 62
 
 
 def all_finite(tensors: Iterable[torch.Tensor | None]) -> bool:
@@ -43,6 +44,39 @@ class Watch:
     def due(self) -> bool:
         """Whether the last look was at least :data:`LOOK_EVERY_S` seconds ago."""
         return self._clock() - self._looked_at >= LOOK_EVERY_S
+
+
+class Blame:
+    """Remembers in which step this rank's own gradient was first not finite, before the sum over all ranks, in which that is lost.
+
+    It looks at one tensor of each model, the smallest, on its device and without waiting for it: what makes a loss infinite or not a number
+    nearly always shows in each gradient.
+    """
+
+    def __init__(self, models: Iterable[torch.nn.Module], device: torch.device) -> None:
+        self._step = 0
+        self._first = torch.full((), NEVER, dtype=torch.int64, device=device)
+        for model in models:
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            if trained:
+                min(trained, key=lambda parameter: parameter.numel()).register_hook(self._look)
+
+    def next_step(self) -> None:
+        """A step begins."""
+        self._step += 1
+
+    def first(self) -> torch.Tensor:
+        """The step, from 1, as one number; :data:`NEVER` where there was none."""
+        return self._first.reshape(1)
+
+    def forget(self) -> None:
+        """What was not finite has been dealt with."""
+        self._first = torch.full_like(self._first, NEVER)
+
+    def _look(self, gradient: torch.Tensor) -> None:
+        values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
+        bad = ~torch.isfinite(values.detach()).all()
+        self._first = torch.where(bad & (self._first == NEVER), self._step, self._first)
 
 
 class Guard:

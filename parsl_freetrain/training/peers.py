@@ -85,6 +85,8 @@ class Alone:
         raise ValueError('There is no other rank.')
 
     def leave(self) -> bool:
+        if dist.is_initialized():  # for a mesh of one rank
+            dist.destroy_process_group()
         return True
 
 

@@ -50,7 +50,7 @@ class Policy:
         """A step was looked at and taken."""
         self._in_a_row = 0
 
-    def go_back(self, first: int, last: int, rollbacks: int, path: str) -> None:
+    def go_back(self, first: int, last: int, rollbacks: int, path: str, culprit: str = '') -> None:
         """Decide to go back to the checkpoint at ``path`` for what went wrong between two sample counts.
 
         Raises
@@ -59,9 +59,9 @@ class Policy:
             If the policy is another, there is no checkpoint, or it has been done ``rollbacks`` times, which is enough.
         """
         if self.policy != ROLLBACK or not path:
-            raise BadInput(self.sentence(first, last))
+            raise BadInput(self.sentence(first, last, culprit))
         if rollbacks >= MOST_ROLLBACKS:
-            raise BadInput(self.sentence(first, last, f', after training went back to a checkpoint {rollbacks} times'))
+            raise BadInput(self.sentence(first, last, f'{culprit}, after training went back to a checkpoint {rollbacks} times'))
         self._suspect_until = last
 
     def sentence(self, first: int, last: int, culprit: str = '') -> str:

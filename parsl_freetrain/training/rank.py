@@ -13,10 +13,13 @@ import cloudpickle
 import tblib
 import torch
 
+from parsl_freetrain.core.words import Checkpoint
+from parsl_freetrain.training.ahead import AheadContext, Berth
 from parsl_freetrain.training.channel import Channel
 from parsl_freetrain.training.context import FragmentContext
 from parsl_freetrain.training.data import seed_everything
 from parsl_freetrain.training.fragment import REPRODUCIBLE, FragmentOrder, RankPlace
+from parsl_freetrain.training.handover import receive
 from parsl_freetrain.training.inbox import Inbox
 from parsl_freetrain.training.keeper import Keeper
 from parsl_freetrain.training.peers import Peers, is_peer_loss, join
@@ -27,7 +30,7 @@ from parsl_freetrain.training.store import Fenced, PosixCheckpointStore
 _LARGEST_EXCEPTION = 1_000_000
 
 
-def run_rank(order: FragmentOrder, place: RankPlace, payload: bytes, channel: Channel) -> int:
+def run_rank(order: FragmentOrder, place: RankPlace, payload: bytes, channel: Channel, berth: Berth | None = None) -> int:
     """Run a fragment's rank; its last message is the outcome.
 
     Parameters
@@ -38,6 +41,8 @@ def run_rank(order: FragmentOrder, place: RankPlace, payload: bytes, channel: Ch
         ``cloudpickle.dumps((function, args, kwargs))``, from the channel of our own user and from nowhere else.
     channel
         To and from the member.
+    berth
+        Where this rank learns its order and its place, if it runs ahead; of those given only the trainer's and the node's part counts then.
 
     Returns
     -------
@@ -54,18 +59,28 @@ def run_rank(order: FragmentOrder, place: RankPlace, payload: bytes, channel: Ch
     peers: Peers | None = None
     context: FragmentContext | None = None
     how, error = 'finished', None
+
+    def begin(order: FragmentOrder, its_place: RankPlace) -> tuple[Any, ...]:
+        nonlocal peers, place
+        place = its_place
+        print(f'Trainer {order.trainer}, fragment {order.fragment}: rank {place.rank} of {place.world_size}')
+        peers = join(order, place, channel, inbox)()
+        return _parts(order, place, peers, channel, inbox, device)
     try:
         device = _set_up(order, place)
-        meet = join(order, place, channel, inbox)
         function, args, kwargs = cloudpickle.loads(payload)
-        peers = meet()
-        context = _make_context(order, place, peers, channel, inbox, device)
+        if berth is None:
+            context = FragmentContext(*begin(order, place))
+        else:
+            context = AheadContext(order.trainer, device, lambda: begin(*berth.wait()))
         function(context, *args, **kwargs)
         if context.stopped:  # the function has swallowed the end
             how = 'stopped'
         else:
             context.finish()
     except BaseException as raised:  # whatever it is, the member must hear of it
+        if isinstance(context, AheadContext) and not context.began():
+            context = None  # it could not begin
         how = _ending(raised, context, place)
         if how != 'stopped':
             traceback.print_exc()
@@ -90,27 +105,35 @@ def _set_up(order: FragmentOrder, place: RankPlace) -> torch.device:
         device = torch.device('cuda', place.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         torch.cuda.init()  # so that it is seeded below
-    print(f'Trainer {order.trainer}, fragment {order.fragment}: rank {place.rank} of {place.world_size}, device {device} '
-          f'(CUDA_VISIBLE_DEVICES={os.environ.get("CUDA_VISIBLE_DEVICES")}), {order.threads} threads')
+    print(f'Process {os.getpid()}: device {device} (CUDA_VISIBLE_DEVICES={os.environ.get("CUDA_VISIBLE_DEVICES")}), '
+          f'{order.threads} threads')
     # What the function draws before its loop (initial weights) is the same on all ranks.
     seed_everything(order.seed)
     return device
 
 
-def _make_context(order: FragmentOrder, place: RankPlace, peers: Peers, channel: Channel, inbox: Inbox,
-                  device: torch.device) -> FragmentContext:
+def _parts(order: FragmentOrder, place: RankPlace, peers: Peers, channel: Channel, inbox: Inbox, device: torch.device) -> tuple[Any, ...]:
+    """What a context is made of."""
     store = PosixCheckpointStore(Path(order.store), order.trainer, hook=saving)
+    handed = order.handover
+    saved = receive(handed, order.trainer, peers, device) if handed is not None else None
     latest = None
 
     def find() -> str:
         nonlocal latest
         store.fence(order.fragment)
-        latest = store.latest()
+        if saved is not None and handed is not None:
+            latest = Checkpoint(order.trainer, handed.path, handed.samples, handed.fragment, dict(handed.metrics))
+        else:
+            latest = store.latest()
         return latest.path if latest is not None else ''
     # Rank 0 verifies and chooses; ranks that looked for themselves might choose differently.
     path = peers.tell('checkpoint', find)
-    saved = read_state(path) if path else None
-    return FragmentContext(order, place, peers, channel, inbox, Keeper(store, order, channel, latest), device, saved)
+    if path:
+        print(f'Going on from checkpoint {path}{", as it is in memory" if saved is not None else ""}')
+    if saved is None and path:
+        saved = read_state(path)
+    return order, place, peers, channel, inbox, Keeper(store, order, channel, latest, inbox.hands_over), device, saved
 
 
 def _ending(raised: BaseException, context: FragmentContext | None, place: RankPlace) -> str:

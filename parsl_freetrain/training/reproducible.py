@@ -58,9 +58,13 @@ class ReproducibleSteps:
         self._turn: Turn | None = None
         self._own = Contribution(torch.empty(0), torch.empty(0))
         self.kept_back = False
-        self.culprit = ''
+        self._culprit = ''
         self._stepped = [False] * len(prepared.optimizers)
         self._scheduled: list[tuple[float | None, ...]] = [()] * len(prepared.schedulers)
+
+    def culprit(self) -> str:
+        """Whose gradient was not finite in the last batch, for a sentence."""
+        return self._culprit
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
@@ -129,7 +133,7 @@ class ReproducibleSteps:
         assert total is not None
         self._sums = {}
         self.kept_back = bool(culprits) or not layout.is_finite(total)
-        self.culprit = f', on rank {", ".join(map(str, culprits))}' if culprits else ''
+        self._culprit = f', on rank {", ".join(map(str, culprits))}' if culprits else ''
         if self.kept_back:
             self._undo_buffers()
         else:

@@ -12,6 +12,7 @@ import torch
 
 from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.training.dcp import load_all, save, tensor_differences
+from parsl_freetrain.training.naming import by_name, by_number, is_by_name, parameter_names
 from parsl_freetrain.training.prepared import Prepared
 from parsl_freetrain.training.structure import put_together, take_apart
 
@@ -84,8 +85,21 @@ class Saved:
     classes: dict[str, str] = field(default_factory=dict)
 
 
-def collect(prepared: Prepared, position: Position) -> State:
-    """The state to save, with entries 'model', 'optimizer', 'scheduler', 'scaler' ('model_2' and so on); its tensors are the live ones.
+def content_of(prepared: Prepared, *, named: bool = False) -> dict[str, Any]:
+    """The states of everything, as 'model', 'optimizer', 'scheduler', 'scaler' ('model_2' and so on); the tensors are the live ones.
+
+    ``named``: states of optimizers are by the names of parameters, so that models can be divided otherwise when they are loaded.
+    """
+    things = {name: thing for kind, field_ in _KINDS.items() for name, thing in zip(_names(kind), getattr(prepared, field_), strict=False)}
+    content: dict[str, Any] = {name: thing.state_dict() for name, thing in things.items()}
+    if named:
+        names = parameter_names(prepared)
+        content.update((name, by_name(optimizer, names)) for name, optimizer in zip(_names('optimizer'), prepared.optimizers, strict=False))
+    return {**content, 'classes': {name: type(thing).__name__ for name, thing in things.items()}}
+
+
+def collect(content: Mapping[str, Any], position: Position) -> State:
+    """The state to save: what :func:`content_of` gives, and the position.
 
     There is no state of random numbers in it: every turn's are seeded by the seed and the position.
 
@@ -94,11 +108,8 @@ def collect(prepared: Prepared, position: Position) -> State:
     BadInput
         If a state holds anything but tensors, numbers, texts and containers: nothing else can be loaded without running code of the file.
     """
-    things = {name: thing for kind, field_ in _KINDS.items() for name, thing in zip(_names(kind), getattr(prepared, field_), strict=False)}
-    content: dict[str, Any] = {name: thing.state_dict() for name, thing in things.items()}
-    content['position'] = {**vars(position)}
-    content['classes'] = {name: type(thing).__name__ for name, thing in things.items()}
-    return State(*take_apart(content, {'position': 'ctx.state', **{name: f'the state of {name}' for name in things}}))
+    called = {name: f'the state of {name}' for name in content['classes']}
+    return State(*take_apart({**content, 'position': {**vars(position)}}, {'position': 'ctx.state', **called}))
 
 
 def read_state(path: str) -> Saved:
@@ -110,14 +121,18 @@ def read_state(path: str) -> Saved:
         If it is not a checkpoint of this format.
     """
     tensors = load_all(Path(path))
-    structure = tensors.pop(_STRUCTURE)
-    content = put_together(tensors, structure)
+    return assemble(path, State(tensors, tensors.pop(_STRUCTURE)))
+
+
+def assemble(path: str, state: State) -> Saved:
+    """What a checkpoint holds, from a state that was taken apart; ``path`` is the checkpoint that it is the same as."""
+    content = put_together(state.tensors, state.structure)
     states = {several: [content[name] for name in takewhile(content.__contains__, _names(kind))] for kind, several in _KINDS.items()}
     return Saved(path, Position(**content['position']), classes=content['classes'], **states)
 
 
-def restore(prepared: Prepared, saved: Saved) -> None:
-    """Bring models, optimizers, schedulers and scalers to a saved state.
+def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
+    """Bring models, optimizers, schedulers and scalers to a saved state; ``parts``: the models may be parts of those that were saved.
 
     Raises
     ------
@@ -136,12 +151,17 @@ def restore(prepared: Prepared, saved: Saved) -> None:
             if was is not None and was != made:
                 raise BadInput(f'The {name} in checkpoint {saved.path} was of class {was} and ctx.prepare was given {made}: '
                                f'make it as the earlier fragments did, {_ANEW}.')
-    for i, (model, state) in enumerate(zip(prepared.models, saved.models, strict=True)):
+    states = {several: list(getattr(saved, several)) for several in _KINDS.values()}
+    if parts:
+        states['models'] = [{name: state[name] for name in model.state_dict() if name in state}
+                            for model, state in zip(prepared.models, saved.models, strict=True)]
+    for i, (model, state) in enumerate(zip(prepared.models, states['models'], strict=True)):
         _check_model(model, state, i, saved.path)
+    names = parameter_names(prepared)
     for kind, several in _KINDS.items():
-        for name, thing, state in zip(_names(kind), getattr(prepared, several), getattr(saved, several), strict=False):
+        for name, thing, state in zip(_names(kind), getattr(prepared, several), states[several], strict=False):
             try:
-                thing.load_state_dict(state)
+                thing.load_state_dict(by_number(state, thing, names) if kind == 'optimizer' and is_by_name(state) else state)
             except (ValueError, KeyError, RuntimeError) as error:
                 raise BadInput(f'The state of {name} in checkpoint {saved.path} does not fit ({error}): '
                                f'make it as the earlier fragments did, {_ANEW}.') from error

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.training.adasum import combine
 from parsl_freetrain.training.agreement import Agreement
 from parsl_freetrain.training.data import Turn
-from parsl_freetrain.training.nonfinite import Guard
+from parsl_freetrain.training.division import Division
+from parsl_freetrain.training.nonfinite import NEVER, Blame, Guard
 from parsl_freetrain.training.peers import Peers
 from parsl_freetrain.training.prepared import Prepared
 from parsl_freetrain.training.sampling import GlobalBatch, split_for_ranks
@@ -21,25 +24,41 @@ from parsl_freetrain.training.sampling import GlobalBatch, split_for_ranks
 class ThroughputSteps:
     """One turn per global batch, on this rank's part of it; optimizers and schedulers are the user's own.
 
+    Gradients are averaged over the ranks that hold the same and train other samples. Where ranks hold stages of a pipeline, that is done
+    when the optimizer steps, since a schedule has many backward passes.
+
     Parameters
     ----------
     adasum
         Whether the ranks' gradients are combined by Adasum in place of their mean.
+
+    Raises
+    ------
+    BadInput
+        If something is asked for that the stages of a pipeline cannot do each for itself.
     """
 
-    culprit = ''  # whose gradient it was is lost in the sum
-
-    def __init__(self, prepared: Prepared, peers: Peers, clip_grad_norm: float | None, find_unused_parameters: bool,
-                 device: torch.device, *, adasum: bool = False) -> None:
+    def __init__(self, prepared: Prepared, peers: Peers, division: Division, clip_grad_norm: float | None,
+                 find_unused_parameters: bool, device: torch.device, *, adasum: bool = False) -> None:
         self._prepared = prepared
         self._peers = peers
+        self._division = division
         self._adasum = adasum
         self._agreement = Agreement(peers, device)
         self._guard = Guard(prepared.optimizers)
+        self._blame = Blame(prepared.models, device)
         self._buffers = [buffer for model in prepared.models for buffer in model.buffers()]
         self._buffers_before: list[torch.Tensor] = []
         self._factor = 1.0
         self._hooks: list[RemovableHandle] = []
+        self._weight = 1.0
+        # A model that is a pipeline where there are more ranks runs its own backward passes also where it has one stage.
+        self._at_step = division.pipelined or any(getattr(model, 'many_backward_passes', False) for model in prepared.models)
+        if division.pipelined:
+            refuse_for_pipelines(prepared, clip_grad_norm)
+        if self._at_step:
+            for optimizer in prepared.optimizers:
+                optimizer.register_step_pre_hook(self._average)
         if clip_grad_norm is not None:
             for optimizer in prepared.optimizers:
                 optimizer.register_step_pre_hook(_clipping(clip_grad_norm))
@@ -62,9 +81,9 @@ class ThroughputSteps:
 
     def turns(self, batch: GlobalBatch) -> list[Turn]:
         """The one turn of this rank; a rank without a sample trains one that does not count, since DDP wants all ranks."""
-        own = split_for_ranks(batch.indices, self._peers.world_size, self._peers.rank)
+        own = split_for_ranks(batch.indices, self._division.shape.data, self._division.data_rank)
         weight = len(own) / len(batch.indices)
-        return [Turn(own or tuple(batch.indices[:1]), batch.samples_before, self._peers.rank, weight)]
+        return [Turn(own or tuple(batch.indices[:1]), batch.samples_before, self._division.data_rank, weight)]
 
     def begin(self, batch: GlobalBatch, guarded: bool) -> None:
         """Before the turn of a global batch; ``guarded``: keep back a step whose gradient is not finite."""
@@ -72,7 +91,10 @@ class ThroughputSteps:
 
     def begin_turn(self, turn: Turn) -> None:
         """Before the turn."""
-        self._count_gradients(turn.weight)
+        self._weight = turn.weight
+        self._blame.next_step()
+        if not self._at_step:
+            self._count_gradients(turn.weight)
         if self._guard.on:
             self._guard.bad = False
             self._buffers_before = [buffer.clone() for buffer in self._buffers]
@@ -93,12 +115,19 @@ class ThroughputSteps:
         """After the turn; returns the largest of all ranks' wishes, of up to :attr:`delay` batches before."""
         return self._agreement.after_step(wish, time_left)
 
+    def culprit(self) -> str:
+        """Whose gradient was not finite first, for a sentence; all ranks must call it."""
+        steps = [int(row) for row in self._peers.gather(self._blame.first())]
+        self._blame.forget()
+        culprits = [str(rank) for rank, step in enumerate(steps) if step == min(steps) < NEVER]
+        return f', on rank {", ".join(culprits)}' if culprits else ''
+
     def _count_gradients(self, weight: float) -> None:
         """See to it that this rank's gradient counts as much as it has samples, where the ranks have not all as many.
 
         DDP takes the mean over the ranks. A hook on each parameter costs little, but something, so it is there only when it is needed.
         """
-        factor = weight * self._peers.world_size
+        factor = weight * self._division.shape.data
         if self._adasum:
             factor = 1.0 if weight else 0.0
         self._factor = 1.0 if abs(factor - 1) < 1e-9 else factor
@@ -114,20 +143,54 @@ class ThroughputSteps:
         return gradient * self._factor if self._factor else torch.zeros_like(gradient)  # 0 x inf is not 0
 
     def _wrapped(self, model: torch.nn.Module, find_unused_parameters: bool) -> torch.nn.Module:
-        if self._peers.world_size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
+        alone = self._division.shape.data == 1 or self._at_step
+        if alone or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         # With views, gradients are not copied to where they are exchanged, and back.
-        wrapped = DistributedDataParallel(model, find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True)
+        wrapped = DistributedDataParallel(model, find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True,
+                                          process_group=self._division.data_group)
         if self._adasum:
             # DDP looks at annotations, and takes none that are texts, as all of this module's are.
             wrapped.register_comm_hook(None, lambda state, bucket: self._combined(bucket))
         return wrapped
+
+    @torch.no_grad()
+    def _average(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self._division.shape.data == 1:
+            return
+        group = self._division.data_group
+        waiting = []
+        for gradient in [p.grad for group_ in optimizer.param_groups for p in group_['params'] if p.grad is not None]:
+            if self._weight:
+                gradient.mul_(self._weight)
+            else:
+                gradient.zero_()  # 0 x inf is not 0
+            waiting.append(dist.all_reduce(gradient, group=group, async_op=True))
+        for work in waiting:
+            if work is not None:
+                work.wait()
 
     def _combined(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         sizes = [gradient.numel() for gradient in bucket.gradients()]
         done.set_result(combine(bucket.buffer(), sizes, self._peers.rank, self._peers.world_size, self._peers.swap))
         return done
+
+
+def refuse_for_pipelines(prepared: Prepared, clip_grad_norm: float | None) -> None:
+    """Refuse what needs the gradients of all stages.
+
+    Raises
+    ------
+    BadInput
+        If there is any of it.
+    """
+    if clip_grad_norm is not None:
+        raise BadInput('ctx.prepare was given clip_grad_norm, but the norm of a gradient is over all stages of a pipeline, of which each '
+                       'rank has its own: leave it out and clip in the model.')
+    if any(scaler.is_enabled() for scaler in prepared.scalers):
+        raise BadInput('ctx.prepare was given a gradient scaler, but the stages of a pipeline cannot leave out a step each for itself: '
+                       'use bfloat16, which needs none.')
 
 
 def _clipping(norm: float) -> Callable[..., None]:

@@ -218,12 +218,8 @@ class WarmParent:
         FreeTrainError
             If the warm parent is not there (any more) or cannot fork.
         """
-        channel = self._connect()
-        if channel is None:
-            raise self._failure('does not listen')
+        channel = self._ask_for('launch', order, place, payload, env)
         try:
-            channel.send({'kind': 'launch', 'order': asdict(order), 'place': asdict(place), 'env': dict(env)})
-            channel.send_bytes(payload)
             if not self._answered(channel, _LAUNCH_S):
                 raise self._failure(f'did not start a rank within {_LAUNCH_S:g} s')
             pid = channel.recv()['pid']
@@ -234,6 +230,41 @@ class WarmParent:
             channel.close()
             raise
         return RankProcess(channel, pid)
+
+    def run_ahead(self, order: FragmentOrder, local_rank: int, payload: bytes, env: Mapping[str, str], log: str, wait_s: float) -> Channel:
+        """Fork a rank that runs up to where it needs its fragment and waits there: for :meth:`launch`, which takes it if it fits.
+
+        Parameters
+        ----------
+        order
+            Of an earlier fragment of the trainer.
+        local_rank, payload, env
+            As it will be launched.
+        log
+            Where its output goes until then.
+        wait_s
+            It ends if it has waited for so many seconds.
+
+        Returns
+        -------
+        Channel
+            It can be read, or is at its end, when the rank waits. Closing it does not end the rank.
+
+        Raises
+        ------
+        FreeTrainError
+            If the warm parent is not there (any more).
+        """
+        return self._ask_for('ahead', order, RankPlace(-1, 0, local_rank, 0, log), payload, env, wait_s=wait_s)
+
+    def _ask_for(self, kind: str, order: FragmentOrder, place: RankPlace, payload: bytes, env: Mapping[str, str], **more: float) -> Channel:
+        channel = self._connect()
+        if channel is None:
+            raise self._failure('does not listen')
+        digest = hashlib.blake2b(payload, digest_size=32).hexdigest()
+        channel.send({'kind': kind, 'order': asdict(order), 'place': asdict(place), 'env': dict(env), 'payload': digest, **more})
+        channel.send_bytes(payload)
+        return channel
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the warm parent and its ranks at once, without waiting for its owner's end."""

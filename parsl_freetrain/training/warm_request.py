@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 import tempfile
@@ -11,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.machinery import PathFinder
 from typing import Any
+
+from parsl_freetrain.training.fragment import FragmentOrder, RankPlace
 
 # Read once, when the interpreter, an allocator, OpenMP or torch starts: a process that has started cannot take them over.
 _READ_AT_START = ('LD_', 'GLIBC_TUNABLES', 'MALLOC_', 'PYTHON', 'OMP_', 'GOMP_', 'KMP_AFFINITY', 'MKL_', 'OPENBLAS_', 'NPY_',
@@ -96,6 +99,12 @@ class ServerRequest:
         time.tzset()
         tempfile.tempdir = None
         importlib.invalidate_caches()
+
+
+def launch_of(request: bytes) -> tuple[FragmentOrder, RankPlace]:
+    """What a rank is told, from the JSON document that asks for it."""
+    document = json.loads(request)
+    return FragmentOrder.from_json(document['order']), RankPlace(**document['place'])
 
 
 def start_environment() -> dict[str, str]:

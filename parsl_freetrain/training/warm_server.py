@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from parsl_freetrain.training.berths import WARM_VARIABLE, Ahead, Berths, key_of
 from parsl_freetrain.training.channel import Channel, is_ours, peer_pid
 from parsl_freetrain.training.fragment import FragmentOrder, RankPlace
 from parsl_freetrain.training.inbox import STOP_SIGNALS
@@ -87,6 +88,7 @@ class Nursery:
         self._children: dict[int, _Child] = {}  # by pidfd
         self._servers: dict[int, int] = {}  # process ids of the warm parents forked, by pidfd
         self._by_connection: dict[int, _Child] = {}
+        self._berths = Berths()
         self._farewells: dict[int, tuple[socket.socket, int]] = {}  # exit statuses that the client's full socket did not take yet
         self._poll.register(listener, select.POLLIN)
         self._poll.register(owner, select.POLLIN)
@@ -96,7 +98,7 @@ class Nursery:
         gc.collect()
         gc.freeze()  # a garbage collection in a rank would copy all of the pages that it shares with us
         while True:
-            for fd, _ in self._poll.poll(_LOOK_MS if self._children else None):
+            for fd, _ in self._poll.poll(_LOOK_MS if self._children or self._berths else None):
                 if fd == self._owner:
                     self._end_all()
                     return
@@ -108,11 +110,14 @@ class Nursery:
                     self._reap(fd)
                 elif fd in self._servers:
                     self._reap_server(fd)
+                elif self._berths.ended(fd):
+                    self._poll.unregister(fd)
                 elif fd in self._by_connection:
                     self._abandoned(fd)
                 elif fd in self._farewells:
                     self._say_farewell(fd)
             self._end_forsaken()
+            self._berths.let_go()
 
     def _end_forsaken(self) -> None:
         """Kill ranks whose client is stopped: the executor has lost this node by then, and trains elsewhere."""
@@ -131,7 +136,10 @@ class Nursery:
         except (EOFError, ValueError):
             header = {}
         kind = header.get('kind')
-        if kind == 'launch':
+        if kind == 'launch' and (ahead := self._berths.claim(header, connection)) is not None:
+            self._adopt(ahead.pid, ahead.pidfd, connection, header)
+            return False
+        if kind in ('launch', 'ahead'):
             self._fork(connection, header)
             return False
         if kind == 'serve':
@@ -139,12 +147,18 @@ class Nursery:
             return False
         if kind == 'ping':
             channel.send({'kind': 'ready', 'pid': os.getpid()})
+        with suppress(OSError):   # whoever asked may be gone
+            if kind == 'keep' and channel.poll(_HEADER_TIMEOUT_S) and self._berths.keep(header, connection):
+                channel.send({'kind': 'kept'}, wait=False)
+            if kind == 'fetch':
+                self._berths.give(header, connection)
         connection.close()
         return kind == 'quit'
 
     def _fork(self, connection: socket.socket, header: dict[str, Any]) -> None:
         self._flush()
         parent = os.getpid()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) if header['kind'] == 'ahead' else (None, None)
         # A notice that arrives before the rank can honour it stays pending.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
@@ -155,26 +169,37 @@ class Nursery:
             connection.close()
             return
         if pid == 0:
-            self._become_rank(Channel(connection), header, parent)
+            self._become_rank(Channel(connection), header, parent, theirs)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        child = _Child(pid, connection, StopWatch(peer_pid(connection)), float(header['order']['hang_s']))
         pidfd = os.pidfd_open(pid)
+        self._poll.register(pidfd, select.POLLIN)
+        if ours is None or theirs is None:
+            self._adopt(pid, pidfd, connection, header)
+            return
+        theirs.close()
+        connection.close()
+        self._berths.add(Ahead(key_of(header), pid, pidfd, ours, header['place']['log']))
+
+    def _adopt(self, pid: int, pidfd: int, connection: socket.socket, header: Mapping[str, Any]) -> None:
+        """A rank that somebody listens to."""
+        child = _Child(pid, connection, StopWatch(peer_pid(connection)), float(header['order']['hang_s']))
         self._children[pidfd] = child
         self._by_connection[connection.fileno()] = child
-        self._poll.register(pidfd, select.POLLIN)
         # Without a wish POLLHUP is still told: the client has gone.
         self._poll.register(connection, 0)
 
-    def _become_rank(self, channel: Channel, header: dict[str, Any], parent: int) -> NoReturn:
+    def _become_rank(self, channel: Channel, header: dict[str, Any], parent: int, berth: socket.socket | None) -> NoReturn:
         status = 1
         try:
             die_with_parent()
             if os.getppid() != parent:
                 os._exit(1)
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            os.environ[WARM_VARIABLE] = self._listener.getsockname()[1:].decode()
             self._forget()
-            channel.send({'kind': 'pid', 'pid': os.getpid()})
-            status = _run(channel, header)
+            if berth is None:
+                channel.send({'kind': 'pid', 'pid': os.getpid()})
+            status = _run(channel, header, berth)
         except BaseException:  # a rank must not go on as its parent
             traceback.print_exc()
         finally:
@@ -224,6 +249,7 @@ class Nursery:
 
     def _forget(self) -> None:
         self._listener.close()
+        self._berths.forget()
         for pidfd in self._servers:
             os.close(pidfd)
         os.close(self._owner)
@@ -272,6 +298,7 @@ class Nursery:
     def _end_all(self) -> None:
         for child in self._children.values():
             os.kill(child.pid, signal.SIGKILL)
+        self._berths.end()
         # Who forked us is not in our node's session, so that what ends the node does not find what the ranks have started.
         end_session()
 
@@ -291,7 +318,8 @@ def _serve_as_asked(channel: Channel, request: ServerRequest) -> int:
     return status
 
 
-def _run(channel: Channel, header: dict[str, Any]) -> int:
+def _run(channel: Channel, header: dict[str, Any], sock: socket.socket | None) -> int:
+    from parsl_freetrain.training.ahead import Berth
     from parsl_freetrain.training.rank import run_rank
     order, place = FragmentOrder.from_json(header['order']), RankPlace(**header['place'])
     log = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -301,7 +329,10 @@ def _run(channel: Channel, header: dict[str, Any]) -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.update(header['env'])
-    return run_rank(order, place, channel.recv_bytes(), channel)
+    payload = channel.recv_bytes()
+    if sock is None:
+        return run_rank(order, place, payload, channel)
+    return run_rank(order, place, payload, Channel(sock), Berth(sock, channel, float(header['wait_s']), place.log))
 
 
 def _hung_up(connection: socket.socket) -> bool:

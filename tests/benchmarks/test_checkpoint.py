@@ -19,7 +19,7 @@ from torch import nn
 from parsl_freetrain.training.channel import Channel
 from parsl_freetrain.training.keeper import Keeper
 from parsl_freetrain.training.prepared import Prepared, sort_out
-from parsl_freetrain.training.state import Position, collect
+from parsl_freetrain.training.state import Position, collect, content_of
 from parsl_freetrain.training.store import PosixCheckpointStore
 from tests.support.ranks import order
 
@@ -64,7 +64,7 @@ def test_how_long_a_checkpoint_holds_up_training(tmp_path: Path) -> None:
                 times['plain'].append(time.monotonic() - began)
                 shutil.rmtree(tmp_path / 'plain')
                 continue
-            keeper.save(lambda now=now: collect(prepared, now), number, {}, tidy=False, later=later)  # type: ignore[misc]
+            keeper.save(lambda now=now: collect(content_of(prepared), now), number, {}, tidy=False, later=later)  # type: ignore[misc]
             held = time.monotonic() - began
             times['pause' if later else 'at once'].append(held)
             while keeper._background.busy:

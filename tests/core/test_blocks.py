@@ -93,6 +93,27 @@ def test_nodes_on_which_the_curve_gains_nothing_are_not_wanted() -> None:
     assert opened(controller(Trainer('a', 1, 64, curve=peak)), Hole(64)) == [BlockRequest(8)]
 
 
+def test_no_more_nodes_than_fit_the_sizes_are_asked_for() -> None:
+    pair = Trainer('a', 2, 8, sizes=(2, 4, 8))
+    assert opened(controller(pair), Hole(1)) == []
+    assert opened(controller(pair), Hole(7)) == [BlockRequest(4)]
+    assert opened(controller(pair), Hole(2), Hole(1), Hole(1)) == [BlockRequest(2), BlockRequest(1), BlockRequest(1)]
+    assert opened(controller(pair, Trainer('b', 3, 3, sizes=(3,))), Hole(6)) == [BlockRequest(5)]
+    assert opened(controller(pair, Trainer('c', 1, 1)), Hole(8)) == [BlockRequest(8)]
+    apart = controller(pair, settings=ControllerSettings(spans_blocks=False))
+    assert opened(apart, Hole(7), Hole(3)) == [BlockRequest(4), BlockRequest(2)]
+
+
+def test_no_more_nodes_than_caps_allow_are_asked_for() -> None:
+    trainers = Trainer('a', 1, 4, user='anna', group='x'), Trainer('b', 1, 4, user='anna'), Trainer('c', 1, 4, group='x')
+    assert opened(controller(*trainers, settings=ControllerSettings(caps={'user anna': 3})), Hole(20)) == [BlockRequest(7)]
+    both = ControllerSettings(caps={'user anna': 6, 'group x': 1}, spans_blocks=False)
+    made = controller(*trainers, settings=both)
+    assert opened(made, Hole(20)) == [BlockRequest(5)]
+    made.handle(ev.NodesJoined(0.0, 'b', ('n1', 'n2', 'n3', 'n4', 'n5')))
+    assert opened(made, Hole(20)) == []
+
+
 def test_where_blocks_cannot_talk_a_running_fragment_wants_no_second_block() -> None:
     made = controller(Trainer('a', 1, 8), settings=ControllerSettings(spans_blocks=False))
     made.handle(ev.NodesJoined(0.0, 'b', ('n1', 'n2')))
@@ -139,3 +160,16 @@ def test_a_block_that_lost_all_of_its_nodes_is_given_back() -> None:
     made.handle(ev.NodesLeft(1.0, ('n1',)))
     made.handle(ev.FragmentEnded(1.0, 'a', 1, 0, ev.Ending.PREEMPTED))
     assert made.handle(ev.Tick(31.0)).actions == (CloseBlock('b', 'nothing has run on it for 30 s'),)
+
+
+def test_nodes_that_are_kept_free_are_there_and_stay() -> None:
+    spared = ControllerSettings(idle_block_s=30.0, keep_free=1, max_nodes=2)
+    assert opened(controller(Trainer('a', 1, 8), settings=spared), Hole(9)) == [BlockRequest(3)]
+    made = controller(Trainer('a', 1, 1), settings=spared)
+    for block in 'bcde':
+        made.handle(ev.NodesJoined(0.0, block, (f'n-{block}',)))
+    assert len(made.state.busy()) == 1
+    assert len(made.handle(ev.Tick(40.0)).actions) == 2, 'of the three that are idle one stays'
+    made.handle(ev.FragmentEnded(50.0, 'a', 1, 1, ev.Ending.FINISHED))
+    made.handle(ev.Tick(100.0))
+    assert len(made.handle(ev.Tick(200.0)).actions) == 4

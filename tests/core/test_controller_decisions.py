@@ -12,7 +12,7 @@ from parsl_freetrain.core.events import Ending, StartFragment, StopFragment
 from parsl_freetrain.core.milp import MilpAllocator
 from parsl_freetrain.core.objectives import Candidate
 from parsl_freetrain.core.state import ControllerSettings
-from parsl_freetrain.core.words import Hole, ScalingCurve, Trainer
+from parsl_freetrain.core.words import Efficiency, Hole, ScalingCurve, Trainer
 from parsl_freetrain.solver import allocator_named
 
 LINEAR = ScalingCurve.from_points({1: 10.0, 64: 640.0})
@@ -170,3 +170,103 @@ def test_many_trainers_cost_nothing_where_nothing_changes() -> None:
     assert story.tell(ev.TrainerCancelled(3.0, 't0')) == (StopFragment('t0', 1, 'cancelled'),)
     story.tell(ev.FragmentEnded(3.0, 't0', 1, 0, Ending.STOPPED))
     assert [bid.name for bid in story.allocator.asked[-1].bids] == [f't{i}' for i in range(1, 301)]
+
+
+# What trainers and administrators ask for
+
+PLENTY = 10**9
+SLOW = ScalingCurve.from_points({1: 1.0, 64: 64.0})
+
+
+def submitted(story: Story, *trainers: Trainer, at: float = 0.0) -> None:
+    for trainer in trainers:
+        story.tell(ev.TrainerSubmitted(at, trainer))
+
+
+def planned(story: Story) -> dict[str, int]:
+    """What the last decision gives to whom."""
+    return story.controller._planner._plan.answer.allocation  # type: ignore[union-attr]
+
+
+def test_only_allowed_counts_are_given() -> None:
+    story = Story()
+    submitted(story, Trainer('net', 2, 8, PLENTY, LINEAR, sizes=(2, 4, 8)))
+    story.tell(ev.NodesJoined(0.0, 'b', names(1)))
+    assert story.held('net') == ()
+    for joined, runs in ((1, 2), (1, 2), (3, 4), (1, 4), (1, 8)):
+        nodes = len(story.controller.state.pool.nodes)
+        story.tell(ev.NodesJoined(float(nodes), 'b', names(nodes + joined)))
+        if running := story.controller.state.trainers['net'].running:
+            story.tell(ev.FragmentEnded(float(nodes), 'net', running.number, nodes, Ending.STOPPED))
+        assert len(story.held('net')) == runs
+
+
+def test_users_and_groups_have_no_more_than_their_caps() -> None:
+    story = Story(caps={'user anna': 3, 'group physics': 5, 'group empty': 0})
+    submitted(story, Trainer('a', 1, 64, PLENTY, LINEAR, user='anna', group='physics'), Trainer('b', 1, 64, PLENTY, LINEAR, user='anna'),
+              Trainer('c', 1, 64, PLENTY, LINEAR, group='physics'))
+    story.tell(ev.NodesJoined(0.0, 'b', names(20)))
+    count = {name: len(story.held(name)) for name in 'abc'}
+    assert count['a'] + count['b'] == 3
+    assert count['a'] + count['c'] == 5
+    submitted(story, Trainer('d', 1, 64, PLENTY, LINEAR), at=1.0)
+    assert len(story.held('d')) == 20 - sum(count.values())
+
+
+def test_a_deadline_gets_the_nodes_that_it_takes_and_more_as_it_falls_behind() -> None:
+    """One node trains 1 sample a second; 300 in 100 s take 3 nodes, and 250 that are left in 50 s take 5."""
+    story = Story(metric='deadline', horizon_s=40.0)
+    submitted(story, Trainer('urgent', 1, 8, 300, SLOW, 0.0, 0.0, finish_by_s=1100.0),
+              Trainer('other', 1, 8, PLENTY, SLOW, priority=2.0), at=1000.0)
+    story.tell(ev.NodesJoined(1000.0, 'b', names(10)))
+    assert planned(story) == {'urgent': 3, 'other': 7}
+    story.tell(ev.FragmentProgressed(1005.0, 'urgent', 1, 10, 1.0))
+    asked = len(story.allocator.asked)
+    story.tell(ev.Tick(1005.0))
+    assert len(story.allocator.asked) == asked, 'a quarter of the horizon has not passed'
+    story.tell(ev.FragmentProgressed(1050.0, 'urgent', 1, 50, 1.0))
+    story.tell(ev.Tick(1050.0))
+    assert planned(story) == {'urgent': 5, 'other': 5}
+    assert len(story.allocator.asked) == asked + 1
+
+
+def test_a_formula_that_has_no_value_any_more_leaves_the_worth_as_it_was() -> None:
+    story = Story(metric='rate / deadline_s', horizon_s=40.0)
+    submitted(story, Trainer('a', 1, 8, 300, LINEAR, finish_by_s=100.0))
+    story.tell(ev.NodesJoined(0.0, 'b', names(4)))
+    story.tell(ev.NodesJoined(100.0, 'b', names(5)))
+    assert planned(story) == {'a': 5}
+
+
+def test_efficiency_holds_back_the_trainer_whose_batches_grow_worthless() -> None:
+    story = Story(metric='goodput')
+    submitted(story, Trainer('a', 1, 64, PLENTY, LINEAR, efficiency=Efficiency((1, 2, 3), (1.0, 1.0, 0.5))),
+              Trainer('b', 1, 64, PLENTY, LINEAR, priority=0.5))
+    story.tell(ev.NodesJoined(0.0, 'b', names(6)))
+    assert (len(story.held('a')), len(story.held('b'))) == (2, 4)
+
+
+def test_who_waits_grows_in_worth() -> None:
+    """One node, two trainers; b takes over when its wait weighs more than the change."""
+    story = Story(metric='rate * (1 + waited_s / 10)', horizon_s=40.0)
+    submitted(story, Trainer('a', 1, 1, PLENTY, LINEAR), Trainer('b', 1, 1, PLENTY, LINEAR))
+    story.tell(ev.NodesJoined(0.0, 'b', names(1)))
+    first, second = ('a', 'b') if story.held('a') else ('b', 'a')
+    assert any(isinstance(action, StopFragment) for action in story.tell(ev.Tick(20.0)))
+    story.tell(ev.FragmentEnded(21.0, first, 1, 5, Ending.STOPPED))
+    assert story.held(second)
+
+
+def test_who_stops_to_go_on_is_told_where() -> None:
+    """Its own nodes that stay and free ones, each foreseen for one trainer, and as they are chosen when it has stopped."""
+    controller = Controller(allocator_named('auto', isolated=False), ControllerSettings())
+    curve = ScalingCurve((1, 3), (10.0, 28.0))
+    controller.handle_all([ev.NodesJoined(0.0, 'b', names(2)), *(
+        ev.TrainerSubmitted(0.0, Trainer(name, 1, 3, curve=curve, rescale_up_s=0.1)) for name in ('one', 'two'))])
+    assert {name: len(t.running.nodes) for name, t in controller.state.trainers.items() if t.running} == {'one': 1, 'two': 1}
+    stops = {a.trainer: a.then for a in controller.handle(ev.NodesJoined(1.0, 'b', names(4, 'm'))).actions if isinstance(a, StopFragment)}
+    assert sorted(node for then in stops.values() for node in then) == sorted((*names(2), *names(4, 'm')))
+    assert len(controller.state.pool.holder) == 2   # nothing is taken yet
+    starts = [a for name in stops for a in controller.handle(ev.FragmentEnded(2.0, name, 1, 10, Ending.STOPPED)).actions]
+    assert {a.trainer: set(a.nodes) for a in starts if isinstance(a, StartFragment)} == {name: set(then) for name, then in stops.items()}
+    assert [a.then for a in controller.handle(ev.TrainerCancelled(3.0, 'one')).actions if isinstance(a, StopFragment)] == [()]

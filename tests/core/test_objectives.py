@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +11,8 @@ from hypothesis import strategies as st
 
 from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.core.expression import parse
-from parsl_freetrain.core.objectives import FIELDS, METRICS, Candidate, Efficiency, metric_named, objective_named
-from parsl_freetrain.core.words import ScalingCurve
+from parsl_freetrain.core.objectives import FIELDS, METRICS, Candidate, follows_time, objective_named
+from parsl_freetrain.core.words import Efficiency, ScalingCurve
 
 CURVE = ScalingCurve.from_points({1: 10.0, 2: 19.0, 4: 36.0})
 
@@ -141,18 +140,17 @@ def test_a_worth_that_cannot_be_maximised_names_the_trainer_and_the_count(text: 
     assert "'a'" in str(caught.value)
 
 
-@pytest.mark.parametrize(('name', 'where'), [('fame', objective_named), ('', objective_named), ('deadline', metric_named),
-                                             ('goodput', metric_named), ('deadline_s', metric_named)])
-def test_unknown_names_list_the_known_ones(name: str, where: Callable[[str], object]) -> None:
-    with pytest.raises(BadInput, match=r'There is no (objective|metric) .*throughput, speedup, priority.*rate, rate1'):
-        where(name)
+@pytest.mark.parametrize('name', ['fame', '', 'deadlines'])
+def test_unknown_names_list_the_known_ones(name: str) -> None:
+    for what in ('objective', 'metric'):
+        with pytest.raises(BadInput, match=f'There is no {what} .*throughput, speedup, priority.*rate, rate1'):
+            objective_named(name, what)
 
 
-def test_under_the_executor_only_what_is_known_there_can_be_asked_for() -> None:
-    assert metric_named('priority') is METRICS['priority']
-    assert metric_named('rate * priority')(candidate(priority=2.0)).rate_at(4) == 72.0
-    with pytest.raises(BadInput, match="no field 'deadline_s'"):
-        metric_named('rate / deadline_s')
+@pytest.mark.parametrize(('text', 'follows'), [('throughput', False), ('goodput', False), ('deadline', True), ('rate * priority', False),
+                                               ('rate * (1 + waited_s)', True), ('rate / remaining_samples', True)])
+def test_what_changes_as_time_passes_is_known(text: str, follows: bool) -> None:
+    assert follows_time(text) is follows
 
 
 @settings(max_examples=100, deadline=None, database=None)

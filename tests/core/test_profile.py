@@ -57,8 +57,11 @@ def test_what_is_not_a_speed_is_no_measurement(rate: float) -> None:
 
 def test_the_best_count_is_the_smallest_that_trains_fastest() -> None:
     peak = ScalingCurve((1, 8, 16), (1.0, 9.0, 5.0))
-    assert Profile(peak).best_count(1, 64) == 8
-    assert Profile(peak).best_count(10, 64) == 10
-    assert Profile(peak).best_count(1, 4) == 4
-    assert Profile(STATED).best_count(1, 64) == 4
-    assert Profile(None).best_count(1, 5) == 5
+    assert Profile(peak).best_count(range(1, 65)) == 8
+    assert Profile(peak).best_count(range(10, 65)) == 10
+    assert Profile(peak).best_count(range(1, 5)) == 4
+    assert Profile(STATED).best_count(range(1, 65)) == 4
+    assert Profile(None).best_count(range(1, 6)) == 5
+    assert Profile(peak).best_count([2, 7, 12]) == 7
+    assert Profile(peak).best_count([2, 16]) == 16
+    assert Profile(peak).best_count([6, 16]) == 6

@@ -30,8 +30,9 @@ def problems(draw: st.DrawFn) -> Problem:
         bids.append(Bid(f't{i}', draw(st.integers(0, 2)), draw(st.integers(2, 6)), sum(held), up, down, curve,
                         held if len(blocks) > 1 else (), draw(st.sampled_from([(), (2, 4)])),
                         fixed=sum(held) > 0 and draw(st.booleans())))
-    limits = tuple(draw(st.lists(st.sampled_from([Limit(most=max(nodes - 1, 0), why='nodes kept free'), Limit(most=3, why='max_nodes')]),
-                                 max_size=2, unique=True)))
+    possible = [Limit(most=max(nodes - 1, 0), why='nodes kept free'), Limit(most=3, why='max_nodes'),
+                *(Limit((bid.name,), most=2, why='user anna') for bid in bids[:1])]
+    limits = tuple(draw(st.lists(st.sampled_from(possible), max_size=3, unique=True)))
     return Problem(120.0, nodes, tuple(bids), blocks, draw(st.booleans()) if blocks else True, limits)
 
 
@@ -45,6 +46,8 @@ def test_what_is_read_is_what_was_written(problem: Problem) -> None:
         problem.nodes, problem.blocks, problem.spans_blocks, problem.horizon_s)
     assert {limit.most for limit in read.limits if limit.why != 'nodes kept free' or problem.nodes} <= {
         limit.most for limit in problem.limits}
+    assert {(limit.why, limit.members) for limit in read.limits if limit.members} == {
+        (limit.why, limit.members) for limit in problem.limits if limit.members}
     assert [(b.name, problem.held(a), a.fixed) for a, b in zip(problem.bids, read.bids, strict=True)] == [
         (b.name, read.held(b), b.fixed) for b in read.bids]
     allocator = allocator_named('auto', isolated=False)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.errors import BadInput, FreeTrainError
-from parsl_freetrain.core.objectives import METRICS, Candidate, metric_named
+from parsl_freetrain.core.objectives import METRICS, Candidate, objective_named
 from parsl_freetrain.core.state import ControllerSettings
-from parsl_freetrain.core.words import Checkpoint, ScalingCurve, Trainer
+from parsl_freetrain.core.words import Checkpoint, Efficiency, ScalingCurve, Shape, Trainer
 
 CURVE = ScalingCurve((1, 2, 4), (10.0, 19.0, 36.0))
 
@@ -32,13 +32,24 @@ CURVE = ScalingCurve((1, 2, 4), (10.0, 19.0, 36.0))
     (lambda: Trainer('net', 1, 2, 0), 'total to train is 0'),
     (lambda: Trainer('net', 1, 2, rescale_up_s=-1.0), 'rescale_up_s is -1.0'),
     (lambda: Trainer('net', 1, 2, rescale_down_s=math.inf), 'rescale_down_s is inf'),
+    (lambda: Trainer('net', 2, 3, sizes=(1, 4)), 'none of its sizes [1, 4] is from min_nodes to max_nodes, 2 to 3'),
+    (lambda: Trainer('net', 1, 4, sizes=(4,), curve=ScalingCurve((1, 2, 4), (1.0, 2.0, 0.0))), 'rate 0 at every count'),
+    (lambda: Trainer('net', 1, 1, finish_by_s=math.nan), 'finish_by is nan'),
+    (lambda: Efficiency((1, 2), (1.0,)), 'got 2 node counts and 1 values'),
+    (lambda: Efficiency((2, 1), (1.0, 1.0)), 'must increase from 1 on: got [2, 1]'),
+    (lambda: Efficiency((1,), (1.5,)), 'between 0 and 1: got [1.5]'),
+    (lambda: Shape(data=0), 'has 0 ranks along data'),
+    (lambda: Shape(spatial=(1, 0, 1)), 'has 0 ranks along height'),
+    (lambda: Shape(spatial=(1, 1)), 'spatial is [1, 1]; it must have 3 numbers'),  # type: ignore[arg-type]
+    (lambda: ControllerSettings(caps={'anna': 3}), "The cap 'anna' is about nobody; write 'user NAME' or 'group NAME'"),
+    (lambda: ControllerSettings(caps={'user anna': -1}), 'The cap of user anna is -1 nodes'),
     (lambda: Trainer('net', 2, 3, curve=ScalingCurve((1, 2, 3, 4), (1.0, 0.0, 0.0, 9.0))), 'from 2 to 3 nodes'),
     (lambda: ControllerSettings(horizon_s=0.0), 'horizon_s is 0.0'),
     (lambda: ControllerSettings(horizon_s=math.nan), 'horizon_s is nan'),
     (lambda: ControllerSettings(min_hole_s=-1.0), 'min_hole_s is -1.0'),
     (lambda: ControllerSettings(trainers_at_a_time=0), 'trainers_at_a_time is 0'),
     (lambda: ControllerSettings(workers_per_node=0), 'at least 1'),
-    (lambda: metric_named('loss'), "no metric 'loss'"),
+    (lambda: objective_named('loss', 'metric'), "no metric 'loss'"),
 ])
 def test_bad_input_gets_one_sentence(make: Callable[[], object], says: str) -> None:
     with pytest.raises(BadInput) as caught:

@@ -13,6 +13,7 @@ import tblib
 from parsl_freetrain.core.events import Ending, StartFragment
 from parsl_freetrain.core.words import Checkpoint
 from parsl_freetrain.executor.gang import Gang
+from parsl_freetrain.training.fragment import Handover
 
 START = Checkpoint('cnn', '', 0, 0)
 
@@ -148,3 +149,18 @@ def test_ranks_that_ended_without_their_task_coming_back_tell_of_a_manager_that_
     fragment.heard, fragment.ended = {0: 100.0}, {0: {0: 101.0}}
     assert fragment.silent(112.0, 12.0) == {}
     assert 'manager' in fragment.silent(113.5, 12.0)['n0']
+
+
+@pytest.mark.parametrize(('how', 'samples', 'goes_on'), [
+    ('stopped', 900, True), ('stopped', 800, False), ('finished', 900, False), ('peer-lost', 900, False)])
+def test_what_is_left_in_memory_counts_if_it_is_what_was_committed_at_the_end(how: str, samples: int, goes_on: bool) -> None:
+    fragment = gang(1)
+    left = {'digest': 'd', 'samples': samples}
+    fragment.settled = {0: [outcome(0, how, path='/c/9', samples=900, left=left)]}
+    assert fragment.handover(fragment.verdict()) == (Handover('d', '/c/9', 900, 7) if goes_on else None)
+
+
+def test_nothing_is_handed_over_where_rank_0_has_left_nothing() -> None:
+    fragment = gang(2)
+    fragment.settled = {1: [outcome(1, 'stopped', path=None, samples=900)], 0: [outcome(0, 'stopped', path='/c/9', samples=900, left=None)]}
+    assert fragment.handover(fragment.verdict()) is None

@@ -23,6 +23,7 @@ from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.testing import kill_at, slow_rank, stop_at, with_faults
+from parsl_freetrain.training.context import FragmentContext
 from tests.support.training import fit, freetrain
 
 pytestmark = pytest.mark.slow
@@ -178,6 +179,27 @@ def test_programs_that_ordinary_apps_start_end_on_sigterm(tmp_path: Path) -> Non
     with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), max_workers_per_node=1):
         freetrain_app(total_epochs=1)(fit)().result(LONG)
         assert terminated().result(LONG) == -signal.SIGTERM
+
+
+def never_ends(ctx: FragmentContext) -> None:
+    class Stuck:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(ctx, name)
+
+        def report(self, **numbers: float) -> None:
+            while ctx.rank == 1:
+                pass
+    fit(Stuck())  # type: ignore[arg-type]
+
+
+def test_an_endless_loop_ends_its_fragment_with_a_sentence(tmp_path: Path) -> None:
+    trainer = freetrain_app(min_nodes=2, max_nodes=2, total_epochs=1, mode='throughput', scaling={1: 1.0, 2: 1.9})(never_ends)
+    with freetrain(tmp_path, LocalSite(nodes=2, poll_s=0.2), stop_grace_s=1.0, step_s=2.0) as executor:
+        trainer()
+        until(lambda: any(f.ending for f in fragments(executor)), 'the fragment does not end')
+        first = fragments(executor)[0]
+    assert first.ending == 'preempted'
+    assert 'no training step ended within 2 s: its function is in an endless loop' in first.error
 
 
 @pytest.mark.parametrize('hang_s', [0.0, 1.9, math.inf, math.nan])

@@ -114,15 +114,22 @@ class Cluster:
 
 
 @contextmanager
+def alone() -> Iterator[None]:
+    """One after the other on a machine: apt-get, and whoever looks for free ports."""
+    with Path(tempfile.gettempdir(), f'ft-slurm-up-{os.getuid()}.lock').open('w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
 def running_cluster(nodes: int = NODES) -> Iterator[Cluster]:
     """A cluster of its own; what is missing of Slurm's packages is installed first."""
     # Sockets need short paths: not in pytest's own folder.
     folder = Path(tempfile.mkdtemp(prefix='ft-slurm-', dir='/tmp'))
     cluster = Cluster(folder)
     try:
-        # One after the other on a machine, for each looks for free ports first.
-        with Path(tempfile.gettempdir(), f'ft-slurm-up-{os.getuid()}.lock').open('w') as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        # Each looks for free ports first.
+        with alone():
             done = cluster.control('up', str(nodes), timeout_s=INSTALL_S)
         assert done.returncode == 0, done.stderr
         yield cluster

@@ -23,7 +23,7 @@ from parsl_freetrain.training.manifest import read_manifest
 from parsl_freetrain.training.prepared import Prepared, sort_out
 from parsl_freetrain.training.retention import Retention
 from parsl_freetrain.training.snapshot import Snapshots
-from parsl_freetrain.training.state import Position, State, collect, read_state
+from parsl_freetrain.training.state import Position, State, collect, content_of, read_state
 from parsl_freetrain.training.store import Fenced, PosixCheckpointStore
 from parsl_freetrain.training.warm import WarmParent
 from tests.support.ranks import order, ranks
@@ -63,7 +63,7 @@ def things() -> Prepared:
 
 
 def state_of(prepared: Prepared, samples: int = 10) -> Callable[[], State]:
-    return lambda: collect(prepared, Position(samples, 100, 0, 50, 10, 0))
+    return lambda: collect(content_of(prepared), Position(samples, 100, 0, 50, 10, 0))
 
 
 def keeper(folder: Path, channel: Channel, hook: Callable[[str], None] | None = None, **changes: Any) -> Keeper:

@@ -15,7 +15,7 @@ from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.core.words import Checkpoint
 from parsl_freetrain.training.export import export_weights, load_weights
 from parsl_freetrain.training.prepared import Prepared
-from parsl_freetrain.training.state import Position, collect
+from parsl_freetrain.training.state import Position, collect, content_of
 from parsl_freetrain.training.store import PosixCheckpointStore, claim
 
 
@@ -36,7 +36,7 @@ class Tied(nn.Module):
 
 def saved(folder: Path, *models: nn.Module, samples: int = 10) -> Checkpoint:
     claim(folder, 'net', {'seed': 1}, 'auto')
-    state = collect(Prepared(models), Position(samples, 100, 0, 50, 10, 0))
+    state = collect(content_of(Prepared(models)), Position(samples, 100, 0, 50, 10, 0))
     return PosixCheckpointStore(folder, 'net').save(state.write, samples=samples, fragment=1, metrics={})
 
 

@@ -18,7 +18,7 @@ from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.training.context import FragmentContext
 from parsl_freetrain.training.dcp import load, load_all, save
 from parsl_freetrain.training.prepared import Prepared, sort_out
-from parsl_freetrain.training.state import Position, collect, read_state, restore
+from parsl_freetrain.training.state import Position, collect, content_of, read_state, restore
 from parsl_freetrain.training.structure import put_together, take_apart
 from parsl_freetrain.training.warm import WarmParent
 from tests.support.ranks import order, ranks
@@ -144,7 +144,7 @@ def prepared(model: nn.Module, *more: Any, optimizer: Any = torch.optim.SGD) -> 
 
 def written(folder: Path, things: Prepared) -> str:
     folder.mkdir()
-    collect(things, Position(10, 100, 0, 50, 10, 0)).write(folder)
+    collect(content_of(things), Position(10, 100, 0, 50, 10, 0)).write(folder)
     return str(folder)
 
 

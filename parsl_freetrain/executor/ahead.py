@@ -1,0 +1,61 @@
+"""Ranks that run ahead: those of a trainer's next fragment are started before the one that trains is asked to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from typing import Any
+
+from parsl_freetrain.executor.control import ControlServer
+from parsl_freetrain.executor.gang import Gang
+from parsl_freetrain.executor.interchange import PIN
+from parsl_freetrain.executor.member import MemberOrder
+
+AHEAD_S = 30.0
+"""A fragment is asked to stop after so many seconds at the latest, however far the ranks of the next one have come."""
+
+_SPARE_S = 120.0
+
+
+class Forerunners:
+    """Has ranks run ahead, and says when the fragment that trains may be asked to stop.
+
+    Parameters
+    ----------
+    submit
+        Sends one payload to the interchange, as in :class:`~parsl_freetrain.executor.fragments.FragmentRunner`.
+    """
+
+    def __init__(self, control: ControlServer, submit: Callable[[dict[str, Any], bytes], Future[Any]]) -> None:
+        self._control = control
+        self._submit = submit
+
+    def send(self, gang: Gang, nodes: Collection[str], order: Callable[[Gang, float], MemberOrder]) -> bool:
+        """Start ranks on the nodes where the next fragment is expected; whether it is worth waiting for them.
+
+        A member of the fragment starts those on its own node. Other nodes are free, and run a task for it that does not wait for the ranks:
+        those of the members have as far to go.
+
+        Parameters
+        ----------
+        nodes
+            Where the trainer is expected to go on.
+        order
+            Makes the order for a node that is not the fragment's yet, with the ranks' patience in seconds.
+        """
+        if gang.started_at is None or gang.outer is None:
+            return False
+        wait_s = AHEAD_S + _SPARE_S
+        for member in gang.members:
+            if gang.action.nodes[member] in nodes and member not in gang.lost:
+                self._control.send((gang.name, gang.number, member), {'kind': 'run-ahead', 'wait_s': wait_s})
+                gang.awaited.add(member)
+        for node in [node for node in nodes if node not in gang.action.nodes] if gang.awaited else ():
+            self._submit({'resource_spec': {PIN: node}, 'task_executor': {
+                'f': 'parsl_freetrain.executor.member.run_member', 'a': (order(gang, wait_s), None)}}, gang.task)
+        return bool(gang.awaited)
+
+
+def overdue(gang: Gang, at: float) -> bool:
+    """Whether a fragment has been kept training for those that run ahead for long enough."""
+    return bool(gang.awaited) and at - gang.stop_at > AHEAD_S

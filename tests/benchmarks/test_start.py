@@ -1,0 +1,173 @@
+"""Of what the start of a fragment consists, beside a cold start by torchrun, and what a rescale costs; run by ``make bench``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from parsl_freetrain.app import freetrain_app
+from parsl_freetrain.executor.ahead import Forerunners
+from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.training.context import FragmentContext
+from parsl_freetrain.training.warm import WarmParent
+from tests.benchmarks.workload import BATCH, data, network
+from tests.support.ranks import Ranks, order
+from tests.support.training import freetrain
+
+ROUNDS = 3
+PARTS = ('process', 'rendezvous', 'restore', 'first step')
+MACHINE = f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}'
+
+
+class Timed:
+    """When the function is unpickled the rank is there; from then on it notes when it meets the others."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, float] = {}
+
+    def __reduce__(self) -> tuple[Callable[[], Timed], tuple[()]]:
+        return timing, ()
+
+
+def timing() -> Timed:
+    rank: Any = importlib.import_module('parsl_freetrain.training.rank')
+    noted = Timed()
+    noted.times['process'] = time.time()
+    join = rank.join
+
+    def joined(*args: Any) -> Any:
+        meet = join(*args)
+
+        def met() -> Any:
+            peers = meet()
+            noted.times['rendezvous'] = time.time()
+            return peers
+        return met
+    rank.join = joined
+    return noted
+
+
+def restored(ctx: FragmentContext, noted: Timed) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    model, optimizer = ctx.prepare(model, optimizer)
+    for x, y in ctx.loop(TensorDataset(*data()), batch_size=BATCH):
+        noted.times.setdefault('restore', time.time())
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if 'first step' not in noted.times:
+            noted.times['first step'] = time.time()
+            ctx.report(**noted.times)
+
+
+def parts(began: float, every: list[dict[str, float]]) -> list[float]:
+    """Seconds of each part, and of all, where each ends when the last rank is through."""
+    ends = [began, *(max(times[part] for times in every) for part in PARTS)]
+    return [*(end - start for start, end in pairwise(ends)), ends[-1] - began]
+
+
+def warm_start(parent: WarmParent, folder: Path, fragment: int, ranks: int) -> list[float]:
+    ordered = order(folder, fragment, total_samples=fragment * BATCH, mode='throughput')
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    began = time.time()
+    gang = Ranks(parent, ordered, ranks, folder / str(fragment), restored, Timed())
+    try:
+        return parts(began, [outcome['metrics'] for outcome in gang.run()])
+    finally:
+        gang.close()
+
+
+def cold_start(ranks: int, checkpoint: Path) -> list[float]:
+    began = time.time()
+    done = subprocess.run(
+        [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(ranks), '-m', 'tests.benchmarks.cold_start',
+         str(checkpoint)],
+        capture_output=True, text=True, check=True, env={**os.environ, 'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo'})
+    return parts(began, json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_of_what_a_start_consists(tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    nn.functional.cross_entropy(model(data()[0][:8]), data()[1][:8]).backward()
+    optimizer.step()
+    torch.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, tmp_path / 'plain.pt')
+    parent = WarmParent.start(f'bench-{os.getpid()}', os.getpid(), str(tmp_path / 'warm.log'))
+    try:
+        parent.wait_ready(120)
+        print(f'\nA start with a restored state, s, median of {ROUNDS} in turns ({MACHINE})')
+        print(f'  {"ranks":5} {"":9} ' + ' '.join(f'{part:>10}' for part in (*PARTS, 'all')))
+        for ranks in (1, 4):
+            folder = tmp_path / str(ranks)
+            warm_start(parent, folder, 1, ranks)   # which has nothing to restore
+            turns = [(warm_start(parent, folder, i + 2, ranks), cold_start(ranks, tmp_path / 'plain.pt')) for i in range(ROUNDS)]
+            for name, found in zip(('fragment', 'torchrun'), zip(*turns, strict=True), strict=True):
+                print(f'  {ranks:5} {name:9} ' + ' '.join(f'{statistics.median(column):10.3f}' for column in zip(*found, strict=True)))
+    finally:
+        parent.stop()
+
+
+def loads(ctx: FragmentContext, load_s: float, width: int) -> None:
+    time.sleep(load_s)   # as a data set that is read
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(25)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    model, optimizer = ctx.prepare(model, optimizer)
+    x = torch.randn(64, width, generator=torch.Generator().manual_seed(5))
+    for batch, in ctx.loop(TensorDataset(x), batch_size=4):
+        optimizer.zero_grad()
+        model(batch).pow(2).mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(('width', 'size'), [(64, '0.8 MB'), (1024, '210 MB')])
+def test_what_a_rescale_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, size: str) -> None:
+    """A trainer alternates between one node and two as another one comes and goes, with and without ranks that run ahead."""
+    send = Forerunners.send
+    found: dict[str, list[tuple[str, float]]] = {}
+    for way in ('in-flight', 'stop-and-start'):
+        monkeypatch.setattr(Forerunners, 'send', send if way == 'in-flight' else lambda *_: False)
+        with freetrain(tmp_path / way, LocalSite(nodes=2, poll_s=0.2), horizon_s=600.0) as executor:
+            long = freetrain_app(max_nodes=2, total_epochs=10**6, scaling={1: 1.0, 2: 1.9}, mode='throughput', rescale_up_s=0.1,
+                                 rescale_down_s=0.1, checkpoint_every_s=1000.0)(loads)
+            short = freetrain_app(max_nodes=1, total_epochs=10**6, scaling={1: 1.0, 2: 1.9})(loads)
+            training = long(2.0, width, trainer_name='long')
+            for i in range(ROUNDS):
+                trains(training, 2)
+                other = short(0.0, 8, trainer_name=f'short-{i}')
+                trains(training, 1)
+                other.cancel()
+            trains(training, 2)
+            training.cancel()
+        with Reader(executor.ledger_path) as reader:
+            changes = [e['detail'] for e in reader.events() if e['kind'] == 'Rescaled' and e['trainer'] == 'long']
+        found[way] = [('up' if c['after'] > c['before'] else 'down', c['seconds']) for c in changes[-2 * ROUNDS:]]
+    print(f'\nPause of a rescale between 1 and 2 ranks, state of {size}, data that take 2 s to load; s, median of {ROUNDS} ({MACHINE})')
+    for way, pauses in found.items():
+        print(f'  {way:15} ' + ', '.join(f'{to} {statistics.median([s for t, s in pauses if t == to]):.2f}' for to in ('down', 'up')))
+
+
+def trains(training: Any, nodes: int) -> None:
+    """Wait until it has trained on so many nodes for a while."""
+    seen: list[int] = []
+    while len(set(seen)) < 3:
+        progress = training.progress()
+        seen = [*seen, progress.samples] if progress.nodes == nodes else []
+        threading.Event().wait(0.3)

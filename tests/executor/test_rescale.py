@@ -1,0 +1,94 @@
+"""Rescaling while training goes on: the next ranks are ready and the state is in memory, and what it costs is measured and used."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parsl_freetrain.app import freetrain_app
+from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.training.context import FragmentContext
+from tests.support.training import fit, freetrain, same_weights
+
+LONG = 240.0   # seconds; a bound for what takes a few
+SCALING = {1: 1.0, 2: 1.9}
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < end, what
+        threading.Event().wait(0.02)
+
+
+def loads_first(ctx: FragmentContext, go: str) -> None:
+    """As ``fit``, but says when it has loaded its data, and trains slowly until there is a file ``go``."""
+    print('loaded')
+
+    class Paced:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(ctx, name)
+
+        def report(self, **numbers: float) -> None:
+            if not Path(go).exists():
+                time.sleep(0.1)
+    fit(Paced())  # type: ignore[arg-type]
+
+
+def costs_bid(ledger: Path, name: str) -> tuple[float, float]:
+    """What the newest question to the allocator took a rescale to cost."""
+    with sqlite3.connect(ledger) as connection:
+        rows = [json.loads(row[0]) for row in connection.execute('SELECT problem FROM problems ORDER BY rowid')]
+    connection.close()
+    trainer = [t for row in rows for t in row['trainers'] if t['name'] == name][-1]
+    return trainer['rescale_up_s'], trainer['rescale_down_s']
+
+
+@pytest.mark.slow
+def test_a_rescale_finds_the_next_ranks_ready_and_the_state_in_memory(tmp_path: Path) -> None:
+    go, then = tmp_path / 'go', tmp_path / 'then'
+    long = freetrain_app(max_nodes=2, total_epochs=20, scaling=SCALING, shards=2, rescale_up_s=0.25, checkpoint_every_s=LONG)(loads_first)
+    short = freetrain_app(max_nodes=1, total_epochs=20, scaling=SCALING, shards=2)(loads_first)
+    with freetrain(tmp_path, LocalSite(nodes=2, poll_s=0.2), horizon_s=60.0) as executor:
+        first = long(str(go), trainer_name='long')
+
+        def trains_on(nodes: int) -> Callable[[], bool]:
+            samples: list[int] = []
+
+            def look() -> bool:
+                now = first.progress()
+                samples.extend([now.samples] * (now.nodes == nodes))
+                return len(samples) > 1 and now.samples > samples[0] and now.nodes == nodes
+            return look
+        until(trains_on(2), 'it does not train on both nodes')
+        second = short(str(then), trainer_name='short')
+        until(trains_on(1), 'it does not go on with one node')
+        then.touch()
+        alone = second.result(LONG)
+        until(trains_on(2), 'it does not get its node back')
+        go.touch()
+        result = first.result(LONG)
+    assert same_weights(result, alone)
+    with Reader(executor.ledger_path) as ledger:
+        measured = [e['detail'] for e in ledger.events() if e['kind'] == 'Rescaled' and e['trainer'] == first.name]
+        story = [f for f in ledger.story().fragments if f.trainer == first.name]
+    assert [(m['before'], m['after']) for m in measured][-2:] == [(2, 1), (1, 2)]
+    assert all(m['seconds'] > 0 for m in measured)
+    up_s, down_s = costs_bid(executor.ledger_path, 'long')
+    assert up_s == 0.25   # as stated
+    assert down_s == pytest.approx(measured[-2]['seconds'])
+    logs = tmp_path / 'checkpoints' / 'long' / 'logs'
+    for fragment in story[-2:]:
+        said = [log.read_text() for log in logs.glob(f'fragment-{fragment.fragment:06d}-rank-*.log')]
+        assert len(said) == len(fragment.nodes)
+        assert all('as it is in memory' in text for text in said)
+        assert all(text.index('loaded') < text.index(f'fragment {fragment.fragment}: rank') for text in said), said
+    assert not list(logs.glob('ahead-of-*'))

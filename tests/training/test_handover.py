@@ -1,0 +1,250 @@
+"""From one fragment to the next: ranks that run ahead, and the state that stays in memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from parsl_freetrain.training.berths import WARM_VARIABLE
+from parsl_freetrain.training.channel import Channel
+from parsl_freetrain.training.context import FragmentContext
+from parsl_freetrain.training.export import load_weights
+from parsl_freetrain.training.fragment import FragmentOrder, Handover
+from parsl_freetrain.training.handover import digest_of, keep, pack, receive, unpack
+from parsl_freetrain.training.peers import Alone
+from parsl_freetrain.training.prepared import sort_out
+from parsl_freetrain.training.state import Position, State, collect, content_of
+from parsl_freetrain.training.store import PosixCheckpointStore
+from parsl_freetrain.training.warm import WarmParent, address_of
+from tests.support.ranks import Ranks, order, ranks
+
+TOTAL = 400
+
+
+def train(ctx: FragmentContext, at_prepare: str = '', kill: tuple[int, int, int] | None = None, endless: int = 0) -> None:
+    """Kills rank ``kill[1]`` of fragment ``kill[0]`` at sample ``kill[2]``; fragment ``endless`` trains on until it is stopped."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 1))
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01)
+    if at_prepare:
+        Path(at_prepare).with_suffix(f'.{os.getpid()}').touch()
+    schedule = ctx.samples_lr(optimizer, lambda samples: 1.0 / (1 + samples / 100))
+    model, optimizer, schedule = ctx.prepare(model, optimizer, schedule)
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(5))
+    for features, target in ctx.loop(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8):
+        if kill is not None and (ctx.fragment, ctx.rank) == kill[:2] and ctx.samples >= kill[2]:
+            os.kill(os.getpid(), 9)
+        optimizer.zero_grad()
+        ((model(features) - target) ** 2).mean().backward()
+        optimizer.step()
+        schedule.step()
+        ctx.state['batches'] = ctx.state.get('batches', 0) + (ctx.samples % 8 == 0)
+        if ctx.fragment == endless:
+            time.sleep(0.1)
+
+
+def final(folder: Path) -> dict[str, torch.Tensor]:
+    latest = PosixCheckpointStore(folder / 'store', 'digits').latest()
+    assert latest is not None
+    assert latest.samples == TOTAL
+    return load_weights(latest)
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def is_true(what: Callable[[], bool], timeout_s: float = 60.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return what()
+
+
+@contextmanager
+def running_ahead(warm: WarmParent, ordered: FragmentOrder, count: int, folder: Path, wait_s: float = 60.0,
+                  **options: Any) -> Iterator[list[Channel]]:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    payload = cloudpickle.dumps((train, (), options))
+    folder.mkdir(parents=True, exist_ok=True)
+    asked = [warm.run_ahead(ordered, i, payload, {}, str(folder / f'ahead-{i}.log'), wait_s) for i in range(count)]
+    try:
+        yield asked
+    finally:
+        for channel in asked:
+            channel.close()
+
+
+def stopped_and_left(gang: Ranks) -> Handover:
+    """Let a fragment train a while, and stop it for the next one; what it left."""
+    gang.hear(lambda: bool(gang.ranks[0].said('progress')))
+    for message in ('hand-over', 'stop'):
+        for rank in gang.ranks:
+            rank.process.send({'kind': message})
+    outcomes = gang.run()
+    assert {outcome['how'] for outcome in outcomes} == {'stopped'}
+    left = outcomes[0]['left']
+    assert left['samples'] == outcomes[0]['samples'] > 0
+    assert [outcome['left'] for outcome in outcomes[1:]] == [None] * (len(gang.ranks) - 1)
+    return Handover(left['digest'], outcomes[0]['path'], left['samples'], 1, outcomes[0]['metrics'])
+
+
+@pytest.fixture(scope='module')
+def undisturbed(warm: WarmParent, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    folder = tmp_path_factory.mktemp('undisturbed')
+    with ranks(warm, order(folder, total_samples=TOTAL), 1, folder, train) as gang:
+        assert [outcome['how'] for outcome in gang.run()] == ['finished']
+    return final(folder)
+
+
+@pytest.mark.parametrize(('before', 'after'), [(1, 3), (3, 1)])
+def test_ranks_that_ran_ahead_go_on_with_the_state_in_memory(warm: WarmParent, tmp_path: Path, undisturbed: dict[str, torch.Tensor],
+                                                             before: int, after: int) -> None:
+    mark = str(tmp_path / 'prepared')
+    ordered = order(tmp_path, total_samples=TOTAL)
+    with ranks(warm, ordered, before, tmp_path, train, at_prepare=mark, endless=1) as gang:
+        with running_ahead(warm, ordered, after, tmp_path, at_prepare=mark, endless=1) as asked:
+            assert all(channel.poll(60) and channel.recv() == {'kind': 'waits'} for channel in asked)
+        left = stopped_and_left(gang)
+        first = {rank.process.pid for rank in gang.ranks}
+    waiting = {int(path.suffix[1:]) for path in tmp_path.glob('prepared.*')} - first
+    assert len(waiting) == after
+    shutil.move(left.path, tmp_path / 'elsewhere')   # so it cannot be read
+    following = replace(ordered, fragment=2, handover=left)
+    with ranks(warm, following, after, tmp_path / 'logs', train, at_prepare=mark, endless=1) as gang:
+        assert {outcome['how'] for outcome in gang.run()} == {'finished'}
+        assert {rank.process.pid for rank in gang.ranks} == waiting
+        assert gang.ranks[0].said('started')[0]['samples'] == left.samples
+        assert 'as it is in memory' in gang.ranks[-1].log.read_text()
+    assert equal(final(tmp_path), undisturbed)
+    assert not list(tmp_path.glob('ahead-*.log'))
+
+
+@pytest.mark.parametrize('victim', ['digest', 'memory'])
+def test_without_the_right_state_in_memory_the_checkpoint_is_used(warm: WarmParent, tmp_path: Path, victim: str,
+                                                                 undisturbed: dict[str, torch.Tensor]) -> None:
+    ordered = order(tmp_path, total_samples=TOTAL)
+    with ranks(warm, ordered, 2, tmp_path, train, endless=1) as gang:
+        left = stopped_and_left(gang)
+    if victim == 'memory':   # somebody else had it
+        other = replace(ordered, fragment=2, handover=left, store=str(tmp_path / 'other'), total_samples=left.samples)
+        with ranks(warm, other, 1, tmp_path / 'other', train) as gang:
+            gang.run()
+    wrong = replace(left, digest='0' * 64) if victim == 'digest' else left
+    with ranks(warm, replace(ordered, fragment=3, handover=wrong), 2, tmp_path / 'logs', train) as gang:
+        assert {outcome['how'] for outcome in gang.run()} == {'finished'}
+        assert gang.ranks[0].said('started')[0]['samples'] == left.samples
+        assert 'in memory' not in gang.ranks[0].log.read_text()
+    assert equal(final(tmp_path), undisturbed)
+
+
+def test_a_kill_while_the_state_is_handed_over_loses_nothing(warm: WarmParent, tmp_path: Path,
+                                                             undisturbed: dict[str, torch.Tensor]) -> None:
+    ordered = order(tmp_path, total_samples=TOTAL)
+    with ranks(warm, ordered, 2, tmp_path, train, endless=1) as gang:
+        left = stopped_and_left(gang)
+    # The fragment that has fetched it dies at its first step; the state has been given away by then.
+    with ranks(warm, replace(ordered, fragment=2, handover=left), 3, tmp_path / '2', train, kill=(2, 0, left.samples)) as gang:
+        assert [outcome.get('how') for outcome in gang.run()] == [None, 'peer-lost', 'peer-lost']
+    with ranks(warm, replace(ordered, fragment=3), 2, tmp_path / '3', train) as gang:
+        assert {outcome['how'] for outcome in gang.run()} == {'finished'}
+        assert gang.ranks[0].said('started')[0]['samples'] == left.samples
+    assert equal(final(tmp_path), undisturbed)
+
+
+def test_a_rank_that_nobody_wants_ends(warm: WarmParent, tmp_path: Path) -> None:
+    mark = str(tmp_path / 'prepared')
+    with running_ahead(warm, order(tmp_path), 1, tmp_path, wait_s=0.2, at_prepare=mark) as (asked,):
+        assert asked.poll(60)
+        pid = int(next(tmp_path.glob('prepared.*')).suffix[1:])
+        assert is_true(lambda: not Path(f'/proc/{pid}').exists())
+        assert not (tmp_path / 'ahead-0.log').exists()
+
+
+def test_what_differs_is_not_taken_over_and_a_second_one_replaces_the_first(warm: WarmParent, tmp_path: Path) -> None:
+    mark = str(tmp_path / 'prepared')
+
+    def pids() -> set[int]:
+        return {int(path.suffix[1:]) for path in tmp_path.glob('prepared.*')}
+    with running_ahead(warm, order(tmp_path), 1, tmp_path, at_prepare=mark) as (asked,):
+        assert asked.poll(60)
+        first, = pids()
+    with running_ahead(warm, order(tmp_path), 1, tmp_path, at_prepare=mark) as (asked,):
+        assert asked.poll(60)
+        assert is_true(lambda: not Path(f'/proc/{first}').exists())
+    second, = pids() - {first}
+    with ranks(warm, order(tmp_path, seed=8, total_samples=64), 1, tmp_path, train, at_prepare=mark) as gang:
+        assert [outcome['how'] for outcome in gang.run()] == ['finished']
+        assert gang.ranks[0].process.pid not in (first, second)
+    with ranks(warm, order(tmp_path, fragment=2, total_samples=128), 1, tmp_path, train, at_prepare=mark) as gang:
+        outcome, = gang.run()
+        assert gang.ranks[0].process.pid == second
+        assert 'the seed has changed from 8 to 7' in outcome['error']['message']
+
+
+def fails_before(ctx: FragmentContext) -> None:
+    raise LookupError('not there')
+
+
+def test_what_goes_wrong_ahead_is_told_in_the_fragment(warm: WarmParent, tmp_path: Path) -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    payload = cloudpickle.dumps((fails_before, (), {}))
+    warm.run_ahead(order(tmp_path), 0, payload, {}, str(tmp_path / 'ahead.log'), 60.0).close()
+    with ranks(warm, order(tmp_path), 1, tmp_path, fails_before) as gang:
+        outcome, = gang.run()
+    assert (outcome['how'], outcome['error']['message']) == ('error', 'not there')
+
+
+def test_a_state_is_the_same_when_it_is_unpacked() -> None:
+    tensors = {'a': torch.randn(3, 5), 'b': torch.tensor(7), 'c': torch.randn(4, dtype=torch.float64)[::2].to(torch.complex64).conj(),
+               'd': torch.zeros(0, 2, dtype=torch.bfloat16), 'e': torch.tensor([True, False])}
+    structure = {'rest': {'x': [1, (2, None)], 3: {'y': 1.5}}, 'paths': {'a': ('x', 1)}}
+    fd, digest = pack(State(tensors, structure))
+    with os.fdopen(fd, 'rb') as file:
+        file.seek(0)
+        data = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+    assert digest_of(data) == digest
+    again = unpack(data)
+    assert again.structure == structure
+    assert equal(again.tensors, {name: tensor.resolve_conj() for name, tensor in tensors.items()})
+    data[-1] ^= 1
+    assert digest_of(data) != digest
+
+
+class Flipping(Alone):
+    """A network that changes a bit."""
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            tensor[-1] ^= 1
+
+
+@pytest.mark.parametrize('peers', [Alone(), Flipping()])
+def test_what_the_network_has_changed_is_not_used(warm: WarmParent, monkeypatch: pytest.MonkeyPatch, peers: Alone) -> None:
+    monkeypatch.setenv(WARM_VARIABLE, address_of(warm.name)[1:].decode())
+    model = nn.Linear(3, 2)
+    prepared, cpu = sort_out((model, torch.optim.SGD(model.parameters(), lr=0.1))), torch.device('cpu')
+    fd, digest = pack(collect(content_of(prepared), Position(8, 16, 7, 64, 8, 0)))
+    assert keep('net', fd, digest)
+    os.close(fd)
+    saved = receive(Handover(digest, '/c/8', 8, 1), 'net', peers, cpu)
+    if type(peers) is Flipping:
+        assert saved is None
+    else:
+        assert saved is not None
+        assert (saved.path, saved.position.samples) == ('/c/8', 8)
+        assert equal(saved.models[0], model.state_dict())
+    assert receive(Handover(digest, '/c/8', 8, 1), 'net', Alone(), cpu) is None   # it is given away once
