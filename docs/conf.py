@@ -45,5 +45,25 @@ def draw_zero_delay(app: Any, error: Exception | None) -> None:
         draw(json.loads(Path(__file__).with_name('zero-delay.json').read_text()), Path(app.outdir) / '_static' / 'zero-delay.png')
 
 
+def draw_workloads(app: Any, error: Exception | None) -> None:
+    """The pictures of docs/cosmoflow.md, docs/unet3d.md and docs/chimera.md, from what a run of each has found."""
+    if error is None and app.builder.format == 'html':
+        from workflows import chimera_gpt, cosmoflow, unet3d
+
+        for workflow, name in ((cosmoflow, 'cosmoflow'), (unet3d, 'unet3d'), (chimera_gpt, 'chimera_gpt')):
+            workflow.draw(json.loads(Path(__file__).with_name(f'{name}.json').read_text()), Path(app.outdir) / '_static' / f'{name}.png')
+
+
+def draw_pipelines(app: Any, error: Exception | None) -> None:
+    """The picture of schedules in docs/chimera.md."""
+    if error is None and app.builder.format == 'html':
+        sys.path.insert(0, str(Path(__file__).resolve().parent))
+        from pipeline_schedules import draw
+
+        draw(Path(app.outdir) / '_static' / 'pipeline-schedules.png')
+
+
 def setup(app: Any) -> None:
+    app.connect('build-finished', draw_pipelines)
     app.connect('build-finished', draw_zero_delay)
+    app.connect('build-finished', draw_workloads)

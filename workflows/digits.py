@@ -41,8 +41,8 @@ from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.protocols import Site
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.schedule import Schedule, read_schedule, write_schedule
-from parsl_freetrain.training.export import load_weights
 from workflows.digits_models import train_digits
+from workflows.divided import same_weights
 
 NETWORKS = ('cnn', 'mlp')
 SHARDS = 4
@@ -201,12 +201,6 @@ def report(out: Path, in_holes: dict[str, Checkpoint], alone: dict[str, Checkpoi
     console.print(closing_table(result))
     console.print(f'Picture: {out / "holes.png"}', soft_wrap=True)
     console.print(f'Summary: {out / "summary.json"}', soft_wrap=True)
-
-
-def same_weights(one: Checkpoint, other: Checkpoint) -> bool:
-    """Whether two checkpoints hold bit for bit the same weights."""
-    first, second = (load_weights(c) for c in (one, other))
-    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 
 
 if __name__ == '__main__':

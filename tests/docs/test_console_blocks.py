@@ -1,0 +1,109 @@
+"""What the documentation shows at a prompt: the commands run, in a folder with the files that they name, and say what is shown.
+
+Not run here are the commands of ``ELSEWHERE``, each with the reason; of these only the words are checked, against the verb's own options.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parsl_freetrain.cli.main import VERBS, main
+from tests.support.pages import Command, all_blocks, as_shown, commands, name_of, pages
+from tests.support.prepared import prepare
+
+# Commands by their beginning, and why they are not run here.
+ELSEWHERE = {
+    'make ': 'each make target has tests of its own; that it exists is checked by tests/test_house.py',
+    '. .venv/bin/activate': 'is for the shell of a user',
+    'python docs/examples/digits_freetrain.py': 'run by tests/test_docs.py',
+    'freetrain run workflows/hpo.py': 'run by tests/test_hpo.py, shorter',
+    'freetrain run mine.py --site local': 'run by tests/cli/test_run.py',
+    'freetrain doctor --checkpoints /scratch/me': 'needs a folder of a supercomputer; tests/cli/test_doctor.py runs the verb',
+    'freetrain plan --site my_site.toml': 'needs a batch scheduler: tests/cli/test_holes.py, tests/docs/test_first_site.py',
+    'freetrain run workflow.py --site': 'needs a batch scheduler: tests/docs/test_first_site.py',
+    'freetrain report --ledger /scratch': 'names a folder of a supercomputer; tests/cli/test_report.py runs the verb',
+    'freetrain watch --web': 'goes on until Ctrl-C: tests/cli/test_web.py',
+    'ssh ': 'leads to another computer',
+    'freetrain preempt': 'needs a run that lives: tests/docs/test_rehearsal.py',
+}
+# Pages whose commands are run by another test, all of them in order.
+WHOLE_PAGES = {'guides/first-site.md': 'on a real Slurm cluster, by tests/docs/test_first_site.py',
+               'guides/preemption.md': 'on a run that lives, by tests/docs/test_rehearsal.py'}
+# Commands whose figures are those of another machine or of another time: their words are compared, not their numbers.
+LOOSELY = ('freetrain replay', 'freetrain status', 'freetrain why')
+
+COMMANDS = [command for page in pages() for command in commands(page)]
+
+
+def elsewhere(command: Command) -> bool:
+    return command.page in WHOLE_PAGES or any(command.text.startswith(beginning) for beginning in ELSEWHERE)
+
+
+HERE = [command for command in COMMANDS if not elsewhere(command)]
+
+
+def text_commands() -> list[Command]:
+    """Lines of plain blocks that call ``freetrain``: shown because they need another machine, and checked as words only."""
+    return [Command(block.page, block.line, line, '') for block in all_blocks('text')
+            for line in re.sub(r'\\\n +', '', block.code).splitlines() if line.startswith('freetrain ')]
+
+
+def perform(words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
+    """Run ``freetrain`` in this process, anything else in one of its own; exit status, and what was said."""
+    if '<' in words:
+        at = words.index('<')
+        monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(Path(words[at + 1]).read_bytes())))
+        words = words[:at] + words[at + 2:]
+    if '--sweep' in words:
+        words = [*words, '--jobs', '1']   # as many processes as cores would take longer than the few replays
+    if words[0] == 'freetrain':
+        capsys.readouterr()
+        status = main(words[1:])
+        said = capsys.readouterr()
+        return status, said.out + said.err
+    assert words[0] == 'python', words
+    done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, timeout=200, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize('command', HERE, ids=str)
+def test_commands_do_what_is_shown(command: Command, run_dir: Path, capsys: pytest.CaptureFixture[str],
+                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(run_dir)
+    monkeypatch.setenv('COLUMNS', '100')
+    status, said = perform(command.words, capsys, monkeypatch)
+    assert status == (2 if re.search(r'^freetrain: ', command.shown, re.MULTILINE) else 0), said
+    if command.shown:
+        assert as_shown(command.shown, said, loosely=command.text.startswith(LOOSELY)), said
+
+
+@pytest.mark.parametrize('command', [*(c for c in COMMANDS if c.words[0] == 'freetrain'), *text_commands()], ids=str)
+def test_verbs_and_options_exist(command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of commands that are not run here, too."""
+    monkeypatch.setenv('COLUMNS', '400')
+    verb = command.words[1]
+    assert verb in VERBS
+    assert main([verb, '--help']) == 0
+    known = set(re.findall(r'--[a-z-]+|(?<= )-[a-z](?= )', capsys.readouterr().out))
+    own = command.words[2: command.words.index('--')] if '--' in command.words else command.words[2:]
+    assert {word.split('=')[0] for word in own if re.match(r'--?[a-z]', word)} <= known
+
+
+def test_what_is_not_run_here_is_shown_somewhere() -> None:
+    """No line of the lists above has outlived the page that it is for."""
+    texts = [command.text for command in COMMANDS]
+    assert all(any(text.startswith(beginning) for text in texts) for beginning in ELSEWHERE)
+    assert set(WHOLE_PAGES) <= {name_of(page) for page in pages()}
+
+
+def test_comparing_what_is_shown() -> None:
+    assert as_shown('a  1.5\n', 'a  1.5', loosely=False)
+    assert not as_shown('a  1.5\n', 'a  1.6', loosely=False)
+    assert as_shown('a 1.5 s\n...\nz\n', 'a   17 s\nb\nc\nz\n', loosely=True)
+    assert not as_shown('a 1.5 s\n', 'b 1.5 s\n', loosely=True)

@@ -1,0 +1,43 @@
+"""The guide to rehearsing a preemption, on a training that runs on this computer."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from parsl_freetrain.app import TrainingFuture, freetrain_app
+from parsl_freetrain.cli.main import main
+from parsl_freetrain.sites.local import LocalSite
+from tests.support.pages import ROOT, as_shown, commands
+from tests.support.training import fit, freetrain
+
+LIMIT_S = 120.0
+
+
+def trains(future: TrainingFuture, fragment: int) -> None:
+    """Wait until this fragment trains."""
+    end = time.monotonic() + LIMIT_S
+    before = future.progress().samples
+    while future.progress().fragments < fragment or future.progress().samples <= before:
+        assert time.monotonic() < end, future.progress()
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_the_guide_does_what_it_shows(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    app = freetrain_app(max_nodes=1, total_epochs=100_000, name='digits', checkpoint_every_s=0.5)(fit)
+    with freetrain(run_dir, LocalSite(nodes=1, poll_s=0.2), stop_grace_s=2.0):
+        future = app(pause_s=0.01)
+        fragment = 1
+        for command in commands(ROOT / 'docs' / 'guides' / 'preemption.md'):
+            trains(future, fragment)
+            capsys.readouterr()
+            assert command.words[0] == 'freetrain'
+            assert main(command.words[1:]) == 0, str(command)
+            if command.shown:
+                assert as_shown(command.shown, capsys.readouterr().out, loosely=False), str(command)
+            fragment += command.words[1] == 'preempt'
+        assert fragment == 3
+        assert future.progress().preempted == 1
