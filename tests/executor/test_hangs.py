@@ -24,6 +24,7 @@ from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.testing import kill_at, slow_rank, stop_at, with_faults
 from parsl_freetrain.training.context import FragmentContext
+from tests.support.processes import command_line
 from tests.support.training import fit, freetrain
 
 pytestmark = pytest.mark.slow
@@ -65,7 +66,7 @@ def training(folder: Path, *faults: Any, nodes: int = 2, pause_s: float = 0.03, 
 def test_a_rank_that_dies_or_stops_ends_its_fragment_in_time_and_is_named(tmp_path: Path, faults: list[Any], words: str) -> None:
     with training(tmp_path, *faults) as (executor, future):
         until(lambda: future.progress().preempted == 1, 'the fragment does not end')
-        until(lambda: future.progress().fragments == 2 and future.progress().nodes == 2, 'its nodes are not used again')
+        until(lambda: len(fragments(executor)) == 2 and future.progress().nodes == 2, 'its nodes are not used again')
         first, second = fragments(executor)[:2]
         assert first.ending == 'preempted'
         assert first.ended_at - first.started_at < HANG_S + 1.0   # it had to come to the fault first
@@ -86,16 +87,16 @@ def of_node(node: str) -> list[psutil.Process]:
 
 def forks() -> list[psutil.Process]:
     """Warm parents and ranks."""
-    return [p for p in psutil.Process().children(recursive=True) if 'training.warm_server' in ' '.join(p.cmdline())]
+    return [p for p in psutil.Process().children(recursive=True) if 'training.warm_server' in command_line(p)]
 
 
 def worker(node: str) -> psutil.Process:
     """The process that runs the node's member: the last that the manager has started."""
-    return [p for p in of_node(node) if 'spawn_main' in ' '.join(p.cmdline())][-1]
+    return [p for p in of_node(node) if 'spawn_main' in command_line(p)][-1]
 
 
 def manager(node: str) -> psutil.Process:
-    return next(p for p in of_node(node) if 'process_worker_pool.py' in p.cmdline()[1])
+    return next(p for p in of_node(node) if 'bin/process_worker_pool.py' in command_line(p))
 
 
 @pytest.mark.parametrize('victim', [worker, manager])

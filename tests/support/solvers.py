@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -12,6 +11,7 @@ import psutil
 
 from parsl_freetrain.core.allocation import Answer, Problem
 from parsl_freetrain.core.dp import DpAllocator
+from tests.support.processes import command_line
 
 
 class Wayward:
@@ -46,9 +46,4 @@ def _target(fd: str) -> str:
 
 def children() -> list[psutil.Process]:
     """Solvers that this process has started and that live, whatever else earlier tests have left to be asked about."""
-    found = []
-    for process in psutil.Process().children():
-        with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
-            if 'parsl_freetrain.solver.child' in process.cmdline():
-                found.append(process)
-    return found
+    return [process for process in psutil.Process().children() if 'parsl_freetrain.solver.child' in command_line(process)]
