@@ -119,21 +119,26 @@ class Gang:
         self.reached = max(self.reached, self.checkpoint.samples)
         return self.checkpoint
 
+    def _outcomes(self, member: int) -> list[dict[str, Any]]:
+        came = self.settled.get(member)
+        return came if isinstance(came, list) else []
+
     def last_word(self) -> dict[str, Any]:
         """What rank 0 said at its end; empty: nothing."""
-        came = self.settled.get(0)
-        return next((outcome for outcome in came if outcome['rank'] == 0), {}) if isinstance(came, list) else {}
+        return next((outcome for outcome in self._outcomes(0) if outcome['rank'] == 0), {})
 
-    def handover(self, verdict: Verdict) -> Handover | None:
-        """The state that it has left in memory on rank 0's node, if that is what it has committed at its end."""
-        last, left = verdict.checkpoint, self.last_word().get('left')
-        if not left or verdict.ending is not Ending.STOPPED or (left['samples'], self.number) != (last.samples, last.fragment):
+    def handover(self, verdict: Verdict) -> tuple[str, Handover] | None:
+        """A node, and the state that it has left in its memory, if that is what rank 0 has committed at its end."""
+        last, sent = verdict.checkpoint, self.last_word().get('left')
+        if not sent or verdict.ending is not Ending.STOPPED or (sent['samples'], self.number) != (last.samples, last.fragment):
             return None
-        return Handover(left['digest'], last.path, last.samples, last.fragment, last.metrics)
+        there = {**sent, 'here': True}
+        node = next((self.action.nodes[m] for m in self.members for outcome in self._outcomes(m) if outcome.get('left') == there), None)
+        return None if node is None else (node, Handover(sent['digest'], last.path, last.samples, last.fragment, last.metrics))
 
     def verdict(self) -> Verdict:
         """What all that the members said adds up to."""
-        outcomes = [o for member in sorted(self.settled) if isinstance(came := self.settled[member], list) for o in came]
+        outcomes = [outcome for member in sorted(self.settled) for outcome in self._outcomes(member)]
         said = {o['how']: o for o in reversed(outcomes)}   # of each kind, the lowest rank's
         for how, ending in (('finished', Ending.FINISHED), ('stopped', Ending.STOPPED)):
             # Only rank 0 knows which checkpoint is the last; without its word the next fragment looks for it.

@@ -258,7 +258,7 @@ class Member:
         logger.info('%s: asking the ranks to stop', self._notice)
         control.send({'kind': 'notice', 'signal': self._notice})
         for process in self._ranks.values():
-            process.send({'kind': 'stop', 'why': self._notice})
+            process.send({'kind': 'stop', 'why': self._notice, 'leaves': True})
 
     def _end_stopped(self, running: dict[int, RankProcess]) -> None:
         """Kill ranks that have been stopped for too long: they would keep all others waiting. So would a warm parent."""

@@ -106,8 +106,7 @@ class TrainerRecord:
 
     def pause(self, gang: Gang, verdict: Verdict) -> None:
         """A fragment has ended: what the next one can go on with at once, and since when nothing is trained."""
-        handover, stepped_at = gang.handover(verdict), float(gang.last_word().get('stepped_at', 0.0))
-        self.left = (gang.action.nodes[0], handover) if handover is not None else None
+        self.left, stepped_at = gang.handover(verdict), float(gang.last_word().get('stepped_at', 0.0))
         self.paused = (len(gang.members), stepped_at) if gang.goes_on and verdict.ending is Ending.STOPPED and stepped_at else None
 
     def resume(self, nodes: tuple[str, ...]) -> tuple[tuple[str, ...], Handover | None]:

@@ -55,6 +55,8 @@ class FragmentContext:
         The current epoch, from 0.
     last_of_epoch
         Whether the turn belongs to the last global batch of its epoch (for what is done once per epoch).
+    stopped
+        Whether the fragment ended before the total.
     state
         The user's own dict, saved in every checkpoint (rank 0's counts); what JSON can hold.
     """
@@ -83,18 +85,13 @@ class FragmentContext:
         self._fine_at = self._reached = self.samples
         self._went_back = 0
         self._position: Position | None = None
-        self._complete = self._stopped = False
+        self._complete = self.stopped = False
         self._told_at = 0.0
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0, the one that writes."""
         return self.rank == 0
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the fragment ended before the total."""
-        return self._stopped
 
     @property
     def shape(self) -> Shape:
@@ -321,10 +318,13 @@ class FragmentContext:
             self._tell_progress((self.samples - began_with) / (now - began_at))
             if self.samples == self.total_samples or decision == SPOILT or (decision != GO_ON and self._must_go_back()):
                 return
-            if decision != GO_ON:
-                self._save(tidy=decision == SAVE, later=decision == SAVE)
-            if decision == STOP:
-                self._stopped = True
+            if decision == SAVE:
+                self._save(later=True)
+            elif decision == STOP:
+                self._keeper.stops()
+                self._save(tidy=False)
+                self._keeper.stopped(self.samples)
+                self.stopped = True
                 raise FragmentEnd
 
     def _must_go_back(self) -> bool:

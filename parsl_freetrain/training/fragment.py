@@ -21,7 +21,7 @@ MODES = (REPRODUCIBLE, THROUGHPUT, SCALED)
 
 @dataclass(frozen=True)
 class Handover:
-    """A state that the fragment before has left in memory, on rank 0's node.
+    """A state that the fragment before has left in memory, on the node that has rank 0 now.
 
     Attributes
     ----------

@@ -110,7 +110,7 @@ def digest_of(data: torch.Tensor) -> str:
 
 
 def receive(handover: Handover, trainer: str, peers: Peers, device: torch.device) -> Saved | None:
-    """The state that the fragment before has left on rank 0's node, on all ranks; None on all of them if one did not get it whole.
+    """The state that the fragment before has left on the node of rank 0, on all ranks; None on all of them if one did not get it whole.
 
     It travels as gradients do. Every rank compares its digest.
     """

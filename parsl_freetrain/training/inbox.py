@@ -10,6 +10,8 @@ from parsl_freetrain.core.errors import FreeTrainError
 from parsl_freetrain.training.channel import Channel
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGINT})
+GOES, MAY_STAY, STAYS = range(3)
+"""What a rank knows of its node after the fragment: it is taken away; nothing; the trainer is to go on there."""
 
 
 class Inbox:
@@ -18,7 +20,7 @@ class Inbox:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._stop = False
-        self._hands_over = False
+        self._goes = self._stays = False
         self._waiting: list[dict[str, Any]] = []
 
     def listen_to_signals(self) -> None:
@@ -29,16 +31,15 @@ class Inbox:
 
     def stop_requested(self) -> bool:
         """Look, without waiting, whether anybody has asked to stop."""
-        while not self._stop and self._channel.poll():
-            try:
-                self._take(self._channel.recv())
-            except EOFError:
-                break  # nobody is there to ask; the warm parent sees it too, and ends this rank
+        while not self._stop and self._look():
+            pass
         return self._stop
 
-    def hands_over(self) -> bool:
-        """Whether the next fragment starts at once, so that the state is worth leaving in memory for it."""
-        return self._hands_over
+    def standing(self) -> int:
+        """Look, without waiting, what becomes of this rank's node: :data:`GOES`, :data:`MAY_STAY` or :data:`STAYS`."""
+        while self._look():
+            pass
+        return GOES if self._goes else STAYS if self._stays else MAY_STAY
 
     def wait_for(self, kind: str, timeout_s: float) -> dict[str, Any]:
         """The first message of a kind.
@@ -60,13 +61,24 @@ class Inbox:
                 raise FreeTrainError(f'This rank was not sent a {kind!r} message within {timeout_s:g} s.')
             self._take(self._channel.recv())
 
+    def _look(self) -> bool:
+        """Take in a message, if there is one; whether there was."""
+        if not self._channel.poll():
+            return False
+        try:
+            self._take(self._channel.recv())
+        except EOFError:
+            return False  # nobody is there to ask; the warm parent sees it too, and ends this rank
+        return True
+
     def _take(self, message: dict[str, Any]) -> None:
         if message.get('kind') == 'stop':
             self._stop = True
+            self._goes = self._goes or message.get('leaves', False)
         elif message.get('kind') == 'hand-over':
-            self._hands_over = True
+            self._stays = True
         else:
             self._waiting.append(message)
 
     def _on_signal(self, _number: int, _frame: object) -> None:
-        self._stop = True
+        self._stop = self._goes = True

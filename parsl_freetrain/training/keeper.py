@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from parsl_freetrain.core.words import Checkpoint
 from parsl_freetrain.training.background import Background
 from parsl_freetrain.training.channel import Channel
 from parsl_freetrain.training.fragment import FragmentOrder
-from parsl_freetrain.training.handover import keep, pack
+from parsl_freetrain.training.leaving import Leaving
 from parsl_freetrain.training.snapshot import Snapshots
 from parsl_freetrain.training.state import State
 from parsl_freetrain.training.store import CheckpointStore
@@ -35,19 +34,18 @@ class Keeper:
 
     Parameters
     ----------
-    hands_over
-        Whether the next fragment starts as soon as this one ends.
+    leaving
+        Leaves the state in memory when the fragment stops; None: it is not left.
     """
 
     def __init__(self, store: CheckpointStore, order: FragmentOrder, channel: Channel, last: Checkpoint | None,
-                 hands_over: Callable[[], bool] = lambda: False) -> None:
+                 leaving: Leaving | None = None) -> None:
         self._store = store
         self._order = order
         self._channel = channel
         self._background = Background('checkpoint')
-        self._hands_over = hands_over
+        self._leaving = leaving
         self._stepped_at = 0.0
-        self._left: dict[str, Any] | None = None
         self._snapshots = Snapshots()
         self._saved_at = time.monotonic()
         self._asked = False
@@ -75,10 +73,10 @@ class Keeper:
         """What the executor goes on with.
 
         When the last step ended (epoch seconds), the longest of the last steps and the longest checkpoint (seconds), 0 where unknown; and
-        the digest of what was left in memory and its samples, None: nothing.
+        what was left in memory, as :class:`~parsl_freetrain.training.leaving.Leaving` has it.
         """
         return {'stepped_at': self._stepped_at, 'step_s': max(self._steps_s, default=0.0), 'checkpoint_s': self._longest_s,
-                'left': self._left}
+                'left': self._leaving.left if self._leaving is not None else None}
 
     def time_left(self) -> float:
         """Seconds until the nodes go; infinite where unknown."""
@@ -112,10 +110,21 @@ class Keeper:
         self._saved_at = time.monotonic()
         self._asked = False
 
+    def stops(self) -> None:
+        """The fragment stops here, as all ranks know: before :meth:`save`."""
+        if self._leaving is not None:
+            self._leaving.agree()
+
+    def stopped(self, samples: int) -> None:
+        """The last word of this rank on its state: behind :meth:`save`."""
+        if self._leaving is not None:
+            self._leaving.take(samples)
+
     def save(self, collect: Callable[[], State], samples: int, metrics: Mapping[str, float], *, tidy: bool, later: bool) -> None:
         """Commit a checkpoint, tell the member, and (``tidy``; it takes time) let go of old ones.
 
-        ``later``: return when the state has been copied; the rest goes on beside training.
+        ``later``: return when the state has been copied; the rest goes on beside training. Neither: the fragment stops, and the state is
+        left in memory too.
 
         Raises
         ------
@@ -132,8 +141,8 @@ class Keeper:
             pause_s = time.monotonic() - began
             self._background.start(lambda: self._commit(state, samples, numbers, tidy, lambda: pause_s))
         else:
-            if not tidy and self._hands_over():
-                self._background.start(lambda: self._leave(state, samples))
+            if not tidy and (leaving := self._leaving) is not None:
+                self._background.start(lambda: leaving.leave(state, samples))
             self._commit(state, samples, numbers, tidy, lambda: time.monotonic() - began)
             self._background.wait()
         self._saved_at = time.monotonic()
@@ -146,20 +155,6 @@ class Keeper:
         except FreeTrainError:
             log.exception('The last checkpoint was not written')
         return self.last
-
-    def _leave(self, state: State, samples: int) -> None:
-        """Leave the state in memory for the next fragment; where that fails it reads the checkpoint."""
-        try:
-            fd, digest = pack(state)
-            try:
-                kept = keep(self._order.trainer, fd, digest)
-            finally:
-                os.close(fd)
-        except OSError:
-            log.warning('The state could not be left in memory for the next fragment', exc_info=True)
-        else:
-            if kept:
-                self._left = {'digest': digest, 'samples': samples}
 
     def _commit(self, state: State, samples: int, metrics: Mapping[str, float], tidy: bool, pause_s: Callable[[], float]) -> None:
         began = time.monotonic()

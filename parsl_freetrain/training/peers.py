@@ -58,6 +58,14 @@ class Peers(Protocol):
         """Give a row to another rank that does the same, and get its row; both are flat, of one length and type."""
         ...
 
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a tensor to another rank, which receives one of the same size and type; only these two call anything."""
+        ...
+
+    def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Overwrite a tensor by what another rank sends, and return it."""
+        ...
+
     def leave(self) -> bool:
         """Wait until all ranks are here and end it; False if not all of them came."""
         ...
@@ -82,6 +90,12 @@ class Alone:
         return lambda: tuple(numbers)
 
     def swap(self, row: torch.Tensor, partner: int) -> torch.Tensor:
+        raise ValueError('There is no other rank.')
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        raise ValueError('There is no other rank.')
+
+    def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         raise ValueError('There is no other rank.')
 
     def leave(self) -> bool:
@@ -142,6 +156,15 @@ class Gang:
             for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, got, partner)]):
                 work.wait()
         return got.to(row.device)
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        with _as_peer_loss():
+            dist.send(tensor, to)
+
+    def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        with _as_peer_loss():
+            dist.recv(tensor, source)
+        return tensor
 
     def leave(self) -> bool:
         try:

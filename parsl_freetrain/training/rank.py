@@ -22,6 +22,7 @@ from parsl_freetrain.training.fragment import REPRODUCIBLE, FragmentOrder, RankP
 from parsl_freetrain.training.handover import receive
 from parsl_freetrain.training.inbox import Inbox
 from parsl_freetrain.training.keeper import Keeper
+from parsl_freetrain.training.leaving import Leaving
 from parsl_freetrain.training.peers import Peers, is_peer_loss, join
 from parsl_freetrain.training.seams import saving
 from parsl_freetrain.training.state import read_state
@@ -133,7 +134,8 @@ def _parts(order: FragmentOrder, place: RankPlace, peers: Peers, channel: Channe
         print(f'Going on from checkpoint {path}{", as it is in memory" if saved is not None else ""}')
     if saved is None and path:
         saved = read_state(path)
-    return order, place, peers, channel, inbox, Keeper(store, order, channel, latest, inbox.hands_over), device, saved
+    keeper = Keeper(store, order, channel, latest, Leaving(order.trainer, peers, inbox, device))
+    return order, place, peers, channel, inbox, keeper, device, saved
 
 
 def _ending(raised: BaseException, context: FragmentContext | None, place: RankPlace) -> str:

@@ -155,12 +155,22 @@ def test_ranks_that_ended_without_their_task_coming_back_tell_of_a_manager_that_
     ('stopped', 900, True), ('stopped', 800, False), ('finished', 900, False), ('peer-lost', 900, False)])
 def test_what_is_left_in_memory_counts_if_it_is_what_was_committed_at_the_end(how: str, samples: int, goes_on: bool) -> None:
     fragment = gang(1)
-    left = {'digest': 'd', 'samples': samples}
+    left = {'digest': 'd', 'samples': samples, 'here': True}
     fragment.settled = {0: [outcome(0, how, path='/c/9', samples=900, left=left)]}
-    assert fragment.handover(fragment.verdict()) == (Handover('d', '/c/9', 900, 7) if goes_on else None)
+    assert fragment.handover(fragment.verdict()) == (('n0', Handover('d', '/c/9', 900, 7)) if goes_on else None)
 
 
-def test_nothing_is_handed_over_where_rank_0_has_left_nothing() -> None:
+@pytest.mark.parametrize(('sent', 'kept', 'node'), [
+    ({'here': False}, {'here': True}, 'n1'),
+    ({'here': True}, None, 'n0'),
+    ({'here': False}, None, ''),
+    ({'here': False}, {'here': True, 'digest': 'e'}, ''),   # what arrived is something else
+    (None, {'here': True}, ''),
+])
+def test_what_rank_0_has_sent_is_handed_over_where_just_that_was_kept(sent: dict[str, Any] | None, kept: dict[str, Any] | None,
+                                                                      node: str) -> None:
     fragment = gang(2)
-    fragment.settled = {1: [outcome(1, 'stopped', path=None, samples=900)], 0: [outcome(0, 'stopped', path='/c/9', samples=900, left=None)]}
-    assert fragment.handover(fragment.verdict()) is None
+    there, here = [left and {'digest': 'd', 'samples': 900, **left} for left in (kept, sent)]
+    fragment.settled = {1: [outcome(1, 'stopped', path=None, samples=900, left=there)],
+                        0: [outcome(0, 'stopped', path='/c/9', samples=900, left=here)]}
+    assert fragment.handover(fragment.verdict()) == ((node, Handover('d', '/c/9', 900, 7)) if node else None)

@@ -54,10 +54,12 @@ def costs_bid(ledger: Path, name: str) -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_a_rescale_finds_the_next_ranks_ready_and_the_state_in_memory(tmp_path: Path) -> None:
-    go, then = tmp_path / 'go', tmp_path / 'then'
+    go, soon, later = (tmp_path / name for name in ('go', 'soon', 'later'))
     long = freetrain_app(max_nodes=2, total_epochs=20, scaling=SCALING, shards=2, rescale_up_s=0.25, checkpoint_every_s=LONG)(loads_first)
     short = freetrain_app(max_nodes=1, total_epochs=20, scaling=SCALING, shards=2)(loads_first)
     with freetrain(tmp_path, LocalSite(nodes=2, poll_s=0.2), horizon_s=60.0) as executor:
+        before = short(str(soon), trainer_name='before')
+        until(lambda: before.progress().samples > 0, 'the first node is not used')
         first = long(str(go), trainer_name='long')
 
         def trains_on(nodes: int) -> Callable[[], bool]:
@@ -68,25 +70,29 @@ def test_a_rescale_finds_the_next_ranks_ready_and_the_state_in_memory(tmp_path: 
                 samples.extend([now.samples] * (now.nodes == nodes))
                 return len(samples) > 1 and now.samples > samples[0] and now.nodes == nodes
             return look
-        until(trains_on(2), 'it does not train on both nodes')
-        second = short(str(then), trainer_name='short')
+        until(trains_on(1), 'it does not train on the second node')
+        soon.touch()
+        alone = before.result(LONG)
+        until(trains_on(2), 'it does not get the first node')
+        behind = short(str(later), trainer_name='behind')
         until(trains_on(1), 'it does not go on with one node')
-        then.touch()
-        alone = second.result(LONG)
-        until(trains_on(2), 'it does not get its node back')
+        later.touch()
+        behind.result(LONG)
         go.touch()
         result = first.result(LONG)
     assert same_weights(result, alone)
     with Reader(executor.ledger_path) as ledger:
         measured = [e['detail'] for e in ledger.events() if e['kind'] == 'Rescaled' and e['trainer'] == first.name]
         story = [f for f in ledger.story().fragments if f.trainer == first.name]
-    assert [(m['before'], m['after']) for m in measured][-2:] == [(2, 1), (1, 2)]
+    assert [(m['before'], m['after']) for m in measured][:2] == [(1, 2), (2, 1)]
     assert all(m['seconds'] > 0 for m in measured)
     up_s, down_s = costs_bid(executor.ledger_path, 'long')
     assert up_s == 0.25   # as stated
-    assert down_s == pytest.approx(measured[-2]['seconds'])
+    assert down_s == pytest.approx(measured[1]['seconds'])
+    # It had rank 0 on the node that it began on. Which one stays goes by the nodes' names, which are drawn: that one or the other.
+    assert set(story[0].nodes) < set(story[1].nodes) > set(story[2].nodes)
     logs = tmp_path / 'checkpoints' / 'long' / 'logs'
-    for fragment in story[-2:]:
+    for fragment in story[1:3]:
         said = [log.read_text() for log in logs.glob(f'fragment-{fragment.fragment:06d}-rank-*.log')]
         assert len(said) == len(fragment.nodes)
         assert all('as it is in memory' in text for text in said)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -49,20 +49,21 @@ class Rank:
 
 
 class Ranks:
-    """The ranks of one fragment."""
+    """The ranks of one fragment; those of several warm parents are on as many nodes, one after the other."""
 
-    def __init__(self, parent: WarmParent, ordered: FragmentOrder, world_size: int, folder: Path, function: Callable[..., Any],
-                 *args: Any, **kwargs: Any) -> None:
+    def __init__(self, parent: WarmParent | Sequence[WarmParent], ordered: FragmentOrder, world_size: int, folder: Path,
+                 function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         # As from a notebook: the ranks cannot import what a test defines.
         cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
         payload = cloudpickle.dumps((function, args, kwargs))
         folder.mkdir(parents=True, exist_ok=True)
         self.launched_at = time.time()
         self.ranks: list[Rank] = []
+        parents = [parent] if isinstance(parent, WarmParent) else parent
         for rank in range(world_size):
             log = folder / f'f{ordered.fragment}-r{rank}.log'
             place = RankPlace(rank, world_size, rank, 1, str(log))
-            self.ranks.append(Rank(parent.launch(ordered, place, payload, {}), place, log))
+            self.ranks.append(Rank(parents[rank % len(parents)].launch(ordered, place, payload, {}), place, log))
 
     def hear(self, until: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Pass messages on until a condition holds, or all ranks are over."""
@@ -95,7 +96,7 @@ class Ranks:
 
 
 @contextmanager
-def ranks(parent: WarmParent, ordered: FragmentOrder, world_size: int, folder: Path, function: Callable[..., Any],
+def ranks(parent: WarmParent | Sequence[WarmParent], ordered: FragmentOrder, world_size: int, folder: Path, function: Callable[..., Any],
           *args: Any, **kwargs: Any) -> Iterator[Ranks]:
     """Started ranks, ended on the way out."""
     started = Ranks(parent, ordered, world_size, folder, function, *args, **kwargs)

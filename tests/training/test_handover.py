@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import sys
 import time
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from parsl_freetrain.core.words import Shape
 from parsl_freetrain.training.berths import WARM_VARIABLE
 from parsl_freetrain.training.channel import Channel
 from parsl_freetrain.training.context import FragmentContext
@@ -26,10 +28,11 @@ from parsl_freetrain.training.fragment import FragmentOrder, Handover
 from parsl_freetrain.training.handover import digest_of, keep, pack, receive, unpack
 from parsl_freetrain.training.peers import Alone
 from parsl_freetrain.training.prepared import sort_out
-from parsl_freetrain.training.state import Position, State, collect, content_of
+from parsl_freetrain.training.state import Position, State, collect, content_of, read_state
 from parsl_freetrain.training.store import PosixCheckpointStore
 from parsl_freetrain.training.warm import WarmParent, address_of
 from tests.support.ranks import Ranks, order, ranks
+from tests.training.test_shapes import BATCH, LAYERS, Net, Points
 
 TOTAL = 400
 
@@ -88,18 +91,36 @@ def running_ahead(warm: WarmParent, ordered: FragmentOrder, count: int, folder: 
             channel.close()
 
 
-def stopped_and_left(gang: Ranks) -> Handover:
-    """Let a fragment train a while, and stop it for the next one; what it left."""
+def stopped_and_left(gang: Ranks, heir: int = 0, goes: int | None = None) -> Handover:
+    """Let a fragment train a while, and stop it for the next one; what it left at rank ``heir``.
+
+    The ranks from there on are told that they stay; or else rank ``goes`` is told that it goes, and the others nothing.
+    """
     gang.hear(lambda: bool(gang.ranks[0].said('progress')))
-    for message in ('hand-over', 'stop'):
-        for rank in gang.ranks:
-            rank.process.send({'kind': message})
+    for rank in gang.ranks[heir:] if goes is None else ():
+        rank.process.send({'kind': 'hand-over'})
+    for i, rank in enumerate(gang.ranks):
+        rank.process.send({'kind': 'stop', 'leaves': i == goes})
     outcomes = gang.run()
     assert {outcome['how'] for outcome in outcomes} == {'stopped'}
-    left = outcomes[0]['left']
-    assert left['samples'] == outcomes[0]['samples'] > 0
-    assert [outcome['left'] for outcome in outcomes[1:]] == [None] * (len(gang.ranks) - 1)
-    return Handover(left['digest'], outcomes[0]['path'], left['samples'], 1, outcomes[0]['metrics'])
+    sent = outcomes[0]['left']
+    assert sent, gang.ranks[0].log.read_text()
+    assert sent['samples'] == outcomes[0]['samples'] > 0
+    assert sent['here'] == (heir == 0)
+    assert [i for i, outcome in enumerate(outcomes) if outcome['left'] == {**sent, 'here': True}] == [heir]
+    assert all(outcome['left'] is None for i, outcome in enumerate(outcomes) if i not in (0, heir))
+    return Handover(sent['digest'], outcomes[0]['path'], sent['samples'], 1, outcomes[0]['metrics'])
+
+
+@pytest.fixture(scope='module')
+def neighbour(warm: WarmParent, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmParent]:
+    """The warm parent of another node."""
+    parent = WarmParent.start(f'tests-{secrets.token_hex(8)}', os.getpid(), str(tmp_path_factory.mktemp('warm') / 'warm.log'), warm.name)
+    try:
+        parent.wait_ready(120)
+        yield parent
+    finally:
+        parent.stop()
 
 
 @pytest.fixture(scope='module')
@@ -163,6 +184,111 @@ def test_a_kill_while_the_state_is_handed_over_loses_nothing(warm: WarmParent, t
         assert {outcome['how'] for outcome in gang.run()} == {'finished'}
         assert gang.ranks[0].said('started')[0]['samples'] == left.samples
     assert equal(final(tmp_path), undisturbed)
+
+
+@pytest.mark.parametrize('goes', [None, 0])
+def test_the_state_comes_from_a_node_that_stays_where_that_of_rank_0_goes(
+        warm: WarmParent, neighbour: WarmParent, tmp_path: Path, undisturbed: dict[str, torch.Tensor], goes: int | None) -> None:
+    ordered = order(tmp_path, total_samples=TOTAL)
+    with ranks([warm, neighbour, warm], ordered, 3, tmp_path, train, endless=1) as gang:
+        left = stopped_and_left(gang, heir=1, goes=goes)
+    shutil.move(left.path, tmp_path / 'elsewhere')   # so it cannot be read
+    with ranks([neighbour, warm], replace(ordered, fragment=2, handover=left), 2, tmp_path, train) as gang:
+        assert {outcome['how'] for outcome in gang.run()} == {'finished'}
+        assert gang.ranks[0].said('started')[0]['samples'] == left.samples
+        assert all('as it is in memory' in rank.log.read_text() for rank in gang.ranks)
+    assert equal(final(tmp_path), undisturbed)
+
+
+def test_nothing_is_left_where_no_node_is_known_to_stay(warm: WarmParent, tmp_path: Path) -> None:
+    with ranks(warm, order(tmp_path, total_samples=TOTAL), 2, tmp_path, train, endless=1) as gang:
+        gang.hear(lambda: bool(gang.ranks[0].said('progress')))
+        for rank in gang.ranks:
+            rank.process.send({'kind': 'stop'})
+        assert [(outcome['how'], outcome['left']) for outcome in gang.run()] == [('stopped', None)] * 2
+
+
+def sabotaged(ctx: FragmentContext, fault: str) -> None:
+    import errno
+    import resource
+
+    from parsl_freetrain.training import leaving
+
+    def no_memory(*_: object) -> None:
+        raise OSError(errno.ENOSPC, 'no memory')
+
+    def dies(*_: object) -> None:
+        os.kill(os.getpid(), 9)
+    match fault, ctx.rank:
+        case 'the heir has no memory', 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))   # of its files in memory, too
+        case 'rank 0 has no memory', 0:
+            vars(leaving)['pack'] = no_memory
+        case 'the heir dies', 1:
+            vars(leaving)['_has_room'] = dies
+        case 'rank 0 dies', 0:
+            vars(leaving)['pack'] = dies
+    train(ctx, endless=1)
+
+
+@pytest.mark.parametrize(('fault', 'ends', 'who', 'says'), [
+    ('the heir has no memory', ['stopped', 'stopped'], 1, 'There is no memory for a state of'),
+    ('rank 0 has no memory', ['stopped', 'stopped'], 0, 'The state could not be left in memory'),
+    ('the heir dies', ['stopped', None], 0, 'The state could not be left in memory'),
+    ('rank 0 dies', [None, 'peer-lost'], 1, 'PeerLost'),
+])
+def test_what_goes_wrong_on_the_way_to_another_node_costs_no_checkpoint(warm: WarmParent, neighbour: WarmParent, tmp_path: Path, fault: str,
+                                                                       ends: list[str | None], who: int, says: str) -> None:
+    with ranks([warm, neighbour], order(tmp_path, total_samples=TOTAL), 2, tmp_path, sabotaged, fault) as gang:
+        gang.hear(lambda: bool(gang.ranks[0].said('progress')))
+        gang.ranks[1].process.send({'kind': 'hand-over'})
+        for rank in gang.ranks:
+            rank.process.send({'kind': 'stop'})
+        outcomes = gang.run()
+        assert [outcome.get('how') for outcome in outcomes] == ends
+        assert says in gang.ranks[who].log.read_text()
+    assert not any(outcome.get('left') for outcome in outcomes)
+    if ends[0] is not None:
+        latest = PosixCheckpointStore(tmp_path / 'store', 'digits').latest()
+        assert latest is not None
+        assert (latest.path, latest.samples) == (outcomes[0]['path'], outcomes[0]['samples'])
+        assert latest.samples > 0
+
+
+def keeps_what_it_got(ctx: FragmentContext, got: str) -> None:
+    """Trains in any shape; what it begins its second fragment with goes into a file."""
+    model = Net(ctx, 0.0)
+    wrapped, optimizer = ctx.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    torch.save([model.state_dict(), optimizer.state_dict()], f'{got}-{ctx.fragment}-{ctx.rank}')
+    for x, y in ctx.loop(Points(), BATCH):
+        optimizer.zero_grad()
+        wrapped(x, y).backward()
+        optimizer.step()
+        ctx.report(batches=1)
+        if ctx.fragment == 1:
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize('before', [Shape(spatial=(1, 1, 2)), Shape(pipeline=2)], ids=str)
+def test_another_shape_goes_on_with_the_state_in_memory(warm: WarmParent, neighbour: WarmParent, tmp_path: Path, before: Shape) -> None:
+    """From where rank 1 was; of a pipeline it has half."""
+    ordered = order(tmp_path, total_samples=50 * BATCH, mode='throughput', shape=before)
+    got = str(tmp_path / 'got')
+    cloudpickle.register_pickle_by_value(sys.modules[Net.__module__])
+    with ranks([warm, neighbour], ordered, 2, tmp_path, keeps_what_it_got, got) as gang:
+        left = stopped_and_left(gang, heir=1)
+    committed = read_state(left.path)
+    shutil.move(left.path, tmp_path / 'elsewhere')
+    with ranks([neighbour, warm], replace(ordered, fragment=2, shape=Shape(data=2), handover=left), 2, tmp_path,
+               keeps_what_it_got, got) as gang:
+        assert {outcome['how'] for outcome in gang.run()} == {'finished'}
+        assert all('as it is in memory' in rank.log.read_text() for rank in gang.ranks)
+    for rank in range(2):
+        model, optimizer = torch.load(f'{got}-2-{rank}', weights_only=True)
+        assert equal(model, committed.models[0])
+        moments = {name: state['exp_avg'] for name, state in zip(model, optimizer['state'].values(), strict=True)}
+        assert equal(moments, {name.partition('.')[2]: state['exp_avg'] for name, state in committed.optimizers[0]['state'].items()})
+        assert len(moments) == 2 * LAYERS
 
 
 def test_a_rank_that_nobody_wants_ends(warm: WarmParent, tmp_path: Path) -> None:
