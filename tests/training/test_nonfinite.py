@@ -81,11 +81,14 @@ def test_the_result_is_as_if_the_batch_had_not_been_trained(warm: WarmParent, tm
     outcomes = run(warm, tmp_path / 'bad', world_size, mode=mode, on_nan=on_nan, bad=(160, 320), culprit=world_size - 1, pause_s=0.005)
     assert [outcome['how'] for outcome in outcomes] == ['finished'] * world_size, outcomes
     assert {outcome['samples'] for outcome in outcomes} == {TOTAL}
-    assert outcomes[0]['metrics']['skipped_steps'] == 2
+    metrics = outcomes[0]['metrics']
     if mode == 'throughput' and on_nan == 'rollback':
-        assert outcomes[0]['metrics']['rollbacks'] in (1, 2)   # 1: both bad batches were trained before it was noticed
+        assert metrics['rollbacks'] in (1, 2)   # 1: both bad batches were trained before it was noticed
+        # Without a checkpoint in between, the second time goes back before the first bad batch too.
+        assert metrics['skipped_steps'] in ((2,) if metrics['rollbacks'] == 1 else (2, 3))
     else:
-        assert 'rollbacks' not in outcomes[0]['metrics']
+        assert metrics['skipped_steps'] == 2
+        assert 'rollbacks' not in metrics
     clean, trained = load_weights(first['path']), load_weights(outcomes[0]['path'])
     for name, tensor in clean.items():
         if mode == 'reproducible':
