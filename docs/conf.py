@@ -46,11 +46,11 @@ def draw_zero_delay(app: Any, error: Exception | None) -> None:
 
 
 def draw_workloads(app: Any, error: Exception | None) -> None:
-    """The pictures of docs/cosmoflow.md, docs/unet3d.md and docs/chimera.md, from what a run of each has found."""
+    """The pictures of docs/cosmoflow.md, docs/unet3d.md, docs/chimera.md and docs/ffn.md, from what a run of each has found."""
     if error is None and app.builder.format == 'html':
-        from workflows import chimera_gpt, cosmoflow, unet3d
+        from workflows import chimera_gpt, cosmoflow, ffn, unet3d
 
-        for workflow, name in ((cosmoflow, 'cosmoflow'), (unet3d, 'unet3d'), (chimera_gpt, 'chimera_gpt')):
+        for workflow, name in ((cosmoflow, 'cosmoflow'), (unet3d, 'unet3d'), (chimera_gpt, 'chimera_gpt'), (ffn, 'ffn')):
             workflow.draw(json.loads(Path(__file__).with_name(f'{name}.json').read_text()), Path(app.outdir) / '_static' / f'{name}.png')
 
 
