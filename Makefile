@@ -39,11 +39,11 @@ $(INSTALLED): pyproject.toml .ci/constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/python -m workflows.digits $(DEMO_ARGS)
 
-# Most tests wait more than they compute: two at a time. Those on a Slurm cluster run beside the others, and are shown after them.
+# Most tests wait more than they compute: three at a time. Those on a Slurm cluster run beside the others, and are shown after them.
 test: $(INSTALLED)
 ifeq ($(strip $(TEST_ARGS)),)
 	@$(BIN)/python -m pytest -m slurm -n 2 --dist loadfile > $(VENV)/slurm-tests.log 2>&1 & slurm=$$!; trap 'kill $$slurm' INT TERM; \
-	$(BIN)/python -m pytest -m 'not slurm' -n 2 --dist loadfile; others=$$?; \
+	$(BIN)/python -m pytest -m 'not slurm' -n 3 --dist loadfile; others=$$?; \
 	wait $$slurm; slurm=$$?; echo 'On a Slurm cluster:'; cat $(VENV)/slurm-tests.log; \
 	exit $$(( others ? others : slurm ))
 else

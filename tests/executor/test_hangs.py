@@ -102,12 +102,13 @@ def manager(node: str) -> psutil.Process:
 @pytest.mark.parametrize('victim', [worker, manager])
 def test_a_node_that_is_stopped_is_lost_in_time_and_the_others_go_on(tmp_path: Path, victim: Callable[[str], psutil.Process]) -> None:
     """SIGSTOP to what runs the node's share: its fragment ends, the good node trains on, and no rank is left on the bad one."""
+    others = {p.pid for p in forks()}   # a warm parent of other tests
     with training(tmp_path, min_nodes=1, nodes=2, heartbeat_period=1) as (executor, future):
         until(lambda: bool(rows := fragments(executor)) and len(rows[-1].nodes) == 2 and rows[-1].started_at is not None,
               'it does not start on both nodes')
         running = fragments(executor)[-1].fragment
         bad = victim('slot01')
-        ranks = {p.pid for p in forks()}
+        ranks = {p.pid for p in forks()} - others
         bad.suspend()
         stopped_at = time.time()
         if victim is manager:   # which matters when it shall pass on that its ranks have ended

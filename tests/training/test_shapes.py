@@ -177,7 +177,11 @@ def tell_place(ctx: FragmentContext) -> None:
         ctx.report(**{f'{what}{i}': float(rank) for i, rank in enumerate(row)})
     connections = [c for c in psutil.Process().net_connections('tcp') if c.status == psutil.CONN_ESTABLISHED]
     for connection in connections:
-        with socket.socket(fileno=os.dup(connection.fd)) as sock:
+        try:
+            fd = os.dup(connection.fd)
+        except OSError:
+            continue    # closed since it was listed
+        with socket.socket(fileno=fd) as sock:
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) > 0, connection
     raise RuntimeError(f'{ctx.shape}, {len(connections) > 2 * (ctx.world_size - 1)}')
 
