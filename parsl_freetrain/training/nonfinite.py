@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from time import monotonic
 
@@ -12,6 +13,7 @@ from torch.nn.utils import get_total_norm
 from parsl_freetrain.training.prepared import Prepared
 
 LOOK_EVERY_S = 0.25
+_REMEMBERED = 4096   # more than there are between two looks of a Watch
 NEVER = 2 ** 62
 
 
@@ -49,17 +51,19 @@ class Watch:
 class Blame:
     """Remembers in which step this rank's own gradient was first not finite, before the sum over all ranks, in which that is lost.
 
-    It looks at one tensor of each model, the smallest, on its device and without waiting for it: what makes a loss infinite or not a number
-    nearly always shows in each gradient.
+    It keeps the sum of one tensor of each model, the smallest, for each of the last :data:`_REMEMBERED` steps, on its device and without
+    waiting for it: what makes a loss infinite or not a number nearly always shows in each gradient. The sums are looked at when somebody
+    asks, which is when something is not finite.
     """
 
     def __init__(self, models: Iterable[torch.nn.Module], device: torch.device) -> None:
+        self._device = device
         self._step = 0
-        self._first = torch.full((), NEVER, dtype=torch.int64, device=device)
+        self._sums: deque[tuple[int, torch.Tensor]] = deque(maxlen=_REMEMBERED)
         for model in models:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             if trained:
-                min(trained, key=lambda parameter: parameter.numel()).register_hook(self._look)
+                min(trained, key=lambda parameter: parameter.numel()).register_hook(self._note)
 
     def next_step(self) -> None:
         """A step begins."""
@@ -67,16 +71,17 @@ class Blame:
 
     def first(self) -> torch.Tensor:
         """The step, from 1, as one number; :data:`NEVER` where there was none."""
-        return self._first.reshape(1)
+        bad = (step for step, total in self._sums if not math.isfinite(float(total)))
+        return torch.full((1,), min(bad, default=NEVER), dtype=torch.int64, device=self._device)
 
     def forget(self) -> None:
         """What was not finite has been dealt with."""
-        self._first = torch.full_like(self._first, NEVER)
+        self._sums.clear()
 
-    def _look(self, gradient: torch.Tensor) -> None:
+    def _note(self, gradient: torch.Tensor) -> None:
+        gradient = gradient.detach()
         values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
-        bad = ~torch.isfinite(values.detach()).all()
-        self._first = torch.where(bad & (self._first == NEVER), self._step, self._first)
+        self._sums.append((self._step, (torch.view_as_real(values) if values.is_complex() else values).sum(dtype=torch.float32)))
 
 
 class Guard:
