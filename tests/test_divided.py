@@ -17,10 +17,23 @@ from workflows import cosmoflow, divided, unet3d
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def trained(workflow: str, out: Path) -> dict[str, Any]:
+SITE = """
+from parsl.config import Config
+
+from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.sites.provider import BackfillProvider
+
+
+def config():
+    return Config(executors=[FreeTrainExecutor(provider=BackfillProvider(LocalSite(nodes=2, poll_s=0.25)))])
+"""
+
+
+def trained(workflow: str, out: Path, *options: str) -> dict[str, Any]:
     """What a small run found, after what holds for each of them."""
-    done = subprocess.run([sys.executable, '-m', f'workflows.{workflow}', '--small', '--out', str(out)], cwd=ROOT, capture_output=True,
-                          text=True, timeout=280, check=False)
+    done = subprocess.run([sys.executable, '-m', f'workflows.{workflow}', '--small', '--out', str(out), *options], cwd=ROOT,
+                          capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     summary = json.loads((out / 'summary.json').read_text())
     told = summary[divided.DIVIDED]
@@ -48,7 +61,13 @@ def test_cosmoflow(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_unet3d(tmp_path: Path) -> None:
-    dice = trained('unet3d', tmp_path / 'out')['dice']
+    """On a site from a file, into a folder that is not empty: what is in it is kept."""
+    site, mine = tmp_path / 'here.py', tmp_path / 'out' / 'mine'
+    site.write_text(SITE)
+    mine.parent.mkdir()
+    mine.write_text('kept')
+    dice = trained('unet3d', tmp_path / 'out', '--site', str(site))['dice']
+    assert (tmp_path / 'out' / 'previous-1' / 'mine').read_text() == 'kept'
     for tissue in ('grey', 'white'):
         assert min(scores[tissue] for scores in dice.values()) > 0.7, dice
 
@@ -81,6 +100,13 @@ def test_an_output_folder_that_cannot_be_made_is_one_sentence(capsys: pytest.Cap
     assert cosmoflow.main(['--small', '--out', '/proc/nothing']) == 2
     [sentence] = capsys.readouterr().err.strip().splitlines()
     assert re.search('cannot be made', sentence)
+
+
+def test_a_site_that_is_not_there_is_one_sentence_before_anything_is_moved(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / 'mine').touch()
+    assert cosmoflow.main(['--small', '--out', str(run_dir), '--site', 'nowhere']) == 2
+    assert "There is no site 'nowhere'; name one of local, " in capsys.readouterr().err
+    assert [path.name for path in run_dir.iterdir()] == ['mine']
 
 
 def test_a_brain_that_is_not_installed_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

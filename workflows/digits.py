@@ -10,12 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import shutil
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,15 +35,17 @@ from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.summary import summary
 from parsl_freetrain.sites.generate import generate
 from parsl_freetrain.sites.local import LocalSite
-from parsl_freetrain.sites.protocols import Site
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.schedule import Schedule, read_schedule, write_schedule
+from workflows.command import output_folder, result, set_aside
 from workflows.digits_models import train_digits
 from workflows.divided import same_weights
 
 NETWORKS = ('cnn', 'mlp')
 SHARDS = 4
 SCALING = {1: 1.0, 2: 1.9, 3: 2.7, 4: 3.4}   # what a machine with one core per slot would give; states wishes, not this computer
+
+LONGER = 'the same command continues, with --idle for a longer schedule'
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     out = Path(options.out).absolute()
     try:
-        prepare(out, options, console)
+        output_folder(out)
+        if options.resume == 'never' or (options.resume == 'auto' and (out / 'summary.json').exists()):
+            set_aside(out)
         console.rule(f'in the holes of {where(options)}')
         in_holes = train(out / 'holes', holes(out, options), options, console, max_nodes=SHARDS, step_s=options.step_s)
         console.rule('undisturbed, each on one node')
@@ -94,29 +95,6 @@ def where(options: argparse.Namespace) -> str:
     return options.site or f'{options.nodes} nodes of this computer'
 
 
-def prepare(out: Path, options: argparse.Namespace, console: Console) -> None:
-    """Make the output folder hold nothing of another run.
-
-    Raises
-    ------
-    BadInput
-        The folder cannot be made.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f'The output folder {out} cannot be made ({error.strerror}); name another one with --out.') from error
-    if options.resume == 'never' or (options.resume == 'auto' and (out / 'summary.json').exists()):
-        old = out / 'previous'
-        shutil.rmtree(old, ignore_errors=True)
-        moved = [path for path in out.iterdir() if path != old]
-        if moved:
-            old.mkdir()
-            for path in moved:
-                path.rename(old / path.name)
-            console.print(f'An earlier run was moved to {old}.')
-
-
 def holes(out: Path, options: argparse.Namespace) -> BackfillProvider:
     """The site that the options name.
 
@@ -152,16 +130,7 @@ def train(folder: Path, provider: BackfillProvider, options: argparse.Namespace,
     data = digits()
     with live(executor.ledger_path, console), parsl.load(Config(executors=[executor], strategy='none', run_dir=str(folder / 'runinfo'))):
         futures: dict[str, TrainingFuture] = {name: trainer(name, *data, step_s=step_s, trainer_name=name) for name in NETWORKS}
-        return {name: result(future, provider.site) for name, future in futures.items()}
-
-
-def result(future: TrainingFuture, site: Site) -> Checkpoint:
-    """Wait for a trainer as long as there can be holes for it."""
-    while not wait([future], timeout=1.0).done:
-        if isinstance(site, LocalSite) and site.over_at is not None and time.time() > site.over_at:
-            raise FreeTrainError(f'The schedule of holes has ended before {future.name!r}, at {future.progress().samples} samples; '
-                                 f'the same command continues, with --idle for a longer schedule.')
-    return future.result()
+        return {name: result(future, provider.site, LONGER) for name, future in futures.items()}
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:

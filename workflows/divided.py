@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 from parsl.config import Config
 
 from parsl_freetrain.app import Checkpoint, Shape, TrainingFuture, freetrain_app
+from parsl_freetrain.cli.sites import provider_of
 from parsl_freetrain.core.errors import BadInput, FreeTrainError
 from parsl_freetrain.executor import FreeTrainExecutor
 from parsl_freetrain.executor.requests import ask
@@ -23,34 +23,37 @@ from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.summary import summary
 from parsl_freetrain.sites.generate import generate
 from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.sites.protocols import Site
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.training.export import load_weights
+from workflows.command import output_folder, refuse_to_wait, result, set_aside
 
 DIVIDED, WHOLE = 'divided', 'whole'
 SHAPES = {1: Shape(), 2: Shape(spatial=(2, 1, 1)), 4: Shape(data=2, spatial=(2, 1, 1))}
 SCALING = {1: 1.0, 2: 1.8, 4: 3.2}   # wishes for a machine with as many cores as nodes
 STRUCK_AT = (0.15, 0.3)
 """Shares of the training at which all ranks of the divided trainer are killed."""
+LONGER = '--steady has holes without end'
 
 
 def main_of(name: str, run: Callable[[Path, argparse.Namespace], None], arguments: Sequence[str] | None,
             more: Callable[[argparse.ArgumentParser], None] = lambda _: None) -> int:
     """Parse (``more`` adds options), run, and turn what is wrong into a sentence; returns the exit status."""
     parser = argparse.ArgumentParser(prog=name)
-    parser.add_argument('--small', action='store_true', help='a small training on two slots that are always idle: under a minute')
+    parser.add_argument('--small', action='store_true', help='a small training, here on two slots that are always idle: under a minute')
+    parser.add_argument('--site', metavar='NAME|FILE', help=(
+        'a machine with a batch scheduler: a name in site_configs/, or a .py or .toml file (default: this computer)'))
     parser.add_argument('--steady', action='store_true', help='nodes are always idle, in place of a schedule of holes')
     parser.add_argument('--seed', type=int, default=5, help='of the schedule of holes (default: %(default)s)')
-    parser.add_argument('--out', default=f'demo-out/{name}', help='output folder, made anew (default: %(default)s)')
+    parser.add_argument('--out', default=f'demo-out/{name}', help='output folder; what is in it is moved aside (default: %(default)s)')
     more(parser)
     options = parser.parse_args(arguments)
     out = Path(options.out).absolute()
     try:
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
+        options.provider = provider_of(options.site) if options.site else here(options)
+        output_folder(out)
+        set_aside(out)
         run(out, options)
-    except OSError as error:
-        print(f'The output folder {out} cannot be made ({error.strerror}); name another one with --out.', file=sys.stderr)
-        return 2
     except FreeTrainError as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, BadInput) else 1
@@ -76,25 +79,24 @@ def train(function: Callable[..., None], settings: dict[str, Any], samples: int,
     **terms
         Of both, as freetrain_app has them. Default: ``mode='throughput'``, which a division in space or in stages needs.
     """
-    steady = options.small or options.steady
-    schedule = None if steady else generate(4, duration_s=7200, seed=options.seed, idle_share=0.8, time_factor=1 / 60)
-    site = LocalSite(nodes=2 if options.small else 4, schedule=schedule, poll_s=0.25)
-    executor = FreeTrainExecutor(provider=BackfillProvider(site, min_hole_s=1.0), checkpoint_dir=str(out / 'checkpoints'),
-                                 metric='speedup', horizon_s=60, max_workers_per_node=0)
-    shapes = {nodes: shape for nodes, shape in shapes.items() if nodes <= len(site.names)}
+    site = options.provider.site
+    executor = FreeTrainExecutor(provider=options.provider, checkpoint_dir=str(out / 'checkpoints'), metric='speedup', horizon_s=60,
+                                 max_workers_per_node=0)
+    if isinstance(site, LocalSite):
+        shapes = {nodes: shape for nodes, shape in shapes.items() if nodes <= len(site.names)}
 
-    def submitted(name: str, shapes: dict[int, Shape]) -> TrainingFuture:
-        app = freetrain_app(shapes=shapes, total_samples=samples, scaling=scaling, checkpoint_every_s=1.0,
+    def submitted(name: str, shapes: Mapping[int, Shape]) -> TrainingFuture:
+        app = freetrain_app(shapes=dict(shapes), total_samples=samples, scaling=scaling, checkpoint_every_s=1.0,
                             rescale_up_s=0.5, rescale_down_s=0.5, **{'mode': 'throughput', **terms})(function)
         return app(**settings, trainer_name=name)
     with parsl.load(Config(executors=[executor], strategy='none', run_dir=str(out / 'runinfo'))):
         divided = submitted(DIVIDED, shapes)
         for share in STRUCK_AT:
-            until(divided, share * samples)
-            strike(divided, Path(executor.ledger_path))
-        until(divided, samples / 2)
+            until(divided, share * samples, site)
+            strike(divided, Path(executor.ledger_path), site)
+        until(divided, samples / 2, site)
         whole = submitted(WHOLE, {1: Shape()})
-        found = {DIVIDED: divided.result(), WHOLE: whole.result()}
+        found = {name: result(future, site, LONGER) for name, future in ((DIVIDED, divided), (WHOLE, whole))}
     with Reader(executor.ledger_path) as ledger:
         told = summary(ledger)['trainers']
         nodes = [len(fragment.nodes) for fragment in ledger.story().fragments if fragment.trainer == DIVIDED]
@@ -104,15 +106,24 @@ def train(function: Callable[..., None], settings: dict[str, Any], samples: int,
     return found
 
 
-def until(future: TrainingFuture, samples: float) -> None:
+def here(options: argparse.Namespace) -> BackfillProvider:
+    """Slots of this computer."""
+    steady = options.small or options.steady
+    schedule = None if steady else generate(4, duration_s=7200, seed=options.seed, idle_share=0.8, time_factor=1 / 60)
+    return BackfillProvider(LocalSite(nodes=2 if options.small else 4, schedule=schedule, poll_s=0.25), min_hole_s=1.0)
+
+
+def until(future: TrainingFuture, samples: float, site: Site) -> None:
     """Wait until a trainer runs and has trained so many samples, or is done."""
     while not future.done() and not (future.state == 'running' and future.progress().samples >= samples):
+        refuse_to_wait(future, site, LONGER)
         time.sleep(0.05)
 
 
-def strike(future: TrainingFuture, ledger: Path) -> None:
+def strike(future: TrainingFuture, ledger: Path, site: Site) -> None:
     """Kill all ranks of a trainer, as ``freetrain preempt`` does; waits for it to run."""
     while not future.done():
+        refuse_to_wait(future, site, LONGER)
         try:
             print(ask(ledger, 'preempt', future.name, {'grace_s': 0.0}, 30), flush=True)
         except BadInput:   # between two fragments
@@ -121,12 +132,12 @@ def strike(future: TrainingFuture, ledger: Path) -> None:
             return
 
 
-def losses(out: Path) -> dict[str, list[tuple[int, float]]]:
+def losses(out: Path) -> dict[str, list[tuple[float, ...]]]:
     """By trainer: samples and loss."""
     return {name: json.loads((out / f'{name}-losses.json').read_text()) for name in (DIVIDED, WHOLE)}
 
 
-def draw_losses(axis: Any, curves: dict[str, list[tuple[int, float]]]) -> None:
+def draw_losses(axis: Any, curves: dict[str, list[tuple[float, ...]]]) -> None:
     """Both loss curves in a matplotlib axis."""
     for (name, curve), style in zip(curves.items(), ('-', '--'), strict=True):
         axis.plot(*zip(*curve, strict=True), style, label=name, linewidth=1)

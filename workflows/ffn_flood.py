@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from scipy.ndimage import label
 from torch import Tensor
 
 from workflows.ffn_network import BLANK, MOVE, START, View, logit
@@ -128,7 +129,7 @@ def segmented_by_brightness(image: Tensor, truth: NDArray[np.integer]) -> NDArra
     """
     values = _blurred(image)
     levels = torch.quantile(values.flatten()[::7], torch.linspace(0.7, 0.95, 9))
-    return max((_connected(values > level) for level in levels), key=lambda found: float(np.mean(overlaps(found, truth))))
+    return max((connected((values > level).numpy()) for level in levels), key=lambda found: float(np.mean(overlaps(found, truth))))
 
 
 def _blurred(image: Tensor) -> Tensor:
@@ -138,10 +139,7 @@ def _blurred(image: Tensor) -> Tensor:
     return blurred[0, 0]
 
 
-def _connected(mask: Tensor) -> NDArray[np.int32]:
+def connected(mask: NDArray[np.bool_]) -> NDArray[np.int32]:
     """Number what touches, also at corners."""
-    numbers, before = torch.arange(1, mask.numel() + 1, dtype=torch.float32).view(mask.shape) * mask, None
-    while before is None or not torch.equal(numbers, before):
-        before = numbers
-        numbers = F.max_pool3d(numbers[None, None], 3, stride=1, padding=1)[0, 0] * mask
-    return np.unique(numbers.numpy(), return_inverse=True)[1].reshape(mask.shape).astype(np.int32)
+    numbers: NDArray[np.int32] = label(mask, np.ones((3, 3, 3)))[0]
+    return numbers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.ndimage import gaussian_filter
 
 from parsl_freetrain.core.errors import BadInput
 
@@ -55,7 +56,8 @@ def tubes(extent: int, count: int, radius: float, seed: int, blur: float = 0.7, 
     if number < count:
         raise BadInput(f'A cube of {extent} voxels had room for {number} tubes of radius {radius:g} and not for {count}: '
                        f'ask for fewer or thinner tubes, or for a larger cube.')
-    image = _blurred((labels > 0).astype(np.float64), blur) + noise * random.standard_normal(labels.shape)
+    seen = gaussian_filter((labels > 0).astype(np.float64), blur, mode='nearest', radius=int(3 * blur))
+    image = seen + noise * random.standard_normal(labels.shape)
     return ((image - image.mean()) / image.std()).astype(np.float32), labels
 
 
@@ -83,13 +85,3 @@ def _swept(path: NDArray[np.intp], ball: NDArray[np.intp], extent: int) -> tuple
     """Indices of the voxels that a ball goes over on its way, as far as they lie in the cube."""
     voxels = (path[:, None] + ball).reshape(-1, 3)
     return tuple(voxels[((voxels >= 0) & (voxels < extent)).all(1)].T)
-
-
-def _blurred(image: NDArray[np.float64], sigma: float) -> NDArray[np.float64]:
-    reach = int(3 * sigma)
-    weights = np.exp(-0.5 * (np.arange(-reach, reach + 1) / max(sigma, 1e-9))**2)
-    weights /= weights.sum()
-    for axis in range(3):
-        padded = np.pad(image, [(reach, reach) if a == axis else (0, 0) for a in range(3)], mode='edge')
-        image = np.apply_along_axis(np.convolve, axis, padded, weights, 'valid')
-    return image
