@@ -38,6 +38,9 @@ T = TypeVar('T')
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell's background job ignores Ctrl-C, as one half of `make test` is: it has to end its cluster.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # A session within a session (a test that runs pytest) keeps the outer one's mark.
     os.environ[MARKER] = os.environ.get(MARKER, '') + ':' + SESSION
     # Parsl renames its processes, for which setproctitle would overwrite their environment and with it the mark.
