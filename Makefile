@@ -43,7 +43,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 ifeq ($(strip $(TEST_ARGS)),)
 	@$(BIN)/python -m pytest -m slurm -n 2 --dist loadfile > $(VENV)/slurm-tests.log 2>&1 & slurm=$$!; \
-	trap 'kill -INT $$slurm; wait $$slurm' INT TERM; \
+	trap 'wait $$slurm' INT; trap 'kill -INT $$slurm; wait $$slurm' TERM; \
 	$(BIN)/python -m pytest -m 'not slurm' -n 3 --dist loadfile; others=$$?; \
 	wait $$slurm; slurm=$$?; echo 'On a Slurm cluster:'; cat $(VENV)/slurm-tests.log; \
 	if [ $$others -ne 0 ]; then echo 'Tests without a cluster failed: their summary is above "On a Slurm cluster".'; fi; \
