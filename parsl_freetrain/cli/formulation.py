@@ -65,7 +65,8 @@ def _bid(line: ProblemLine, trainer: TrainerLine, blocks: tuple[Block, ...], poo
         trainer.deadline_s, trainer.remaining_samples, _efficiency(trainer, where), trainer.waited_s))
     lately = trainer.since_rescale_s is not None and trainer.since_rescale_s < line.min_rescale_interval_s
     return Bid(trainer.name, trainer.min_nodes, trainer.max_nodes, current, trainer.rescale_up_s, trainer.rescale_down_s, worth,
-               held if len(blocks) > 1 else (), sizes, fixed=lately and current > 0)
+               held if len(blocks) > 1 else (), sizes, fixed=lately and current > 0,
+               shortest_s=trainer.shortest_s)
 
 
 def _curve(trainer: TrainerLine, where: str) -> ScalingCurve:

@@ -53,6 +53,7 @@ class TrainerLine(Line):
     user: Name | None = None
     group: Name | None = None
     since_rescale_s: Seconds | None = None
+    shortest_s: Seconds = 0.0
 
 
 class BlockLine(Line):

@@ -55,6 +55,8 @@ class Bid:
     fixed
         It has been rescaled too lately to be rescaled again: it keeps what it holds, also where that is nothing. Where it cannot
         (nodes are gone, the count is not allowed) it is free to change.
+    shortest_s
+        What starts needs nodes that stay for so many seconds at least; it may go on with what it holds.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Bid:
     held: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
     fixed: bool = False
+    shortest_s: float = 0.0
 
     def counts(self, nodes: int) -> list[int]:
         """The counts above 0, increasing, that it may get out of ``nodes``."""
@@ -174,6 +177,17 @@ class Problem:
         """What a bid holds now in each of :attr:`places`."""
         return bid.held or (bid.current_nodes, *(0 for _ in self.places[1:]))
 
+    def too_short(self, bid: Bid) -> tuple[int, ...]:
+        """Indices of those of :attr:`places` that end too soon for the bid to start on."""
+        if bid.shortest_s <= self._first_end:
+            return ()
+        return tuple(b for b, block in enumerate(self.places) if block.remaining_s < bid.shortest_s)
+
+    def can_go_on(self, bid: Bid) -> bool:
+        """Whether a bid may keep exactly what it holds, as far as that is its own matter."""
+        return bid.usable(bid.current_nodes) == bid.current_nodes and (
+            self.spans_blocks or sum(1 for n in self.held(bid) if n) <= 1)
+
     def value(self, bid: Bid, nodes: Sequence[int]) -> float:
         """Worth of ``nodes`` (a count for each of :attr:`places`) to a bid over the horizon, in the curve's unit x seconds.
 
@@ -197,6 +211,10 @@ class Problem:
                 worth += (end - since - bid.rescale_down_s) * rate
                 since, left = end, left - going
         return worth + (self.horizon_s - since) * bid.curve.rate_at(bid.usable(left))
+
+    @cached_property
+    def _first_end(self) -> float:
+        return min(block.remaining_s for block in self.places)
 
     @cached_property
     def _ends(self) -> tuple[float, ...]:

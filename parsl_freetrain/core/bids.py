@@ -129,7 +129,8 @@ class Bids:
         self._current[name] = len(nodes)
         self._bids[name] = Bid(
             name, spec.min_nodes, spec.max_nodes, len(nodes), *trainer.measured.costs(spec), self._worth(trainer, at),
-            held, spec.sizes, fixed=bool(nodes) and self._too_soon(trainer.rescaled_at, at))
+            held, spec.sizes, fixed=bool(nodes) and self._too_soon(trainer.rescaled_at, at),
+            shortest_s=trainer.measured.shortest_s(self._settings.min_hole_s))
 
     def _too_soon(self, rescaled_at: float, at: float) -> bool:
         return at - rescaled_at < self._settings.min_rescale_s

@@ -83,7 +83,8 @@ class Planner:
             at, trigger, problem.nodes, current, plan.answer.staying, plan.answer, plan.asked, tuple(actions)))
 
     def _places(self, state: ControllerState, at: float) -> Places:
-        return places_of(state, at, self._settings.horizon_s, state.shortest_s, self._settings.spans_blocks)
+        # Trainers that need longer than the horizon are told what goes before.
+        return places_of(state, at, max(self._settings.horizon_s, state.longest_s), state.shortest_s, self._settings.spans_blocks)
 
     def _problem(self, state: ControllerState, at: float, places: Places) -> Problem:
         limits = pool_limits(places.nodes, self._settings.max_nodes, self._settings.keep_free)
@@ -137,9 +138,6 @@ class Planner:
         for name, nodes in assign(wants, places.groups, state.pool).items():
             trainer, until_s = state.turn[name], first_end(nodes, state.pool)
             del plan.waiting[name]
-            if state.too_short(name, until_s, at):
-                state.pool.put_back(nodes)
-                continue
             trainer.fragments += 1
             action = ev.StartFragment(name, trainer.fragments, nodes, until_s, trainer.samples)
             state.start(name, trainer, FragmentState(action.fragment, action.nodes, action.deadline_s, action.samples))

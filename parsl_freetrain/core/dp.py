@@ -44,7 +44,7 @@ class DpAllocator:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[int, float, float], tuple[Bid, Floats]] = {}
+        self._rows: dict[tuple[int, float, float, bool], tuple[Bid, Floats]] = {}
         self._table = _Table((), 0.0, 0.0, 0, np.zeros((0, 0)), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_))
 
     def applies(self, problem: Problem) -> bool:
@@ -110,7 +110,7 @@ class DpAllocator:
 
     def _row(self, bid: Bid, nodes: int, horizon_s: float, stay_s: float) -> Floats:
         size = min(bid.max_nodes, nodes) + 1
-        key = id(bid), horizon_s, min(stay_s, horizon_s)
+        key = id(bid), horizon_s, min(stay_s, horizon_s), stay_s < bid.shortest_s
         known = self._rows.get(key)
         if known is None or known[0] is not bid or len(known[1]) < size:
             if len(self._rows) >= _REMEMBERED:
@@ -138,6 +138,9 @@ def worth_by_count(bid: Bid, most: int, horizon_s: float, stay_s: float) -> Floa
         worth[banned] = -np.inf
     else:
         worth[1:bid.min_nodes] = -np.inf
+    if stay_s < bid.shortest_s:
+        worth[1:now] = -np.inf
+        worth[now + 1:] = -np.inf
     return worth
 
 

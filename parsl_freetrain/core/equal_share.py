@@ -35,6 +35,12 @@ class _Dealing:
         kept = pinned(problem)
         for name, nodes in kept.items():
             self._give(name, nodes)
+        for bid in problem.bids:
+            held = problem.held(bid)
+            if bid.name not in kept and any(held[b] for b in problem.too_short(bid)) and problem.can_go_on(bid) and (
+                    sum(held) <= self._room(bid) and all(n <= free for n, free in zip(held, self._free, strict=True))):
+                kept[bid.name] = held
+                self._give(bid.name, held)
         others = [bid for bid in problem.bids if bid.name not in kept]
         share = sum(self._free) // max(len(others), 1)
         for bid in others:
@@ -48,7 +54,8 @@ class _Dealing:
         given, held = self._given[bid.name], self._problem.held(bid)
         now = sum(given)
         # Its own nodes first, then where it already is, then where most are free.
-        order = sorted(range(len(given)), key=lambda b: (-given[b], -held[b], -self._free[b], b))
+        short = self._problem.too_short(bid)
+        order = sorted((b for b in range(len(given)) if b not in short), key=lambda b: (-given[b], -held[b], -self._free[b], b))
         if not self._problem.spans_blocks:
             order = order[:1]
         reach = now + min(sum(self._free[b] for b in order), self._room(bid))

@@ -20,9 +20,10 @@ def groups_of(problem: Problem) -> Groups:
     places = problem.places
     if len(places) == 1 or not (problem.spans_blocks and problem.held_fits):
         return tuple((b,) for b in range(len(places)))
+    reach_s = max(problem.horizon_s, *(bid.shortest_s for bid in problem.bids)) if problem.bids else problem.horizon_s
     by_end: dict[float, list[int]] = {}
     for b, block in enumerate(places):
-        by_end.setdefault(min(block.remaining_s, problem.horizon_s), []).append(b)
+        by_end.setdefault(min(block.remaining_s, reach_s), []).append(b)
     return tuple(tuple(by_end[end]) for end in sorted(by_end))
 
 

@@ -124,7 +124,11 @@ class Model:
         """One binary for each block and count: the trainer gets so many nodes there, and none elsewhere."""
         places = self._problem.places
         nothing = (0,) * len(places)
-        options = [nothing, *((*nothing[:b], k, *nothing[b + 1:]) for b, block in enumerate(places) for k in bid.counts(block.nodes))]
+        short, held = self._problem.too_short(bid), self._problem.held(bid)
+        options = [nothing, *((*nothing[:b], k, *nothing[b + 1:]) for b, block in enumerate(places) if b not in short
+                              for k in bid.counts(block.nodes))]
+        if any(held[b] for b in short) and self._problem.can_go_on(bid):
+            options.append(held)
         if bid.name in self._keep:
             options = [self._keep[bid.name]]
         chosen = [self._binary(f'trainer_{j}_option_{i}') for i in range(len(options))]
@@ -139,6 +143,10 @@ class Model:
         """
         problem, places = self._problem, self._problem.places
         cap = [min(block.nodes, bid.max_nodes) for block in places]
+        short, held = problem.too_short(bid), problem.held(bid)
+        goes_on = any(held[b] for b in short) and problem.can_go_on(bid) and all(n <= most for n, most in zip(held, cap, strict=True))
+        for b in short:
+            cap[b] = held[b] if goes_on else 0
         nodes = [self._integer(f'trainer_{j}_block_{b}', most) for b, most in enumerate(cap)]
         ends = sorted({block.remaining_s for block in places if block.remaining_s < problem.horizon_s})
         left = list(range(len(places)))
@@ -161,6 +169,12 @@ class Model:
                 self._change(j, bid, nodes, {k: [some[k] for some in (stays, loses) if k in some] for k in counts})
             left = [b for b in left if b not in going]
             since = end
+        if goes_on:
+            # What it could not start on it has with all else that it holds, or not at all.
+            same = self._binary(f'trainer_{j}_goes_on')
+            for b, most in enumerate(cap):
+                self.lp += nodes[b] >= held[b] * same
+                self.lp += nodes[b] <= (0 if b in short else most) * (1 - same) + held[b] * same
         for b, kept in enumerate(self._keep.get(bid.name, ())):
             self.lp += nodes[b] == kept
         return [self._pulp.LpAffineExpression(variable) for variable in nodes]

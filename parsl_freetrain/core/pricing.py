@@ -40,9 +40,11 @@ class Ways:
         self._going = left[:, None] - left
         self._terms: list[Floats] = []
         since = 0.0
-        for block in places:
+        short = problem.too_short(bid)
+        for b, block in enumerate(places):
             end = min(block.remaining_s, problem.horizon_s)
-            term = np.where((self._going < 0) | (self._going > block.nodes), -np.inf, ((end - since) * rate)[:, None])
+            there = 0 if b in short else block.nodes
+            term = np.where((self._going < 0) | (self._going > there), -np.inf, ((end - since) * rate)[:, None])
             if block.remaining_s < problem.horizon_s:
                 term -= np.where(self._going > 0, (bid.rescale_down_s * rate)[:, None], 0.0)
             self._terms.append(term)

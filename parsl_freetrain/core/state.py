@@ -159,10 +159,12 @@ class ControllerState:
         Ordinary Parsl tasks that wait or run.
     shortest_s
         The shortest time, in seconds, for which nodes are of use to a trainer.
+    longest_s
+        For so many seconds nodes are of use to every one whose turn it is.
     """
 
     def __init__(self, trainers_at_a_time: int | None = None, min_hole_s: float = 5.0) -> None:
-        self.shortest_s = self._min_hole_s = min_hole_s
+        self.shortest_s = self.longest_s = self._min_hole_s = min_hole_s
         self._timed = False
         self.trainers: dict[str, TrainerState] = {}
         self.turn: dict[str, TrainerState] = {}
@@ -179,15 +181,11 @@ class ControllerState:
     def timed(self) -> None:
         """Something has been measured of a trainer: note how short a hole may be.
 
-        To two digits, since all bids are made anew when it changes.
+        The shortest to two digits, since all bids are made anew when it changes.
         """
-        shortest_s = min((t.measured.shortest_s(self._min_hole_s) for t in self.turn.values()), default=self._min_hole_s)
-        self.shortest_s = float(f'{shortest_s:.1e}')
+        each = [t.measured.shortest_s(self._min_hole_s) for t in self.turn.values()] or [self._min_hole_s]
+        self.shortest_s, self.longest_s = float(f'{min(each):.1e}'), max(each)
         self._timed = True
-
-    def too_short(self, name: str, until_s: float | None, at: float) -> bool:
-        """Whether nodes that go at a time are known to be of no use to a trainer."""
-        return self._timed and until_s is not None and until_s - at < self.trainers[name].measured.shortest_s(self._min_hole_s)
 
     def busy(self) -> set[str]:
         """Nodes that a fragment holds."""

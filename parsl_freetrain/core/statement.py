@@ -60,6 +60,8 @@ def _trainer(problem: Problem, bid: Bid) -> dict[str, Any]:
         document['current_nodes'] = bid.current_nodes
     if bid.sizes:
         document['sizes'] = list(bid.sizes)
+    if problem.too_short(bid):
+        document['shortest_s'] = bid.shortest_s
     if bid.fixed:
         document['since_rescale_s'] = 0.0
     return document

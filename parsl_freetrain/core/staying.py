@@ -13,11 +13,10 @@ def pinned(problem: Problem) -> dict[str, tuple[int, ...]]:
     left = [block.nodes for block in problem.places]
     kept = {}
     for bid in problem.bids:
-        if not bid.fixed or bid.usable(bid.current_nodes) != bid.current_nodes:
+        if not bid.fixed or not problem.can_go_on(bid):
             continue
         held = problem.held(bid)
-        split = sum(1 for n in held if n) > 1 and not problem.spans_blocks
-        if not split and all(n <= there for n, there in zip(held, left, strict=True)):
+        if all(n <= there for n, there in zip(held, left, strict=True)):
             kept[bid.name] = held
             left = [there - n for n, there in zip(held, left, strict=True)]
     return kept
@@ -27,7 +26,7 @@ def stay_put(problem: Problem) -> dict[str, tuple[int, ...]]:
     """What runs now, as far as the nodes suffice: nodes in each place, by trainer.
 
     In the bids' order, those that have to keep their nodes first, each keeps its nodes or the most that is left and that it
-    can use; it gives up nodes of the blocks that end first.
+    can use; it gives up nodes of the blocks that end first, and all of those that it could not start on if it has to give up any.
     """
     kept = pinned(problem) if any(bid.fixed for bid in problem.bids) else {}
     left = [block.nodes - sum(nodes[b] for nodes in kept.values()) for b, block in enumerate(problem.places)]
@@ -42,6 +41,9 @@ def stay_put(problem: Problem) -> dict[str, tuple[int, ...]]:
             best = max(longest, key=lambda b: there[b])
             there = [n if b == best else 0 for b, n in enumerate(there)]
         nodes = _most_of(bid, there, longest)
+        short = problem.too_short(bid)
+        if short and nodes != problem.held(bid):
+            nodes = _most_of(bid, [0 if b in short else n for b, n in enumerate(there)], longest)
         kept[bid.name] = nodes
         left = [rest - n for n, rest in zip(nodes, left, strict=True)]
     return kept
@@ -51,6 +53,8 @@ def _stay_in_one(problem: Problem, kept: dict[str, tuple[int, ...]], left: int) 
     for bid in problem.bids:
         if bid.name not in kept:
             count = bid.usable(min(bid.current_nodes, left))
+            if count != bid.current_nodes and problem.too_short(bid):
+                count = 0
             kept[bid.name] = (count,)
             left -= count
     return kept

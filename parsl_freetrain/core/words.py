@@ -147,6 +147,11 @@ class Shape:
         Parts of each sample in depth, height and width.
     pipeline
         Stages that the model's layers are divided into.
+
+    Raises
+    ------
+    BadInput
+        If a number is none, or there are not 3 parts of space.
     """
 
     data: int = 1
@@ -154,12 +159,12 @@ class Shape:
     pipeline: int = 1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.spatial, (tuple, list)) or len(self.spatial) != 3:
+            raise BadInput(f'A shape divides space in depth, height and width: spatial is {self.spatial!r}; it must have 3 numbers.')
         object.__setattr__(self, 'spatial', tuple(self.spatial))  # JSON knows lists only
-        if len(self.spatial) != 3:
-            raise BadInput(f'A shape divides space in depth, height and width: spatial is {list(self.spatial)}; it must have 3 numbers.')
         for what, parts in zip(MESH, self.sizes, strict=True):
-            if parts < 1:
-                raise BadInput(f'The shape {self} has {parts} ranks along {what}; it must have at least 1.')
+            if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
+                raise BadInput(f'A shape has {parts!r} ranks along {what}; it must be a whole number, 1 or more.')
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+FLOOR_S = 0.5
+"""Seconds that a fragment keeps free before its deadline in any case."""
 
-def shortest_useful_s(start_s: float | None, step_s: float | None, checkpoint_s: float | None, assumed_s: float,
-                      steps: int = 1) -> float:
-    """The shortest time on nodes in which a fragment can start, train ``steps`` global batches and save them.
+
+def shortest_useful_s(start_s: float | None, step_s: float | None, checkpoint_s: float | None, assumed_s: float) -> float:
+    """The shortest time on nodes in which a fragment can start, train a global batch and save it.
 
     What the fragment itself keeps free before its deadline is two checkpoints and a floor, since the one that it writes may take
     longer than the longest so far (see :mod:`parsl_freetrain.training.keeper`); the same is kept here.
@@ -20,8 +22,6 @@ def shortest_useful_s(start_s: float | None, step_s: float | None, checkpoint_s:
         One checkpoint, in seconds, the longest so far; None: never measured.
     assumed_s
         What a hole must have while nothing, or not everything, has been measured, in seconds.
-    steps
-        Global batches to be had at least.
 
     Returns
     -------
@@ -31,14 +31,10 @@ def shortest_useful_s(start_s: float | None, step_s: float | None, checkpoint_s:
     Raises
     ------
     ValueError
-        If a time is negative or not finite, or there are no steps.
+        If a time is negative or not finite.
     """
     known = [seconds for seconds in (start_s, step_s, checkpoint_s) if seconds is not None]
-    if steps < 1 or any(not 0 <= seconds < float('inf') for seconds in (*known, assumed_s)):
-        raise ValueError(f'{start_s}, {step_s}, {checkpoint_s} and {assumed_s} must be seconds, 0 or more, and {steps} steps at least 1.')
-    needed_s = (start_s or 0.0) + steps * (step_s or 0.0) + 2 * (checkpoint_s or 0.0) + FLOOR_S
+    if any(not 0 <= seconds < float('inf') for seconds in (*known, assumed_s)):
+        raise ValueError(f'{start_s}, {step_s}, {checkpoint_s} and {assumed_s} must be seconds, 0 or more.')
+    needed_s = (start_s or 0.0) + (step_s or 0.0) + 2 * (checkpoint_s or 0.0) + FLOOR_S
     return needed_s if len(known) == 3 else max(needed_s, assumed_s)
-
-
-FLOOR_S = 0.5
-"""Seconds that are kept free in any case, as :data:`parsl_freetrain.training.keeper.FLOOR_S`."""

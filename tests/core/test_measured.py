@@ -94,6 +94,10 @@ def test_a_hole_is_used_if_start_step_and_checkpoint_fit_and_not_otherwise() -> 
     assert [type(action) for action in controller.handle(ev.NodesJoined(5.0, 'd', ('n3',), 50.0)).actions] == [ev.StartFragment]
 
 
+def started(controller: Controller, event: ev.NodesJoined) -> list[tuple[str, tuple[str, ...]]]:
+    return [(action.trainer, action.nodes) for action in controller.handle(event).actions if isinstance(action, ev.StartFragment)]
+
+
 def test_what_a_trainer_that_is_over_could_use_does_not_count() -> None:
     controller = Controller(Asked(), ControllerSettings(min_hole_s=5.0))
     for name in ('quick', 'new'):
@@ -112,7 +116,23 @@ def test_nothing_is_started_in_a_hole_that_is_too_short_for_it() -> None:
     controller.handle(ev.TrainerSubmitted(1.0, Trainer('quick', 1, 1, curve=ScalingCurve((1,), (1.0,)))))
     controller.handle(ev.FragmentTimed(1.0, 'quick', 1, 0.3, 0.2, 0.1))
     assert opened(controller, 1.0, 1.3) == [pytest.approx(1.3)]
-    assert controller.handle(ev.NodesJoined(2.0, 'b', ('n1',), 12.0)).actions == ()   # the allocator gives it to the slow one
-    started, = controller.handle(ev.NodesJoined(3.0, 'c', ('n2',), 60.0)).actions[:1]
-    assert isinstance(started, ev.StartFragment)
-    assert (started.trainer, started.nodes) == ('slow', ('n2',))
+    assert started(controller, ev.NodesJoined(2.0, 'b', ('n1',), 12.0)) == [('quick', ('n1',))]   # the slow one is worth more, but not here
+    assert started(controller, ev.NodesJoined(3.0, 'c', ('n2',), 60.0)) == [('slow', ('n2',))]
+
+
+def test_a_trainer_that_runs_is_not_stopped_for_nodes_that_it_cannot_start_on() -> None:
+    controller = Controller(Asked(), ControllerSettings(min_hole_s=5.0))
+    controller.handle(ev.TrainerSubmitted(0.0, Trainer('slow', 1, 2, curve=CURVE)))
+    controller.handle(ev.FragmentTimed(1.0, 'slow', 1, 1.0, 20.0, 0.5))
+    assert started(controller, ev.NodesJoined(2.0, 'b', ('n1',), 60.0)) == [('slow', ('n1',))]
+    assert controller.handle(ev.NodesJoined(3.0, 'c', ('n2',), 25.0)).actions == ()
+    # Its own nodes end in less by now: it goes on with them.
+    assert {type(action) for action in controller.handle(ev.NodesJoined(45.0, 'd', ('n3',), 65.0)).actions} == {ev.CloseBlock}
+
+
+def test_what_takes_longer_than_the_horizon_is_not_begun_on_nodes_that_go_before() -> None:
+    controller = Controller(Asked(), ControllerSettings(horizon_s=10.0))
+    controller.handle(ev.TrainerSubmitted(0.0, Trainer('slow', 1, 2, curve=CURVE)))
+    controller.handle(ev.FragmentTimed(1.0, 'slow', 1, 1.0, 20.0, 0.5))
+    assert started(controller, ev.NodesJoined(2.0, 'b', ('n1',), 22.0)) == []
+    assert started(controller, ev.NodesJoined(3.0, 'c', ('n2',), 30.0)) == [('slow', ('n2',))]

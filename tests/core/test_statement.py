@@ -29,7 +29,8 @@ def problems(draw: st.DrawFn) -> Problem:
         up, down = draw(st.floats(0, 50)), draw(st.floats(0, 50))
         bids.append(Bid(f't{i}', draw(st.integers(0, 2)), draw(st.integers(2, 6)), sum(held), up, down, curve,
                         held if len(blocks) > 1 else (), draw(st.sampled_from([(), (2, 4)])),
-                        fixed=sum(held) > 0 and draw(st.booleans())))
+                        fixed=sum(held) > 0 and draw(st.booleans()),
+                        shortest_s=draw(st.sampled_from([0.0, 50.0]))))
     possible = [Limit(most=max(nodes - 1, 0), why='nodes kept free'), Limit(most=3, why='max_nodes'),
                 *(Limit((bid.name,), most=2, why='user anna') for bid in bids[:1])]
     limits = tuple(draw(st.lists(st.sampled_from(possible), max_size=3, unique=True)))

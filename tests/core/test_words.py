@@ -40,7 +40,12 @@ CURVE = ScalingCurve((1, 2, 4), (10.0, 19.0, 36.0))
     (lambda: Efficiency((1,), (1.5,)), 'between 0 and 1: got [1.5]'),
     (lambda: Shape(data=0), 'has 0 ranks along data'),
     (lambda: Shape(spatial=(1, 0, 1)), 'has 0 ranks along height'),
-    (lambda: Shape(spatial=(1, 1)), 'spatial is [1, 1]; it must have 3 numbers'),  # type: ignore[arg-type]
+    (lambda: Shape(spatial=(1, 1)), 'spatial is (1, 1); it must have 3 numbers'),  # type: ignore[arg-type]
+    (lambda: Shape(spatial=2), 'spatial is 2; it must have 3 numbers'),  # type: ignore[arg-type]
+    (lambda: Shape(data=2.0), 'has 2.0 ranks along data; it must be a whole number'),  # type: ignore[arg-type]
+    (lambda: Shape(data='2'), "has '2' ranks along data"),  # type: ignore[arg-type]
+    (lambda: Shape(pipeline=True), 'has True ranks along pipeline'),
+    (lambda: Shape(spatial=(2, 1, 1.0)), 'has 1.0 ranks along width'),  # type: ignore[arg-type]
     (lambda: ControllerSettings(caps={'anna': 3}), "The cap 'anna' is about nobody; write 'user NAME' or 'group NAME'"),
     (lambda: ControllerSettings(caps={'user anna': -1}), 'The cap of user anna is -1 nodes'),
     (lambda: Trainer('net', 2, 3, curve=ScalingCurve((1, 2, 3, 4), (1.0, 0.0, 0.0, 9.0))), 'from 2 to 3 nodes'),

@@ -9,14 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.worth import FLOOR_S, shortest_useful_s
-from parsl_freetrain.training import keeper
 
 SECONDS = st.floats(0, 1e6)
 
 
 def test_start_one_step_and_two_checkpoints() -> None:
     assert shortest_useful_s(0.7, 0.2, 1.0, assumed_s=5.0) == pytest.approx(0.7 + 0.2 + 2.0 + FLOOR_S)
-    assert shortest_useful_s(0.7, 0.2, 1.0, assumed_s=5.0, steps=10) == pytest.approx(0.7 + 2.0 + 2.0 + FLOOR_S)
 
 
 def test_measured_holes_may_be_shorter_than_assumed_ones() -> None:
@@ -33,12 +31,8 @@ def test_what_is_not_known_makes_no_hole_shorter_than_assumed(start_s: float, st
         assert assumed_s <= shortest_useful_s(start, step, checkpoint, assumed_s) <= max(whole, assumed_s)
 
 
-def test_the_floor_is_that_of_the_fragments() -> None:
-    assert FLOOR_S == keeper.FLOOR_S
-
-
 @pytest.mark.parametrize('bad', [
-    (-1.0, 0.0, 0.0, 0.0, 1), (0.0, math.nan, 0.0, 0.0, 1), (0.0, 0.0, 0.0, math.inf, 1), (0.0, 0.0, 0.0, 0.0, 0)])
-def test_times_that_are_none_are_refused(bad: tuple[float, float, float, float, int]) -> None:
+    (-1.0, 0.0, 0.0, 0.0), (0.0, math.nan, 0.0, 0.0), (0.0, 0.0, 0.0, math.inf)])
+def test_times_that_are_none_are_refused(bad: tuple[float, float, float, float]) -> None:
     with pytest.raises(ValueError, match='must be seconds'):
         shortest_useful_s(*bad)

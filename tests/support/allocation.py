@@ -37,13 +37,20 @@ def feasible(problem: Problem) -> Iterator[dict[str, tuple[int, ...]]]:
     choices = []
     for b in problem.bids:
         choices.append([keep[b.name]] if b.name in keep else [way for way in ways if sum(way) == 0 or (
-            b.min_nodes <= sum(way) <= b.max_nodes and (not b.sizes or sum(way) in b.sizes))])
+            b.min_nodes <= sum(way) <= b.max_nodes and (not b.sizes or sum(way) in b.sizes) and in_time(problem, b, way))])
     for picked in itertools.product(*choices):
         totals = [sum(column) for column in zip(*picked, strict=True)] or [0] * len(sizes)
         if all(t <= n for t, n in zip(totals, sizes, strict=True)):
             allocation = {b.name: way for b, way in zip(problem.bids, picked, strict=True)}
             if all(kept_by(problem, limit, allocation) for limit in problem.limits):
                 yield allocation
+
+
+def in_time(problem: Problem, b: Bid, way: tuple[int, ...]) -> bool:
+    """It goes on with what it holds, or all its nodes stay for as long as a start needs."""
+    held = b.held or (b.current_nodes,) + (0,) * (len(way) - 1)
+    remaining = [block.remaining_s for block in problem.blocks] or [math.inf]
+    return way == held or all(r >= b.shortest_s for n, r in zip(way, remaining, strict=True) if n)
 
 
 def keepers(problem: Problem, sizes: list[int]) -> dict[str, tuple[int, ...]]:
@@ -183,10 +190,11 @@ def limit_on_one_or_all(bids: int, horizon_s: float) -> st.SearchStrategy[Limit]
 
 @st.composite
 def problems_with_blocks(draw: st.DrawFn) -> Problem:
-    """Two or three small blocks, ends within the horizon or not, with and without spanning, limits on any set of trainers."""
+    """One to three small blocks, ends within the horizon or not, some too short for some bids, with and without spanning,
+    limits on any set of trainers."""
     horizon_s = draw(st.sampled_from([10.0, 120.0]))
-    blocks = tuple(Block(f'b{i}', draw(st.integers(0, 3)), draw(st.sampled_from([0.1, 0.4, 0.7, 1.0, math.inf])) * horizon_s)
-                   for i in range(draw(st.integers(2, 3))))
+    blocks = tuple(Block(f'b{i}', draw(st.integers(0, 3)), draw(st.sampled_from([0.1, 0.4, 0.7, 1.0, 1.5, math.inf])) * horizon_s)
+                   for i in range(draw(st.integers(1, 3))))
     fits = draw(st.booleans())
     left = [block.nodes if fits else 4 for block in blocks]
     bids = []
@@ -197,7 +205,8 @@ def problems_with_blocks(draw: st.DrawFn) -> Problem:
         low = draw(st.integers(1, 3))
         sizes = tuple(draw(st.lists(st.integers(1, 8), max_size=3)))
         bids.append(Bid(f't{j}', low, draw(st.integers(low, 9)), sum(held), draw(SECONDS_UP), draw(SECONDS_DOWN),
-                        draw(curves()), held if sum(held) or draw(st.booleans()) else (), sizes, draw(st.integers(0, 5)) == 0))
+                        draw(curves()), held if sum(held) or draw(st.booleans()) else (), sizes, draw(st.integers(0, 5)) == 0,
+                        draw(st.sampled_from([0.0, 0.0, 0.2, 0.5, 1.2, 2.0])) * horizon_s))
     names = [b.name for b in bids]
     limits = draw(st.lists(st.builds(
         Limit, st.lists(st.sampled_from(names), max_size=2, unique=True).map(tuple), st.sampled_from([0, 0, 0, 1, 2]),
