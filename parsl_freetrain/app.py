@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -23,6 +24,7 @@ from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.executor.future import Progress, TrainingFuture
 from parsl_freetrain.executor.member import fragment_task
 from parsl_freetrain.executor.payload import pack
+from parsl_freetrain.executor.settings import check_trainer
 from parsl_freetrain.executor.trainer_settings import Settings, check_name
 from parsl_freetrain.executor.trainers import TrainerRecord
 from parsl_freetrain.training.fragment import REPRODUCIBLE, SCALED
@@ -71,6 +73,7 @@ class FreeTrainApp:
         name = executor.names.take(called, explicit=trainer_name is not None)
         try:
             pack(self.function, self._without_futures(args), {k: None if isinstance(v, Future) else v for k, v in kwargs.items()}, name)
+            check_trainer(self.settings.trainer(name), executor.metric, 0, time.time())
             folder = Path(executor.checkpoint_dir).absolute() / name
             checkpoint = claim(folder, name, self.identity(), self.settings.resume or executor.resume)
         except BaseException:
@@ -104,19 +107,24 @@ class FreeTrainApp:
 
     def _submit(self, future: TrainingFuture, executor: FreeTrainExecutor, dfk: DataFlowKernel, folder: Path,
                 checkpoint: Checkpoint | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Everything that the trainer waited for is there."""
+        """Everything that the trainer waited for is there. What goes wrong is told by its future: nobody else may hear it."""
         if future.done():
             return
+        try:
+            self._start(future, executor, dfk, folder, checkpoint, args, kwargs)
+        except Exception as error:
+            executor.names.free(future.name)
+            future.state = 'failed'
+            future.set_exception(error)
+
+    def _start(self, future: TrainingFuture, executor: FreeTrainExecutor, dfk: DataFlowKernel, folder: Path,
+               checkpoint: Checkpoint | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             args = tuple(_value(a) for a in args)
             kwargs = {k: _value(v) for k, v in kwargs.items()}
         except BaseException as error:
-            failure = TrainerFailed(
-                f'Trainer {future.name!r} cannot start because one of its arguments failed: {type(error).__name__}: {error}.')
-            failure.__cause__ = error
-            future.state = 'failed'
-            future.set_exception(failure)
-            return
+            raise TrainerFailed(f'Trainer {future.name!r} cannot start because one of its arguments failed: '
+                                f'{type(error).__name__}: {error}.') from error
         if dfk.monitoring is not None:
             executor.mirror.start(dfk.monitoring.logging_endpoint, executor.ledger_path, dfk.run_id)
         settings = self.settings
@@ -127,15 +135,10 @@ class FreeTrainApp:
             task: Future[Checkpoint] = fragment(payload, previous, parsl_resource_specification=dict(specification))
             return task
 
-        try:
-            executor.submit_trainer(TrainerRecord(
-                trainer=settings.trainer(future.name),
-                terms=settings.terms(str(folder)),
-                launch=launch, future=future, checkpoint=checkpoint or Checkpoint(future.name, '', 0, 0),
-                fragments_before=PosixCheckpointStore(folder, future.name).last_fragment()))
-        except BadInput as error:
-            future.state = 'failed'
-            future.set_exception(error)
+        executor.submit_trainer(TrainerRecord(
+            trainer=settings.trainer(future.name), terms=settings.terms(str(folder)), launch=launch, future=future,
+            checkpoint=checkpoint or Checkpoint(future.name, '', 0, 0),
+            fragments_before=PosixCheckpointStore(folder, future.name).last_fragment()))
 
 
 def _takes_a_context(function: Callable[..., Any]) -> bool:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,24 @@ def test_names_are_taken_once(executor: FreeTrainExecutor) -> None:
     assert {app(name='counted')().name for _ in range(2)} == {'counted', 'counted-3'}
     for future in (first, second, third):
         assert future.cancel()
+
+
+def test_a_trainer_that_cannot_start_when_its_arguments_are_there(executor: FreeTrainExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its future says so, and its name is free again."""
+    coming: Future[Any] = Future()
+    waiting = app()(coming, trainer_name='late')
+    assert waiting.state == 'waiting'
+    coming.set_result(threading.Lock())
+    with pytest.raises(BadInput) as caught:
+        waiting.result(LONG_S)
+    assert_sentence(caught.value, "'late'", 'argument 1', 'cannot be serialised')
+    assert waiting.state == 'failed'
+    assert app()(trainer_name='late').cancel()
+    # What the executor's metric cannot judge is refused before anything is waited for.
+    monkeypatch.setattr(executor, 'metric', 'rate / remaining_samples')
+    with pytest.raises(BadInput) as caught:
+        app()(Future(), trainer_name='unjudged')
+    assert_sentence(caught.value, "'unjudged' has no remaining_samples")
 
 
 @pytest.mark.parametrize('below', ['file', 'proc'])

@@ -259,7 +259,7 @@ def _trainer_lines(t: TrainerNow) -> RenderableType:
     name = Text(no_wrap=True, overflow='ellipsis')
     name.append(clean(t.name), 'bold')
     name.append(f' {clean(t.state)}', STATE_STYLES.get(t.state, ''))
-    name.append(f', {_nodes(t.nodes)}')
+    name.append(clean(f', {_nodes(t.nodes)}{_in_shape(t)}'))
     parts: list[RenderableType] = [name]
     if t.total:
         bar = Table.grid()  # a bar alone does not end its line
@@ -284,7 +284,7 @@ def _block_table(blocks: Sequence[BlockNow]) -> Table:
 
 def _plain_line(t: TrainerNow, elapsed_s: float) -> str:
     return clean(
-        f'{_duration(elapsed_s)} {t.name}: {t.state}, {_nodes(t.nodes)}, {_samples(t)} samples, '
+        f'{_duration(elapsed_s)} {t.name}: {t.state}, {_nodes(t.nodes)}{_in_shape(t)}, {_samples(t)} samples, '
         f'loss {_value(t.loss, ".4g")}, '
         f'{_rate(t.rate)}, U {_value(t.efficiency, ".2f")}, fragments {t.fragments}, preempted {t.preempted}, '
         f'rescaled {t.rescaled}' + (f', done in {_finish(t)}' if t.finish_s is not None else '')
@@ -300,6 +300,10 @@ def _table(*titles: str) -> Table:
 
 def _cut(line: str, style: str = '') -> Text:
     return Text(clean(line), style, no_wrap=True, overflow='ellipsis')
+
+
+def _in_shape(t: TrainerNow) -> str:
+    return f' ({t.shape})' if t.shape else ''
 
 
 def _nodes(count: int) -> str:

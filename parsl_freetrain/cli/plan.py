@@ -38,26 +38,28 @@ def plan(
         if not 0 <= seconds < math.inf:
             raise BadInput(f'{name} is {seconds:g}; it must be a number of seconds, 0 or more.')
     # The help is there without Parsl and numpy.
-    from parsl_freetrain.cli.prospect import prospects, trainers_at
+    from parsl_freetrain.cli.live import clean
+    from parsl_freetrain.cli.prospect import PlannedBlock, prospects, trainers_at
     from parsl_freetrain.cli.sites import provider_of
     from parsl_freetrain.core.state import ControllerSettings
 
-    who = None if trainers is None else trainers_at(trainers)
+    who = [] if trainers is None else trainers_at(trainers)
     provider = provider_of(site)
     blocks = blocks_for(provider, time.time())
-    if who is None:
-        _show(blocks, as_json)
-        return
-    expected = prospects([(block['nodes'], block['walltime_s']) for block in blocks], who,
-                         ControllerSettings(min_hole_s=provider.min_hole_s), start, look_ahead)
+    settings = ControllerSettings(min_hole_s=provider.min_hole_s, spans_blocks=provider.site.spans_blocks)
+    expected = prospects([PlannedBlock(b['nodes'], b['walltime_s'], b['hole_s'], b['preemptible']) for b in blocks], who, settings,
+                         start, look_ahead)
     if as_json:
         print(json.dumps({'blocks': blocks, 'trainers': [asdict(one) for one in expected]}))
         return
-    _show(blocks, as_json)
-    print('### what to expect of these blocks, if nothing else comes or goes')
-    from parsl_freetrain.cli.live import clean
-
-    print('\n'.join(clean(_in_words(one)) for one in expected))
+    if not blocks:
+        print('There are no holes now, so nothing would be submitted.')
+    for number, block in enumerate(blocks):
+        lasts = f'for {block["walltime_s"]} s' + (', or until preempted' if block['preemptible'] else '')
+        print(f'### block {number}: {block["nodes"]} nodes of {block["queue"]} {lasts}\n{block["script"]}')
+    if expected:
+        print('### what to expect of these blocks, if nothing else comes or goes')
+        print('\n'.join(clean(_in_words(one)) for one in expected))
 
 
 def _in_words(found: Prospect) -> str:
@@ -70,17 +72,6 @@ def _in_words(found: Prospect) -> str:
     return f'{found.trainer}: {found.samples[0]:,.0f} to {found.samples[1]:,.0f} samples{left}; {finish}'
 
 
-def _show(blocks: list[dict[str, Any]], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(blocks))
-        return
-    if not blocks:
-        print('There are no holes now, so nothing would be submitted.')
-    for number, block in enumerate(blocks):
-        walltime = 'until preempted' if block['walltime_s'] is None else f'for {block["walltime_s"]:.0f} s'
-        print(f'### block {number}: {block["nodes"]} nodes of {block["queue"]}, a hole {walltime}\n{block["script"]}')
-
-
 def blocks_for(provider: BackfillProvider, now: float) -> list[dict[str, Any]]:
     """The blocks for the holes of now, largest first, no more than the provider may open.
 
@@ -90,6 +81,7 @@ def blocks_for(provider: BackfillProvider, now: float) -> list[dict[str, Any]]:
         The site has no batch scripts.
     """
     from parsl_freetrain.cli.sites import holes_of
+    from parsl_freetrain.sites.batch.options import Mode
     from parsl_freetrain.sites.batch.site import BatchSite
 
     where = provider.site
@@ -97,9 +89,10 @@ def blocks_for(provider: BackfillProvider, now: float) -> list[dict[str, Any]]:
         raise BadInput(f'The site {where.name!r} has no batch scripts to show; name a site with a batch scheduler.')
     blocks: list[dict[str, Any]] = []
     for hole in sorted(holes_of(where), key=lambda hole: -hole['nodes'])[:provider.max_blocks]:
-        walltime_s = None if hole['until_s'] is None else hole['until_s'] - now
-        request = BlockRequest(hole['nodes'], walltime_s, hole['queue'], tuple(hole['names']))
-        script = where.script_for(request, COMMAND, Path('runinfo/000/submit_scripts').absolute(), f'block-{len(blocks)}',
-                                  provider.worker_init)
-        blocks.append({'nodes': hole['nodes'], 'walltime_s': walltime_s, 'queue': hole['queue'], 'script': script})
+        hole_s = None if hole['until_s'] is None else hole['until_s'] - now
+        request = BlockRequest(hole['nodes'], hole_s, hole['queue'], tuple(hole['names']))
+        shape, script = where.preview(request, COMMAND, Path('runinfo/000/submit_scripts').absolute(), f'block-{len(blocks)}',
+                                      provider.worker_init)
+        blocks.append({'nodes': shape.nodes, 'walltime_s': shape.walltime_s, 'hole_s': hole_s, 'queue': hole['queue'],
+                       'preemptible': where.options.mode is Mode.PREEMPTIBLE, 'script': script})
     return blocks

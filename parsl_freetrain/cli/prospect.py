@@ -19,13 +19,41 @@ from parsl_freetrain.ledger.rows import FINAL_STATES
 from parsl_freetrain.replay.accounting import Run
 from parsl_freetrain.replay.engine import run
 from parsl_freetrain.replay.trace import Trace
-from parsl_freetrain.replay.trainers import read_trainers
-from parsl_freetrain.report.speed import Speed
+from parsl_freetrain.replay.trainers import ReplayTrainer, read_trainers
+from parsl_freetrain.report.speed import speeds
 from parsl_freetrain.solver import allocator_named
 
 SQLITE = b'SQLite format 3\0'
 ENDLESS = 10**15
 """Stands for a total that is not known, in samples."""
+
+
+APART_S = 0.01
+"""Holes that end at one time are told apart by so many seconds, where fragments cannot use nodes of several blocks."""
+
+
+@dataclass(frozen=True)
+class PlannedBlock:
+    """A block that would be submitted now.
+
+    Attributes
+    ----------
+    walltime_s
+        What it asks for, in seconds.
+    hole_s
+        In so many seconds its nodes are needed, whenever it starts; None: nothing is planned there.
+    preemptible
+        Its nodes may be taken at any time.
+    """
+
+    nodes: int
+    walltime_s: float
+    hole_s: float | None = None
+    preemptible: bool = False
+
+    def time(self, late_s: float) -> tuple[float, float]:
+        """From when to when it has its nodes if it starts so many seconds from now and nobody takes them."""
+        return late_s, late_s + self.walltime_s if self.hole_s is None else min(late_s + self.walltime_s, self.hole_s)
 
 
 @dataclass(frozen=True)
@@ -48,8 +76,10 @@ class Prospect:
     finish_s: tuple[float | None, float | None]
 
 
-def trainers_at(path: Path) -> list[Trainer]:
+def trainers_at(path: Path) -> list[ReplayTrainer]:
     """The trainers of a file as ``freetrain replay`` takes it; or of a ledger's newest run those that are not over, with what is left.
+
+    A file's ``submit_s`` counts from now.
 
     Raises
     ------
@@ -61,50 +91,45 @@ def trainers_at(path: Path) -> list[Trainer]:
             is_ledger = file.read(len(SQLITE)) == SQLITE
     except OSError as error:
         raise BadInput(f'{path} cannot be read ({error.strerror}); give a JSON list of trainers, or a ledger.') from None
-    return _of_ledger(path) if is_ledger else [t.trainer for t in read_trainers(path)]
+    return _of_ledger(path) if is_ledger else list(read_trainers(path))
 
 
-def _of_ledger(path: Path) -> list[Trainer]:
+def _of_ledger(path: Path) -> list[ReplayTrainer]:
     with Reader(path) as reader:
         runs = reader.story().runs
         if not runs:
             raise BadInput(f'The ledger {path} has no run yet.')
-        story, progress = reader.story(runs[-1].name), reader.progress()
-        width = {fragment.key: len(fragment.nodes) for fragment in reader.story().fragments}
+        known = speeds(reader.story(), reader.progress())
+        story = reader.story(runs[-1].name)
     found = []
     for row in story.trainers:
         if row.state in FINAL_STATES:
             continue
-        speed = Speed(row.spec)
-        for report in progress:
-            if report.trainer == row.name:
-                speed.observe(width.get((report.run, report.trainer, report.fragment), 0), report.rate)
-        curve = speed.curve()
+        curve = known[row.name].curve()
         if curve is None:
             raise BadInput(f'The ledger {path} does not know yet how fast {row.name!r} trains; wait until it has trained for some seconds.')
         left = ENDLESS if row.total_samples is None else max(1, row.total_samples - row.samples)
-        found.append(Trainer(row.name, int(row.spec.get('min_nodes') or 1), int(row.spec.get('max_nodes') or 1), left, curve,
-                             float(row.spec.get('rescale_up_s') or 0.0), float(row.spec.get('rescale_down_s') or 0.0)))
+        trainer = Trainer(row.name, int(row.spec.get('min_nodes') or 1), int(row.spec.get('max_nodes') or 1), left, curve,
+                          float(row.spec.get('rescale_up_s') or 0.0), float(row.spec.get('rescale_down_s') or 0.0),
+                          sizes=tuple(row.spec.get('sizes', ())))
+        found.append(ReplayTrainer(trainer, 0.0, curve))
     if not found:
         raise BadInput(f'No trainer of the newest run in {path} has anything left to train.')
     return found
 
 
-def prospects(blocks: Sequence[tuple[int, float | None]], trainers: Sequence[Trainer], settings: ControllerSettings, start_s: float,
+def prospects(blocks: Sequence[PlannedBlock], trainers: Sequence[ReplayTrainer], settings: ControllerSettings, start_s: float,
               look_ahead_s: float) -> list[Prospect]:
     """What the trainers would train on these blocks and nothing else, if nothing else happened.
 
     At most: every block starts at once, and one that can be preempted lasts for ``look_ahead_s``. At least: every block starts
-    ``start_s`` seconds later and ends no later, and one that can be preempted is at once.
-
-    Parameters
-    ----------
-    blocks
-        Nodes, and seconds from now until the end; None: until preempted.
+    ``start_s`` seconds later and ends when its nodes are needed, and one that can be preempted is at once.
     """
-    most = _trained([(nodes, 0.0, look_ahead_s if end is None else end) for nodes, end in blocks], trainers, settings)
-    least = _trained([(nodes, start_s, end) for nodes, end in blocks if end is not None], trainers, settings)
-    return [_between(t, most[t.name], least[t.name]) for t in trainers]
+    early = [(block.nodes, *block.time(0.0)) for block in blocks]
+    most = _trained([(nodes, start, min(end, look_ahead_s) if block.preemptible else end)
+                     for block, (nodes, start, end) in zip(blocks, early, strict=True)], trainers, settings)
+    least = _trained([(block.nodes, *block.time(start_s)) for block in blocks if not block.preemptible], trainers, settings)
+    return [_between(t.trainer, most[t.trainer.name], least[t.trainer.name]) for t in trainers]
 
 
 def _between(trainer: Trainer, one: tuple[float, float | None], other: tuple[float, float | None]) -> Prospect:
@@ -114,17 +139,21 @@ def _between(trainer: Trainer, one: tuple[float, float | None], other: tuple[flo
     return Prospect(trainer.name, None if trainer.total_samples == ENDLESS else trainer.total_samples, (few, many), (early, late))
 
 
-def _trained(blocks: Sequence[tuple[int, float, float]], trainers: Sequence[Trainer],
+def _trained(blocks: Sequence[tuple[int, float, float]], trainers: Sequence[ReplayTrainer],
              settings: ControllerSettings) -> dict[str, tuple[float, float | None]]:
     """By trainer: samples, and when it was finished."""
+    if not settings.spans_blocks:   # a trace knows a block by when it ends
+        blocks = [(nodes, start, end - APART_S * i) for i, (nodes, start, end) in enumerate(blocks)]
     there = [(nodes, start, end) for nodes, start, end in blocks if nodes and end > start]
-    if not there:
-        return {t.name: (0.0, None) for t in trainers}
+    if not there or not trainers:
+        return {t.trainer.name: (0.0, None) for t in trainers}
     counts = np.array([nodes for nodes, _, _ in there])
     names = tuple(f'block-{i}/{k}' for i, (nodes, _, _) in enumerate(there) for k in range(nodes))
     starts, ends = (np.repeat(np.array([block[column] for block in there], dtype=np.float64), counts) for column in (1, 2))
     trace = Trace(names, 0.0, float(ends.max()), starts, ends, np.arange(len(names)), ends)
-    runs = {t.name: Run(t, 0.0, Profile(t.curve).best_count(t.counts())) for t in trainers}
-    controller = Controller(allocator_named('auto', isolated=False), replace(settings, idle_block_s=math.inf, retries=0))
+    worth = {t.trainer.name: t.objective for t in trainers}
+    runs = {t.trainer.name: Run(t.trainer, t.submit_s, Profile(t.objective).best_count(t.trainer.counts())) for t in trainers}
+    controller = Controller(allocator_named('auto', isolated=False), replace(settings, idle_block_s=math.inf, retries=0),
+                            lambda candidate: worth[candidate.name])
     run(trace, True, runs, controller)
     return {name: (max(0.0, one.samples), one.done_s) for name, one in runs.items()}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parsl_freetrain.core.explain import Reason
+from parsl_freetrain.core.limits import OWNERS
 from parsl_freetrain.ledger.rows import FINAL_STATES, FragmentRow, Run, Story, TrainerRow
 from parsl_freetrain.report.outcome import Outcome
 
@@ -50,7 +51,8 @@ class DecisionAbout:
     horizon_s, worth_before, worth, rescale_cost, alternative
         From solving the problem again, None where it was not kept: see :class:`parsl_freetrain.core.explain.Reason`.
     stood_s, expected, staying_expected, trained
-        What became of it, in samples: see :class:`parsl_freetrain.report.outcome.Outcome`.
+        What became of it, in samples: see :class:`parsl_freetrain.report.outcome.Outcome`. ``staying_expected`` is None too where the
+        trainer was about to start on nodes that an earlier decision gave it: not to change that is not to keep what it has.
     """
 
     ago_s: float
@@ -79,16 +81,17 @@ def decision_about(name: str, row: Mapping[str, Any], now: float, reason: Reason
                    outcome: Outcome | None = None) -> DecisionAbout:
     """One row of decisions, with the ``reason`` if the problem could be solved again, and what became of it."""
     known: dict[str, Any] = {}
+    before = row['current'].get(name, 0)
     if reason is not None:
         other = reason.alternative
         known = {'horizon_s': row['problem']['horizon_s'], 'worth_before': reason.worth_before, 'worth': reason.worth,
                  'rescale_cost': reason.rescale_cost,
                  'alternative': None if other is None else {'nodes': other.nodes, 'worse_by': other.worse_by}}
     if outcome is not None:
-        known |= {'stood_s': outcome.until - outcome.at, 'expected': outcome.expected, 'staying_expected': outcome.staying,
-                  'trained': outcome.trained}
+        known |= {'stood_s': outcome.until - outcome.at, 'expected': outcome.expected,
+                  'staying_expected': outcome.staying if outcome.nodes_before == before else None, 'trained': outcome.trained}
     return DecisionAbout(
-        ago_s=now - row['at'], trigger=row['trigger'], nodes=row['nodes'], nodes_before=row['current'].get(name, 0),
+        ago_s=now - row['at'], trigger=row['trigger'], nodes=row['nodes'], nodes_before=before,
         nodes_after=row['allocation'].get(name, 0), status=row['status'], solver=row['solver'], staying=row['staying'],
         objective=row['objective'], others={k: n for k, n in row['allocation'].items() if n and k != name},
         actions=tuple(row['actions']), **known)
@@ -127,7 +130,29 @@ def waits_for(story: Story, run: Run, trainer: TrainerRow, decisions: Sequence[M
     if last['nodes'] < fewest:
         return f'It waits for more nodes: it needs {fewest} at least, and there {"is" if last["nodes"] == 1 else "are"} {last["nodes"]}.'
     others = shares({k: n for k, n in last['allocation'].items() if n})
+    limit = _limit(trainer.name, fewest, last)
+    if limit is not None:
+        return f'It waits because {limit}, and it needs {fewest} at least; now these have nodes: {others or "none"}.'
     return f"It waits because others do more with the pool's {nodes(last['nodes'])}: {others}."
+
+
+def _limit(name: str, fewest: int, decision: Mapping[str, Any]) -> str | None:
+    """Which limit keeps a trainer from nodes that are there and that nobody has; None: none, or the problem was not kept."""
+    problem, given = decision['problem'] or {}, decision['allocation']
+    used = sum(given.values())
+    if used + fewest > decision['nodes']:
+        return None
+    owners = {t['name']: t for t in problem.get('trainers', ())}
+    for what in OWNERS:
+        owner = owners.get(name, {}).get(what)
+        most = problem.get(f'{what}_nodes', {}).get(owner)
+        if most is not None and sum(n for other, n in given.items() if owners.get(other, {}).get(what) == owner) + fewest > most:
+            return f'no more than {nodes(most)} may go to {what} {owner} at once'
+    if used + fewest > problem.get('max_nodes', decision['nodes']):
+        return f'the executor uses no more than {nodes(problem["max_nodes"])} at once'
+    if used + fewest > decision['nodes'] - problem.get('keep_free', 0):
+        return f'{nodes(problem["keep_free"])} of the pool\'s {decision["nodes"]} are kept free'
+    return None
 
 
 def _for_nodes(blocks: int, asked: int, refusals: Sequence[Mapping[str, Any]], now: float) -> str:
@@ -175,9 +200,11 @@ def _what_became(name: str, about: DecisionAbout) -> str:
     """What was gained, beside what was to be gained."""
     trained = f'{name} trained {_count(about.trained or 0)} that it kept'
     stood = f'It stood for {about.stood_s:.0f} s'
-    if about.expected is None or about.staying_expected is None:
+    if about.expected is None:
         return f'{stood}: {trained}; what to expect was not known yet.'
-    staying = '' if about.nodes_before == about.nodes_after else f', and {_count(about.staying_expected)} of changing nothing'
+    staying = ''
+    if about.staying_expected is not None and about.nodes_before != about.nodes_after:
+        staying = f', and {_count(about.staying_expected)} of changing nothing'
     return f'{stood}: {_count(about.expected)} were expected of it{staying}; {trained}.'
 
 

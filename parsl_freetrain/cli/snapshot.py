@@ -22,7 +22,8 @@ class TrainerNow:
     """One trainer.
 
     ``samples`` as far as seen, ``rate`` in samples per second (None while nothing runs), ``finish_s`` in how many seconds it will have
-    its total if it gets on as it has since it was submitted (None: unknown, or it is over), ``why`` it ended.
+    its total if it gets on as it has since it was submitted (None: unknown, or it is over), ``why`` it ended, ``shape`` how its ranks share
+    the work on these nodes (None: it has no nodes, or no shapes).
     """
 
     name: str
@@ -38,6 +39,7 @@ class TrainerNow:
     rescaled: int
     finish_s: float | None = None
     why: str = ''
+    shape: str | None = None
 
 
 @dataclass(frozen=True)
@@ -120,10 +122,11 @@ def _trainer(row: TrainerRow, fragments: list[FragmentRow], run: Run, going: boo
     endings = [ending_of(f, f.run == run.id and going) for f in fragments]
     samples = max([row.samples, *(f.seen_samples or 0 for f in running)])
     interrupted = not going and row.state not in FINAL_STATES
+    nodes = sum(len(f.nodes) for f in running)
     return TrainerNow(
         name=row.name,
         state='interrupted' if interrupted else row.state,
-        nodes=sum(len(f.nodes) for f in running),
+        nodes=nodes,
         samples=samples,
         total=row.total_samples,
         loss=_loss(last_seen),
@@ -134,6 +137,7 @@ def _trainer(row: TrainerRow, fragments: list[FragmentRow], run: Run, going: boo
         rescaled=sum(len(a.nodes) != len(b.nodes) for a, b in pairwise(fragments)),
         finish_s=_finish_s(row, samples, now) if going and row.state not in FINAL_STATES else None,
         why=row.why,
+        shape=row.spec.get('shapes', {}).get(str(nodes)),
     )
 
 

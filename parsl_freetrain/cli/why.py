@@ -52,6 +52,7 @@ def explanation(reader: Reader, trainer: str, run: str | None, last: int, now: f
     from parsl_freetrain.cli.liveness import life_of
     from parsl_freetrain.cli.reasons import decision_about, running_fragment, waits_for
     from parsl_freetrain.ledger.rows import FINAL_STATES
+    from parsl_freetrain.report.costs import MEASURED
     from parsl_freetrain.report.outcome import outcomes
 
     story = reader.story()
@@ -67,8 +68,9 @@ def explanation(reader: Reader, trainer: str, run: str | None, last: int, now: f
     going = life.state in ('running', 'silent')
     running = running_fragment(story, row) if going else None
     mine = [d for d in decisions if trainer in d['allocation']][:last]
-    told, reports = reader.story(chosen.name), reader.progress(chosen.name, trainer)
-    became = {o.at: o for o in outcomes(told, reports, reader.decisions(chosen.name), now, only=trainer)}
+    became = {o.decision: o for o in outcomes(
+        reader.story(chosen.name), reader.progress(chosen.name, trainer), reader.events(chosen.name, MEASURED, trainer),
+        decisions[::-1], now, only=trainer, ids={d['id'] for d in mine})}
     over = not going and row.state not in FINAL_STATES
     return {
         'trainer': trainer,
@@ -86,7 +88,7 @@ def explanation(reader: Reader, trainer: str, run: str | None, last: int, now: f
         'waits_for': waits_for(story, chosen, row, decisions, refusals, now) if going else None,
         'pauses': _pauses(reader.recent_events(chosen, ['Rescaled'], LOOK_BACK), trainer),
         'last_failure': next((f.error for f in reversed(story.fragments) if f.trainer == trainer and f.run == chosen.id and f.error), ''),
-        'decisions': [asdict(decision_about(trainer, d, now, _reason(d, trainer), became.get(d['at']))) for d in mine],
+        'decisions': [asdict(decision_about(trainer, d, now, _reason(d, trainer), became.get(d['id']))) for d in mine],
     }
 
 

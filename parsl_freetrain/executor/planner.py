@@ -212,8 +212,9 @@ class Planner:
         self._records[name] = record
         curve = record.trainer.curve
         self._ledger.trainer(name=name, at=now, total_samples=record.trainer.total_samples, samples=record.checkpoint.samples, spec={
-            'min_nodes': record.trainer.counts()[0], 'max_nodes': record.trainer.max_nodes, 'mode': record.terms.mode,
+            'min_nodes': record.trainer.counts()[0], 'max_nodes': record.trainer.counts()[-1], 'mode': record.terms.mode,
             'rescale_up_s': record.trainer.rescale_up_s, 'rescale_down_s': record.trainer.rescale_down_s,
+            'stated_costs': list(record.trainer.stated_costs),
             **({'sizes': list(record.trainer.sizes)} if record.trainer.sizes else {}),
             **({'shapes': {str(nodes): str(shape) for nodes, shape in record.terms.shapes.items()}} if record.terms.shapes else {}),
             **({'curve': {'nodes': list(curve.nodes), 'rate': list(curve.rate)}} if curve else {})})

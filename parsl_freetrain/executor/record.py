@@ -18,7 +18,7 @@ from parsl_freetrain.core.words import Trainer
 from parsl_freetrain.ledger.store import Ledger
 
 # These come many times a minute and say nothing by themselves; progress has a table of its own.
-UNRECORDED = (ev.Tick, ev.HolesSeen, ev.FragmentProgressed, ev.FragmentTimed)
+UNRECORDED = (ev.Tick, ev.HolesSeen, ev.FragmentProgressed)
 
 
 def about_this_process(checkpoint_dir: str) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def record_decision(ledger: Ledger, decision: Decision) -> None:
 
 
 def describe(action: ev.Action) -> str:
-    """An action in a few words."""
+    """An action in a few words; :mod:`parsl_freetrain.report.outcome` reads those about fragments."""
     match action:
         case ev.StartFragment(trainer, fragment, nodes):
             return f'start fragment {fragment} of {trainer} on {len(nodes)} nodes'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -147,7 +146,10 @@ class TrainerNames:
         with self._lock:
             if explicit and name in self._taken:
                 raise BadInput(f'There is a trainer {name!r} already in this run; give each call another trainer_name.')
-            free = next(free for number in itertools.count(1) if (free := name if number == 1 else f'{name}-{number}') not in self._taken)
+            free, number = name, 1
+            while free in self._taken:
+                number += 1
+                free = f'{name}-{number}'
             self._taken.add(free)
         return free
 

@@ -100,13 +100,13 @@ class Reader:
         """All progress reports, of one trainer or of all, in order of time."""
         return [ProgressRow(**row) for row in self._table('progress', run, trainer)]
 
-    def events(self, run: str | None = None, kinds: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """All events, or those of some kinds, in order of time: run, at, kind, trainer, fragment, block, node, detail."""
-        return self._table('events', run, kinds=kinds)
+    def events(self, run: str | None = None, kinds: Sequence[str] = (), trainer: str | None = None) -> list[dict[str, Any]]:
+        """All events, or those of some kinds or one trainer, in order of time: run, at, kind, trainer, fragment, block, node, detail."""
+        return self._table('events', run, trainer, kinds)
 
     def decisions(self, run: str | None = None) -> list[dict[str, Any]]:
-        """All decisions, in order of time, with the keys of ``Ledger.decision`` and ``run``."""
-        return self._table('decisions', run)
+        """All decisions, in order of time, with the keys of ``Ledger.decision``, ``run`` and ``id``."""
+        return self._table('decisions', run, what='rowid AS id, *')
 
     def about(self, run: Run) -> dict[str, Any]:
         """Who runs it, where: ``host``, ``pid``, ``started`` (of the process, epoch seconds), ``folder``, ``checkpoint_dir``, if known."""
@@ -129,10 +129,11 @@ class Reader:
         with self._reading():
             return list(self._rows('events', run.id, f'at DESC, rowid DESC LIMIT {int(most)}', kinds=kinds))
 
-    def _table(self, table: str, run: str | None, trainer: str | None = None, kinds: Sequence[str] = ()) -> list[dict[str, Any]]:
+    def _table(self, table: str, run: str | None, trainer: str | None = None, kinds: Sequence[str] = (),
+               what: str = '*') -> list[dict[str, Any]]:
         with self._reading():
             runs = tuple(Run(**row) for row in self._rows('runs', None, 'id'))
-            return list(self._rows(table, self._run_id(runs, run), 'run, at, rowid', kinds=kinds, trainer=trainer))
+            return list(self._rows(table, self._run_id(runs, run), 'run, at, rowid', what, kinds, trainer))
 
     def _run_id(self, runs: tuple[Run, ...], name: str | None) -> int | None:
         if name is None:

@@ -12,6 +12,7 @@ from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import FINAL_STATES, Story
 from parsl_freetrain.ledger.summary import efficiency, summary
 from parsl_freetrain.report.causes import Cause, causes
+from parsl_freetrain.report.costs import MEASURED
 from parsl_freetrain.report.learned import RescaleCost, Scaling, rescale_costs, scalings
 from parsl_freetrain.report.losses import Loss, losses
 from parsl_freetrain.report.outcome import Outcome, outcomes
@@ -80,7 +81,7 @@ def figures(reader: Reader, run: str | None, now: float, allocator: Allocator) -
     story = reader.story(run)
     if not story.runs:
         raise BadInput(f'The ledger {reader.path} has no run yet.')
-    progress, decisions = reader.progress(run), reader.decisions(run)
+    progress, decisions, measured = reader.progress(run), reader.decisions(run), reader.events(run, MEASURED)
     clock = Clock(story, now)
     return Figures(
         title=f'run {story.runs[0].name}' if len(story.runs) == 1 else f'{len(story.runs)} runs, one continuing the other',
@@ -91,8 +92,8 @@ def figures(reader: Reader, run: str | None, now: float, allocator: Allocator) -
         decisions=_decisions(decisions),
         losses=losses(story, progress, clock),
         scalings=scalings(story, progress),
-        rescales=rescale_costs(story, reader.events(run, ['Rescaled'])),
-        outcomes=tuple(o for o in outcomes(story, progress, decisions, now) if o.changed),
+        rescales=rescale_costs(story, (event for event in measured if event['kind'] == 'Rescaled')),
+        outcomes=tuple(outcomes(story, progress, measured, decisions, now)),
         errors=tuple((f.trainer, f.fragment, f.error) for f in reversed(story.fragments) if f.error and f.ending == 'failed'),
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from parsl_freetrain.ledger.rows import CheckpointRow, FragmentRow, ProgressRow, Story, TrainerRow
 from parsl_freetrain.ledger.timeline import by_fragment
-from parsl_freetrain.report.speed import Speed
+from parsl_freetrain.report.speed import Speed, speeds
 
 MOST_POINTS = 64
 """Points of a curve that are shown."""
@@ -58,23 +58,21 @@ class RescaleCost:
     measured_s: tuple[float, ...]
 
 
-def scalings(story: Story, progress: Iterable[ProgressRow]) -> dict[str, Scaling]:
+def scalings(story: Story, progress: Sequence[ProgressRow]) -> dict[str, Scaling]:
     """By trainer; of a resumed workflow all runs count."""
     width = {f.key: len(f.nodes) for f in story.fragments}
-    rows = {row.name: row for row in story.trainers}
-    speeds = {name: Speed(row.spec) for name, row in rows.items()}
+    known = speeds(story, progress)
     last: dict[tuple[int, str, int], float] = {}
     for report in progress:
         key = report.run, report.trainer, report.fragment
         if report.rate is not None and width.get(key):
-            speeds[report.trainer].observe(width[key], report.rate)
             last[key] = report.rate
     rates: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for key, rate in last.items():
         rates[key[1]][width[key]].append(rate)
-    return {name: Scaling(name, speeds[name].stated is not None, _points(speeds[name], row),
+    return {name: Scaling(name, known[name].stated is not None, _points(known[name], row),
                           tuple((n, median(found), len(found)) for n, found in sorted(rates[name].items())))
-            for name, row in rows.items()}
+            for name, row in {row.name: row for row in story.trainers}.items()}
 
 
 def _points(speed: Speed, row: TrainerRow) -> tuple[tuple[int, float], ...]:

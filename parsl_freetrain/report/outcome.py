@@ -1,9 +1,10 @@
 """What decisions were expected to train, and what was trained: expectations from the scaling curves as they were known then.
 
-A decision about a trainer stands until the next one that gives it another number of nodes, or until it or its run is over. For that time
+A decision about a trainer stands until the next one that gives it another number of nodes, or nodes again after they were taken, or until
+it or its run is over. For that time
 
-* it was expected to train ``curve(nodes) x seconds - rescale_s x curve(nodes before)`` samples: what the allocation maximises, over the
-  time that really followed in place of the horizon;
+* it was expected to train ``curve(nodes) x seconds - rescale_s x curve(nodes held)`` samples: what the allocation maximises, over the
+  time that really followed in place of the horizon, with what a rescale was taken to cost then;
 * changing nothing would have been expected to train ``curve(nodes before) x seconds``;
 * it trained what its fragments reported, as far as it was kept: what a preemption or a failure took is not counted.
 """
@@ -11,13 +12,15 @@ A decision about a trainer stands until the next one that gives it another numbe
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from parsl_freetrain.ledger.rows import FINAL_STATES, FragmentRow, ProgressRow, Run, Story, TrainerRow
+from parsl_freetrain.report.costs import Costs
 from parsl_freetrain.report.speed import Speed
 
 Points = list[tuple[float, float]]
@@ -29,10 +32,12 @@ class Outcome:
 
     Attributes
     ----------
+    decision
+        Its ``id`` in the ledger.
     at, until
         How long it stood, in epoch seconds.
     nodes_before, nodes
-        The trainer's, in the decision before and in this one.
+        The trainer's: what it had (nodes that it was about to start on by an earlier decision count), and what it gets.
     expected, staying
         What it, or changing nothing, was expected to train in this time; None where no speed of the trainer was known yet.
     trained
@@ -41,6 +46,7 @@ class Outcome:
 
     trainer: str
     run: int
+    decision: int
     at: float
     until: float
     nodes_before: int
@@ -49,26 +55,29 @@ class Outcome:
     staying: float | None
     trained: float
 
-    @property
-    def changed(self) -> bool:
-        """Whether the decision gave it another number of nodes."""
-        return self.nodes != self.nodes_before
 
-
-def outcomes(story: Story, progress: Iterable[ProgressRow], decisions: Iterable[Mapping[str, Any]], now: float | None = None,
-             only: str | None = None) -> Iterator[Outcome]:
-    """What became of every decision about every trainer, or only one trainer, in order of trainers and time.
+def outcomes(story: Story, progress: Iterable[ProgressRow], measured: Iterable[Mapping[str, Any]],
+             decisions: Iterable[Mapping[str, Any]], now: float | None = None, only: str | None = None,
+             ids: Collection[int] | None = None) -> Iterator[Outcome]:
+    """What became of decisions about every trainer, or only one trainer, in order of trainers and time.
 
     Parameters
     ----------
-    progress, decisions
-        All of the story's runs, in order of time.
+    progress, measured
+        All of the story's runs, in order of time; ``measured`` are events, of the kinds :data:`parsl_freetrain.report.costs.MEASURED`.
+    decisions
+        In order of time, without a gap up to the last.
     now
         Up to when a run that is alive is told, in epoch seconds; by default the last time it noted anything.
+    ids
+        Of which decisions; None: of all that gave a trainer another number of nodes.
     """
     reports: dict[tuple[int, str], list[ProgressRow]] = defaultdict(list)
     for report in progress:
         reports[report.run, report.trainer].append(report)
+    events: dict[tuple[int, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for event in measured:
+        events[event['run'], event['trainer']].append(event)
     decided: dict[tuple[int, str], list[Mapping[str, Any]]] = defaultdict(list)
     for decision in decisions:
         for name in decision['allocation']:
@@ -81,41 +90,61 @@ def outcomes(story: Story, progress: Iterable[ProgressRow], decisions: Iterable[
     for row in story.trainers:
         key = row.run, row.name
         if key in decided:
-            yield from _of_trainer(row, runs[row.run], story.until(runs[row.run], now), decided[key], reports[key], fragments[key])
+            yield from _of_trainer(row, runs[row.run], story.until(runs[row.run], now), decided[key], reports[key], events[key],
+                                   fragments[key], ids)
 
 
 def _of_trainer(row: TrainerRow, run: Run, until: float, decided: Sequence[Mapping[str, Any]], reports: Sequence[ProgressRow],
-                fragments: Sequence[FragmentRow]) -> Iterator[Outcome]:
+                events: Sequence[Mapping[str, Any]], fragments: Sequence[FragmentRow], ids: Collection[int] | None) -> Iterator[Outcome]:
     end = min(until, row.state_at) if row.state in FINAL_STATES else until
     by_number: dict[int, list[ProgressRow]] = defaultdict(list)
     for report in reports:
         by_number[report.fragment].append(report)
     trained = _Trained(_kept(fragment, by_number[fragment.fragment], until) for fragment in fragments)
     width = {fragment.fragment: len(fragment.nodes) for fragment in fragments}
-    speed = Speed(row.spec)
+    speed, costs = Speed(row.spec), Costs(row.spec)
     counts = [int(d['allocation'][row.name]) for d in decided]
-    before = [int(decided[0]['current'].get(row.name, 0)), *counts[:-1]]
+    before = _before(row.name, decided, fragments)
     over = [end] * len(decided)
     for i in range(len(decided) - 2, -1, -1):
-        over[i] = min(end, decided[i + 1]['at']) if counts[i + 1] != counts[i] else over[i + 1]
-    seen = 0
+        replaced = not counts[i] == before[i + 1] == counts[i + 1]
+        over[i] = min(end, decided[i + 1]['at']) if replaced else over[i + 1]
+    seen = heard = 0
     for decision, was, count, last in zip(decided, before, counts, over, strict=True):
-        while seen < len(reports) and reports[seen].at <= decision['at']:
+        if was == count if ids is None else decision['id'] not in ids:
+            continue
+        at = float(decision['at'])
+        while seen < len(reports) and reports[seen].at <= at:
             speed.observe(width.get(reports[seen].fragment, 0), reports[seen].rate)
             seen += 1
-        at = float(decision['at'])
+        while heard < len(events) and events[heard]['at'] <= at:
+            costs.observe(events[heard])
+            heard += 1
         seconds = max(0.0, last - at)
-        expected, staying = _expected(row, speed, was, count, seconds)
-        yield Outcome(row.name, run.id, at, at + seconds, was, count, expected, staying, trained.until(at + seconds) - trained.until(at))
+        expected = staying = None
+        curve = speed.curve(max(was, count))
+        if curve is not None:
+            held = int(decision['current'].get(row.name, 0))
+            expected = max(0.0, curve.rate_at(count) * seconds - costs.of(held, count) * curve.rate_at(held))
+            staying = curve.rate_at(was) * seconds
+        yield Outcome(row.name, run.id, decision['id'], at, at + seconds, was, count, expected, staying,
+                      trained.until(at + seconds) - trained.until(at))
 
 
-def _expected(row: TrainerRow, speed: Speed, before: int, count: int, seconds: float) -> tuple[float | None, float | None]:
-    curve = speed.curve(max(before, count))
-    if curve is None:
-        return None, None
-    was, new = curve.rate_at(before), curve.rate_at(count)
-    cost_s = float(row.spec.get('rescale_up_s' if count > before else 'rescale_down_s') or 0.0) if count != before else 0.0
-    return max(0.0, new * seconds - cost_s * was), was * seconds
+def _before(name: str, decided: Sequence[Mapping[str, Any]], fragments: Sequence[FragmentRow]) -> list[int]:
+    """What the trainer had at each decision; what the one before gives it counts while it is on its way."""
+    action = re.compile(rf'(start|stop) fragment (\d+) of {re.escape(name)}(?: on |: )')
+    ending = {fragment.fragment: fragment.ending for fragment in fragments}
+    before: list[int] = []
+    given, on_its_way = 0, False
+    for decision in decided:
+        held = int(decision['current'].get(name, 0))
+        before.append(held or (given if on_its_way else 0))
+        given = int(decision['allocation'][name])
+        done = next(filter(None, map(action.match, decision['actions'])), None)
+        # It waits until its own fragment has stopped, or those of others have.
+        on_its_way = not held if done is None else done[1] == 'stop' and ending.get(int(done[2])) in (None, 'stopped')
+    return before
 
 
 def _kept(fragment: FragmentRow, reports: Sequence[ProgressRow], until: float) -> Points:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from parsl_freetrain.core.profile import Profile
 from parsl_freetrain.core.words import ScalingCurve
+from parsl_freetrain.ledger.rows import ProgressRow, Story
 
 
 class Speed:
@@ -25,22 +26,39 @@ class Speed:
         self.stated = ScalingCurve(tuple(map(int, given['nodes'])), tuple(map(float, given['rate']))) if given else None
         self._most = int(spec.get('max_nodes') or 1)
         self._profile = Profile(None)
+        self._curves: dict[int, ScalingCurve | None] = {}   # as long as nothing new is taken in
 
     def observe(self, nodes: int, rate: float | None) -> None:
         """Take in what a fragment on so many nodes reports, in samples per second."""
         if rate is not None and nodes:
             self._profile.observe(nodes, rate)
+            self._curves.clear()
 
     def curve(self, nodes: int = 1) -> ScalingCurve | None:
         """Samples per second, up to the trainer's most nodes, to all that were measured, and to ``nodes``; None before a measurement."""
+        most = max(self._most, nodes)
+        if most not in self._curves:
+            self._curves[most] = self._curve(most)
+        return self._curves[most]
+
+    def _curve(self, most: int) -> ScalingCurve | None:
         measured = self._profile.measured
         if not measured:
             return None
         if self.stated is None:
-            return self._profile.curve(max(self._most, nodes, *measured), 1.0)
+            return self._profile.curve(max(most, *measured), 1.0)
         base = min(measured)
         shape = self.stated.rate_at(base)
         if shape <= 0:
             return None
         factor = measured[base] / shape
         return ScalingCurve(self.stated.nodes, tuple(rate * factor for rate in self.stated.rate))
+
+
+def speeds(story: Story, progress: Iterable[ProgressRow]) -> dict[str, Speed]:
+    """By trainer; of a resumed workflow all runs count."""
+    width = {fragment.key: len(fragment.nodes) for fragment in story.fragments}
+    found = {row.name: Speed(row.spec) for row in story.trainers}
+    for report in progress:
+        found[report.trainer].observe(width.get((report.run, report.trainer, report.fragment), 0), report.rate)
+    return found

@@ -32,8 +32,9 @@ def test_holes_and_plan_show_everything_and_send_nothing(
     assert main(['holes', '--site', toml]) == 0
     assert 'debug' in capsys.readouterr().out
     assert main(['plan', '--site', toml, '--json']) == 0
-    blocks = json.loads(capsys.readouterr().out)
-    assert [block['nodes'] for block in blocks] == [2, 1]
+    told = json.loads(capsys.readouterr().out)
+    blocks = told['blocks']
+    assert [block['nodes'] for block in blocks] == [2, 1] and told['trainers'] == []
     assert main(['plan', '--site', toml]) == 0
     assert '#SBATCH --time=10' in capsys.readouterr().out      # all that the partition allows
     trainers = tmp_path / 'trainers.json'
@@ -41,8 +42,8 @@ def test_holes_and_plan_show_everything_and_send_nothing(
     assert main(['plan', '--site', toml, '--trainers', str(trainers), '--json']) == 0
     expected = json.loads(capsys.readouterr().out)
     assert [block['nodes'] for block in expected['blocks']] == [2, 1]
-    # Nobody says until when these nodes are idle: nothing is sure, and at best they stay for an hour.
-    assert expected['trainers'] == [{'trainer': 'cnn', 'left': 1_000_000, 'samples': [0.0, 3600 * 30.0], 'finish_s': [None, None]}]
+    # Nobody wants these nodes: both blocks have all of the 10 minutes that the partition allows, and they end together.
+    assert expected['trainers'] == [{'trainer': 'cnn', 'left': 1_000_000, 'samples': [600 * 30.0] * 2, 'finish_s': [None, None]}]
     assert main(['plan', '--site', toml, '--trainers', str(trainers)]) == 0
     assert 'of the 1,000,000 that are left; not finished in these holes' in capsys.readouterr().out
     script = tmp_path / 'block.sh'
@@ -99,4 +100,4 @@ def test_a_scheduler_that_does_not_answer_gets_a_sentence(slurm: Cluster, toml: 
 @pytest.mark.slurm
 def test_a_site_by_name(slurm: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(['plan', '--site', 'slurm_generic', '--json']) == 0
-    assert [block['nodes'] for block in json.loads(capsys.readouterr().out)] == [4]
+    assert [block['nodes'] for block in json.loads(capsys.readouterr().out)['blocks']] == [4]

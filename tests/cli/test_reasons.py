@@ -15,6 +15,13 @@ RUN = Run(1, 'r', 0.0, None, None, 100.0)
 ME = TrainerRow(1, 'me', 10.0, {'min_nodes': 2}, 100, 0, 0, 'waiting', 10.0)
 BLOCK = BlockRow(1, 'b0', 5.0, nodes=4)
 NODE = NodeRow(1, 'b0/x', 'b0', 'x', 6.0)
+HERE = {'blocks': (BLOCK,), 'nodes': (NODE,)}
+
+
+def limited(nodes: int = 4, others: int = 1, **limits: Any) -> dict[str, Any]:
+    """A decision that gave this trainer nothing, with what its problem says of limits; all trainers are Anna's."""
+    problem = {'trainers': [{'name': 'me', 'user': 'anna'}, {'name': 'you', 'user': 'anna'}], **limits}
+    return decided(nodes=nodes, me=0, you=others) | {'problem': problem}
 
 
 def decided(at: float = 50.0, nodes: int = 4, **allocation: int) -> dict[str, Any]:
@@ -28,12 +35,19 @@ def decided(at: float = 50.0, nodes: int = 4, **allocation: int) -> dict[str, An
     ({}, [], [{'at': -900.0, 'detail': {}}], 'It waits for a hole'),
     ({'blocks': (BLOCK,)}, [], [], 'a block with 4 nodes is asked for and not ready yet'),
     ({'blocks': (BLOCK, BLOCK)}, [], [], '2 blocks with 8 nodes are asked for'),
-    ({'blocks': (BLOCK,), 'nodes': (NODE,)}, [], [], 'the next decision'),
-    ({'blocks': (BLOCK,), 'nodes': (NODE,)}, [decided(at=9.0, me=0)], [], 'the next decision'),
-    ({'blocks': (BLOCK,), 'nodes': (NODE,)}, [decided(you=4)], [], 'waits for its turn: .* now these do: you'),
-    ({'blocks': (BLOCK,), 'nodes': (NODE,)}, [decided(me=3, you=1)], [], 'is to get 3 nodes, and waits until'),
-    ({'blocks': (BLOCK,), 'nodes': (NODE,)}, [decided(nodes=1, me=0, you=1)], [], 'needs 2 at least, and there is 1'),
-    ({'blocks': (BLOCK,), 'nodes': (NODE,)}, [decided(me=0, you=4)], [], "others do more with the pool's 4 nodes: you 4")])
+    (HERE, [], [], 'the next decision'),
+    (HERE, [decided(at=9.0, me=0)], [], 'the next decision'),
+    (HERE, [decided(you=4)], [], 'waits for its turn: .* now these do: you'),
+    (HERE, [decided(me=3, you=1)], [], 'is to get 3 nodes, and waits until'),
+    (HERE, [decided(nodes=1, me=0, you=1)], [], 'needs 2 at least, and there is 1'),
+    (HERE, [decided(me=0, you=4)], [], "others do more with the pool's 4 nodes: you 4"),
+    (HERE, [decided(me=0, you=1) | {'problem': None}], [], 'others do more'),
+    (HERE, [limited(user_nodes={'anna': 2})], [],
+     'no more than 2 nodes may go to user anna at once, and it needs 2 at least; now these have nodes: you 1'),
+    (HERE, [limited(user_nodes={'anna': 3, 'otto': 1})], [], 'others do more'),
+    (HERE, [limited(max_nodes=2)], [], 'the executor uses no more than 2 nodes at once'),
+    (HERE, [limited(keep_free=2)], [], "2 nodes of the pool's 4 are kept free"),
+    (HERE, [limited(others=3, keep_free=1)], [], 'others do more')])
 def test_what_it_waits_for(rows: dict[str, Any], decisions: list[dict[str, Any]], refusals: list[dict[str, Any]], says: str) -> None:
     found = waits_for(Story(runs=(RUN,), trainers=(ME,), latest=1, **rows), RUN, ME, decisions, refusals, 100.0)
     assert found is not None and re.search(says, found), found

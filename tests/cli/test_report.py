@@ -35,12 +35,15 @@ def read(path: Path, run: str | None = None, now: float = 2e9) -> Figures:
         return figures(reader, run, now, DpAllocator())
 
 
-def small_ledger(path: Path) -> Ledger:
-    """One trainer, 10 samples/s a node: 1 node from 0 to 100 s, told to take 2 at 100 s, preempted at 200 s after a checkpoint at 150 s."""
+def small_ledger(path: Path, **more: Any) -> Ledger:
+    """One trainer, 10 samples/s a node: 1 node from 0 to 100 s, told to take 2 at 100 s, preempted at 200 s after a checkpoint at 150 s.
+
+    ``more`` goes into its spec.
+    """
     ledger = Ledger(path)
     ledger.begin_run('r', at=1000.0, parsl_run_dir='', command='python x.py')
     ledger.offers([('n0', 1000.0, 1300.0), ('n1', 1050.0, 1200.0)])
-    spec = {'min_nodes': 1, 'max_nodes': 4, 'rescale_up_s': 3.0, 'rescale_down_s': 2.0, 'curve': CURVE}
+    spec = {'min_nodes': 1, 'max_nodes': 4, 'rescale_up_s': 3.0, 'rescale_down_s': 2.0, 'curve': CURVE, **more}
     ledger.trainer(name='t', at=1000.0, spec=spec, total_samples=10_000, samples=0)
     for block, node, at, end in (('b0', 'n0', 1000.0, 1300.0), ('b1', 'n1', 1060.0, 1200.0)):
         ledger.block_opened(block, at=at, job_id='1', nodes=1, walltime_s=None, names=[node])
@@ -53,9 +56,13 @@ def small_ledger(path: Path) -> Ledger:
     ledger.fragment_started('t', 1, at=1010.0, samples=0)
     for at in range(1020, 1101, 10):
         ledger.fragment_progress('t', 1, at=float(at), samples=(at - 1010) * 10, rate=10.0, metrics={'loss': 1000.0 / at})
-    decide(ledger, 1100.0, {'t': 1}, {'t': 2})
+    ledger.event(at=1050.0, kind='FragmentTimed', trainer='t', fragment=1, block=None, node=None,
+                 detail={'start_s': 1.0, 'step_s': 0.1, 'checkpoint_s': 0.5})
+    decide(ledger, 1100.0, {'t': 1}, {'t': 1})
+    decide(ledger, 1100.0, {'t': 1}, {'t': 2}, 'stop fragment 1 of t: rescale from 1 to 2 nodes')
     ledger.checkpoint('t', 1, at=1102.0, samples=920, path='', seconds=2.0, metrics={})
     ledger.fragment_ended('t', 1, at=1102.0, ending='stopped', samples=920, reached=920)
+    decide(ledger, 1102.0, {'t': 0}, {'t': 2}, 'start fragment 2 of t on 2 nodes')
     ledger.fragment_decided('t', 2, at=1102.0, task_id=2, nodes=('b0/n0', 'b1/n1'), deadline=None, from_samples=920)
     ledger.fragment_started('t', 2, at=1106.0, samples=920)
     for at in range(1116, 1201, 10):
@@ -70,9 +77,9 @@ def small_ledger(path: Path) -> Ledger:
     return ledger
 
 
-def decide(ledger: Ledger, at: float, current: dict[str, int], allocation: dict[str, int]) -> None:
+def decide(ledger: Ledger, at: float, current: dict[str, int], allocation: dict[str, int], *actions: str) -> None:
     ledger.decision(at=at, trigger='NodesJoined', nodes=2, status='optimal', solver='dp', objective=2.0, staying=1.0, seconds=0.001,
-                    current=current, allocation=allocation, actions=[])
+                    current=current, allocation=allocation, actions=actions)
 
 
 @pytest.fixture
@@ -111,13 +118,45 @@ def test_predictions_are_told_beside_what_came_true(small: Path) -> None:
     # 100 s at 20/s, less 3 s at 10/s; changing nothing: 100 s at 10/s. What the preemption took is not counted.
     assert (second.nodes_before, second.nodes) == (1, 2)
     assert [second.expected, second.staying, second.trained] == pytest.approx([1970, 1000, 1800 - 900])
-    assert (third.at, third.until, third.nodes, third.trained) == (1200.0, 1230.0, 1, 0.0)
-    assert third.expected == pytest.approx(30 * 10 - 2 * 20)
+    # Nothing is left of the two nodes that were taken: changing nothing would train nothing, and the change costs nothing.
+    assert (third.at, third.until, third.nodes_before, third.nodes, third.trained) == (1200.0, 1230.0, 0, 1, 0.0)
+    assert [third.expected, third.staying] == pytest.approx([30 * 10, 0])
+
+
+def test_a_decision_that_takes_time_to_be_carried_out_is_told_of_once(tmp_path: Path) -> None:
+    """First another trainer has to stop; in the middle of it the pool changes, and the trainer's own share does not."""
+    ledger = small_ledger(tmp_path / 'ledger.sqlite')
+    ledger.trainer(name='t-2', at=1200.0, spec={}, total_samples=None, samples=0)
+    for at, more in ((1240.0, ()), (1241.0, ()), (1242.0, ('start fragment 1 of t-2 on 1 nodes',))):
+        decide(ledger, at, {'t-2': 0}, {'t-2': 1}, *more)
+    decide(ledger, 1250.0, {'t-2': 0}, {'t-2': 1})      # what it had was taken
+    ledger.end_run('r', at=1300.0, how='done')
+    ledger.close()
+    assert [(o.at, o.until, o.nodes_before, o.nodes) for o in read(tmp_path / 'ledger.sqlite').outcomes if o.trainer == 't-2'] == [
+        (1240.0, 1250.0, 0, 1), (1250.0, 1300.0, 0, 1)]
+
+
+def test_predictions_cost_what_the_decision_took_a_rescale_to_cost(tmp_path: Path) -> None:
+    """Nothing is stated, and no rescale has been measured by then: a start and a checkpoint."""
+    ledger = small_ledger(tmp_path / 'ledger.sqlite', stated_costs=[])
+    ledger.event(at=1106.0, kind='Rescaled', trainer='t', fragment=2, block=None, node=None,
+                 detail={'before': 1, 'after': 2, 'seconds': 7.0})
+    ledger.fragment_progress('t', 3, at=1210.0, samples=1850, rate=10.0, metrics={})
+    decide(ledger, 1220.0, {'t': 1}, {'t': 2})
+    ledger.end_run('r', at=1300.0, how='done')
+    ledger.close()
+    _, second, _, fourth = read(tmp_path / 'ledger.sqlite').outcomes
+    assert second.expected == pytest.approx(100 * 20 - 1.5 * 10)
+    assert fourth.expected == pytest.approx(10 * 20 - 7 * 10)
 
 
 def test_why_says_what_a_decision_has_gained(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(['why', 't', '--ledger', str(small)]) == 0
+    assert main(['why', 't', '--last', '9', '--ledger', str(small)]) == 0
     out = capsys.readouterr().out
+    assert out.count('1,970 samples') == 1       # of two decisions at one instant it is told of the one that it is about
+    [on_its_way] = [part for part in out.split('\n\n') if 't goes from 0 to 2 nodes' in part]
+    assert 'were expected of it; t trained' in on_its_way
+    assert 'It stood for 30 s: 300 samples were expected of it, and 0 samples of changing nothing; t trained 0 samples' in out
     assert 'It stood for 100 s: 1,970 samples were expected of it, and 1,000 samples of changing nothing; t trained 900 samples' in out
     assert 'It stood for 95 s: t trained 900 samples that it kept; what to expect was not known yet.' in out
 

@@ -203,6 +203,7 @@ def _share(ledger: Ledger, jobs: list[_Trainer], free: list[str], at: float) -> 
     wanted = {j.name: 0 for j in active}
     for i in range(len(free)):
         wanted[active[i % len(active)].name] += 1
+    current = {j.name: len(j.running.nodes) if j.running else 0 for j in active}
     taken = {n for j in active if j.running for n in j.running.nodes}
     for job in active:
         now = len(job.running.nodes) if job.running else 0
@@ -225,7 +226,7 @@ def _share(ledger: Ledger, jobs: list[_Trainer], free: list[str], at: float) -> 
         objective=1.0,
         seconds=0.002,
         staying=0.5,
-        current={},
+        current=current,
         allocation=allocation,
         actions=[],
     )

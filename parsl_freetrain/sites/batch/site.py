@@ -193,9 +193,8 @@ class BatchSite(ABC):
         if now < self._next_submission:
             raise HoleGone(f'{type(self).__name__}: one submission at a time, the next in {self._next_submission - now:.1f} s; '
                            f'look at the holes again.')
-        shape = self._shape(request, self._partition, now)
         provider.nodes_per_block = request.nodes
-        self._prepared = shape, now
+        self._prepared = self._shape(request, self._partition, now), now
 
     def _shape(self, request: BlockRequest, partition: Partition, now: float) -> BlockShape:
         return shape_for(request.nodes, request.walltime_s, request.names, self.options, partition.longest_s, now,
@@ -230,8 +229,8 @@ class BatchSite(ABC):
         name = job_name(self.run, f'{block}.{secrets.token_hex(3)}')
         return Place(name, str(folder / f'{name}.out'), str(folder / f'{name}.err'))
 
-    def script_for(self, request: BlockRequest, command: str, folder: Path, block: str = 'block', worker_init: str = '') -> str:
-        """The batch script that would be submitted for a request now; nothing is written or sent.
+    def preview(self, request: BlockRequest, command: str, folder: Path, block: str, worker_init: str) -> tuple[BlockShape, str]:
+        """The block that would be submitted for a request now, and its batch script; nothing is written or sent.
 
         Raises
         ------
@@ -240,7 +239,8 @@ class BatchSite(ABC):
         """
         partition = self._partition or self._look_up()
         check_request(request, partition)
-        return self._scheduler.render(self._shape(request, partition, self._clock()), self._place(folder, block), command, worker_init)
+        shape = self._shape(request, partition, self._clock())
+        return shape, self._scheduler.render(shape, self._place(folder, block), command, worker_init)
 
     def submitted(self, job_id: str, request: BlockRequest) -> None:
         """The block just prepared is this job."""
