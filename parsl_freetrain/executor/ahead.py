@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any
 
 from parsl_freetrain.executor.control import ControlServer
-from parsl_freetrain.executor.gang import Gang
+from parsl_freetrain.executor.gang import Gang, came_back
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.executor.member import MemberOrder
+
+logger = logging.getLogger(__name__)
 
 AHEAD_S = 30.0
 """A fragment is asked to stop after so many seconds at the latest, however far the ranks of the next one have come."""
 
+# For the fragment that trains to commit its last checkpoint and end, once it is asked to, and for the next one to begin.
 _SPARE_S = 120.0
 
 
@@ -52,8 +56,15 @@ class Forerunners:
                 gang.awaited.add(member)
         for node in [node for node in nodes if node not in gang.action.nodes] if gang.awaited else ():
             self._submit({'resource_spec': {PIN: node}, 'task_executor': {
-                'f': 'parsl_freetrain.executor.member.run_member', 'a': (order(gang, wait_s), None)}}, gang.task)
+                'f': 'parsl_freetrain.executor.member.run_member', 'a': (order(gang, wait_s), None)}},
+                gang.task).add_done_callback(_log_failure)
         return bool(gang.awaited)
+
+
+def _log_failure(done: Future[Any]) -> None:
+    """Where no rank could be started ahead, the next fragment starts as any other does."""
+    if not done.cancelled() and isinstance(error := came_back(done), BaseException):
+        logger.warning('No ranks run ahead of the next fragment on a free node: %s', error)
 
 
 def overdue(gang: Gang, at: float) -> bool:

@@ -9,15 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parsl.app.errors import RemoteExceptionWrapper
-
 from parsl_freetrain.core import events as ev
 from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.core.events import Ending
 from parsl_freetrain.core.words import Checkpoint
 from parsl_freetrain.executor.ahead import Forerunners, overdue
 from parsl_freetrain.executor.control import ControlServer, Message
-from parsl_freetrain.executor.gang import Gang, Verdict
+from parsl_freetrain.executor.gang import Gang, Verdict, came_back
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.executor.member import MemberOrder
 from parsl_freetrain.executor.trainers import TrainerRecord
@@ -146,10 +144,10 @@ class FragmentRunner:
             total_epochs=terms.total_epochs, mode=terms.mode, shards=terms.shards, seed=terms.seed,
             deadline=gang.action.deadline_s, checkpoint_every_s=terms.checkpoint_every_s,
             keep=terms.keep_checkpoints, scaled=terms.scaled, on_nan=terms.on_nan, shape=terms.shapes.get(len(gang.members)),
-            interface=self._line.interface, threads=terms.threads_per_rank, hang_s=self._patience.hang_s,
-            handover=gang.begins_with)
-        return MemberOrder(fragment, member, len(gang.members), terms.ranks_per_node, self._line.addresses,
-                           self._line.port, self._line.cert_dir, str(Path(terms.store) / 'logs'), self._line.template)
+            interface=self._line.interface, threads=terms.threads_per_rank, ranks_per_node=terms.ranks_per_node,
+            hang_s=self._patience.hang_s, handover=gang.begins_with)
+        return MemberOrder(fragment, member, len(gang.members), self._line.addresses, self._line.port, self._line.cert_dir,
+                           str(Path(terms.store) / 'logs'), self._line.template)
 
     def heard(self, message: Message, record: TrainerRecord | None, at: float) -> list[ev.Event]:
         """Take in a member's message."""
@@ -211,7 +209,7 @@ class FragmentRunner:
     def stop(self, action: ev.StopFragment, record: TrainerRecord, at: float) -> None:
         """Ask for a checkpoint and the end, at the next step boundary; where the trainer goes on at once, when the next ranks are ready."""
         gang = self.gangs.get((action.trainer, action.fragment))
-        if gang is not None:
+        if gang is not None and not gang.stop:   # a rehearsed preemption does not wait for what comes next
             gang.stop, gang.stop_at, gang.goes_on = action.why, at, bool(action.then)
             if not self._forerunners.send(gang, action.then, lambda gang, wait_s: replace(self._order(gang, 0, record), ahead_s=wait_s)):
                 self._ask_to_stop(gang, at)
@@ -282,7 +280,7 @@ class FragmentRunner:
         gang = self.gangs.get((name, number))
         if gang is None:
             return []
-        came = gang.settled[member] = _came_back(done)
+        came = gang.settled[member] = came_back(done)
         if isinstance(came, BaseException) or any(outcome['how'] not in ('finished', 'stopped') for outcome in came):
             gang.trouble_at = gang.trouble_at or at
         return self._conclude(gang, records[name], at) if gang.over() else []
@@ -335,19 +333,6 @@ class FragmentRunner:
             logger.warning('Node %s is given up: %s', node, why)
         self._silent |= silent
         return set(silent)
-
-
-def _came_back(done: Future[Any]) -> list[dict[str, Any]] | BaseException:
-    """What a member returned or raised; an app's exception comes as a result, wrapped, which otherwise the DataFlowKernel unwraps."""
-    error = done.exception()
-    if error is not None:
-        return error
-    result = done.result()
-    if isinstance(result, RemoteExceptionWrapper):
-        raised: BaseException = result.get_exception()
-        return raised
-    outcomes: list[dict[str, Any]] = result
-    return outcomes
 
 
 def _resolve(outer: Future[Checkpoint], verdict: Verdict | None, unknown: str) -> None:

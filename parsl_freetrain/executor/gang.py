@@ -11,6 +11,7 @@ from typing import Any
 
 import cloudpickle
 import tblib
+from parsl.app.errors import RemoteExceptionWrapper
 
 from parsl_freetrain.core.errors import FreeTrainError
 from parsl_freetrain.core.events import Ending, StartFragment
@@ -189,6 +190,19 @@ class Gang:
         exception.add_note(f'Raised in fragment {self.number} of trainer {self.name!r}, rank {outcome["rank"]}; '
                            f'its output is in {outcome["log"]}.\n{error["traceback"]}')
         return exception
+
+
+def came_back(done: Future[Any]) -> list[dict[str, Any]] | BaseException:
+    """What a member returned or raised; an app's exception comes as a result, wrapped, which otherwise the DataFlowKernel unwraps."""
+    error = done.exception()
+    if error is not None:
+        return error
+    result = done.result()
+    if isinstance(result, RemoteExceptionWrapper):
+        raised: BaseException = result.get_exception()
+        return raised
+    outcomes: list[dict[str, Any]] = result
+    return outcomes
 
 
 def _rank(outcome: dict[str, Any]) -> str:

@@ -47,7 +47,8 @@ class MemberOrder:
     fragment
         The order for the ranks.
     member, members
-        This node's index and the number of nodes; it runs ranks ``member * ranks_per_node`` and following.
+        This node's index and the number of nodes; it runs ranks ``member * fragment.ranks_per_node``
+        and following.
     addresses, port, cert_dir
         Where the executor's control channel is.
     log_dir
@@ -61,7 +62,6 @@ class MemberOrder:
     fragment: FragmentOrder
     member: int
     members: int
-    ranks_per_node: int
     addresses: list[str]
     port: int
     cert_dir: str | None
@@ -125,7 +125,7 @@ def run_ahead(order: MemberOrder, payload: bytes, wait_s: float) -> list[Channel
     warm.wait_ready(_WARM_S)
     Path(order.log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
     logs = [str(Path(order.log_dir) / f'ahead-of-{order.fragment.fragment:06d}-{os.environ["PARSL_WORKER_POOL_ID"]}-{i}.log')
-            for i in range(order.ranks_per_node)]
+            for i in range(order.fragment.ranks_per_node)]
     return [warm.run_ahead(order.fragment, i, payload, {}, log, wait_s) for i, log in enumerate(logs)]
 
 
@@ -206,10 +206,11 @@ class Member:
         if warm.pid is not None:
             self._warm = warm.pid, StopWatch(warm.pid)
         Path(order.log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
-        for local_rank in range(order.ranks_per_node):
-            rank = order.member * order.ranks_per_node + local_rank
+        count = order.fragment.ranks_per_node
+        for local_rank in range(count):
+            rank = order.member * count + local_rank
             log = Path(order.log_dir) / f'fragment-{order.fragment.fragment:06d}-rank-{rank}.log'
-            place = RankPlace(rank=rank, world_size=order.members * order.ranks_per_node, local_rank=local_rank,
+            place = RankPlace(rank=rank, world_size=order.members * count, local_rank=local_rank,
                               nodes=order.members, log=str(log))
             self._ranks[rank] = warm.launch(order.fragment, place, payload, {})
             self._watches[rank] = StopWatch(self._ranks[rank].pid)

@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable
 from time import monotonic
 
-import torch
-
 from parsl_freetrain.training.peers import Peers
 
 # In the order in which one takes precedence over those before it.
@@ -34,9 +32,8 @@ class Agreement:
     fewest that a rank asks for, so that all ranks count alike.
     """
 
-    def __init__(self, peers: Peers, device: torch.device, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, peers: Peers, clock: Callable[[], float] = monotonic) -> None:
         self._peers = peers
-        self._device = device
         self._clock = clock
         self._answer: Callable[[], tuple[int, ...]] | None = None
         self._between = 1
@@ -61,6 +58,6 @@ class Agreement:
         if self._steps >= self._between:
             now = self._clock()
             between = steps_between((now - self._since) / self._steps, time_left())
-            self._answer = self._peers.largest((wish(), -between), self._device)
+            self._answer = self._peers.largest((wish(), -between))
             self._steps, self._since = 0, now
         return GO_ON

@@ -31,15 +31,12 @@ class Berth:
         Whoever asked to run ahead; is told when this rank waits.
     wait_s
         A rank that nobody wants for so many seconds ends.
-    log
-        Where its output has gone so far; becomes the fragment's.
     """
 
-    def __init__(self, sock: socket.socket, asker: Channel, wait_s: float, log: str) -> None:
+    def __init__(self, sock: socket.socket, asker: Channel, wait_s: float) -> None:
         self._sock = sock
         self._asker = asker
         self._wait_s = wait_s
-        self._log = log
 
     def wait(self) -> tuple[FragmentOrder, RankPlace]:
         """Wait for the fragment; ends the process where none comes."""
@@ -56,13 +53,7 @@ class Berth:
             os._exit(0)
         os.dup2(fds[0], self._sock.fileno(), inheritable=False)
         os.close(fds[0])
-        channel = Channel(self._sock)
-        channel.recv_bytes()   # the function, which this rank has
-        channel.send({'kind': 'pid', 'pid': os.getpid()})
-        order, place = launch_of(request)
-        with suppress(OSError):
-            os.rename(self._log, place.log)
-        return order, place
+        return launch_of(request)
 
 
 class AheadContext(FragmentContext):

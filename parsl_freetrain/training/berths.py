@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from parsl_freetrain.training.channel import Channel
 
 WARM_VARIABLE = 'FREETRAIN_WARM'
 """Environment variable of a rank: the address of its node's warm parent, without the leading zero byte."""
@@ -21,9 +24,10 @@ KEPT_S = 60.0
 
 @dataclass(frozen=True)
 class Ahead:
-    """A rank that runs ahead; ``key`` is what a launch must ask for to get it, ``log`` where its output goes."""
+    """A rank that runs ahead; ``key`` is what a launch must ask for to get it (empty: nobody gets it), ``log`` where its output goes."""
 
     key: str
+    trainer: str
     pid: int
     pidfd: int
     sock: socket.socket
@@ -49,26 +53,32 @@ class Berths:
 
     def add(self, rank: Ahead) -> None:
         """A rank has been forked; one of the same key before it is not wanted any more."""
-        for other in self._ranks.values():
-            if other.key == rank.key:
-                os.kill(other.pid, signal.SIGKILL)   # not reaped yet, so the pid is still its own
+        self._dismiss(other for other in self._ranks.values() if other.key == rank.key)
         self._ranks[rank.pidfd] = rank
 
+    def make_way(self, trainer: str) -> None:
+        """This trainer has the node now, so nobody wants those that run ahead for others: they hold memory, also of GPUs."""
+        self._dismiss(rank for rank in self._ranks.values() if rank.trainer != trainer)
+
     def claim(self, header: Mapping[str, Any], connection: socket.socket) -> Ahead | None:
-        """Give the connection of a launch to a rank that has run ahead for it; None if there is none."""
+        """Give the connection of a launch to a rank that has run ahead for it, or still does; None if there is none.
+
+        Who launches is answered here: the rank looks at the connection only when it has come as far as it can.
+        """
         key = key_of(header)
-        for rank in list(self._ranks.values()):
-            if rank.key == key and _alive(rank.pidfd):
-                del self._ranks[rank.pidfd]
-                try:
-                    socket.send_fds(rank.sock, [json.dumps(header).encode()], [connection.fileno()], socket.MSG_DONTWAIT)
-                except OSError:
-                    os.kill(rank.pid, signal.SIGKILL)
-                    self._ranks[rank.pidfd] = rank   # to be reaped
-                    continue
-                rank.sock.close()
-                return rank
-        return None
+        rank = next((rank for rank in self._ranks.values() if rank.key == key and not _has_ended(rank.pidfd)), None)
+        if rank is None:
+            return None
+        del self._ranks[rank.pidfd]
+        with suppress(OSError):
+            os.rename(rank.log, header['place']['log'])
+        Channel(connection).send({'kind': 'pid', 'pid': rank.pid, 'has_payload': True}, wait=False)
+        try:
+            socket.send_fds(rank.sock, [json.dumps(header).encode()], [connection.fileno()], socket.MSG_DONTWAIT)
+        except OSError:   # it ends just now, or will never know; who launches hears that it has died
+            os.kill(rank.pid, signal.SIGKILL)
+        rank.sock.close()
+        return rank
 
     def ended(self, pidfd: int) -> bool:
         """Whether a process that has ended was such a rank; it is reaped."""
@@ -118,6 +128,12 @@ class Berths:
             with suppress(ProcessLookupError):
                 os.kill(rank.pid, signal.SIGKILL)
 
+    def _dismiss(self, ranks: Iterable[Ahead]) -> None:
+        """Kill ranks; they stay here until they are reaped."""
+        for rank in list(ranks):
+            os.kill(rank.pid, signal.SIGKILL)   # not reaped yet, so the pid is still its own
+            self._ranks[rank.pidfd] = replace(rank, key='')
+
     def _drop(self, trainer: str) -> None:
         kept = self._states.pop(trainer, None)
         if kept is not None:
@@ -128,12 +144,10 @@ def key_of(header: Mapping[str, Any]) -> str:
     """What two requests must have in common for the rank of one to be of use to the other: all that is done before it is known."""
     order, place = header['order'], header['place']
     return json.dumps([header['payload'], place['local_rank'], header['env'],
-                       *(order[name] for name in ('trainer', 'store', 'mode', 'seed', 'threads'))], sort_keys=True)
+                       *(order[name] for name in ('trainer', 'store', 'mode', 'seed', 'threads', 'ranks_per_node'))], sort_keys=True)
 
 
-def _alive(pidfd: int) -> bool:
-    try:
-        signal.pidfd_send_signal(pidfd, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def _has_ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))

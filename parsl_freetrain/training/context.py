@@ -27,7 +27,7 @@ from parsl_freetrain.training.peers import Peers
 from parsl_freetrain.training.policies import ROLLBACK, Policy
 from parsl_freetrain.training.prepared import Prepared, check_schedulers, sort_out
 from parsl_freetrain.training.sampling import GlobalOrder, samples_in
-from parsl_freetrain.training.state import Position, Saved, check_position, collect, content_of, read_state, restore
+from parsl_freetrain.training.state import Position, Saved, State, check_position, collect, content_of, read_state, restore
 
 PROGRESS_EVERY_S = 0.5
 
@@ -171,7 +171,7 @@ class FragmentContext:
         """
         if self._steps is not None:
             raise BadInput('ctx.prepare was called twice: call it once, with all models, optimizers and schedulers.')
-        self._prepared = sort_out(things)
+        self._prepared = sort_out(things, named=self._division.stated)
         for model in self._prepared.models:
             model.to(self.device)
         if self._saved is not None:
@@ -255,9 +255,9 @@ class FragmentContext:
                            f'and state a smaller total if that is enough.')
         changed = self.is_main and self._extras() != self._saved_extras
         if self._division.pipelined:
-            changed = bool(self._peers.largest((changed,), self.device)()[0])
+            changed = bool(self._peers.largest((changed,))()[0])
         if changed:
-            self._save()
+            self._keeper.save_now(self._to_save, self.samples, self._metrics)
 
     def outcome(self, how: str, error: dict[str, Any] | None) -> dict[str, Any]:
         """The last message of a rank."""
@@ -268,7 +268,7 @@ class FragmentContext:
     def _turns(self, steps: Steps, data_order: GlobalOrder, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None,
                num_workers: int) -> Iterator[Any]:
         if self._policy.policy == ROLLBACK and not self._resumed:
-            self._save()   # so that there is something to go back to
+            self._keeper.save_now(self._to_save, self.samples, self._metrics)   # so that there is something to go back to
         began_with = self.samples
         while True:
             yield from self._until_total(steps, data_order, dataset, collate_fn, num_workers)
@@ -276,7 +276,7 @@ class FragmentContext:
                 break
             self._go_back(steps)
         if self.samples > began_with:
-            self._save()
+            self._keeper.save_now(self._to_save, self.samples, self._metrics)
         self._complete = True
 
     def _until_total(self, steps: Steps, data_order: GlobalOrder, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None,
@@ -319,18 +319,16 @@ class FragmentContext:
             if self.samples == self.total_samples or decision == SPOILT or (decision != GO_ON and self._must_go_back()):
                 return
             if decision == SAVE:
-                self._save(later=True)
+                self._keeper.save_beside(self._to_save, self.samples, self._metrics)
             elif decision == STOP:
-                self._keeper.stops()
-                self._save(tidy=False)
-                self._keeper.stopped(self.samples)
+                self._keeper.save_and_stop(self._to_save, self.samples, self._metrics)
                 self.stopped = True
                 raise FragmentEnd
 
     def _must_go_back(self) -> bool:
         """Whether some rank's state is spoilt; all of them look, so that all can say whose gradient it was."""
         looks = self._policy.policy == ROLLBACK or self._order.mode != REPRODUCIBLE   # otherwise each step is looked at
-        return looks and bool(self._peers.largest((self._watch.spoilt(),), self.device)()[0])
+        return looks and bool(self._peers.largest((self._watch.spoilt(),))()[0])
 
     def _go_back(self, steps: Steps) -> None:
         """Go back to the last checkpoint, all ranks alike."""
@@ -382,19 +380,17 @@ class FragmentContext:
         except (TypeError, ValueError) as error:
             raise BadInput(f'ctx.state cannot be saved ({error}): keep texts, numbers, lists and dicts in it.') from error
 
-    def _save(self, *, tidy: bool = True, later: bool = False) -> None:
+    def _to_save(self) -> State | None:
+        """All ranks' state, at the one that writes it; those that have a part of it ask together."""
         if not self._division.saves:
-            return
+            return None
         assert self._position is not None
         if self._watch.spoilt():
             raise BadInput(self._policy.sentence(self._fine_at, self.samples))
-
-        def content() -> dict[str, Any]:
-            return self._division.join(content_of(self._prepared, named=self._division.stated))
+        extras = self._extras() if self.is_main else ''
+        content = self._division.join(content_of(self._prepared, named=self._division.stated))
         if not self.is_main:
-            content()
-            return
-        extras = self._extras()
-        now = Position(**{**vars(self._position), 'samples': self.samples, 'checkpoint_s': self._keeper.longest_s, 'user': self.state})
-        self._keeper.save(lambda: collect(content(), now), self.samples, self._metrics, tidy=tidy, later=later)
+            return None
         self._saved_extras = extras
+        return collect(content, Position(**{
+            **vars(self._position), 'samples': self.samples, 'checkpoint_s': self._keeper.longest_s, 'user': self.state}))

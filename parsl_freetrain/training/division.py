@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterable
 from functools import cached_property
@@ -17,7 +16,9 @@ from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.core.words import MESH, Shape
 from parsl_freetrain.training.fragment import FragmentOrder, RankPlace, check_shape
 from parsl_freetrain.training.liveness import guard_connections
+from parsl_freetrain.training.packing import pack, unpack
 from parsl_freetrain.training.peers import Peers
+from parsl_freetrain.training.state import State
 from parsl_freetrain.training.structure import put_together, take_apart
 
 
@@ -98,34 +99,27 @@ class Division:
             return content
         group = self.mesh.get_group('pipeline')
         if dist.get_rank(group):
-            tensors, structure = take_apart(content, {})
-            self._send(_packed({'tensors': tensors, 'structure': structure}), group)
+            _send(content, group)
             return content
         for stage in range(1, self.shape.pipeline):
-            other = torch.load(io.BytesIO(self._receive(stage, group)), weights_only=True, map_location='cpu')
-            content = _united(content, put_together(other['tensors'], other['structure']))
+            content = _united(content, _receive(stage, group))
         return content
 
-    def _send(self, data: bytes, group: ProcessGroup) -> None:
-        for part in (torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
-            dist.send(part.to(self._reach(group)), group=group, group_dst=0)
 
-    def _receive(self, stage: int, group: ProcessGroup) -> bytes:
-        size = torch.zeros(1, dtype=torch.int64, device=self._reach(group))
-        dist.recv(size, group=group, group_src=stage)
-        data = torch.empty(int(size), dtype=torch.uint8, device=size.device)
-        dist.recv(data, group=group, group_src=stage)
-        return data.cpu().numpy().tobytes()
-
-    def _reach(self, group: ProcessGroup) -> torch.device:
-        """Where tensors must be to be sent."""
-        return torch.device('cpu') if dist.get_backend(group) == 'gloo' else self._device
+def _send(content: dict[str, Any], group: ProcessGroup) -> None:
+    fd, data = pack(State(*take_apart(content, {})))
+    os.close(fd)
+    for part in (torch.tensor([data.numel()], device='cpu'), data):
+        dist.send(part, group=group, group_dst=0)
 
 
-def _packed(content: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()
+def _receive(stage: int, group: ProcessGroup) -> dict[str, Any]:
+    size = torch.zeros(1, dtype=torch.int64, device='cpu')
+    dist.recv(size, group=group, group_src=stage)
+    data = torch.empty(int(size), dtype=torch.uint8, device='cpu')
+    dist.recv(data, group=group, group_src=stage)
+    state = unpack(data)
+    return put_together(state.tensors, state.structure)
 
 
 def _united(first: Any, second: Any) -> Any:

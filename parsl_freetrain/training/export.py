@@ -43,6 +43,18 @@ def load_weights(source: Checkpoint | str | os.PathLike[str]) -> dict[str, torch
     return {f'model_{i}.{name}' if i > 1 else f'model.{name}': value for i, model in enumerate(models, 1) for name, value in model.items()}
 
 
+def same_weights(one: Checkpoint | str | os.PathLike[str], other: Checkpoint | str | os.PathLike[str]) -> bool:
+    """Whether the models in two checkpoints, given as :func:`load_weights` has them, are bit for bit the same.
+
+    Raises
+    ------
+    BadInput
+        As :func:`load_weights`.
+    """
+    first, second = load_weights(one), load_weights(other)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
 def export_weights(source: Checkpoint | str | os.PathLike[str], file: str | os.PathLike[str]) -> Path:
     """Write the model's weights in a checkpoint to a file in the safetensors format; one that is there is replaced, all at once.
 

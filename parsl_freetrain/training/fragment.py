@@ -68,8 +68,8 @@ class FragmentOrder:
         What is done about gradients that are not finite: one of :data:`parsl_freetrain.training.nonfinite.POLICIES`.
     shape
         How the ranks share the work, where the trainer states it; None: every rank trains samples of its own.
-    backend
-        Of torch.distributed: 'gloo' or 'nccl'.
+    ranks_per_node
+        How many ranks each node has; they share its GPUs.
     interface
         Network interface of the exchange between ranks, for instance 'hsn0'; None: 'lo' on one node, the host's own address otherwise.
     threads
@@ -94,7 +94,7 @@ class FragmentOrder:
     scaled: Scaled = field(default_factory=Scaled)
     on_nan: str = 'stop'
     shape: Shape | None = None
-    backend: str = 'gloo'
+    ranks_per_node: int = 1
     interface: str | None = None
     threads: int = 1
     hang_s: float = 15.0
@@ -117,7 +117,7 @@ class RankPlace:
     rank, world_size
         This rank, from 0, and how many ranks the fragment has.
     local_rank
-        This rank among those of its node, from 0; picks the GPU.
+        This rank among those of its node, from 0; picks its GPUs.
     nodes
         How many nodes the fragment has.
     log

@@ -11,6 +11,7 @@ from typing import Any
 
 from parsl_freetrain.core.errors import FreeTrainError
 from parsl_freetrain.core.words import Checkpoint
+from parsl_freetrain.core.worth import FLOOR_S
 from parsl_freetrain.training.background import Background
 from parsl_freetrain.training.channel import Channel
 from parsl_freetrain.training.fragment import FragmentOrder
@@ -21,7 +22,6 @@ from parsl_freetrain.training.store import CheckpointStore
 
 log = logging.getLogger(__name__)
 
-FLOOR_S = 0.5
 ASSUMED_BYTES_PER_S = 200e6  # of a checkpoint that has never been written; slower than most file systems
 _STEPS = 8
 
@@ -107,24 +107,27 @@ class Keeper:
 
     def went_back(self) -> None:
         """Take in that the state is that of the last checkpoint again."""
-        self._saved_at = time.monotonic()
-        self._asked = False
+        self._count_from_here()
 
-    def stops(self) -> None:
-        """The fragment stops here, as all ranks know: before :meth:`save`."""
-        if self._leaving is not None:
-            self._leaving.agree()
+    def save_beside(self, collect: Callable[[], State | None], samples: int, metrics: Mapping[str, float]) -> None:
+        """Copy the state, and commit a checkpoint of it beside training; the rest as in :meth:`save_now`."""
+        began = time.monotonic()
+        state, numbers = self._collected(collect), dict(metrics)
+        if state is not None:
+            copied = self._snapshots.take(state)
+            pause_s = time.monotonic() - began
+            self._background.start(lambda: self._commit(copied, samples, numbers, lambda: pause_s))
+        self._count_from_here()
 
-    def stopped(self, samples: int) -> None:
-        """The last word of this rank on its state: behind :meth:`save`."""
-        if self._leaving is not None:
-            self._leaving.take(samples)
+    def save_now(self, collect: Callable[[], State | None], samples: int, metrics: Mapping[str, float]) -> None:
+        """Commit a checkpoint, tell the member, and let go of old ones.
 
-    def save(self, collect: Callable[[], State], samples: int, metrics: Mapping[str, float], *, tidy: bool, later: bool) -> None:
-        """Commit a checkpoint, tell the member, and (``tidy``; it takes time) let go of old ones.
-
-        ``later``: return when the state has been copied; the rest goes on beside training. Neither: the fragment stops, and the state is
-        left in memory too.
+        Parameters
+        ----------
+        collect
+            Gives the state; None: this rank does not write it.
+        samples, metrics
+            As in :class:`~parsl_freetrain.core.words.Checkpoint`.
 
         Raises
         ------
@@ -134,19 +137,27 @@ class Keeper:
             If it cannot be written, or the one before could not.
         """
         began = time.monotonic()
-        self._background.wait()
-        state, numbers = collect(), dict(metrics)
-        if later:
-            state = self._snapshots.take(state)
-            pause_s = time.monotonic() - began
-            self._background.start(lambda: self._commit(state, samples, numbers, tidy, lambda: pause_s))
-        else:
-            if not tidy and (leaving := self._leaving) is not None:
+        state = self._collected(collect)
+        if state is not None:
+            self._commit(state, samples, metrics, lambda: time.monotonic() - began)
+        self._count_from_here()
+
+    def save_and_stop(self, collect: Callable[[], State | None], samples: int, metrics: Mapping[str, float]) -> None:
+        """Commit the fragment's last checkpoint, and leave the state in memory too; the rest as in :meth:`save_now`.
+
+        All ranks call it together. Old checkpoints stay for the next fragment to let go of, since that takes time.
+        """
+        began, leaving = time.monotonic(), self._leaving
+        if leaving is not None:
+            leaving.agree()
+        state = self._collected(collect)
+        if state is not None:
+            if leaving is not None:
                 self._background.start(lambda: leaving.leave(state, samples))
-            self._commit(state, samples, numbers, tidy, lambda: time.monotonic() - began)
+            self._commit(state, samples, metrics, lambda: time.monotonic() - began, tidy=False)
             self._background.wait()
-        self._saved_at = time.monotonic()
-        self._asked = False
+        if leaving is not None:
+            leaving.take(samples)
 
     def settled(self) -> Checkpoint | None:
         """The last checkpoint, after waiting for one that is being written; where that fails it is the one before."""
@@ -156,7 +167,16 @@ class Keeper:
             log.exception('The last checkpoint was not written')
         return self.last
 
-    def _commit(self, state: State, samples: int, metrics: Mapping[str, float], tidy: bool, pause_s: Callable[[], float]) -> None:
+    def _collected(self, collect: Callable[[], State | None]) -> State | None:
+        self._background.wait()
+        return collect()
+
+    def _count_from_here(self) -> None:
+        self._saved_at = time.monotonic()
+        self._asked = False
+
+    def _commit(self, state: State, samples: int, metrics: Mapping[str, float], pause_s: Callable[[], float], *,
+                tidy: bool = True) -> None:
         began = time.monotonic()
         try:
             self.last = self._store.save(state.write, samples=samples, fragment=self._order.fragment, metrics=metrics)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from parsl_freetrain.training.handover import digest_of, keep, pack
+from parsl_freetrain.training.handover import keep
 from parsl_freetrain.training.inbox import GOES, STAYS, Inbox
+from parsl_freetrain.training.packing import bytes_in, digest_of, pack
 from parsl_freetrain.training.peers import PeerLost, Peers
 from parsl_freetrain.training.state import State
 
@@ -32,11 +32,10 @@ class Leaving:
         Rank 0 says what it has sent, which the heir's must be the same as.
     """
 
-    def __init__(self, trainer: str, peers: Peers, inbox: Inbox, device: torch.device) -> None:
+    def __init__(self, trainer: str, peers: Peers, inbox: Inbox) -> None:
         self._trainer = trainer
         self._peers = peers
         self._inbox = inbox
-        self._device = device
         self._answer: Callable[[], tuple[int, ...]] | None = None
         self.left: dict[str, Any] | None = None
 
@@ -45,27 +44,16 @@ class Leaving:
         standing, ranks = self._inbox.standing(), self._peers.world_size
         try:
             # Who stays goes before who may stay, and the lower rank before the higher.
-            self._answer = self._peers.largest((standing * ranks + ranks - 1 - self._peers.rank, standing == GOES), self._device)
+            self._answer = self._peers.largest((standing * ranks + ranks - 1 - self._peers.rank, standing == GOES))
         except PeerLost:
             log.warning('The state is not left in memory: another rank is gone')
 
     def leave(self, state: State, samples: int) -> None:
         """At rank 0: leave the state in memory for the next fragment, if there is an heir; where that fails it reads the checkpoint."""
         try:
-            if (heir := self._heir()) is None:
-                return
-            try:
-                fd, digest = pack(state)
-            except OSError:
-                self._announce(0, heir)
-                raise
-            try:
-                here = heir == 0 and keep(self._trainer, fd, digest)
-                if here or (heir and self._send(fd, heir)):
-                    self.left = {'digest': digest, 'samples': samples, 'here': here}
-            finally:
-                os.close(fd)
-        except (OSError, EOFError, PeerLost):
+            if (heir := self._heir()) is not None:
+                self._leave(state, samples, heir)
+        except Exception:  # torch tells of too little memory by RuntimeErrors; whatever it is, the checkpoint is there
             log.warning('The state could not be left in memory for the next fragment', exc_info=True)
 
     def take(self, samples: int) -> None:
@@ -83,10 +71,10 @@ class Leaving:
             return
         fd = os.memfd_create('freetrain-state', os.MFD_CLOEXEC)
         try:
-            fits = _has_room(fd, size)
-            self._peers.send(torch.tensor([int(fits)]), 0)
-            if fits:
-                digest = digest_of(self._peers.receive(_bytes_in(fd, size), 0))
+            data = _room(fd, size)
+            self._peers.send(torch.tensor([int(data is not None)]), 0)
+            if data is not None:
+                digest = digest_of(self._peers.receive(data, 0))
                 if keep(self._trainer, fd, digest):
                     self.left = {'digest': digest, 'samples': samples, 'here': True}
         except (OSError, EOFError):
@@ -101,28 +89,37 @@ class Leaving:
         standing, above = divmod(best, self._peers.world_size)
         return self._peers.world_size - 1 - above if standing == STAYS or (standing > GOES and some_go) else None
 
-    def _announce(self, size: int, heir: int) -> None:
-        if heir:
-            self._peers.send(torch.tensor([size]), heir)
+    def _leave(self, state: State, samples: int, heir: int) -> None:
+        try:
+            fd, data = pack(state)
+        except Exception:
+            if heir:
+                self._announce(0, heir)
+            raise
+        try:
+            digest = digest_of(data)
+            here = heir == 0 and keep(self._trainer, fd, digest)
+            if here or (heir and self._send(data, heir)):
+                self.left = {'digest': digest, 'samples': samples, 'here': here}
+        finally:
+            os.close(fd)
 
-    def _send(self, fd: int, heir: int) -> bool:
-        size = os.fstat(fd).st_size
-        self._announce(size, heir)
+    def _announce(self, size: int, heir: int) -> None:
+        self._peers.send(torch.tensor([size]), heir)
+
+    def _send(self, data: torch.Tensor, heir: int) -> bool:
+        self._announce(data.numel(), heir)
         if not int(self._peers.receive(torch.zeros(1, dtype=torch.int64), heir)):
             return False
-        self._peers.send(_bytes_in(fd, size), heir)
+        self._peers.send(data, heir)
         return True
 
 
-def _has_room(fd: int, size: int) -> bool:
+def _room(fd: int, size: int) -> torch.Tensor | None:
+    """A file in memory, made so large, as a tensor; None if there is too little memory."""
     try:
         os.posix_fallocate(fd, 0, size)
+        return bytes_in(fd)
     except OSError:
         log.warning('There is no memory for a state of %d bytes', size, exc_info=True)
-        return False
-    return True
-
-
-def _bytes_in(fd: int, size: int) -> torch.Tensor:
-    """A file in memory as a tensor that is its memory."""
-    return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+        return None

@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from parsl_freetrain.core.errors import FreeTrainError
 from parsl_freetrain.training.channel import Channel
 from parsl_freetrain.training.fragment import FragmentOrder, RankPlace
+from parsl_freetrain.training.gpus import GLOO, backend_for
 from parsl_freetrain.training.inbox import Inbox
 from parsl_freetrain.training.liveness import guard_connections
 
@@ -50,7 +51,7 @@ class Peers(Protocol):
         """Overwrite tensors by those of rank 0."""
         ...
 
-    def largest(self, numbers: Sequence[int], device: torch.device) -> Callable[[], tuple[int, ...]]:
+    def largest(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
         """Start to find the largest of everybody's first numbers, of the second ones, and so on; what is returned waits for it."""
         ...
 
@@ -86,7 +87,7 @@ class Alone:
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         pass
 
-    def largest(self, numbers: Sequence[int], device: torch.device) -> Callable[[], tuple[int, ...]]:
+    def largest(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
         return lambda: tuple(numbers)
 
     def swap(self, row: torch.Tensor, partner: int) -> torch.Tensor:
@@ -107,15 +108,22 @@ class Alone:
 class Gang:
     """The default process group of torch.distributed, and the store that it was made by."""
 
-    def __init__(self, order: FragmentOrder, place: RankPlace, store: Store) -> None:
+    def __init__(self, order: FragmentOrder, place: RankPlace, store: Store, gpu: str) -> None:
         self.rank = place.rank
         self.world_size = place.world_size
         self._store = store
-        self._gathers_on_cpu = order.backend == 'gloo'
+        backend = self._agree_on_backend(gpu)
+        self._gathers_on_cpu = backend == GLOO   # which adds up and broadcasts what is on GPUs, and does nothing else with it
         with _as_peer_loss():
-            dist.init_process_group(order.backend, store=PrefixStore('group', store), rank=place.rank, world_size=place.world_size,
+            dist.init_process_group(backend, store=PrefixStore('group', store), rank=place.rank, world_size=place.world_size,
                                     timeout=EXCHANGE_TIMEOUT)
         guard_connections(order.hang_s)
+
+    def _agree_on_backend(self, gpu: str) -> str:
+        with _as_peer_loss():
+            self._store.set(f'gpu/{self.rank}', gpu)
+        return self.tell('backend', lambda: backend_for(
+            [bytes(self._store.get(f'gpu/{rank}')).decode() for rank in range(self.world_size)], nccl=dist.is_nccl_available()))
 
     def tell(self, what: str, value: Callable[[], str]) -> str:
         with _as_peer_loss():
@@ -137,8 +145,8 @@ class Gang:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
-    def largest(self, numbers: Sequence[int], device: torch.device) -> Callable[[], tuple[int, ...]]:
-        shared = torch.tensor(numbers, dtype=torch.int64, device='cpu' if self._gathers_on_cpu else device)
+    def largest(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
+        shared = torch.tensor(numbers, dtype=torch.int64, device='cpu')
         with _as_peer_loss():
             work = dist.all_reduce(shared, op=dist.ReduceOp.MAX, async_op=True)
 
@@ -176,10 +184,11 @@ class Gang:
         return True
 
 
-def join(order: FragmentOrder, place: RankPlace, channel: Channel, inbox: Inbox) -> Callable[[], Peers]:
+def join(order: FragmentOrder, place: RankPlace, channel: Channel, inbox: Inbox, gpu: str) -> Callable[[], Peers]:
     """Begin to meet the other ranks; what is returned waits for them.
 
-    Rank 0 opens the meeting point and tells the member where it is; the others wait to be told.
+    Rank 0 opens the meeting point and tells the member where it is; the others wait to be told. ``gpu`` is this rank's, as
+    :func:`~parsl_freetrain.training.gpus.name_of` has it.
     """
     if place.world_size == 1:
         return Alone
@@ -191,7 +200,7 @@ def join(order: FragmentOrder, place: RankPlace, channel: Channel, inbox: Inbox)
             where = inbox.wait_for('rendezvous', RENDEZVOUS_TIMEOUT_S)
             with _as_peer_loss():
                 store = TCPStore(str(where['host']), int(where['port']), place.world_size, False, timeout=EXCHANGE_TIMEOUT)
-            return Gang(order, place, store)
+            return Gang(order, place, store, gpu)
         return come
     host = _address(interface)
     # Listens at that one address; left to itself, the store would listen at all of the host's.
@@ -200,7 +209,7 @@ def join(order: FragmentOrder, place: RankPlace, channel: Channel, inbox: Inbox)
     store = TCPStore(host, port, place.world_size, True, timeout=EXCHANGE_TIMEOUT, wait_for_workers=False,
                           master_listen_fd=listener.detach())
     channel.send({'kind': 'rendezvous', 'host': host, 'port': port})
-    return lambda: Gang(order, place, store)
+    return lambda: Gang(order, place, store, gpu)
 
 
 def is_peer_loss(error: BaseException) -> bool:

@@ -24,13 +24,18 @@ class Prepared:
         return [tensor for model in self.models for tensor in (*model.parameters(), *model.buffers())]
 
 
-def sort_out(things: tuple[Any, ...]) -> Prepared:
+def sort_out(things: tuple[Any, ...], *, named: bool = False) -> Prepared:
     """Tell what was given to ``ctx.prepare`` apart.
+
+    Parameters
+    ----------
+    named
+        Whether every parameter of an optimizer must have a name in one of the models, by which its state is kept.
 
     Raises
     ------
     BadInput
-        If something else is among it, or there is no model or no optimizer.
+        If something else is among it, there is no model or no optimizer, or a parameter is of no model.
     """
     models, optimizers, schedulers, scalers = [], [], [], []
     for thing in things:
@@ -47,6 +52,11 @@ def sort_out(things: tuple[Any, ...]) -> Prepared:
                            f'schedulers and gradient scalers.')
     if not models or not optimizers:
         raise BadInput(f'ctx.prepare was given {len(models)} models and {len(optimizers)} optimizers; it needs at least one of each.')
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    strange = [p for optimizer in optimizers for group in optimizer.param_groups for p in group['params'] if id(p) not in known]
+    if named and strange:
+        raise BadInput(f'ctx.prepare was given an optimizer with a parameter of shape {tuple(strange[0].shape)} that is of none of the '
+                       f'models: give it that model too, since with shapes states of optimizers are kept by the names in models.')
     return Prepared(tuple(models), tuple(optimizers), tuple(schedulers), tuple(scalers))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import cloudpickle
 import tblib
 import torch
+import torch.distributed as dist
 
 from parsl_freetrain.core.words import Checkpoint
 from parsl_freetrain.training.ahead import AheadContext, Berth
@@ -19,6 +20,7 @@ from parsl_freetrain.training.channel import Channel
 from parsl_freetrain.training.context import FragmentContext
 from parsl_freetrain.training.data import seed_everything
 from parsl_freetrain.training.fragment import REPRODUCIBLE, FragmentOrder, RankPlace
+from parsl_freetrain.training.gpus import VISIBLE_VARIABLE, name_of, take_gpus
 from parsl_freetrain.training.handover import receive
 from parsl_freetrain.training.inbox import Inbox
 from parsl_freetrain.training.keeper import Keeper
@@ -65,7 +67,9 @@ def run_rank(order: FragmentOrder, place: RankPlace, payload: bytes, channel: Ch
         nonlocal peers, place
         place = its_place
         print(f'Trainer {order.trainer}, fragment {order.fragment}: rank {place.rank} of {place.world_size}')
-        peers = join(order, place, channel, inbox)()
+        peers = join(order, place, channel, inbox, name_of(device))()
+        if place.world_size > 1:
+            print(f'Tensors are exchanged by {dist.get_backend()}')
         return _parts(order, place, peers, channel, inbox, device)
     try:
         device = _set_up(order, place)
@@ -101,12 +105,8 @@ def _set_up(order: FragmentOrder, place: RankPlace) -> torch.device:
     if order.mode == REPRODUCIBLE:
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # what CUDA's matrix products need to be deterministic
         torch.use_deterministic_algorithms(True, warn_only=True)
-    device = torch.device('cpu')
-    if torch.cuda.is_available():
-        device = torch.device('cuda', place.local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        torch.cuda.init()  # so that it is seeded below
-    print(f'Process {os.getpid()}: device {device} (CUDA_VISIBLE_DEVICES={os.environ.get("CUDA_VISIBLE_DEVICES")}), '
+    device = take_gpus(place.local_rank, order.ranks_per_node)
+    print(f'Process {os.getpid()}: device {device} ({VISIBLE_VARIABLE}={os.environ.get(VISIBLE_VARIABLE)}), '
           f'{order.threads} threads')
     # What the function draws before its loop (initial weights) is the same on all ranks.
     seed_everything(order.seed)
@@ -117,7 +117,7 @@ def _parts(order: FragmentOrder, place: RankPlace, peers: Peers, channel: Channe
     """What a context is made of."""
     store = PosixCheckpointStore(Path(order.store), order.trainer, hook=saving)
     handed = order.handover
-    saved = receive(handed, order.trainer, peers, device) if handed is not None else None
+    saved = receive(handed, order.trainer, peers) if handed is not None else None
     latest = None
 
     def find() -> str:
@@ -134,7 +134,7 @@ def _parts(order: FragmentOrder, place: RankPlace, peers: Peers, channel: Channe
         print(f'Going on from checkpoint {path}{", as it is in memory" if saved is not None else ""}')
     if saved is None and path:
         saved = read_state(path)
-    keeper = Keeper(store, order, channel, latest, Leaving(order.trainer, peers, inbox, device))
+    keeper = Keeper(store, order, channel, latest, Leaving(order.trainer, peers, inbox))
     return order, place, peers, channel, inbox, keeper, device, saved
 
 

@@ -35,7 +35,7 @@ class ThroughputSteps:
     Raises
     ------
     BadInput
-        If something is asked for that the stages of a pipeline cannot do each for itself.
+        If something is asked for that the ranks of a pipeline cannot do each for itself.
     """
 
     def __init__(self, prepared: Prepared, peers: Peers, division: Division, clip_grad_norm: float | None,
@@ -44,8 +44,7 @@ class ThroughputSteps:
         self._peers = peers
         self._division = division
         self._adasum = adasum
-        self._agreement = Agreement(peers, device)
-        self._guard = Guard(prepared.optimizers)
+        self._agreement = Agreement(peers)
         self._blame = Blame(prepared.models, device)
         self._buffers = [buffer for model in prepared.models for buffer in model.buffers()]
         self._buffers_before: list[torch.Tensor] = []
@@ -54,11 +53,18 @@ class ThroughputSteps:
         self._weight = 1.0
         # A model that is a pipeline where there are more ranks runs its own backward passes also where it has one stage.
         self._at_step = division.pipelined or any(getattr(model, 'many_backward_passes', False) for model in prepared.models)
-        if division.pipelined:
-            refuse_for_pipelines(prepared, clip_grad_norm)
+        if division.pipelined and clip_grad_norm is not None:
+            raise BadInput('ctx.prepare was given clip_grad_norm, but the norm of a gradient is over all stages of a pipeline, of which '
+                           'each rank has its own: leave it out and clip in the model.')
+        shared = division.pipelined or (self._at_step and division.shape.data > 1)
+        if shared and any(scaler.is_enabled() for scaler in prepared.scalers):
+            raise BadInput('ctx.prepare was given a gradient scaler, but the ranks of a pipeline cannot leave out a step each for itself: '
+                           'use bfloat16, which needs none.')
+        # Hooks run in the order in which they are registered: what is looked at, and clipped, is the same on all ranks.
         if self._at_step:
             for optimizer in prepared.optimizers:
                 optimizer.register_step_pre_hook(self._average)
+        self._guard = Guard(prepared.optimizers)
         if clip_grad_norm is not None:
             for optimizer in prepared.optimizers:
                 optimizer.register_step_pre_hook(_clipping(clip_grad_norm))
@@ -175,22 +181,6 @@ class ThroughputSteps:
         sizes = [gradient.numel() for gradient in bucket.gradients()]
         done.set_result(combine(bucket.buffer(), sizes, self._peers.rank, self._peers.world_size, self._peers.swap))
         return done
-
-
-def refuse_for_pipelines(prepared: Prepared, clip_grad_norm: float | None) -> None:
-    """Refuse what needs the gradients of all stages.
-
-    Raises
-    ------
-    BadInput
-        If there is any of it.
-    """
-    if clip_grad_norm is not None:
-        raise BadInput('ctx.prepare was given clip_grad_norm, but the norm of a gradient is over all stages of a pipeline, of which each '
-                       'rank has its own: leave it out and clip in the model.')
-    if any(scaler.is_enabled() for scaler in prepared.scalers):
-        raise BadInput('ctx.prepare was given a gradient scaler, but the stages of a pipeline cannot leave out a step each for itself: '
-                       'use bfloat16, which needs none.')
 
 
 def _clipping(norm: float) -> Callable[..., None]:

@@ -218,21 +218,12 @@ class WarmParent:
         FreeTrainError
             If the warm parent is not there (any more) or cannot fork.
         """
-        channel = self._ask_for('launch', order, place, payload, env)
-        try:
-            if not self._answered(channel, _LAUNCH_S):
-                raise self._failure(f'did not start a rank within {_LAUNCH_S:g} s')
-            pid = channel.recv()['pid']
-        except (EOFError, KeyError) as error:
-            channel.close()
-            raise self._failure('could not start a rank') from error
-        except BaseException:
-            channel.close()
-            raise
-        return RankProcess(channel, pid)
+        return RankProcess(*self._ask_for('launch', order, place, payload, env))
 
     def run_ahead(self, order: FragmentOrder, local_rank: int, payload: bytes, env: Mapping[str, str], log: str, wait_s: float) -> Channel:
         """Fork a rank that runs up to where it needs its fragment and waits there: for :meth:`launch`, which takes it if it fits.
+
+        It is taken wherever it has come to by then, and killed when another trainer's rank is launched here.
 
         Parameters
         ----------
@@ -253,18 +244,32 @@ class WarmParent:
         Raises
         ------
         FreeTrainError
-            If the warm parent is not there (any more).
+            If the warm parent is not there (any more) or cannot fork, or ranks of another trainer run here.
         """
-        return self._ask_for('ahead', order, RankPlace(-1, 0, local_rank, 0, log), payload, env, wait_s=wait_s)
+        channel, _ = self._ask_for('ahead', order, RankPlace(-1, 0, local_rank, 0, log), payload, env, wait_s=wait_s)
+        return channel
 
-    def _ask_for(self, kind: str, order: FragmentOrder, place: RankPlace, payload: bytes, env: Mapping[str, str], **more: float) -> Channel:
+    def _ask_for(self, kind: str, order: FragmentOrder, place: RankPlace, payload: bytes, env: Mapping[str, str],
+                 **more: float) -> tuple[Channel, int]:
+        """A rank's channel and process id. It is sent what it runs only when it is there, and thus reads it."""
         channel = self._connect()
         if channel is None:
             raise self._failure('does not listen')
         digest = hashlib.blake2b(payload, digest_size=32).hexdigest()
-        channel.send({'kind': kind, 'order': asdict(order), 'place': asdict(place), 'env': dict(env), 'payload': digest, **more})
-        channel.send_bytes(payload)
-        return channel
+        try:
+            channel.send({'kind': kind, 'order': asdict(order), 'place': asdict(place), 'env': dict(env), 'payload': digest, **more})
+            if not self._answered(channel, _LAUNCH_S):
+                raise self._failure(f'did not start a rank within {_LAUNCH_S:g} s')
+            answer = channel.recv()
+            if not answer.get('has_payload'):
+                channel.send_bytes(payload)
+            return channel, int(answer['pid'])
+        except (EOFError, KeyError) as error:
+            channel.close()
+            raise self._failure('could not start a rank') from error
+        except BaseException:
+            channel.close()
+            raise
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the warm parent and its ranks at once, without waiting for its owner's end."""

@@ -71,6 +71,7 @@ def _watch(owner_pid: int) -> int | None:
 @dataclass
 class _Child:
     pid: int
+    trainer: str
     connection: socket.socket
     client: StopWatch
     hang_s: float
@@ -136,10 +137,12 @@ class Nursery:
         except (EOFError, ValueError):
             header = {}
         kind = header.get('kind')
-        if kind == 'launch' and (ahead := self._berths.claim(header, connection)) is not None:
-            self._adopt(ahead.pid, ahead.pidfd, connection, header)
-            return False
-        if kind in ('launch', 'ahead'):
+        if kind == 'launch':
+            self._berths.make_way(header['order']['trainer'])
+            if (ahead := self._berths.claim(header, connection)) is not None:
+                self._adopt(ahead.pid, ahead.pidfd, connection, header)
+                return False
+        if kind == 'launch' or (kind == 'ahead' and not self._trains_another(header['order']['trainer'])):
             self._fork(connection, header)
             return False
         if kind == 'serve':
@@ -154,6 +157,10 @@ class Nursery:
                 self._berths.give(header, connection)
         connection.close()
         return kind == 'quit'
+
+    def _trains_another(self, trainer: str) -> bool:
+        """Whether the node has gone to another trainer, so that nobody may run ahead here for this one."""
+        return any(child.trainer != trainer for child in self._children.values())
 
     def _fork(self, connection: socket.socket, header: dict[str, Any]) -> None:
         self._flush()
@@ -178,11 +185,12 @@ class Nursery:
             return
         theirs.close()
         connection.close()
-        self._berths.add(Ahead(key_of(header), pid, pidfd, ours, header['place']['log']))
+        self._berths.add(Ahead(key_of(header), header['order']['trainer'], pid, pidfd, ours, header['place']['log']))
 
     def _adopt(self, pid: int, pidfd: int, connection: socket.socket, header: Mapping[str, Any]) -> None:
         """A rank that somebody listens to."""
-        child = _Child(pid, connection, StopWatch(peer_pid(connection)), float(header['order']['hang_s']))
+        order = header['order']
+        child = _Child(pid, order['trainer'], connection, StopWatch(peer_pid(connection)), float(order['hang_s']))
         self._children[pidfd] = child
         self._by_connection[connection.fileno()] = child
         # Without a wish POLLHUP is still told: the client has gone.
@@ -197,8 +205,7 @@ class Nursery:
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
             os.environ[WARM_VARIABLE] = self._listener.getsockname()[1:].decode()
             self._forget()
-            if berth is None:
-                channel.send({'kind': 'pid', 'pid': os.getpid()})
+            channel.send({'kind': 'pid', 'pid': os.getpid()})
             status = _run(channel, header, berth)
         except BaseException:  # a rank must not go on as its parent
             traceback.print_exc()
@@ -332,7 +339,7 @@ def _run(channel: Channel, header: dict[str, Any], sock: socket.socket | None) -
     payload = channel.recv_bytes()
     if sock is None:
         return run_rank(order, place, payload, channel)
-    return run_rank(order, place, payload, Channel(sock), Berth(sock, channel, float(header['wait_s']), place.log))
+    return run_rank(order, place, payload, Channel(sock), Berth(sock, channel, float(header['wait_s'])))
 
 
 def _hung_up(connection: socket.socket) -> bool:

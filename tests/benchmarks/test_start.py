@@ -29,7 +29,7 @@ from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.training.context import FragmentContext
 from parsl_freetrain.training.warm import WarmParent
 from tests.benchmarks.workload import BATCH, data, network
-from tests.support.ranks import Ranks, order
+from tests.support.ranks import Ranks, order, warm_parent
 from tests.support.training import freetrain
 
 ROUNDS = 3
@@ -110,9 +110,7 @@ def test_of_what_a_start_consists(tmp_path: Path) -> None:
     nn.functional.cross_entropy(model(data()[0][:8]), data()[1][:8]).backward()
     optimizer.step()
     torch.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, tmp_path / 'plain.pt')
-    parent = WarmParent.start(f'bench-{os.getpid()}', os.getpid(), str(tmp_path / 'warm.log'))
-    try:
-        parent.wait_ready(120)
+    with warm_parent(tmp_path) as parent:
         print(f'\nA start with a restored state, s, median of {ROUNDS} in turns ({MACHINE})')
         print(f'  {"ranks":5} {"":9} ' + ' '.join(f'{part:>10}' for part in (*PARTS, 'all')))
         for ranks in (1, 4):
@@ -121,8 +119,6 @@ def test_of_what_a_start_consists(tmp_path: Path) -> None:
             turns = [(warm_start(parent, folder, i + 2, ranks), cold_start(ranks, tmp_path / 'plain.pt')) for i in range(ROUNDS)]
             for name, found in zip(('fragment', 'torchrun'), zip(*turns, strict=True), strict=True):
                 print(f'  {ranks:5} {name:9} ' + ' '.join(f'{statistics.median(column):10.3f}' for column in zip(*found, strict=True)))
-    finally:
-        parent.stop()
 
 
 def loads(ctx: FragmentContext, load_s: float, width: int) -> None:

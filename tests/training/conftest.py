@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Iterator
 
 import pytest
 
 from parsl_freetrain.training.warm import WarmParent
+from tests.support.ranks import warm_parent
 
 
 @pytest.fixture(scope='session')
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmParent]:
     """A warm parent that has torch imported."""
-    parent = WarmParent.start(f'tests-{secrets.token_hex(8)}', os.getpid(), str(tmp_path_factory.mktemp('warm') / 'warm.log'))
-    try:
-        parent.wait_ready(120)
+    with warm_parent(tmp_path_factory.mktemp('warm')) as parent:
         yield parent
-    finally:
-        parent.stop()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
-import torch
 
 from parsl_freetrain.training.agreement import EVERY_S, GO_ON, SAVE, STOP, Agreement, steps_between
 from parsl_freetrain.training.peers import Alone
@@ -21,7 +20,7 @@ class Pair(Alone):
         self.other = (GO_ON, -10_000)
         self.asked = 0
 
-    def largest(self, numbers: Sequence[int], device: torch.device) -> Callable[[], tuple[int, ...]]:
+    def largest(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
         self.asked += 1
         other = self.other
         return lambda: tuple(map(max, numbers, other))
@@ -42,7 +41,7 @@ def trained(pair: Pair, steps: int, step_s: float, wish: Callable[[], int] = lam
 
     def clock() -> float:
         return now
-    agreement = Agreement(pair, torch.device('cpu'), clock)
+    agreement = Agreement(pair, clock)
     decisions = []
     for _ in range(steps):
         now += step_s
@@ -72,7 +71,7 @@ def test_a_wish_of_either_rank_is_decided_within_the_delay() -> None:
 
 
 def test_alone_nobody_has_to_be_asked() -> None:
-    agreement = Agreement(Alone(), torch.device('cpu'))
+    agreement = Agreement(Alone())
     assert agreement.delay == 0
     wishes = iter((GO_ON, STOP))
     assert [agreement.after_step(lambda: next(wishes), lambda: 1.0) for _ in range(2)] == [GO_ON, STOP]

@@ -79,11 +79,11 @@ def files(path: str) -> dict[str, str]:
 def test_training_goes_on_and_the_checkpoint_holds_what_was(tmp_path: Path, channels: tuple[Channel, Channel]) -> None:
     gate, prepared = Gate('begin'), things()
     at_once = keeper(tmp_path / 'at once', channels[0])
-    at_once.save(state_of(prepared), 10, {'loss': 1.0}, tidy=False, later=False)
+    at_once.save_now(state_of(prepared), 10, {'loss': 1.0})
     channels[1].recv()
     later = keeper(tmp_path / 'later', channels[0], gate)
     assert later.wants_to_save()
-    later.save(state_of(prepared), 10, {'loss': 1.0}, tidy=True, later=True)
+    later.save_beside(state_of(prepared), 10, {'loss': 1.0})
     assert gate.reached.wait(PATIENCE_S)
     assert later.last is None
     assert not later.wants_to_save()  # one at a time
@@ -105,10 +105,10 @@ def test_training_goes_on_and_the_checkpoint_holds_what_was(tmp_path: Path, chan
 def test_the_next_one_waits_for_the_one_before(tmp_path: Path, channels: tuple[Channel, Channel]) -> None:
     gate, prepared = Gate('written'), things()
     kept = keeper(tmp_path, channels[0], gate, keep=Retention(2))
-    kept.save(state_of(prepared), 10, {}, tidy=True, later=True)
+    kept.save_beside(state_of(prepared), 10, {})
     assert gate.reached.wait(PATIENCE_S)
     threading.Timer(0.2, gate.open.set).start()
-    kept.save(state_of(prepared, 20), 20, {}, tidy=False, later=False)
+    kept.save_now(state_of(prepared, 20), 20, {})
     assert [channels[1].recv()['samples'] for _ in range(2)] == [10, 20]
     store = PosixCheckpointStore(tmp_path / 'store', 'digits')
     assert [checkpoint.samples for checkpoint in store.checkpoints()] == [10, 20]
@@ -119,7 +119,7 @@ def test_a_stop_allows_for_the_one_that_is_being_written(tmp_path: Path, channel
     kept = keeper(tmp_path, channels[0], gate, deadline=time.time() + 250.0)
     kept.expect(0, 100.0)  # two times that and a bit are left
     assert not kept.must_stop(1)
-    kept.save(state_of(prepared), 10, {}, tidy=False, later=True)
+    kept.save_beside(state_of(prepared), 10, {})
     assert gate.reached.wait(PATIENCE_S)
     assert kept.must_stop(1)
     gate.open.set()
@@ -131,7 +131,7 @@ def test_what_goes_wrong_is_raised_at_the_next_step(tmp_path: Path, channels: tu
     prepared = things()
     kept = keeper(tmp_path, channels[0], fragment=2)
     PosixCheckpointStore(tmp_path / 'store', 'digits').fence(3)
-    kept.save(state_of(prepared), 10, {}, tidy=True, later=True)
+    kept.save_beside(state_of(prepared), 10, {})
     with pytest.raises(Fenced, match='fragment 3 has begun'):
         while not kept.wants_to_save():
             time.sleep(0.001)
@@ -140,10 +140,10 @@ def test_what_goes_wrong_is_raised_at_the_next_step(tmp_path: Path, channels: tu
         if step == 'begin':
             raise OSError(28, 'No space left on device')
     kept = keeper(tmp_path / 'full', channels[0], full)
-    kept.save(state_of(prepared), 10, {}, tidy=True, later=True)
+    kept.save_beside(state_of(prepared), 10, {})
     with pytest.raises(FreeTrainError, match=r"of trainer 'digits' at 10 samples cannot be written to .*full/store \(No space left"):
-        kept.save(state_of(prepared), 20, {}, tidy=True, later=True)
-    kept.save(state_of(prepared), 20, {}, tidy=True, later=True)
+        kept.save_beside(state_of(prepared), 20, {})
+    kept.save_beside(state_of(prepared), 20, {})
     assert kept.settled() is None
 
 

@@ -13,13 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils.data import TensorDataset
 
 from parsl_freetrain.training.context import FragmentContext
 from parsl_freetrain.training.dcp import load, load_all, save
 from parsl_freetrain.training.store import PosixCheckpointStore
 from parsl_freetrain.training.warm import WarmParent
-from tests.support.ranks import order, ranks
+from tests.support.ranks import finish, order, ranks
 
 SAVERS = 4
 
@@ -56,14 +55,6 @@ def fsdp_state(ctx: FragmentContext, steps: int) -> dict[str, Any]:
     for name, parameter in names.items():
         state[f'optimizer.{name}'] = optimizer.state[parameter]['momentum_buffer'] if steps else torch.zeros_like(parameter.data)
     return state
-
-
-def finish(ctx: FragmentContext) -> None:
-    model = nn.Linear(1, 1)
-    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for (x,) in ctx.loop(TensorDataset(torch.ones(4, 1)), 4):
-        model(x).sum().backward()
-        optimizer.step()
 
 
 def save_sharded(ctx: FragmentContext, folder: Path) -> None:

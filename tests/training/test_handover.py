@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-import secrets
+import resource
 import shutil
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +21,21 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from parsl_freetrain.core.errors import FreeTrainError
 from parsl_freetrain.core.words import Shape
-from parsl_freetrain.training.berths import WARM_VARIABLE
+from parsl_freetrain.training.berths import WARM_VARIABLE, Ahead, Berths, key_of
 from parsl_freetrain.training.channel import Channel
 from parsl_freetrain.training.context import FragmentContext
 from parsl_freetrain.training.export import load_weights
-from parsl_freetrain.training.fragment import FragmentOrder, Handover
-from parsl_freetrain.training.handover import digest_of, keep, pack, receive, unpack
+from parsl_freetrain.training.fragment import FragmentOrder, Handover, RankPlace
+from parsl_freetrain.training.handover import keep, receive
+from parsl_freetrain.training.packing import digest_of, pack, unpack
 from parsl_freetrain.training.peers import Alone
 from parsl_freetrain.training.prepared import sort_out
 from parsl_freetrain.training.state import Position, State, collect, content_of, read_state
 from parsl_freetrain.training.store import PosixCheckpointStore
 from parsl_freetrain.training.warm import WarmParent, address_of
-from tests.support.ranks import Ranks, order, ranks
+from tests.support.ranks import Ranks, order, ranks, warm_parent
 from tests.training.test_shapes import BATCH, LAYERS, Net, Points
 
 TOTAL = 400
@@ -79,9 +83,9 @@ def is_true(what: Callable[[], bool], timeout_s: float = 60.0) -> bool:
 
 @contextmanager
 def running_ahead(warm: WarmParent, ordered: FragmentOrder, count: int, folder: Path, wait_s: float = 60.0,
-                  **options: Any) -> Iterator[list[Channel]]:
+                  function: Callable[..., None] = train, **options: Any) -> Iterator[list[Channel]]:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    payload = cloudpickle.dumps((train, (), options))
+    payload = cloudpickle.dumps((function, (), options))
     folder.mkdir(parents=True, exist_ok=True)
     asked = [warm.run_ahead(ordered, i, payload, {}, str(folder / f'ahead-{i}.log'), wait_s) for i in range(count)]
     try:
@@ -115,12 +119,8 @@ def stopped_and_left(gang: Ranks, heir: int = 0, goes: int | None = None) -> Han
 @pytest.fixture(scope='module')
 def neighbour(warm: WarmParent, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmParent]:
     """The warm parent of another node."""
-    parent = WarmParent.start(f'tests-{secrets.token_hex(8)}', os.getpid(), str(tmp_path_factory.mktemp('warm') / 'warm.log'), warm.name)
-    try:
-        parent.wait_ready(120)
+    with warm_parent(tmp_path_factory.mktemp('warm'), warm.name) as parent:
         yield parent
-    finally:
-        parent.stop()
 
 
 @pytest.fixture(scope='module')
@@ -209,13 +209,12 @@ def test_nothing_is_left_where_no_node_is_known_to_stay(warm: WarmParent, tmp_pa
 
 
 def sabotaged(ctx: FragmentContext, fault: str) -> None:
-    import errno
     import resource
 
     from parsl_freetrain.training import leaving
 
-    def no_memory(*_: object) -> None:
-        raise OSError(errno.ENOSPC, 'no memory')
+    def too_large(state: State) -> tuple[int, torch.Tensor]:
+        return pack(replace(state, tensors={'x': torch.zeros(1).expand(1 << 50)}))   # a copy of it has no room anywhere
 
     def dies(*_: object) -> None:
         os.kill(os.getpid(), 9)
@@ -223,9 +222,9 @@ def sabotaged(ctx: FragmentContext, fault: str) -> None:
         case 'the heir has no memory', 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))   # of its files in memory, too
         case 'rank 0 has no memory', 0:
-            vars(leaving)['pack'] = no_memory
+            vars(leaving)['pack'] = too_large
         case 'the heir dies', 1:
-            vars(leaving)['_has_room'] = dies
+            vars(leaving)['_room'] = dies
         case 'rank 0 dies', 0:
             vars(leaving)['pack'] = dies
     train(ctx, endless=1)
@@ -253,6 +252,33 @@ def test_what_goes_wrong_on_the_way_to_another_node_costs_no_checkpoint(warm: Wa
         assert latest is not None
         assert (latest.path, latest.samples) == (outcomes[0]['path'], outcomes[0]['samples'])
         assert latest.samples > 0
+
+
+@pytest.mark.parametrize(('size', 'who'), [(1 << 50, 0), (256 << 20, 1)])
+def test_where_memory_is_too_short_for_the_state_the_checkpoint_is_used(
+        warm: WarmParent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: dict[str, torch.Tensor], size: int,
+        who: int) -> None:
+    mark = str(tmp_path / 'prepared')
+    ordered = order(tmp_path, total_samples=TOTAL)
+    with ranks(warm, ordered, 2, tmp_path, train, endless=1) as gang:
+        left = stopped_and_left(gang)
+    large = replace(left, digest='0' * 64)
+    monkeypatch.setenv(WARM_VARIABLE, address_of(warm.name)[1:].decode())
+    fd = os.memfd_create('state')
+    os.ftruncate(fd, size)   # takes no memory until it is read
+    assert keep(ordered.trainer, fd, large.digest)
+    os.close(fd)
+    with running_ahead(warm, ordered, 2, tmp_path, at_prepare=mark) as asked:
+        assert all(channel.poll(60) for channel in asked)
+    for pid in (int(path.suffix[1:]) for path in tmp_path.glob('prepared.*')):
+        if os.readlink(f'/proc/{pid}/fd/1') == str(tmp_path / 'ahead-1.log'):
+            has = int(Path(f'/proc/{pid}/statm').read_text().split()[0]) * os.sysconf('SC_PAGE_SIZE')
+            resource.prlimit(pid, resource.RLIMIT_AS, (has + (160 << 20),) * 2)
+    with ranks(warm, replace(ordered, fragment=2, handover=large), 2, tmp_path / 'logs', train, at_prepare=mark) as gang:
+        assert {outcome['how'] for outcome in gang.run()} == {'finished'}
+        assert gang.ranks[0].said('started')[0]['samples'] == left.samples
+        assert ['could not be had from memory' in rank.log.read_text() for rank in gang.ranks] == [who == 0, who == 1]
+    assert equal(final(tmp_path), undisturbed)
 
 
 def keeps_what_it_got(ctx: FragmentContext, got: str) -> None:
@@ -321,6 +347,80 @@ def test_what_differs_is_not_taken_over_and_a_second_one_replaces_the_first(warm
         assert 'the seed has changed from 8 to 7' in outcome['error']['message']
 
 
+def reads_first(ctx: FragmentContext, where: str, data: bytes) -> None:
+    """As one that reads a long time: until there is a file ``go``."""
+    (Path(where) / f'reads.{os.getpid()}').touch()
+    while not (Path(where) / 'go').exists():
+        time.sleep(0.01)
+    raise LookupError(f'fragment {ctx.fragment}')
+
+
+def test_a_rank_that_still_runs_ahead_is_taken_at_once(warm: WarmParent, tmp_path: Path) -> None:
+    data = bytes(5_000_000)   # more than a socket holds for somebody who does not read
+    with running_ahead(warm, order(tmp_path), 1, tmp_path, function=reads_first, where=str(tmp_path), data=data):
+        assert is_true(lambda: bool(list(tmp_path.glob('reads.*'))))
+    reads, = tmp_path.glob('reads.*')
+    with ranks(warm, order(tmp_path, fragment=2), 1, tmp_path, reads_first, where=str(tmp_path), data=data) as gang:
+        assert gang.ranks[0].process.pid == int(reads.suffix[1:])
+        assert gang.ranks[0].log.exists()
+        (tmp_path / 'go').touch()
+        outcome, = gang.run()
+    assert (outcome['how'], outcome['error']['message']) == ('error', 'fragment 2')
+
+
+def test_ranks_that_run_ahead_for_others_make_way(warm: WarmParent, tmp_path: Path) -> None:
+    mark = str(tmp_path / 'prepared')
+    with running_ahead(warm, order(tmp_path), 1, tmp_path, at_prepare=mark) as (asked,):
+        assert asked.poll(60)
+    pid = int(next(tmp_path.glob('prepared.*')).suffix[1:])
+    with ranks(warm, order(tmp_path / 'other', trainer='other'), 1, tmp_path / 'other', reads_first, where=str(tmp_path), data=b''):
+        assert is_true(lambda: not Path(f'/proc/{pid}').exists())
+        # One that comes too late does not stay either.
+        with pytest.raises(FreeTrainError, match='could not start a rank'), running_ahead(warm, order(tmp_path), 1, tmp_path):
+            pass
+
+
+@pytest.fixture
+def sleepers() -> Iterator[Callable[[], Ahead]]:
+    """Makes ranks that run ahead, all for the same."""
+    processes: list[subprocess.Popen[bytes]] = []
+    sockets: list[socket.socket] = []
+
+    def sleeper() -> Ahead:
+        processes.append(process := subprocess.Popen(['sleep', '600']))
+        sockets.extend(pair := socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        return Ahead(key_of(launch()), 'digits', process.pid, os.pidfd_open(process.pid), pair[0], '')
+    try:
+        yield sleeper
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        for sock in sockets:
+            sock.close()
+
+
+def launch() -> dict[str, Any]:
+    return {'kind': 'launch', 'order': asdict(order(Path('/'))), 'place': asdict(RankPlace(0, 1, 0, 1, '')), 'env': {}, 'payload': ''}
+
+
+def test_only_a_rank_that_is_wanted_and_lives_is_given_to_a_launch(sleepers: Callable[[], Ahead]) -> None:
+    berths, (ours, theirs) = Berths(), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    first, second, third = (sleepers() for _ in range(3))
+    with ours, theirs:
+        berths.add(first)
+        berths.add(second)   # so the first one has been killed; it has not been reaped
+        assert berths.claim(launch(), ours) == second
+        assert Channel(theirs).recv() == {'kind': 'pid', 'pid': second.pid, 'has_payload': True}
+        assert berths.claim(launch(), ours) is None
+        berths.add(third)
+        os.kill(third.pid, 9)
+        assert os.waitid(os.P_PID, third.pid, os.WEXITED | os.WNOWAIT)
+        assert berths.claim(launch(), ours) is None
+    for rank in (first, second, third):
+        os.close(rank.pidfd)
+
+
 def fails_before(ctx: FragmentContext) -> None:
     raise LookupError('not there')
 
@@ -338,10 +438,11 @@ def test_a_state_is_the_same_when_it_is_unpacked() -> None:
     tensors = {'a': torch.randn(3, 5), 'b': torch.tensor(7), 'c': torch.randn(4, dtype=torch.float64)[::2].to(torch.complex64).conj(),
                'd': torch.zeros(0, 2, dtype=torch.bfloat16), 'e': torch.tensor([True, False])}
     structure = {'rest': {'x': [1, (2, None)], 3: {'y': 1.5}}, 'paths': {'a': ('x', 1)}}
-    fd, digest = pack(State(tensors, structure))
+    fd, packed = pack(State(tensors, structure))
     with os.fdopen(fd, 'rb') as file:
         file.seek(0)
         data = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+    digest = digest_of(packed)
     assert digest_of(data) == digest
     again = unpack(data)
     assert again.structure == structure
@@ -362,15 +463,16 @@ class Flipping(Alone):
 def test_what_the_network_has_changed_is_not_used(warm: WarmParent, monkeypatch: pytest.MonkeyPatch, peers: Alone) -> None:
     monkeypatch.setenv(WARM_VARIABLE, address_of(warm.name)[1:].decode())
     model = nn.Linear(3, 2)
-    prepared, cpu = sort_out((model, torch.optim.SGD(model.parameters(), lr=0.1))), torch.device('cpu')
-    fd, digest = pack(collect(content_of(prepared), Position(8, 16, 7, 64, 8, 0)))
+    prepared = sort_out((model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    fd, data = pack(collect(content_of(prepared), Position(8, 16, 7, 64, 8, 0)))
+    digest = digest_of(data)
     assert keep('net', fd, digest)
     os.close(fd)
-    saved = receive(Handover(digest, '/c/8', 8, 1), 'net', peers, cpu)
+    saved = receive(Handover(digest, '/c/8', 8, 1), 'net', peers)
     if type(peers) is Flipping:
         assert saved is None
     else:
         assert saved is not None
         assert (saved.path, saved.position.samples) == ('/c/8', 8)
         assert equal(saved.models[0], model.state_dict())
-    assert receive(Handover(digest, '/c/8', 8, 1), 'net', Alone(), cpu) is None   # it is given away once
+    assert receive(Handover(digest, '/c/8', 8, 1), 'net', Alone()) is None   # it is given away once

@@ -36,7 +36,7 @@ host, rank, wait_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 os.environ['GLOO_SOCKET_IFNAME'] = sys.argv[4]
 order = FragmentOrder('t', 1, '', 1, None, 'throughput', 1, 0, None, 1.0, hang_s=float(sys.argv[5]))
 store = TCPStore(host, 29400, 2, rank == 0, timeout=EXCHANGE_TIMEOUT, wait_for_workers=False)
-gang = Gang(order, RankPlace(rank, 2, 0, 2, ''), store)
+gang = Gang(order, RankPlace(rank, 2, 0, 2, ''), store, '')
 print('met', flush=True)
 try:
     while True:

@@ -24,7 +24,7 @@ from parsl_freetrain.training.parallel.pipeline import Pipeline
 from parsl_freetrain.training.parallel.schedule_facts import activations
 from parsl_freetrain.training.state import Saved, read_state
 from parsl_freetrain.training.warm import WarmParent
-from tests.support.ranks import order, ranks
+from tests.support.ranks import finish, order, ranks
 
 STEPS = 20
 SIZES = [16, 16, 13, 3, 1]   # samples: some that micro-batches don't divide, and fewer than there are micro-batches
@@ -47,15 +47,6 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     drawn = torch.Generator().manual_seed(3)
     sizes = (SIZES * STEPS)[:STEPS]
     return [(torch.randn(n, 6, generator=drawn, dtype=torch.double), torch.randn(n, 3, generator=drawn, dtype=torch.double)) for n in sizes]
-
-
-def finish(ctx: FragmentContext) -> None:
-    """What a fragment has to do to end well."""
-    model = nn.Linear(1, 1)
-    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for (x,) in ctx.loop(TensorDataset(torch.ones(4, 1)), 4):
-        model(x).sum().backward()
-        optimizer.step()
 
 
 def train_side_by_side(ctx: FragmentContext, runs: list[tuple[str, int]]) -> None:
@@ -102,6 +93,50 @@ def test_every_method_trains_as_one_process_does(warm: WarmParent, tmp_path: Pat
     with ranks(warm, order(tmp_path), world_size, tmp_path, train_side_by_side, runs) as gang:
         outcomes = gang.run()
         assert [outcome['how'] for outcome in outcomes] == ['finished'] * world_size, gang.ranks[0].log.read_text()[-4000:]
+
+
+class Spectrum(nn.Module):
+    """Hands complex numbers over to the next layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.fft.rfft(self.linear(x.float()))
+        return y
+
+
+class Filter(nn.Module):
+    """Takes complex numbers, and has complex parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.fft.irfft(x * self.weight)[..., :3].double()
+        return y
+
+
+def compare_gradients(ctx: FragmentContext, makers: list[Any], method: str) -> None:
+    pipeline = Pipeline(makers, F.mse_loss, method=method, micro_batches=2, group=dist.group.WORLD)
+    alone = Pipeline(makers, F.mse_loss, micro_batches=1)
+    x, y = batches()[0]
+    torch.testing.assert_close(pipeline.step(x, y), alone.step(x, y))
+    whole = dict(alone.named_parameters())
+    for name, parameter in pipeline.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0
+        torch.testing.assert_close(parameter.grad, whole[name].grad)
+    finish(ctx)
+
+
+@pytest.mark.parametrize('makers', [[partial(layer, 6, 3), nn.Tanh], [nn.Tanh, partial(layer, 6, 3)], [Spectrum, Filter]],
+                         ids=['second-without-parameters', 'first-without-parameters', 'complex'])
+@pytest.mark.parametrize('method', ['1f1b', 'chimera'])
+def test_what_stages_may_be(warm: WarmParent, tmp_path: Path, makers: list[Any], method: str) -> None:
+    with ranks(warm, order(tmp_path), 2, tmp_path, compare_gradients, makers, method) as gang:
+        assert [outcome['how'] for outcome in gang.run()] == ['finished'] * 2, gang.ranks[0].log.read_text()[-4000:]
 
 
 def refused(ctx: FragmentContext, makers: list[Any], options: dict[str, Any]) -> None:
@@ -184,3 +219,30 @@ def test_when_a_stage_dies_the_others_know(warm: WarmParent, tmp_path: Path, die
     ordered = order(tmp_path, total_samples=75, mode='throughput', shape=Shape(pipeline=4))
     with ranks(warm, ordered, 4, tmp_path, train, dies=dies) as gang:
         assert [outcome.get('how') for outcome in gang.run()] == [None if rank == dies else 'peer-lost' for rank in range(4)]
+
+
+def train_one_stage(ctx: FragmentContext, bad: int, *, scaler: bool = False) -> None:
+    """A copy of the whole pipeline at each rank; rank 1's loss is not a number in the batch that begins at ``bad``."""
+    model = Pipeline(MAKERS, F.mse_loss, micro_batches=2)
+    things = [model, torch.optim.SGD(model.parameters(), lr=0.1)]
+    optimizer = ctx.prepare(*things, *([torch.amp.GradScaler('cpu')] if scaler else []))[1]
+    for x, y in ctx.loop(TensorDataset(torch.ones(8, 6, dtype=torch.double), torch.ones(8, 3, dtype=torch.double)), 8):
+        model.step(x * (float('nan') if ctx.rank and ctx.samples == bad else 1), y)
+        optimizer.step()
+
+
+def test_copies_of_one_stage_leave_a_bad_step_out_together(warm: WarmParent, tmp_path: Path) -> None:
+    ordered = order(tmp_path, total_samples=32, mode='throughput', on_nan='skip')
+    with ranks(warm, ordered, 2, tmp_path, train_one_stage, 16) as gang:
+        outcomes = gang.run()
+        assert [outcome['how'] for outcome in outcomes] == ['finished'] * 2, gang.ranks[0].log.read_text()[-4000:]
+    assert [outcome['metrics'] for outcome in outcomes] == [{'skipped_steps': 1.0}] * 2
+    with ranks(warm, order(tmp_path / 'clean', total_samples=24, mode='throughput'), 2, tmp_path, train_one_stage, 99) as gang:
+        clean = read_state(gang.run()[0]['path']).models[0]
+    for name, tensor in read_state(outcomes[0]['path']).models[0].items():
+        torch.testing.assert_close(tensor, clean[name])
+
+
+def test_copies_of_one_stage_take_no_scaler(warm: WarmParent, tmp_path: Path) -> None:
+    with ranks(warm, order(tmp_path, mode='throughput'), 2, tmp_path, train_one_stage, 99, scaler=True) as gang:
+        assert all('a gradient scaler, but the ranks of a pipeline' in outcome['error']['message'] for outcome in gang.run())

@@ -208,6 +208,20 @@ def clipped(ctx: FragmentContext) -> None:
     ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), clip_grad_norm=1.0)
 
 
+def train_a_part(ctx: FragmentContext) -> None:
+    model, other = nn.Linear(3, 3), nn.Linear(2, 5)
+    ctx.prepare(model, torch.optim.SGD([*model.parameters(), other.weight], lr=0.1))
+    ctx.report(prepared=1)
+
+
+def test_with_shapes_an_optimizer_has_parameters_of_models_only(warm: WarmParent, tmp_path: Path) -> None:
+    with ranks(warm, order(tmp_path, mode='throughput', shape=PIPES), 2, tmp_path, train_a_part) as gang:
+        outcomes = gang.run()
+    assert all('parameter of shape (5, 2) that is of none of the models' in outcome['error']['message'] for outcome in outcomes), outcomes
+    with ranks(warm, order(tmp_path, mode='throughput'), 1, tmp_path, train_a_part) as gang:
+        assert gang.run()[0]['metrics'] == {'prepared': 1.0}
+
+
 @pytest.mark.parametrize(('changes', 'sentence'), [
     ({'shape': Shape(data=4)}, 'the shape data 4 x spatial 1x1x1 x pipeline 1 is one of 4 ranks, and there are 2'),
     ({'shape': PIPES, 'mode': 'reproducible'}, "mode is 'reproducible', and the shape data 1 x spatial 1x1x1 x pipeline 2 divides"),

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import TensorDataset
 
 from parsl_freetrain.training.context import FragmentContext
 from parsl_freetrain.training.parallel.convolution import Conv3d, ConvTranspose3d
@@ -19,7 +18,7 @@ from parsl_freetrain.training.parallel.normalisation import BatchNorm3d
 from parsl_freetrain.training.parallel.pooling import AvgPool3d, MaxPool3d
 from parsl_freetrain.training.parallel.sharded import Sharded, total
 from parsl_freetrain.training.warm import WarmParent
-from tests.support.ranks import order, ranks
+from tests.support.ranks import finish, order, ranks
 
 CONVOLUTIONS: list[dict[str, Any]] = [
     *({'kernel_size': k, 'stride': s, 'padding': k // 2} for k, s in itertools.product((1, 3, 5), (1, 2))),
@@ -40,15 +39,6 @@ CASES: list[tuple[str, Any, Any, tuple[int, ...], dict[str, Any]]] = [
     ('norm', BatchNorm3d, nn.BatchNorm3d, (4,), {}), ('norm', BatchNorm3d, nn.BatchNorm3d, (4,), {'affine': False, 'momentum': None})]
 
 DIVISIONS = [((4, 1, 1), (17, 5, 6)), ((2, 2, 1), (11, 13, 5)), ((1, 2, 2), (5, 9, 14)), ((1, 1, 4), (5, 6, 18))]
-
-
-def finish(ctx: FragmentContext) -> None:
-    """What a fragment has to do to end well."""
-    model = nn.Linear(1, 1)
-    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for (x,) in ctx.loop(TensorDataset(torch.ones(4, 1)), 4):
-        model(x).sum().backward()
-        optimizer.step()
 
 
 def grid_of(spatial: tuple[int, int, int], data: int = 1) -> Grid:

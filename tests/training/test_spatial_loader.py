@@ -65,12 +65,19 @@ def test_only_the_own_part_is_read(tmp_path: Path) -> None:
     assert os.path.getsize(path) / 8 <= read < 1.1 * os.path.getsize(path) / 8
 
 
+def several_arrays(path: Path) -> None:
+    with path.open('wb') as file:
+        np.savez(file, np.zeros((1, 1, 9, 9, 9)))
+
+
 @pytest.mark.parametrize(('make', 'words'), [
     (lambda path: path.write_text('no array'), 'cannot be read as an array'),
     (lambda path: np.save(path, np.zeros((3, 3))), r'shape \(3, 3\); it must have 5 dimensions'),
     (lambda path: np.save(path, np.array([{}]), allow_pickle=True), 'cannot be read as an array'),
     (lambda path: np.save(path, np.zeros((1, 1, 2, 9, 9))), 'depth of 2 cannot be divided into 3 parts'),
     (lambda path: None, 'cannot be read as an array'),
+    (lambda path: path.touch(), 'cannot be read as an array'),
+    (several_arrays, 'cannot be read as an array'),
 ])
 def test_bad_files_are_refused_with_a_sentence(tmp_path: Path, make: object, words: str) -> None:
     assert callable(make)

@@ -22,7 +22,7 @@ from parsl_freetrain.training.parallel.normalisation import BatchNorm3d
 from parsl_freetrain.training.parallel.pooling import MaxPool3d
 from parsl_freetrain.training.parallel.sharded import Sharded, concatenate, total
 from parsl_freetrain.training.warm import WarmParent
-from tests.support.ranks import order, ranks
+from tests.support.ranks import finish, order, ranks
 
 STEPS, BATCH = 20, 4
 
@@ -173,15 +173,6 @@ def measure(ctx: FragmentContext) -> None:
     finally:
         dist.batch_isend_irecv = really
     finish(ctx)
-
-
-def finish(ctx: FragmentContext) -> None:
-    """What a fragment has to do to end well."""
-    model = nn.Linear(1, 1)
-    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for (x,) in ctx.loop(TensorDataset(torch.ones(4, 1)), 4):
-        model(x).sum().backward()
-        optimizer.step()
 
 
 def test_memory_is_a_part_and_the_halo_is_what_is_sent(warm: WarmParent, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from parsl_freetrain.core.errors import FreeTrainError
 from parsl_freetrain.training.context import FragmentContext
 from parsl_freetrain.training.warm import WarmParent
 from tests.support.ranks import Ranks, order, ranks
+from tests.support.waiting import wait_until
 
 LIMIT_S = 120
 
@@ -49,13 +49,6 @@ def look_around(ctx: FragmentContext) -> None:
         'secret': os.environ.get('OF_THE_TEMPLATE'), 'cpus': sorted(os.sched_getaffinity(0)),
         'module': importlib.import_module('only_of_the_asker').WHO, 'threads': os.environ.get('OMP_NUM_THREADS'),
         'numpy_threads': os.environ['OPENBLAS_NUM_THREADS'], 'path': os.environ['PYTHONPATH'].split(':') == sys.path}))
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
 
 
 def stat(pid: int) -> list[str]:
@@ -144,7 +137,7 @@ def test_forked_parents_depend_on_their_owners_alone(tmp_path: Path, processes: 
             gangs.append(Ranks(parent, order(tmp_path), 1, tmp_path / parent.name, forever))
         rank, other_rank = (gang.ranks[0].process.pid for gang in gangs)
         for gang in gangs:
-            wait_for(lambda gang=gang: 'here' in gang.ranks[0].log.read_text(), 'the rank does not run')  # type: ignore[misc]
+            wait_until(lambda gang=gang: 'here' in gang.ranks[0].log.read_text(), 'the rank does not run')  # type: ignore[misc]
         # The template and the nodes share nothing. (A server and its rank share the rank's channel.)
         of_template, of_one, of_other = open_things(template.pid), open_things(one.pid), open_things(other.pid)
         for things, others in ((of_template, of_one), (of_template, of_other), (of_one, of_other)):
@@ -159,20 +152,20 @@ def test_forked_parents_depend_on_their_owners_alone(tmp_path: Path, processes: 
         one_session = session_of(one.pid)
         assert len(one_session) == 3
         end(one_node)
-        wait_for(lambda: not stat(one.pid or 0), 'a server outlives its owner, or is a zombie')
-        wait_for(lambda: not any(map(runs, one_session)), 'a rank, or what it has forked, outlives its server')
+        wait_until(lambda: not stat(one.pid or 0), 'a server outlives its owner, or is a zombie')
+        wait_until(lambda: not any(map(runs, one_session)), 'a rank, or what it has forked, outlives its server')
         assert runs(other_rank)
         # The submitter dies: the template goes, the servers stay.
         other_session = session_of(other.pid)
         assert len(other_session) == 3
         end(submitter)
-        wait_for(lambda: not runs(template.pid or 0), 'the template outlives its owner')
+        wait_until(lambda: not runs(template.pid or 0), 'the template outlives its owner')
         other.wait_ready(LIMIT_S)
         with ranks(other, order(tmp_path), 1, tmp_path / 'more', look_around) as gang:
             assert "No module named 'only_of_the_asker'" in gang.run()[0]['error']['message']
         assert all(map(runs, other_session))
         end(other_node)
-        wait_for(lambda: not any(map(runs, other_session)), 'something of a node outlives its manager')
+        wait_until(lambda: not any(map(runs, other_session)), 'something of a node outlives its manager')
     finally:
         for gang in gangs:
             gang.close()

@@ -82,7 +82,7 @@ def give_back(gradient: Tensor, shape: torch.Size, needed: Moves, grid: Grid) ->
 
 def fetch(x: Tensor, needed: Moves, grid: Grid, fill: float = 0.0) -> Tensor:
     """:func:`collect` for autograd; ``fill`` is what lies beyond the borders of the volume."""
-    if all(move is None or _is_nothing(move, x.shape[FIRST + i], grid.axes[i]) for i, move in enumerate(needed)):
+    if all(move is None or _is_nothing(move, x.shape[FIRST + i]) for i, move in enumerate(needed)):
         return x
     return _Fetch.apply(x, needed, grid, fill)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -111,7 +111,7 @@ def _joined(x: Tensor, received: tuple[Tensor, Tensor], move: Move, dim: int, fi
     return torch.cat([pads[0], received[0], kept, received[1], pads[1]], dim)
 
 
-def _is_nothing(move: Move, extent: int, axis: Axis) -> bool:
+def _is_nothing(move: Move, extent: int) -> bool:
     """Whether neither this rank nor those beside it need anything else than what they have, seen from here."""
     return move.keep == (0, extent) and not any(move.pad) and not any(move.receive) and not any(map(any, move.send))
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -40,7 +42,7 @@ class ShardedVolumes(Dataset[Tensor]):
     def __init__(self, path: str | Path, grid: Grid, extents: tuple[int, int, int] | None = None,
                  corners: Sequence[Corner] | None = None) -> None:
         try:
-            self._array = np.load(path, mmap_mode='r', allow_pickle=False)
+            self._array: NDArray[Any] = np.lib.format.open_memmap(path, mode='r')
         except (OSError, ValueError) as error:
             raise BadInput(f'{path} cannot be read as an array ({error}): give a .npy file made by numpy.save.') from error
         shape = self._array.shape
@@ -61,5 +63,6 @@ class ShardedVolumes(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         """This rank's part of a volume: (channels, depth, height, width)."""
         sample, *corner = self._corners[index]
-        place = tuple(slice(at + own.start, at + own.stop) for at, own in zip(corner, self._own, strict=True))
-        return torch.from_numpy(np.array(self._array[(sample, slice(None), *place)]))
+        place: tuple[int | slice, ...] = (
+            sample, slice(None), *(slice(at + own.start, at + own.stop) for at, own in zip(corner, self._own, strict=True)))
+        return torch.from_numpy(np.array(self._array[place]))

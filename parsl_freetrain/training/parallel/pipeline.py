@@ -118,13 +118,18 @@ class Pipeline(nn.Module):
         for step in self._program:
             made = self._compute(step.task, batch, traffic) if step.task is not None else None
             if traffic is not None:
-                shared = step.completes if step.completes in self._partners else None
-                traffic.exchange(step.receives, step.sends, made, None if shared is None else (
-                    self._partners[shared], list(self._stages[shared].parameters())))
+                traffic.exchange(step.receives, step.sends, made, self._shared(step.completes))
         if traffic is not None:
             traffic.finish()
             dist.all_reduce(batch.loss, group=self._group)
         return batch.loss
+
+    def _shared(self, complete: tuple[int, int] | None) -> tuple[int, list[nn.Parameter]] | None:
+        """With whom gradients are added up that are complete now, and of which parameters; None where there are none."""
+        if complete is None or complete not in self._partners:
+            return None
+        parameters = list(self._stages[complete].parameters())
+        return (self._partners[complete], parameters) if parameters else None
 
     def _compute(self, task: Task, batch: MicroBatches, traffic: Traffic | None) -> Tensor | None:
         stage = self._stages[task.direction, task.stage]

@@ -40,7 +40,7 @@ class Stage:
     def forward(self, micro_batch: int, value: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
         """The output for a micro-batch, of which the last stage makes the loss; the graph is kept until :meth:`backward`."""
         if not self._first:
-            value = value.requires_grad_(value.is_floating_point())
+            value = value.requires_grad_(value.is_floating_point() or value.is_complex())
         output = through(self._layers, value)
         if self._last:
             output = loss(output)
