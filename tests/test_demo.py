@@ -20,18 +20,18 @@ def digits(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_it_trains_in_holes_and_compares(tmp_path: Path) -> None:
-    """One node is killed every 10 seconds, the others stay; the summary has the promised shape, adds up, and the weights are equal."""
+    """One node is killed every 15 seconds, the others stay; the summary has the promised shape, adds up, and the weights are equal."""
     schedule = tmp_path / 'holes.csv'
-    killed = ''.join(f'{start},{start + 10},a\n' for start in range(0, 1100, 10))
+    killed = ''.join(f'{start},{start + 15},a\n' for start in range(0, 1095, 15))
     schedule.write_text(f'start_s,end_s,node\n{killed}0,1100,b\n5,1100,c\n')
-    done = digits('--out', str(tmp_path / 'out'), '--idle', str(schedule), '--nodes', '3', '--epochs', '40')
+    done = digits('--out', str(tmp_path / 'out'), '--idle', str(schedule), '--nodes', '3', '--epochs', '10', '--step-s', '0.02')
     assert done.returncode == 0, done.stderr
     assert '\x1b' not in done.stdout   # no control characters into a pipe
     summary = json.loads((tmp_path / 'out' / 'summary.json').read_text())
     assert summary['trainers'].keys() == {'cnn', 'mlp'}
     for trainer in summary['trainers'].values():
         assert trainer['weights_equal'] is True
-        assert trainer['samples'] == trainer['samples_expected'] == 40 * 1437
+        assert trainer['samples'] == trainer['samples_expected'] == 10 * 1437
         assert trainer['accuracy'] == trainer['accuracy_undisturbed'] > 0.9
         assert trainer.keys() >= {'fragments', 'preempted', 'rescaled', 'samples_repeated'}
     assert summary['blocks'] >= summary['blocks_killed'] >= 1
@@ -40,6 +40,19 @@ def test_it_trains_in_holes_and_compares(tmp_path: Path) -> None:
     assert seconds['offered'] == pytest.approx(sum(value for name, value in seconds.items() if name != 'offered'))
     assert (tmp_path / 'out' / 'holes.png').read_bytes().startswith(b'\x89PNG')
     assert str(tmp_path / 'out' / 'holes.png') in done.stdout
+
+
+def test_a_schedule_that_ends_too_early_ends_it_with_a_sentence(tmp_path: Path) -> None:
+    """And what was in the folder is still in it."""
+    out, schedule = tmp_path / 'out', tmp_path / 'holes.csv'
+    schedule.write_text('start_s,end_s,node\n0,2,a\n')
+    out.mkdir()
+    (out / 'mine').write_text('kept')
+    done = digits('--out', str(out), '--idle', str(schedule), '--nodes', '1', '--epochs', '10000', '--resume', 'never')
+    assert done.returncode == 1
+    assert (out / 'previous-1' / 'mine').read_text() == 'kept' and not (out / 'mine').exists()
+    assert re.search("The schedule of holes has ended before '(cnn|mlp)', at [0-9]+ samples; the same command continues, with --idle",
+                     done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(('arguments', 'words'), [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import signal
 import subprocess
 import sys
@@ -25,10 +24,10 @@ from parsl_freetrain.training.context import FragmentContext
 from parsl_freetrain.training.export import load_weights
 from parsl_freetrain.training.scaled import Scaled
 from parsl_freetrain.training.warm import WarmParent
-from tests.support.ranks import order, ranks
+from tests.support.ranks import order, ranks, warm_parent
 from workflows import ffn
 from workflows.divided import DIVIDED, WHOLE
-from workflows.ffn_flood import FOUND, Places, flood, overlaps, segmented, segmented_by_brightness
+from workflows.ffn_flood import FOUND, Places, connected, flood, overlaps, segmented, segmented_by_brightness
 from workflows.ffn_network import BLANK, FFN, INSIDE, MOVE, OUTSIDE, START, Examples, View, centres_in, follow
 from workflows.tubes import GAP, tubes
 
@@ -209,26 +208,18 @@ def test_tubes_are_apart_and_go_through() -> None:
         through = [axis for axis in range(3) if inside.select(axis, 0).any() and inside.select(axis, 39).any()]
         assert len(through) >= 1
         assert min(inside.select(through[0], at).sum() for at in range(40)) >= 7
-        assert len(np.unique(_pieces(inside))) == 2
+        assert connected(inside.numpy()).max() == 1
     assert np.array_equal(tubes(40, 3, 3, seed=5)[0], image) and not np.array_equal(tubes(40, 3, 3, seed=6)[1], labels)
     with pytest.raises(BadInput, match=r'had room for \d tubes of radius 6 and not for 9'):
         tubes(40, 9, 6, seed=5)
 
 
-def _pieces(inside: Tensor) -> Any:
-    from workflows.ffn_flood import _connected
-
-    return _connected(inside)
-
-
 @pytest.fixture(scope='module')
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmParent]:
-    parent = WarmParent.start(f'tests-{secrets.token_hex(8)}', os.getpid(), str(tmp_path_factory.mktemp('warm') / 'warm.log'))
-    try:
-        parent.wait_ready(120)
-        yield parent
-    finally:
-        parent.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('OMP_WAIT_POLICY', 'passive')   # ranks have more threads than there are cores: the waiting ones must not spin
+        with warm_parent(tmp_path_factory.mktemp('warm')) as parent:
+            yield parent
 
 
 TINY = replace(ffn.SMALL, view=View(7, 2, 6), channels=4, depth=2, batch=8)
@@ -244,7 +235,7 @@ def volumes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[
     return folder, centres_in(torch.from_numpy(labels)[None], 24, TINY.view, seed=1)
 
 
-def train(ctx: FragmentContext, folder: str, centres: list[tuple[int, int, int, int]], dies_at: int | None) -> None:
+def train(ctx: FragmentContext, folder: str, centres: list[tuple[int, int, int, int]], threads: int, dies_at: int | None) -> None:
     """What the workflow trains, on a node that is lost at so many samples."""
     report = ctx.report
 
@@ -253,17 +244,17 @@ def train(ctx: FragmentContext, folder: str, centres: list[tuple[int, int, int, 
         if ctx.is_main and dies_at is not None and ctx.samples >= dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
     setattr(ctx, 'report', reporting)  # noqa: B010 mypy allows no assignment to a method
-    assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == threads
     ffn.train_ffn(ctx, folder, TINY, centres)
 
 
 def trained(warm: WarmParent, folder: Path, volumes: tuple[Path, list[Any]], fragments: Sequence[tuple[int, int | None]],
-            **how: Any) -> dict[str, Tensor]:
+            threads: int = 1, **how: Any) -> dict[str, Tensor]:
     """The weights after fragments on so many ranks, which die at so many samples."""
     place, centres = volumes
     for number, (count, dies_at) in enumerate(fragments, 1):
-        ordered = order(folder, number, trainer=folder.name, total_samples=192, threads=2, checkpoint_every_s=0.01, **how)
-        with ranks(warm, ordered, count, folder, train, str(place), centres, dies_at) as gang:
+        ordered = order(folder, number, trainer=folder.name, total_samples=96, threads=threads, checkpoint_every_s=0.01, **how)
+        with ranks(warm, ordered, count, folder, train, str(place), centres, threads, dies_at) as gang:
             outcome = gang.run()[0]
         assert outcome.get('how') == (None if dies_at else 'finished'), gang.ranks[0].log.read_text()
     return load_weights(outcome['path'])
@@ -271,21 +262,20 @@ def trained(warm: WarmParent, folder: Path, volumes: tuple[Path, list[Any]], fra
 
 def test_any_cuts_and_any_nodes_give_the_same_network(warm: WarmParent, volumes: tuple[Path, list[Any]], tmp_path: Path) -> None:
     """On two ranks until one is killed, on three until one is killed, then on one: bit for bit what one rank gives alone."""
-    cut = trained(warm, tmp_path / 'cut', volumes, ((2, 72), (3, 136), (1, None)))
-    alone = trained(warm, tmp_path / 'alone', volumes, ((1, None),))
+    cut = trained(warm, tmp_path / 'cut', volumes, ((2, 32), (3, 64), (1, None)), threads=2)
+    alone = trained(warm, tmp_path / 'alone', volumes, ((1, None),), threads=2)
     assert cut.keys() == alone.keys() and all(torch.equal(cut[key], alone[key]) for key in cut)
     curves = [json.loads((volumes[0] / f'{name}-losses.json').read_text()) for name in ('cut', 'alone')]
-    assert curves[0] == curves[1] and len(curves[0]) == 8 and curves[0][-1][1] < curves[0][0][1]
+    assert curves[0] == curves[1] and len(curves[0]) == 4 and curves[0][-1][1] < curves[0][0][1]
 
 
-@pytest.mark.parametrize('rule', ['linear', 'sqrt'])
-def test_a_batch_that_grows_with_the_nodes(warm: WarmParent, volumes: tuple[Path, list[Any]], tmp_path: Path, rule: str) -> None:
+def test_a_batch_that_grows_with_the_nodes(warm: WarmParent, volumes: tuple[Path, list[Any]], tmp_path: Path) -> None:
     """Ranks go to different numbers of places, and yet agree; the batch and the learning rate are those of two ranks."""
-    scaled = Scaled(lr=rule, warmup_samples=96)
-    weights = trained(warm, tmp_path / rule, volumes, ((2, None),), mode='scaled', scaled=scaled)
+    scaled = Scaled(lr='sqrt', warmup_samples=48)
+    weights = trained(warm, tmp_path / 'scaled', volumes, ((2, None),), mode='scaled', scaled=scaled)
     assert all(value.isfinite().all() for value in weights.values())
-    curve = json.loads((volumes[0] / f'{rule}-losses.json').read_text())
-    assert len(curve) == 8 and curve[-1][1] < curve[0][1]
+    curve = json.loads((volumes[0] / 'scaled-losses.json').read_text())
+    assert len(curve) == 4 and curve[-1][1] < curve[0][1]
 
 
 @pytest.mark.slow
@@ -303,7 +293,7 @@ def test_through_kills_and_on_other_nodes(run_dir: Path) -> None:
     found = json.loads((out / 'found.json').read_text())
     assert found['weights_equal'] is True
     assert found['losses'][DIVIDED] == found['losses'][WHOLE]
-    assert np.mean(found['iou'][DIVIDED]) > 0.7, found['iou']
+    assert np.mean(found['iou'][DIVIDED]) > max(0.8, np.mean(found['iou_by_brightness'])), found
     assert (out / 'ffn.png').read_bytes().startswith(b'\x89PNG')
 
 

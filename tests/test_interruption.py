@@ -22,7 +22,9 @@ import pytest
 
 from parsl_freetrain.app import TrainingFuture, freetrain_app
 from parsl_freetrain.sites.local import LocalSite
-from tests.support.training import fit, freetrain, same_weights
+from parsl_freetrain.training.export import same_weights
+from tests.support.processes import KINDS, Started, victims
+from tests.support.training import fit, freetrain
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +32,9 @@ MARK = 'FREETRAIN_INTERRUPTION_TEST'
 CTRL_C_S = 10.0    # what the demonstration promises
 ORPHANED_S = 20.0  # in which everything notices that the submitting process was killed
 LONG_S = 150.0
-EPOCHS = 45
+EPOCHS = 12
+STEP_S = 0.015   # each of a batch's four turns in the holes waits so long: an interruption has to come before the end
+KILLED_EPOCHS = 30   # of 12 batches of 0.6 s or more while it is being killed: it outlasts the blows by far
 
 
 class Demo:
@@ -46,7 +50,7 @@ class Demo:
         with self.output.open('w') as output:
             self.process = subprocess.Popen(
                 [sys.executable, '-m', 'workflows.digits', '--out', str(self.out), '--idle', str(holes), '--nodes', '2',
-                 '--epochs', str(EPOCHS), *more],
+                 '--epochs', str(EPOCHS), '--step-s', str(STEP_S), *more],
                 env={**os.environ, MARK: self.mark, 'PYTHONPATH': os.getcwd()}, cwd=folder, process_group=0,
                 stdout=output, stderr=subprocess.STDOUT,
                 # A test run in the background ignores Ctrl-C, and its children would too.
@@ -135,23 +139,7 @@ def test_ctrl_c_and_a_killed_submitting_process_lose_nothing(tmp_path: Path) -> 
         assert trainer['fragments'] >= 1
 
 
-# How the processes of a node are told apart, by a part of their command line.
-KINDS = {'block': 'sites/slots.py', 'manager': 'process_worker_pool.py', 'rank': 'training.warm_server'}
-
-
-def victims(kind: str) -> list[psutil.Process]:
-    """Processes of a kind that live now; of warm parents and ranks, those that were forked from another one."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            ours = KINDS[kind] in ' '.join(process.cmdline())
-            parent = process.parent()
-            if ours and (kind != 'rank' or (parent is not None and KINDS[kind] in ' '.join(parent.cmdline()))):
-                found.append(process)
-    return sorted(found, key=lambda process: process.pid)
-
-
-def rampage(future: TrainingFuture, seed: int) -> list[str]:
+def rampage(future: TrainingFuture, started: Started, seed: int) -> list[str]:
     """Kill two things of each kind that a running training consists of, at random; what they were."""
     draw = random.Random(seed)
     killed: list[str] = []
@@ -164,7 +152,7 @@ def rampage(future: TrainingFuture, seed: int) -> list[str]:
             time.sleep(0.02)
         time.sleep(pause_s)
         while not future.done():
-            if found := victims(kind):   # between two fragments there may be none
+            if found := victims(kind, started.processes()):   # between two fragments there may be none
                 with contextlib.suppress(psutil.NoSuchProcess):
                     draw.choice(found).kill()
                     killed.append(kind)
@@ -176,12 +164,13 @@ def rampage(future: TrainingFuture, seed: int) -> list[str]:
 
 def test_kills_at_random_do_not_change_the_result(tmp_path: Path) -> None:
     """SIGKILL to ranks, warm parents, managers and blocks while a training runs on up to three nodes; a later run ends it."""
-    settings: dict[str, Any] = {'total_epochs': 200, 'scaling': {1: 1.0, 2: 1.9, 4: 3.5}, 'checkpoint_every_s': 0.5, 'shards': 4,
+    settings: dict[str, Any] = {'total_epochs': KILLED_EPOCHS, 'scaling': {1: 1.0, 2: 1.9, 4: 3.5}, 'checkpoint_every_s': 0.5, 'shards': 4,
                                 'rescale_up_s': 0.1, 'rescale_down_s': 0.1}
     trainer = freetrain_app(max_nodes=3, **settings)(fit)
+    started = Started()
     with freetrain(tmp_path / 'chaos', LocalSite(nodes=3, poll_s=0.2), hang_s=4.0, heartbeat_period=1, heartbeat_threshold=4):
-        future = trainer(pause_s=0.1)   # far too slow to end before the last kill
-        killed = rampage(future, seed=2)
+        future = trainer(pause_s=0.3)   # far too slow to end before the last kill
+        killed = rampage(future, started, seed=2)
         print(f'killed {killed}')
         assert sorted(killed) == sorted(2 * list(KINDS)), 'the training was over too soon'
         assert future.progress().preempted >= 3
@@ -189,10 +178,10 @@ def test_kills_at_random_do_not_change_the_result(tmp_path: Path) -> None:
         with pytest.raises(CancelledError):
             future.result(LONG_S)
     assert future.checkpoint is not None
-    assert 0 < future.checkpoint.samples < 200 * 96
+    assert 0 < future.checkpoint.samples < KILLED_EPOCHS * 96
     with freetrain(tmp_path / 'chaos', LocalSite(nodes=2, poll_s=0.2), resume='require'):
         result = trainer().result(LONG_S)
     with freetrain(tmp_path / 'alone', LocalSite(nodes=1, poll_s=0.2)):
         alone = freetrain_app(max_nodes=1, **settings)(fit)().result(LONG_S)
-    assert result.samples == alone.samples == 200 * 96
+    assert result.samples == alone.samples == KILLED_EPOCHS * 96
     assert same_weights(result, alone)

@@ -37,9 +37,9 @@ from parsl_freetrain.sites.generate import generate
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.schedule import Schedule, read_schedule, write_schedule
+from parsl_freetrain.training.export import same_weights
 from workflows.command import output_folder, result, set_aside
 from workflows.digits_models import train_digits
-from workflows.divided import same_weights
 
 NETWORKS = ('cnn', 'mlp')
 SHARDS = 4

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import parsl
-import torch
 from parsl.config import Config
 
 from parsl_freetrain.app import Checkpoint, Shape, TrainingFuture, freetrain_app
@@ -25,7 +24,6 @@ from parsl_freetrain.sites.generate import generate
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.protocols import Site
 from parsl_freetrain.sites.provider import BackfillProvider
-from parsl_freetrain.training.export import load_weights
 from workflows.command import output_folder, refuse_to_wait, result, set_aside
 
 DIVIDED, WHOLE = 'divided', 'whole'
@@ -143,9 +141,3 @@ def draw_losses(axis: Any, curves: dict[str, list[tuple[float, ...]]]) -> None:
         axis.plot(*zip(*curve, strict=True), style, label=name, linewidth=1)
     axis.set(xlabel='samples', ylabel='loss', yscale='log')
     axis.legend(fontsize=8)
-
-
-def same_weights(one: Checkpoint, other: Checkpoint) -> bool:
-    """Whether two checkpoints hold bit for bit the same weights."""
-    first, second = (load_weights(c) for c in (one, other))
-    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from parsl_freetrain.app import Scaled, Shape
-from parsl_freetrain.training.export import load_weights
-from workflows.divided import DIVIDED, WHOLE, draw_losses, losses, main_of, same_weights, train
+from parsl_freetrain.training.export import load_weights, same_weights
+from workflows.divided import DIVIDED, WHOLE, draw_losses, losses, main_of, train
 from workflows.ffn_flood import overlaps, segmented, segmented_by_brightness
 from workflows.ffn_network import FFN, Examples, View, centres_in, follow
 from workflows.tubes import tubes

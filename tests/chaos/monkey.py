@@ -28,17 +28,17 @@ import torch
 from parsl_freetrain.core.errors import BadInput
 from parsl_freetrain.core.words import Checkpoint
 from parsl_freetrain.testing import corrupt_checkpoint, full_disk, half_write_checkpoint
+from parsl_freetrain.training.export import same_weights
 from parsl_freetrain.training.store import PosixCheckpointStore
 from tests.chaos.training import BATCH, NAME, SAMPLES
-from tests.support.training import same_weights, weights
+from tests.support.processes import victims
+from tests.support.training import weights
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MARK = 'FREETRAIN_CHAOS_RUN'
 DISK_MB = 48
 SLOW_S = 15.0
 PROGRESS_S = 90.0   # in which a training that was struck must have a new checkpoint, whatever it was
-# A part of the command line by which the processes of a node are told apart.
-KINDS = {'rank': 'training.warm_server', 'manager': 'process_worker_pool.py', 'block': 'sites/slots.py'}
 # How often each is done, relative to the others.
 WEIGHTS = {'rank': 8, 'stop rank': 2, 'manager': 4, 'block': 3, 'submitting process': 2, 'corrupt checkpoint': 2,
            'half-written checkpoint': 2, 'full disk': 2}
@@ -85,15 +85,7 @@ class Run:
         return found
 
     def of_kind(self, kind: str) -> list[psutil.Process]:
-        """Sorted by process id, so that a seed picks the same one; of forks, those that were forked from another one."""
-        found = []
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                words = ' '.join(process.cmdline())
-                parent = process.parent()
-                if KINDS[kind] in words and (kind != 'rank' or (parent is not None and KINDS[kind] in ' '.join(parent.cmdline()))):
-                    found.append(process)
-        return sorted(found, key=lambda process: process.pid)
+        return victims(kind, self.processes())
 
     def kill(self) -> None:
         for process in self.processes():

@@ -8,9 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +20,10 @@ from parsl_freetrain.ledger.store import Ledger
 from parsl_freetrain.sites.local import LocalSite
 from tests.support.ledgers import demo_ledger
 from tests.support.training import fit, freetrain
+from tests.support.waiting import wait_until
 
 LONG = 200.0
 CONTROL = re.compile(r'[\x00-\x09\x0b-\x1f\x7f]')
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end
-        threading.Event().wait(0.05)
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -54,9 +46,9 @@ def test_looking_at_a_run_that_trains_and_cancelling_it(tmp_path: Path, capsys: 
     with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), stop_grace_s=1.0) as executor:
         ledger = ['--ledger', str(tmp_path)]
         first = trainer(0.02, trainer_name='first')
-        until(lambda: trains(first))
+        wait_until(lambda: trains(first))
         second = trainer(0.02, trainer_name='second')
-        until(lambda: main(['why', 'second', *ledger]) == 0 and 'second keeps 0 nodes' in capsys.readouterr().out)
+        wait_until(lambda: main(['why', 'second', *ledger]) == 0 and 'second keeps 0 nodes' in capsys.readouterr().out)
 
         seen = said(capsys, 'status', *ledger)
         assert (seen['state'], seen['note'], seen['ended']) == ('running', '', None)
@@ -97,13 +89,13 @@ def test_looking_at_a_run_that_trains_and_cancelling_it(tmp_path: Path, capsys: 
         assert "no trainer 'frist' in this run; it has 'first', 'second'" in capsys.readouterr().err
         [answer] = said(capsys, 'cancel', 'first', *ledger)
         assert answer['trainer'] == 'first' and str(tmp_path / 'checkpoints' / 'first') in answer['answer']
-        until(first.done)
+        wait_until(first.done)
         assert first.cancelled() and first.checkpoint is not None and first.checkpoint.samples > 96
-        until(lambda: trains(second))
+        wait_until(lambda: trains(second))
         assert main(['cancel', 'first', *ledger]) == 2
         assert "Trainer 'first' is cancelled already" in capsys.readouterr().err
         assert [a['trainer'] for a in said(capsys, 'cancel', '--all', *ledger)] == ['second']
-        until(second.done)
+        wait_until(second.done)
     assert executor.ledger_path.is_file()
 
     rest = watched.communicate(timeout=LONG)[0]

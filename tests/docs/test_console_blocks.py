@@ -5,6 +5,7 @@ Not run here are the commands of ``ELSEWHERE``, each with the reason; of these o
 
 from __future__ import annotations
 
+import importlib
 import io
 import re
 import subprocess
@@ -38,6 +39,7 @@ WHOLE_PAGES = {'guides/first-site.md': 'on a real Slurm cluster, by tests/docs/t
 # Commands whose figures are those of another machine or of another time: their words are compared, not their numbers.
 LOOSELY = ('freetrain replay', 'freetrain status', 'freetrain why')
 
+WORKFLOW = 'python -m workflows.'
 COMMANDS = [command for page in pages() for command in commands(page)]
 
 
@@ -49,9 +51,9 @@ HERE = [command for command in COMMANDS if not elsewhere(command)]
 
 
 def text_commands() -> list[Command]:
-    """Lines of plain blocks that call ``freetrain``: shown because they need another machine, and checked as words only."""
+    """Lines of plain blocks that call ``freetrain`` or a workflow: shown because they need another machine, and checked as words only."""
     return [Command(block.page, block.line, line, '') for block in all_blocks('text')
-            for line in re.sub(r'\\\n +', '', block.code).splitlines() if line.startswith('freetrain ')]
+            for line in re.sub(r'\\\n +', '', block.code).splitlines() if line.startswith(('freetrain ', WORKFLOW))]
 
 
 def perform(words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
@@ -83,7 +85,10 @@ def test_commands_do_what_is_shown(command: Command, run_dir: Path, capsys: pyte
         assert as_shown(command.shown, said, loosely=command.text.startswith(LOOSELY)), said
 
 
-@pytest.mark.parametrize('command', [*(c for c in COMMANDS if c.words[0] == 'freetrain'), *text_commands()], ids=str)
+SHOWN = [*COMMANDS, *text_commands()]
+
+
+@pytest.mark.parametrize('command', [c for c in SHOWN if c.words[0] == 'freetrain'], ids=str)
 def test_verbs_and_options_exist(command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of commands that are not run here, too."""
     monkeypatch.setenv('COLUMNS', '400')
@@ -93,6 +98,25 @@ def test_verbs_and_options_exist(command: Command, capsys: pytest.CaptureFixture
     known = set(re.findall(r'--[a-z-]+|(?<= )-[a-z](?= )', capsys.readouterr().out))
     own = command.words[2: command.words.index('--')] if '--' in command.words else command.words[2:]
     assert {word.split('=')[0] for word in own if re.match(r'--?[a-z]', word)} <= known
+
+
+@pytest.mark.parametrize('command', [c for c in SHOWN if c.text.startswith(WORKFLOW)], ids=str)
+def test_options_of_workflows_exist(command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """``[--size small|large] [--out FOLDER]``: the options, and what they take where it is one of some words."""
+    monkeypatch.setenv('COLUMNS', '400')
+    workflow = importlib.import_module(command.words[2])
+    with pytest.raises(SystemExit, match='^0$'):
+        workflow.main(['--help'])
+    said = capsys.readouterr().out
+    shown = command.text.split()[3:]
+    assert shown and all(word.strip('[]') in said.replace('[', ' ').split() for word in shown if word.startswith(('--', '[--')))
+    assert all(word.strip('[]').replace('|', ',') in said for word in shown if '|' in word)
+
+
+def test_commands_are_in_fences() -> None:
+    """One that is only indented is seen by none of these tests."""
+    assert not [f'{name_of(page)}: {line}' for page in pages() for line in page.read_text().splitlines()
+                if re.match(r' {4}(python|freetrain|make) ', line)]
 
 
 def test_what_is_not_run_here_is_shown_somewhere() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -12,17 +11,13 @@ from parsl_freetrain.cli.main import main
 from parsl_freetrain.sites.local import LocalSite
 from tests.support.pages import ROOT, as_shown, commands
 from tests.support.training import fit, freetrain
-
-LIMIT_S = 120.0
+from tests.support.waiting import wait_until
 
 
 def trains(future: TrainingFuture, fragment: int) -> None:
     """Wait until this fragment trains."""
-    end = time.monotonic() + LIMIT_S
     before = future.progress().samples
-    while future.progress().fragments < fragment or future.progress().samples <= before:
-        assert time.monotonic() < end, future.progress()
-        time.sleep(0.02)
+    wait_until(lambda: future.progress().fragments >= fragment and future.progress().samples > before)
 
 
 @pytest.mark.slow

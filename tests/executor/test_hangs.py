@@ -6,7 +6,6 @@ import contextlib
 import math
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,21 +23,15 @@ from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.testing import kill_at, slow_rank, stop_at, with_faults
 from parsl_freetrain.training.context import FragmentContext
-from tests.support.processes import command_line
+from tests.support.processes import Started, command_line, forks, victims
 from tests.support.training import fit, freetrain
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-LONG = 240.0   # seconds; a bound for what takes a few
+LONG = 60.0   # seconds; a bound for what takes a few
 HANG_S = 6.0
 EVER = 100_000   # epochs
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end, what
-        threading.Event().wait(0.02)
 
 
 def fragments(executor: FreeTrainExecutor) -> list[Any]:
@@ -65,8 +58,8 @@ def training(folder: Path, *faults: Any, nodes: int = 2, pause_s: float = 0.03, 
 ], ids=['killed', 'stopped', 'stopped-in-exchange'])
 def test_a_rank_that_dies_or_stops_ends_its_fragment_in_time_and_is_named(tmp_path: Path, faults: list[Any], words: str) -> None:
     with training(tmp_path, *faults) as (executor, future):
-        until(lambda: future.progress().preempted == 1, 'the fragment does not end')
-        until(lambda: len(fragments(executor)) == 2 and future.progress().nodes == 2, 'its nodes are not used again')
+        wait_until(lambda: future.progress().preempted == 1, 'the fragment does not end')
+        wait_until(lambda: len(fragments(executor)) == 2 and future.progress().nodes == 2, 'its nodes are not used again')
         first, second = fragments(executor)[:2]
         assert first.ending == 'preempted'
         assert first.ended_at - first.started_at < HANG_S + 1.0   # it had to come to the fault first
@@ -75,46 +68,55 @@ def test_a_rank_that_dies_or_stops_ends_its_fragment_in_time_and_is_named(tmp_pa
     assert re.search(words, first.error), first.error
 
 
-def of_node(node: str) -> list[psutil.Process]:
+@pytest.fixture
+def started() -> Started:
+    """The processes of this test: the worker of pytest that runs it may keep a warm parent of other tests."""
+    return Started()
+
+
+def of_node(started: Started, node: str) -> list[psutil.Process]:
     """A node's first process, its manager, and what that has started, in this order; ranks and warm parents apart."""
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for process in started.processes():
         with contextlib.suppress(psutil.Error):
             if process.environ().get('FREETRAIN_NODE') == node:
                 found.append(process)
-    return sorted(found, key=lambda process: process.create_time())
+    return found
 
 
-def forks() -> list[psutil.Process]:
-    """Warm parents and ranks."""
-    return [p for p in psutil.Process().children(recursive=True) if 'training.warm_server' in command_line(p)]
+Pick = Callable[[Started, str], psutil.Process]
 
 
-def worker(node: str) -> psutil.Process:
+def worker(started: Started, node: str) -> psutil.Process:
     """The process that runs the node's member: the last that the manager has started."""
-    return [p for p in of_node(node) if 'spawn_main' in command_line(p)][-1]
+    return [p for p in of_node(started, node) if 'spawn_main' in command_line(p)][-1]
 
 
-def manager(node: str) -> psutil.Process:
-    return next(p for p in of_node(node) if 'bin/process_worker_pool.py' in command_line(p))
+def manager(started: Started, node: str) -> psutil.Process:
+    return next(p for p in of_node(started, node) if 'bin/process_worker_pool.py' in command_line(p))
+
+
+def rank(started: Started, node: str) -> psutil.Process:
+    """The newest one, on whichever node it is."""
+    mine = victims('rank', started.processes())
+    return next(p for p in reversed(started.processes()) if p in mine)
 
 
 @pytest.mark.parametrize('victim', [worker, manager])
-def test_a_node_that_is_stopped_is_lost_in_time_and_the_others_go_on(tmp_path: Path, victim: Callable[[str], psutil.Process]) -> None:
+def test_a_node_that_is_stopped_is_lost_in_time_and_the_others_go_on(tmp_path: Path, started: Started, victim: Pick) -> None:
     """SIGSTOP to what runs the node's share: its fragment ends, the good node trains on, and no rank is left on the bad one."""
-    others = {p.pid for p in forks()}   # a warm parent of other tests
     with training(tmp_path, min_nodes=1, nodes=2, heartbeat_period=1) as (executor, future):
-        until(lambda: bool(rows := fragments(executor)) and len(rows[-1].nodes) == 2 and rows[-1].started_at is not None,
-              'it does not start on both nodes')
+        wait_until(lambda: bool(rows := fragments(executor)) and len(rows[-1].nodes) == 2 and rows[-1].started_at is not None,
+                   'it does not start on both nodes')
         running = fragments(executor)[-1].fragment
-        bad = victim('slot01')
-        ranks = {p.pid for p in forks()} - others
+        bad = victim(started, 'slot01')
+        ranks = set(forks(started.processes()))
         bad.suspend()
         stopped_at = time.time()
         if victim is manager:   # which matters when it shall pass on that its ranks have ended
             with contextlib.suppress(psutil.Error):
-                max(forks(), key=lambda p: p.create_time()).kill()
-        until(lambda: len(fragments(executor)) > running, 'the good node is not used again')
+                rank(started, 'slot01').kill()
+        wait_until(lambda: len(fragments(executor)) > running, 'the good node is not used again')
         ended = fragments(executor)[running - 1]
         after = fragments(executor)[running]
         assert ended.ending == 'preempted'
@@ -124,33 +126,33 @@ def test_a_node_that_is_stopped_is_lost_in_time_and_the_others_go_on(tmp_path: P
         why = r'1 of its 2 nodes were lost: \w+ \((no sign of life|its ranks ended, and its Parsl manager|its manager)'
         assert re.search(why, ended.error), ended.error
         since = future.progress().samples
-        until(lambda: future.progress().samples > since + 96, 'it does not go on')
+        wait_until(lambda: future.progress().samples > since + 96, 'it does not go on')
         # A warm parent and a rank for each good node; the bad one's ranks are gone although nobody there could end them.
-        until(lambda: len([p for p in forks() if p.pid in ranks]) <= 2 + 1, 'ranks are left on the bad node')
+        wait_until(lambda: len(ranks.intersection(forks(started.processes()))) <= 2 + 1, 'ranks are left on the bad node')
 
 
 def test_steps_that_take_longer_than_a_hang_are_none(tmp_path: Path) -> None:
     with training(tmp_path, slow_rank(0, 6.0, step=3), hang_s=2.0, epochs=1, pause_s=0.0) as (executor, future):
-        until(lambda: future.progress().samples >= 32, 'no slow step is trained')
+        wait_until(lambda: future.progress().samples >= 32, 'no slow step is trained')
         assert future.progress().fragments == 1
         assert future.progress().preempted == 0
         assert fragments(executor)[0].ended_at is None
 
 
-def as_the_scheduler_does(node: str, number: int) -> None:
+def as_the_scheduler_does(started: Started, node: str, number: int) -> None:
     """A signal to every process of a node; the ranks of this computer are all on it here."""
-    for process in [*of_node(node), *forks()]:
+    for process in [*of_node(started, node), *forks(started.processes())]:
         with contextlib.suppress(psutil.Error):
             process.send_signal(number)
 
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1])
-def test_a_notice_by_signal_costs_no_work(tmp_path: Path, number: int) -> None:
+def test_a_notice_by_signal_costs_no_work(tmp_path: Path, started: Started, number: int) -> None:
     """As a scheduler that preempts: SIGTERM to everything on the node at once. The fragment saves and ends; nothing starts there again."""
     with training(tmp_path, nodes=1, idle_block_s=1.0) as (executor, future):
-        until(lambda: future.progress().samples > 96, 'it does not start')
-        as_the_scheduler_does('slot00', number)
-        until(lambda: future.progress().fragments == 2, 'it does not go on in another block')
+        wait_until(lambda: future.progress().samples > 96, 'it does not start')
+        as_the_scheduler_does(started, 'slot00', number)
+        wait_until(lambda: future.progress().fragments == 2, 'it does not go on in another block')
     first, second = fragments(executor)[:2]
     assert first.ending == 'stopped', first.error
     assert first.samples == first.reached > 96
@@ -159,12 +161,12 @@ def test_a_notice_by_signal_costs_no_work(tmp_path: Path, number: int) -> None:
     assert future.progress().preempted == 0
 
 
-@pytest.mark.parametrize('pick', [worker, lambda node: forks()[-1]], ids=['worker', 'rank'])
-def test_a_signal_to_one_process_is_a_request_to_stop_at_a_boundary(tmp_path: Path, pick: Callable[[str], psutil.Process]) -> None:
+@pytest.mark.parametrize('pick', [worker, rank])
+def test_a_signal_to_one_process_is_a_request_to_stop_at_a_boundary(tmp_path: Path, started: Started, pick: Pick) -> None:
     with training(tmp_path, nodes=1, idle_block_s=1.0) as (executor, future):
-        until(lambda: future.progress().samples > 96, 'it does not start')
-        pick('slot00').terminate()
-        until(lambda: future.progress().fragments == 2, 'it does not end and go on')
+        wait_until(lambda: future.progress().samples > 96, 'it does not start')
+        pick(started, 'slot00').terminate()
+        wait_until(lambda: future.progress().fragments == 2, 'it does not end and go on')
     first = fragments(executor)[0]
     assert (first.ending, first.samples) == ('stopped', first.reached), first.error
 
@@ -198,7 +200,7 @@ def test_an_endless_loop_ends_its_fragment_with_a_sentence(tmp_path: Path) -> No
     trainer = freetrain_app(min_nodes=2, max_nodes=2, total_epochs=1, mode='throughput', scaling={1: 1.0, 2: 1.9})(never_ends)
     with freetrain(tmp_path, LocalSite(nodes=2, poll_s=0.2), stop_grace_s=1.0, step_s=2.0) as executor:
         trainer()
-        until(lambda: any(f.ending for f in fragments(executor)), 'the fragment does not end')
+        wait_until(lambda: any(f.ending for f in fragments(executor)), 'the fragment does not end')
         first = fragments(executor)[0]
     assert first.ending == 'preempted'
     assert 'no training step ended within 2 s: its function is in an endless loop' in first.error

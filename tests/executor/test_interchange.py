@@ -10,11 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -27,6 +26,7 @@ from parsl_freetrain.executor import FreeTrainExecutor, interchange
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.sites.local import LocalSite
 from tests.support.training import freetrain
+from tests.support.waiting import wait_until
 
 LONG_S = 60.0
 
@@ -87,14 +87,6 @@ def send(executor: FreeTrainExecutor, manager: str | None = None, **arguments: s
     return sent
 
 
-def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + LONG_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, 'it did not come about'
-        time.sleep(0.02)
-    return found
-
-
 @contextmanager
 def two_busy_nodes(folder: Path) -> Iterator[tuple[FreeTrainExecutor, list[str], Path, list[Future[str]]]]:
     """Two nodes of one ordinary worker each, which is held up until the file given exists."""
@@ -103,7 +95,7 @@ def two_busy_nodes(folder: Path) -> Iterator[tuple[FreeTrainExecutor, list[str],
     with freetrain(folder, LocalSite(nodes=2, poll_s=0.2), max_workers_per_node=1) as executor:
         held = [send(executor, started=str(folder / f'started{i}'), wait_for=str(release)) for i in range(2)]
         try:
-            until(lambda: len(executor.connected_managers()) == 2 and all((folder / f'started{i}').exists() for i in range(2)))
+            wait_until(lambda: len(executor.connected_managers()) == 2 and all((folder / f'started{i}').exists() for i in range(2)))
             yield executor, [manager['manager'] for manager in executor.connected_managers()], release, held
         finally:
             release.touch()
@@ -120,7 +112,7 @@ def test_pins_hold_and_a_worker_is_kept_for_them(tmp_path: Path) -> None:
 
         # A pinned task that lasts keeps its worker, and one more waits for it instead of going elsewhere.
         pinned = send(executor, managers[0], started=str(release.with_name('pinned')), wait_for=str(release.with_name('pinned-end')))
-        until(release.with_name('pinned').exists)
+        wait_until(release.with_name('pinned').exists)
         behind = send(executor, managers[0])
         assert send(executor, managers[1]).result(LONG_S) == managers[1]
         assert not behind.done()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,17 +15,12 @@ from parsl_freetrain.app import freetrain_app
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.training.context import FragmentContext
-from tests.support.training import fit, freetrain, same_weights
+from parsl_freetrain.training.export import same_weights
+from tests.support.training import fit, freetrain
+from tests.support.waiting import wait_until
 
 LONG = 240.0   # seconds; a bound for what takes a few
 SCALING = {1: 1.0, 2: 1.9}
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end, what
-        threading.Event().wait(0.02)
 
 
 def loads_first(ctx: FragmentContext, go: str) -> None:
@@ -59,7 +53,7 @@ def test_a_rescale_finds_the_next_ranks_ready_and_the_state_in_memory(tmp_path: 
     short = freetrain_app(max_nodes=1, total_epochs=20, scaling=SCALING, shards=2)(loads_first)
     with freetrain(tmp_path, LocalSite(nodes=2, poll_s=0.2), horizon_s=60.0) as executor:
         before = short(str(soon), trainer_name='before')
-        until(lambda: before.progress().samples > 0, 'the first node is not used')
+        wait_until(lambda: before.progress().samples > 0, 'the first node is not used')
         first = long(str(go), trainer_name='long')
 
         def trains_on(nodes: int) -> Callable[[], bool]:
@@ -70,12 +64,12 @@ def test_a_rescale_finds_the_next_ranks_ready_and_the_state_in_memory(tmp_path: 
                 samples.extend([now.samples] * (now.nodes == nodes))
                 return len(samples) > 1 and now.samples > samples[0] and now.nodes == nodes
             return look
-        until(trains_on(1), 'it does not train on the second node')
+        wait_until(trains_on(1), 'it does not train on the second node')
         soon.touch()
         alone = before.result(LONG)
-        until(trains_on(2), 'it does not get the first node')
+        wait_until(trains_on(2), 'it does not get the first node')
         behind = short(str(later), trainer_name='behind')
-        until(trains_on(1), 'it does not go on with one node')
+        wait_until(trains_on(1), 'it does not go on with one node')
         later.touch()
         behind.result(LONG)
         go.touch()

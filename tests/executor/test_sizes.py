@@ -1,10 +1,9 @@
-"""Trainers that run on certain node counts only, in a shape of their own at each, under an executor's caps."""
+"""Trainers that run on certain node counts only, in a shape of their own at each, under an executor's limits."""
 
 from __future__ import annotations
 
-from concurrent.futures import wait
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,9 +11,9 @@ from parsl_freetrain.app import Shape, freetrain_app
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.sites.local import LocalSite
-from parsl_freetrain.sites.schedule import IdleInterval, Schedule
 from parsl_freetrain.training.context import FragmentContext
 from tests.support.training import freetrain
+from tests.support.waiting import wait_until
 
 LONG = 300   # seconds; a bound for what takes a few
 
@@ -44,31 +43,61 @@ def halves(ctx: FragmentContext) -> None:
         model(x * part).mean().backward()
         optimizer.step()
         ctx.report(**{f'on {ctx.nodes} nodes': parts, 'weight': model.weight.mean().item()})
-        time.sleep(0.05 * (ctx.nodes == 1))
+        time.sleep(0.2 * (ctx.nodes == 1))
+
+
+def holds(ctx: FragmentContext, go: str) -> None:
+    """Keeps its nodes until there is a file ``go``."""
+    import time
+
+    import torch
+
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for x in ctx.loop([torch.ones(1)] * 4, batch_size=4):
+        while not Path(go).exists():
+            time.sleep(0.05)
+        model(x).sum().backward()
+        optimizer.step()
 
 
 @pytest.mark.slow
 def test_fragments_have_allowed_counts_and_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two nodes, then four, one of which is kept free; anna may have no more than three, and the trainer runs on one, two or four."""
-    schedule = Schedule([IdleInterval(after_s, 900, node) for after_s, node in ((0, 'a'), (0, 'b'), (3, 'c'), (3, 'd'))])
+    """Of five nodes three may be used, and one more is kept free. Otto has two of the three; when they are his no more, two are used.
+
+    Otto's trainer would take four, but he may have no more than two. The other one runs on one, two or four.
+    """
+    go = tmp_path / 'go'
+    first = freetrain_app(min_nodes=2, max_nodes=4, total_epochs=1, mode='throughput', scaling={2: 4.0, 4: 8.0}, user='otto')(holds)
     trainer = freetrain_app(
-        shapes={1: Shape(), 2: Shape(spatial=(1, 1, 2)), 4: Shape(data=2, spatial=(1, 1, 2))}, mode='throughput', total_samples=2000,
-        scaling={1: 1.0, 4: 4.0}, rescale_up_s=0.1, rescale_down_s=0.1, user='anna')(halves)
-    settings: dict[str, Any] = {'min_rescale_s': 0.5, 'keep_free': 1, 'max_nodes': 4, 'caps': {'user anna': 3}}
-    said = ''
-    with freetrain(tmp_path, LocalSite(nodes=4, schedule=schedule, poll_s=0.2), **settings) as executor:
-        assert executor._planner is not None
-        arrived = executor._planner._controller.settings
-        assert {name: getattr(arrived, name) for name in settings} == settings
+        max_nodes=5, shapes={1: Shape(), 2: Shape(spatial=(1, 1, 2)), 4: Shape(data=2, spatial=(1, 1, 2))}, mode='throughput',
+        total_samples=2000, scaling={1: 1.0, 4: 4.0}, rescale_up_s=0.1, rescale_down_s=0.1, user='anna')(halves)
+    with freetrain(tmp_path, LocalSite(nodes=5, poll_s=0.2), min_rescale_s=0.5, keep_free=1, max_nodes=3,
+                   caps={'user otto': 2}) as executor:
+
+        def why() -> str:
+            status = main(['why', 'halves', '--ledger', str(executor.ledger_path)])
+            said = capsys.readouterr().out
+            return said if status == 0 else ''
+
+        def nodes_here() -> int:
+            with Reader(executor.ledger_path) as ledger:
+                return sum(node.left_at is None for node in ledger.story().nodes)
+        before = first(str(go))
+        wait_until(lambda: before.progress().nodes == 2, 'the first one does not start')
         future = trainer()
-        while not future.done() and 'node (data 1 x spatial 1x1x1 x pipeline 1)' not in said:
-            if main(['why', 'halves', '--ledger', str(executor.ledger_path)]) == 0:
-                said += capsys.readouterr().out
-            wait([future], 0.2)
+        wait_until(lambda: 'halves is running: fragment 1 on 1 node (data 1 x spatial 1x1x1 x pipeline 1)' in why())
+        assert before.progress().nodes == 2
+        assert main(['status', '--json', '--ledger', str(executor.ledger_path)]) == 0
+        assert [t['shape'] for t in json.loads(capsys.readouterr().out)['trainers']] == [None, 'data 1 x spatial 1x1x1 x pipeline 1']
+        wait_until(lambda: nodes_here() == 3 + 1, 'none is kept free')
+        go.touch()
         done = future.result(LONG)
-    assert 'halves is running: fragment 1 on 1 node (data 1 x spatial 1x1x1 x pipeline 1)' in said
     assert done.samples == 2000
     assert abs(done.metrics['weight'] + 0.2) < 1e-4   # each of 200 steps takes off 0.001, whoever worked it out
     assert {name: value for name, value in done.metrics.items() if name.startswith('on')} == {'on 1 nodes': 1, 'on 2 nodes': 2}
     with Reader(executor.ledger_path) as ledger:
-        assert {len(fragment.nodes) for fragment in ledger.story().fragments} == {1, 2}
+        story = ledger.story()
+    assert [len(fragment.nodes) for fragment in story.fragments if fragment.trainer == 'halves'] == [1, 2]
+    [spec] = [trainer.spec for trainer in story.trainers if trainer.name == 'halves']
+    assert (spec['min_nodes'], spec['max_nodes'], spec['sizes'], spec['stated_costs']) == (1, 4, [1, 2, 4], ['up', 'down'])

@@ -17,7 +17,8 @@ from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.summary import summary
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.schedule import IdleInterval, Schedule
-from tests.support.training import fit, freetrain, same_weights
+from parsl_freetrain.training.export import same_weights
+from tests.support.training import fit, freetrain
 
 SCALING = {1: 1.0, 2: 1.9, 4: 3.5}
 LONG = 300   # seconds; a bound for what takes a few

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted((Path(__file__).parent / 'endpoint').glob('test_*.py'))
+ENDPOINT = Path(__file__).parent / 'endpoint'
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-@pytest.mark.parametrize('file', FILES, ids=lambda path: path.stem)
-def test_globus_compute(file: Path, globus_python: Path, tmp_path: Path) -> None:
+def test_globus_compute(globus_python: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        [globus_python, '-m', 'pytest', '-q', '-o', f'cache_dir={tmp_path / "cache"}', f'--basetemp={tmp_path / "inner"}', str(file)],
+        [globus_python, '-m', 'pytest', '-q', '-o', f'cache_dir={tmp_path / "cache"}', f'--basetemp={tmp_path / "inner"}', str(ENDPOINT)],
         cwd=ROOT, env={**os.environ, 'PATH': f'{globus_python.parent}:{os.environ["PATH"]}'}, stdin=subprocess.DEVNULL,
         capture_output=True, text=True, timeout=1100, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]

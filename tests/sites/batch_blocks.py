@@ -10,7 +10,7 @@ from parsl.jobs.states import JobStatus
 from parsl_freetrain.core.words import BlockRequest, Hole
 from parsl_freetrain.sites.batch.site import BatchSite
 from parsl_freetrain.sites.provider import BackfillProvider
-from tests.sites.waiting import wait_until
+from tests.support.waiting import wait_until
 
 # In seconds.
 QUICK: dict[str, Any] = {'poll_s': 0.3, 'submit_every_s': 0.0, 'start_s': 2.0, 'margin_s': 2.0, 'ending_s': 2.0, 'shortest_s': 2.0}

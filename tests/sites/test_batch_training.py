@@ -17,28 +17,30 @@ from parsl_freetrain.sites.cobalt import CobaltSite
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.pbspro import PbsSite
 from parsl_freetrain.sites.protocols import Site
+from parsl_freetrain.training.export import same_weights
 from tests.sites.batch_blocks import QUICK
 from tests.support.batch_tests import Rehearsal
-from tests.support.training import freetrain, same_weights
+from tests.support.training import freetrain
 from workflows.digits import NETWORKS, SCALING, SHARDS, digits
 from workflows.digits_models import train_digits
 
 LONG = 240      # seconds; a bound for what takes some tens
-EPOCHS = 14
+EPOCHS = 5
+STEP_S = 0.03   # each of a batch's four turns waits so long: blocks have to be taken away before the end
 
 
 def train(folder: Path, site: Site, max_nodes: int, disturb: Callable[[dict[str, TrainingFuture]], None],
-          **settings: Any) -> list[Checkpoint]:
+          step_s: float = STEP_S, **settings: Any) -> list[Checkpoint]:
     trainer = freetrain_app(min_nodes=1, max_nodes=max_nodes, total_epochs=EPOCHS, scaling=SCALING, rescale_up_s=1.0, rescale_down_s=1.0,
                             shards=SHARDS, checkpoint_every_s=1.0)(train_digits)
     data = digits()
     with freetrain(folder, site, metric='speedup', address='127.0.0.1', **settings):
-        futures: dict[str, TrainingFuture] = {name: trainer(name, *data, trainer_name=name) for name in NETWORKS}
+        futures: dict[str, TrainingFuture] = {name: trainer(name, *data, step_s=step_s, trainer_name=name) for name in NETWORKS}
         disturb(futures)
         return [future.result(LONG) for future in futures.values()]
 
 
-def further(futures: dict[str, TrainingFuture], samples: int = 1437) -> None:
+def further(futures: dict[str, TrainingFuture], samples: int = 480) -> None:
     """Wait until some trainer that is not done got on by so many samples."""
     before = {name: future.progress().samples for name, future in futures.items()}
     end = time.monotonic() + LONG
@@ -49,7 +51,7 @@ def further(futures: dict[str, TrainingFuture], samples: int = 1437) -> None:
 
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Checkpoint]:
-    return train(tmp_path_factory.mktemp('undisturbed'), LocalSite(len(NETWORKS), poll_s=0.25), 1, lambda _: None)
+    return train(tmp_path_factory.mktemp('undisturbed'), LocalSite(len(NETWORKS), poll_s=0.25), 1, lambda _: None, step_s=0.0)
 
 
 def judge(folder: Path, found: list[Checkpoint], undisturbed: list[Checkpoint]) -> None:

@@ -26,7 +26,8 @@ from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.schedule import IdleInterval, Schedule
 from parsl_freetrain.sites.slot_provider import SlotProvider
-from tests.sites.waiting import alive, wait_until
+from tests.support.processes import alive
+from tests.support.waiting import wait_until
 
 # A node that runs on: itself, a child in its group, and one that has left for a session of its own.
 # Each writes its process id; SIGTERM does not end them.

@@ -14,7 +14,7 @@ from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.schedule import IdleInterval, Schedule
 from parsl_freetrain.sites.slot_provider import SlotProvider
-from tests.sites.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 class Moody(SlotProvider):

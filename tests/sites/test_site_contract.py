@@ -17,7 +17,7 @@ from parsl_freetrain.sites.pbspro import PbsSite
 from parsl_freetrain.sites.protocols import Site
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.slurm import SlurmSite
-from tests.sites.waiting import wait_until
+from tests.support.waiting import wait_until
 
 QUICK: dict[str, Any] = {'poll_s': 0.4, 'submit_every_s': 0.0, 'start_s': 2.0, 'margin_s': 2.0, 'ending_s': 2.0}
 # Each gives a site with at least two idle nodes.

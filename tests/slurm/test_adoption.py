@@ -17,8 +17,9 @@ import pytest
 from parsl_freetrain.app import freetrain_app
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.training.export import same_weights
 from tests.support.slurm import Cluster
-from tests.support.training import fit, freetrain, same_weights
+from tests.support.training import fit, freetrain
 
 pytestmark = pytest.mark.slurm
 

@@ -27,7 +27,7 @@ PREEMPTIBLE: dict[str, Any] = {**QUICK, 'partition': 'scavenger', 'mode': 'preem
 def outcomes(slurm_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """Each mix twice without FreeTrain, to see what the scheduler does by itself, and once with it; all at the same time."""
     folder = tmp_path_factory.mktemp('delay')
-    planned, unforeseen = known(396, NODES, 4, 3), arriving(8, NODES, 9, 150.0, 30.0)
+    planned, unforeseen = known(730, NODES, 3, 2), arriving(8, NODES, 9, 150.0, 30.0)
     assert max(job.nodes for job in planned) == max(job.nodes for job in unforeseen) == NODES
     return side_by_side({
         'known-alone-1': (planned, None), 'known-alone-2': (planned, None), 'known-filled': (planned, BETWEEN),

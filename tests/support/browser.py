@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.slurm import alone
+from tests.support.alone import alone
 
 # Debian's name first; where there is none of them, that one is installed.
 PROGRAMS = ('chromium-headless-shell', 'chromium', 'chromium-browser', 'google-chrome')

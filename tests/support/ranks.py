@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
+from parsl_freetrain.training.context import FragmentContext
 from parsl_freetrain.training.fragment import FragmentOrder, RankPlace
 from parsl_freetrain.training.warm import RankProcess, WarmParent
 
@@ -53,8 +59,9 @@ class Ranks:
 
     def __init__(self, parent: WarmParent | Sequence[WarmParent], ordered: FragmentOrder, world_size: int, folder: Path,
                  function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        # As from a notebook: the ranks cannot import what a test defines.
-        cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
+        # As from a notebook: the ranks cannot import what a test defines, nor what is defined here.
+        for name in (function.__module__, __name__):
+            cloudpickle.register_pickle_by_value(sys.modules[name])
         payload = cloudpickle.dumps((function, args, kwargs))
         folder.mkdir(parents=True, exist_ok=True)
         self.launched_at = time.time()
@@ -104,3 +111,23 @@ def ranks(parent: WarmParent | Sequence[WarmParent], ordered: FragmentOrder, wor
         yield started
     finally:
         started.close()
+
+
+@contextmanager
+def warm_parent(folder: Path, *options: str) -> Iterator[WarmParent]:
+    """A warm parent that has torch imported, with its log in ``folder``; ended on the way out."""
+    parent = WarmParent.start(f'tests-{secrets.token_hex(8)}', os.getpid(), str(folder / 'warm.log'), *options)
+    try:
+        parent.wait_ready(120)
+        yield parent
+    finally:
+        parent.stop()
+
+
+def finish(ctx: FragmentContext) -> None:
+    """What a fragment has to do to end well; for functions of ranks that have something else to show."""
+    model = nn.Linear(1, 1)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for (x,) in ctx.loop(TensorDataset(torch.ones(4, 1)), 4):
+        model(x).sum().backward()
+        optimizer.step()

@@ -5,7 +5,6 @@ It is started for the first test that needs it and stopped after the last. Every
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import signal
@@ -17,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.support.alone import alone
 
 PROGRAM = Path(__file__).with_name('slurm-cluster')
 NODES = 4
@@ -111,14 +112,6 @@ class Cluster:
             return not self.run('squeue', '--noheader', '--all').split() and self.idle_nodes() == NODES
 
         self.wait(empty)
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """One after the other on a machine: apt-get, and whoever looks for free ports."""
-    with Path(tempfile.gettempdir(), f'ft-slurm-up-{os.getuid()}.lock').open('w') as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 @contextmanager

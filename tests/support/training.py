@@ -46,12 +46,6 @@ def weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return load_weights(checkpoint)
 
 
-def same_weights(one: Checkpoint, other: Checkpoint) -> bool:
-    """Whether two checkpoints hold bit for bit the same model."""
-    first, second = weights(one), weights(other)
-    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
-
-
 @contextmanager
 def freetrain(folder: Path, site: Site, *, retries: int = 0, **settings: Any) -> Iterator[FreeTrainExecutor]:
     """A loaded Parsl configuration with one FreeTrainExecutor on ``site``, its files in ``folder``."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,8 +27,10 @@ from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.summary import summary
 from parsl_freetrain.remote import FreeTrainClient
 from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.training.export import same_weights
 from tests.globus.endpoint.cloud import OfflineExecutor, to_engine
-from tests.support.training import fit, freetrain, same_weights
+from tests.support.training import fit, freetrain
+from tests.support.waiting import wait_until
 
 SCALING = {1: 1.0, 2: 1.9, 4: 3.5}
 LONG = 300   # seconds; a bound for what takes a few
@@ -49,13 +50,6 @@ def endpoint(folder: Path, **settings: Any) -> Iterator[OfflineExecutor]:
         engine.shutdown()
 
 
-def wait(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def trainer(**settings: Any) -> FreeTrainApp:
     return freetrain_app(**{'max_nodes': 1, 'total_epochs': 2, 'scaling': SCALING, **settings})(fit)
 
@@ -64,7 +58,7 @@ def test_a_trainer_is_preempted_and_finishes_with_the_same_weights(tmp_path: Pat
     settings = {'total_epochs': 20, 'checkpoint_every_s': 0.5, 'shards': 4, 'rescale_up_s': 0.1, 'rescale_down_s': 0.1}
     with endpoint(tmp_path / 'far') as sdk, FreeTrainClient(executor=sdk) as remote:
         training = remote.submit(trainer(max_nodes=2, **settings), pause_s=0.02)
-        wait(lambda: training.progress().samples > 200)
+        wait_until(lambda: training.progress().samples > 200)
         assert training.running()
         for job in sdk.engine.executor.blocks_to_job_id.values():
             os.kill(int(job), signal.SIGKILL)
@@ -113,17 +107,17 @@ def test_what_goes_wrong_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_laptop_that_slept_finds_its_training_again_and_cancels_it(tmp_path: Path) -> None:
     with endpoint(tmp_path) as sdk, FreeTrainClient(executor=sdk, first_backoff_s=0.1) as remote, FreeTrainClient(executor=sdk) as other:
         training = remote.submit(trainer(total_epochs=1000), pause_s=0.02)
-        wait(lambda: training.progress().samples > 100)
+        wait_until(lambda: training.progress().samples > 100)
         with pytest.raises(BadInput, match='is running at this endpoint already, from another submission'):
             other.submit(trainer(total_epochs=1000)).result(LONG)
         with pytest.raises(BadInput, match='followed by this client already'):
             remote.submit(trainer(total_epochs=1000))
         sdk.away = True
         sdk.lose_all()
-        wait(lambda: training.state == 'unreachable' and training.tries >= 2)
+        wait_until(lambda: training.state == 'unreachable' and training.tries >= 2)
         assert training.progress().samples > 100     # what was known last
         sdk.away = False
-        wait(lambda: training.progress().nodes == 1 and training.running())
+        wait_until(lambda: training.progress().nodes == 1 and training.running())
         assert training.progress().fragments == 1    # it trained on all the time, and only once
         assert other.attach('fit').cancel()
         with pytest.raises(CancelledError):

@@ -16,9 +16,11 @@ import pytest
 from parsl_freetrain.executor.globus_registration import FOLDER
 from parsl_freetrain.remote import FreeTrainClient
 from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.training.export import same_weights
 from tests.globus.endpoint.cloud import EndpointProcess, OfflineExecutor
-from tests.globus.endpoint.test_engine import LONG, trainer, wait
-from tests.support.training import freetrain, same_weights
+from tests.globus.endpoint.test_engine import LONG, trainer
+from tests.support.training import freetrain
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +42,7 @@ def test_an_endpoint_that_is_killed_and_started_anew_goes_on(tmp_path: Path, sho
     try:
         with FreeTrainClient(executor=OfflineExecutor(endpoint.deliver), look_every_s=0.5, first_backoff_s=0.1) as remote:
             training = remote.submit(trainer(**settings), pause_s=0.02)
-            wait(lambda: training.checkpoint is not None and training.progress().samples > training.checkpoint.samples > 0)
+            wait_until(lambda: training.checkpoint is not None and training.progress().samples > training.checkpoint.samples > 0)
             endpoint.kill()
             begun = training.checkpoint
             assert begun is not None

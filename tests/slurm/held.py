@@ -1,0 +1,39 @@
+"""The demonstration, held up until a test has done all it wants: ``python -m tests.slurm.held FILE [options of workflows.digits]``.
+
+Steps take long until there is FILE, and longer in the second half, so that the training cannot end before.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from parsl_freetrain.training.context import FragmentContext
+from workflows import digits
+from workflows.digits_models import train_digits
+
+PAUSE_S = 0.5
+
+
+def main(go: str, *arguments: str) -> int:
+    options = digits.parse(arguments)
+    half = options.epochs * len(digits.digits()[0]) / 2
+
+    def held_up(ctx: FragmentContext, *data: Any, **settings: Any) -> None:
+        class Held:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(ctx, name)
+
+            def report(self, **numbers: float) -> None:
+                ctx.report(**numbers)
+                if not Path(go).exists():
+                    time.sleep(PAUSE_S if ctx.samples < half else 2 * PAUSE_S)
+        train_digits(Held(), *data, **settings)  # type: ignore[arg-type]
+    setattr(digits, 'train_digits', held_up)  # noqa: B010 mypy allows no assignment to what a module imports
+    return digits.main(arguments)
+
+
+if __name__ == '__main__':
+    sys.exit(main(*sys.argv[1:]))
