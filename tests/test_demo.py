@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from workflows.digits import main
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -63,10 +65,10 @@ def test_a_schedule_that_ends_too_early_ends_it_with_a_sentence(tmp_path: Path) 
     (['--resume', 'require'], "resume is 'require'"),
     (['--out', '/proc/nothing'], 'cannot be made'),
 ])
-def test_bad_input_is_one_sentence_and_status_2(tmp_path: Path, arguments: list[str], words: str) -> None:
+def test_bad_input_is_one_sentence_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str],
+                                                words: str) -> None:
     (tmp_path / 'overlap.csv').write_text('start_s,end_s,node\n0,10,a\n5,20,a\n')
     arguments = [str(tmp_path / a) if a.endswith('.csv') else a for a in arguments]
-    done = digits('--out', str(tmp_path / 'out'), *arguments)
-    assert done.returncode == 2
-    [sentence] = done.stderr.strip().splitlines()
+    assert main(['--out', str(tmp_path / 'out'), *arguments]) == 2
+    [sentence] = capsys.readouterr().err.strip().splitlines()
     assert re.search(words, sentence), sentence

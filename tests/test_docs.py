@@ -68,6 +68,7 @@ def test_every_room_is_named(page: str) -> None:
     assert not {room for room in rooms if f'`{room}/`' not in text}
 
 
+@pytest.mark.slow
 def test_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, '-m', 'sphinx', '-W', '--keep-going', '-q', '-b', 'html', '-d', str(tmp_path / 'trees'),
                            str(ROOT / 'docs'), str(tmp_path / 'html')], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)

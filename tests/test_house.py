@@ -41,6 +41,7 @@ def test_ruff() -> None:
     run('ruff', 'check', '.')
 
 
+@pytest.mark.slow
 def test_mypy_strict() -> None:
     run('mypy', '--strict', *SOURCES)
 

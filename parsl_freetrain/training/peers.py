@@ -112,6 +112,7 @@ class Gang:
         self.rank = place.rank
         self.world_size = place.world_size
         self._store = store
+        self._open: list[dist.Work] = []
         backend = self._agree_on_backend(gpu)
         self._gathers_on_cpu = backend == GLOO   # which adds up and broadcasts what is on GPUs, and does nothing else with it
         with _as_peer_loss():
@@ -149,6 +150,7 @@ class Gang:
         shared = torch.tensor(numbers, dtype=torch.int64, device='cpu')
         with _as_peer_loss():
             work = dist.all_reduce(shared, op=dist.ReduceOp.MAX, async_op=True)
+        self._open = [other for other in (*self._open, work) if other is not None and not other.is_completed()]
 
         def wait() -> tuple[int, ...]:
             with _as_peer_loss():
@@ -176,6 +178,8 @@ class Gang:
 
     def leave(self) -> bool:
         try:
+            for work in self._open:   # an answer that nobody waited for; NCCL's barrier would not either
+                work.wait()
             dist.barrier()
         except RuntimeError:
             return False

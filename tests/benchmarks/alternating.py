@@ -82,6 +82,7 @@ def _peers() -> Peers:
         return Alone()
     gang = Gang.__new__(Gang)   # the process group is torchrun's
     gang.rank, gang.world_size, gang._gathers_on_cpu = dist.get_rank(), dist.get_world_size(), True
+    gang._open = []
     gang._store = dist.distributed_c10d._get_default_store()
     return gang
 

@@ -50,6 +50,7 @@ def test_two_trainers_finish_and_their_checkpoints_feed_an_ordinary_app(tmp_path
     assert seconds['offered'] == pytest.approx(sum(v for k, v in seconds.items() if k != 'offered'))
 
 
+@pytest.mark.slow
 def test_kills_and_rescales_do_not_change_the_result(tmp_path: Path) -> None:
     """Nodes come one after the other and are killed; the weights are those of a run on one node."""
     killed = Schedule([IdleInterval(0, 20, 'a'), IdleInterval(10, 900, 'b'), IdleInterval(26, 900, 'c')])
