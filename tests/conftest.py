@@ -51,12 +51,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ['MPLCONFIGDIR'] = str(config.cache.mkdir('matplotlib')) if config.cache is not None else ''
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Whole files are given to whoever is free: one that takes minutes must not be the last.
-    slow = {item.path for item in items if item.get_closest_marker('slow')}
-    items.sort(key=lambda item: item.path not in slow)
-
-
 @pytest.fixture(scope='session', autouse=True)
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """An empty home folder for the whole session."""
