@@ -31,17 +31,20 @@ class PinningInterchange(Interchange):
     def process_tasks_to_send(self, interesting_managers: set[bytes], monitoring_radio: Any) -> None:
         if os.getppid() != self._owner:
             os._exit(1)  # nobody is left to work for; a normal exit would wait for the authentication thread
-        for entry in [e for e in self.pending_task_queue if PIN in e[-1]['context'].get('resource_spec', {})]:
-            self._send_pinned(entry)
+        pinned = [e for e in self.pending_task_queue if PIN in e[-1]['context'].get('resource_spec', {})]
+        for entry in pinned:
+            self.pending_task_queue.remove(entry)   # or Parsl would give those that wait to any manager that is free
+        waiting = [entry for entry in pinned if not self._send_pinned(entry[-1])]
         reserving = [m for i, m in self._ready_managers.items() if not self._pinned.get(i, set()) & set(m['tasks'])]
         for manager in reserving:
             manager['max_capacity'] -= 1
         super().process_tasks_to_send(interesting_managers, monitoring_radio)
         for manager in reserving:
             manager['max_capacity'] += 1
+        self.pending_task_queue.update(waiting)
 
-    def _send_pinned(self, entry: Any) -> None:
-        task = entry[-1]
+    def _send_pinned(self, task: Any) -> bool:
+        """Whether the task has gone, to its manager or as one that failed."""
         manager_id = task['context']['resource_spec'][PIN].encode()
         manager = self._ready_managers.get(manager_id)
         if manager is None:
@@ -54,8 +57,8 @@ class PinningInterchange(Interchange):
             manager['idle_since'] = None
             self._pinned[manager_id] = self._pinned.get(manager_id, set()) & set(manager['tasks']) | {task['task_id']}
         else:
-            return
-        self.pending_task_queue.remove(entry)
+            return False
+        return True
 
 
 if __name__ == '__main__':

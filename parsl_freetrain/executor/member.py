@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
+import multiprocessing
 import os
 import platform
 import secrets
@@ -144,11 +145,20 @@ def node_name() -> str:
     return os.environ.get('FREETRAIN_NODE') or platform.node()
 
 
+def manager_pid() -> int:
+    """The process id of the manager that started this worker.
+
+    Once the manager has been killed, ``os.getppid()`` is that of a process that never ends, and so would be a warm parent that it owned.
+    """
+    parent = multiprocessing.parent_process()
+    return os.getppid() if parent is None or parent.pid is None else parent.pid
+
+
 def warm_parent(log_dir: str, template: str | None = None) -> WarmParent:
     """This node's warm parent, started if need be; it lives as long as the node's manager."""
     node = os.environ['PARSL_WORKER_POOL_ID']
     Path(log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
-    return WarmParent.start(node, os.getppid(), str(Path(log_dir) / f'warm-{node}.log'), template)
+    return WarmParent.start(node, manager_pid(), str(Path(log_dir) / f'warm-{node}.log'), template)
 
 
 def start_template(log_dir: str) -> WarmParent:
@@ -162,7 +172,7 @@ class Member:
 
     def __init__(self, order: MemberOrder) -> None:
         self._order = order
-        self._manager = os.getppid()
+        self._manager = manager_pid()
         self._ranks: dict[int, RankProcess] = {}
         self._watches: dict[int, StopWatch] = {}
         self._warm: tuple[int, StopWatch] | None = None

@@ -74,8 +74,8 @@ def where(started: str | None = None, wait_for: str | None = None) -> str:
     import time
 
     if started:
-        with open(started, 'w'):
-            pass
+        with open(started, 'w') as file:
+            file.write(os.environ['PARSL_WORKER_POOL_ID'] + '\n')
     while wait_for and not os.path.exists(wait_for):
         time.sleep(0.02)
     return os.environ['PARSL_WORKER_POOL_ID']
@@ -88,33 +88,38 @@ def send(executor: FreeTrainExecutor, manager: str | None = None, **arguments: s
 
 
 @contextmanager
-def two_busy_nodes(folder: Path) -> Iterator[tuple[FreeTrainExecutor, list[str], Path, list[Future[str]]]]:
-    """Two nodes of one ordinary worker each, which is held up until the file given exists."""
+def two_busy_nodes(folder: Path) -> Iterator[tuple[FreeTrainExecutor, dict[str, Path], list[Future[str]]]]:
+    """Two nodes of one ordinary worker each, which is held up until the file exists that is given beside its manager."""
     folder.mkdir(exist_ok=True)
-    release = folder / 'release'
+    releases = [folder / f'release{i}' for i in range(2)]
     with freetrain(folder, LocalSite(nodes=2, poll_s=0.2), max_workers_per_node=1) as executor:
-        held = [send(executor, started=str(folder / f'started{i}'), wait_for=str(release)) for i in range(2)]
+        held = [send(executor, started=str(folder / f'started{i}'), wait_for=str(releases[i])) for i in range(2)]
         try:
-            wait_until(lambda: len(executor.connected_managers()) == 2 and all((folder / f'started{i}').exists() for i in range(2)))
-            yield executor, [manager['manager'] for manager in executor.connected_managers()], release, held
+            started = [folder / f'started{i}' for i in range(2)]
+            wait_until(lambda: all(file.exists() and file.read_text().endswith('\n') for file in started))
+            on = [file.read_text().strip() for file in started]
+            assert set(on) == {manager['manager'] for manager in executor.connected_managers()}
+            yield executor, dict(zip(on, releases, strict=True)), held
         finally:
-            release.touch()
+            for release in releases:
+                release.touch()
 
 
 def test_pins_hold_and_a_worker_is_kept_for_them(tmp_path: Path) -> None:
-    with two_busy_nodes(tmp_path) as (executor, managers, release, held):
+    with two_busy_nodes(tmp_path) as (executor, releases, held):
+        first, second = releases
         # Every ordinary worker is busy, and more ordinary work is waiting: pinned work runs nevertheless, and where it should.
         waiting = [send(executor) for _ in range(4)]
         for _ in range(3):
-            for manager in managers:
+            for manager in releases:
                 assert send(executor, manager).result(LONG_S) == manager
         assert not any(future.done() for future in (*held, *waiting))
 
         # A pinned task that lasts keeps its worker, and one more waits for it instead of going elsewhere.
-        pinned = send(executor, managers[0], started=str(release.with_name('pinned')), wait_for=str(release.with_name('pinned-end')))
-        wait_until(release.with_name('pinned').exists)
-        behind = send(executor, managers[0])
-        assert send(executor, managers[1]).result(LONG_S) == managers[1]
+        pinned = send(executor, first, started=str(tmp_path / 'pinned'), wait_for=str(tmp_path / 'pinned-end'))
+        wait_until((tmp_path / 'pinned').exists)
+        behind = send(executor, first)
+        assert send(executor, second).result(LONG_S) == second
         assert not behind.done()
 
         begun = time.monotonic()
@@ -122,11 +127,14 @@ def test_pins_hold_and_a_worker_is_kept_for_them(tmp_path: Path) -> None:
             send(executor, 'nobody').result(LONG_S)
         assert time.monotonic() - begun < executor.heartbeat_threshold / 2   # it did not take a missed heartbeat to find out
 
-        release.touch()
-        assert {future.result(LONG_S) for future in (*held, *waiting)} <= set(managers)
-        assert {future.result(LONG_S) for future in held} == set(managers)
-        release.with_name('pinned-end').touch()
-        assert pinned.result(LONG_S) == behind.result(LONG_S) == managers[0]
+        # Also where the other node has nothing else to do.
+        releases[second].touch()
+        assert {future.result(LONG_S) for future in (*waiting, send(executor), send(executor))} == {second}
+        assert not behind.done()
+        (tmp_path / 'pinned-end').touch()
+        assert pinned.result(LONG_S) == behind.result(LONG_S) == first
+        releases[first].touch()
+        assert {future.result(LONG_S) for future in held} == {first, second}
 
 
 ORPHAN = """
