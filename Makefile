@@ -39,18 +39,9 @@ $(INSTALLED): pyproject.toml .ci/constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/python -m workflows.digits $(DEMO_ARGS)
 
-# Most tests wait more than they compute: three at a time. Those on a Slurm cluster run beside the others, and are shown after them.
+# Most tests wait more than they compute, hence more of them at a time than there are processors.
 test: $(INSTALLED)
-ifeq ($(strip $(TEST_ARGS)),)
-	@$(BIN)/python -m pytest -m slurm -n 2 --dist loadfile > $(VENV)/slurm-tests.log 2>&1 & slurm=$$!; \
-	trap 'wait $$slurm' INT; trap 'kill -INT $$slurm; wait $$slurm' TERM; \
-	$(BIN)/python -m pytest -m 'not slurm' -n 3 --dist loadfile; others=$$?; \
-	wait $$slurm; slurm=$$?; echo 'On a Slurm cluster:'; cat $(VENV)/slurm-tests.log; \
-	if [ $$others -ne 0 ]; then echo 'Tests without a cluster failed: their summary is above "On a Slurm cluster".'; fi; \
-	exit $$(( others ? others : slurm ))
-else
-	$(BIN)/python -m pytest $(TEST_ARGS)
-endif
+	$(BIN)/python -m pytest $(or $(strip $(TEST_ARGS)),-n 5 --dist loadfile --durations=10)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

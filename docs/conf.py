@@ -37,21 +37,36 @@ html_show_sourcelink = False
 
 
 def draw_zero_delay(app: Any, error: Exception | None) -> None:
-    """The picture of docs/slurm.md, from what was measured: the cluster itself is not needed for it."""
+    """The picture of docs/slurm.md, from what was measured: the cluster itself is not needed for
+    it.
+    """
     if error is None and app.builder.format == 'html':
         sys.path.insert(0, str(Path(__file__).resolve().parent))
         from zero_delay import draw
 
-        draw(json.loads(Path(__file__).with_name('zero-delay.json').read_text()), Path(app.outdir) / '_static' / 'zero-delay.png')
+        draw(
+            json.loads(Path(__file__).with_name('zero-delay.json').read_text()),
+            Path(app.outdir) / '_static' / 'zero-delay.png',
+        )
 
 
 def draw_workloads(app: Any, error: Exception | None) -> None:
-    """The pictures of docs/cosmoflow.md, docs/unet3d.md, docs/chimera.md and docs/ffn.md, from what a run of each has found."""
+    """The pictures of docs/cosmoflow.md, docs/unet3d.md, docs/chimera.md and docs/ffn.md, from what
+    a run of each has found.
+    """
     if error is None and app.builder.format == 'html':
         from workflows import chimera_gpt, cosmoflow, ffn, unet3d
 
-        for workflow, name in ((cosmoflow, 'cosmoflow'), (unet3d, 'unet3d'), (chimera_gpt, 'chimera_gpt'), (ffn, 'ffn')):
-            workflow.draw(json.loads(Path(__file__).with_name(f'{name}.json').read_text()), Path(app.outdir) / '_static' / f'{name}.png')
+        for workflow, name in (
+            (cosmoflow, 'cosmoflow'),
+            (unet3d, 'unet3d'),
+            (chimera_gpt, 'chimera_gpt'),
+            (ffn, 'ffn'),
+        ):
+            workflow.draw(
+                json.loads(Path(__file__).with_name(f'{name}.json').read_text()),
+                Path(app.outdir) / '_static' / f'{name}.png',
+            )
 
 
 def draw_pipelines(app: Any, error: Exception | None) -> None:

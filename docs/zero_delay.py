@@ -1,4 +1,6 @@
-"""Draws two runs of the same jobs, one above the other: ``python docs/zero_delay.py FILE.json PICTURE.png``."""
+"""Draws two runs of the same jobs, one above the other: ``python docs/zero_delay.py FILE.json
+PICTURE.png``.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,33 @@ import matplotlib
 matplotlib.use('Agg')
 from matplotlib import pyplot
 
-TITLES = {'known': 'between jobs that the scheduler knows', 'arriving': 'preemptible, jobs come unforeseen'}
+TITLES = {
+    'known': 'between jobs that the scheduler knows',
+    'arriving': 'preemptible, jobs come unforeseen',
+}
 
 
 def draw(found: dict[str, Any], picture: Path) -> None:
-    """Ordinary jobs in grey with their numbers, blocks in light blue, what was trained in dark blue."""
-    figure, axes = pyplot.subplots(2 * len(found), 1, figsize=(9, 3.4 * len(found)), layout='constrained')
+    """Ordinary jobs in grey with their numbers, blocks in light blue, what was trained in dark
+    blue.
+    """
+    figure, axes = pyplot.subplots(
+        2 * len(found), 1, figsize=(9, 3.4 * len(found)), layout='constrained'
+    )
     for row, (mix, said) in enumerate(found.items()):
         end = max(job['end_s'] for kind in ('alone', 'filled') for job in said[kind]['ordinary'])
         for place, kind in enumerate(('alone', 'filled')):
             axis = axes[2 * row + place]
             nodes(axis, said[kind], end)
-            axis.set_title(f'{TITLES[mix]}: ' + ('without FreeTrain' if kind == 'alone' else
-                           f'with it, {100 * said["share"]:.0f} % of the idle node-seconds trained'), fontsize=9)
+            axis.set_title(
+                f'{TITLES[mix]}: '
+                + (
+                    'without FreeTrain'
+                    if kind == 'alone'
+                    else f'with it, {100 * said["share"]:.0f} % of the idle node-seconds trained'
+                ),
+                fontsize=9,
+            )
     axes[-1].set_xlabel('seconds since the first submission')
     figure.savefig(picture, dpi=110)
     pyplot.close(figure)
@@ -34,14 +50,36 @@ def nodes(axis: Any, outcome: dict[str, Any], end: float) -> None:
     names = [f'node{number:02d}' for number in range(1, outcome['nodes'] + 1)]
     for block in outcome['blocks']:
         for name in block['names']:
-            axis.barh(names.index(name), block['end_s'] - block['start_s'], left=block['start_s'], color='#a6c8e4', height=0.8)
+            axis.barh(
+                names.index(name),
+                block['end_s'] - block['start_s'],
+                left=block['start_s'],
+                color='#a6c8e4',
+                height=0.8,
+            )
     for name, start, stop in outcome['trained']:
         axis.barh(names.index(name), stop - start, left=start, color='#2166ac', height=0.5)
     for number, job in enumerate(outcome['ordinary'], 1):
         for name in job['names']:
-            axis.barh(names.index(name), job['end_s'] - job['start_s'], left=job['start_s'], color='#b0b0b0', edgecolor='white', height=0.9)
-            axis.text((job['start_s'] + job['end_s']) / 2, names.index(name), str(number), ha='center', va='center', fontsize=8)
-    axis.set(xlim=(0, end), ylim=(len(names) - 0.4, -0.6), yticks=range(len(names)), yticklabels=names)
+            axis.barh(
+                names.index(name),
+                job['end_s'] - job['start_s'],
+                left=job['start_s'],
+                color='#b0b0b0',
+                edgecolor='white',
+                height=0.9,
+            )
+            axis.text(
+                (job['start_s'] + job['end_s']) / 2,
+                names.index(name),
+                str(number),
+                ha='center',
+                va='center',
+                fontsize=8,
+            )
+    axis.set(
+        xlim=(0, end), ylim=(len(names) - 0.4, -0.6), yticks=range(len(names)), yticklabels=names
+    )
 
 
 if __name__ == '__main__':

@@ -1,7 +1,107 @@
 """Train neural networks with Parsl on the nodes that supercomputers leave idle.
 
-Users import :func:`parsl_freetrain.app.freetrain_app` and
-:class:`parsl_freetrain.executor.FreeTrainExecutor`; everything else is found from there.
+Everything that users need is imported from here. Each name is loaded when it is first asked for, so
+that ``import parsl_freetrain`` loads neither Parsl nor torch.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parsl_freetrain.app import FreeTrainApp, freetrain_app
+    from parsl_freetrain.core.model.errors import BadInput, FreeTrainError, TrainerFailed
+    from parsl_freetrain.core.model.types import Checkpoint, Shape
+    from parsl_freetrain.executor.executor import FreeTrainExecutor
+    from parsl_freetrain.executor.settings import HtexOptions, Policy, Timeouts
+    from parsl_freetrain.executor.trainer.future import Progress, TrainingFuture
+    from parsl_freetrain.remote.client import FreeTrainClient
+    from parsl_freetrain.remote.training import RemoteTraining
+    from parsl_freetrain.sites.cobalt import CobaltSite
+    from parsl_freetrain.sites.local import LocalSite
+    from parsl_freetrain.sites.pbspro import PbsSite
+    from parsl_freetrain.sites.provider import BackfillProvider
+    from parsl_freetrain.sites.slurm import SlurmSite
+    from parsl_freetrain.training.checkpoint.export import (
+        export_weights,
+        load_weights,
+        same_weights,
+    )
+    from parsl_freetrain.training.loop.context import FragmentContext
+    from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
+    from parsl_freetrain.training.spec.retention import Checkpoints, Retention
+    from parsl_freetrain.training.spec.training import Epochs, Owner, Ranks, Samples, Scaling
+
 __version__ = '2026.11.21'
+
+_MODULES = {
+    'app': ('freetrain_app', 'FreeTrainApp'),
+    'core.model.errors': ('BadInput', 'FreeTrainError', 'TrainerFailed'),
+    'core.model.types': ('Checkpoint', 'Shape'),
+    'executor.executor': ('FreeTrainExecutor',),
+    'executor.settings': ('HtexOptions', 'Policy', 'Timeouts'),
+    'executor.trainer.future': ('Progress', 'TrainingFuture'),
+    'remote.client': ('FreeTrainClient',),
+    'remote.training': ('RemoteTraining',),
+    'sites.cobalt': ('CobaltSite',),
+    'sites.local': ('LocalSite',),
+    'sites.pbspro': ('PbsSite',),
+    'sites.provider': ('BackfillProvider',),
+    'sites.slurm': ('SlurmSite',),
+    'training.checkpoint.export': ('export_weights', 'load_weights', 'same_weights'),
+    'training.loop.context': ('FragmentContext',),
+    'training.spec.mode': ('Reproducible', 'Scaled', 'Throughput'),
+    'training.spec.retention': ('Checkpoints', 'Retention'),
+    'training.spec.training': ('Epochs', 'Owner', 'Ranks', 'Samples', 'Scaling'),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    'BackfillProvider',
+    'BadInput',
+    'Checkpoint',
+    'Checkpoints',
+    'CobaltSite',
+    'Epochs',
+    'FragmentContext',
+    'FreeTrainApp',
+    'FreeTrainClient',
+    'FreeTrainError',
+    'FreeTrainExecutor',
+    'HtexOptions',
+    'LocalSite',
+    'Owner',
+    'PbsSite',
+    'Policy',
+    'Progress',
+    'Ranks',
+    'RemoteTraining',
+    'Reproducible',
+    'Retention',
+    'Samples',
+    'Scaled',
+    'Scaling',
+    'Shape',
+    'SlurmSite',
+    'Throughput',
+    'Timeouts',
+    'TrainerFailed',
+    'TrainingFuture',
+    'export_weights',
+    'freetrain_app',
+    'load_weights',
+    'same_weights',
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    value = getattr(importlib.import_module(f'{__name__}.{_MODULE_OF[name]}'), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

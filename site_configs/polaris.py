@@ -1,4 +1,7 @@
-"""Polaris at ALCF: nodes with 4 A100, PBS Pro. Written on paper, after ALCF's user guide; it has not been run there."""
+"""Polaris at ALCF: nodes with 4 A100, PBS Pro.
+
+Written after ALCF's user guide; it has not been run there.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,47 @@ import os
 
 from parsl.config import Config
 
-from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain import BackfillProvider, FreeTrainExecutor, PbsSite
 from parsl_freetrain.sites.batch.limits import QueueLimits, limits_of, needed
-from parsl_freetrain.sites.pbspro import PbsSite
-from parsl_freetrain.sites.provider import BackfillProvider
 
 QUEUES = {
-    'preemptable': QueueLimits(nodes=(1, 10), walltime_s=(300, 72 * 3600), jobs=20, preemptible=True),
-    'prod': QueueLimits(nodes=(10, 496), walltime_s=(300, 24 * 3600), jobs=10),     # routes to small, medium, large and their backfill-*
+    'preemptable': QueueLimits(
+        nodes=(1, 10), walltime_s=(300, 72 * 3600), jobs=20, preemptible=True
+    ),
+    # Routes to small, medium, large and their backfill-*.
+    'prod': QueueLimits(nodes=(10, 496), walltime_s=(300, 24 * 3600), jobs=10),
     'debug': QueueLimits(nodes=(1, 2), walltime_s=(300, 3600), jobs=1),
     'debug-scaling': QueueLimits(nodes=(1, 10), walltime_s=(300, 3600), jobs=1),
 }
-CONDA = 'module use /soft/modulefiles\nmodule load conda\nconda activate'      # with parsl-freetrain: 'conda activate my-environment'
+# with parsl-freetrain: 'conda activate my-environment'
+CONDA = 'module use /soft/modulefiles\nmodule load conda\nconda activate'
 
 
-def site(account: str | None = None, queue: str = 'preemptable', filesystems: tuple[str, ...] = ('home', 'eagle'),
-         worker_init: str = CONDA, interface: str = 'hsn0', longest_s: float = 3 * 3600) -> PbsSite:
-    """Blocks in ``queue``, paid by the project ``account`` (default: the variable FREETRAIN_ACCOUNT), of at most ``longest_s`` seconds."""
+def site(
+    account: str | None = None,
+    queue: str = 'preemptable',
+    filesystems: tuple[str, ...] = ('home', 'eagle'),
+    worker_init: str = CONDA,
+    interface: str = 'hsn0',
+    longest_s: float = 3 * 3600,
+) -> PbsSite:
+    """Blocks of at most ``longest_s`` seconds in ``queue``.
+
+    The project ``account`` pays; default: the environment variable FREETRAIN_ACCOUNT.
+    """
     limits = limits_of('Polaris', QUEUES, queue)
-    account = needed('Polaris', 'an account', account or os.environ.get('FREETRAIN_ACCOUNT'),
-                     'give account="PROJECT", or set FREETRAIN_ACCOUNT; sbank-list-allocations names yours')
-    needed('Polaris', 'its file systems', ':'.join(filesystems), 'give filesystems=("home", "eagle") or those that your files are on')
+    account = needed(
+        'Polaris',
+        'an account',
+        account or os.environ.get('FREETRAIN_ACCOUNT'),
+        'give account="PROJECT", or set FREETRAIN_ACCOUNT; sbank-list-allocations names yours',
+    )
+    needed(
+        'Polaris',
+        'its file systems',
+        ':'.join(filesystems),
+        'give filesystems=("home", "eagle") or those that your files are on',
+    )
     return PbsSite(
         queue=queue,
         account=account,
@@ -34,15 +57,24 @@ def site(account: str | None = None, queue: str = 'preemptable', filesystems: tu
         node_resources={'system': 'polaris'},
         gpus_per_node=4,
         worker_init=worker_init,
-        interface=interface,    # or 'bond0'
+        interface=interface,  # or 'bond0'
         poll_s=30.0,
         **limits.settings(longest_s),
     )
 
 
-def config(account: str | None = None, queue: str = 'preemptable', checkpoint_dir: str = 'checkpoints') -> Config:
-    """A Parsl configuration whose only executor trains on Polaris; ``checkpoint_dir`` belongs on Eagle."""
+def config(
+    account: str | None = None, queue: str = 'preemptable', checkpoint_dir: str = 'checkpoints'
+) -> Config:
+    """A Parsl configuration whose only executor trains on Polaris.
+
+    ``checkpoint_dir`` should be on Eagle.
+    """
     return Config(
-        executors=[FreeTrainExecutor(provider=BackfillProvider(site=site(account, queue)), checkpoint_dir=checkpoint_dir)],
+        executors=[
+            FreeTrainExecutor(
+                provider=BackfillProvider(site=site(account, queue)), checkpoint_dir=checkpoint_dir
+            )
+        ],
         strategy='none',  # the executor opens and closes its blocks itself
     )

@@ -1,4 +1,7 @@
-"""Theta at ALCF: KNL nodes with 64 cores, Cobalt. Theta was retired in 2023; this is for Cobalt machines like it, and on paper."""
+"""Theta at ALCF: KNL nodes with 64 cores, Cobalt.
+
+Theta was retired in 2023. This is for Cobalt machines like it, and has never been run.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,42 @@ import os
 
 from parsl.config import Config
 
-from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain import BackfillProvider, CobaltSite, FreeTrainExecutor
 from parsl_freetrain.sites.batch.limits import QueueLimits, limits_of, needed
-from parsl_freetrain.sites.cobalt import CobaltSite
-from parsl_freetrain.sites.provider import BackfillProvider
 
 CORES = 64
 QUEUES = {
-    'default': QueueLimits(nodes=(128, 4392), walltime_s=(1800, 3 * 3600), jobs=20),     # longer ones from 256 nodes on
+    # Longer walltimes from 256 nodes on.
+    'default': QueueLimits(nodes=(128, 4392), walltime_s=(1800, 3 * 3600), jobs=20),
     'debug-cache-quad': QueueLimits(nodes=(1, 8), walltime_s=(300, 3600), jobs=1),
     'debug-flat-quad': QueueLimits(nodes=(1, 8), walltime_s=(300, 3600), jobs=1),
 }
-# Training on CPUs: one thread for each core, bound to it, and none that spins while it waits for data.
-THREADS = (f'export OMP_NUM_THREADS={CORES} MKL_NUM_THREADS={CORES} KMP_BLOCKTIME=0 '
-           "KMP_AFFINITY='granularity=fine,compact,1,0'\nexport MKL_ENABLE_INSTRUCTIONS=AVX512_MIC")
+# Training on CPUs: one thread bound to each core; threads do not spin while they wait for data.
+THREADS = (
+    f'export OMP_NUM_THREADS={CORES} MKL_NUM_THREADS={CORES} KMP_BLOCKTIME=0 '
+    "KMP_AFFINITY='granularity=fine,compact,1,0'\nexport MKL_ENABLE_INSTRUCTIONS=AVX512_MIC"
+)
 
 
-def site(account: str | None = None, queue: str = 'default', filesystems: tuple[str, ...] = ('home', 'theta-fs0'),
-         worker_init: str = 'module load miniconda-3', interface: str = 'ipogif0', longest_s: float = 3 * 3600) -> CobaltSite:
-    """Blocks in ``queue``, paid by the project ``account`` (default: the variable FREETRAIN_ACCOUNT), of at most ``longest_s`` seconds."""
+def site(
+    account: str | None = None,
+    queue: str = 'default',
+    filesystems: tuple[str, ...] = ('home', 'theta-fs0'),
+    worker_init: str = 'module load miniconda-3',
+    interface: str = 'ipogif0',
+    longest_s: float = 3 * 3600,
+) -> CobaltSite:
+    """Blocks of at most ``longest_s`` seconds in ``queue``.
+
+    The project ``account`` pays; default: the environment variable FREETRAIN_ACCOUNT.
+    """
     limits = limits_of('Theta', QUEUES, queue)
-    account = needed('Theta', 'an account', account or os.environ.get('FREETRAIN_ACCOUNT'),
-                     'give account="PROJECT", or set FREETRAIN_ACCOUNT')
+    account = needed(
+        'Theta',
+        'an account',
+        account or os.environ.get('FREETRAIN_ACCOUNT'),
+        'give account="PROJECT", or set FREETRAIN_ACCOUNT',
+    )
     return CobaltSite(
         queue=queue,
         account=account,
@@ -42,9 +59,18 @@ def site(account: str | None = None, queue: str = 'default', filesystems: tuple[
     )
 
 
-def config(account: str | None = None, queue: str = 'default', checkpoint_dir: str = 'checkpoints') -> Config:
-    """A Parsl configuration whose only executor trains on Theta; ``checkpoint_dir`` belongs on theta-fs0."""
+def config(
+    account: str | None = None, queue: str = 'default', checkpoint_dir: str = 'checkpoints'
+) -> Config:
+    """A Parsl configuration whose only executor trains on Theta.
+
+    ``checkpoint_dir`` should be on theta-fs0.
+    """
     return Config(
-        executors=[FreeTrainExecutor(provider=BackfillProvider(site=site(account, queue)), checkpoint_dir=checkpoint_dir)],
+        executors=[
+            FreeTrainExecutor(
+                provider=BackfillProvider(site=site(account, queue)), checkpoint_dir=checkpoint_dir
+            )
+        ],
         strategy='none',  # the executor opens and closes its blocks itself
     )

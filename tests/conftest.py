@@ -1,8 +1,8 @@
-"""What holds for every test: it leaves nothing behind, and finds a home of its own.
+"""What holds for every test: it leaves nothing behind, and has a home folder of its own.
 
-Anything left behind fails the test that left it: a process, a thread, a listening port, a file in the home folder or in the
-repository. Things get some seconds to go away first. Processes that have lost their parents are known by an environment variable that
-every process inherits.
+Whatever a test leaves behind makes it fail: a process, a thread, a listening port, a file in the
+home folder or in the repository. Such things get some time to go away first. An environment
+variable that every process inherits marks those that have lost their parents.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
+from tests.support import template
 from tests.support.cobalt import cobalt  # noqa: F401 fixtures for every test
+from tests.support.lsf import lsf  # noqa: F401
 from tests.support.pbs import pbs  # noqa: F401
 from tests.support.slurm import slurm, slurm_cluster  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKER = 'FREETRAIN_TEST_ID'
 SESSION = uuid.uuid4().hex
-PATIENCE_S = 15.0
+PATIENCE_S = 120.0  # for things to go away; a passing test needs a fraction of a second
+# Several tests run at once: more threads than processors would wait for each other, spinning. Set
+# before any module imports torch.
+os.environ.setdefault('OMP_NUM_THREADS', '1')
 # What tools write into the repository when they run as tests, all of it ignored by git.
 EXPECTED = {'demo-out'}
 # Helpers that Python starts once and keeps to its end.
@@ -38,17 +43,26 @@ T = TypeVar('T')
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell's background job ignores Ctrl-C, as one half of `make test` is: it has to end its cluster.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     # A session within a session (a test that runs pytest) keeps the outer one's mark.
     os.environ[MARKER] = os.environ.get(MARKER, '') + ':' + SESSION
-    # Parsl renames its processes, for which setproctitle would overwrite their environment and with it the mark.
+    # Parsl renames its processes, for which setproctitle would overwrite their environment and with
+    # it the mark.
     os.environ['SPT_NOENV'] = '1'
     # Parsl starts its own programs by name, also where the virtual environment is not activated.
-    os.environ['PATH'] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get('PATH', '')])
+    os.environ['PATH'] = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get('PATH', '')]
+    )
     # The list of fonts takes seconds to make; the home folder of the last session is gone.
-    os.environ['MPLCONFIGDIR'] = str(config.cache.mkdir('matplotlib')) if config.cache is not None else ''
+    os.environ['MPLCONFIGDIR'] = (
+        str(config.cache.mkdir('matplotlib')) if config.cache is not None else ''
+    )
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    # Imported here: only where tests are distributed is there something to schedule.
+    from tests.support.scheduling import LongestFirst
+
+    return LongestFirst(config, log)
 
 
 @pytest.fixture(scope='session', autouse=True)
@@ -62,37 +76,60 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope='session', autouse=True)
 def no_orphans() -> Iterator[None]:
-    """At the end of the session no process is left that any test started, whatever became of its parent."""
+    """At the end of the session, no process that a test started is left, with or without parent."""
     yield
-    _expect_nothing('processes of this test session', lambda: _ours() - _known_helpers(), _describe, _kill)
+    _expect_nothing(
+        'processes of this test session', lambda: _without_helpers(_ours()), _describe, _kill
+    )
+
+
+@pytest.fixture(scope='session', autouse=True)
+def shared_template(no_orphans: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """All executors of a session share one import of torch."""
+    with template.shared(tmp_path_factory.getbasetemp() / 'template.log'):
+        yield
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The test's own folder, as current folder: for what writes runinfo/ or checkpoints/ where it runs."""
+    """Make the test's own folder the current one, for what writes runinfo/ where it runs."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(home: Path) -> Iterator[None]:
-    """Whatever the test starts is over when it ends."""
-    processes, threads, ports, files = _ours(), set(threading.enumerate()), _listening(), _files(home)
+    """Fail if something that the test started goes on after it."""
+    processes, threads, ports, files = (
+        _ours(),
+        set(threading.enumerate()),
+        _listening(),
+        _files(home),
+    )
     parsl_before = _parsl()
     yield
     parsl_left = _parsl()
     if parsl_left is not None and parsl_left is not parsl_before:
         _end_parsl(parsl_left)
         pytest.fail('left behind a loaded Parsl: use "with parsl.load(...)"', pytrace=False)
-    _expect_nothing('processes', lambda: _ours() - processes - _known_helpers(), _describe, _kill)
-    _expect_nothing('threads', lambda: {t for t in threading.enumerate() if not t.daemon} - threads, str)
+    _expect_nothing('processes', lambda: _without_helpers(_ours() - processes), _describe, _kill)
+    _expect_nothing(
+        'threads', lambda: {t for t in threading.enumerate() if not t.daemon} - threads, str
+    )
     _expect_nothing('listening ports', lambda: _listening() - ports, str)
     _expect_nothing('files outside its own folder', lambda: _files(home) - files, str)
 
 
-def _expect_nothing(what: str, left: Callable[[], set[T]], describe: Callable[[T], str],
-                    remove: Callable[[T], None] = lambda _: None) -> None:
-    """Wait for ``left()`` to become empty; else remove what is left, for the sake of the next test, and fail."""
+def _expect_nothing(
+    what: str,
+    left: Callable[[], set[T]],
+    describe: Callable[[T], str],
+    remove: Callable[[T], None] = lambda _: None,
+) -> None:
+    """Wait until ``left()`` is empty.
+
+    If it does not become so, remove what is left, for the sake of the next test, and fail.
+    """
     end = time.monotonic() + PATIENCE_S
     pause = 0.001
     while found := left():
@@ -106,27 +143,49 @@ def _expect_nothing(what: str, left: Callable[[], set[T]], describe: Callable[[T
 
 
 def _ours() -> set[psutil.Process]:
-    """Processes that descend from this one or carry its mark, zombies apart."""
-    me = psutil.Process()
-    found = set(me.children(recursive=True))
+    """Return the processes that descend from this one or carry its mark, except zombies."""
+    me = os.getpid()
+    children: dict[int, list[int]] = {}
+    for name in os.listdir('/proc'):
+        if name.isdecimal():
+            with contextlib.suppress(OSError):
+                state, parent = _state_and_parent(name)
+                if state != b'Z':
+                    children.setdefault(parent, []).append(int(name))
+    descendants = [me]
+    for parent in descendants:
+        descendants += children.get(parent, ())
+    ours = set(descendants) - {me}
     mark = f':{SESSION}'.encode()
-    for folder in Path('/proc').iterdir():
-        if folder.name.isdecimal() and int(folder.name) != me.pid:
-            with contextlib.suppress(OSError, psutil.NoSuchProcess):
-                if mark in (folder / 'environ').read_bytes():
-                    found.add(psutil.Process(int(folder.name)))
-    return {process for process in found if _alive(process)}
+    for pid in {pid for some in children.values() for pid in some} - set(descendants):
+        with contextlib.suppress(OSError):
+            if mark in _proc(pid, 'environ'):
+                ours.add(pid)
+    found = set()
+    for pid in ours:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.add(psutil.Process(pid))
+    return found
 
 
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+def _state_and_parent(pid: str | int) -> tuple[bytes, int]:
+    # The name of the program stands before them in brackets, and may contain any character.
+    fields = _proc(pid, 'stat').rpartition(b')')[2].split(maxsplit=2)
+    return fields[0], int(fields[1])
 
 
-def _known_helpers() -> set[psutil.Process]:
-    return {child for child in psutil.Process().children() if any(helper in _describe(child) for helper in HELPERS)}
+def _proc(pid: str | int, name: str) -> bytes:
+    with open(f'/proc/{pid}/{name}', 'rb', buffering=0) as file:
+        return file.read()
+
+
+def _without_helpers(processes: set[psutil.Process]) -> set[psutil.Process]:
+    return {
+        process
+        for process in processes
+        if process.pid not in template.pids()
+        and not any(helper in _describe(process) for helper in HELPERS)
+    }
 
 
 def _describe(process: psutil.Process) -> str:
@@ -142,18 +201,29 @@ def _kill(process: psutil.Process) -> None:
 
 
 def _listening() -> set[tuple[str, int]]:
-    """Ports on which this very process listens; those of others go with them."""
-    return {(str(c.laddr.ip), int(c.laddr.port)) for c in psutil.Process().net_connections('inet') if c.status == psutil.CONN_LISTEN}
+    """Return the ports on which this process listens; those of others end with them."""
+    return {
+        (str(c.laddr.ip), int(c.laddr.port))
+        for c in psutil.Process().net_connections('inet')
+        if c.status == psutil.CONN_LISTEN
+    }
 
 
 def _files(home: Path) -> set[Path]:
-    """What should not appear: anything in the home folder, and things beside the sources, such as Parsl's runinfo."""
+    """Return what should not appear: anything in the home folder, and things beside the sources,
+    such as Parsl's runinfo.
+    """
     return set(home.iterdir()) | {
-        path for path in ROOT.iterdir() if not path.name.startswith('.') and path.name not in EXPECTED and path.suffix != '.egg-info'}
+        path
+        for path in ROOT.iterdir()
+        if not path.name.startswith('.')
+        and path.name not in EXPECTED
+        and path.suffix != '.egg-info'
+    }
 
 
 def _parsl() -> Any:
-    """The Parsl that is loaded now, None if there is none."""
+    """Return the Parsl that is loaded now, None if there is none."""
     parsl = sys.modules.get('parsl')
     if parsl is None:
         return None

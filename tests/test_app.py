@@ -1,4 +1,6 @@
-"""``@freetrain_app``: bad input gets a sentence before anything starts, and functions reach the nodes from wherever they are."""
+"""``@freetrain_app``: bad input gets a sentence before anything starts, and functions reach the
+nodes from wherever they are.
+"""
 
 from __future__ import annotations
 
@@ -24,62 +26,112 @@ from parsl.errors import NoDataFlowKernelError
 from parsl.executors import HighThroughputExecutor, ThreadPoolExecutor
 from parsl.providers import LocalProvider
 
-from parsl_freetrain.app import FreeTrainApp, Scaled, Shape, TrainingFuture, freetrain_app
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.core.words import Checkpoint
-from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain import (
+    BackfillProvider,
+    BadInput,
+    Checkpoint,
+    Checkpoints,
+    Epochs,
+    FreeTrainApp,
+    FreeTrainExecutor,
+    LocalSite,
+    Owner,
+    Policy,
+    Ranks,
+    Reproducible,
+    Samples,
+    Scaling,
+    Shape,
+    Throughput,
+    TrainingFuture,
+    freetrain_app,
+)
 from parsl_freetrain.executor.settings import check_trainer
-from parsl_freetrain.sites.local import LocalSite
-from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.schedule import IdleInterval, Schedule, read_schedule
 from tests.support.training import fit, freetrain
-
-LONG_S = 120.0
+from tests.support.waiting import LIMIT_S
 
 
 def app(**settings: Any) -> FreeTrainApp:
     return freetrain_app(**{'total_epochs': 1, **settings})(fit)
 
 
-@pytest.mark.parametrize(('settings', 'said'), [
-    ({'min_nodes': 3, 'max_nodes': 2}, 'min_nodes is 3 and max_nodes 2'),
-    ({'min_nodes': 0}, 'min_nodes is 0; it must be at least 1'),
-    ({'total_epochs': 0}, 'total to train is 0; it must be more than 0'),
-    ({'total_epochs': -2}, 'total to train is -2; it must be more than 0'),
-    ({'total_epochs': float('nan')}, 'total to train is nan'),
-    ({'total_epochs': None, 'total_samples': 0}, 'total to train is 0'),
-    ({'total_epochs': None, 'total_samples': -5}, 'total to train is -5'),
-    ({'total_samples': 10}, '2 of total_samples and total_epochs are given'),
-    ({'total_epochs': None}, '0 of total_samples and total_epochs are given'),
-    ({'mode': 'fast'}, "no mode 'fast'; choose one of reproducible, throughput, scaled"),
-    ({'scaled': Scaled()}, "scaled is given, but mode is 'reproducible'"),
-    ({'on_nan': 'ignore'}, "on_nan is 'ignore'; it must be one of 'stop', 'skip', 'rollback'"),
-    ({'max_nodes': 4, 'shards': 3}, 'shards must be at least 4'),
-    ({'max_nodes': 2, 'ranks_per_node': 2, 'shards': 3}, 'shards must be at least 4'),
-    ({'mode': 'throughput', 'shards': 0}, 'shards is 0; it must be at least 1'),
-    ({'ranks_per_node': 0}, 'ranks_per_node is 0'),
-    ({'threads_per_rank': 0}, 'threads_per_rank is 0'),
-    ({'keep_checkpoints': 0}, 'keep_checkpoints is 0'),
-    ({'checkpoint_every_s': 0.0}, 'checkpoint_every_s is 0.0'),
-    ({'rescale_up_s': -1.0}, 'rescale_up_s is -1.0'),
-    ({'scaling': {1: -1.0}}, 'rates of a scaling curve'),
-    ({'scaling': {1: 0.0}}, 'rate 0 at every count'),
-    ({'resume': 'maybe'}, "resume is 'maybe'; it must be one of"),
-    ({'sizes': [2, 4], 'max_nodes': 1, 'min_nodes': 1}, 'none of its sizes [2, 4] is from min_nodes to max_nodes, 1 to 1'),
-    ({'sizes': []}, 'sizes is []; it must have node counts'),
-    ({'sizes': [1], 'shapes': {1: Shape()}}, 'both sizes and shapes are given'),
-    ({'shapes': {0: Shape()}}, 'shapes is {0: '),
-    ({'shapes': {2: Shape(data=3)}}, 'the shape of 2 nodes is data 3 x spatial 1x1x1 x pipeline 1, which takes 3 ranks; its parts must '
-                                     'multiply to 2, the ranks of 2 nodes with 1 each'),
-    ({'shapes': {1: Shape(pipeline=2)}, 'ranks_per_node': 2}, "mode is 'reproducible', and the shape"),
-    ({'shapes': {2: Shape(pipeline=2)}, 'mode': 'throughput', 'on_nan': 'rollback'}, "on_nan is 'rollback', but the stages"),
-    ({'finish_by': 2e9}, 'finish_by is given with total_epochs; state total_samples'),
-    ({'efficiency': {1: 2.0}}, 'Statistical efficiency must be between 0 and 1'),
-    ({'name': 'a/b'}, "'a/b' cannot name a trainer"),
-])
+def named(name: str) -> FreeTrainApp:
+    """An app whose function has this name."""
+
+    def function(ctx: Any) -> None:
+        fit(ctx)
+
+    function.__name__ = name
+    return freetrain_app(total_epochs=1)(function)
+
+
+@pytest.mark.parametrize(
+    ('settings', 'said'),
+    [
+        ({'min_nodes': 3, 'max_nodes': 2}, 'min_nodes is 3 and max_nodes 2'),
+        ({'min_nodes': 0}, 'min_nodes is 0; it must be at least 1'),
+        ({'total_epochs': 0}, 'total to train is 0; it must be more than 0'),
+        ({'total_epochs': -2}, 'total to train is -2; it must be more than 0'),
+        ({'total_epochs': float('nan')}, 'total to train is nan'),
+        ({'total_epochs': None, 'total_samples': 0}, 'total to train is 0'),
+        ({'total_epochs': None, 'total_samples': -5}, 'total to train is -5'),
+        ({'total_samples': 10}, '2 of total_epochs, total_samples and goal are given'),
+        ({'goal': Epochs(10)}, '2 of total_epochs, total_samples and goal are given'),
+        ({'total_epochs': None}, '0 of total_epochs, total_samples and goal are given'),
+        ({'total_epochs': '5'}, "total_epochs is '5'; it must be a number or None"),
+        ({'mode': 'throughput'}, "mode is 'throughput'; it must be a Reproducible or a Throughput"),
+        ({'max_node': 1}, "no argument 'max_node'; say max_nodes"),
+        ({'shards': 4}, "no argument 'shards'; say mode=Reproducible(shards=...)"),
+        ({'checkpoint_every_s': 4}, "no argument 'checkpoint_every_s'; say checkpoints"),
+        (
+            {'mode': lambda: Reproducible(on_nan='ignore')},
+            "on_nan is 'ignore'; it must be one of 'stop', 'skip', 'rollback'",
+        ),
+        ({'max_nodes': 4, 'mode': Reproducible(shards=3)}, 'shards must be at least 4'),
+        (
+            {'max_nodes': 2, 'ranks': Ranks(per_node=2), 'mode': Reproducible(shards=3)},
+            'shards must be at least 4',
+        ),
+        ({'mode': lambda: Reproducible(shards=0)}, 'shards is 0; it must be at least 1'),
+        ({'ranks': lambda: Ranks(per_node=0)}, 'per_node is 0'),
+        ({'ranks': lambda: Ranks(threads=0)}, 'threads is 0'),
+        ({'checkpoints': lambda: Checkpoints(keep=0)}, 'keep is 0'),
+        ({'checkpoints': lambda: Checkpoints(every_s=0.0)}, 'every_s is 0.0'),
+        ({'checkpoints': lambda: Checkpoints(resume='maybe')}, "resume is 'maybe'; it must be one"),
+        ({'scaling': lambda: Scaling(rescale_up_s=-1.0)}, 'rescale_up_s is -1.0'),
+        ({'scaling': lambda: Scaling(rate={1: -1.0})}, 'rates of a scaling curve'),
+        ({'scaling': Scaling(rate={1: 0.0})}, 'rate 0 at every count'),
+        (
+            {'scaling': lambda: Scaling(efficiency={1: 2.0})},
+            'Statistical efficiency must be between 0 and 1',
+        ),
+        ({'owner': lambda: Owner(priority=0.0)}, 'priority is 0.0; it must be a number above 0'),
+        (
+            {'sizes': [2, 4], 'max_nodes': 1, 'min_nodes': 1},
+            'none of its sizes [2, 4] is from min_nodes to max_nodes, 1 to 1',
+        ),
+        ({'sizes': []}, 'sizes is []; it must have node counts'),
+        ({'sizes': {0: Shape()}}, 'sizes is {0: '),
+        (
+            {'sizes': {2: Shape(data=3)}},
+            'the shape of 2 nodes is data 3 x spatial 1x1x1 x pipeline 1, which takes 3 '
+            'ranks; its parts must '
+            'multiply to 2, the ranks of 2 nodes with 1 each',
+        ),
+        (
+            {'sizes': {1: Shape(pipeline=2)}, 'ranks': Ranks(per_node=2)},
+            'the mode is reproducible; say mode=Throughput()',
+        ),
+        (
+            {'sizes': {2: Shape(pipeline=2)}, 'mode': Throughput(on_nan='rollback')},
+            "on_nan is 'rollback', but a single stage",
+        ),
+    ],
+)
 def test_settings_that_can_never_work(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput) as caught:
-        app(**settings)
+        app(**{k: value() if callable(value) else value for k, value in settings.items()})
     assert_sentence(caught.value, said)
 
 
@@ -95,7 +147,9 @@ def assert_sentence(error: BadInput, *said: str) -> None:
 def test_functions_that_cannot_be_trainers() -> None:
     with pytest.raises(BadInput) as caught:
         freetrain_app(total_epochs=1)(lambda: None)
-    assert_sentence(caught.value, 'takes no positional argument; the first must be the fragment context')
+    assert_sentence(
+        caught.value, 'takes no positional argument; the first must be the fragment context'
+    )
 
     def only_keywords(*, ctx: Any) -> None:
         pass
@@ -105,41 +159,66 @@ def test_functions_that_cannot_be_trainers() -> None:
     assert_sentence(caught.value, 'the first must be the fragment context')
 
 
-@pytest.mark.parametrize(('settings', 'said'), [
-    ({'metric': 'fame'}, ("'fame'", 'throughput', 'speedup')),
-    ({'max_workers_per_node': -1}, ('max_workers_per_node is -1',)),
-    ({'horizon_s': 0.0}, ('horizon_s is 0.0',)),
-    ({'resume': 'maybe'}, ("resume is 'maybe'", 'auto', 'require', 'never')),
-    ({'retries': -1}, ('retries is -1',)),
-    ({'trainers_at_a_time': 0}, ('trainers_at_a_time is 0',)),
-    ({'min_rescale_s': -1.0}, ('min_rescale_s is -1.0',)),
-    ({'keep_free': -1}, ('keep_free is -1',)),
-    ({'max_nodes': 0}, ('max_nodes is 0',)),
-    ({'caps': {'anna': 1}}, ("The cap 'anna' is about nobody",)),
-    ({'solver_time_limit_s': 0.0}, ('solver_time_limit_s is 0.0',)),
-])
+policy: Any = Policy  # to give it what type checkers refuse
+
+
+@pytest.mark.parametrize(
+    ('settings', 'said'),
+    [
+        ({'policy': lambda: Policy(metric='fame')}, ("'fame'", 'throughput', 'speedup')),
+        ({'max_workers_per_node': -1}, ('max_workers_per_node is -1',)),
+        ({'policy': lambda: Policy(horizon_s=0.0)}, ('horizon_s is 0.0',)),
+        ({'resume': 'maybe'}, ("resume is 'maybe'", 'auto', 'require', 'never')),
+        ({'policy': lambda: Policy(retries=-1)}, ('retries is -1',)),
+        ({'policy': lambda: Policy(trainers_at_a_time=0)}, ('trainers_at_a_time is 0',)),
+        ({'policy': lambda: Policy(min_rescale_s=-1.0)}, ('min_rescale_s is -1.0',)),
+        ({'policy': lambda: Policy(keep_free=-1)}, ('keep_free is -1',)),
+        ({'policy': lambda: Policy(max_nodes=0)}, ('max_nodes is 0',)),
+        ({'policy': lambda: Policy(caps={'anna': 1})}, ("The cap 'anna' is about nobody",)),
+        ({'policy': lambda: Policy(solver_time_limit_s=0.0)}, ('solver_time_limit_s is 0.0',)),
+        ({'policy': lambda: policy(horizon_s='20')}, ("horizon_s is '20'", 'must be a number')),
+        ({'policy': lambda: policy(horizn_s=20)}, ("no argument 'horizn_s'; say horizon_s",)),
+        ({'horizon_s': 20}, ("no argument 'horizon_s'; say policy=Policy(horizon_s=...)",)),
+        ({'polcy': Policy()}, ("FreeTrainExecutor has no argument 'polcy'; say policy",)),
+    ],
+)
 def test_settings_of_the_executor(settings: dict[str, Any], said: tuple[str, ...]) -> None:
     with pytest.raises(BadInput) as caught:
-        FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=1)), **settings)
+        provider = BackfillProvider(site=LocalSite(nodes=1))
+        FreeTrainExecutor(
+            provider=provider,
+            **{name: value() if callable(value) else value for name, value in settings.items()},
+        )
     assert_sentence(caught.value, *said)
 
 
 def test_a_trainer_that_the_metric_cannot_judge_is_refused() -> None:
-    trainer = app(min_nodes=2, max_nodes=3).settings.trainer('fit')
-    for metric, said in (('rate / remaining_samples', "'fit' has no remaining_samples"), ('rate / (nodes - 3)', 'the objective is -'),
-                         ('log(0 * rate)', 'has no value at 2 nodes')):
+    trainer = app(min_nodes=2, max_nodes=3).spec.trainer('fit')
+    for metric, said in (
+        ('rate / remaining_samples', "'fit' has no remaining_samples"),
+        ('rate / (nodes - 3)', 'the objective is -'),
+        ('log(0 * rate)', 'has no value at 2 nodes'),
+    ):
         with pytest.raises(BadInput) as caught:
             check_trainer(trainer, metric, 0, 0.0)
         assert_sentence(caught.value, said)
-    check_trainer(app(total_epochs=None, total_samples=5, finish_by=10.0).settings.trainer('fit'), 'deadline', 0, 20.0)
+    check_trainer(
+        app(total_epochs=None, goal=Samples(5, finish_by=10.0)).spec.trainer('fit'),
+        'deadline',
+        0,
+        20.0,
+    )
 
 
 def test_sizes_and_shapes_say_how_many_nodes() -> None:
-    for settings in ({'sizes': [4, 2]}, {'shapes': {2: Shape(data=2), 4: Shape(data=4)}}):
-        trainer = app(**settings).settings.trainer('fit')
+    for settings in ({'sizes': [4, 2]}, {'sizes': {2: Shape(data=2), 4: Shape(data=4)}}):
+        trainer = app(**settings).spec.trainer('fit')
         assert (trainer.min_nodes, trainer.max_nodes, trainer.sizes) == (2, 4, (2, 4))
     when = datetime(2030, 1, 31, 18, tzinfo=UTC)
-    assert app(total_epochs=None, total_samples=5, finish_by=when).settings.trainer('fit').finish_by_s == when.timestamp()
+    assert (
+        app(total_epochs=None, goal=Samples(5, finish_by=when)).spec.trainer('fit').finish_by_s
+        == when.timestamp()
+    )
 
 
 def test_sites_without_a_usable_node_and_impossible_schedules(tmp_path: Path) -> None:
@@ -151,8 +230,12 @@ def test_sites_without_a_usable_node_and_impossible_schedules(tmp_path: Path) ->
     with pytest.raises(BadInput) as caught:
         LocalSite(nodes=2, schedule=Schedule([]))
     assert_sentence(caught.value, 'no idle interval')
-    for text, words in (('start_s,end_s,node\n0,10,a\n5,15,a\n', 'overlap'), ('start_s,end_s,node\n10,5,a\n', 'end'),
-                        ('start_s,end_s,node\n-5,5,a\n', '-5'), ('start_s,end_s,node\n', 'interval')):
+    for text, words in (
+        ('start_s,end_s,node\n0,10,a\n5,15,a\n', 'overlap'),
+        ('start_s,end_s,node\n10,5,a\n', 'end'),
+        ('start_s,end_s,node\n-5,5,a\n', '-5'),
+        ('start_s,end_s,node\n', 'interval'),
+    ):
         path = tmp_path / 'holes.csv'
         path.write_text(text)
         with pytest.raises(BadInput) as caught:
@@ -186,6 +269,7 @@ def test_calls_that_can_never_work(executor: FreeTrainExecutor) -> None:
         freetrain_app(total_epochs=1)(locked)()
     assert_sentence(caught.value, "'locked'", 'cannot be serialised', 'locks')
     with socket.socket() as connection:
+
         def connected(ctx: Any) -> None:
             connection.send(b'')
 
@@ -210,7 +294,7 @@ def test_calls_that_can_never_work(executor: FreeTrainExecutor) -> None:
             app()(trainer_name=name)
         assert_sentence(caught.value, 'cannot name a trainer')
     with pytest.raises(BadInput) as caught:
-        app(resume='require')(trainer_name='never-trained')
+        app(checkpoints=Checkpoints(resume='require'))(trainer_name='never-trained')
     assert_sentence(caught.value, "resume is 'require'", 'no folder')
     with pytest.raises(BadInput) as caught:
         app(executor='elsewhere')()
@@ -237,30 +321,32 @@ def test_names_are_taken_once(executor: FreeTrainExecutor) -> None:
     with pytest.raises(BadInput) as caught:
         app()(trainer_name='mine')
     assert_sentence(caught.value, "'mine'", 'another trainer_name')
-    second, third = app(name='numbered')(), app(name='numbered')()
+    second, third = named('numbered')(), named('numbered')()
     assert [second.name, third.name] == ['numbered', 'numbered-2']
     with pytest.raises(BadInput) as caught:
         app()(trainer_name='numbered-2')
     assert_sentence(caught.value, "'numbered-2'")
     app()(trainer_name='counted-2')
-    assert {app(name='counted')().name for _ in range(2)} == {'counted', 'counted-3'}
+    assert {named('counted')().name for _ in range(2)} == {'counted', 'counted-3'}
     for future in (first, second, third):
         assert future.cancel()
 
 
-def test_a_trainer_that_cannot_start_when_its_arguments_are_there(executor: FreeTrainExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_cannot_start_when_its_arguments_are_there(
+    executor: FreeTrainExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its future says so, and its name is free again."""
     coming: Future[Any] = Future()
     waiting = app()(coming, trainer_name='late')
     assert waiting.state == 'waiting'
     coming.set_result(threading.Lock())
     with pytest.raises(BadInput) as caught:
-        waiting.result(LONG_S)
+        waiting.result(LIMIT_S)
     assert_sentence(caught.value, "'late'", 'argument 1', 'cannot be serialised')
     assert waiting.state == 'failed'
     assert app()(trainer_name='late').cancel()
     # What the executor's metric cannot judge is refused before anything is waited for.
-    monkeypatch.setattr(executor, 'metric', 'rate / remaining_samples')
+    monkeypatch.setattr(executor, 'policy', Policy(metric='rate / remaining_samples'))
     with pytest.raises(BadInput) as caught:
         app()(Future(), trainer_name='unjudged')
     assert_sentence(caught.value, "'unjudged' has no remaining_samples")
@@ -272,12 +358,23 @@ def test_checkpoint_folders_that_cannot_be_written(below: str, tmp_path: Path) -
     (tmp_path / 'file').touch()
     folder = {'file': str(tmp_path / 'file' / 'checkpoints'), 'proc': '/proc/checkpoints'}[below]
     with pytest.raises(BadInput) as caught:
-        load(tmp_path, FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=1)), checkpoint_dir=folder))
+        load(
+            tmp_path,
+            FreeTrainExecutor(
+                provider=BackfillProvider(site=LocalSite(nodes=1)), checkpoint_dir=folder
+            ),
+        )
     assert_sentence(caught.value, folder, 'cannot be written')
 
 
 def load(folder: Path, *executors: Any, **settings: Any) -> Any:
-    return parsl.load(Config(executors=list(executors), run_dir=str(folder / 'runinfo'), **{'strategy': 'none', **settings}))
+    return parsl.load(
+        Config(
+            executors=list(executors),
+            run_dir=str(folder / 'runinfo'),
+            **{'strategy': 'none', **settings},
+        )
+    )
 
 
 def test_without_parsl_or_without_the_executor(tmp_path: Path) -> None:
@@ -301,19 +398,36 @@ def in_stock(checkpoint: Checkpoint, samples: int) -> tuple[int, int]:
 @pytest.mark.slow
 def test_other_executors_beside_ours_and_any_strategy(tmp_path: Path) -> None:
     """Parsl's own way of scaling leaves our blocks alone, and scales the other executor's."""
-    ours = FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=1, poll_s=0.2), min_hole_s=1.0),
-                             checkpoint_dir=str(tmp_path / 'checkpoints'), max_workers_per_node=1)
-    stock = HighThroughputExecutor(label='stock', address='127.0.0.1', max_workers_per_node=1, cores_per_worker=0.1,
-                                   provider=LocalProvider(init_blocks=0, max_blocks=1))  # type: ignore[no-untyped-call]
-    with load(tmp_path, ours, stock, ThreadPoolExecutor(label='threads'), strategy='simple', max_idletime=0.5, strategy_period=0.2):
+    ours = FreeTrainExecutor(
+        provider=BackfillProvider(site=LocalSite(nodes=1, poll_s=0.2), min_hole_s=1.0),
+        checkpoint_dir=str(tmp_path / 'checkpoints'),
+        max_workers_per_node=1,
+        policy=Policy(idle_block_s=LIMIT_S),
+    )
+    stock = HighThroughputExecutor(
+        label='stock',
+        address='127.0.0.1',
+        max_workers_per_node=1,
+        cores_per_worker=0.1,
+        provider=LocalProvider(init_blocks=0, max_blocks=1),  # type: ignore[no-untyped-call]
+    )
+    with load(
+        tmp_path,
+        ours,
+        stock,
+        ThreadPoolExecutor(label='threads'),
+        strategy='simple',
+        max_idletime=0.5,
+        strategy_period=0.2,
+    ):
         first = app()()
-        assert in_stock(first, in_threads(first)).result(LONG_S) == (96, 96)
+        assert in_stock(first, in_threads(first)).result(LIMIT_S) == (96, 96)
         # Idle blocks stay for a while, longer than Parsl's strategy would leave them.
         deadline = time.monotonic() + 3
         while time.monotonic() < deadline and ours.connected_managers():
             time.sleep(0.1)
         assert ours.connected_managers()
-        assert app()(pause_s=0.05).result(LONG_S).samples == 96
+        assert app()(pause_s=0.05).result(LIMIT_S).samples == 96
 
 
 MODULE = """
@@ -333,7 +447,8 @@ def train(ctx, bonus):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = ctx.prepare(model, optimizer)
     x = torch.ones(8, 4)
-    for features, target in ctx.loop(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8):
+    dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    for features, target in ctx.loop(dataset, batch_size=8):
         optimizer.zero_grad()
         ((model(features) - target) ** 2).mean().backward()
         optimizer.step()
@@ -341,13 +456,17 @@ def train(ctx, bonus):
 """
 
 
-def test_functions_in_modules_that_nodes_cannot_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_in_modules_that_nodes_cannot_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One beside the script, which imports another one beside it."""
     place = tmp_path / 'beside'
     (place / 'own_package').mkdir(parents=True)
     (place / 'own_package' / '__init__.py').touch()
     (place / 'own_package' / 'helper.py').write_text(MODULE)
-    (place / 'own_package' / 'training.py').write_text(MAIN_MODULE.format(helper='own_package.helper'))
+    (place / 'own_package' / 'training.py').write_text(
+        MAIN_MODULE.format(helper='own_package.helper')
+    )
     (place / 'own_helper.py').write_text(MODULE)
     (place / 'own_training.py').write_text(MAIN_MODULE.format(helper='own_helper'))
     monkeypatch.syspath_prepend(str(place))
@@ -355,8 +474,12 @@ def test_functions_in_modules_that_nodes_cannot_import(tmp_path: Path, monkeypat
         futures: list[TrainingFuture] = []
         for module in ('own_training', 'own_package.training'):
             function = importlib.import_module(module).train
-            futures.append(freetrain_app(total_epochs=1, threads_per_rank=len(futures) + 2)(function)(0.5, trainer_name=module))
-        metrics = [future.result(LONG_S).metrics for future in futures]
+            futures.append(
+                freetrain_app(total_epochs=1, ranks=Ranks(threads=len(futures) + 2))(function)(
+                    0.5, trainer_name=module
+                )
+            )
+        metrics = [future.result(LIMIT_S).metrics for future in futures]
         assert [(found['slope'], found['threads']) for found in metrics] == [(3.5, 2.0), (3.5, 3.0)]
 
 
@@ -364,8 +487,7 @@ SCRIPT = """
 import json, sys
 import torch
 from pathlib import Path
-from parsl_freetrain.app import freetrain_app
-from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain import LocalSite, freetrain_app
 from tests.support.training import freetrain
 
 SLOPE = 3.0
@@ -379,7 +501,8 @@ def train(ctx, bonus):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = ctx.prepare(model, optimizer)
     x = torch.ones(8, 4)
-    for features, target in ctx.loop(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8):
+    dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    for features, target in ctx.loop(dataset, batch_size=8):
         optimizer.zero_grad()
         ((model(features) - target) ** 2).mean().backward()
         optimizer.step()
@@ -387,7 +510,7 @@ def train(ctx, bonus):
 
 if __name__ == '__main__':
     with freetrain(Path(sys.argv[1]), LocalSite(nodes=1, poll_s=0.2)):
-        print(json.dumps(train(0.5).result(120).metrics))
+        print(json.dumps(train(0.5).result().metrics))
 """
 
 
@@ -398,8 +521,15 @@ def test_functions_of_a_script_and_of_a_notebook_cell(how: str, tmp_path: Path) 
         (tmp_path / 'script.py').write_text(SCRIPT)
         command = [sys.executable, str(tmp_path / 'script.py'), str(tmp_path)]
     else:
-        command = [sys.executable, '-c', f'import __main__; exec(compile({SCRIPT!r}, "<cell 1>", "exec"), vars(__main__))', str(tmp_path)]
+        command = [
+            sys.executable,
+            '-c',
+            f'import __main__; exec(compile({SCRIPT!r}, "<cell 1>", "exec"), vars(__main__))',
+            str(tmp_path),
+        ]
     environment = {**os.environ, 'PYTHONPATH': os.getcwd()}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG_S, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])['slope'] == 3.5

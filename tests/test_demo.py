@@ -16,19 +16,37 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def digits(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, '-m', 'workflows.digits', *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, '-m', 'workflows.digits', *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_it_trains_in_holes_and_compares(tmp_path: Path) -> None:
-    """One node is killed every 15 seconds, the others stay; the summary has the promised shape, adds up, and the weights are equal."""
+    """One node is killed every 15 seconds, the others stay; the summary has the promised shape,
+    adds up, and the weights are equal.
+    """
     schedule = tmp_path / 'holes.csv'
     killed = ''.join(f'{start},{start + 15},a\n' for start in range(0, 1095, 15))
     schedule.write_text(f'start_s,end_s,node\n{killed}0,1100,b\n5,1100,c\n')
-    done = digits('--out', str(tmp_path / 'out'), '--idle', str(schedule), '--nodes', '3', '--epochs', '10', '--step-s', '0.02')
+    done = digits(
+        '--out',
+        str(tmp_path / 'out'),
+        '--idle',
+        str(schedule),
+        '--nodes',
+        '3',
+        '--epochs',
+        '10',
+        '--step-s',
+        '0.02',
+    )
     assert done.returncode == 0, done.stderr
-    assert '\x1b' not in done.stdout   # no control characters into a pipe
+    assert '\x1b' not in done.stdout  # no control characters into a pipe
     summary = json.loads((tmp_path / 'out' / 'summary.json').read_text())
     assert summary['trainers'].keys() == {'cnn', 'mlp'}
     for trainer in summary['trainers'].values():
@@ -39,9 +57,11 @@ def test_it_trains_in_holes_and_compares(tmp_path: Path) -> None:
     assert summary['blocks'] >= summary['blocks_killed'] >= 1
     seconds = summary['node_s']
     assert seconds.keys() == {'offered', 'trained', 'starting', 'checkpointing', 'lost', 'idle'}
-    assert seconds['offered'] == pytest.approx(sum(value for name, value in seconds.items() if name != 'offered'))
-    assert (tmp_path / 'out' / 'holes.png').read_bytes().startswith(b'\x89PNG')
-    assert str(tmp_path / 'out' / 'holes.png') in done.stdout
+    assert seconds['offered'] == pytest.approx(
+        sum(value for name, value in seconds.items() if name != 'offered')
+    )
+    assert 'Nodes over time' in (tmp_path / 'out' / 'report.html').read_text()
+    assert str(tmp_path / 'out' / 'report.html') in done.stdout
 
 
 def test_a_schedule_that_ends_too_early_ends_it_with_a_sentence(tmp_path: Path) -> None:
@@ -50,23 +70,41 @@ def test_a_schedule_that_ends_too_early_ends_it_with_a_sentence(tmp_path: Path) 
     schedule.write_text('start_s,end_s,node\n0,2,a\n')
     out.mkdir()
     (out / 'mine').write_text('kept')
-    done = digits('--out', str(out), '--idle', str(schedule), '--nodes', '1', '--epochs', '10000', '--resume', 'never')
+    done = digits(
+        '--out',
+        str(out),
+        '--idle',
+        str(schedule),
+        '--nodes',
+        '1',
+        '--epochs',
+        '10000',
+        '--resume',
+        'never',
+    )
     assert done.returncode == 1
     assert (out / 'previous-1' / 'mine').read_text() == 'kept' and not (out / 'mine').exists()
-    assert re.search("The schedule of holes has ended before '(cnn|mlp)', at [0-9]+ samples; the same command continues, with --idle",
-                     done.stderr), done.stderr
+    assert re.search(
+        "The schedule of holes has ended before '(cnn|mlp)', at [0-9]+ samples; the same "
+        'command continues, with --idle',
+        done.stderr,
+    ), done.stderr
 
 
-@pytest.mark.parametrize(('arguments', 'words'), [
-    (['--idle', 'overlap.csv'], 'line 3.*must not overlap'),
-    (['--idle', 'absent.csv'], 'There is no schedule'),
-    (['--nodes', '0'], '0 nodes'),
-    (['--epochs', '0'], 'must be more than 0'),
-    (['--resume', 'require'], "resume is 'require'"),
-    (['--out', '/proc/nothing'], 'cannot be made'),
-])
-def test_bad_input_is_one_sentence_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str],
-                                                words: str) -> None:
+@pytest.mark.parametrize(
+    ('arguments', 'words'),
+    [
+        (['--idle', 'overlap.csv'], 'line 3.*must not overlap'),
+        (['--idle', 'absent.csv'], 'There is no schedule'),
+        (['--nodes', '0'], '0 nodes'),
+        (['--epochs', '0'], 'must be more than 0'),
+        (['--resume', 'require'], "resume is 'require'"),
+        (['--out', '/proc/nothing'], 'cannot be made'),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
     (tmp_path / 'overlap.csv').write_text('start_s,end_s,node\n0,10,a\n5,20,a\n')
     arguments = [str(tmp_path / a) if a.endswith('.csv') else a for a in arguments]
     assert main(['--out', str(tmp_path / 'out'), *arguments]) == 2

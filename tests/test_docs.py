@@ -1,4 +1,6 @@
-"""The documentation's two scripts run and differ as it says, and it builds; its blocks of code are run by tests/docs."""
+"""The documentation's two scripts run and differ as it says, and it builds; its blocks of code are
+run by tests/docs.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,28 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import LIMIT_S
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / 'docs' / 'examples'
 
 
 def changes(plain: str, changed: str) -> list[tuple[list[int], list[int]]]:
-    """Numbers of lines that were replaced by which; blank lines, and those that only moved to the left, are not counted."""
-    one, other = ([(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-                  for text in (plain, changed))
-    codes = difflib.SequenceMatcher(None, [line for _, line in one], [line for _, line in other], autojunk=False).get_opcodes()
-    return [([n for n, _ in one[i1:i2]], [n for n, _ in other[j1:j2]]) for kind, i1, i2, j1, j2 in codes if kind != 'equal']
+    """Numbers of lines that were replaced by which; blank lines, and those that only moved to the
+    left, are not counted.
+    """
+    one, other = (
+        [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        for text in (plain, changed)
+    )
+    codes = difflib.SequenceMatcher(
+        None, [line for _, line in one], [line for _, line in other], autojunk=False
+    ).get_opcodes()
+    return [
+        ([n for n, _ in one[i1:i2]], [n for n, _ in other[j1:j2]])
+        for kind, i1, i2, j1, j2 in codes
+        if kind != 'equal'
+    ]
 
 
 def changed_lines(plain: str, changed: str) -> int:
@@ -29,12 +43,16 @@ def changed_lines(plain: str, changed: str) -> int:
 
 
 def test_at_most_ten_lines_change() -> None:
-    plain, freetrain = ((EXAMPLES / name).read_text() for name in ('digits_plain.py', 'digits_freetrain.py'))
+    plain, freetrain = (
+        (EXAMPLES / name).read_text() for name in ('digits_plain.py', 'digits_freetrain.py')
+    )
     assert 5 < changed_lines(plain, freetrain) <= 10
 
 
 def test_lines_marked_as_different_are_those() -> None:
-    plain, freetrain = ((EXAMPLES / name).read_text() for name in ('digits_plain.py', 'digits_freetrain.py'))
+    plain, freetrain = (
+        (EXAMPLES / name).read_text() for name in ('digits_plain.py', 'digits_freetrain.py')
+    )
     marked = re.findall(r':emphasize-lines: ([\d,]+)', (ROOT / 'docs' / 'app.md').read_text())
     gone, new = zip(*changes(plain, freetrain), strict=True)
     assert marked == [','.join(str(n) for part in side for n in part) for side in (gone, new)]
@@ -48,8 +66,15 @@ def test_counting_changed_lines() -> None:
 
 @pytest.mark.parametrize('script', ['digits_plain.py', 'digits_freetrain.py'])
 def test_both_scripts_run(script: str, run_dir: Path) -> None:
-    done = subprocess.run([sys.executable, str(EXAMPLES / script)], cwd=run_dir, env=environment(), capture_output=True, text=True,
-                          timeout=200, check=False)
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / script)],
+        cwd=run_dir,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(r"loss(?: of the last batch)?'?: ([\d.e-]+)", done.stdout)
     assert found is not None, done.stdout
@@ -64,13 +89,36 @@ def environment() -> dict[str, str]:
 @pytest.mark.parametrize('page', ['CONTRIBUTING.md', 'docs/how-it-works.md'])
 def test_every_room_is_named(page: str) -> None:
     text = (ROOT / page).read_text()
-    rooms = {folder.name for folder in (ROOT / 'parsl_freetrain').iterdir() if (folder / '__init__.py').is_file()} | {'training/parallel'}
+    rooms = {
+        folder.name
+        for folder in (ROOT / 'parsl_freetrain').iterdir()
+        if (folder / '__init__.py').is_file()
+    } | {'training/parallel'}
     assert not {room for room in rooms if f'`{room}/`' not in text}
 
 
 @pytest.mark.slow
 def test_documentation_builds_without_a_warning(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, '-m', 'sphinx', '-W', '--keep-going', '-q', '-b', 'html', '-d', str(tmp_path / 'trees'),
-                           str(ROOT / 'docs'), str(tmp_path / 'html')], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        [
+            sys.executable,
+            '-m',
+            'sphinx',
+            '-W',
+            '--keep-going',
+            '-q',
+            '-b',
+            'html',
+            '-d',
+            str(tmp_path / 'trees'),
+            str(ROOT / 'docs'),
+            str(tmp_path / 'html'),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert 'freetrain_app' in (tmp_path / 'html' / 'reference.html').read_text()

@@ -1,4 +1,6 @@
-"""Flood-filling networks: what they see, how they move, what they find, and that they learn the same on any number of nodes."""
+"""Flood-filling networks: what they see, how they move, what they find, and that they learn the
+same on any number of nodes.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.training.context import FragmentContext
-from parsl_freetrain.training.export import load_weights
-from parsl_freetrain.training.scaled import Scaled
-from parsl_freetrain.training.warm import WarmParent
+from parsl_freetrain import BadInput, FragmentContext, Scaled, load_weights
+from parsl_freetrain.training.process.fork_client import WarmParent
 from tests.support.ranks import order, ranks, warm_parent
+from tests.support.waiting import LIMIT_S
 from workflows import ffn
 from workflows.divided import DIVIDED, WHOLE
-from workflows.ffn_flood import FOUND, Places, connected, flood, overlaps, segmented, segmented_by_brightness
-from workflows.ffn_network import BLANK, FFN, INSIDE, MOVE, OUTSIDE, START, Examples, View, centres_in, follow
+from workflows.ffn_flood import (
+    FOUND,
+    Places,
+    connected,
+    flood,
+    overlaps,
+    segmented,
+    segmented_by_brightness,
+)
+from workflows.ffn_network import (
+    BLANK,
+    FFN,
+    INSIDE,
+    MOVE,
+    OUTSIDE,
+    START,
+    Examples,
+    View,
+    centres_in,
+    follow,
+)
 from workflows.tubes import GAP, tubes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,12 +67,20 @@ def bars() -> tuple[Tensor, Tensor]:
     return (labels > 0).float(), labels
 
 
-@pytest.mark.parametrize(('settings', 'sentence'), [
-    ({'extent': 16}, r'16 voxels wide; .* an odd width such as 15 or 17\.$'),
-    ({'extent': 1}, 'an odd width such as 3 or 5'),
-    ({'extent': 17, 'delta': 9}, r'A move of 9 voxels leads outside .*: in a field of view of 17 voxels it is 1 to 8 voxels\.'),
-    ({'delta': 0}, 'A move of 0 voxels'),
-    ({'moves': 27}, '27 moves per example; there are 26 directions')])
+@pytest.mark.parametrize(
+    ('settings', 'sentence'),
+    [
+        ({'extent': 16}, r'16 voxels wide; .* an odd width such as 15 or 17\.$'),
+        ({'extent': 1}, 'an odd width such as 3 or 5'),
+        (
+            {'extent': 17, 'delta': 9},
+            r'A move of 9 voxels leads outside .*: in a field of view of 17 voxels it is '
+            r'1 to 8 voxels\.',
+        ),
+        ({'delta': 0}, 'A move of 0 voxels'),
+        ({'moves': 27}, '27 moves per example; there are 26 directions'),
+    ],
+)
 def test_a_view_that_cannot_be(settings: dict[str, int], sentence: str) -> None:
     with pytest.raises(BadInput, match=sentence):
         View(**settings)
@@ -65,12 +92,16 @@ def test_a_volume_that_is_too_small() -> None:
     small = torch.zeros(1, 24, 40, 40)
     with pytest.raises(BadInput, match='has 24x40x40 voxels; an example takes 25 along each axis'):
         Examples(small, small, [(0, 12, 12, 12)], View(17, 4))
-    with pytest.raises(BadInput, match='No voxel of an object lies 4 voxels or more inside of the 1 volumes'):
+    with pytest.raises(
+        BadInput, match='No voxel of an object lies 4 voxels or more inside of the 1 volumes'
+    ):
         centres_in(torch.zeros(1, 12, 12, 12), 5, VIEW, seed=1)
 
 
 def test_the_network_changes_the_seed_by_what_it_gives() -> None:
-    """The residual stack has the layers that were asked for, and its last one gives one logit for each voxel."""
+    """The residual stack has the layers that were asked for, and its last one gives one logit for
+    each voxel.
+    """
     model = FFN(channels=4, depth=3)
     assert sum(p.numel() for p in model.parameters()) == (2 * 27 + 1) * 4 + 5 * (4 * 27 + 1) * 4 + 5
     image, seed = torch.randn(2, 1, 7, 7, 7), torch.full((2, 1, 7, 7, 7), BLANK)
@@ -86,14 +117,24 @@ def test_the_network_changes_the_seed_by_what_it_gives() -> None:
 
 def test_examples_are_turned_with_their_truth_and_have_their_moves() -> None:
     image, labels = bars()
-    examples = Examples(image[None], labels[None], [(0, 12, 4, 4), (0, 10, 9, 9)], replace(VIEW, moves=7))
+    examples = Examples(
+        image[None], labels[None], [(0, 12, 4, 4), (0, 10, 9, 9)], replace(VIEW, moves=7)
+    )
     torch.manual_seed(0)
     turned = [examples[1] for _ in range(20)]
-    assert all(torch.equal(seen > 0.5, truth > 0.5) for seen, truth, _ in turned)   # only bar 2 is in reach
+    assert all(
+        torch.equal(seen > 0.5, truth > 0.5) for seen, truth, _ in turned
+    )  # only bar 2 is in reach
     assert len({tuple(seen.flatten().tolist()) for seen, *_ in turned}) > 3
-    assert all(len({tuple(step) for step in moves.tolist()}) == 7 and moves.abs().max() == 2 for *_, moves in turned)
+    assert all(
+        len({tuple(step) for step in moves.tolist()}) == 7 and moves.abs().max() == 2
+        for *_, moves in turned
+    )
     truth = examples[0][1]
-    assert set(truth.unique().tolist()) == {torch.tensor(INSIDE).item(), torch.tensor(OUTSIDE).item()}
+    assert set(truth.unique().tolist()) == {
+        torch.tensor(INSIDE).item(),
+        torch.tensor(OUTSIDE).item(),
+    }
     torch.manual_seed(3)
     one = examples[0]
     torch.manual_seed(3)
@@ -101,27 +142,41 @@ def test_examples_are_turned_with_their_truth_and_have_their_moves() -> None:
 
 
 def test_it_moves_where_the_seed_says_so_and_finds_there_what_it_left() -> None:
-    """Along the object and nowhere else; the loss is that of all places, those of an example counting as one."""
+    """Along the object and nowhere else; the loss is that of all places, those of an example
+    counting as one.
+    """
     seen: list[Tensor] = []
 
     def network(image: Tensor, seed: Tensor) -> Tensor:
         seen.append(seed.clone())
         return sees_all(image, seed)
+
     image, labels = bars()
     target = torch.where(labels == 1, INSIDE, OUTSIDE)
-    around = (slice(6, 15), slice(0, 9), slice(0, 9))   # middle: (10, 4, 4), in bar 1
+    around = (slice(6, 15), slice(0, 9), slice(0, 9))  # middle: (10, 4, 4), in bar 1
     offsets = torch.tensor([[2, 0, 0], [0, 2, 0], [-2, 0, 0], [0, -2, 0]])
     image, target = (part[around][None, None] for part in (image, target))
     loss, places = follow(network, image, target, offsets[None], VIEW)
-    assert places == 3 + 1   # the middle, up and down along the bar, and back to (10, 2, 4), which is in it, but not (10, 6, 4)
+    # The middle, up and down along the bar, and back to (10, 2, 4), which is in the bar; (10, 6, 4)
+    # is not.
+    assert places == 3 + 1
     first, second = seen[0][0, 0], seen[1][0, 0]
     assert first[2, 2, 2] == START and (first == BLANK).sum() == 5**3 - 1
-    assert second[0, 2, 2] == 4.0 and (second[3:] == BLANK).all()   # what the first place has left, and what it has not reached
-    one = [F.binary_cross_entropy(torch.sigmoid(torch.where(VIEW.cut(image, at) > 0.5, 4.0, -4.0)), VIEW.cut(target, at)).item()
-           for at in ((4, 4, 4), (6, 4, 4), (2, 4, 4), (4, 2, 4))]
+    assert (
+        second[0, 2, 2] == 4.0 and (second[3:] == BLANK).all()
+    )  # what the first place has left, and what it has not reached
+    one = [
+        F.binary_cross_entropy(
+            torch.sigmoid(torch.where(VIEW.cut(image, at) > 0.5, 4.0, -4.0)), VIEW.cut(target, at)
+        ).item()
+        for at in ((4, 4, 4), (6, 4, 4), (2, 4, 4), (4, 2, 4))
+    ]
     assert loss.item() == pytest.approx(sum(one) / 4)
     # An example that goes nowhere beside it counts as much.
-    image, target = torch.cat([image, torch.zeros_like(image)]), torch.cat([target, torch.full_like(target, OUTSIDE)])
+    image, target = (
+        torch.cat([image, torch.zeros_like(image)]),
+        torch.cat([target, torch.full_like(target, OUTSIDE)]),
+    )
     both, places = follow(sees_all, image, target, offsets.expand(2, -1, -1), VIEW)
     nothing = F.binary_cross_entropy(torch.sigmoid(torch.tensor(-4.0)), torch.tensor(OUTSIDE))
     assert places == 5 and both.item() == pytest.approx((loss.item() + nothing.item()) / 2)
@@ -131,9 +186,14 @@ def test_gradients_of_all_places_reach_the_network() -> None:
     """They are those of the places one by one: what was left in the seed is taken as it is."""
     torch.manual_seed(0)
     model, (image, labels) = FFN(4, 2), bars()
-    image, target = (part[6:15, :9, :9][None, None] for part in (image, torch.where(labels == 1, INSIDE, OUTSIDE)))
+    image, target = (
+        part[6:15, :9, :9][None, None]
+        for part in (image, torch.where(labels == 1, INSIDE, OUTSIDE))
+    )
     with torch.no_grad():
-        next(p for p in model.last.parameters() if p.ndim == 1).fill_(6.0)   # the last bias: so that it moves everywhere
+        next(p for p in model.last.parameters() if p.ndim == 1).fill_(
+            6.0
+        )  # the last bias: so that it moves everywhere
     loss, places = follow(model, image, target, torch.tensor([[[2, 0, 0], [0, 2, 2]]]), VIEW)
     loss.backward()
     assert places == 3
@@ -155,8 +215,10 @@ def test_nowhere_twice_and_never_outside() -> None:
     places.add((12, 3, 3))
     for position in places:
         visited.append(position)
-        places.add_around(position, MOVE + torch.rand((5, 5, 5), generator=random))   # as far as it can go
-    assert len(visited) == len(set(visited)) <= 12 * 7 * 7   # cells of the grid, and the ends
+        places.add_around(
+            position, MOVE + torch.rand((5, 5, 5), generator=random)
+        )  # as far as it can go
+    assert len(visited) == len(set(visited)) <= 12 * 7 * 7  # cells of the grid, and the ends
     covered = torch.zeros(24, 14, 14)
     for position in visited:
         VIEW.cut(covered, position).fill_(1)
@@ -176,7 +238,9 @@ def test_it_goes_to_the_brightest_voxel_of_a_face(axis: int, side: int) -> None:
     logits[tuple(at)] = MOVE
     places = Places((24, 14, 14), VIEW)
     places.add_around((12, 7, 7), logits)
-    assert list(places) == [tuple(middle + step - 2 for middle, step in zip((12, 7, 7), at, strict=True))]
+    assert list(places) == [
+        tuple(middle + step - 2 for middle, step in zip((12, 7, 7), at, strict=True))
+    ]
 
 
 def test_one_object_is_filled_and_no_other() -> None:
@@ -197,19 +261,29 @@ def test_intersection_over_union() -> None:
 
 
 def test_tubes_are_apart_and_go_through() -> None:
-    """Each is one piece, from face to face, as thick as was asked for; the same seed makes the same volume."""
+    """Each is one piece, from face to face, as thick as was asked for; the same seed makes the same
+    volume.
+    """
     image, labels = tubes(40, 3, 3, seed=5)
     assert image.mean() == pytest.approx(0, abs=1e-5) and image.std() == pytest.approx(1, abs=1e-4)
     for number in (1, 2, 3):
         inside = torch.from_numpy(labels == number)
         others = torch.from_numpy((labels > 0) & (labels != number)).float()
-        near = F.max_pool3d(inside.float()[None, None], 2 * GAP - 1, stride=1, padding=GAP - 1)[0, 0]
+        near = F.max_pool3d(inside.float()[None, None], 2 * GAP - 1, stride=1, padding=GAP - 1)[
+            0, 0
+        ]
         assert not (near * others).any()
-        through = [axis for axis in range(3) if inside.select(axis, 0).any() and inside.select(axis, 39).any()]
+        through = [
+            axis
+            for axis in range(3)
+            if inside.select(axis, 0).any() and inside.select(axis, 39).any()
+        ]
         assert len(through) >= 1
         assert min(inside.select(through[0], at).sum() for at in range(40)) >= 7
         assert connected(inside.numpy()).max() == 1
-    assert np.array_equal(tubes(40, 3, 3, seed=5)[0], image) and not np.array_equal(tubes(40, 3, 3, seed=6)[1], labels)
+    assert np.array_equal(tubes(40, 3, 3, seed=5)[0], image) and not np.array_equal(
+        tubes(40, 3, 3, seed=6)[1], labels
+    )
     with pytest.raises(BadInput, match=r'had room for \d tubes of radius 6 and not for 9'):
         tubes(40, 9, 6, seed=5)
 
@@ -217,7 +291,9 @@ def test_tubes_are_apart_and_go_through() -> None:
 @pytest.fixture(scope='module')
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmParent]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv('OMP_WAIT_POLICY', 'passive')   # ranks have more threads than there are cores: the waiting ones must not spin
+        patch.setenv(
+            'OMP_WAIT_POLICY', 'passive'
+        )  # ranks have more threads than there are cores: the waiting ones must not spin
         with warm_parent(tmp_path_factory.mktemp('warm')) as parent:
             yield parent
 
@@ -226,7 +302,9 @@ TINY = replace(ffn.SMALL, view=View(7, 2, 6), channels=4, depth=2, batch=8)
 
 
 @pytest.fixture(scope='module')
-def volumes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, int, int, int]]]:
+def volumes(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, list[tuple[int, int, int, int]]]:
     """A folder with a volume to train on, and where to look in it."""
     folder = tmp_path_factory.mktemp('volumes')
     image, labels = tubes(24, 1, 3, seed=0, noise=0.5)
@@ -235,44 +313,81 @@ def volumes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[
     return folder, centres_in(torch.from_numpy(labels)[None], 24, TINY.view, seed=1)
 
 
-def train(ctx: FragmentContext, folder: str, centres: list[tuple[int, int, int, int]], threads: int, dies_at: int | None) -> None:
-    """What the workflow trains, on a node that is lost at so many samples."""
+def train(
+    ctx: FragmentContext,
+    folder: str,
+    centres: list[tuple[int, int, int, int]],
+    threads: int,
+    dies_at: int | None,
+) -> None:
+    """The workflow's training, on a node that is lost at a number of samples."""
     report = ctx.report
 
     def reporting(**metrics: float) -> None:
         report(**metrics)
         if ctx.is_main and dies_at is not None and ctx.samples >= dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
-    setattr(ctx, 'report', reporting)  # noqa: B010 mypy allows no assignment to a method
+
+    setattr(ctx, 'report', reporting)  # noqa: B010
     assert torch.get_num_threads() == threads
     ffn.train_ffn(ctx, folder, TINY, centres)
 
 
-def trained(warm: WarmParent, folder: Path, volumes: tuple[Path, list[Any]], fragments: Sequence[tuple[int, int | None]],
-            threads: int = 1, **how: Any) -> dict[str, Tensor]:
-    """The weights after fragments on so many ranks, which die at so many samples."""
+def trained(
+    warm: WarmParent,
+    folder: Path,
+    volumes: tuple[Path, list[Any]],
+    fragments: Sequence[tuple[int, int | None]],
+    threads: int = 1,
+    **how: Any,
+) -> dict[str, Tensor]:
+    """The weights after fragments with these numbers of ranks, which die at these numbers of
+    samples.
+    """
     place, centres = volumes
     for number, (count, dies_at) in enumerate(fragments, 1):
-        ordered = order(folder, number, trainer=folder.name, total_samples=96, threads=threads, checkpoint_every_s=0.01, **how)
-        with ranks(warm, ordered, count, folder, train, str(place), centres, threads, dies_at) as gang:
+        ordered = order(
+            folder,
+            number,
+            trainer=folder.name,
+            total_samples=96,
+            threads=threads,
+            checkpoint_every_s=0.01,
+            **how,
+        )
+        with ranks(
+            warm, ordered, count, folder, train, str(place), centres, threads, dies_at
+        ) as gang:
             outcome = gang.run()[0]
-        assert outcome.get('how') == (None if dies_at else 'finished'), gang.ranks[0].log.read_text()
-    return load_weights(outcome['path'])
+        assert outcome.how == (None if dies_at else 'finished'), gang.ranks[0].log.read_text()
+    return load_weights(outcome.path)
 
 
-def test_any_cuts_and_any_nodes_give_the_same_network(warm: WarmParent, volumes: tuple[Path, list[Any]], tmp_path: Path) -> None:
-    """On two ranks until one is killed, on three until one is killed, then on one: bit for bit what one rank gives alone."""
+def test_any_cuts_and_any_nodes_give_the_same_network(
+    warm: WarmParent, volumes: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    """On two ranks until one is killed, on three until one is killed, then on one: bit for bit what
+    one rank gives alone.
+    """
     cut = trained(warm, tmp_path / 'cut', volumes, ((2, 32), (3, 64), (1, None)), threads=2)
     alone = trained(warm, tmp_path / 'alone', volumes, ((1, None),), threads=2)
     assert cut.keys() == alone.keys() and all(torch.equal(cut[key], alone[key]) for key in cut)
-    curves = [json.loads((volumes[0] / f'{name}-losses.json').read_text()) for name in ('cut', 'alone')]
+    curves = [
+        json.loads((volumes[0] / f'{name}-losses.json').read_text()) for name in ('cut', 'alone')
+    ]
     assert curves[0] == curves[1] and len(curves[0]) == 4 and curves[0][-1][1] < curves[0][0][1]
 
 
-def test_a_batch_that_grows_with_the_nodes(warm: WarmParent, volumes: tuple[Path, list[Any]], tmp_path: Path) -> None:
-    """Ranks go to different numbers of places, and yet agree; the batch and the learning rate are those of two ranks."""
+def test_a_batch_that_grows_with_the_nodes(
+    warm: WarmParent, volumes: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    """Ranks go to different numbers of places, and yet agree; the batch and the learning rate are
+    those of two ranks.
+    """
     scaled = Scaled(lr='sqrt', warmup_samples=48)
-    weights = trained(warm, tmp_path / 'scaled', volumes, ((2, None),), mode='scaled', scaled=scaled)
+    weights = trained(
+        warm, tmp_path / 'scaled', volumes, ((2, None),), mode='scaled', scaled=scaled
+    )
     assert all(value.isfinite().all() for value in weights.values())
     curve = json.loads((volumes[0] / 'scaled-losses.json').read_text())
     assert len(curve) == 4 and curve[-1][1] < curve[0][1]
@@ -280,10 +395,18 @@ def test_a_batch_that_grows_with_the_nodes(warm: WarmParent, volumes: tuple[Path
 
 @pytest.mark.slow
 def test_through_kills_and_on_other_nodes(run_dir: Path) -> None:
-    """As its user runs it with ``--small``; the network finds tubes that it has not been trained on."""
+    """As its user runs it with ``--small``; the network finds tubes that it has not been trained
+    on.
+    """
     out = run_dir / 'out'
-    done = subprocess.run([sys.executable, '-m', 'workflows.ffn', '--small', '--out', str(out)], cwd=ROOT, capture_output=True, text=True,
-                          timeout=280, check=False)
+    done = subprocess.run(
+        [sys.executable, '-m', 'workflows.ffn', '--small', '--out', str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     summary = json.loads((out / 'summary.json').read_text())
     told = summary[DIVIDED]
@@ -297,10 +420,19 @@ def test_through_kills_and_on_other_nodes(run_dir: Path) -> None:
     assert (out / 'ffn.png').read_bytes().startswith(b'\x89PNG')
 
 
-@pytest.mark.parametrize(('arguments', 'words'), [
-    (['--fov', '16'], '16 voxels wide'), (['--fov', '9', '--delta', '5'], 'leads outside'), (['--moves', '40'], '26 directions'),
-    (['--volume', '20', '--small'], 'room for .* tubes'), (['--out', '/proc/no'], 'cannot be made')])
-def test_bad_input_is_one_sentence(run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+@pytest.mark.parametrize(
+    ('arguments', 'words'),
+    [
+        (['--fov', '16'], '16 voxels wide'),
+        (['--fov', '9', '--delta', '5'], 'leads outside'),
+        (['--moves', '40'], '26 directions'),
+        (['--volume', '20', '--small'], 'room for .* tubes'),
+        (['--out', '/proc/no'], 'cannot be made'),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
     assert ffn.main(['--out', str(run_dir / 'out'), *arguments]) == 2
     [sentence] = capsys.readouterr().err.strip().splitlines()
     assert re.search(words, sentence), sentence

@@ -13,23 +13,48 @@ from pathlib import Path
 import pytest
 
 from tests.support.pages import pages
+from tests.support.scheduling import LONG
+from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 SOURCES = ('parsl_freetrain', 'workflows', 'site_configs', 'tests')
 TOP = {
-    'pyproject.toml', 'parsl_freetrain', 'workflows', 'site_configs', 'tests', 'docs', 'README.md', 'CHANGELOG.md', 'LICENSE', 'Makefile',
+    'pyproject.toml',
+    'parsl_freetrain',
+    'workflows',
+    'site_configs',
+    'tests',
+    'docs',
+    'README.md',
+    'CHANGELOG.md',
+    'LICENSE',
+    'Makefile',
     'CONTRIBUTING.md',
 }
 # Distribution of a module where the names differ, and what is needed without being imported.
-DISTRIBUTIONS = {'zmq': 'pyzmq', 'sklearn': 'scikit-learn', 'globus_compute_common': 'globus-compute-endpoint',
-                 'globus_compute_endpoint': 'globus-compute-endpoint', 'globus_compute_sdk': 'globus-compute-endpoint'}
+DISTRIBUTIONS = {
+    'zmq': 'pyzmq',
+    'sklearn': 'scikit-learn',
+    'globus_compute_common': 'globus-compute-endpoint',
+    'globus_compute_endpoint': 'globus-compute-endpoint',
+    'globus_compute_sdk': 'globus-compute-endpoint',
+}
 CALLED_BY_OTHERS = {'highspy', 'pyarrow'}
 
 
 def run(*command: str) -> None:
-    """Run a program of the virtual environment in the repository; fail with what it says if it finds something."""
-    done = subprocess.run([str(BIN / command[0]), *command[1:]], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    """Run a program of the virtual environment in the repository; fail with what it says if it
+    finds something.
+    """
+    done = subprocess.run(
+        [str(BIN / command[0]), *command[1:]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
@@ -60,13 +85,25 @@ def git(*arguments: str) -> list[str]:
     if not (ROOT / '.git').exists():
         pytest.skip('needs the git repository')
     # The repository may belong to another user, in a container for instance.
-    done = subprocess.run(['git', '-c', f'safe.directory={ROOT}', *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ['git', '-c', f'safe.directory={ROOT}', *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize('path', modules('parsl_freetrain', 'workflows', 'site_configs'), ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    'path',
+    modules('parsl_freetrain', 'workflows', 'site_configs'),
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
 def test_module(path: Path) -> None:
-    """It fits on some screens, says what it is for by its name and its docstring, and annotates lazily."""
+    """It fits on some screens, says what it is for by its name and its docstring, and annotates
+    lazily.
+    """
     text = path.read_text()
     assert len(text.splitlines()) <= 400
     assert not re.search(r'util|helper|misc|common', path.stem)
@@ -75,12 +112,22 @@ def test_module(path: Path) -> None:
         assert 'from __future__ import annotations' in text
 
 
+def test_files_that_are_begun_first_exist() -> None:
+    assert not [file for file in LONG if not (ROOT / file).is_file()]
+
+
 def test_dependencies_are_those_that_are_imported() -> None:
     project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
     declared = {re.split(r'[<>=!~ \[]', line)[0].lower() for line in project['dependencies']}
-    globus = {re.split(r'[<>=!~ \[]', line)[0].lower() for line in project['optional-dependencies']['globus']}
+    globus = {
+        re.split(r'[<>=!~ \[]', line)[0].lower()
+        for line in project['optional-dependencies']['globus']
+    }
     assert imported('parsl_freetrain') == declared - CALLED_BY_OTHERS | globus
-    demo = {re.split(r'[<>=!~ \[]', line)[0].lower() for line in project['optional-dependencies']['demo']}
+    demo = {
+        re.split(r'[<>=!~ \[]', line)[0].lower()
+        for line in project['optional-dependencies']['demo']
+    }
     assert imported('workflows', 'site_configs') <= declared | demo
 
 
@@ -89,33 +136,59 @@ def imported(*folders: str) -> set[str]:
     found = set()
     for path in modules(*folders):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else (
-                [node.module or ''] if isinstance(node, ast.ImportFrom) and not node.level else [])
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else (
+                    [node.module or '']
+                    if isinstance(node, ast.ImportFrom) and not node.level
+                    else []
+                )
+            )
             found |= {name.split('.')[0] for name in names}
-    outside = found - set(sys.stdlib_module_names) - {'parsl_freetrain', 'workflows', 'site_configs'}
+    outside = (
+        found
+        - set(sys.stdlib_module_names)
+        - {'parsl_freetrain', 'workflows', 'site_configs', '_typeshed'}
+    )
     return {DISTRIBUTIONS.get(name, name) for name in outside}
 
 
 def test_constraints_pin_every_dependency() -> None:
     project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
-    wanted = [*project['dependencies'], *(line for extra in project['optional-dependencies'].values() for line in extra)]
+    wanted = [
+        *project['dependencies'],
+        *(line for extra in project['optional-dependencies'].values() for line in extra),
+    ]
     lines = (ROOT / '.ci' / 'constraints.txt').read_text().splitlines()
-    pinned = {line.split('==')[0].lower().replace('_', '-') for line in lines if not line.startswith('#')}
+    pinned = {
+        line.split('==')[0].lower().replace('_', '-') for line in lines if not line.startswith('#')
+    }
     assert {re.split(r'[<>=!~ \[]', line)[0].lower() for line in wanted} <= pinned
-    assert all(re.fullmatch(r'[\w.-]+==[\w.]+|#.*', line) for line in lines), 'exact versions without local tags only'
+    assert all(re.fullmatch(r'[\w.-]+==[\w.]+|#.*', line) for line in lines), (
+        'exact versions without local tags only'
+    )
 
 
 def test_make_commands_in_the_texts_exist() -> None:
     targets = set(re.findall(r'^([a-z]+):', (ROOT / 'Makefile').read_text(), re.MULTILINE))
     texts = pages()
-    named = {command for text in texts for command in re.findall(r'(?:`|^ *|\$ )make ([a-z]+)', text.read_text(), re.MULTILINE)}
+    named = {
+        command
+        for text in texts
+        for command in re.findall(r'(?:`|^ *|\$ )make ([a-z]+)', text.read_text(), re.MULTILINE)
+    }
     assert {'demo', 'test'} <= named <= targets
 
 
 def test_links_between_the_texts_lead_somewhere() -> None:
     texts = [ROOT / 'CHANGELOG.md', *pages()]
-    dead = [f'{text.name}: {target}' for text in texts
-            for target in re.findall(r'\]\(([^)#:\s]+)(?:#[^)]*)?\)', text.read_text()) if not (text.parent / target).exists()]
+    dead = [
+        f'{text.name}: {target}'
+        for text in texts
+        for target in re.findall(r'\]\(([^)#:\s]+)(?:#[^)]*)?\)', text.read_text())
+        if not (text.parent / target).exists()
+    ]
     assert not dead
 
 
@@ -123,18 +196,33 @@ def test_ci_runs_make_test_and_passes_its_status_on(tmp_path: Path) -> None:
     fake = tmp_path / 'make'
     fake.write_text('#!/bin/sh\necho "make $*"\nexit 7\n')
     fake.chmod(0o700)
-    done = subprocess.run([ROOT / '.ci' / 'run'], env={**os.environ, 'PATH': f'{tmp_path}:{os.environ["PATH"]}'}, cwd=tmp_path,
-                          capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [ROOT / '.ci' / 'run'],
+        env={**os.environ, 'PATH': f'{tmp_path}:{os.environ["PATH"]}'},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (7, 'make test\n')
 
 
 def test_make_says_which_python_it_needs(tmp_path: Path) -> None:
     old = tmp_path / 'python-old'
-    old.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} -c '
-                   f'"import sys; sys.version_info = type(\'V\', (tuple,), {{}})((3, 10, 1)); exec(sys.argv[1])" "$1"\n')
+    old.write_text(
+        f'#!/bin/sh\nshift\nexec {sys.executable} -c '
+        f"\"import sys; sys.version_info = type('V', (tuple,), {{}})((3, 10, 1)); "
+        'exec(sys.argv[1])" "$1"\n'
+    )
     old.chmod(0o700)
-    done = subprocess.run(['make', '-C', str(ROOT), f'VENV={tmp_path / "venv"}', f'PYTHON={old}', 'venv'],
-                          capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ['make', '-C', str(ROOT), f'VENV={tmp_path / "venv"}', f'PYTHON={old}', 'venv'],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
     assert done.returncode != 0
     assert 'needs Python 3.11 or newer' in done.stderr
     assert not (tmp_path / 'venv').exists()

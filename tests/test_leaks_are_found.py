@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.waiting import LIMIT_S
+
 CONFTEST = Path(__file__).with_name('conftest.py')
 
 LEAKS = """
@@ -24,7 +26,8 @@ def test_process():
     KEPT.append(subprocess.Popen(SLEEP))
 
 def test_orphan():
-    subprocess.run([sys.executable, '-c', f'import subprocess; subprocess.Popen({SLEEP!r}, start_new_session=True)'], check=True)
+    code = f'import subprocess; subprocess.Popen({SLEEP!r}, start_new_session=True)'
+    subprocess.run([sys.executable, '-c', code], check=True)
 
 def test_thread():
     threading.Thread(target=time.sleep, args=(3,), name='forgotten').start()
@@ -50,13 +53,42 @@ def test_leaks_are_found(tmp_path: Path) -> None:
     tests = tmp_path / 'tests'
     tests.mkdir()
     text = CONFTEST.read_text()
-    (tests / 'conftest.py').write_text(re.sub(r'^PATIENCE_S = .*', 'PATIENCE_S = 1.0', text, flags=re.MULTILINE))
+    (tests / 'conftest.py').write_text(
+        re.sub(r'^PATIENCE_S = .*', 'PATIENCE_S = 1.0', text, flags=re.MULTILINE)
+    )
     (tests / 'test_leaks.py').write_text(LEAKS)
-    done = subprocess.run([sys.executable, '-m', 'pytest', '-rE', '-c', '/dev/null', '--rootdir', str(tmp_path), str(tests)],
-                          cwd=tmp_path, env={**os.environ, 'COLUMNS': '200'}, capture_output=True, text=True, timeout=120, check=False)
-    blamed = dict(re.findall(r'^ERROR tests/test_leaks.py::test_(\w+) - Failed: left behind ([\w ]+):', done.stdout, re.MULTILINE))
+    done = subprocess.run(
+        [
+            sys.executable,
+            '-m',
+            'pytest',
+            '-rE',
+            '-c',
+            '/dev/null',
+            '--rootdir',
+            str(tmp_path),
+            str(tests),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, 'COLUMNS': '200'},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    blamed = dict(
+        re.findall(
+            r'^ERROR tests/test_leaks.py::test_(\w+) - Failed: left behind ([\w ]+):',
+            done.stdout,
+            re.MULTILINE,
+        )
+    )
     assert blamed == {
-        'process': 'processes', 'orphan': 'processes', 'thread': 'threads', 'port': 'listening ports',
-        'home': 'files outside its own folder', 'runinfo': 'files outside its own folder',
+        'process': 'processes',
+        'orphan': 'processes',
+        'thread': 'threads',
+        'port': 'listening ports',
+        'home': 'files outside its own folder',
+        'runinfo': 'files outside its own folder',
     }, done.stdout + done.stderr
     assert '9 passed, 6 errors' in done.stdout

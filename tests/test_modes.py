@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from parsl_freetrain.app import Scaled, freetrain_app
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.sites.local import LocalSite
-from parsl_freetrain.training.context import FragmentContext
+from parsl_freetrain import BadInput, FragmentContext, LocalSite, Scaled, freetrain_app
 from tests.support.training import freetrain
+from tests.support.waiting import LIMIT_S
 
 
 def train(ctx: FragmentContext, nan_at: int | None = None) -> None:
@@ -29,21 +27,39 @@ def train(ctx: FragmentContext, nan_at: int | None = None) -> None:
 
 
 @pytest.mark.slow
-def test_scaled_mode_and_the_policy_reach_the_ranks_and_the_folder_remembers(tmp_path: Path) -> None:
-    scaled = Scaled(lr='sqrt', combine='mean')
+def test_scaled_mode_and_the_policy_reach_the_ranks_and_the_folder_remembers(
+    tmp_path: Path,
+) -> None:
+    scaled = Scaled(lr='sqrt', combine='mean', on_nan='skip')
     with freetrain(tmp_path, LocalSite(nodes=2)):
-        future = freetrain_app(min_nodes=2, max_nodes=2, total_epochs=1, mode='scaled', scaled=scaled, on_nan='skip')(train)(nan_at=8)
-        metrics = future.result(timeout=120).metrics
+        future = freetrain_app(min_nodes=2, max_nodes=2, total_epochs=1, mode=scaled)(train)(
+            nan_at=8
+        )
+        metrics = future.result(timeout=LIMIT_S).metrics
     assert metrics == {'batch': 8.0, 'skipped_steps': 1.0}
-    identity = json.loads((tmp_path / 'checkpoints' / 'train' / 'trainer.json').read_text())['identity']
-    assert identity['scaled'] == {'reference_ranks': 1, 'lr': 'sqrt', 'warmup_samples': 0, 'combine': 'mean'}
-    with freetrain(tmp_path, LocalSite(nodes=2)), pytest.raises(BadInput, match='scaled'):
-        freetrain_app(total_epochs=2, mode='scaled')(train)()
+    identity = json.loads((tmp_path / 'checkpoints' / 'train' / 'trainer.json').read_text())[
+        'identity'
+    ]
+    del identity['function']
+    assert identity == {
+        'mode': 'scaled',
+        'seed': 0,
+        'reference_ranks': 1,
+        'lr': 'sqrt',
+        'warmup_samples': 0,
+        'combine': 'mean',
+    }
+    with freetrain(tmp_path, LocalSite(nodes=2)), pytest.raises(BadInput, match='lr'):
+        freetrain_app(total_epochs=2, mode=Scaled())(train)()
 
 
 @pytest.mark.slow
 def test_a_loss_that_is_not_a_number_fails_its_trainer_with_a_sentence(tmp_path: Path) -> None:
     with freetrain(tmp_path, LocalSite(nodes=1)):
         future = freetrain_app(total_epochs=1)(train)(nan_at=8)
-        with pytest.raises(BadInput, match='a gradient was infinite or not a number in training on the samples from 8 to 12, on rank 0'):
-            future.result(timeout=120)
+        with pytest.raises(
+            BadInput,
+            match='a gradient was infinite or not a number in training on the samples from 8 '
+            'to 12, on rank 0',
+        ):
+            future.result(timeout=LIMIT_S)

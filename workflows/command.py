@@ -1,4 +1,4 @@
-"""What the commands of the workloads have in common: the folder that a run writes to, and waiting for a trainer."""
+"""Shared by the workflows' commands: the output folder of a run, and waiting for a trainer."""
 
 from __future__ import annotations
 
@@ -7,34 +7,39 @@ import time
 from concurrent.futures import wait
 from pathlib import Path
 
-from parsl_freetrain.app import Checkpoint, TrainingFuture
-from parsl_freetrain.core.errors import BadInput, FreeTrainError
-from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain import BadInput, Checkpoint, FreeTrainError, LocalSite, TrainingFuture
 from parsl_freetrain.sites.protocols import Site
 
 PREVIOUS = 'previous'
 
 
 def output_folder(out: Path) -> None:
-    """Make the folder, if it is not there.
+    """Create the folder, if it does not exist.
 
     Raises
     ------
     BadInput
-        It cannot be made.
+        It cannot be created.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadInput(f'The output folder {out} cannot be made ({error.strerror}); name another one with --out.') from error
+        raise BadInput(
+            f'The output folder {out} cannot be made ({error.strerror}); name another '
+            'one with --out.'
+        ) from error
 
 
 def set_aside(out: Path) -> None:
-    """Move what is in the folder into a new one in it, ``previous-1`` or the next that is free: nothing is removed that a user may want."""
+    """Move the contents of the folder into a new subfolder, ``previous-1`` or the next free number,
+    so that nothing is lost.
+    """
     found = [path for path in out.iterdir() if not path.name.startswith(f'{PREVIOUS}-')]
     if not found:
         return
-    aside = next(path for number in itertools.count(1) if not (path := out / f'{PREVIOUS}-{number}').exists())
+    aside = next(
+        path for number in itertools.count(1) if not (path := out / f'{PREVIOUS}-{number}').exists()
+    )
     aside.mkdir()
     for path in found:
         path.rename(aside / path.name)
@@ -42,25 +47,33 @@ def set_aside(out: Path) -> None:
 
 
 def refuse_to_wait(future: TrainingFuture, site: Site, advice: str) -> None:
-    """To be called while waiting for a trainer; ``advice`` says what would be right.
+    """Check the schedule of holes while waiting for a trainer; errors end with ``advice``.
 
     Raises
     ------
     FreeTrainError
-        If the schedule of holes is over, so that the trainer will get no further.
+        If the schedule of holes is over, so that the trainer cannot continue.
     """
-    if isinstance(site, LocalSite) and site.over_at is not None and time.time() > site.over_at and not future.done():
-        raise FreeTrainError(f'The schedule of holes has ended before {future.name!r}, at {future.progress().samples} samples; '
-                             f'{advice}.')
+    if (
+        isinstance(site, LocalSite)
+        and site.over_at is not None
+        and time.time() > site.over_at
+        and not future.done()
+    ):
+        raise FreeTrainError(
+            f'The schedule of holes has ended before {future.name!r}, at '
+            f'{future.progress().samples} samples; '
+            f'{advice}.'
+        )
 
 
 def result(future: TrainingFuture, site: Site, advice: str) -> Checkpoint:
-    """Wait for a trainer as long as there can be holes for it; ``advice`` says what would be right where there are no more.
+    """Wait for a trainer as long as the schedule of holes lasts; errors end with ``advice``.
 
     Raises
     ------
     FreeTrainError
-        If the schedule of holes ends before.
+        If the schedule of holes ends first.
     """
     while not wait([future], timeout=1.0).done:
         refuse_to_wait(future, site, advice)

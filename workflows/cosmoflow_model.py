@@ -1,4 +1,6 @@
-"""The network of :mod:`workflows.cosmoflow`, and how it is trained. Ranks import this module, so it needs little."""
+"""The network of :mod:`workflows.cosmoflow` and its training function. Ranks import this module, so
+it imports little.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import StackDataset, TensorDataset
 
-from parsl_freetrain.training.parallel.convolution import Conv3d
-from parsl_freetrain.training.parallel.grid import Grid
-from parsl_freetrain.training.parallel.loader import ShardedVolumes
-from parsl_freetrain.training.parallel.pooling import MaxPool3d
-from parsl_freetrain.training.parallel.sharded import Sharded
+from parsl_freetrain.training.parallel.spatial import (
+    Conv3d,
+    Grid,
+    MaxPool3d,
+    Sharded,
+    ShardedVolumes,
+)
 
 if TYPE_CHECKING:
-    from parsl_freetrain.training.context import FragmentContext
+    from parsl_freetrain import FragmentContext
 
 
 class CosmoFlow(nn.Module):
@@ -30,9 +34,13 @@ class CosmoFlow(nn.Module):
         super().__init__()
         levels = extent.bit_length() - 3
         channels = [1, *(width * 2**level for level in range(levels))]
-        self.convolutions = nn.ModuleList([Conv3d(*pair, 3, padding=1) for pair in pairwise(channels)])
+        self.convolutions = nn.ModuleList(
+            [Conv3d(*pair, 3, padding=1) for pair in pairwise(channels)]
+        )
         self.pool = MaxPool3d(2)
-        self.dense = nn.Sequential(nn.Linear(channels[-1] * 4**3, 64), nn.LeakyReLU(), nn.Linear(64, 2))
+        self.dense = nn.Sequential(
+            nn.Linear(channels[-1] * 4**3, 64), nn.LeakyReLU(), nn.Linear(64, 2)
+        )
 
     def forward(self, x: Sharded) -> Tensor:
         for convolution in self.convolutions:
@@ -41,7 +49,9 @@ class CosmoFlow(nn.Module):
 
 
 def train_cosmoflow(ctx: FragmentContext, folder: str, extent: int) -> None:
-    """Each rank reads its part of each field, trains, and at the end tells how well held-out fields are read."""
+    """Each rank reads its part of each field and trains; at the end it reports the error on
+    held-out fields.
+    """
     grid, extents = Grid.of(ctx.mesh), (extent,) * 3
     torch.manual_seed(1)
     model = CosmoFlow(extent)
@@ -49,7 +59,10 @@ def train_cosmoflow(ctx: FragmentContext, folder: str, extent: int) -> None:
     model, optimizer = ctx.prepare(model, optimizer)
     targets = torch.from_numpy(np.load(f'{folder}/targets.npy', allow_pickle=False))
     curve = ctx.state.setdefault('losses', [])
-    for field, (target,) in ctx.loop(StackDataset(ShardedVolumes(f'{folder}/fields.npy', grid), TensorDataset(targets)), batch_size=8):
+    for field, (target,) in ctx.loop(
+        StackDataset(ShardedVolumes(f'{folder}/fields.npy', grid), TensorDataset(targets)),
+        batch_size=8,
+    ):
         optimizer.zero_grad()
         loss = F.mse_loss(model(Sharded.of(field, extents, grid)), target)
         loss.backward()

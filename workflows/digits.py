@@ -1,8 +1,9 @@
-"""The main job: two trainers on handwritten digits, in the holes of this computer or of another site.
+"""The main demonstration: two trainers on handwritten digits, in the holes of one site.
 
-``python -m workflows.digits`` trains a small CNN and an MLP on slots that come, go and are killed as a
-schedule of holes says, then trains the same two undisturbed, and compares the final weights bit by bit.
-With ``--site`` the holes are those of a machine with a batch scheduler.
+``python -m workflows.digits`` trains a small CNN and an MLP on slots that join, leave and are
+killed according to a schedule of holes. Then it trains the same two networks undisturbed, and
+compares the final weights bit by bit. With ``--site`` the holes are those of a machine with a batch
+scheduler.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import logging
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,26 +26,43 @@ from rich.console import Console
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from parsl_freetrain.app import Checkpoint, TrainingFuture, freetrain_app
-from parsl_freetrain.cli.live import closing_table, run_live
+from parsl_freetrain import (
+    BackfillProvider,
+    BadInput,
+    Checkpoint,
+    Checkpoints,
+    FreeTrainError,
+    FreeTrainExecutor,
+    LocalSite,
+    Policy,
+    Reproducible,
+    Scaling,
+    TrainingFuture,
+    freetrain_app,
+    same_weights,
+)
+from parsl_freetrain.cli.live.view import closing_table, run_live
 from parsl_freetrain.cli.sites import provider_of
-from parsl_freetrain.core.errors import BadInput, FreeTrainError
-from parsl_freetrain.core.milp import MilpAllocator
-from parsl_freetrain.executor import FreeTrainExecutor
-from parsl_freetrain.ledger.picture import draw
+from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
+from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
+from parsl_freetrain.host import files
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.summary import summary
+from parsl_freetrain.report.figures import figures
+from parsl_freetrain.report.page import report_page
 from parsl_freetrain.sites.generate import generate
-from parsl_freetrain.sites.local import LocalSite
-from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.schedule import Schedule, read_schedule, write_schedule
-from parsl_freetrain.training.export import same_weights
 from workflows.command import output_folder, result, set_aside
 from workflows.digits_models import train_digits
 
 NETWORKS = ('cnn', 'mlp')
 SHARDS = 4
-SCALING = {1: 1.0, 2: 1.9, 3: 2.7, 4: 3.4}   # what a machine with one core per slot would give; states wishes, not this computer
+SCALING = {
+    1: 1.0,
+    2: 1.9,
+    3: 2.7,
+    4: 3.4,
+}  # assumed for a machine with one core per slot, not for this computer
 
 LONGER = 'the same command continues, with --idle for a longer schedule'
 
@@ -55,19 +74,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = Path(options.out).absolute()
     try:
         output_folder(out)
-        if options.resume == 'never' or (options.resume == 'auto' and (out / 'summary.json').exists()):
+        if options.resume == 'never' or (
+            options.resume == 'auto' and (out / 'summary.json').exists()
+        ):
             set_aside(out)
         console.rule(f'in the holes of {where(options)}')
-        in_holes = train(out / 'holes', holes(out, options), options, console, max_nodes=SHARDS, step_s=options.step_s)
+        in_holes = train(
+            out / 'holes',
+            holes(out, options),
+            options,
+            console,
+            max_nodes=SHARDS,
+            step_s=options.step_s,
+        )
         console.rule('undisturbed, each on one node')
-        alone = train(out / 'undisturbed', BackfillProvider(LocalSite(nodes=len(NETWORKS), poll_s=0.25), min_hole_s=1.0), options, console,
-                      max_nodes=1)
+        alone = train(
+            out / 'undisturbed',
+            BackfillProvider(LocalSite(nodes=len(NETWORKS), poll_s=0.25), min_hole_s=1.0),
+            options,
+            console,
+            max_nodes=1,
+        )
         report(out, in_holes, alone, options, console)
     except BadInput as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f'Stopped. Nothing is lost: the same command continues with the checkpoints in {out}.', file=sys.stderr)
+        print(
+            f'Stopped. Nothing is lost: the same command continues with the checkpoints in {out}.',
+            file=sys.stderr,
+        )
         return 130
     except FreeTrainError as error:
         print(error, file=sys.stderr)
@@ -77,16 +113,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog='digits', description=(__doc__ or '').partition('\n')[0])
-    parser.add_argument('--site', metavar='NAME|FILE', help=(
-        'a machine with a batch scheduler: a name in site_configs/, or a .py or .toml file (default: this computer)'))
-    parser.add_argument('--idle', metavar='FILE', help='schedule of holes, CSV: start_s,end_s,node (default: a generated one)')
-    parser.add_argument('--time-factor', type=float, default=1.0, help='multiply the times of FILE by this (default: 1)')
-    parser.add_argument('--nodes', type=int, default=6, help='slots of this computer to use as nodes (default: 6)')
-    parser.add_argument('--seed', type=int, default=32, help='of the generated schedule (default: %(default)s)')
-    parser.add_argument('--epochs', type=float, default=180, help='how often each trainer sees every image (default: %(default)s)')
-    parser.add_argument('--step-s', type=float, default=0.0, help='make each step in the holes so many seconds longer (default: 0)')
-    parser.add_argument('--resume', choices=('auto', 'require', 'never'), default='auto', help=(
-        'what an interrupted run left in the output folder is continued (auto), must be there (require), or is moved aside (never)'))
+    parser.add_argument(
+        '--site',
+        metavar='NAME|FILE',
+        help=(
+            'a machine with a batch scheduler: a name in site_configs/, or a .py or '
+            '.toml file (default: this computer)'
+        ),
+    )
+    parser.add_argument(
+        '--idle',
+        metavar='FILE',
+        help='schedule of holes, CSV: start_s,end_s,node (default: a generated one)',
+    )
+    parser.add_argument(
+        '--time-factor',
+        type=float,
+        default=1.0,
+        help='multiply the times of FILE by this (default: 1)',
+    )
+    parser.add_argument(
+        '--nodes', type=int, default=6, help='slots of this computer to use as nodes (default: 6)'
+    )
+    parser.add_argument(
+        '--seed', type=int, default=32, help='of the generated schedule (default: %(default)s)'
+    )
+    parser.add_argument(
+        '--epochs',
+        type=float,
+        default=180,
+        help='how often each trainer sees every image (default: %(default)s)',
+    )
+    parser.add_argument(
+        '--step-s',
+        type=float,
+        default=0.0,
+        help='make each step in the holes so many seconds longer (default: 0)',
+    )
+    parser.add_argument(
+        '--resume',
+        choices=('auto', 'require', 'never'),
+        default='auto',
+        help=(
+            'what an interrupted run left in the output folder is continued (auto), must '
+            'be there (require), or is moved aside (never)'
+        ),
+    )
     parser.add_argument('--out', default='demo-out', help='output folder (default: %(default)s)')
     return parser.parse_args(arguments)
 
@@ -101,35 +173,64 @@ def holes(out: Path, options: argparse.Namespace) -> BackfillProvider:
     Raises
     ------
     BadInput
-        There is no such site, or its file or the schedule cannot be used.
+        There is no such site, or its file or the schedule is invalid.
     """
     if options.site:
         return provider_of(options.site)
     schedule = read_schedule(options.idle) if options.idle else generated(out, options)
-    site = LocalSite(nodes=options.nodes, schedule=schedule, time_factor=options.time_factor if options.idle else 1.0, taken='kill',
-                     poll_s=0.25)
+    site = LocalSite(
+        nodes=options.nodes,
+        schedule=schedule,
+        time_factor=options.time_factor if options.idle else 1.0,
+        taken='kill',
+        poll_s=0.25,
+    )
     return BackfillProvider(site=site, min_hole_s=1.0)
 
 
 def generated(out: Path, options: argparse.Namespace) -> Schedule:
-    """A schedule that looks like the idle nodes of a supercomputer; it is kept in the output folder."""
-    schedule = generate(options.nodes, duration_s=1800, seed=options.seed, idle_share=0.7, time_factor=1 / 60)
+    """A schedule that resembles the idle nodes of a supercomputer; it is saved in the output
+    folder.
+    """
+    schedule = generate(
+        options.nodes, duration_s=1800, seed=options.seed, idle_share=0.7, time_factor=1 / 60
+    )
     write_schedule(schedule, out / 'holes.csv')
     return schedule
 
 
-def train(folder: Path, provider: BackfillProvider, options: argparse.Namespace, console: Console, max_nodes: int,
-          step_s: float = 0.0) -> dict[str, Checkpoint]:
+def train(
+    folder: Path,
+    provider: BackfillProvider,
+    options: argparse.Namespace,
+    console: Console,
+    max_nodes: int,
+    step_s: float = 0.0,
+) -> dict[str, Checkpoint]:
     """Train both networks and return their final checkpoints."""
     executor = FreeTrainExecutor(
-        provider=provider, checkpoint_dir=str(folder), resume=options.resume if folder.name == 'holes' else 'auto',
-        metric='speedup', horizon_s=20, max_workers_per_node=0)
+        provider=provider,
+        checkpoint_dir=str(folder),
+        resume=options.resume if folder.name == 'holes' else 'auto',
+        policy=Policy(metric='speedup', horizon_s=20),
+        max_workers_per_node=0,
+    )
     trainer = freetrain_app(
-        min_nodes=1, max_nodes=max_nodes, total_epochs=options.epochs, scaling=SCALING, rescale_up_s=1.0, rescale_down_s=1.0,
-        shards=SHARDS, checkpoint_every_s=1.0)(train_digits)
+        min_nodes=1,
+        max_nodes=max_nodes,
+        total_epochs=options.epochs,
+        scaling=Scaling(rate=SCALING, rescale_up_s=1.0, rescale_down_s=1.0),
+        mode=Reproducible(shards=SHARDS),
+        checkpoints=Checkpoints(every_s=1.0),
+    )(train_digits)
     data = digits()
-    with live(executor.ledger_path, console), parsl.load(Config(executors=[executor], strategy='none', run_dir=str(folder / 'runinfo'))):
-        futures: dict[str, TrainingFuture] = {name: trainer(name, *data, step_s=step_s, trainer_name=name) for name in NETWORKS}
+    with (
+        live(executor.ledger_path, console),
+        parsl.load(Config(executors=[executor], strategy='none', run_dir=str(folder / 'runinfo'))),
+    ):
+        futures: dict[str, TrainingFuture] = {
+            name: trainer(name, *data, step_s=step_s, trainer_name=name) for name in NETWORKS
+        }
         return {name: result(future, provider.site, LONGER) for name, future in futures.items()}
 
 
@@ -147,7 +248,9 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def live(ledger: Path, console: Console) -> Iterator[None]:
     """Show progress until the block ends."""
     stop = threading.Event()
-    view = threading.Thread(target=run_live, args=(ledger, stop, console, MilpAllocator()), name='live-view')
+    view = threading.Thread(
+        target=run_live, args=(ledger, stop, console, MilpAllocator()), name='live-view'
+    )
     view.start()
     try:
         yield
@@ -156,19 +259,27 @@ def live(ledger: Path, console: Console) -> Iterator[None]:
         view.join()
 
 
-def report(out: Path, in_holes: dict[str, Checkpoint], alone: dict[str, Checkpoint], options: argparse.Namespace, console: Console) -> None:
-    """Compare, write summary.json, draw the picture, print the closing table."""
+def report(
+    out: Path,
+    in_holes: dict[str, Checkpoint],
+    alone: dict[str, Checkpoint],
+    options: argparse.Namespace,
+    console: Console,
+) -> None:
+    """Compare the weights, write summary.json and report.html, print the closing table."""
     with Reader(out / 'holes' / 'ledger.sqlite') as ledger:
         result: dict[str, Any] = summary(ledger)
         for name in NETWORKS:
             result['trainers'][name].update(
                 accuracy=in_holes[name].metrics['accuracy'],
                 accuracy_undisturbed=alone[name].metrics['accuracy'],
-                weights_equal=same_weights(in_holes[name], alone[name]))
-        draw(ledger, out / 'holes.png', title=f'Two trainers in the holes of {where(options)}')
+                weights_equal=same_weights(in_holes[name], alone[name]),
+            )
+        page = report_page(figures(ledger, None, time.time(), DpAllocator()))
+    files.replace(out / 'report.html', page.encode())
     (out / 'summary.json').write_text(json.dumps(result, indent=2) + '\n')
     console.print(closing_table(result))
-    console.print(f'Picture: {out / "holes.png"}', soft_wrap=True)
+    console.print(f'Report: {out / "report.html"}', soft_wrap=True)
     console.print(f'Summary: {out / "summary.json"}', soft_wrap=True)
 
 

@@ -11,22 +11,46 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 if TYPE_CHECKING:
-    from parsl_freetrain.training.context import FragmentContext
+    from parsl_freetrain import FragmentContext
 
 
 def cnn() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Dropout(0.25), nn.Linear(32 * 16, 64), nn.ReLU(), nn.Linear(64, 10))
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.25),
+        nn.Linear(32 * 16, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.25), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(64, 128),
+        nn.ReLU(),
+        nn.Dropout(0.25),
+        nn.Linear(128, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
 
 
-def train_digits(ctx: FragmentContext, network: str, images: Tensor, labels: Tensor, test_images: Tensor, test_labels: Tensor,
-                 step_s: float = 0.0) -> None:
+def train_digits(
+    ctx: FragmentContext,
+    network: str,
+    images: Tensor,
+    labels: Tensor,
+    test_images: Tensor,
+    test_labels: Tensor,
+    step_s: float = 0.0,
+) -> None:
     """Train one of the networks and report its accuracy on the test images.
 
     Parameters
@@ -36,7 +60,7 @@ def train_digits(ctx: FragmentContext, network: str, images: Tensor, labels: Ten
     labels, test_labels
         Integer tensors of shape (samples,).
     step_s
-        Each step takes so many seconds longer, to have a training that lasts.
+        Additional seconds for each step, for a longer training.
     """
     torch.manual_seed(1)
     model = cnn() if network == 'cnn' else mlp()

@@ -1,8 +1,10 @@
-"""Flood-filling networks: tubes are followed through a volume, by a network that is trained on any number of nodes with the same result.
+"""Flood-filling networks: a network follows tubes through a volume. Its training gives the same
+result on any number of nodes.
 
-``python -m workflows.ffn`` makes volumes of tubes, trains in the holes of this computer and, beside that, on one node, compares the
-weights bit by bit, and then follows the tubes of a volume that was not trained on. The network is that of Januszewski et al. 2018, the
-training that of Dong et al. 2019 (arXiv 1905.06236): synchronous and data-parallel, with a learning rate that may grow with the nodes.
+``python -m workflows.ffn`` generates volumes of tubes, trains in the holes of this computer and
+again on one node, compares the weights bit by bit, and then follows the tubes of a held-out volume.
+The network is that of Januszewski et al. 2018, the training that of Dong et al. 2019 (arXiv
+1905.06236): synchronous and data-parallel, with a learning rate that may grow with the nodes.
 """
 
 from __future__ import annotations
@@ -21,18 +23,17 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
-from parsl_freetrain.app import Scaled, Shape
-from parsl_freetrain.training.export import load_weights, same_weights
+from parsl_freetrain import Ranks, Reproducible, Scaled, Shape, load_weights, same_weights
 from workflows.divided import DIVIDED, WHOLE, draw_losses, losses, main_of, train
 from workflows.ffn_flood import overlaps, segmented, segmented_by_brightness
 from workflows.ffn_network import FFN, Examples, View, centres_in, follow
 from workflows.tubes import tubes
 
 if TYPE_CHECKING:
-    from parsl_freetrain.training.context import FragmentContext
+    from parsl_freetrain import FragmentContext
 
 SHAPES = {nodes: Shape(data=nodes) for nodes in (1, 2, 3, 4)}
-SCALING = {1: 1.0, 2: 1.9, 3: 2.7, 4: 3.4}   # wishes for a machine with as many cores as nodes
+SCALING = {1: 1.0, 2: 1.9, 3: 2.7, 4: 3.4}  # assumed for a machine with one core per node
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,12 @@ class Preset:
     extent, tubes, radius, noise
         Of a volume; see :func:`workflows.tubes.tubes`.
     volumes
-        How many are trained on.
+        Number of volumes to train on.
     view, channels, depth
         Of the network.
     examples, epochs, batch, lr
-        Of the training. ``batch`` counts the examples of all nodes; the learning rate falls evenly, to 5 % at the end.
+        Of the training. ``batch`` is the number of examples on all nodes; the learning rate falls
+        linearly to 5 %.
     """
 
     extent: int
@@ -69,17 +71,50 @@ class Preset:
         return tubes(self.extent, self.tubes, self.radius, seed, noise=self.noise)
 
 
-USUAL = Preset(extent=56, tubes=4, radius=4, noise=0.2, volumes=3, view=View(13, 4, 8), channels=8, depth=5, examples=512, epochs=4,
-               batch=8, lr=3e-3)
-SMALL = Preset(extent=48, tubes=4, radius=3, noise=0.2, volumes=2, view=View(11, 3, 8), channels=8, depth=5, examples=192, epochs=4,
-               batch=8, lr=3e-3)
-PAPER = replace(USUAL, extent=128, tubes=9, radius=7, view=View(33, 8, 26), channels=32, depth=12, batch=4)
-"""The field of view, the moves and the network of Dong et al.; for nodes with many cores or GPUs."""
+USUAL = Preset(
+    extent=56,
+    tubes=4,
+    radius=4,
+    noise=0.2,
+    volumes=3,
+    view=View(13, 4, 8),
+    channels=8,
+    depth=5,
+    examples=512,
+    epochs=4,
+    batch=8,
+    lr=3e-3,
+)
+SMALL = Preset(
+    extent=48,
+    tubes=4,
+    radius=3,
+    noise=0.2,
+    volumes=2,
+    view=View(11, 3, 8),
+    channels=8,
+    depth=5,
+    examples=192,
+    epochs=4,
+    batch=8,
+    lr=3e-3,
+)
+PAPER = replace(
+    USUAL, extent=128, tubes=9, radius=7, view=View(33, 8, 26), channels=32, depth=12, batch=4
+)
+"""The field of view, the moves and the network of Dong et al.; for nodes with many
+cores or GPUs.
+"""
 
 
-def train_ffn(ctx: FragmentContext, folder: str, preset: Preset, centres: list[tuple[int, int, int, int]]) -> None:
-    """Each rank follows the objects of its examples, in its part of each batch."""
-    images, labels = (torch.from_numpy(np.load(f'{folder}/{name}.npy', allow_pickle=False)) for name in ('images', 'labels'))
+def train_ffn(
+    ctx: FragmentContext, folder: str, preset: Preset, centres: list[tuple[int, int, int, int]]
+) -> None:
+    """Train: each rank follows the objects of the examples in its part of each batch."""
+    images, labels = (
+        torch.from_numpy(np.load(f'{folder}/{name}.npy', allow_pickle=False))
+        for name in ('images', 'labels')
+    )
     examples = Examples(images, labels, centres, preset.view)
     torch.manual_seed(1)
     model = FFN(preset.channels, preset.depth)
@@ -95,7 +130,9 @@ def train_ffn(ctx: FragmentContext, folder: str, preset: Preset, centres: list[t
         optimizer.step()
         scheduler.step()
         ctx.report(loss=loss.item(), places=places / len(image))
-        if ctx.samples != at:   # the first turn of a batch: rank 0 has the same samples in it on any number of nodes
+        if (
+            ctx.samples != at
+        ):  # the batch's first iteration: rank 0 has the same samples in it on any number of nodes
             at = ctx.samples
             recent.append(loss.item())
             if ctx.last_of_epoch:
@@ -113,63 +150,111 @@ def trained(weights: dict[str, Tensor], preset: Preset) -> FFN:
 
 
 def run(out: Path, options: argparse.Namespace) -> None:
-    """Make volumes, train, follow the tubes of a volume that was not trained on, draw."""
+    """Generate volumes, train, follow the tubes of a held-out volume, draw the charts."""
     preset = chosen(options)
     volumes = [preset.volume(seed) for seed in range(preset.volumes)]
     images, labels = (np.stack(parts) for parts in zip(*volumes, strict=True))
     centres = centres_in(torch.from_numpy(labels), preset.examples, preset.view, seed=1)
-    Examples(torch.from_numpy(images), torch.from_numpy(labels), centres, preset.view)   # it refuses what does not fit
+    Examples(
+        torch.from_numpy(images), torch.from_numpy(labels), centres, preset.view
+    )  # raises BadInput if the sizes do not fit
     np.save(out / 'images.npy', images)
     np.save(out / 'labels.npy', labels)
-    mode: dict[str, Any] = {'mode': 'reproducible', 'shards': 2 if options.small else 4}   # as many as there are nodes
+    mode: Reproducible | Scaled = Reproducible(shards=2 if options.small else 4)  # one per node
     if options.scaled:
-        mode = {'mode': 'scaled', 'scaled': Scaled(lr=options.scaled, warmup_samples=preset.examples)}
-    checkpoints = train(train_ffn, {'folder': str(out), 'preset': preset, 'centres': centres}, preset.epochs * preset.examples, out,
-                        options, SHAPES, SCALING, threads_per_rank=options.threads, **mode)
+        mode = Scaled(lr=options.scaled, warmup_samples=preset.examples)
+    checkpoints = train(
+        train_ffn,
+        {'folder': str(out), 'preset': preset, 'centres': centres},
+        preset.epochs * preset.examples,
+        out,
+        options,
+        SHAPES,
+        SCALING,
+        ranks=Ranks(threads=options.threads),
+        mode=mode,
+    )
     image, truth = preset.volume(seed=1000)
     same = same_weights(checkpoints[DIVIDED], checkpoints[WHOLE])
-    found = {name: segmented(trained(load_weights(checkpoints[name]), preset), torch.from_numpy(image), preset.view)
-             for name in ((DIVIDED,) if same else (DIVIDED, WHOLE))}
+    found = {
+        name: segmented(
+            trained(load_weights(checkpoints[name]), preset), torch.from_numpy(image), preset.view
+        )
+        for name in ((DIVIDED,) if same else (DIVIDED, WHOLE))
+    }
     scores = {name: overlaps(objects, truth) for name, objects in found.items()}
     result: dict[str, Any] = {
-        'preset': asdict(preset), 'weights_equal': same, 'iou': scores | ({WHOLE: scores[DIVIDED]} if same else {}),
-        'iou_by_brightness': overlaps(segmented_by_brightness(torch.from_numpy(image), truth), truth),
-        'losses': losses(out), 'slices': slices(image, truth, found[DIVIDED])}
+        'preset': asdict(preset),
+        'weights_equal': same,
+        'iou': scores | ({WHOLE: scores[DIVIDED]} if same else {}),
+        'iou_by_brightness': overlaps(
+            segmented_by_brightness(torch.from_numpy(image), truth), truth
+        ),
+        'losses': losses(out),
+        'slices': slices(image, truth, found[DIVIDED]),
+    }
     (out / 'found.json').write_text(json.dumps(result) + '\n')
-    told = {name: f'{np.mean(values):.3f} (worst {min(values):.3f})' for name, values in result['iou'].items()}
-    print(f'weights {"equal" if same else "not equal"}; intersection over union, mean of {len(scores[DIVIDED])} tubes: '
-          f'{DIVIDED} {told[DIVIDED]}, {WHOLE} {told[WHOLE]}, by brightness {np.mean(result["iou_by_brightness"]):.3f}')
+    told = {
+        name: f'{np.mean(values):.3f} (worst {min(values):.3f})'
+        for name, values in result['iou'].items()
+    }
+    print(
+        f'weights {"equal" if same else "not equal"}; intersection over union, mean of '
+        f'{len(scores[DIVIDED])} tubes: '
+        f'{DIVIDED} {told[DIVIDED]}, {WHOLE} {told[WHOLE]}, by brightness '
+        f'{np.mean(result["iou_by_brightness"]):.3f}'
+    )
     draw(result, out / 'ffn.png')
     print(f'Picture: {out / "ffn.png"}')
 
 
 def chosen(options: argparse.Namespace) -> Preset:
-    """The preset that the options name, with what they change in it.
+    """The preset that the options name, with their changes.
 
     Raises
     ------
     BadInput
-        If a field of view or a move cannot be.
+        If a field of view or a move is impossible.
     """
     preset = SMALL if options.small else PAPER if options.paper else USUAL
-    changes = {field: value for field in ('extent', 'delta', 'moves') if (value := getattr(options, field)) is not None}
-    return replace(preset, view=View(**{**asdict(preset.view), **changes}), **({'extent': options.volume} if options.volume else {}))
+    changes = {
+        field: value
+        for field in ('extent', 'delta', 'moves')
+        if (value := getattr(options, field)) is not None
+    }
+    return replace(
+        preset,
+        view=View(**{**asdict(preset.view), **changes}),
+        **({'extent': options.volume} if options.volume else {}),
+    )
 
 
-def slices(image: NDArray[np.float32], truth: NDArray[np.uint8], found: NDArray[np.int32]) -> dict[str, list[list[int]]]:
-    """The plane with most of tubes in it, as small numbers; an object that was found has the number of the tube that it fits best."""
+def slices(
+    image: NDArray[np.float32], truth: NDArray[np.uint8], found: NDArray[np.int32]
+) -> dict[str, list[list[int]]]:
+    """The plane with the largest area of tubes. A found object gets the number of the tube that it
+    fits best.
+    """
     areas = np.array([(truth > 0).sum(tuple({0, 1, 2} - {axis})) for axis in range(3)])
     axis, at = (int(i) for i in np.unravel_index(areas.argmax(), areas.shape))
     renumbered = np.zeros_like(found)
     for number in range(1, int(found.max()) + 1):
         inside = truth[found == number]
-        renumbered[found == number] = np.bincount(inside).argmax() if inside.any() else truth.max() + 1
+        renumbered[found == number] = (
+            np.bincount(inside).argmax() if inside.any() else truth.max() + 1
+        )
     seen, true, made = (volume.take(at, axis) for volume in (image, truth, renumbered))
-    return {'image': np.clip((seen + 2) * 50, 0, 255).astype(int).tolist(), 'truth': true.tolist(), 'found': made.tolist()}
+    return {
+        'image': np.clip((seen + 2) * 50, 0, 255).astype(int).tolist(),
+        'truth': true.tolist(),
+        'found': made.tolist(),
+    }
 
 
 def draw(result: dict[str, Any], picture: Path) -> None:
-    """Both loss curves, and a slice of a volume that was not trained on: what is seen, what is true, what was found."""
+    """Draw both loss curves, and a slice of a held-out volume: the image, the truth and the found
+    objects.
+    """
     figure = Figure(figsize=(12, 3), layout='constrained')
     curve, *axes = figure.subplots(1, 4)
     draw_losses(curve, result['losses'])
@@ -178,22 +263,38 @@ def draw(result: dict[str, Any], picture: Path) -> None:
         if name == 'image':
             axis.imshow(shown, cmap='gray')
         else:
-            axis.imshow(np.ma.masked_equal(shown, 0), cmap='tab20', vmin=1, vmax=20, interpolation='nearest')
+            axis.imshow(
+                np.ma.masked_equal(shown, 0), cmap='tab20', vmin=1, vmax=20, interpolation='nearest'
+            )
             axis.set_facecolor('black')
         axis.set(title=name, xticks=[], yticks=[])
     figure.savefig(picture, dpi=110)
 
 
 def more_options(parser: argparse.ArgumentParser) -> None:
-    """Those that other workloads do not have."""
-    parser.add_argument('--paper', action='store_true', help='the field of view and the network of Dong et al. 2019; not for a laptop')
-    parser.add_argument('--fov', dest='extent', type=int, metavar='VOXELS', help='edge of the field of view, odd')
+    """Add the options that other workflows do not have."""
+    parser.add_argument(
+        '--paper',
+        action='store_true',
+        help='the field of view and the network of Dong et al. 2019; not for a laptop',
+    )
+    parser.add_argument(
+        '--fov', dest='extent', type=int, metavar='VOXELS', help='edge of the field of view, odd'
+    )
     parser.add_argument('--delta', type=int, metavar='VOXELS', help='of a move')
     parser.add_argument('--moves', type=int, help='that are tried with each example')
     parser.add_argument('--volume', type=int, metavar='VOXELS', help='edge of the volumes')
-    parser.add_argument('--threads', type=int, default=1, help='of each rank; all cores of a node (default: 1)')
-    parser.add_argument('--scaled', choices=('linear', 'sqrt'), help=(
-        'a batch that grows with the nodes, and a learning rate that grows like this; weights then depend on the nodes'))
+    parser.add_argument(
+        '--threads', type=int, default=1, help='of each rank; all cores of a node (default: 1)'
+    )
+    parser.add_argument(
+        '--scaled',
+        choices=('linear', 'sqrt'),
+        help=(
+            'a batch that grows with the nodes, and a learning rate that grows like '
+            'this; weights then depend on the nodes'
+        ),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

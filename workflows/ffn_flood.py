@@ -1,4 +1,4 @@
-"""Flood filling: a trained network goes through a volume, object by object, wherever what it has found leads it."""
+"""Flood filling: a trained network follows the objects of a volume, one after the other."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ Position = tuple[int, int, int]
 FOUND = logit(0.6)
 """Logit from which a voxel belongs to the object."""
 SMALLEST = 100
-"""What has fewer voxels is no object."""
+"""Minimum number of voxels of an object."""
 
 
 class Places:
-    """Where the field of view still has to go: first come, first served, and nowhere twice.
+    """The positions that the field of view still has to visit, in order, each only once.
 
-    Two positions count as the same if they lie in the same cell of a grid with spacing ``view.delta``. The outermost ones, which alone
-    see the volume's border, have cells of their own.
+    Two positions count as the same if they lie in the same cell of a grid with spacing
+    ``view.delta``. The outermost positions, the only ones that see the volume's border, have their
+    own cells.
     """
 
     def __init__(self, shape: Sequence[int], view: View) -> None:
@@ -35,15 +36,25 @@ class Places:
         self._known: set[tuple[tuple[bool, int], ...]] = set()
 
     def add(self, position: Sequence[int]) -> None:
-        """Go there, or as near as the field of view stays inside the volume, unless it has been there."""
-        z, y, x = (min(max(at, first), last) for at, (first, last) in zip(position, self._within, strict=True))
-        cell = tuple((at in ends, at if at in ends else at // self._view.delta) for at, ends in zip((z, y, x), self._within, strict=True))
+        """Add a position, moved so that the field of view is inside the volume, unless it was added
+        before.
+        """
+        z, y, x = (
+            min(max(at, first), last)
+            for at, (first, last) in zip(position, self._within, strict=True)
+        )
+        cell = tuple(
+            (at in ends, at if at in ends else at // self._view.delta)
+            for at, ends in zip((z, y, x), self._within, strict=True)
+        )
         if cell not in self._known:
             self._known.add(cell)
             self._queue.append((z, y, x))
 
     def add_around(self, position: Position, logits: Tensor) -> None:
-        """Go on from a position across each face, ``view.delta`` away, whose largest logit exceeds :data:`MOVE`; to where that is."""
+        """For each face at distance ``view.delta`` whose largest logit exceeds :data:`MOVE`, add
+        the place of this logit.
+        """
         delta, half = self._view.delta, self._view.half
         core = logits[(slice(half - delta, half + delta + 1),) * 3]
         for axis in range(3):
@@ -60,13 +71,16 @@ class Places:
 
 
 @torch.no_grad()
-def flood(network: Callable[[Tensor, Tensor], Tensor], image: Tensor, start: Position, view: View) -> Tensor:
+def flood(
+    network: Callable[[Tensor, Tensor], Tensor], image: Tensor, start: Position, view: View
+) -> Tensor:
     """Follow one object through a volume.
 
     Parameters
     ----------
     network
-        Takes fields of view of image and seed, (1, 1, extent, extent, extent), gives what is to be added to the seed.
+        Takes fields of view of image and seed, (1, 1, extent, extent, extent); returns the change
+        of the seed.
     image
         (depth, height, width).
     start
@@ -75,7 +89,7 @@ def flood(network: Callable[[Tensor, Tensor], Tensor], image: Tensor, start: Pos
     Returns
     -------
     Tensor
-        Logits, in the shape of the volume, of a voxel belonging to the object.
+        In the volume's shape, the logits of belonging to the object.
     """
     seed = torch.full_like(image, BLANK)
     seed[start] = START
@@ -88,10 +102,13 @@ def flood(network: Callable[[Tensor, Tensor], Tensor], image: Tensor, start: Pos
     return seed
 
 
-def segmented(network: Callable[[Tensor, Tensor], Tensor], image: Tensor, view: View) -> NDArray[np.int32]:
+def segmented(
+    network: Callable[[Tensor, Tensor], Tensor], image: Tensor, view: View
+) -> NDArray[np.int32]:
     """Number all objects of a volume: (depth, height, width), 0 where there is none.
 
-    Objects are followed from :func:`starts`, one after the other; what belongs to one is not given to a later one.
+    Objects are followed from :func:`starts`, one after the other; voxels of one are not given to a
+    later one.
     """
     found = np.zeros(tuple(image.shape), np.int32)
     number = 0
@@ -106,30 +123,49 @@ def segmented(network: Callable[[Tensor, Tensor], Tensor], image: Tensor, view: 
 
 
 def starts(image: Tensor, view: View) -> list[Position]:
-    """Where to look for objects: the peaks of the blurred image, in its brighter half, the brightest first. The truth is not looked at."""
+    """Starting points: the peaks of the blurred image in its brighter half, brightest first. The
+    truth is not used.
+    """
     values = _blurred(image)
-    peaks = F.max_pool3d(values[None, None], 2 * view.delta + 1, stride=1, padding=view.delta)[0, 0] == values
+    peaks = (
+        F.max_pool3d(values[None, None], 2 * view.delta + 1, stride=1, padding=view.delta)[0, 0]
+        == values
+    )
     positions = (peaks & (values > (values.min() + values.max()) / 2)).nonzero().tolist()
     return [(z, y, x) for z, y, x in sorted(positions, key=lambda at: -float(values[tuple(at)]))]
 
 
 def overlaps(found: NDArray[np.integer], truth: NDArray[np.integer]) -> list[float]:
-    """For each object of the truth, in the order of its numbers: intersection over union with the found object that fits it best."""
+    """For each object of the truth, in the order of its numbers: intersection over union with the
+    found object that fits it best.
+    """
     columns = int(found.max()) + 1
-    both = np.bincount(truth.astype(np.int64).ravel() * columns + found.ravel(), minlength=(int(truth.max()) + 1) * columns)
+    both = np.bincount(
+        truth.astype(np.int64).ravel() * columns + found.ravel(),
+        minlength=(int(truth.max()) + 1) * columns,
+    )
     counts = both.reshape(-1, columns)
     union = counts.sum(1, keepdims=True) + counts.sum(0) - counts
-    return [float((counts[i, 1:] / union[i, 1:]).max(initial=0.0)) for i in range(1, len(counts)) if counts[i].any()]
+    return [
+        float((counts[i, 1:] / union[i, 1:]).max(initial=0.0))
+        for i in range(1, len(counts))
+        if counts[i].any()
+    ]
 
 
 def segmented_by_brightness(image: Tensor, truth: NDArray[np.integer]) -> NDArray[np.int32]:
-    """What can be had without a network: connected voxels that are brighter than a threshold, in the image blurred as for :func:`starts`.
+    """The baseline without a network: connected voxels above a threshold in the image, blurred as
+    for :func:`starts`.
 
-    Of nine thresholds that which fits the truth best, so it is better than one could do without knowing it.
+    The best of nine thresholds is chosen by the truth, so the baseline is better than is possible
+    in practice.
     """
     values = _blurred(image)
     levels = torch.quantile(values.flatten()[::7], torch.linspace(0.7, 0.95, 9))
-    return max((connected((values > level).numpy()) for level in levels), key=lambda found: float(np.mean(overlaps(found, truth))))
+    return max(
+        (connected((values > level).numpy()) for level in levels),
+        key=lambda found: float(np.mean(overlaps(found, truth))),
+    )
 
 
 def _blurred(image: Tensor) -> Tensor:
@@ -140,6 +176,6 @@ def _blurred(image: Tensor) -> Tensor:
 
 
 def connected(mask: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Number what touches, also at corners."""
+    """Number the connected regions; voxels that touch at corners are connected."""
     numbers: NDArray[np.int32] = label(mask, np.ones((3, 3, 3)))[0]
     return numbers

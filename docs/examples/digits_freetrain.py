@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 
-from parsl_freetrain.app import freetrain_app
+from parsl_freetrain import freetrain_app
 from site_configs.laptop import config
 
 

@@ -1,1 +1,1 @@
-"""The command line: ``freetrain ...``."""
+"""The command line: one file, or one folder, for each verb of ``freetrain``."""

@@ -1,4 +1,4 @@
-"""``freetrain allocate``: JSON Lines in, one problem each; JSON Lines out, one answer each, as soon as it is known."""
+"""``freetrain allocate``: one problem per line of JSON in, one answer per line out."""
 
 from __future__ import annotations
 
@@ -8,38 +8,56 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import asdict
-from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
-from parsl_freetrain.cli.formulation import problem_of
-from parsl_freetrain.cli.problems import check, decode
-from parsl_freetrain.core.allocation import Allocator, Answer, Problem
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.core.explain import explain
-from parsl_freetrain.core.objectives import FIELDS, METRICS, Metric, objective_named
-
-
-class Solver(StrEnum):
-    AUTO = 'auto'
-    MILP = 'milp'
-    DP = 'dp'
-    EQUAL_SHARE = 'equal-share'
+from parsl_freetrain.core.allocation.document import check, decode
+from parsl_freetrain.core.allocation.explain import explain
+from parsl_freetrain.core.allocation.formulation import problem_of
+from parsl_freetrain.core.allocation.objectives import FIELDS, METRICS, Metric, objective_named
+from parsl_freetrain.core.allocation.problem import Allocator, Answer, Problem
+from parsl_freetrain.core.allocation.solvers import SolverName
+from parsl_freetrain.core.model.errors import BadInput
 
 
 def allocate(
-    file: Annotated[str, typer.Argument(metavar='FILE|-', help='Problems, one JSON object per line; - reads standard input.')],
-    solver: Annotated[Solver, typer.Option(help='auto takes the fastest exact one.')] = Solver.AUTO,
-    time_limit: Annotated[float, typer.Option(metavar='S', help='Seconds for one solve; then the best found is the answer.')] = 10.0,
-    objective: Annotated[str | None, typer.Option(
-        metavar='NAME|EXPR', help=f'What is maximised, in place of what the problems say: {", ".join(METRICS)}, or an expression '
-                                  f'of {", ".join(FIELDS)}.')] = None,
-    reasons: Annotated[bool, typer.Option('--explain', help='Say why: gains, costs, and the next best choice for each trainer.')] = False,
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar='FILE|-', help='Problems, one JSON object per line; - reads standard input.'
+        ),
+    ],
+    solver: Annotated[
+        SolverName, typer.Option(help='auto: the fastest exact one for each problem.')
+    ] = SolverName.AUTO,
+    time_limit: Annotated[
+        float,
+        typer.Option(
+            metavar='S',
+            help='Maximum seconds for one problem; then the best allocation found is the answer.',
+        ),
+    ] = 10.0,
+    objective: Annotated[
+        str | None,
+        typer.Option(
+            metavar='NAME|EXPR',
+            help='The objective, in place of what the problems say: '
+            f'{", ".join(METRICS)}, or an expression '
+            f'of {", ".join(FIELDS)}.',
+        ),
+    ] = None,
+    reasons: Annotated[
+        bool,
+        typer.Option(
+            '--explain', help='Explain: gains, costs, and the next best choice for each trainer.'
+        ),
+    ] = False,
 ) -> int:
     """Answer allocation problems: which training gets how many nodes?
 
-    One answer per line. A problem that cannot be used gets a sentence on standard error in its place, and the exit status is 2.
+    One answer per line. For a problem that cannot be used there is a sentence on standard error
+    in place of an answer, and the exit status is 2.
     """
     if not 0 < time_limit < math.inf:
         raise BadInput(f'--time-limit is {time_limit:g}; it must be a number of seconds above 0.')
@@ -50,18 +68,33 @@ def allocate(
             try:
                 print(json.dumps(service.answer(number, raw), allow_nan=False), flush=True)
             except BadInput as error:
-                print(f'freetrain: {"standard input" if file == "-" else file}, line {number}: {error}', file=sys.stderr, flush=True)
+                print(
+                    f'freetrain: {"standard input" if file == "-" else file}, line '
+                    f'{number}: {error}',
+                    file=sys.stderr,
+                    flush=True,
+                )
                 status = 2
     return status
 
 
 class _Service:
-    def __init__(self, solver: Solver, time_limit_s: float, metric: Metric | None, reasons: bool) -> None:
-        # The help is there without the solvers.
+    def __init__(
+        self, solver: SolverName, time_limit_s: float, metric: Metric | None, reasons: bool
+    ) -> None:
+        # Imported here, so that --help needs no solvers.
         from parsl_freetrain.solver import allocator_named
+
         self._allocator = allocator_named(solver.value, time_limit_s=time_limit_s)
-        # The next best choice is the best of another problem, which may be none for the dynamic programme.
-        self._exact = allocator_named('milp' if solver is Solver.MILP else 'auto', time_limit_s=time_limit_s) if reasons else None
+        # The alternative is the optimum of another problem, to which the dynamic programme may not
+        # apply.
+        self._exact = (
+            allocator_named(
+                'milp' if solver is SolverName.MILP else 'auto', time_limit_s=time_limit_s
+            )
+            if reasons
+            else None
+        )
         self._metric = metric
 
     def close(self) -> None:
@@ -71,7 +104,7 @@ class _Service:
                 close()
 
     def answer(self, number: int, raw: bytes) -> dict[str, Any]:
-        """The answer to a line, ready to be written; a refusal names the problem's id, where it can be read."""
+        """The document that answers a line; a refusal names the problem's id if it can be read."""
         try:
             text = raw.removeprefix(b'\xef\xbb\xbf' if number == 1 else b'').rstrip().decode()
         except UnicodeDecodeError as error:
@@ -85,27 +118,43 @@ class _Service:
             known = f'problem {stated["id"]!r}: ' if isinstance(stated.get('id'), str | int) else ''
             raise BadInput(f'{known}{error}') from None
         said = _said(number if line.id is None else line.id, answer, line.blocks is not None)
-        return said if self._exact is None else said | {'explain': _explained(problem, answer, self._exact)}
+        return (
+            said
+            if self._exact is None
+            else said | {'explain': _explained(problem, answer, self._exact)}
+        )
 
 
 def _said(name: str | int, answer: Answer, by_block: bool) -> dict[str, Any]:
-    return {'id': name, 'status': answer.status, 'objective': answer.objective, 'solver': answer.solver,
-            'seconds': round(answer.seconds, 6),
-            'allocation': {trainer: answer.by_block.get(trainer, {}) for trainer in answer.allocation} if by_block else answer.allocation}
+    return {
+        'id': name,
+        'status': answer.status,
+        'objective': answer.objective,
+        'solver': answer.solver,
+        'seconds': round(answer.seconds, 6),
+        'allocation': {trainer: answer.by_block.get(trainer, {}) for trainer in answer.allocation}
+        if by_block
+        else answer.allocation,
+    }
 
 
 def _explained(problem: Problem, answer: Answer, allocator: Allocator) -> dict[str, Any]:
     explanation = explain(problem, answer, allocator)
-    trainers = {reason.trainer: {k: v for k, v in asdict(reason).items() if k != 'trainer'} for reason in explanation.reasons}
+    trainers = {
+        reason.trainer: {k: v for k, v in asdict(reason).items() if k != 'trainer'}
+        for reason in explanation.reasons
+    }
     return {'trainers': trainers, 'limits': [asdict(use) for use in explanation.limits]}
 
 
 def _lines(file: str) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, with their numbers from 1."""
+    """The lines that are not blank, with their numbers from 1."""
     try:
         with nullcontext(sys.stdin.buffer) if file == '-' else open(file, 'rb') as source:
             for number, raw in enumerate(source, 1):
                 if raw.strip():
                     yield number, raw
     except OSError as error:
-        raise BadInput(f'The problems cannot be read from {file!r}: {error.strerror or error}.') from None
+        raise BadInput(
+            f'The problems cannot be read from {file!r}: {error.strerror or error}.'
+        ) from None

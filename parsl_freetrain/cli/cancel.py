@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from parsl_freetrain.cli.where import JsonOption, LedgerOption, ledger_at, trainer_named
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 
 
 def cancel(
-    trainer: Annotated[Optional[str], typer.Argument(help='Name of a trainer that is not over.')] = None,  # noqa: UP045
+    trainer: Annotated[
+        str | None, typer.Argument(help='Name of a trainer that is not over.')
+    ] = None,
     every: Annotated[bool, typer.Option('--all', help='All trainers that are not over.')] = False,
     ledger: LedgerOption = None,
-    timeout: Annotated[float, typer.Option(metavar='S', help='How long to wait for the run to answer.')] = 30.0,
+    timeout: Annotated[
+        float, typer.Option(metavar='S', help='How long to wait for the run to answer.')
+    ] = 30.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Stop a trainer with a checkpoint, and for good: its future is cancelled, and its nodes go to others.
+    """Stop a trainer for good, with a checkpoint: its future is cancelled, its nodes go to others.
 
-    Works from any computer that sees the run's file system. The checkpoints stay; the same program run again goes on from them.
+    Works from any computer that sees the run's file system. The checkpoints stay; the same program
+    run again goes on from them.
     """
-    # Parsl takes its time, and the list of verbs does not need it.
-    from parsl_freetrain.cli.liveness import life_of
+    # Parsl is slow to import, and the list of verbs does not need it.
+    from parsl_freetrain.cli.live.liveness import life_of
     from parsl_freetrain.executor.requests import ask
     from parsl_freetrain.ledger.reader import Reader
     from parsl_freetrain.ledger.rows import FINAL_STATES
@@ -43,7 +48,11 @@ def cancel(
         raise BadInput(f'The run of {path} has ended ({run.how}), so there is nothing to cancel.')
     if life.state == 'died':
         raise BadInput(life.sentence)
-    names = [name for name, state in states.items() if state not in FINAL_STATES] if trainer is None else [trainer_named(states, trainer)]
+    names = (
+        [name for name, state in states.items() if state not in FINAL_STATES]
+        if trainer is None
+        else [trainer_named(states, trainer)]
+    )
     answers = {name: ask(path, 'cancel', name, {}, timeout) for name in names}
     if as_json:
         print(json.dumps([{'trainer': name, 'answer': answer} for name, answer in answers.items()]))

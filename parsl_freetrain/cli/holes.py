@@ -1,4 +1,4 @@
-"""``freetrain holes``: what could be had now, without asking for any of it."""
+"""``freetrain holes``: shows the holes that are available now; nothing is submitted."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ if TYPE_CHECKING:
 
 
 def holes(
-    site: Annotated[str, typer.Option(metavar='NAME|FILE', help='A site: local, a name in site_configs/, or a .py or .toml file.')],
-    as_json: Annotated[bool, typer.Option('--json', help='One JSON document on standard output.')] = False,
+    site: Annotated[
+        str,
+        typer.Option(
+            metavar='NAME|FILE',
+            help='A site: local, a name in site_configs/, or a .py or .toml file.',
+        ),
+    ],
+    as_json: Annotated[
+        bool, typer.Option('--json', help='One JSON document on standard output.')
+    ] = False,
 ) -> None:
     """Show the holes that can be had now; nothing is submitted."""
-    # The help is there without Parsl.
+    # Imported here, so that --help needs no Parsl.
     from rich.console import Console
 
     from parsl_freetrain.cli.sites import holes_of, provider_of
@@ -37,7 +45,12 @@ def _table(found: list[dict[str, Any]], now: float) -> Table:
     table = Table('nodes', 'for', 'until', 'queue', 'names')
     for hole in found:
         end = hole['until_s']
-        table.add_row(str(hole['nodes']), 'as long as nobody needs them' if end is None else f'{end - now:.0f} s',
-                      '' if end is None else time.strftime('%H:%M:%S', time.localtime(end)), hole['queue'], ', '.join(hole['names'][:8])
-                      + (f' and {len(hole["names"]) - 8} more' if len(hole['names']) > 8 else ''))
+        table.add_row(
+            str(hole['nodes']),
+            'as long as nobody needs them' if end is None else f'{end - now:.0f} s',
+            '' if end is None else time.strftime('%H:%M:%S', time.localtime(end)),
+            hole['queue'],
+            ', '.join(hole['names'][:8])
+            + (f' and {len(hole["names"]) - 8} more' if len(hole['names']) > 8 else ''),
+        )
     return table

@@ -1,4 +1,6 @@
-"""``freetrain plan``: every block that would fill the holes of now, with its batch script; nothing is sent."""
+"""``freetrain plan``: shows the blocks that would fill the present holes, with their batch
+scripts.
+"""
 
 from __future__ import annotations
 
@@ -11,54 +13,84 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.core.words import BlockRequest
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import BlockRequest
 
 if TYPE_CHECKING:
-    from parsl_freetrain.cli.prospect import Prospect
+    from parsl_freetrain.replay.prospect import Prospect
     from parsl_freetrain.sites.provider import BackfillProvider
 
-# What the executor fills in is known only when it runs: its addresses, ports and certificates.
-COMMAND = 'python3 -P -m parsl_freetrain.training.node process_worker_pool.py ...'
+# The executor's addresses, ports and certificates are only known when it runs.
+COMMAND = 'python3 -P -m parsl_freetrain.training.process.node_agent process_worker_pool.py ...'
 
 
 def plan(
-    site: Annotated[str, typer.Option(metavar='NAME|FILE', help='A site: a name in site_configs/, or a .py or .toml file.')],
-    trainers: Annotated[Path | None, typer.Option(
-        metavar='FILE', help='Who trains: a JSON list as for replay, or the ledger of a run. Adds what to expect.')] = None,
-    start: Annotated[float, typer.Option(metavar='S', help='A block needs so many seconds to start, at worst.')] = 60.0,
-    look_ahead: Annotated[float, typer.Option(metavar='S', help='A block that can be preempted lasts so many seconds, at best.')] = 3600.0,
-    as_json: Annotated[bool, typer.Option('--json', help='One JSON document on standard output.')] = False,
+    site: Annotated[
+        str,
+        typer.Option(
+            metavar='NAME|FILE', help='A site: a name in site_configs/, or a .py or .toml file.'
+        ),
+    ],
+    trainers: Annotated[
+        Path | None,
+        typer.Option(
+            metavar='FILE',
+            help='The trainers: a JSON list as for replay, or the ledger of a run. Adds a '
+            'prediction for each.',
+        ),
+    ] = None,
+    start: Annotated[
+        float, typer.Option(metavar='S', help='Maximum seconds until a block has started.')
+    ] = 60.0,
+    look_ahead: Annotated[
+        float, typer.Option(metavar='S', help='Maximum seconds that a preemptible block lasts.')
+    ] = 3600.0,
+    as_json: Annotated[
+        bool, typer.Option('--json', help='One JSON document on standard output.')
+    ] = False,
 ) -> None:
     """Show every block that would be submitted, and its exact batch script; nothing is sent.
 
-    There is work for every hole here; a run submits only what its trainers can use, one block at a time.
+    The plan has a block for every hole. A run submits only the blocks that its trainers can use,
+    one at a time.
     """
     for name, seconds in (('--start', start), ('--look-ahead', look_ahead)):
         if not 0 <= seconds < math.inf:
             raise BadInput(f'{name} is {seconds:g}; it must be a number of seconds, 0 or more.')
-    # The help is there without Parsl and numpy.
-    from parsl_freetrain.cli.live import clean
-    from parsl_freetrain.cli.prospect import PlannedBlock, prospects, trainers_at
+    # Imported here, so that --help needs neither Parsl nor numpy.
+    from parsl_freetrain.cli.live.view import clean
     from parsl_freetrain.cli.sites import provider_of
-    from parsl_freetrain.core.state import ControllerSettings
+    from parsl_freetrain.core.controller.settings import ControllerSettings
+    from parsl_freetrain.replay.prospect import PlannedBlock, prospects, trainers_at
 
     who = [] if trainers is None else trainers_at(trainers)
     provider = provider_of(site)
     blocks = blocks_for(provider, time.time())
-    settings = ControllerSettings(min_hole_s=provider.min_hole_s, spans_blocks=provider.site.spans_blocks)
-    expected = prospects([PlannedBlock(b['nodes'], b['walltime_s'], b['hole_s'], b['preemptible']) for b in blocks], who, settings,
-                         start, look_ahead)
+    settings = ControllerSettings(
+        min_hole_s=provider.min_hole_s, spans_blocks=provider.site.spans_blocks
+    )
+    expected = prospects(
+        [PlannedBlock(b['nodes'], b['walltime_s'], b['hole_s'], b['preemptible']) for b in blocks],
+        who,
+        settings,
+        start,
+        look_ahead,
+    )
     if as_json:
         print(json.dumps({'blocks': blocks, 'trainers': [asdict(one) for one in expected]}))
         return
     if not blocks:
         print('There are no holes now, so nothing would be submitted.')
     for number, block in enumerate(blocks):
-        lasts = f'for {block["walltime_s"]} s' + (', or until preempted' if block['preemptible'] else '')
-        print(f'### block {number}: {block["nodes"]} nodes of {block["queue"]} {lasts}\n{block["script"]}')
+        lasts = f'for {block["walltime_s"]} s' + (
+            ', or until preempted' if block['preemptible'] else ''
+        )
+        print(
+            f'### block {number}: {block["nodes"]} nodes of {block["queue"]} '
+            f'{lasts}\n{block["script"]}'
+        )
     if expected:
-        print('### what to expect of these blocks, if nothing else comes or goes')
+        print('### predictions for these blocks, if no other nodes come or go')
         print('\n'.join(clean(_in_words(one)) for one in expected))
 
 
@@ -67,13 +99,18 @@ def _in_words(found: Prospect) -> str:
     if early is None:
         finish = 'not finished in these holes'
     else:
-        finish = f'finished in {early:.0f} s ' + ('at best, or not in these holes' if late is None else f'to {late:.0f} s')
+        finish = f'finished in {early:.0f} s ' + (
+            'at best, or not in these holes' if late is None else f'to {late:.0f} s'
+        )
     left = '' if found.left is None else f' of the {found.left:,} that are left'
-    return f'{found.trainer}: {found.samples[0]:,.0f} to {found.samples[1]:,.0f} samples{left}; {finish}'
+    return (
+        f'{found.trainer}: {found.samples[0]:,.0f} to {found.samples[1]:,.0f} samples{left}; '
+        f'{finish}'
+    )
 
 
 def blocks_for(provider: BackfillProvider, now: float) -> list[dict[str, Any]]:
-    """The blocks for the holes of now, largest first, no more than the provider may open.
+    """The blocks for the present holes, largest first, at most ``max_blocks`` of them.
 
     Raises
     ------
@@ -86,13 +123,29 @@ def blocks_for(provider: BackfillProvider, now: float) -> list[dict[str, Any]]:
 
     where = provider.site
     if not isinstance(where, BatchSite):
-        raise BadInput(f'The site {where.name!r} has no batch scripts to show; name a site with a batch scheduler.')
+        raise BadInput(
+            f'The site {where.name!r} has no batch scripts to show; name a site with a '
+            'batch scheduler.'
+        )
     blocks: list[dict[str, Any]] = []
-    for hole in sorted(holes_of(where), key=lambda hole: -hole['nodes'])[:provider.max_blocks]:
+    for hole in sorted(holes_of(where), key=lambda hole: -hole['nodes'])[: provider.max_blocks]:
         hole_s = None if hole['until_s'] is None else hole['until_s'] - now
         request = BlockRequest(hole['nodes'], hole_s, hole['queue'], tuple(hole['names']))
-        shape, script = where.preview(request, COMMAND, Path('runinfo/000/submit_scripts').absolute(), f'block-{len(blocks)}',
-                                      provider.worker_init)
-        blocks.append({'nodes': shape.nodes, 'walltime_s': shape.walltime_s, 'hole_s': hole_s, 'queue': hole['queue'],
-                       'preemptible': where.options.mode is Mode.PREEMPTIBLE, 'script': script})
+        shape, script = where.preview(
+            request,
+            COMMAND,
+            Path('runinfo/000/submit_scripts').absolute(),
+            f'block-{len(blocks)}',
+            provider.worker_init,
+        )
+        blocks.append(
+            {
+                'nodes': shape.nodes,
+                'walltime_s': shape.walltime_s,
+                'hole_s': hole_s,
+                'queue': hole['queue'],
+                'preemptible': where.options.mode is Mode.PREEMPTIBLE,
+                'script': script,
+            }
+        )
     return blocks

@@ -1,4 +1,4 @@
-"""``freetrain preempt``: take a trainer's nodes from it, to see what happens."""
+"""``freetrain preempt``: rehearses a preemption of a trainer."""
 
 from __future__ import annotations
 
@@ -8,24 +8,35 @@ from typing import Annotated
 import typer
 
 from parsl_freetrain.cli.where import JsonOption, LedgerOption, ledger_at
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 
 
 def preempt(
     trainer: Annotated[str, typer.Argument(help='Name of a trainer that is running now.')],
-    grace: Annotated[float, typer.Option(metavar='S', help='Seconds between the notice and the kill; 0: no notice.')] = 0.0,
+    grace: Annotated[
+        float,
+        typer.Option(metavar='S', help='Seconds between the notice and the kill; 0: no notice.'),
+    ] = 0.0,
     ledger: LedgerOption = None,
-    timeout: Annotated[float, typer.Option(metavar='S', help='How long to wait for the run to answer.')] = 30.0,
+    timeout: Annotated[
+        float, typer.Option(metavar='S', help='How long to wait for the run to answer.')
+    ] = 30.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Rehearse a preemption: end the fragment that a trainer runs now, as if its nodes were taken.
+    """Rehearse a preemption: end a trainer's running fragment as if its nodes were taken.
 
-    With a grace the fragment gets a notice first, and has so many seconds to save. Then its ranks get SIGKILL. The nodes stay, so
-    that the trainer goes on at once, from its last checkpoint. Works from any computer that sees the run's file system.
+    With --grace the fragment gets a notice first, and has that many seconds to save. Then its ranks
+    get SIGKILL. The nodes stay, so that the trainer goes on at once, from its last checkpoint.
+    Works from any computer that sees the run's file system.
     """
-    # Parsl takes its time, and the list of verbs does not need it.
+    # Parsl is slow to import, and the list of verbs does not need it.
     from parsl_freetrain.executor.requests import ask
+
     if not 0 <= grace < float('inf'):
         raise BadInput(f'--grace is {grace:g}; it must be a number of seconds, 0 or more.')
     sentence = ask(ledger_at(ledger), 'preempt', trainer, {'grace_s': grace}, timeout)
-    print(json.dumps({'trainer': trainer, 'grace_s': grace, 'answer': sentence}) if as_json else sentence)
+    print(
+        json.dumps({'trainer': trainer, 'grace_s': grace, 'answer': sentence})
+        if as_json
+        else sentence
+    )

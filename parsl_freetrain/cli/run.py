@@ -1,37 +1,55 @@
-"""``freetrain run``: a workflow on a site."""
+"""``freetrain run``: runs a workflow on a site."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
+import inspect
 import json
 import sys
 import traceback
-from typing import Annotated, Any, Optional
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
 
 import typer
 
 from parsl_freetrain.cli.where import JsonOption
-from parsl_freetrain.core.errors import BadInput, FreeTrainError
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 
 
 def run(
-    workflow: Annotated[str, typer.Argument(help='A Python file or a module that has a function main(config).')],
-    arguments: Annotated[Optional[list[str]], typer.Argument(help="The workflow's own arguments, behind --.")] = None,  # noqa: UP045
-    site: Annotated[str, typer.Option(metavar='NAME|FILE', help='local, a name in site_configs/, or a .py or .toml file.')] = 'local',
+    workflow: Annotated[
+        str, typer.Argument(help='A Python file or a module that has a function main(config).')
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="The workflow's own arguments, after --.")
+    ] = None,
+    site: Annotated[
+        str,
+        typer.Option(
+            metavar='NAME|FILE', help='local, a name in site_configs/, or a .py or .toml file.'
+        ),
+    ] = 'local',
     as_json: JsonOption = False,
 ) -> int:
-    """Run a workflow: its main(config) is called with the Parsl configuration of the site.
+    """Run a workflow: call its main(config) with the Parsl configuration of the site.
 
-    It does the rest itself: with parsl.load(config) it loads Parsl, calls its apps and waits for them. With --json what it
-    prints goes to standard error, and the closing summary to standard output.
+    The workflow loads the configuration with parsl.load(config), calls its apps and waits for
+    them. With --json its own output goes to standard error, and the closing summary to standard
+    output.
     """
-    from parsl_freetrain.cli.sites import config_of  # the help is there without Parsl
-    from parsl_freetrain.cli.workflow import workflow_at
+    from parsl_freetrain.cli.sites import config_of  # imported here, so that --help needs no Parsl
 
     main = workflow_at(workflow, arguments or [])
     config, executor = config_of(site)
     ledger = executor.ledger_path
-    print(f'The ledger is {ledger}; elsewhere, freetrain watch --ledger {ledger} shows what goes on.', file=sys.stderr)
+    print(
+        f'The ledger is {ledger}; elsewhere, freetrain watch --ledger {ledger} shows what goes on.',
+        file=sys.stderr,
+    )
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         status = _called(main, config, workflow)
     if ledger.is_file():
@@ -43,16 +61,22 @@ def _called(main: Any, config: Any, workflow: str) -> int:
     try:
         result = main(config)
     except KeyboardInterrupt:
-        print('freetrain: Stopped. Nothing is lost: the same command goes on from the checkpoints.', file=sys.stderr)
+        print(
+            'freetrain: Stopped. Nothing is lost: the same command goes on from the checkpoints.',
+            file=sys.stderr,
+        )
         return 130
     except BadInput:
         raise
     except FreeTrainError as error:
         print(f'freetrain: {error}', file=sys.stderr)
         return 1
-    except Exception as error:   # the user's own code: where it was is what the user needs
+    except Exception as error:  # the user's own code: show its traceback
         traceback.print_exc()
-        print(f'freetrain: The workflow {workflow} ended with {type(error).__name__}.', file=sys.stderr)
+        print(
+            f'freetrain: The workflow {workflow} ended with {type(error).__name__}.',
+            file=sys.stderr,
+        )
         return 1
     return int(bool(result)) if isinstance(result, int) else 0
 
@@ -60,7 +84,7 @@ def _called(main: Any, config: Any, workflow: str) -> int:
 def _close(ledger: Any, as_json: bool) -> None:
     from rich.console import Console
 
-    from parsl_freetrain.cli.live import closing_table
+    from parsl_freetrain.cli.live.view import closing_table
     from parsl_freetrain.ledger.reader import Reader
     from parsl_freetrain.ledger.summary import summary
 
@@ -73,3 +97,83 @@ def _close(ledger: Any, as_json: bool) -> None:
         print(json.dumps({'ledger': str(ledger), 'run': runs[-1].name, **found}))
     else:
         Console().print(closing_table(found))
+
+
+def workflow_at(given: str, arguments: list[str]) -> Callable[[Any], Any]:
+    """The function to call with the Parsl configuration.
+
+    Parameters
+    ----------
+    given
+        A Python file, or the name of a module that can be imported from here.
+    arguments
+        The command line's arguments for the workflow, which its ``main`` takes as second argument.
+
+    Raises
+    ------
+    BadInput
+        The file or module does not exist, cannot be imported, or has no such ``main``.
+    """
+    path = Path(given)
+    try:
+        module = _file(path) if path.suffix == '.py' else _module(given)
+    except BadInput:
+        raise
+    except Exception as error:  # the user's own code
+        raise BadInput(
+            f'The workflow {given} cannot be imported: {type(error).__name__}: {error}.'
+        ) from error
+    main = getattr(module, 'main', None)
+    if not callable(main):
+        raise BadInput(
+            f'The workflow {given} has no function main(config); write one that loads it '
+            'with Parsl, or run it with python.'
+        )
+    takes = [
+        p
+        for p in inspect.signature(main).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    if not takes or takes[0].name in ('argv', 'args', 'arguments'):
+        raise BadInput(
+            f'The function main of {given} does not take a Parsl configuration; it '
+            'should be main(config), '
+            f'or run the workflow with python.'
+        )
+    if arguments and len(takes) < 2 and takes[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+        raise BadInput(
+            f'The workflow {given} takes no arguments of its own, and '
+            f'{" ".join(arguments)!r} was given; '
+            f'it should have main(config, arguments).'
+        )
+    return (lambda config: main(config, arguments)) if arguments else main
+
+
+def _file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise BadInput(f'There is no workflow {path}; name a Python file, or a module.')
+    name = path.stem
+    spec = importlib.util.spec_from_file_location(name, path.absolute())
+    if spec is None or spec.loader is None or name in sys.modules:
+        raise BadInput(f'The workflow {path} cannot be imported as {name!r}; give it another name.')
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # serialisation finds its functions by name
+    sys.path.insert(0, str(path.absolute().parent))  # as Python does for a script
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _module(name: str) -> ModuleType:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f'{error.name}.')):
+            raise BadInput(
+                f'There is no workflow {name}; name a Python file (with its .py), or a module.'
+            ) from None
+        raise

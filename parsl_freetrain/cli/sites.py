@@ -1,4 +1,4 @@
-"""Which site a command line means: a name, a Python file with a configuration, or a TOML file with settings."""
+"""The site that ``--site`` names: a name, a Python file or a TOML file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from parsl.config import Config
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.executor import FreeTrainExecutor
 from parsl_freetrain.sites.batch.site import BatchSite
 from parsl_freetrain.sites.local import LocalSite
@@ -17,13 +17,14 @@ from parsl_freetrain.sites.provider import BackfillProvider
 
 
 def provider_of(given: str) -> BackfillProvider:
-    """The provider of the site that ``--site`` names; nothing is started.
+    """The provider of the site that ``--site`` names; it is not started.
 
     Parameters
     ----------
     given
-        ``local``; a TOML file with the settings of one queue; a Python file whose ``config()`` gives a Parsl configuration
-        with a FreeTrainExecutor; or the name of such a file in ``site_configs/``.
+        ``local``; a TOML file with the settings of one queue; a Python file whose ``config()``
+        returns a Parsl configuration with a FreeTrainExecutor; or the name of such a file in
+        ``site_configs/``.
 
     Raises
     ------
@@ -42,9 +43,10 @@ def provider_of(given: str) -> BackfillProvider:
 
 
 def config_of(given: str) -> tuple[Config, FreeTrainExecutor]:
-    """A Parsl configuration for the site that ``--site`` names, and its FreeTrainExecutor; nothing is started.
+    """A Parsl configuration for the site that ``--site`` names, and its FreeTrainExecutor.
 
-    A Python file says it itself; for other sites everything has its default, and checkpoints go to ``checkpoints/`` in the current folder.
+    A Python file has its own configuration. For other sites all settings have their defaults, and
+    checkpoints go to ``checkpoints/`` in the current folder. Nothing is started.
 
     Raises
     ------
@@ -60,9 +62,14 @@ def config_of(given: str) -> tuple[Config, FreeTrainExecutor]:
 
 def _executor(config: Config, given: str) -> tuple[FreeTrainExecutor, BackfillProvider]:
     for executor in config.executors:
-        if isinstance(executor, FreeTrainExecutor) and isinstance(executor.provider, BackfillProvider):
+        if isinstance(executor, FreeTrainExecutor) and isinstance(
+            executor.provider, BackfillProvider
+        ):
             return executor, executor.provider
-    raise BadInput(f'The configuration of the site {given} has no FreeTrainExecutor, so there is no site to look at.')
+    raise BadInput(
+        f'The configuration of the site {given} has no FreeTrainExecutor, so there is no '
+        'site to look at.'
+    )
 
 
 def _configured(path: Path) -> Config:
@@ -71,11 +78,16 @@ def _configured(path: Path) -> Config:
         config = module.config()
     except BadInput:
         raise
-    except Exception as error:   # the user's own code
-        raise BadInput(f'The site file {path} gives no configuration: {type(error).__name__}: {error}.') from error
+    except Exception as error:  # the user's own code
+        raise BadInput(
+            f'The site file {path} gives no configuration: {type(error).__name__}: {error}.'
+        ) from error
     if not isinstance(config, Config):
-        raise BadInput(f'The site file {path} gives no configuration: its config() returns {config!r}; it must return a '
-                       f'parsl.config.Config with a FreeTrainExecutor.')
+        raise BadInput(
+            f'The site file {path} gives no configuration: its config() returns '
+            f'{config!r}; it must return a '
+            f'parsl.config.Config with a FreeTrainExecutor.'
+        )
     return config
 
 
@@ -84,11 +96,19 @@ def _file_of(given: str) -> Path | None:
 
 
 def holes_of(site: Site) -> list[dict[str, Any]]:
-    """The holes that can be had now, in the form of the command line's contract."""
+    """The present holes, in the documented JSON format."""
     if isinstance(site, BatchSite):
         found = site.holes_now()
     else:
         site.start()
         found = site.holes()
         site.close()
-    return [{'nodes': hole.nodes, 'until_s': hole.until_s, 'queue': hole.queue, 'names': list(hole.names)} for hole in found]
+    return [
+        {
+            'nodes': hole.nodes,
+            'until_s': hole.until_s,
+            'queue': hole.queue,
+            'names': list(hole.names),
+        }
+        for hole in found
+    ]

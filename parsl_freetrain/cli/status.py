@@ -1,4 +1,4 @@
-"""``freetrain status``: one screen that says what goes on now."""
+"""``freetrain status``: shows the present state of a run on one screen."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from parsl_freetrain.cli.where import JsonOption, LedgerOption, RunOption, ledge
 
 
 def status(ledger: LedgerOption = None, run: RunOption = None, as_json: JsonOption = False) -> None:
-    """Show trainers and blocks of a run: progress, nodes, rate, efficiency U so far, preemptions, expected finish, time left.
+    """Show trainers and blocks of a run: progress, nodes, rate, efficiency U so far, preemptions,
+    expected finish, time left.
 
     Works while the run lives and afterwards, from any computer that sees its file system.
     """
-    # The help is there without them.
+    # Imported here, so that --help is fast.
     from rich.console import Console
 
-    from parsl_freetrain.cli.live import LiveView, screen
-    from parsl_freetrain.cli.snapshot import as_document
-    from parsl_freetrain.core.dp import DpAllocator
+    from parsl_freetrain.cli.live.snapshot import as_document
+    from parsl_freetrain.cli.live.view import LiveView, screen
+    from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
     from parsl_freetrain.ledger.reader import Reader
 
     path = ledger_at(ledger)

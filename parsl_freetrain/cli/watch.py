@@ -1,4 +1,4 @@
-"""``freetrain watch``: what ``freetrain status`` shows, live, until the run is over."""
+"""``freetrain watch``: shows the state of a run live until it ends."""
 
 from __future__ import annotations
 
@@ -13,34 +13,54 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from parsl_freetrain.cli.where import LedgerOption, RunOption, ledger_at
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from parsl_freetrain.cli.live import LiveView
+    from parsl_freetrain.cli.live.view import LiveView
 
 PLAIN_S = 10.0
-"""Seconds between two looks where the output is no terminal, unless something else is asked for."""
+"""Default seconds between two updates if the output is not a terminal."""
 
 TERMINAL_S = 1.0
-"""The same on a terminal."""
+"""Default seconds between two updates on a terminal."""
 
 
 def watch(
     ledger: LedgerOption = None,
     run: RunOption = None,
-    every: Annotated[float, typer.Option(metavar='S', help='Seconds between two looks; 0: 1 on a terminal, 10 elsewhere.')] = 0.0,
-    as_json: Annotated[bool, typer.Option('--json', help='At each look one JSON document on a line, as of status --json.')] = False,
-    web: Annotated[bool, typer.Option('--web', help="Serve a page for this computer's own browser, and print its address.")] = False,
-    port: Annotated[int, typer.Option(metavar='N', help='Where to serve the page; 0: any free port.')] = 0,
+    every: Annotated[
+        float,
+        typer.Option(
+            metavar='S', help='Seconds between two updates; 0: 1 on a terminal, 10 elsewhere.'
+        ),
+    ] = 0.0,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            '--json', help='One JSON document per update, as of status --json, each on a line.'
+        ),
+    ] = False,
+    web: Annotated[
+        bool,
+        typer.Option(
+            '--web', help='Serve a page for a browser on this computer, and print its address.'
+        ),
+    ] = False,
+    port: Annotated[
+        int, typer.Option(metavar='N', help='Where to serve the page; 0: any free port.')
+    ] = 0,
 ) -> None:
-    """Show what goes on, live, until the run is over (with --web: until Ctrl-C); Ctrl-C ends the view and nothing else."""
-    # The help is there without them.
+    """Show the state of a run, live, until it is over (with --web: until Ctrl-C).
+
+    Ctrl-C ends the view only, not the run.
+    """
+    # Imported here, so that --help is fast.
     from rich.console import Console
 
-    from parsl_freetrain.cli.live import LiveView
-    from parsl_freetrain.core.dp import DpAllocator
+    from parsl_freetrain.cli.live.view import LiveView
+    from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
     from parsl_freetrain.ledger.reader import Reader
 
     if not 0 <= every < math.inf:
@@ -51,7 +71,7 @@ def watch(
     with Reader(path) as reader:
         view = LiveView(reader, DpAllocator(), run)
         console = Console()
-        pause = threading.Event()   # an interruptible sleep
+        pause = threading.Event()  # an interruptible sleep
         try:
             if web:
                 _serve(view, path, every or TERMINAL_S, port, as_json, pause)
@@ -65,7 +85,9 @@ def watch(
             pass
 
 
-def _follow(view: LiveView, show: Callable[[], None], every_s: float, pause: threading.Event) -> None:
+def _follow(
+    view: LiveView, show: Callable[[], None], every_s: float, pause: threading.Event
+) -> None:
     show()
     while _goes_on(view):
         pause.wait(every_s)
@@ -75,17 +97,25 @@ def _follow(view: LiveView, show: Callable[[], None], every_s: float, pause: thr
 def _draw(view: LiveView, console: Console, every_s: float, pause: threading.Event) -> None:
     from rich.live import Live
 
-    with Live(view.render(time.time()), console=console, auto_refresh=False, vertical_overflow='ellipsis') as live:
+    with Live(
+        view.render(time.time()), console=console, auto_refresh=False, vertical_overflow='ellipsis'
+    ) as live:
         _follow(view, lambda: live.update(view.render(time.time()), refresh=True), every_s, pause)
 
 
-def _serve(view: LiveView, path: Path, every_s: float, port: int, as_json: bool, pause: threading.Event) -> None:
-    from parsl_freetrain.cli.web import Feed, Page
+def _serve(
+    view: LiveView, path: Path, every_s: float, port: int, as_json: bool, pause: threading.Event
+) -> None:
+    from parsl_freetrain.cli.live.web import Feed, Page
 
-    view.snapshot(time.time())   # a run that is not there is said here
+    view.snapshot(time.time())  # raises here if there is no such run
     page = Page(Feed(view, str(path), every_s), port)
     try:
-        said = json.dumps({'address': page.address}) if as_json else f'Open {page.address}\nCtrl-C ends the page, and nothing else.'
+        said = (
+            json.dumps({'address': page.address})
+            if as_json
+            else f'Open {page.address}\nCtrl-C ends the page, and nothing else.'
+        )
         print(said, flush=True)
         pause.wait()
     finally:
@@ -97,13 +127,13 @@ def _goes_on(view: LiveView) -> bool:
 
 
 def _print_json(path: Path, view: LiveView) -> None:
-    from parsl_freetrain.cli.snapshot import as_document
+    from parsl_freetrain.cli.live.snapshot import as_document
 
     print(json.dumps({'ledger': str(path), **as_document(view.snapshot(time.time()))}), flush=True)
 
 
 def _print_lines(console: Console, view: LiveView) -> None:
-    from parsl_freetrain.cli.live import plain_lines
+    from parsl_freetrain.cli.live.view import plain_lines
 
     seen = view.snapshot(time.time())
     for line in [*plain_lines(seen), *([seen.life.sentence] if seen.life.sentence else [])]:

@@ -1,4 +1,4 @@
-"""``freetrain why``: why a trainer has the nodes that it has, or what it waits for."""
+"""``freetrain why``: explains why a trainer has its nodes, or what it waits for."""
 
 from __future__ import annotations
 
@@ -9,26 +9,38 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parsl_freetrain.cli.where import JsonOption, LedgerOption, RunOption, ledger_at, run_named, trainer_named
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.cli.where import (
+    JsonOption,
+    LedgerOption,
+    RunOption,
+    ledger_at,
+    run_named,
+    trainer_named,
+)
+from parsl_freetrain.core.model.errors import BadInput
 
 if TYPE_CHECKING:
-    from parsl_freetrain.core.explain import Reason
+    from parsl_freetrain.core.allocation.explain import Reason
     from parsl_freetrain.ledger.reader import Reader
 
 LOOK_BACK = 500
-"""Decisions that are looked at for those that are about the trainer."""
+"""Maximum number of decisions to search for those about the trainer."""
 
 
 def why(
     trainer: Annotated[str, typer.Argument(help='Name of a trainer.')],
-    last: Annotated[int, typer.Option(metavar='N', help='So many decisions, the newest first.')] = 3,
+    last: Annotated[
+        int, typer.Option(metavar='N', help='Number of decisions to explain, newest first.')
+    ] = 3,
     ledger: LedgerOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a trainer does or waits for, and explain the last decisions about it: what was seen, what else could have been done."""
-    from parsl_freetrain.cli.live import clean  # the help is there without it
+    """Say what a trainer does or waits for, and explain the last decisions about it.
+
+    For each: what was known, what was decided, and what the alternative was.
+    """
+    from parsl_freetrain.cli.live.view import clean  # imported here, so that --help is fast
     from parsl_freetrain.ledger.reader import Reader
 
     if last < 0:
@@ -41,19 +53,21 @@ def why(
     print('\n'.join(clean(line) for line in _lines(found)))
 
 
-def explanation(reader: Reader, trainer: str, run: str | None, last: int, now: float) -> dict[str, Any]:
-    """What the verb prints, as data.
+def explanation(
+    reader: Reader, trainer: str, run: str | None, last: int, now: float
+) -> dict[str, Any]:
+    """The output of ``freetrain why`` as data.
 
     Raises
     ------
     BadInput
         There is no such run, or no such trainer in it.
     """
-    from parsl_freetrain.cli.liveness import life_of
-    from parsl_freetrain.cli.reasons import decision_about, running_fragment, waits_for
+    from parsl_freetrain.cli.live.liveness import life_of
     from parsl_freetrain.ledger.rows import FINAL_STATES
     from parsl_freetrain.report.costs import MEASURED
     from parsl_freetrain.report.outcome import outcomes
+    from parsl_freetrain.report.reasons import decision_about, running_fragment, waits_for
 
     story = reader.story()
     name = run_named([r.name for r in story.runs], run)
@@ -68,9 +82,18 @@ def explanation(reader: Reader, trainer: str, run: str | None, last: int, now: f
     going = life.state in ('running', 'silent')
     running = running_fragment(story, row) if going else None
     mine = [d for d in decisions if trainer in d['allocation']][:last]
-    became = {o.decision: o for o in outcomes(
-        reader.story(chosen.name), reader.progress(chosen.name, trainer), reader.events(chosen.name, MEASURED, trainer),
-        decisions[::-1], now, only=trainer, ids={d['id'] for d in mine})}
+    became = {
+        o.decision: o
+        for o in outcomes(
+            reader.story(chosen.name),
+            reader.progress(chosen.name, trainer),
+            reader.events(chosen.name, MEASURED, trainer),
+            decisions[::-1],
+            now,
+            only=trainer,
+            ids={d['id'] for d in mine},
+        )
+    }
     over = not going and row.state not in FINAL_STATES
     return {
         'trainer': trainer,
@@ -83,32 +106,48 @@ def explanation(reader: Reader, trainer: str, run: str | None, last: int, now: f
         'total_samples': row.total_samples,
         'fragment': None if running is None else running.fragment,
         'nodes': 0 if running is None else len(running.nodes),
-        'shape': None if running is None else row.spec.get('shapes', {}).get(str(len(running.nodes))),
+        'shape': None
+        if running is None
+        else row.spec.get('shapes', {}).get(str(len(running.nodes))),
         'since_s': now - (row.state_at if running is None else running.decided_at),
         'waits_for': waits_for(story, chosen, row, decisions, refusals, now) if going else None,
         'pauses': _pauses(reader.recent_events(chosen, ['Rescaled'], LOOK_BACK), trainer),
-        'last_failure': next((f.error for f in reversed(story.fragments) if f.trainer == trainer and f.run == chosen.id and f.error), ''),
-        'decisions': [asdict(decision_about(trainer, d, now, _reason(d, trainer), became.get(d['id']))) for d in mine],
+        'last_failure': next(
+            (
+                f.error
+                for f in reversed(story.fragments)
+                if f.trainer == trainer and f.run == chosen.id and f.error
+            ),
+            '',
+        ),
+        'decisions': [
+            asdict(decision_about(trainer, d, now, _reason(d, trainer), became.get(d['id'])))
+            for d in mine
+        ],
     }
 
 
 def _pauses(events: list[dict[str, Any]], trainer: str) -> dict[str, float]:
-    """For how many seconds nothing was trained in the last rescale to 'more' and to 'fewer' nodes, as far as there were any."""
+    """Seconds of the pause in the last rescale to 'more' and to 'fewer' nodes, if there were
+    any.
+    """
     found: dict[str, float] = {}
     for event in events:
         if event['trainer'] == trainer:
             change = event['detail']
-            found.setdefault('more' if change['after'] > change['before'] else 'fewer', change['seconds'])
+            found.setdefault(
+                'more' if change['after'] > change['before'] else 'fewer', change['seconds']
+            )
     return found
 
 
 def _reason(decision: dict[str, Any], trainer: str) -> Reason | None:
-    """What solving the decision's problem again says about the trainer, if it comes to the same."""
+    """The reason from solving the decision's problem again; None if the result differs."""
     if decision['problem'] is None:
         return None
-    from parsl_freetrain.cli.formulation import problem_of
-    from parsl_freetrain.cli.problems import check
-    from parsl_freetrain.core.explain import explain
+    from parsl_freetrain.core.allocation.document import check
+    from parsl_freetrain.core.allocation.explain import explain
+    from parsl_freetrain.core.allocation.formulation import problem_of
     from parsl_freetrain.solver import allocator_named
 
     problem = problem_of(check(decision['problem']))
@@ -121,20 +160,28 @@ def _reason(decision: dict[str, Any], trainer: str) -> Reason | None:
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    from parsl_freetrain.cli.reasons import DecisionAbout, in_words, nodes
+    from parsl_freetrain.report.reasons import DecisionAbout, in_words, nodes
 
     name = found['trainer']
     total = found['total_samples']
-    done = f'{found["samples"]:,} of {total:,} samples' if total else f'{found["samples"]:,} samples'
+    done = (
+        f'{found["samples"]:,} of {total:,} samples' if total else f'{found["samples"]:,} samples'
+    )
     if found['fragment'] is not None:
         shape = f' ({found["shape"]})' if found['shape'] else ''
         on = f'{nodes(found["nodes"])}{shape}'
-        lines = [f'{name} is running: fragment {found["fragment"]} on {on}, for {found["since_s"]:.0f} s; {done}.']
+        lines = [
+            f'{name} is running: fragment {found["fragment"]} on {on}, for '
+            f'{found["since_s"]:.0f} s; {done}.'
+        ]
     else:
         because = f' because {found["why"]}' if found['why'] else ''
         lines = [f'{name} is {found["state"]}{because}, for {found["since_s"]:.0f} s; {done}.']
     lines += [sentence for sentence in (found['waits_for'], found['note']) if sentence]
-    lines += [f'Its last rescale to {way} nodes paused it for {seconds:.2f} s.' for way, seconds in found['pauses'].items()]
+    lines += [
+        f'Its last rescale to {way} nodes paused it for {seconds:.2f} s.'
+        for way, seconds in found['pauses'].items()
+    ]
     if found['last_failure']:
         lines.append(f'Its last fragment in trouble said: {found["last_failure"]}')
         lines.append(f'What it printed: freetrain logs {name}')

@@ -1,4 +1,4 @@
-"""Parsl glue: the executor, its interchange, and the channel to the nodes."""
+"""The Parsl part: the executor, its interchange, and the channel to the nodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ __all__ = ['FreeTrainExecutor']
 
 
 def __getattr__(name: str) -> Any:
-    """Import the executor when it is asked for: nodes import parts of this package and need neither a solver nor a ledger."""
+    """Import the executor on first access, since nodes import parts of this package and need
+    neither a solver nor a ledger.
+    """
     if name == 'FreeTrainExecutor':
         from parsl_freetrain.executor.executor import FreeTrainExecutor
 

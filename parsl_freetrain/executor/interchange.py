@@ -1,7 +1,8 @@
-"""Parsl's interchange with tasks pinned to managers: the only place that leans on Parsl's private API.
+"""Parsl's interchange with tasks pinned to managers. This is the only module that relies on Parsl's
+private API.
 
-A task whose resource specification has ``freetrain_manager`` goes to that manager or fails with
-``ManagerLost``; every manager keeps one worker free for such tasks.
+A task whose resource specification has ``freetrain_manager`` is sent to that manager or fails with
+``ManagerLost``. Every manager keeps one worker free for such tasks.
 """
 
 from __future__ import annotations
@@ -21,21 +22,31 @@ PIN = 'freetrain_manager'
 
 
 class PinningInterchange(Interchange):
-    """Serves pinned tasks first, then leaves the rest to Parsl."""
+    """Sends pinned tasks first, and leaves all others to Parsl."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._owner = os.getppid()
         self._pinned: dict[bytes, set[int]] = {}
 
-    def process_tasks_to_send(self, interesting_managers: set[bytes], monitoring_radio: Any) -> None:
+    def process_tasks_to_send(
+        self, interesting_managers: set[bytes], monitoring_radio: Any
+    ) -> None:
         if os.getppid() != self._owner:
-            os._exit(1)  # nobody is left to work for; a normal exit would wait for the authentication thread
-        pinned = [e for e in self.pending_task_queue if PIN in e[-1]['context'].get('resource_spec', {})]
+            # There is no client left. A normal exit would wait for the authentication thread.
+            os._exit(1)
+        pinned = [
+            e for e in self.pending_task_queue if PIN in e[-1]['context'].get('resource_spec', {})
+        ]
         for entry in pinned:
-            self.pending_task_queue.remove(entry)   # or Parsl would give those that wait to any manager that is free
+            # Otherwise Parsl would give waiting pinned tasks to any free manager.
+            self.pending_task_queue.remove(entry)
         waiting = [entry for entry in pinned if not self._send_pinned(entry[-1])]
-        reserving = [m for i, m in self._ready_managers.items() if not self._pinned.get(i, set()) & set(m['tasks'])]
+        reserving = [
+            m
+            for i, m in self._ready_managers.items()
+            if not self._pinned.get(i, set()) & set(m['tasks'])
+        ]
         for manager in reserving:
             manager['max_capacity'] -= 1
         super().process_tasks_to_send(interesting_managers, monitoring_radio)
@@ -44,23 +55,27 @@ class PinningInterchange(Interchange):
         self.pending_task_queue.update(waiting)
 
     def _send_pinned(self, task: Any) -> bool:
-        """Whether the task has gone, to its manager or as one that failed."""
+        """Send a task to its manager or fail it; False if it has to wait."""
         manager_id = task['context']['resource_spec'][PIN].encode()
         manager = self._ready_managers.get(manager_id)
         if manager is None:
             error = ManagerLost(manager_id, 'its node')
             failure = serialize(RemoteExceptionWrapper(type(error), error, None))
-            self.results_outgoing.send(pickle.dumps({'type': 'result', 'task_id': task['task_id'], 'exception': failure}))
+            self.results_outgoing.send(
+                pickle.dumps({'type': 'result', 'task_id': task['task_id'], 'exception': failure})
+            )
         elif len(manager['tasks']) < manager['max_capacity']:
             self.manager_sock.send_multipart([manager_id, pickle.dumps([task])])
             manager['tasks'].append(task['task_id'])
             manager['idle_since'] = None
-            self._pinned[manager_id] = self._pinned.get(manager_id, set()) & set(manager['tasks']) | {task['task_id']}
+            known = self._pinned.get(manager_id, set()) & set(manager['tasks'])
+            self._pinned[manager_id] = known | {task['task_id']}
         else:
             return False
         return True
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the submitting process ends us in order
-    PinningInterchange(**pickle.load(sys.stdin.buffer)).start()  # noqa: S301 - as Parsl's own, from the executor's pipe
+    # Ctrl-C reaches the whole terminal; the submitting process ends this one in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    PinningInterchange(**pickle.load(sys.stdin.buffer)).start()  # noqa: S301

@@ -1,7 +1,9 @@
-"""What other programs of the same user ask of a live run: files in a private folder beside its ledger.
+"""What other programs of the same user ask of a live run: files in a private folder beside its
+ledger.
 
-Files work from any node that sees the file system, without a port or a password: who may write to the folder is who may ask. A request is
-``ID.request``, its answer ``ID.answer``; both are JSON and appear whole, under their names.
+Files work from any node that sees the file system, without a port or a password: who may write to
+the folder is who may ask. A request is ``ID.request``, its answer ``ID.answer``; both are JSON and
+appear whole, under their names.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parsl_freetrain.core.errors import BadInput, FreeTrainError
-from parsl_freetrain.training.durable import make_private_dir, write_new
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
+from parsl_freetrain.host import files
+from parsl_freetrain.host.files import make_dir
 
 logger = logging.getLogger(__name__)
 
 _REQUEST, _ANSWER, _PART = '.request', '.answer', '.part'
-_LARGEST = 64_000   # bytes
+_LARGEST = 64_000  # bytes
 _LOOK_S = 0.1
 
 
@@ -58,7 +61,7 @@ class Requests:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        make_private_dir(folder)
+        make_dir(folder)
         _refuse_others(folder)
         for path in folder.iterdir():
             if path.suffix in (_REQUEST, _ANSWER, _PART):
@@ -70,15 +73,16 @@ class Requests:
         for path in sorted(self._folder.glob(f'*{_REQUEST}'), key=_changed_at):
             try:
                 found.append(self._read(path))
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (BadInput, OSError, ValueError, KeyError, TypeError) as error:
                 logger.warning('A request was not understood: %s: %s', path, error)
             path.unlink(missing_ok=True)
         return found
 
     def _read(self, path: Path) -> Request:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), 'rb') as file:
-            document = json.loads(file.read(_LARGEST))
-        return Request(path.stem, str(document['verb']), str(document['trainer']), dict(document['options']))
+        document = json.loads(files.read(path, _LARGEST))
+        return Request(
+            path.stem, str(document['verb']), str(document['trainer']), dict(document['options'])
+        )
 
     def answer(self, request: Request, done: bool, sentence: str) -> None:
         """Tell whoever asked what has become of it."""
@@ -88,18 +92,28 @@ class Requests:
             logger.warning('Request %s could not be answered', request, exc_info=True)
 
 
-def ask(ledger: Path, verb: str, trainer: str, options: Mapping[str, Any], timeout_s: float,
-        clock: Callable[[], float] = time.monotonic) -> str:
+def ask(
+    ledger: Path,
+    verb: str,
+    trainer: str,
+    options: Mapping[str, Any],
+    timeout_s: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> str:
     """Ask the live run that keeps ``ledger``, and wait for its answer, a sentence.
 
     Raises
     ------
     BadInput
-        If there is no such run, if it cannot do what is asked, or does not answer within ``timeout_s`` seconds.
+        If there is no such run, if it cannot do what is asked, or does not answer within
+        ``timeout_s`` seconds.
     """
     folder = requests_folder(ledger)
     if not ledger.is_file() or not folder.is_dir():
-        raise BadInput(f'There is no run with the ledger {ledger}: name the ledger.sqlite in the checkpoint_dir of a running workflow.')
+        raise BadInput(
+            f'There is no run with the ledger {ledger}: name the ledger.sqlite in the '
+            'checkpoint_dir of a running workflow.'
+        )
     _refuse_others(folder)
     name = secrets.token_hex(8)
     request, answer = folder / f'{name}{_REQUEST}', folder / f'{name}{_ANSWER}'
@@ -113,17 +127,18 @@ def ask(ledger: Path, verb: str, trainer: str, options: Mapping[str, Any], timeo
                     raise BadInput(str(said['sentence']))
                 return str(said['sentence'])
             time.sleep(_LOOK_S)
-        raise BadInput(f'No run answered within {timeout_s:g} s at {folder}: the workflow that keeps this ledger is not running any more, '
-                       f'or it is too busy.')
+        raise BadInput(
+            f'No run answered within {timeout_s:g} s at {folder}: the workflow that '
+            'keeps this ledger is not running any more, '
+            f'or it is too busy.'
+        )
     finally:
         request.unlink(missing_ok=True)
         answer.unlink(missing_ok=True)
 
 
 def _put(path: Path, document: Mapping[str, Any]) -> None:
-    part = path.with_suffix(_PART)
-    write_new(part, json.dumps(document).encode())
-    part.rename(path)
+    files.replace(path, json.dumps(document).encode())
 
 
 def _changed_at(path: Path) -> float:
@@ -139,4 +154,7 @@ def _refuse_others(folder: Path) -> None:
     except OSError as error:
         raise FreeTrainError(f'{folder} cannot be looked at: {error}.') from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise BadInput(f'{folder} must be a folder of yours that nobody else may write to (mode 0700): remove it, and it is made anew.')
+        raise BadInput(
+            f'{folder} must be a folder of yours that nobody else may write to (mode '
+            '0700): remove it, and it is made anew.'
+        )

@@ -1,59 +1,177 @@
-"""What may be asked of an executor."""
+"""The settings of an executor, in groups."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import sys
+from typing import Any
 
-from parsl_freetrain.core.bids import candidate_of
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.core.limits import caps_by_owner
-from parsl_freetrain.core.objectives import objective_named
-from parsl_freetrain.core.profile import Profile
-from parsl_freetrain.core.words import Trainer
-from parsl_freetrain.training.store import RESUME
+from msgspec import structs
+from parsl.data_provider.staging import Staging
+
+from parsl_freetrain.core.allocation.objectives import objective_named
+from parsl_freetrain.core.allocation.problem import Allocator
+from parsl_freetrain.core.controller.bids import candidate_of
+from parsl_freetrain.core.controller.settings import DecisionPolicy
+from parsl_freetrain.core.controller.throughput_profile import Profile
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.settings import Settings
+from parsl_freetrain.core.model.types import Trainer
+
+INTERCHANGE = (sys.executable, '-m', 'parsl_freetrain.executor.interchange')
 
 
-def check_settings(*, metric: str, resume: str, horizon_s: float, hang_s: float, step_s: float, max_workers_per_node: float, retries: int,
-                   trainers_at_a_time: int | None, min_rescale_s: float, keep_free: int, max_nodes: int | None,
-                   caps: Mapping[str, int] | None, solver_time_limit_s: float) -> None:
-    """Refuse settings that cannot be used; they mean what they mean to FreeTrainExecutor.
+class Policy(DecisionPolicy, frozen=True, kw_only=True):
+    """The aim of decisions, their limits, and the solver that makes them.
+
+    Attributes
+    ----------
+    metric, horizon_s, trainers_at_a_time, min_rescale_s, keep_free, max_nodes
+        As in :class:`~parsl_freetrain.core.controller.settings.DecisionPolicy`.
+    caps, min_shares, budgets, retries, idle_block_s
+        As in :class:`~parsl_freetrain.core.controller.settings.DecisionPolicy`.
+    solver
+        The solver's name ('auto', 'milp', 'dp' or 'equal-share'), or an object with the method
+        :meth:`~parsl_freetrain.core.allocation.problem.Allocator.allocate`. If the object has a
+        method ``close()``, it is called when the executor shuts down.
+    solver_time_limit_s
+        Maximum seconds that a solver given by name may search; it then returns its best allocation.
 
     Raises
     ------
     BadInput
-        One of them.
+        If a value cannot be used.
     """
-    objective_named(metric, 'metric')
-    for what, count, least in (('max_workers_per_node', max_workers_per_node, 0), ('retries', retries, 0),
-                               ('trainers_at_a_time', trainers_at_a_time, 1), ('keep_free', keep_free, 0), ('max_nodes', max_nodes, 1)):
-        if count is not None and count < least:
-            raise BadInput(f'{what} is {count}; it must be {least} or more.')
-    if resume not in RESUME:
-        raise BadInput(f'resume is {resume!r}; it must be one of {", ".join(map(repr, RESUME))}.')
-    for what, seconds in (('horizon_s', horizon_s), ('step_s', step_s), ('solver_time_limit_s', solver_time_limit_s)):
-        if not math.isfinite(seconds) or seconds <= 0:
-            raise BadInput(f'{what} is {seconds}; it must be a positive number of seconds.')
-    if not math.isfinite(hang_s) or hang_s < 2:
-        raise BadInput(f'hang_s is {hang_s}; it must be a number of seconds, 2 or more.')
-    if not math.isfinite(min_rescale_s) or min_rescale_s < 0:
-        raise BadInput(f'min_rescale_s is {min_rescale_s}; it must be a number of seconds, 0 or more.')
-    caps_by_owner(caps or {})
+
+    solver: str | Allocator = 'auto'
+    solver_time_limit_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.solver_time_limit_s < math.inf:
+            raise BadInput(
+                f'solver_time_limit_s is {self.solver_time_limit_s}; it must be a positive number '
+                'of seconds.'
+            )
+
+    @property
+    def solver_name(self) -> str | None:
+        """The solver's name; None for an object."""
+        return self.solver if isinstance(self.solver, str) else None
+
+    def decisions(self) -> dict[str, Any]:
+        """The fields that a controller needs."""
+        return {name: getattr(self, name) for name in DecisionPolicy.__struct_fields__}
+
+
+class Timeouts(Settings, frozen=True, kw_only=True):
+    """Time limits in seconds.
+
+    Attributes
+    ----------
+    start_s
+        From the decision to start a fragment to its first training step.
+    stop_s
+        From the request to stop a fragment to its end.
+    hang_s
+        From the moment when a rank is stopped, or a node or the network falls silent, to the end of
+        the fragment; at least 2. A long training step does not count as a hang.
+    step_s
+        From one training step of a fragment to the next. A longer step counts as an endless loop.
+    peer_s
+        From the first failed rank of a fragment to the end of its last rank.
+    stop_grace_s
+        For fragments to write a checkpoint at shutdown.
+    adopt_s
+        If the submitting process dies, its batch jobs wait this long for a new process with the
+        same checkpoint_dir and label to adopt them. 0: the blocks end.
+
+    Raises
+    ------
+    BadInput
+        If a value cannot be used.
+    """
+
+    start_s: float = 120.0
+    stop_s: float = 120.0
+    hang_s: float = 15.0
+    step_s: float = 1800.0
+    peer_s: float = 5.0
+    stop_grace_s: float = 6.0
+    adopt_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            seconds = getattr(self, name)
+            least = {'hang_s': 2, 'stop_grace_s': 0, 'adopt_s': 0}.get(name)
+            if not math.isfinite(seconds) or (seconds <= 0 if least is None else seconds < least):
+                right = 'more than 0' if least is None else f'{least} or more'
+                raise BadInput(f'{name} is {seconds}; it must be a number of seconds, {right}.')
+
+    @property
+    def silence_s(self) -> float:
+        """Maximum seconds without a sign of life from a node. The rest of ``hang_s`` is for ending
+        its fragment on the other nodes.
+        """
+        return 0.8 * self.hang_s
+
+
+class HtexOptions(Settings, frozen=True, kw_only=True):
+    """Options of Parsl's HighThroughputExecutor. Defaults are Parsl's unless stated here.
+
+    Attributes
+    ----------
+    address, worker_port_range, interchange_port_range, worker_debug, encrypted, heartbeat_period
+        As in :class:`parsl.executors.HighThroughputExecutor`. On the local site, the default of
+        ``address`` is 127.0.0.1.
+    heartbeat_threshold
+        Seconds without a heartbeat after which a node counts as lost. Default: ``hang_s`` of the
+        executor's time-outs, but at least three heartbeat periods.
+    poll_period, worker_logdir_root, launch_cmd, working_dir, storage_access
+        As in :class:`parsl.executors.HighThroughputExecutor`.
+    interchange_launch_cmd
+        The command that starts the interchange. It must pin tasks to nodes, as the default does.
+    """
+
+    address: str | None = None
+    worker_port_range: tuple[int, int] = (54000, 55000)
+    interchange_port_range: tuple[int, int] = (55000, 56000)
+    worker_debug: bool = False
+    encrypted: bool = True
+    heartbeat_period: int = 5
+    heartbeat_threshold: int | None = None
+    poll_period: int = 100
+    worker_logdir_root: str | None = None
+    launch_cmd: str | None = None
+    working_dir: str | None = None
+    storage_access: list[Staging] | None = None
+    interchange_launch_cmd: tuple[str, ...] = INTERCHANGE
+
+    def arguments(self, is_local: bool, hang_s: float) -> dict[str, Any]:
+        """The arguments for HighThroughputExecutor."""
+        threshold = max(3 * self.heartbeat_period, math.ceil(hang_s))
+        return {
+            **structs.asdict(self),
+            'address': self.address or ('127.0.0.1' if is_local else None),
+            'heartbeat_threshold': self.heartbeat_threshold or threshold,
+        }
 
 
 def check_trainer(trainer: Trainer, metric: str, samples: int, at: float) -> None:
-    """Refuse a trainer of which the executor's metric cannot say what it is worth.
+    """Refuse a trainer whose value the executor's metric cannot compute.
 
     Parameters
     ----------
     samples
-        What it has trained so far.
+        Number of samples that the trainer has trained.
     at
-        Now, in seconds since the epoch.
+        The current time, in seconds since the epoch.
 
     Raises
     ------
     BadInput
-        Naming the trainer and the node count.
+        With the trainer's name and the node count.
     """
-    objective_named(metric, 'metric')(candidate_of(trainer, Profile(trainer.curve).curve(trainer.max_nodes, 1.0), at, samples))
+    objective_named(metric, 'metric')(
+        candidate_of(trainer, Profile(trainer.curve).curve(trainer.max_nodes, 1.0), at, samples)
+    )

@@ -1,1 +1,3 @@
-"""What happened: every event, decision, block, fragment, checkpoint and node-second, in one SQLite file."""
+"""What happened: every event, decision, block, fragment, checkpoint and node-second, in one SQLite
+file.
+"""

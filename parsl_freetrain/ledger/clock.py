@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parsl_freetrain.ledger.rows import Story
+from parsl_freetrain.ledger.rows import RunHistory
 
 
 class Clock:
@@ -13,10 +13,11 @@ class Clock:
     story
         Whose runs these are.
     now
-        Up to when a run that is alive is told, in epoch seconds; by default the last time it noted anything.
+        Up to when a run that is alive is told, in epoch seconds; by default the last time it noted
+        anything.
     """
 
-    def __init__(self, story: Story, now: float | None) -> None:
+    def __init__(self, story: RunHistory, now: float | None) -> None:
         self.until = {r.id: story.until(r, now) for r in story.runs}
         self._begun = {r.id: r.begun_at for r in story.runs}
         self._offset: dict[int, float] = {}
@@ -27,5 +28,9 @@ class Clock:
         self.joints = [self._offset[r.id] for r in story.runs[1:]]
 
     def of(self, run: int, at: float) -> float:
-        """An epoch second of a run, as this clock shows it; not before the run's start nor after its end."""
-        return self._offset[run] + min(max(at, self._begun[run]), self.until[run]) - self._begun[run]
+        """An epoch second of a run, as this clock shows it; not before the run's start nor after
+        its end.
+        """
+        return (
+            self._offset[run] + min(max(at, self._begun[run]), self.until[run]) - self._begun[run]
+        )

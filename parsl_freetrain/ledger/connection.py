@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import stat
 from pathlib import Path
 from types import TracebackType
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.host import files
 from parsl_freetrain.ledger import schema
 
 BUSY_S = 30.0
@@ -24,7 +24,12 @@ class Transaction:
     def __enter__(self) -> None:
         self._connection.execute('BEGIN IMMEDIATE')
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             if kind is None:
                 self._connection.execute('COMMIT')
@@ -36,34 +41,45 @@ class Transaction:
 def open_for_writing(path: Path) -> sqlite3.Connection:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # SQLite would create the file with the umask's permissions; its journal takes those of the file.
-        # An existing file is not opened here: closing it would drop the locks of this process's readers.
+        # SQLite would create the file with the umask's permissions; its journal takes those of the
+        # file. An existing file is not opened here: closing it would drop the locks of this
+        # process's readers.
         try:
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            files.create(path).close()
         except FileExistsError:
             mode = path.stat().st_mode
             if not stat.S_ISREG(mode):
-                raise BadInput(f'{path} is not a regular file; name a ledger, or a file that does not exist yet.') from None
+                raise BadInput(
+                    f'{path} is not a regular file; name a ledger, or a file that does '
+                    'not exist yet.'
+                ) from None
             if mode & 0o077:
-                path.chmod(0o600)
+                path.chmod(files.PRIVATE)
     except OSError as error:
-        raise BadInput(f'The ledger {path} cannot be written ({error.strerror}); give a path that can.') from error
-    connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        raise BadInput(
+            f'The ledger {path} cannot be written ({error.strerror}); give a path that can.'
+        ) from error
+    connection = sqlite3.connect(
+        path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+    )
     try:
         with Transaction(connection):
             if schema.is_empty(connection):
                 schema.create(connection)
         schema.check(connection, str(path))
-        with Transaction(connection):
-            schema.upgrade(connection)
         connection.execute('PRAGMA journal_mode = DELETE')
         connection.execute('PRAGMA synchronous = NORMAL')
     except sqlite3.OperationalError as error:
         connection.close()
-        raise BadInput(f'The ledger {path} cannot be written ({error}); give a path that can.') from error
+        raise BadInput(
+            f'The ledger {path} cannot be written ({error}); give a path that can.'
+        ) from error
     except sqlite3.DatabaseError as error:
         connection.close()
-        raise BadInput(f'{path} is not a FreeTrain ledger ({error}); name a ledger, or a file that does not exist yet.') from error
+        raise BadInput(
+            f'{path} is not a FreeTrain ledger ({error}); name a ledger, or a file that '
+            'does not exist yet.'
+        ) from error
     except BaseException:
         connection.close()
         raise

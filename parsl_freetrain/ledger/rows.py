@@ -5,13 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.model.events import Event
+
 FINAL_STATES = frozenset({'finished', 'failed', 'cancelled'})
 """States that a trainer does not leave within a run."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run; ``last_at`` is the last time that it noted anything. Times in epoch seconds, as everywhere here."""
+class DecisionSettings:
+    """How a run decides: all that it takes to rebuild its controller.
+
+    Attributes
+    ----------
+    solver
+        The name of the solver; None: an allocator that has no name.
+    time_limit_s
+        How long the solver may take over one decision, in seconds.
+    """
+
+    controller: ControllerSettings
+    solver: str | None
+    time_limit_s: float
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One run; ``last_at`` is the last time that it noted anything. Times in epoch seconds, as
+    everywhere here.
+    """
 
     id: int
     name: str
@@ -21,11 +43,14 @@ class Run:
     last_at: float
     parsl_run_dir: str = ''
     command: str = ''
+    settings: DecisionSettings | None = None
 
 
 @dataclass(frozen=True)
 class TrainerRow:
-    """A trainer within one run; ``samples`` is the last checkpoint's, ``first_samples`` what it was resumed with."""
+    """A trainer within one run; ``samples`` is the last checkpoint's, ``first_samples`` what it was
+    resumed with.
+    """
 
     run: int
     name: str
@@ -70,7 +95,9 @@ class NodeRow:
 
 @dataclass(frozen=True)
 class FragmentRow:
-    """A fragment; ``samples`` (the last checkpoint's) and ``reached`` are None until it has ended."""
+    """A fragment; ``samples`` (the last checkpoint's) and ``reached`` are None until it
+    has ended.
+    """
 
     run: int
     trainer: str
@@ -100,7 +127,18 @@ class FragmentRow:
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """A committed checkpoint; writing it took ``seconds`` and ended at ``at``."""
+    """A committed checkpoint.
+
+    Attributes
+    ----------
+    at
+        When it was committed.
+    seconds
+        How long writing it took.
+    pause_s
+        For how long training stood still for it, in seconds: copying the state, where it was
+        written beside training, else collecting and writing it.
+    """
 
     run: int
     trainer: str
@@ -109,7 +147,16 @@ class CheckpointRow:
     samples: int
     path: str = ''
     seconds: float = 0.0
+    pause_s: float = 0.0
     metrics: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def pause(self) -> tuple[float, float]:
+        """When training stood still for it: at the end of writing if it had to wait for that, else
+        before.
+        """
+        until = self.at if self.pause_s >= self.seconds else self.at - self.seconds
+        return until - self.pause_s, until
 
 
 @dataclass(frozen=True)
@@ -136,13 +183,23 @@ class ProgressRow:
 
 
 @dataclass(frozen=True)
-class Story:
+class Batch:
+    """Events that the controller was given in one call; ``seq`` counts from 1 within the run."""
+
+    seq: int
+    at: float
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True)
+class RunHistory:
     """A consistent copy of what a ledger says, progress reports, events and decisions apart.
 
-    ``latest`` is the newest run of the ledger (whether or not it is among ``runs``): the only one that may be alive.
+    ``latest`` is the newest run of the ledger (whether or not it is among ``runs``): the only one
+    that may be alive.
     """
 
-    runs: tuple[Run, ...] = ()
+    runs: tuple[RunRow, ...] = ()
     trainers: tuple[TrainerRow, ...] = ()
     blocks: tuple[BlockRow, ...] = ()
     nodes: tuple[NodeRow, ...] = ()
@@ -151,12 +208,14 @@ class Story:
     offers: tuple[Offer, ...] = ()
     latest: int | None = None
 
-    def alive(self, run: Run) -> bool:
+    def alive(self, run: RunRow) -> bool:
         """Whether the run may still go on: nobody ended it and no other has begun since."""
         return run.ended_at is None and run.id == self.latest
 
-    def until(self, run: Run, now: float | None = None) -> float:
-        """Up to when the run is told: its end, ``now`` if it is alive, else the last time that it noted anything."""
+    def until(self, run: RunRow, now: float | None = None) -> float:
+        """Up to when the run is told: its end, ``now`` if it is alive, else the last time that it
+        noted anything.
+        """
         if run.ended_at is not None:
             return max(run.begun_at, run.ended_at)
         return max(run.last_at, now) if now is not None and self.alive(run) else run.last_at

@@ -7,19 +7,30 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from parsl_freetrain.core.allocation import Allocator, Answer, Bid, Problem
-from parsl_freetrain.core.objectives import Candidate, speedup
-from parsl_freetrain.core.words import ScalingCurve
+from parsl_freetrain.core.allocation.objectives import Candidate, speedup
+from parsl_freetrain.core.allocation.problem import Allocator, Answer, Bid, Problem
+from parsl_freetrain.core.model.types import ScalingCurve
 from parsl_freetrain.ledger.intervals import length
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.rows import FINAL_STATES, FragmentRow, Run, Story, TrainerRow
-from parsl_freetrain.ledger.timeline import by_fragment, ending_of, killed_blocks, node_seconds_of, offered, phases
+from parsl_freetrain.ledger.rows import FINAL_STATES, FragmentRow, RunHistory, RunRow, TrainerRow
+from parsl_freetrain.ledger.timeline import (
+    by_fragment,
+    ending_of,
+    killed_blocks,
+    node_seconds_of,
+    offered,
+    phases,
+)
 
 EVENNESS = 1e-3
-"""How far, relatively, an even division of the constant pool may fall behind the best one and be taken still."""
+"""How far, relatively, an even division of the constant pool may fall behind the best one and be
+taken still.
+"""
 
 
-def node_seconds(reader: Reader, run: str | None = None, *, now: float | None = None) -> dict[str, float]:
+def node_seconds(
+    reader: Reader, run: str | None = None, *, now: float | None = None
+) -> dict[str, float]:
     """What became of every second of every node that was offered.
 
     Parameters
@@ -27,15 +38,17 @@ def node_seconds(reader: Reader, run: str | None = None, *, now: float | None = 
     run
         One run; all runs of the ledger by default.
     now
-        Up to when a run that is alive is told, in epoch seconds; by default the last time it noted anything.
+        Up to when a run that is alive is told, in epoch seconds; by default the last time it noted
+        anything.
 
     Returns
     -------
     dict
-        Node-seconds: ``offered``, and its parts ``trained``, ``starting`` (a block's node before it joined, a
-        fragment before its first step), ``checkpointing``, ``lost`` (after the last checkpoint of a fragment that was
-        preempted or failed) and ``idle``. The parts add up to ``offered``; what a node did outside an offer, or after
-        the end of the run, counts nowhere. A second with overlapping records counts once.
+        Node-seconds: ``offered``, and its parts ``trained``, ``starting`` (a block's node before it
+        joined, a fragment before its first step), ``checkpointing``, ``lost`` (after the last
+        checkpoint of a fragment that was preempted or failed) and ``idle``. The parts add up to
+        ``offered``; what a node did outside an offer, or after the end of the run, counts nowhere.
+        A second with overlapping records counts once.
     """
     return node_seconds_of(reader.story(run), now)
 
@@ -51,11 +64,12 @@ def summary(reader: Reader, *, run: str | None = None, now: float | None = None)
     Returns
     -------
     dict
-        ``trainers``: by name ``fragments``, ``preempted``, ``rescaled`` (successive fragments with different node
-        counts), ``samples`` (the last checkpoint's), ``samples_expected`` (the total, None if unknown),
-        ``samples_repeated`` (trained and not kept), and further ``fragments_started``, ``failed``, ``checkpoints``,
-        ``state``, ``why``; ``blocks``; ``blocks_killed`` (taken while a fragment was training on them); ``node_s`` as
-        in :func:`node_seconds`; ``wall_s`` (seconds, summed over runs).
+        ``trainers``: by name ``fragments``, ``preempted``, ``rescaled`` (successive fragments with
+        different node counts), ``samples`` (the last checkpoint's), ``samples_expected`` (the
+        total, None if unknown), ``samples_repeated`` (trained and not kept), and further
+        ``fragments_started``, ``failed``, ``checkpoints``, ``state``, ``why``; ``blocks``;
+        ``blocks_killed`` (taken while a fragment was training on them); ``node_s`` as in
+        :func:`node_seconds`; ``wall_s`` (seconds, summed over runs).
     """
     story = reader.story(run)
     return {
@@ -67,7 +81,7 @@ def summary(reader: Reader, *, run: str | None = None, now: float | None = None)
     }
 
 
-def _trainers(story: Story) -> dict[str, dict[str, Any]]:
+def _trainers(story: RunHistory) -> dict[str, dict[str, Any]]:
     living = {r.id for r in story.runs if story.alive(r)}
     written = by_fragment(story.checkpoints)
     fragments: dict[str, list[FragmentRow]] = defaultdict(list)
@@ -87,18 +101,26 @@ def _trainers(story: Story) -> dict[str, dict[str, Any]]:
             'checkpoints': sum(len(written.get(f.key, ())) for f in mine),
             'samples': trainer.samples,
             'samples_expected': trainer.total_samples,
-            'samples_repeated': _repeated(mine, {k: max(c.samples for c in cs) for k, cs in written.items()}, living),
+            'samples_repeated': _repeated(
+                mine, {k: max(c.samples for c in cs) for k, cs in written.items()}, living
+            ),
             'state': trainer.state,
             'why': trainer.why,
         }
     return table
 
 
-def _repeated(fragments: list[FragmentRow], last: Mapping[tuple[int, str, int], int], living: set[int]) -> int:
+def _repeated(
+    fragments: list[FragmentRow], last: Mapping[tuple[int, str, int], int], living: set[int]
+) -> int:
     repeated = 0
     before: int | None = None
     for fragment in fragments:
-        kept = last.get(fragment.key, fragment.from_samples) if fragment.samples is None else fragment.samples
+        kept = (
+            last.get(fragment.key, fragment.from_samples)
+            if fragment.samples is None
+            else fragment.samples
+        )
         if fragment.reached is not None:
             reached = fragment.reached
         elif fragment.run in living:
@@ -107,7 +129,9 @@ def _repeated(fragments: list[FragmentRow], last: Mapping[tuple[int, str, int], 
             reached = fragment.seen_samples if fragment.seen_samples is not None else kept
         repeated += max(0, reached - kept)
         # A checkpoint that could not be used, or was not asked for, sets a trainer back further.
-        repeated += max(0, (fragment.from_samples if before is None else before) - fragment.from_samples)
+        repeated += max(
+            0, (fragment.from_samples if before is None else before) - fragment.from_samples
+        )
         before = kept
     return repeated
 
@@ -132,18 +156,22 @@ class Remembering:
         return self._answers[problem]
 
 
-def efficiency(reader: Reader, now: float, allocator: Allocator, *, run: str | None = None) -> dict[str, float | None]:
-    r"""Efficiency U so far, by trainer: what its node-seconds were worth against a constant pool of as many.
+def efficiency(
+    reader: Reader, now: float, allocator: Allocator, *, run: str | None = None
+) -> dict[str, float | None]:
+    r"""Efficiency U so far, by trainer: what its node-seconds were worth against a constant pool of
+    as many.
 
     .. math:: U = \frac{\sum_f c(n_f)\, t_f}{\sum_s c(a_s)\, l_s}
 
-    Above: over the trainer's fragments f, the scaling curve c at the fragment's node count times the seconds it
-    trained (no start, no checkpoint, nothing that was lost). Below: over the spans s between the trainer's
-    submission and its end (or ``now``) in which the same trainers were active, the curve at the nodes :math:`a_s`
-    that the allocator gives the trainer in a constant pool, times the span's seconds. It maximises the sum of the
-    trainers' speeds, each relative to its own on one node, and divides evenly where that is as good. The pool has,
-    in nodes, the mean of what was offered from the run's start until ``now``, rounded. Where the spec has no curve
-    it is linear in nodes. Runs of a resumed workflow add up above and below.
+    Above: over the trainer's fragments f, the scaling curve c at the fragment's node count times
+    the seconds it trained (no start, no checkpoint, nothing that was lost). Below: over the spans s
+    between the trainer's submission and its end (or ``now``) in which the same trainers were
+    active, the curve at the nodes :math:`a_s` that the allocator gives the trainer in a constant
+    pool, times the span's seconds. It maximises the sum of the trainers' speeds, each relative to
+    its own on one node, and divides evenly where that is as good. The pool has, in nodes, the mean
+    of what was offered from the run's start until ``now``, rounded. Where the spec has no curve it
+    is linear in nodes. Runs of a resumed workflow add up above and below.
 
     U can exceed 1 for a trainer that got more than its share of the constant pool.
 
@@ -168,28 +196,46 @@ def efficiency(reader: Reader, now: float, allocator: Allocator, *, run: str | N
 
 
 def _add_efficiency(
-    story: Story, run: Run, until: float, allocator: Allocator, above: dict[str, float], below: dict[str, float]
+    story: RunHistory,
+    run: RunRow,
+    until: float,
+    allocator: Allocator,
+    above: dict[str, float],
+    below: dict[str, float],
 ) -> None:
     if until <= run.begun_at:
         return
-    pool = round(sum(length(times) for times in offered(story, run, until).values()) / (until - run.begun_at))
+    pool = round(
+        sum(length(times) for times in offered(story, run, until).values()) / (until - run.begun_at)
+    )
     trainers = [t for t in story.trainers if t.run == run.id]
     curves = {t.name: _curve(t.spec, pool) for t in trainers}
     written = by_fragment(story.checkpoints)
     alive = story.alive(run)
     for fragment in story.fragments:
         if fragment.run == run.id and fragment.trainer in curves:
-            trained = phases(fragment, written.get(fragment.key, ()), until=until, alive=alive)['trained']
-            above[fragment.trainer] += curves[fragment.trainer].rate_at(len(fragment.nodes)) * length(trained)
-    spans = {t.name: (t.submitted_at, min(until, t.state_at) if t.state in FINAL_STATES else until) for t in trainers}
+            trained = phases(fragment, written.get(fragment.key, ()), until=until, alive=alive)[
+                'trained'
+            ]
+            above[fragment.trainer] += curves[fragment.trainer].rate_at(
+                len(fragment.nodes)
+            ) * length(trained)
+    spans = {
+        t.name: (t.submitted_at, min(until, t.state_at) if t.state in FINAL_STATES else until)
+        for t in trainers
+    }
     moments = sorted({moment for span in spans.values() for moment in span})
     for start, end in pairwise(moments):
         active = [t for t in trainers if spans[t.name][0] <= start and end <= spans[t.name][1]]
         if not active or pool < 1:
             continue
-        answer = allocator.allocate(Problem(1.0, pool, tuple(_bid(t, curves[t.name], pool) for t in active)))
+        answer = allocator.allocate(
+            Problem(1.0, pool, tuple(_bid(t, curves[t.name], pool) for t in active))
+        )
         for t in active:
-            below[t.name] += curves[t.name].rate_at(answer.allocation.get(t.name, 0)) * (end - start)
+            below[t.name] += curves[t.name].rate_at(answer.allocation.get(t.name, 0)) * (
+                end - start
+            )
 
 
 def _bid(trainer: TrainerRow, curve: ScalingCurve, pool: int) -> Bid:
@@ -205,7 +251,9 @@ def _bid(trainer: TrainerRow, curve: ScalingCurve, pool: int) -> Bid:
 def _curve(spec: Mapping[str, Any], pool: int) -> ScalingCurve:
     given = spec.get('curve')
     if given:
-        return ScalingCurve(tuple(int(n) for n in given['nodes']), tuple(float(r) for r in given['rate']))
+        return ScalingCurve(
+            tuple(int(n) for n in given['nodes']), tuple(float(r) for r in given['rate'])
+        )
     # Linear up to any count that can occur.
     most = max(pool, int(spec.get('max_nodes') or 1), 1) * 1000
     return ScalingCurve((0, most), (0.0, float(most)))

@@ -8,10 +8,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from parsl_freetrain.ledger.intervals import Interval, clip, intersect, length, merge, subtract
-from parsl_freetrain.ledger.rows import BlockRow, CheckpointRow, FragmentRow, NodeRow, Run, Story
+from parsl_freetrain.ledger.rows import (
+    BlockRow,
+    CheckpointRow,
+    FragmentRow,
+    NodeRow,
+    RunHistory,
+    RunRow,
+)
 
 BUSY_CLASSES = ('lost', 'checkpointing', 'trained', 'starting')
-"""Classes of a node-second; where records overlap, the one named first counts. What is left of an offer is 'idle'."""
+"""Classes of a node-second; where records overlap, the one named first counts. What is left of an
+offer is 'idle'.
+"""
 
 LOSING = frozenset({'preempted', 'failed'})
 """Endings after which the work since the last checkpoint is repeated."""
@@ -20,13 +29,17 @@ Phases = dict[str, list[Interval]]
 
 
 def ending_of(fragment: FragmentRow, alive: bool) -> str | None:
-    """How it ended; a fragment that its run (no longer ``alive``) never ended was cut off with the run: 'preempted'."""
+    """How it ended; a fragment that its run (no longer ``alive``) never ended was cut off with the
+    run: 'preempted'.
+    """
     if fragment.ended_at is None:
         return None if alive else 'preempted'
     return fragment.ending
 
 
-def phases(fragment: FragmentRow, checkpoints: Iterable[CheckpointRow], *, until: float, alive: bool) -> Phases:
+def phases(
+    fragment: FragmentRow, checkpoints: Iterable[CheckpointRow], *, until: float, alive: bool
+) -> Phases:
     """A fragment's seconds by class, each second in one class.
 
     Parameters
@@ -44,8 +57,9 @@ def phases(fragment: FragmentRow, checkpoints: Iterable[CheckpointRow], *, until
     written = list(checkpoints)
     kept_until = end
     if ending_of(fragment, alive) in LOSING:
-        kept_until = min(end, max([started, *(c.at for c in written)]))
-    saving = clip(((c.at - c.seconds, c.at) for c in written), started, kept_until)
+        # What was trained while a checkpoint was written beside it is not in it.
+        kept_until = min(end, max([started, *(c.pause[1] for c in written)]))
+    saving = clip((c.pause for c in written), started, kept_until)
     return {
         'starting': merge([(begin, started)]),
         'checkpointing': saving,
@@ -54,7 +68,9 @@ def phases(fragment: FragmentRow, checkpoints: Iterable[CheckpointRow], *, until
     }
 
 
-def by_fragment(checkpoints: Iterable[CheckpointRow]) -> dict[tuple[int, str, int], list[CheckpointRow]]:
+def by_fragment(
+    checkpoints: Iterable[CheckpointRow],
+) -> dict[tuple[int, str, int], list[CheckpointRow]]:
     """Checkpoints by the key of their fragment."""
     grouped: dict[tuple[int, str, int], list[CheckpointRow]] = defaultdict(list)
     for checkpoint in checkpoints:
@@ -62,7 +78,7 @@ def by_fragment(checkpoints: Iterable[CheckpointRow]) -> dict[tuple[int, str, in
     return grouped
 
 
-def offered(story: Story, run: Run, until: float) -> dict[str, list[Interval]]:
+def offered(story: RunHistory, run: RunRow, until: float) -> dict[str, list[Interval]]:
     """By node name: when the node was offered, within the run's own time."""
     rows: dict[str, list[Interval]] = defaultdict(list)
     for offer in story.offers:
@@ -78,8 +94,10 @@ def left_at(node: NodeRow, blocks: dict[tuple[int, str], BlockRow], until: float
     return min([until, *known])
 
 
-def busy(story: Story, run: Run, until: float) -> dict[str, Phases]:
-    """By node name and class: when the node was in a block and not just idle there. Classes may overlap."""
+def busy(story: RunHistory, run: RunRow, until: float) -> dict[str, Phases]:
+    """By node name and class: when the node was in a block and not just idle there. Classes may
+    overlap.
+    """
     blocks = {(b.run, b.block): b for b in story.blocks if b.run == run.id}
     nodes = {n.node: n for n in story.nodes if n.run == run.id}
     written = by_fragment(story.checkpoints)
@@ -92,20 +110,26 @@ def busy(story: Story, run: Run, until: float) -> dict[str, Phases]:
             found[node.name]['starting'].append((block.opened_at, node.joined_at))
     for block in blocks.values():
         for name in set(block.names) - arrived[block.block]:
-            found[name]['starting'].append((block.opened_at, until if block.closed_at is None else block.closed_at))
+            found[name]['starting'].append(
+                (block.opened_at, until if block.closed_at is None else block.closed_at)
+            )
     for fragment in story.fragments:
         if fragment.run != run.id:
             continue
         parts = phases(fragment, written.get(fragment.key, ()), until=until, alive=alive)
         for one in fragment.nodes:
             place = nodes.get(one)
-            here = (-math.inf, math.inf) if place is None else (place.joined_at, left_at(place, blocks, until))
+            here = (
+                (-math.inf, math.inf)
+                if place is None
+                else (place.joined_at, left_at(place, blocks, until))
+            )
             for kind, times in parts.items():
                 found[one if place is None else place.name][kind].extend(clip(times, *here))
     return found
 
 
-def node_seconds_of(story: Story, now: float | None = None) -> dict[str, float]:
+def node_seconds_of(story: RunHistory, now: float | None = None) -> dict[str, float]:
     """Node-seconds by class; see :func:`parsl_freetrain.ledger.summary.node_seconds`."""
     totals = dict.fromkeys(('offered', 'trained', 'starting', 'checkpointing', 'lost', 'idle'), 0.0)
     for run in story.runs:
@@ -121,7 +145,7 @@ def node_seconds_of(story: Story, now: float | None = None) -> dict[str, float]:
     return totals
 
 
-def struck_nodes(story: Story) -> list[NodeRow]:
+def struck_nodes(story: RunHistory) -> list[NodeRow]:
     """Nodes of taken blocks whose loss hit a fragment that was training on them."""
     blocks = {(b.run, b.block): b for b in story.blocks}
     nodes = {(n.run, n.node): n for n in story.nodes}
@@ -137,7 +161,7 @@ def struck_nodes(story: Story) -> list[NodeRow]:
     return list(hit.values())
 
 
-def killed_blocks(story: Story) -> int:
+def killed_blocks(story: RunHistory) -> int:
     """How many blocks were taken while a fragment was training on them."""
     return len({(n.run, n.block) for n in struck_nodes(story)})
 
@@ -145,13 +169,20 @@ def killed_blocks(story: Story) -> int:
 def _struck(fragment: FragmentRow, gone: Sequence[tuple[float, NodeRow]]) -> list[NodeRow]:
     # The nodes whose loss hit the fragment. Its end may be noted shortly before the nodes' loss is:
     # then the block of the first of them to go is what ended it.
-    started, ended = fragment.started_at or 0.0, math.inf if fragment.ended_at is None else fragment.ended_at
+    started, ended = (
+        fragment.started_at or 0.0,
+        math.inf if fragment.ended_at is None else fragment.ended_at,
+    )
     lost_it = fragment.ending in (None, 'preempted')
-    during = [p for t, p in gone if started <= t < math.inf and (t < ended or (t == ended and lost_it))]
+    during = [
+        p for t, p in gone if started <= t < math.inf and (t < ended or (t == ended and lost_it))
+    ]
     if during or not lost_it:
         return during
     first, place = min(gone, key=lambda pair: pair[0], default=(math.inf, None))
-    return [] if place is None or first == math.inf else [p for _, p in gone if p.block == place.block]
+    return (
+        [] if place is None or first == math.inf else [p for _, p in gone if p.block == place.block]
+    )
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:

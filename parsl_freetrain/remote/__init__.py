@@ -1,4 +1,4 @@
-"""Training from afar: trainers submitted from a laptop, through Globus Compute, to an endpoint with FreeTrainEngine."""
+"""Remote training: submit trainers through Globus Compute to an endpoint with FreeTrainEngine."""
 
 from __future__ import annotations
 

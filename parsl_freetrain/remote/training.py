@@ -9,47 +9,59 @@ from concurrent.futures import CancelledError, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-from parsl_freetrain.core.errors import BadInput, FreeTrainError, TrainerFailed
-from parsl_freetrain.executor.future import Progress, TrainingFuture
-from parsl_freetrain.executor.orders import Answer, Order, checkpoint_of
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError, TrainerFailed
+from parsl_freetrain.executor.globus.protocol import Answer, Order, checkpoint_of
+from parsl_freetrain.executor.trainer.future import Progress, TrainingFuture
+from parsl_freetrain.host.backoff import Backoff
 
 
 class RemoteTraining(TrainingFuture):
-    """The final :class:`~parsl_freetrain.core.words.Checkpoint` of a trainer at an endpoint: a handle, whose path is one over there.
+    """The final :class:`~parsl_freetrain.core.model.types.Checkpoint` of a trainer at an endpoint.
+    The checkpoint's path is a path at the endpoint.
 
-    Made by a :class:`~parsl_freetrain.remote.FreeTrainClient`. As :class:`~parsl_freetrain.executor.future.TrainingFuture`, but
-    ``checkpoints`` stays empty, and ``state`` can also be 'sent' (the endpoint has not been heard yet) and 'unreachable' (nobody could
-    ask it; the trainer may well train on).
+    Made by :class:`~parsl_freetrain.remote.FreeTrainClient`. Differs from
+    :class:`~parsl_freetrain.executor.trainer.future.TrainingFuture`: ``checkpoints`` stays empty,
+    and ``state`` can also be 'sent' (the endpoint has not answered yet) and 'unreachable' (the
+    endpoint cannot be asked; the trainer may still be running).
 
     Parameters
     ----------
     order, payload
-        What is sent, and sent again where it must be.
+        The order to send, and to send again where necessary.
     ask
-        Asks the endpoint how the trainer is, waiting at most so many seconds for the answer.
+        Requests the trainer's status from the endpoint; takes the maximum number of seconds to
+        wait.
     """
 
-    def __init__(self, order: Order, payload: str, ask: Callable[[RemoteTraining, float], None]) -> None:
+    def __init__(
+        self,
+        order: Order,
+        payload: str,
+        ask: Callable[[RemoteTraining, float], None],
+        backoff: Backoff,
+    ) -> None:
         super().__init__(order.trainer)
         self.state = 'sent'
         self.order = order
         self.payload = payload
         self.cancelling = False
-        self.tries = 0      # to reach the endpoint
-        self.unseen = 0     # looks in a row that did not find the trainer
-        self.due: float | None = None   # when something is sent again, by the client's clock
+        self.backoff = backoff  # between attempts to reach the endpoint
+        self.unseen = 0  # consecutive status requests that did not find the trainer
+        self.due: float | None = None  # when to send again, by the client's clock
         self._ask = ask
         self._settling = threading.Lock()
 
     def progress(self, timeout_s: float = 30.0) -> Progress:
-        """How far the training is, as the endpoint says; what was known last if it does not answer within ``timeout_s`` seconds."""
+        """Progress as the endpoint reports it, or the last known progress if the endpoint does not
+        answer within ``timeout_s`` seconds.
+        """
         if not self.done() and timeout_s > 0:
             with contextlib.suppress(FutureTimeout, CancelledError):
                 self._ask(self, timeout_s)
         return self._progress
 
     def shown(self, found: Mapping[str, Any]) -> None:
-        """Take over what the endpoint says of its trainer."""
+        """Take in the endpoint's status of the trainer."""
         if self.done():
             return
         self.state = found['state']
@@ -58,7 +70,9 @@ class RemoteTraining(TrainingFuture):
             self.checkpoint = checkpoint_of(found['checkpoint'])
 
     def settle(self, reply: Answer) -> None:
-        """Take over how the trainer has ended at the endpoint; a second end changes nothing."""
+        """Settle the future with how the trainer ended at the endpoint; a second end changes
+        nothing.
+        """
         match reply['kind']:
             case 'ok':
                 self.checkpoint = checkpoint = checkpoint_of(reply['checkpoint'])
@@ -74,7 +88,7 @@ class RemoteTraining(TrainingFuture):
         self.end('failed', lambda: self.set_exception(error))
 
     def end(self, state: str, settle: Callable[[], None]) -> None:
-        """Settle the future, unless it is settled; from any thread."""
+        """Settle the future, unless it is settled already. Can be called from any thread."""
         with self._settling:
             if not self.done():
                 self.state = state

@@ -1,1 +1,1 @@
-"""The decisions of the live system on a recorded trace: what FreeTrain would have done on a real machine's record."""
+"""Replays: the decisions of the live system on a recorded trace of a real machine."""

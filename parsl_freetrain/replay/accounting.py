@@ -1,8 +1,9 @@
-"""What is counted during a replay: samples by trainer, node-seconds by what became of them, and the series behind the pictures.
+"""The accounts of a replay: samples by trainer, node-seconds by use, and the series for the charts.
 
-The rules are those of the published replayer, so that figures compare: progress = rate x time; a change of nodes costs
-``rescale_up_s`` or ``rescale_down_s`` seconds of the rate before it, in samples; nodes that are taken cost ``rescale_down_s`` seconds
-of the rate before, at most once for a trainer and instant, whatever it goes on with.
+The rules are those of the published replayer, so that figures can be compared. Progress is rate x
+time. A change of nodes costs the samples of ``rescale_up_s`` or ``rescale_down_s`` seconds at the
+rate before it. The loss of nodes costs ``rescale_down_s`` seconds at the rate before it, at most
+once for each trainer and instant.
 """
 
 from __future__ import annotations
@@ -10,30 +11,31 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from parsl_freetrain.core.words import Trainer
+from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.replay.result import Outcome, Series
 
 
-class Cause(StrEnum):
+class Interruption(StrEnum):
     """Why a fragment ended before its trainer's total."""
 
-    STOPPED = 'stopped'      # for a rescale
-    EXPIRED = 'expired'      # its nodes went when they were known to
-    PREEMPTED = 'preempted'  # its nodes went without notice
+    STOPPED = 'stopped'  # for a rescale
+    EXPIRED = 'expired'  # its nodes left when they were expected to
+    PREEMPTED = 'preempted'  # its nodes left without notice
 
 
 @dataclass
-class Run:
+class RecordedJob:
     """A trainer in the replay.
 
     Attributes
     ----------
     samples
-        Trained until ``since``, losses deducted; below 0 where more was lost than had been trained.
+        Trained until ``since``, minus losses; below 0 if more was lost than had been trained.
     rate
         In samples per second, from ``since`` on.
     version
-        Raised with every change of these, so that a completion that was foreseen before it is known to be void.
+        Increased with every change of these; a completion that was predicted with an older version
+        is void.
     """
 
     trainer: Trainer
@@ -61,26 +63,29 @@ class Run:
         self.since = at
 
     def completion_s(self) -> float:
-        """When the total is reached at this rate, which is above 0."""
+        """When the total is reached at this rate, which must be above 0."""
         return self.since + (self.total - self.samples) / self.rate
 
 
 @dataclass
 class Idle:
-    """Nodes that are idle and train nothing, by why.
+    """Numbers of idle nodes that train nothing, by cause.
 
     Attributes
     ----------
     too_short
-        They are about to go: less than ``min_hole_s`` seconds are left.
+        They leave in less than ``min_hole_s`` seconds.
     kept_free
-        The settings leave them free.
+        The settings keep them free.
     no_use
-        No trainer could use them: all have as many as they can make use of, or too few are free for those that wait.
+        No trainer could use them: each has as many as it can use, or too few are free for the
+        waiting ones.
     not_worth
-        A running trainer could use them, but within the horizon the rescale would cost more than it gains.
+        A running trainer could use them, but the rescale would cost more than it gains within the
+        horizon.
     stranded
-        A trainer without any nodes could have started on them; the allocation is to leave none.
+        A trainer without nodes could have started on them. The allocation should leave none of
+        these.
     """
 
     too_short: int = 0
@@ -92,7 +97,7 @@ class Idle:
 
 @dataclass
 class Books:
-    """Everything that is counted, from ``start_s`` to the instant that was closed last."""
+    """All accounts from ``start_s`` to the instant that was closed last."""
 
     start_s: float
     now: float = 0.0
@@ -106,8 +111,21 @@ class Books:
     rescaled: int = 0
     lost_preemption: float = 0.0
     lost_rescale: float = 0.0
-    node_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(
-        ('trained', 'rescaling', 'lost_to_preemption', 'too_short', 'kept_free', 'no_use', 'not_worth', 'stranded'), 0.0))
+    node_s: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(
+            (
+                'trained',
+                'rescaling',
+                'lost_to_preemption',
+                'too_short',
+                'kept_free',
+                'no_use',
+                'not_worth',
+                'stranded',
+            ),
+            0.0,
+        )
+    )
     used_node_s: float = 0.0
     idle_node_s: float = 0.0
     decision_s: list[float] = field(default_factory=list)
@@ -122,7 +140,7 @@ class Books:
         self.now = self.start_s
 
     def advance(self, at: float) -> None:
-        """Nothing changes from the instant before to ``at``."""
+        """Account for the time from the last instant to ``at``, in which nothing changes."""
         passed = at - self.now
         self.idle_node_s += self.idle * passed
         self.used_node_s += self.used * passed
@@ -133,30 +151,34 @@ class Books:
         self.trained += self.rate * passed
         self.now = at
 
-    def train(self, run: Run, nodes: int, rate: float) -> None:
-        """A trainer goes on with so many nodes; 0: none."""
+    def train(self, run: RecordedJob, nodes: int, rate: float) -> None:
+        """Set the node count and rate of a trainer from now on; 0: no nodes."""
         if run.nodes and run.started_s < self.now:
             self._spans.append((run.trainer.name, run.started_s, self.now, run.nodes))
         self.used += nodes - run.nodes
         self.running += (nodes > 0) - (run.nodes > 0)
         self.rate += rate - run.rate
         if not self.running:
-            self.rate = 0.0  # whatever sums of floats have left of it
+            self.rate = 0.0  # remove the rounding error of the sum
         run.advance(self.now)
         run.nodes, run.rate, run.started_s = nodes, rate, self.now
         run.version += 1
 
-    def charge(self, run: Run, before: tuple[int, float], cause: Cause) -> None:
-        """A trainer that had ``before`` (nodes, rate) has been interrupted and goes on with what it has now."""
+    def charge(self, run: RecordedJob, before: tuple[int, float], cause: Interruption) -> None:
+        """Charge a trainer for an interruption: it had ``before`` (nodes, rate) and continues with
+        its present nodes.
+        """
         nodes, rate = before
-        grows = cause is Cause.STOPPED and run.nodes >= nodes  # as many nodes are others
+        grows = (
+            cause is Interruption.STOPPED and run.nodes >= nodes
+        )  # the same number means other nodes
         seconds = run.trainer.rescale_up_s if grows else run.trainer.rescale_down_s
         lost = seconds * rate
         run.samples -= lost
         run.version += 1
         self.trained -= lost
         self.node_s['trained'] -= seconds * nodes
-        if cause is Cause.PREEMPTED:
+        if cause is Interruption.PREEMPTED:
             self.preempted += 1
             self.lost_preemption += lost
             self.node_s['lost_to_preemption'] += seconds * nodes
@@ -166,7 +188,7 @@ class Books:
             self.node_s['rescaling'] += seconds * nodes
 
     def close_instant(self, idle: int, unused: Idle, decision_s: float | None) -> None:
-        """All that happens now has happened."""
+        """Close the present instant."""
         self.idle, self.unused = idle, unused
         if decision_s is not None:
             self.decision_s.append(decision_s)
@@ -176,17 +198,35 @@ class Books:
         self._running.append(self.running)
         self._samples.append(self.trained)
 
-    def outcome(self, runs: dict[str, Run]) -> Outcome:
-        """The books are closed."""
+    def outcome(self, runs: dict[str, RecordedJob]) -> Outcome:
+        """Close the books and return the outcome."""
         for run in runs.values():
             self.train(run, 0, 0.0)
         self.close_instant(self.idle, self.unused, None)
         samples = sum(run.samples for run in runs.values())
         done = [run.done_s for run in runs.values() if run.done_s is not None]
         return Outcome(
-            samples=samples, start_s=self.start_s, end_s=self.now, finished_s=max(done) if len(done) == len(runs) else None,
-            idle_node_s=self.idle_node_s, used_node_s=self.used_node_s, node_s=dict(self.node_s), preempted=self.preempted,
-            rescaled=self.rescaled, lost_preemption=self.lost_preemption, lost_rescale=self.lost_rescale, trainers_done=len(done),
+            samples=samples,
+            start_s=self.start_s,
+            end_s=self.now,
+            finished_s=max(done) if len(done) == len(runs) else None,
+            idle_node_s=self.idle_node_s,
+            used_node_s=self.used_node_s,
+            node_s=dict(self.node_s),
+            preempted=self.preempted,
+            rescaled=self.rescaled,
+            lost_preemption=self.lost_preemption,
+            lost_rescale=self.lost_rescale,
+            trainers_done=len(done),
             samples_by_trainer={name: run.samples for name, run in runs.items()},
             done_s={name: run.done_s for name, run in runs.items() if run.done_s is not None},
-            series=Series.of(self._times, self._idle, self._used, self._running, self._samples, self.decision_s, self._spans))
+            series=Series.of(
+                self._times,
+                self._idle,
+                self._used,
+                self._running,
+                self._samples,
+                self.decision_s,
+                self._spans,
+            ),
+        )

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.jobs import Job, JobTable, job_table, read_lines
 
 WHAT = 'accounting logs of PBS (lines "MM/DD/YYYY HH:MM:SS;E;job;key=value …")'
 
 RECORD = re.compile(r'\d\d/\d\d/\d{4} \d\d:\d\d:\d\d;(\w+);([^;]*);(.*)')
 _PAIR = re.compile(r'([\w.]+)=("[^"]*"|\S*)')
-# Records: a job started, ended, was requeued (and so ended, too).
+# Records: a job started, ended, or was requeued (and so ended).
 _START, _ENDS = 'S', ('E', 'R')
 
 
@@ -38,24 +38,30 @@ class _Record:
         return float(text)
 
 
-def read_pbs(paths: str | Path | Sequence[str | Path], machine_nodes: int | None = None) -> JobTable:
-    """Read the jobs of PBS accounting logs, plain or gzipped; several files (PBS writes one a day) are one log.
+def read_pbs(
+    paths: str | Path | Sequence[str | Path], machine_nodes: int | None = None
+) -> JobTable:
+    """Read the jobs of PBS accounting logs, plain or gzipped; several files (PBS writes one a day)
+    are one log.
 
-    A job is known by its ``E`` record; one that was requeued by its ``R`` record; one that has neither by its ``S`` record, and runs to
-    the end. It waits from ``etime``, when it became eligible, or else ``qtime``. Its nodes are those of ``exec_host``, or else of
-    ``exec_vnode``, or else as many as ``Resource_List.nodect`` says; its limit is ``Resource_List.walltime``. Other records do not matter.
+    A job is read from its ``E`` record, or from its ``R`` record if it was requeued. A job with
+    only an ``S`` record runs to the end. A job waits from ``etime``, when it became eligible, or
+    else from ``qtime``. Its nodes are those of ``exec_host``, or else of ``exec_vnode``, or else
+    the number in ``Resource_List.nodect``. Its time limit is ``Resource_List.walltime``. Other
+    records are ignored.
 
     Parameters
     ----------
     paths
         The file, or the files in order of their dates.
     machine_nodes
-        How many nodes the machine has; None: those that jobs ran on.
+        Number of nodes of the machine; None: the nodes that jobs ran on.
 
     Raises
     ------
     BadInput
-        A line that is no record, a record without what is needed; the sentence names file and line.
+        A line that is not a record, or a record without a needed field; the message names file and
+        line.
     """
     files = [paths] if isinstance(paths, str | Path) else list(paths)
     going_on: dict[str, _Record] = {}
@@ -70,7 +76,9 @@ def read_pbs(paths: str | Path | Sequence[str | Path], machine_nodes: int | None
             kind, job = found[1], found[2]
             if kind not in (_START, *_ENDS):
                 continue
-            record = _Record(path, number, {key: value.strip('"') for key, value in _PAIR.findall(found[3])})
+            record = _Record(
+                path, number, {key: value.strip('"') for key, value in _PAIR.findall(found[3])}
+            )
             if kind == _START:
                 going_on[job] = record
             elif kind == 'E' or 'end' in record.values:
@@ -90,7 +98,10 @@ def _job(record: _Record, end: float) -> Job:
     try:
         requested = _seconds(limit) if limit else math.inf
     except ValueError:
-        raise BadInput(f'{record.where}: Resource_List.walltime is {limit!r}; it must be hours:minutes:seconds.') from None
+        raise BadInput(
+            f'{record.where}: Resource_List.walltime is {limit!r}; it must be '
+            'hours:minutes:seconds.'
+        ) from None
     return Job(record.line, record.number(waits), start, end, nodes, requested, names)
 
 
@@ -100,8 +111,12 @@ def _hosts(text: str) -> tuple[str, ...]:
 
 
 def _vnodes(text: str) -> tuple[str, ...]:
-    """Nodes of ``(n01:ncpus=24)+(n02:ncpus=12+n03[0]:ncpus=12)``, each once; parts of a node count as the node."""
-    parts = (part.strip('()').partition(':')[0].partition('[')[0] for part in text.split('+') if part)
+    """Nodes of ``(n01:ncpus=24)+(n02:ncpus=12+n03[0]:ncpus=12)``, each once. A part of a node
+    counts as the node.
+    """
+    parts = (
+        part.strip('()').partition(':')[0].partition('[')[0] for part in text.split('+') if part
+    )
     return tuple(dict.fromkeys(parts))
 
 

@@ -7,13 +7,16 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.jobs import Job, JobTable, job_table, read_lines
 from parsl_freetrain.sites.batch.records import NotUnderstood
 from parsl_freetrain.sites.slurm.hostlist import expand
 from parsl_freetrain.sites.slurm.text import duration_s
 
-WHAT = 'what sacct --allusers --parsable2 --format=JobIDRaw,Submit,Eligible,Start,End,NNodes,Timelimit,NodeList prints'
+WHAT = (
+    'what sacct --allusers --parsable2 '
+    '--format=JobIDRaw,Submit,Eligible,Start,End,NNodes,Timelimit,NodeList prints'
+)
 
 _UNKNOWN = ('', 'unknown', 'none', 'n/a')
 _NO_NODES = ('', 'none assigned', 'none', 'unknown', 'n/a', '(null)')
@@ -22,22 +25,23 @@ _NO_NODES = ('', 'none assigned', 'none', 'unknown', 'n/a', '(null)')
 def read_sacct(path: str | Path, machine_nodes: int | None = None) -> JobTable:
     """Read the jobs that ``sacct --parsable2`` prints, plain or gzipped, with its header line.
 
-    Columns are found by name: ``Submit, Start, End``, ``NNodes`` or ``AllocNodes``, ``Timelimit`` or ``TimelimitRaw``, ``JobIDRaw`` or
-    ``JobID``, and where given ``NodeList`` and ``Eligible`` (from when on a job waits for nodes). Times are those of ISO 8601, or
-    seconds since the epoch (``SLURM_TIME_FORMAT=%s``); times without a zone are taken as those of one without summer time.
-    Steps are left out; jobs that are still running or waiting do so to the end.
+    Columns are found by name: ``Submit, Start, End``, ``NNodes`` or ``AllocNodes``, ``Timelimit``
+    or ``TimelimitRaw``, ``JobIDRaw`` or ``JobID``, and where given ``NodeList`` and ``Eligible``
+    (when a job starts to wait for nodes). Times are in ISO 8601, or seconds since the epoch
+    (``SLURM_TIME_FORMAT=%s``); times without a zone are read without summer time. Steps are left
+    out. Jobs that are still running or waiting do so to the end.
 
     Parameters
     ----------
     path
         The file.
     machine_nodes
-        How many nodes the machine has; None: those that the node lists name.
+        Number of nodes of the machine; None: the nodes in the node lists.
 
     Raises
     ------
     BadInput
-        A column that is missing, a line that cannot be used; the sentence names file and line.
+        A missing column or an invalid line; the message names file and line.
     """
     lines = read_lines(path, WHAT)
     rows = [(number, line.split('|')) for number, line in enumerate(lines, 1) if line.strip()]
@@ -45,15 +49,26 @@ def read_sacct(path: str | Path, machine_nodes: int | None = None) -> JobTable:
         raise BadInput(f'{path} is empty; give {WHAT}.')
     head, header = rows[0]
     header = [name.strip() for name in header]
-    for either in (('Submit',), ('Start',), ('End',), ('NNodes', 'AllocNodes'), ('Timelimit', 'TimelimitRaw'), ('JobIDRaw', 'JobID')):
+    for either in (
+        ('Submit',),
+        ('Start',),
+        ('End',),
+        ('NNodes', 'AllocNodes'),
+        ('Timelimit', 'TimelimitRaw'),
+        ('JobIDRaw', 'JobID'),
+    ):
         if not set(either) & set(header):
-            raise BadInput(f'{path}, line {head}: there is no column {" or ".join(either)}; give {WHAT}.')
+            raise BadInput(
+                f'{path}, line {head}: there is no column {" or ".join(either)}; give {WHAT}.'
+            )
     jobs = []
     for number, fields in rows[1:]:
         if len(fields) != len(header):
-            raise BadInput(f'{path}, line {number}: {len(fields)} columns where the header has {len(header)}.')
+            raise BadInput(
+                f'{path}, line {number}: {len(fields)} columns where the header has {len(header)}.'
+            )
         row = dict(zip(header, (field.strip() for field in fields), strict=True))
-        if '.' in (row.get('JobIDRaw') or row.get('JobID', '')):     # a step
+        if '.' in (row.get('JobIDRaw') or row.get('JobID', '')):  # a step
             continue
         try:
             jobs.append(_job(number, row))
@@ -68,7 +83,7 @@ def _job(number: int, row: dict[str, str]) -> Job:
         raise ValueError(f'Submit is {row["Submit"]!r}; it must be a time')
     eligible = _time('Eligible', row.get('Eligible', ''))
     end = math.inf if end is None else end
-    start = end if start is None else start      # never started: it waited to its end
+    start = end if start is None else start  # never started: it waited to its end
     if eligible is not None and submit < eligible <= start:
         submit = eligible
     names = () if row.get('NodeList', '').lower() in _NO_NODES else expand(row['NodeList'])
@@ -84,16 +99,21 @@ def _time(name: str, text: str) -> float | None:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        raise ValueError(f'{name} is {text!r}; it must be a time such as 2026-01-31T12:00:00, or Unknown') from None
+        raise ValueError(
+            f'{name} is {text!r}; it must be a time such as 2026-01-31T12:00:00, or Unknown'
+        ) from None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _limit(row: dict[str, str]) -> float:
     raw = row.get('TimelimitRaw', '')
-    if raw.isdecimal():      # minutes
+    if raw.isdecimal():  # minutes
         return 60 * float(raw)
     text = row.get('Timelimit', '')
-    if text.upper() in ('PARTITION_LIMIT', 'UNKNOWN', 'NONE') or (found := duration_s(text)) is None:
+    if (
+        text.upper() in ('PARTITION_LIMIT', 'UNKNOWN', 'NONE')
+        or (found := duration_s(text)) is None
+    ):
         return math.inf
     return found
 

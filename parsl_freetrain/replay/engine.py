@@ -1,13 +1,15 @@
-"""The virtual clock: a recorded pool of nodes, trainers, and one controller that decides as it would live."""
+"""The virtual clock: replays a recorded pool of nodes with trainers and a controller, which decides
+as in a live run.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from parsl_freetrain.core import events as ev
-from parsl_freetrain.core.controller import Controller
-from parsl_freetrain.replay.accounting import Books, Run
+from parsl_freetrain.core.controller.controller import Controller
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.replay.accounting import Books, RecordedJob
 from parsl_freetrain.replay.result import Outcome
 from parsl_freetrain.replay.trace import PoolChange, Trace
 from parsl_freetrain.replay.world import World
@@ -16,9 +18,11 @@ EVERYTHING = 'idle'
 
 
 class Holes:
-    """The blocks of a recorded pool: nodes that become idle at once and end at once are one hole, and fill one block.
+    """The blocks of a recorded pool: nodes that become idle together and leave together are one
+    hole, which one block fills.
 
-    Where nothing is known of their ends and fragments may span blocks, the block makes no difference, and there is but one.
+    If no ends are known and fragments may span blocks, blocks make no difference, and there is only
+    one.
     """
 
     def __init__(self, names: Sequence[str], apart: bool) -> None:
@@ -28,7 +32,7 @@ class Holes:
         self._size: dict[str, int] = {}
 
     def leave(self, change: PoolChange) -> tuple[ev.NodesLeft | None, list[ev.BlockClosed]]:
-        """What is told of the nodes that leave."""
+        """The events for the nodes that leave."""
         left = change.left.tolist()
         if not left:
             return None, []
@@ -42,10 +46,14 @@ class Holes:
         return ev.NodesLeft(change.at, tuple(self._names[node] for node in left)), closed
 
     def join(self, change: PoolChange) -> list[ev.NodesJoined]:
-        """What is told of the nodes that join."""
+        """The events for the nodes that join."""
         joined = change.joined.tolist()
         if not self._apart:
-            return [ev.NodesJoined(change.at, EVERYTHING, tuple(self._names[node] for node in joined))] if joined else []
+            return (
+                [ev.NodesJoined(change.at, EVERYTHING, tuple(self._names[node] for node in joined))]
+                if joined
+                else []
+            )
         by_end: dict[float, list[int]] = {}
         for node, until in zip(joined, change.known_until.tolist(), strict=True):
             by_end.setdefault(until, []).append(node)
@@ -54,39 +62,56 @@ class Holes:
             block = f'{change.at:.3f}-{until:.3f}'
             self._block.update(dict.fromkeys(nodes, block))
             self._size[block] = len(nodes)
-            events.append(ev.NodesJoined(
-                change.at, block, tuple(self._names[node] for node in nodes), None if math.isinf(until) else until))
+            events.append(
+                ev.NodesJoined(
+                    change.at,
+                    block,
+                    tuple(self._names[node] for node in nodes),
+                    None if math.isinf(until) else until,
+                )
+            )
         return events
 
 
-def run(trace: Trace, known_ends: bool, trainers: dict[str, Run], controller: Controller) -> Outcome:
+def run(
+    trace: Trace, known_ends: bool, trainers: dict[str, RecordedJob], controller: Controller
+) -> Outcome:
     """Let ``controller`` train on a recorded pool.
 
-    At one instant nodes leave first, others join, trainers finish and are submitted, and then one decision is made. Completions are
-    computed, not stepped to: a replay takes as long as it has instants at which something happens.
+    At each instant nodes leave first, then others join, trainers finish and trainers are submitted;
+    then one decision is made. Completions are computed without time steps, so the duration of a
+    replay is proportional to the number of instants at which something happens.
 
     Parameters
     ----------
     trace
         The pool of nodes.
     known_ends
-        Whether the controller is told until when nodes are promised; see :meth:`Trace.intervals`.
+        Whether the controller knows until when nodes are promised; see :meth:`Trace.intervals`.
     trainers
-        By name; those submitted before the window count as submitted at its start. They are changed.
+        By name; modified. Those submitted before the window count as submitted at its start.
     controller
-        Decides; new.
+        A new controller.
     """
     books = Books(trace.start_s)
     world = World(controller, books, trainers)
     holes = Holes(trace.names, known_ends or not controller.settings.spans_blocks)
     changes = trace.changes(known_ends)
     in_order = sorted(trainers.values(), key=lambda trainer: trainer.submit_s)
-    queue = [(max(trainer.submit_s, trace.start_s), trainer) for trainer in in_order if trainer.submit_s < trace.end_s]
+    queue = [
+        (max(trainer.submit_s, trace.start_s), trainer)
+        for trainer in in_order
+        if trainer.submit_s < trace.end_s
+    ]
     c = s = 0
     while True:
         completion = world.next_completion_s()
-        at = min(changes[c].at if c < len(changes) else math.inf, queue[s][0] if s < len(queue) else math.inf,
-                 math.inf if completion is None else completion)
+        at = min(
+            changes[c].at if c < len(changes) else math.inf,
+            queue[s][0] if s < len(queue) else math.inf,
+            math.inf if completion is None else completion,
+            world.next_spent_s(),
+        )
         if at > trace.end_s:
             break
         leaving: ev.NodesLeft | None = None
@@ -96,7 +121,7 @@ def run(trace: Trace, known_ends: bool, trainers: dict[str, Run], controller: Co
             leaving, closing = holes.leave(changes[c])
             joining = holes.join(changes[c])
             c += 1
-        submitted: list[Run] = []
+        submitted: list[RecordedJob] = []
         while s < len(queue) and queue[s][0] == at:
             submitted.append(queue[s][1])
             s += 1

@@ -1,4 +1,4 @@
-"""From a job table to holes: what was idle when, and what could be known of it."""
+"""From a job table to holes: when nodes were idle, and what could be known about it in advance."""
 
 from __future__ import annotations
 
@@ -9,42 +9,44 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.replay.easy_reservation import NOTHING_RESERVED, Reservation, promises, reserve
 from parsl_freetrain.replay.jobs import JobTable
-from parsl_freetrain.replay.knowable import NOTHING_RESERVED, Reservation, promises, reserve
 from parsl_freetrain.replay.trace import Floats, Ints, Trace
 
-# A waiting job that fits the idle nodes for longer than a scheduler takes to notice is held back by something else.
+# A waiting job that fits the idle nodes for longer than this is held back by something that the log
+# does not show.
 PATIENCE_S = 300.0
-# Clocks that disagree, and nodes replaced, let logs use a little more than there is.
+# Because of clocks that disagree and replaced nodes, logs use slightly more nodes than there are.
 OVERBOOKED_SHARE = 0.01
 
 _END, _SUBMIT, _START = range(3)
 
 
 def holes(jobs: JobTable, patience_s: float = PATIENCE_S) -> Trace:
-    """The idle intervals of a machine from its jobs, with what EASY backfill would have promised of them.
+    """The idle intervals of a machine from its jobs, with the promises of EASY backfill.
 
-    A node is idle while no job runs on it. Where the log names no nodes, a job takes first those that were
-    promised to nobody, then those whose promise ends first, among equals the lowest numbered: so the node that a
-    reservation was not made on is not the one that is taken for it.
+    A node is idle while no job runs on it. If the log names no nodes, a job takes first the nodes
+    without a promise, then those whose promise ends first, and among equals those with the lowest
+    numbers. So a reserved job does not take nodes that its reservation left alone.
 
-    The head of the queue is the waiting job that was submitted first. One that would fit the idle nodes and is
-    not started all the same for ``patience_s`` seconds is held back by something that the log does not tell, and is passed over.
-    A promise holds from the moment in which it is made; when it runs out and the node is still idle, a new one is made as
-    soon as there is one to make.
+    The head of the queue is the waiting job that was submitted first. A job that would fit the idle
+    nodes but is not started for ``patience_s`` seconds is held back by something that the log does
+    not show, and is passed over. A promise holds from the moment when it is made. When it runs out
+    and the node is still idle, a new one is made as soon as possible.
 
     Parameters
     ----------
     jobs
         The machine's record.
     patience_s
-        How long the scheduler may take to start a job that fits, in seconds.
+        Maximum seconds that the scheduler takes to start a job that fits.
 
     Raises
     ------
     BadInput
-        More than 1 % of the used node-seconds are of nodes that the machine does not have. (Up to this, jobs share nodes.)
+        More than 1 % of the used node-seconds are on nodes that the machine does not have. (Below
+        this, jobs share nodes.)
     """
     sweep = _Sweep(jobs, patience_s)
     for at, events in _instants(jobs, sweep.wake_ups):
@@ -52,8 +54,10 @@ def holes(jobs: JobTable, patience_s: float = PATIENCE_S) -> Trace:
     return sweep.trace()
 
 
-def _instants(jobs: JobTable, wake_ups: list[float]) -> Iterator[tuple[float, list[tuple[int, int]]]]:
-    """Every instant until the window ends in which something happens, and what: ends come before submissions and starts."""
+def _instants(
+    jobs: JobTable, wake_ups: list[float]
+) -> Iterator[tuple[float, list[tuple[int, int]]]]:
+    """Every instant of the window with its events: ends come before submissions and starts."""
     last = jobs.window[1]
     ran = np.flatnonzero((jobs.end > jobs.start) & np.isfinite(jobs.end))
     everyone = np.arange(len(jobs))
@@ -72,7 +76,7 @@ def _instants(jobs: JobTable, wake_ups: list[float]) -> Iterator[tuple[float, li
                 heapq.heappop(wake_ups)
             if woken < t:
                 yield woken, []
-        yield t, events[bounds[i]:bounds[i + 1]]
+        yield t, events[bounds[i] : bounds[i + 1]]
 
 
 class _Sweep:
@@ -85,12 +89,18 @@ class _Sweep:
         count = len(jobs.machine)
         self.since, self.until = jobs.window
         self.jobs_on = np.zeros(count, dtype=np.int64)
-        self.idle_since = np.full(count, self.since)    # for idle nodes: when their present interval began
-        self.promised = np.full(count, self.since)         # for idle nodes: until when; not after idle_since: promised nothing
+        self.idle_since = np.full(
+            count, self.since
+        )  # for idle nodes: start of their present interval
+        self.promised = np.full(
+            count, self.since
+        )  # for idle nodes: end of the promise; none if not after idle_since
         self.idle = np.ones(count, dtype=np.bool_)
-        self.on: dict[int, Ints] = {}           # where the running jobs are
-        self.expected: list[tuple[float, int]] = []     # of each running job: its end at the latest
-        self.waiting: dict[int, float] = {}     # in order of submission; since when each has fitted, if it does
+        self.on: dict[int, Ints] = {}  # nodes of the running jobs
+        self.expected: list[tuple[float, int]] = []  # latest end of each running job
+        self.waiting: dict[
+            int, float
+        ] = {}  # in order of submission; since when each has fitted, if it fits
         self.rows: list[tuple[Floats, Ints, Floats, float]] = []
         self.lacking_s = 0.0
 
@@ -134,11 +144,13 @@ class _Sweep:
         return np.sort(free[np.argsort(self.promised[free], kind='stable')[:wanted]])
 
     def _shared(self, job: int, lacking: int) -> Ints:
-        """Busy nodes for a job that has more than are free, those that become free first."""
+        """Busy nodes for a job that needs more than the free ones: those that become free first."""
         jobs = self.jobs
         chosen: dict[int, float] = {}
         for other in sorted(self.on, key=lambda other: (float(jobs.end[other]), other)):
-            overlap_s = min(float(jobs.end[other]), float(jobs.end[job]), self.until) - float(jobs.start[job])
+            overlap_s = min(float(jobs.end[other]), float(jobs.end[job]), self.until) - float(
+                jobs.start[job]
+            )
             chosen |= {node: overlap_s for node in self.on[other].tolist() if node not in chosen}
             if len(chosen) >= lacking:
                 break
@@ -147,22 +159,25 @@ class _Sweep:
         ran = np.minimum(jobs.end, self.until) - np.minimum(jobs.start, self.until)
         if self.lacking_s > OVERBOOKED_SHARE * float((ran * jobs.nodes).sum()):
             raise BadInput(
-                f'{jobs.path}, line {jobs.line[job]}: the job starts on {jobs.nodes[job]} nodes when {jobs.nodes[job] - lacking} '
-                f'of {len(jobs.machine)} are free, and more such; the machine must have more nodes, or the log '
-                f'must name the nodes that jobs share.')
+                f'{jobs.path}, line {jobs.line[job]}: the job starts on '
+                f'{jobs.nodes[job]} nodes when {jobs.nodes[job] - lacking} '
+                f'of {len(jobs.machine)} are free, and more such; the machine must have '
+                'more nodes, or the log '
+                f'must name the nodes that jobs share.'
+            )
         return np.array(shared, dtype=np.int64)
 
     def _over_at(self, job: int) -> float:
         return float(self.jobs.start[job] + self.jobs.requested[job])
 
     def _close(self, at: float, nodes: Ints) -> None:
-        """The intervals of these nodes end now; what is idle and busy in the same instant was not idle."""
+        """End the intervals of these nodes now; intervals of no length are dropped."""
         nodes = nodes[self.idle_since[nodes] < at]
         if len(nodes):
             self.rows.append((self.idle_since[nodes], nodes, self.promised[nodes], at))
 
     def _promise(self, at: float) -> None:
-        """Promise idle nodes anew that have no promise, or none any more."""
+        """Make promises for the idle nodes that have none or whose promise has run out."""
         idle = int(self.idle.sum())
         reservation = self._reservation(at, idle)
         asking = np.flatnonzero(self.idle & (self.promised <= at))
@@ -170,7 +185,7 @@ class _Sweep:
             return
         kept = self.promised[self.idle & (self.promised > at)]
         given = promises(reservation, len(asking), kept, at)
-        # Who had nothing and gets nothing stays as he is.
+        # A node that had no promise and gets none keeps its interval.
         new = (given > at) | (self.promised[asking] > self.idle_since[asking])
         asking, given = asking[new], given[new]
         self._close(at, asking)
@@ -182,7 +197,7 @@ class _Sweep:
     def _reservation(self, at: float, idle: int) -> Reservation:
         for job, fits_since in self.waiting.items():
             needed = int(self.jobs.nodes[job])
-            if needed > len(self.idle):      # and so was never to start
+            if needed > len(self.idle):  # it can never start
                 continue
             if needed > idle:
                 self.waiting[job] = math.nan
@@ -191,15 +206,17 @@ class _Sweep:
                 heapq.heappush(self.wake_ups, at + self.patience_s)
             elif at - fits_since >= self.patience_s:
                 continue
-            return reserve(needed, idle, ((end, len(self.on[running])) for end, running in self.expected), at)
+            return reserve(
+                needed, idle, ((end, len(self.on[running])) for end, running in self.expected), at
+            )
         return NOTHING_RESERVED
 
     def trace(self) -> Trace:
-        """What was found, within the window of the log."""
+        """The trace within the window of the log."""
         self._close(self.until, np.flatnonzero(self.idle))
         if not self.rows:
             raise BadInput(f'{self.jobs.path}: no node was ever idle; there is nothing to replay.')
         ends = np.repeat([row[3] for row in self.rows], [len(row[1]) for row in self.rows])
         starts, nodes, known = (np.concatenate([row[i] for row in self.rows]) for i in range(3))
-        self.rows.clear()   # a year has millions of intervals
+        self.rows.clear()  # a year has millions of intervals
         return Trace(self.jobs.machine, self.since, self.until, starts, ends, nodes, known)

@@ -1,4 +1,4 @@
-"""Traces from schedules of idle nodes: a CSV file ``start_s,end_s,node``, or one made up from a seed."""
+"""Traces from schedules of idle nodes: a CSV file ``start_s,end_s,node``, or a synthetic one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.sites.generate import SUMMIT_IDLE_SHARE, SUMMIT_NODES, generate
 from parsl_freetrain.sites.schedule import Schedule, read_schedule
@@ -15,22 +15,29 @@ from parsl_freetrain.sites.schedule import Schedule, read_schedule
 WEEK_S = 7 * 86_400.0
 
 
-def read_idle(path: str | Path, nodes: int | None = None, since: float | None = None, until: float | None = None) -> Trace:
-    """Read idle intervals, as observed on some machine, from CSV ``start_s,end_s,node``, plain or gzipped.
+def read_idle(
+    path: str | Path,
+    nodes: int | None = None,
+    since: float | None = None,
+    until: float | None = None,
+) -> Trace:
+    """Read idle intervals, as observed on some machine, from CSV ``start_s,end_s,node``, plain or
+    gzipped.
 
-    Nothing is known of the ends. The window is that of the file, from 0 to the last end, unless a part is asked for.
+    No ends are known in advance. The window is that of the file, from 0 to the last end, unless a
+    part is requested.
 
     Parameters
     ----------
     path
         The file; see :func:`parsl_freetrain.sites.schedule.read_schedule`.
     nodes, since, until
-        Which part of it; see :meth:`Trace.window`.
+        The part to read; see :meth:`Trace.window`.
 
     Raises
     ------
     BadInput
-        A file that cannot be used, or an empty window; the sentence names file and line.
+        An invalid file or an empty window; the message names file and line.
     """
     return part_of(path, of_schedule(read_schedule(path)), nodes, since, until)
 
@@ -41,15 +48,17 @@ def synthetic(
     duration_s: float = WEEK_S,
     idle_share: float = SUMMIT_IDLE_SHARE,
 ) -> Trace:
-    """A made-up trace with the published statistics of OLCF Summit; the same arguments give the same trace, to the last bit.
+    """A synthetic trace with the published statistics of OLCF Summit. The same arguments give the
+    same trace to the last bit.
 
     Parameters
     ----------
     seed
-        Which of them.
+        Seed of the random numbers.
     nodes, duration_s, idle_share
-        How many nodes for how many seconds, and which share of them is idle in the mean; see
-        :func:`parsl_freetrain.sites.generate.generate`, which also says what is reproduced and what is not.
+        Number of nodes, length in seconds, and the mean share of nodes that are idle; see
+        :func:`parsl_freetrain.sites.generate.generate`, which also says which statistics are
+        reproduced.
 
     Raises
     ------
@@ -60,16 +69,34 @@ def synthetic(
     names = tuple(f'node{i:04d}' for i in range(nodes))
     place = {name: i for i, name in enumerate(names)}
     index = np.array([place[name] for name in schedule.nodes], dtype=np.int64)[schedule.node_index]
-    return Trace(names, 0.0, duration_s, schedule.starts, schedule.ends, index, np.full(len(schedule), math.inf))
+    return Trace(
+        names,
+        0.0,
+        duration_s,
+        schedule.starts,
+        schedule.ends,
+        index,
+        np.full(len(schedule), math.inf),
+    )
 
 
 def of_schedule(schedule: Schedule) -> Trace:
     """The trace of a schedule, from 0 to its last end; raises BadInput where it is empty."""
-    return Trace(schedule.nodes, 0.0, schedule.end_s, schedule.starts, schedule.ends, schedule.node_index, np.full(len(schedule), math.inf))
+    return Trace(
+        schedule.nodes,
+        0.0,
+        schedule.end_s,
+        schedule.starts,
+        schedule.ends,
+        schedule.node_index,
+        np.full(len(schedule), math.inf),
+    )
 
 
-def part_of(path: str | Path, trace: Trace, nodes: int | None, since: float | None, until: float | None) -> Trace:
-    """A window of a trace that came from ``path``, which errors are to name."""
+def part_of(
+    path: str | Path, trace: Trace, nodes: int | None, since: float | None, until: float | None
+) -> Trace:
+    """A window of a trace from ``path``, which errors name."""
     try:
         return trace.window(nodes, since, until)
     except BadInput as error:

@@ -1,4 +1,4 @@
-"""The job table: what every kind of job log comes down to."""
+"""The job table, which every kind of job log is read into."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.trace import Floats, Ints
 
 _GZIP_MAGIC = b'\x1f\x8b'
-# A log that says more than this has something else in that column.
+# A longer time in a log means that the column holds something else.
 LONGEST_S = 10 * 366 * 86_400.0
 
 
@@ -24,16 +24,16 @@ class Job:
     Attributes
     ----------
     line
-        Where it stands in its file.
+        Number of its line in the file.
     submit, start, end
-        When it was submitted, was started and ended, in seconds of the log's clock. ``start == end``: it was cancelled then,
-        without having run. An infinite end: it was still running when the log ended.
+        When it was submitted, started and ended, in seconds of the log's clock. ``start == end``:
+        it was cancelled then before it ran. Infinite end: it was still running when the log ended.
     nodes
-        How many whole nodes it had.
+        Number of whole nodes.
     requested_s
-        How long it was allowed to run, in seconds; infinite where there was no limit or it is not known.
+        Time limit in seconds; infinite if there is none or it is not known.
     names
-        The nodes that it ran on, empty where the log does not say.
+        The nodes that it ran on; empty if the log does not name them.
     """
 
     line: int
@@ -52,7 +52,7 @@ class JobTable:
     Attributes
     ----------
     path
-        The log that they come from.
+        The log.
     machine
         Names of all nodes.
     line, nodes
@@ -60,7 +60,7 @@ class JobTable:
     submit, start, end, requested
         As in :class:`Job`, in seconds from the first submission.
     placed
-        For each job, the indices of its nodes in ``machine``; None where the log does not say.
+        For each job, the indices of its nodes in ``machine``; None if the log does not name them.
     """
 
     path: str
@@ -78,7 +78,9 @@ class JobTable:
 
     @property
     def window(self) -> tuple[float, float]:
-        """From the first start to the last one, in seconds: before, the log does not say what ran; after, what was to come."""
+        """From the first to the last start, in seconds. The log does not show what ran before, or
+        which jobs came after.
+        """
         ran = self.start[self.end > self.start]
         return float(ran.min()), float(ran.max())
 
@@ -93,22 +95,30 @@ def job_table(path: str | Path, jobs: Sequence[Job], machine_nodes: int | None) 
     jobs
         In any order.
     machine_nodes
-        How many nodes the machine has. None: those that the log names, which must then name them for every job that ran.
+        Number of nodes of the machine. None: the nodes that the log names; it must then name them
+        for every job that ran.
 
     Raises
     ------
     BadInput
-        A log without jobs, times that cannot be, a job that is larger than its machine, a machine of unknown size.
+        A log without jobs, impossible times, a job that is larger than its machine, or a machine of
+        unknown size.
     """
     for job in jobs:
         _check(path, job)
     ran = [job for job in jobs if job.end > job.start]
     if len({job.start for job in ran}) < 2:
-        raise BadInput(f'{path} has {len(ran)} jobs that ran; a trace needs at least two that started at different times.')
+        raise BadInput(
+            f'{path} has {len(ran)} jobs that ran; a trace needs at least two that '
+            'started at different times.'
+        )
     machine = _machine(path, jobs, ran, machine_nodes)
     for job in ran:
         if job.nodes > len(machine):
-            raise BadInput(f'{path}, line {job.line}: the job has {job.nodes} nodes; the machine has {len(machine)}.')
+            raise BadInput(
+                f'{path}, line {job.line}: the job has {job.nodes} nodes; the machine '
+                f'has {len(machine)}.'
+            )
     ordered = sorted(jobs, key=lambda job: (job.submit, job.line))
     place = {name: i for i, name in enumerate(machine)}
     first = ordered[0].submit
@@ -117,9 +127,19 @@ def job_table(path: str | Path, jobs: Sequence[Job], machine_nodes: int | None) 
         return np.array([getattr(job, name) for job in ordered], dtype=np.float64)
 
     return JobTable(
-        str(path), machine, column('line').astype(np.int64), column('submit') - first, column('start') - first, column('end') - first,
-        column('nodes').astype(np.int64), column('requested_s'),
-        tuple(np.array(sorted({place[n] for n in job.names}), dtype=np.int64) if job.names else None for job in ordered))
+        str(path),
+        machine,
+        column('line').astype(np.int64),
+        column('submit') - first,
+        column('start') - first,
+        column('end') - first,
+        column('nodes').astype(np.int64),
+        column('requested_s'),
+        tuple(
+            np.array(sorted({place[n] for n in job.names}), dtype=np.int64) if job.names else None
+            for job in ordered
+        ),
+    )
 
 
 def _check(path: str | Path, job: Job) -> None:
@@ -127,29 +147,43 @@ def _check(path: str | Path, job: Job) -> None:
     if job.nodes < 1:
         raise BadInput(f'{where}: the job has {job.nodes} nodes; it must have at least 1.')
     if not job.submit <= job.start <= job.end:
-        raise BadInput(f'{where}: the job was submitted at {job.submit:.0f}, started at {job.start:.0f} and ended at {job.end:.0f}; '
-                       f'these must follow each other.')
+        raise BadInput(
+            f'{where}: the job was submitted at {job.submit:.0f}, started at '
+            f'{job.start:.0f} and ended at {job.end:.0f}; '
+            f'these must follow each other.'
+        )
     if not job.requested_s > 0:
-        raise BadInput(f'{where}: the job was allowed to run for {job.requested_s:g} s; that must be above 0.')
+        raise BadInput(
+            f'{where}: the job was allowed to run for {job.requested_s:g} s; that must be above 0.'
+        )
 
 
-def _machine(path: str | Path, jobs: Sequence[Job], ran: Sequence[Job], machine_nodes: int | None) -> tuple[str, ...]:
+def _machine(
+    path: str | Path, jobs: Sequence[Job], ran: Sequence[Job], machine_nodes: int | None
+) -> tuple[str, ...]:
     named = sorted({name for job in jobs for name in job.names})
     if machine_nodes is None:
         for job in ran:
             if not job.names:
-                raise BadInput(f'{path}, line {job.line}: the log names no nodes for this job; say how many nodes the machine has.')
+                raise BadInput(
+                    f'{path}, line {job.line}: the log names no nodes for this job; say '
+                    'how many nodes the machine has.'
+                )
         return tuple(named)
     if len(named) > machine_nodes:
-        raise BadInput(f'{path} names {len(named)} nodes; the machine is said to have {machine_nodes}.')
-    # Nodes that no job ran on are there, too; their names sort behind those that are known.
+        raise BadInput(
+            f'{path} names {len(named)} nodes; the machine is said to have {machine_nodes}.'
+        )
+    # The machine also has nodes that no job ran on. Their names sort after the known ones.
     width = len(str(machine_nodes))
-    made_up = (f'{"~" if named else ""}node{i:0{width}d}' for i in range(machine_nodes - len(named)))
+    made_up = (
+        f'{"~" if named else ""}node{i:0{width}d}' for i in range(machine_nodes - len(named))
+    )
     return (*named, *made_up)
 
 
 def read_lines(path: str | Path, what: str) -> list[str]:
-    """The lines of a text file, plain or gzipped; ``what`` it should be goes into the error's sentence."""
+    """The lines of a text file, plain or gzipped; errors say that it should be ``what``."""
     path = Path(path)
     try:
         data = path.read_bytes()

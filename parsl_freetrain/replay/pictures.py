@@ -1,4 +1,4 @@
-"""Pictures of one replay: nodes over time, where node-seconds went, how long decisions took."""
+"""Charts of one replay: nodes over time, use of node-seconds, duration of decisions."""
 
 from __future__ import annotations
 
@@ -12,47 +12,73 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from parsl_freetrain.ledger.picture import INK, OFFERED, TOL_MUTED
 from parsl_freetrain.replay.result import WHERE_THEY_WENT, Outcome, ReplayResult
 
-COLOURS = dict(zip(WHERE_THEY_WENT, ('#009E73', '#E69F00', '#D55E00', '#F0E442', '#56B4E9', OFFERED, '#CC79A7', '#000000'), strict=True))
-"""By what became of node-seconds."""
+TOL_MUTED = (
+    '#332288',
+    '#CC6677',
+    '#117733',
+    '#DDCC77',
+    '#88CCEE',
+    '#882255',
+    '#44AA99',
+    '#999933',
+    '#AA4499',
+)
+"""A palette that colour-blind readers can distinguish."""
+
+OFFERED = '#D9D9D9'
+INK = '#222222'
+
+COLOURS = dict(
+    zip(
+        WHERE_THEY_WENT,
+        ('#009E73', '#E69F00', '#D55E00', '#F0E442', '#56B4E9', OFFERED, '#CC79A7', '#000000'),
+        strict=True,
+    )
+)
+"""By use of node-seconds."""
 BINS = 1200
 MOST_LANES = 36
-"""More trainers at a time than these share the last band."""
+"""Maximum number of bands; further trainers share the last one."""
 
 Floats = npt.NDArray[np.float64]
 
 
 def draw(result: ReplayResult, folder: Path) -> list[Path]:
-    """Draw ``nodes.png``, ``node-seconds.png`` and ``decisions.png`` into a folder that is there.
+    """Draw ``nodes.png``, ``node-seconds.png`` and ``decisions.png`` into an existing folder.
 
     Returns
     -------
     list of pathlib.Path
         The files.
     """
-    return [_nodes(result.trace, folder / 'nodes.png'), _node_seconds(result.trace, folder / 'node-seconds.png'),
-            _decisions(result.trace, folder / 'decisions.png')]
+    return [
+        _nodes(result.trace, folder / 'nodes.png'),
+        _node_seconds(result.trace, folder / 'node-seconds.png'),
+        _decisions(result.trace, folder / 'decisions.png'),
+    ]
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a figure without a window."""
+    """Save a figure without opening a window."""
     FigureCanvasAgg(figure)
     figure.savefig(path, dpi=120)
     return path
 
 
 def plain(axes: Axes) -> None:
-    """Less ink."""
+    """Remove the frame's top and right lines."""
     axes.spines[['top', 'right']].set_visible(False)
     axes.tick_params(colors=INK)
 
 
 def _nodes(outcome: Outcome, path: Path) -> Path:
     series = outcome.series
-    # Two bins a step at most: a short trace has no use for more.
-    edges = np.linspace(outcome.start_s, outcome.end_s, min(BINS, max(60, 2 * len(series.times))) + 1)
+    # At most two bins for each step: more are of no use in a short trace.
+    edges = np.linspace(
+        outcome.start_s, outcome.end_s, min(BINS, max(60, 2 * len(series.times))) + 1
+    )
     idle = means(series.times[:-1], series.times[1:], series.idle[:-1].astype(float), edges)
     bands = [means(*band, edges) for band in lanes(outcome)]
     figure = Figure(figsize=(11, 4.5), layout='constrained')
@@ -61,25 +87,45 @@ def _nodes(outcome: Outcome, path: Path) -> Path:
     axes.stairs(idle, hours, fill=True, color=OFFERED)
     below = np.zeros(len(edges) - 1)
     for i, band in enumerate(bands):
-        axes.stairs(below + band, hours, baseline=below, fill=True, color=TOL_MUTED[i % len(TOL_MUTED)])
+        axes.stairs(
+            below + band, hours, baseline=below, fill=True, color=TOL_MUTED[i % len(TOL_MUTED)]
+        )
         below = below + band
-    axes.set(xlabel="hours of the trace's clock", ylabel='nodes', xlim=(hours[0], hours[-1]), ylim=(0, None))
-    axes.legend(handles=[Patch(color=OFFERED, label='idle, not used'),
-                         Patch(color=TOL_MUTED[0], label=f'used, one band for each of {len(bands)} trainers at a time')],
-                loc='upper left', bbox_to_anchor=(0, 1.12), ncols=2, frameon=False)
+    axes.set(
+        xlabel="hours of the trace's clock",
+        ylabel='nodes',
+        xlim=(hours[0], hours[-1]),
+        ylim=(0, None),
+    )
+    axes.legend(
+        handles=[
+            Patch(color=OFFERED, label='idle, not used'),
+            Patch(
+                color=TOL_MUTED[0],
+                label=f'used, one band for each of {len(bands)} trainers at a time',
+            ),
+        ],
+        loc='upper left',
+        bbox_to_anchor=(0, 1.12),
+        ncols=2,
+        frameon=False,
+    )
     plain(axes)
     return save(figure, path)
 
 
 def lanes(outcome: Outcome) -> list[tuple[Floats, Floats, Floats]]:
-    """Starts, ends and nodes of the fragments of trainers that ran one after the other, so many of these as ran at once.
+    """Starts, ends and nodes of fragments, divided into lanes of trainers that ran one after the
+    other. The number of lanes is the maximum number of trainers that ran at once.
 
     A trainer keeps its lane from its first fragment to its last one.
     """
     series = outcome.series
     first: dict[str, float] = {}
     last: dict[str, float] = {}
-    for name, start, end in zip(series.span_trainer, series.span_start.tolist(), series.span_end.tolist(), strict=True):
+    for name, start, end in zip(
+        series.span_trainer, series.span_start.tolist(), series.span_end.tolist(), strict=True
+    ):
         first[name] = min(first.get(name, start), start)
         last[name] = max(last.get(name, end), end)
     free: list[int] = []
@@ -94,15 +140,19 @@ def lanes(outcome: Outcome) -> list[tuple[Floats, Floats, Floats]]:
             used += 1
         lane[name] = heapq.heappop(free)
         heapq.heappush(busy, (last[name], lane[name]))
-    of_span = np.array([min(lane[name], MOST_LANES - 1) for name in series.span_trainer], dtype=np.int64)
-    return [(series.span_start[here], series.span_end[here], series.span_nodes[here].astype(np.float64))
-            for here in (of_span == i for i in range(min(used, MOST_LANES)))]
+    of_span = np.array(
+        [min(lane[name], MOST_LANES - 1) for name in series.span_trainer], dtype=np.int64
+    )
+    return [
+        (series.span_start[here], series.span_end[here], series.span_nodes[here].astype(np.float64))
+        for here in (of_span == i for i in range(min(used, MOST_LANES)))
+    ]
 
 
 def means(starts: Floats, ends: Floats, height: Floats, edges: Floats) -> Floats:
-    """The mean, between one edge and the next, of a sum of boxes.
+    """The mean of a sum of boxes between each edge and the next one.
 
-    The integral of such a sum is linear between the boxes' ends, so it is exact where it is interpolated between them.
+    It is exact, since the integral of such a sum is linear between the ends of the boxes.
     """
     at = np.concatenate([starts, ends])
     order = np.argsort(at, kind='stable')
@@ -122,8 +172,13 @@ def _node_seconds(outcome: Outcome, path: Path) -> Path:
     axes.barh(range(len(there)), hours, color=[COLOURS[key] for key in there])
     axes.set_yticks(range(len(there)), [WHERE_THEY_WENT[key] for key in there])
     for i, found in enumerate(hours):
-        axes.annotate(f'{100 * found * 3600 / outcome.idle_node_s:.1f} %', (max(found, 0), i), (4, 0),
-                      textcoords='offset points', va='center')
+        axes.annotate(
+            f'{100 * found * 3600 / outcome.idle_node_s:.1f} %',
+            (max(found, 0), i),
+            (4, 0),
+            textcoords='offset points',
+            va='center',
+        )
     axes.margins(x=0.12)
     axes.invert_yaxis()
     axes.set_xlabel('idle node-hours')
@@ -136,12 +191,20 @@ def _decisions(outcome: Outcome, path: Path) -> Path:
     figure = Figure(figsize=(10, 3.8), layout='constrained')
     left, right = figure.subplots(1, 2, sharey=True)
     if len(took):
-        # There is a decision for every instant but the end of the window.
-        left.plot(outcome.series.idle[:len(took)], took, '.', markersize=3, alpha=0.4, color='#0072B2')
+        # There is a decision for every instant except the end of the window.
+        left.plot(
+            outcome.series.idle[: len(took)], took, '.', markersize=3, alpha=0.4, color='#0072B2'
+        )
         right.plot(np.linspace(0, 100, len(took)), np.sort(took), color='#0072B2')
         for share in (50, 99):
             at = float(np.percentile(took, share))
-            right.annotate(f'{share} %: {at:.2f} ms', (share, at), (-6, 4), textcoords='offset points', ha='right')
+            right.annotate(
+                f'{share} %: {at:.2f} ms',
+                (share, at),
+                (-6, 4),
+                textcoords='offset points',
+                ha='right',
+            )
             right.plot([share], [at], 'o', color=INK, markersize=4)
         left.set_yscale('log')
     left.set(xlabel='idle nodes', ylabel='ms for a decision')

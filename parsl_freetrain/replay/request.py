@@ -1,4 +1,4 @@
-"""A replay as somebody asks for it: in numbers, names and files, each of which can be swept."""
+"""The request for a replay: numbers, names and files, each of which can be swept."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
 
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.core.state import ControllerSettings
+from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.idle import synthetic
-from parsl_freetrain.replay.reading import kind_of, read_trace
+from parsl_freetrain.replay.read import kind_of, read_trace
 from parsl_freetrain.replay.scenario import Scenario
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer, read_trainers
@@ -19,29 +19,34 @@ from parsl_freetrain.replay.trainers import ReplayTrainer, read_trainers
 KINDS = ('idle', 'swf', 'sacct', 'pbs')
 TRACE_OPTIONS = (*KINDS, 'synthetic', 'machine_nodes', 'nodes', 'since', 'until')
 MEANT = {
-    'max_trainers': 'a whole number above 0, or all', 'solver': 'auto, milp, dp or equal-share', 'since': 'a number of seconds',
-    'until': 'a number of seconds', 'time_limit': 'a number of seconds above 0', 'spans_blocks': 'true or false',
+    'max_trainers': 'a whole number above 0, or all',
+    'solver': 'auto, milp, dp or equal-share',
+    'since': 'a number of seconds',
+    'until': 'a number of seconds',
+    'time_limit': 'a number of seconds above 0',
+    'spans_blocks': 'true or false',
     'known_ends': 'true or false',
 }
 
 
-class Request(BaseModel):
-    """A replay in the words of the options of ``freetrain replay``; texts are understood as they are there.
+class ReplayRequest(BaseModel):
+    """The options of ``freetrain replay`` as fields; texts are parsed as on the command line.
 
     Attributes
     ----------
     trainers
-        The file that says who trains.
+        The file of trainers.
     idle, swf, sacct, pbs, synthetic
-        The trace: one of these files, or the seed of a made-up one.
+        The trace: one of these files, or the seed of a synthetic one.
     machine_nodes, nodes
-        Nodes of the machine, where a job log does not say; and how many of them count, the first ones in sorted order.
+        Number of nodes of the machine, if a job log does not give it; and number of nodes to use,
+        the first ones in sorted order.
     since, until
         The window (``--from``, ``--until``), in seconds of the trace's clock.
     max_trainers
-        So many unfinished trainers get nodes at a time.
+        Maximum number of unfinished trainers that share the nodes.
     objective
-        What is maximised; None: what the trainers' file says.
+        The objective; None: that of the trainers' file.
     horizon, time_limit, rescale_cost, rescale_up, rescale_down, known_ends, min_hole, min_rescale
         As the attributes of these names, with ``_s`` where they are seconds, in
         :class:`~parsl_freetrain.replay.scenario.Scenario` and its settings.
@@ -74,51 +79,82 @@ class Request(BaseModel):
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> Self:
-        """From options by name; raises BadInput with a sentence about the first one that cannot be meant."""
+        """Make a request from options by name; raises BadInput with a sentence about the first
+        invalid one.
+        """
         try:
             return cls.model_validate(options)
         except ValidationError as error:
             name = str(error.errors()[0]['loc'][0])
-            meant = MEANT.get(name, 'a whole number' if name in ('synthetic', 'machine_nodes', 'nodes') else 'a number')
+            meant = MEANT.get(
+                name,
+                'a whole number' if name in ('synthetic', 'machine_nodes', 'nodes') else 'a number',
+            )
             raise BadInput(f'{option(name)} is {options.get(name)}; it must be {meant}.') from None
 
     def trace_options(self) -> tuple[object, ...]:
-        """What decides on the trace: requests for which this is equal have the same one."""
+        """The options of the trace: requests for which they are equal have the same trace."""
         return tuple(getattr(self, name) for name in TRACE_OPTIONS)
 
     def trace(self) -> Trace:
-        """Read the trace, or make it up; raises BadInput."""
+        """Read or generate the trace; raises BadInput."""
         files = {kind: path for kind in KINDS if (path := getattr(self, kind)) is not None}
         if len(files) + (self.synthetic is not None) != 1:
-            raise BadInput('Give one trace, with one of --idle, --swf, --sacct, --pbs and --synthetic.')
+            raise BadInput(
+                'Give one trace, with one of --idle, --swf, --sacct, --pbs and --synthetic.'
+            )
         if self.synthetic is not None:
             return synthetic(self.synthetic).window(self.nodes, self.since, self.until)
-        (kind, path), = files.items()
+        ((kind, path),) = files.items()
         found = kind_of(path)
         if found != kind:
-            hint = '' if found == 'idle' else f'; it looks like what --{found} takes'  # what is nothing else is taken for idle intervals
+            hint = (
+                '' if found == 'idle' else f'; it looks like what --{found} takes'
+            )  # an unknown kind of file counts as idle intervals
             raise BadInput(f'{path} does not look like what --{kind} takes{hint}.')
-        return read_trace(path, self.nodes, self.since, self.until, machine_nodes=self.machine_nodes)
+        return read_trace(
+            path, self.nodes, self.since, self.until, machine_nodes=self.machine_nodes
+        )
 
-    def scenario(self, trace: Trace | None = None, trainers: tuple[ReplayTrainer, ...] | None = None) -> Scenario:
-        """What is to be replayed, with the trace and the trainers of these files, unless they have been read already; raises BadInput."""
+    def scenario(
+        self, trace: Trace | None = None, trainers: tuple[ReplayTrainer, ...] | None = None
+    ) -> Scenario:
+        """The scenario to replay. The trace and the trainers are read unless they are given; raises
+        BadInput.
+        """
         settings = ControllerSettings(
-            horizon_s=self.horizon, min_hole_s=self.min_hole, metric=self.objective or 'throughput', spans_blocks=self.spans_blocks,
-            min_rescale_s=self.min_rescale, trainers_at_a_time=None if self.max_trainers == 'all' else self.max_trainers)
+            horizon_s=self.horizon,
+            min_hole_s=self.min_hole,
+            metric=self.objective or 'throughput',
+            spans_blocks=self.spans_blocks,
+            min_rescale_s=self.min_rescale,
+            trainers_at_a_time=None if self.max_trainers == 'all' else self.max_trainers,
+        )
         return Scenario(
-            trace or self.trace(), trainers or read_trainers(self.trainers), settings, self.solver, self.time_limit, self.known_ends,
-            self.rescale_cost, self.rescale_up, self.rescale_down, by_file=self.objective is None)
+            trace or self.trace(),
+            trainers or read_trainers(self.trainers),
+            settings,
+            self.solver,
+            self.time_limit,
+            self.known_ends,
+            self.rescale_cost,
+            self.rescale_up,
+            self.rescale_down,
+            by_file=self.objective is None,
+        )
 
 
 def option(name: str) -> str:
-    """What the command line calls a field."""
+    """The option's name of a field."""
     return '--from' if name == 'since' else f'--{name.replace("_", "-")}'
 
 
 def field_named(name: str) -> str:
-    """The field that the command line calls so, with its dashes or without them; raises BadInput."""
-    found = {option(field).removeprefix('--'): field for field in Request.model_fields}
+    """The field of an option's name, with or without its dashes; raises BadInput."""
+    found = {option(field).removeprefix('--'): field for field in ReplayRequest.model_fields}
     field = found.get(name.removeprefix('--').replace('_', '-'))
     if field is None:
-        raise BadInput(f'There is nothing called {name!r} to sweep; give one of {", ".join(found)}.')
+        raise BadInput(
+            f'There is nothing called {name!r} to sweep; give one of {", ".join(found)}.'
+        )
     return field

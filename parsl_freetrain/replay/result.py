@@ -1,4 +1,4 @@
-"""What a replay found."""
+"""The results of a replay."""
 
 from __future__ import annotations
 
@@ -12,29 +12,35 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 WHERE_THEY_WENT = {
-    'trained': 'trained', 'rescaling': 'lost to rescales', 'lost_to_preemption': 'lost to preemptions', 'too_short': 'about to go',
-    'kept_free': 'kept free', 'no_use': 'no trainer could use them', 'not_worth': 'not worth a rescale',
+    'trained': 'trained',
+    'rescaling': 'lost to rescales',
+    'lost_to_preemption': 'lost to preemptions',
+    'too_short': 'about to go',
+    'kept_free': 'kept free',
+    'no_use': 'no trainer could use them',
+    'not_worth': 'not worth a rescale',
     'stranded': 'idle beside a waiting trainer',
 }
-"""What became of idle node-seconds, and how a human is told so."""
+"""The uses of idle node-seconds, with their labels."""
 
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """What happened, instant by instant; what is said of an instant holds until the next one.
+    """The course of a replay. Each value holds from its instant to the next one.
 
     Attributes
     ----------
     times
-        The instants at which something happened, in seconds of the trace's clock, the end of the window last.
+        The instants of changes, in seconds of the trace's clock; the last one is the end of the
+        window.
     idle, used, running
-        Idle nodes, those of them that train, and trainers that run.
+        Numbers of idle nodes, of those among them that train, and of running trainers.
     samples
-        Trained in total until then, losses deducted.
+        Samples trained until then, minus losses.
     decision_s
-        For how many seconds each decision was thought about, in order; there is none for the end.
+        Duration of each decision in seconds; there is none for the end of the window.
     span_trainer, span_start, span_end, span_nodes
-        Who ran from when to when on how many nodes: one entry for each fragment.
+        Trainer, start, end and number of nodes of each fragment.
     """
 
     times: Floats
@@ -49,42 +55,60 @@ class Series:
     span_nodes: Ints
 
     @classmethod
-    def of(cls, times: Sequence[float], idle: Sequence[int], used: Sequence[int], running: Sequence[int], samples: Sequence[float],
-           decision_s: Sequence[float], spans: Sequence[tuple[str, float, float, int]]) -> Series:
-        """From lists."""
+    def of(
+        cls,
+        times: Sequence[float],
+        idle: Sequence[int],
+        used: Sequence[int],
+        running: Sequence[int],
+        samples: Sequence[float],
+        decision_s: Sequence[float],
+        spans: Sequence[tuple[str, float, float, int]],
+    ) -> Series:
+        """Make a series from lists."""
         names, starts, ends, nodes = zip(*spans, strict=True) if spans else ((), (), (), ())
-        return cls(np.array(times), np.array(idle, dtype=np.int64), np.array(used, dtype=np.int64), np.array(running, dtype=np.int64),
-                   np.array(samples), np.array(decision_s), tuple(names), np.array(starts, dtype=np.float64),
-                   np.array(ends, dtype=np.float64), np.array(nodes, dtype=np.int64))
+        return cls(
+            np.array(times),
+            np.array(idle, dtype=np.int64),
+            np.array(used, dtype=np.int64),
+            np.array(running, dtype=np.int64),
+            np.array(samples),
+            np.array(decision_s),
+            tuple(names),
+            np.array(starts, dtype=np.float64),
+            np.array(ends, dtype=np.float64),
+            np.array(nodes, dtype=np.int64),
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """One run over one pool of nodes.
+    """The outcome of one replay on one pool of nodes.
 
     Attributes
     ----------
     samples
-        Trained, losses deducted.
+        Samples trained, minus losses.
     start_s, end_s
         The window, in seconds of the trace's clock.
     finished_s
-        When the last trainer reached its total; None: not all did.
+        When the last trainer reached its total; None if not all did.
     idle_node_s, used_node_s
-        Node-seconds that there were, and that fragments held.
+        Node-seconds available, and node-seconds held by fragments.
     node_s
-        Where all of them went: trained, rescaling, lost_to_preemption; and of those without a fragment, why: too_short, kept_free, no_use,
-        not_worth, stranded, see :class:`~parsl_freetrain.replay.accounting.Idle`. They sum to ``idle_node_s``.
+        Uses of all node-seconds: trained, rescaling, lost_to_preemption; those without a fragment
+        by cause: too_short, kept_free, no_use, not_worth, stranded, see
+        :class:`~parsl_freetrain.replay.accounting.Idle`. They sum to ``idle_node_s``.
     preempted, rescaled
-        How often a trainer lost nodes without notice, and how often it was changed otherwise.
+        Number of times that a trainer lost nodes without notice, and number of other changes.
     lost_preemption, lost_rescale
-        Samples that this cost.
+        Samples lost by these.
     trainers_done
-        How many reached their total.
+        Number of trainers that reached their total.
     samples_by_trainer, done_s
-        By trainer; when, for those that are done.
+        By trainer: samples trained, and when the trainer finished.
     series
-        What happened when.
+        The course of the replay.
     """
 
     samples: float
@@ -104,7 +128,9 @@ class Outcome:
     series: Series
 
     def time_to(self, samples: float) -> float:
-        """After how many seconds so many samples had been trained, linear between instants; the whole window if never."""
+        """Seconds until this number of samples was trained, linear between instants; the whole
+        window if it never was.
+        """
         reached = np.maximum.accumulate(self.series.samples)
         i = int(np.searchsorted(reached, samples * (1 - 1e-12)))
         if i == 0:
@@ -123,18 +149,19 @@ class ReplayResult:
     Attributes
     ----------
     trace, constant
-        What became of the trainers on the trace, and on the constant pool.
+        Outcome on the trace, and on the constant pool.
     equivalent_nodes
-        Mean number of idle nodes; the constant pool has the nearest whole number of them.
+        Mean number of idle nodes; the constant pool has the nearest whole number of nodes.
     efficiency
-        U; None where the constant pool trained nothing.
+        U; None if the constant pool trained nothing.
     compared
-        What U compares: 'samples' in the same time, or, where the trainers ran out on one of them, the 'time' for as many samples.
+        What U compares: 'samples' in the same time, or the 'time' for the same samples if all
+        trainers finished on one of the two.
     work_efficiency
-        The same ratio with the samples of each trainer divided by what one node of it trains per second, so that a mix of fast and
-        slow networks adds like to like; None where U compares times.
+        The same ratio, with each trainer's samples divided by its speed on one node, so that fast
+        and slow networks can be added up; None if U compares times.
     wall_s
-        How long both took to compute, in seconds.
+        Computing time of both, in seconds.
     """
 
     trace: Outcome
@@ -146,16 +173,27 @@ class ReplayResult:
     wall_s: float
 
     def as_json(self) -> dict[str, object]:
-        """The document that ``freetrain replay --json`` writes; times in seconds, decisions in milliseconds."""
+        """The document of ``freetrain replay --json``; times in seconds, decisions in
+        milliseconds.
+        """
         run = self.trace
         thought = run.series.decision_s * 1000 if len(run.series.decision_s) else np.zeros(1)
         p50, p99, most = (float(np.percentile(thought, share)) for share in (50, 99, 100))
         return {
-            'efficiency': self.efficiency, 'compared': self.compared, 'work_efficiency': self.work_efficiency,
-            'samples': run.samples, 'static_samples': self.constant.samples,
-            'equivalent_nodes': self.equivalent_nodes, 'idle_node_s': run.idle_node_s, 'used_node_s': run.used_node_s,
-            'node_s': run.node_s, 'preempted': run.preempted, 'rescaled': run.rescaled,
-            'lost_samples': {'preemption': run.lost_preemption, 'rescale': run.lost_rescale}, 'trainers_done': run.trainers_done,
+            'efficiency': self.efficiency,
+            'compared': self.compared,
+            'work_efficiency': self.work_efficiency,
+            'samples': run.samples,
+            'static_samples': self.constant.samples,
+            'equivalent_nodes': self.equivalent_nodes,
+            'idle_node_s': run.idle_node_s,
+            'used_node_s': run.used_node_s,
+            'node_s': run.node_s,
+            'preempted': run.preempted,
+            'rescaled': run.rescaled,
+            'lost_samples': {'preemption': run.lost_preemption, 'rescale': run.lost_rescale},
+            'trainers_done': run.trainers_done,
             'events': len(run.series.decision_s),
-            'decision_ms': {'p50': p50, 'p99': p99, 'max': most}, 'wall_s': self.wall_s,
+            'decision_ms': {'p50': p50, 'p99': p99, 'max': most},
+            'wall_s': self.wall_s,
         }

@@ -1,4 +1,4 @@
-"""What is replayed, and how it compares with as many nodes that stay."""
+"""Replays a scenario, and compares it with a constant pool of nodes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import numpy as np
+from msgspec import structs
 
-from parsl_freetrain.core.controller import Controller
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.core.objectives import Candidate, Metric
-from parsl_freetrain.core.profile import Profile
-from parsl_freetrain.core.state import ControllerSettings
-from parsl_freetrain.core.words import ScalingCurve, Trainer
-from parsl_freetrain.replay.accounting import Run
+from parsl_freetrain.core.allocation.objectives import Candidate, Metric
+from parsl_freetrain.core.controller.controller import Controller
+from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.controller.throughput_profile import Profile
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import ScalingCurve, Trainer
+from parsl_freetrain.replay.accounting import RecordedJob
 from parsl_freetrain.replay.engine import run
 from parsl_freetrain.replay.result import Outcome, ReplayResult
 from parsl_freetrain.replay.trace import Trace
@@ -24,34 +25,34 @@ from parsl_freetrain.solver import allocator_named
 
 @dataclass(frozen=True)
 class Scenario:
-    """A replay in full.
+    """All inputs of a replay.
 
     Attributes
     ----------
     trace
         The nodes.
     trainers
-        Who trains.
+        The trainers.
     settings
         How decisions are made.
     solver
-        Who solves the allocation problem, a name that :func:`parsl_freetrain.solver.allocator_named` knows.
+        Name of the solver, see :func:`parsl_freetrain.solver.allocator_named`.
     time_limit_s
-        How long it may take over one decision, in seconds.
+        Maximum seconds of the solver for one decision.
     known_ends
         Whether decisions know until when nodes are promised.
     rescale_cost
-        What the trainers' rescale costs are multiplied by.
+        Factor on the trainers' rescale costs.
     rescale_up_s, rescale_down_s
-        Costs in seconds in place of the trainers' own; None: theirs.
+        Costs in seconds in place of the trainers' own ones; None: their own.
     by_file
-        Whether nodes are worth what the trainers' file says, rather than what ``settings.metric`` does.
+        Whether the objective of the trainers' file is used in place of ``settings.metric``.
 
     Raises
     ------
     BadInput
-        A trainer that can never run on the trace, none that is submitted in time, known ends of which the trace says nothing, or a cost
-        that cannot be meant.
+        A trainer that can never run on the trace, no trainer that is submitted in time,
+        ``known_ends`` for a trace without known ends, or an invalid cost.
     """
 
     trace: Trace
@@ -67,33 +68,52 @@ class Scenario:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rescale_cost < np.inf:
-            raise BadInput(f'The rescale costs are multiplied by {self.rescale_cost:g}; that must be a number, 0 or more.')
+            raise BadInput(
+                f'The rescale costs are multiplied by {self.rescale_cost:g}; that must '
+                'be a number, 0 or more.'
+            )
         for what, seconds in (('up', self.rescale_up_s), ('down', self.rescale_down_s)):
             if seconds is not None and not 0 <= seconds < np.inf:
-                raise BadInput(f'A rescale {what} costs {seconds:g} s; it must be a number of seconds, 0 or more.')
+                raise BadInput(
+                    f'A rescale {what} costs {seconds:g} s; it must be a number of '
+                    'seconds, 0 or more.'
+                )
         if self.known_ends and not np.isfinite(self.trace.known_until).any():
-            raise BadInput('Nothing is known of the ends of idle intervals in this trace; give a job log, or leave known ends out.')
+            raise BadInput(
+                'Nothing is known of the ends of idle intervals in this trace; give a '
+                'job log, or leave known ends out.'
+            )
         if not any(t.submit_s < self.trace.end_s for t in self.trainers):
-            raise BadInput(f'No trainer is submitted before {self.trace.end_s:g} s, when the window ends.')
+            raise BadInput(
+                f'No trainer is submitted before {self.trace.end_s:g} s, when the window ends.'
+            )
         most = most_at_once(self.trace, self.known_ends)
         for t in self.trainers:
             if t.trainer.min_nodes > most:
-                raise BadInput(f'Trainer {t.trainer.name!r} can never run on this trace: it needs {t.trainer.min_nodes} nodes, '
-                               f'and at most {most} are idle at once.')
+                raise BadInput(
+                    f'Trainer {t.trainer.name!r} can never run on this trace: it needs '
+                    f'{t.trainer.min_nodes} nodes, '
+                    f'and at most {most} are idle at once.'
+                )
 
     def costed(self, trainer: Trainer) -> Trainer:
-        """A trainer with the rescale costs of this scenario."""
+        """The trainer with the rescale costs of this scenario."""
         up_s = trainer.rescale_up_s if self.rescale_up_s is None else self.rescale_up_s
         down_s = trainer.rescale_down_s if self.rescale_down_s is None else self.rescale_down_s
-        return replace(trainer, rescale_up_s=up_s * self.rescale_cost, rescale_down_s=down_s * self.rescale_cost)
+        return replace(
+            trainer,
+            rescale_up_s=up_s * self.rescale_cost,
+            rescale_down_s=down_s * self.rescale_cost,
+        )
 
 
 def replay(scenario: Scenario) -> ReplayResult:
-    """What the trainers would have trained on the trace, and on a constant pool of as many node-seconds.
+    """Replay the trainers on the trace, and on a constant pool of the same node-seconds.
 
-    The constant pool has the mean number of idle nodes, as observed and rounded, for the whole window; the same trainers, submitted
-    at the same times, the same decisions and the same costs, its own rescales charged. U compares the samples trained; where the
-    trainers run out on either before the window ends, it compares how long what was trained on both took on each.
+    The constant pool has the observed mean number of idle nodes, rounded, for the whole window. It
+    gets the same trainers at the same times, decides in the same way, and is charged the same costs
+    for its own rescales. U compares the samples trained. If all trainers finish on either before
+    the window ends, U compares the times that the samples trained on both took on each.
     """
     began = perf_counter()
     trace = scenario.trace
@@ -114,13 +134,24 @@ def compare(outcome: Outcome, constant: Outcome) -> tuple[float | None, str]:
     return (constant.time_to(samples) / taken if taken > 0 else None), 'time'
 
 
-def compare_work(trainers: Sequence[ReplayTrainer], outcome: Outcome, constant: Outcome) -> float | None:
-    """The ratio of the node-seconds that one node of each trainer would have needed for what was trained."""
+def compare_work(
+    trainers: Sequence[ReplayTrainer], outcome: Outcome, constant: Outcome
+) -> float | None:
+    """The ratio of the node-seconds that the trained samples would have taken on one node per
+    trainer.
+    """
+
     def work(of: Outcome) -> float:
         return sum(of.samples_by_trainer[name] / rate for name, rate in one_node.items())
-    # A trainer that is slow to the point of standing still on few nodes is measured by what it does on all that it may have.
-    one_node = {t.name: rate for t in (r.trainer for r in trainers) if t.curve is not None
-                and (rate := t.curve.rate_at(1) or t.curve.rate_at(t.max_nodes) / t.max_nodes) > 0}
+
+    # A trainer that hardly moves on few nodes is measured by its speed on its maximum number of
+    # nodes.
+    one_node = {
+        t.name: rate
+        for t in (r.trainer for r in trainers)
+        if t.curve is not None
+        and (rate := t.curve.rate_at(1) or t.curve.rate_at(t.max_nodes) / t.max_nodes) > 0
+    }
     there = work(constant)
     return work(outcome) / there if there > 0 else None
 
@@ -131,27 +162,45 @@ def _run(scenario: Scenario, trace: Trace, known_ends: bool) -> Outcome:
     for t in scenario.trainers:
         trainer = scenario.costed(t.trainer)
         wanted = Profile(worth[trainer.name]).best_count(trainer.counts())
-        runs[trainer.name] = Run(trainer, t.submit_s, wanted, since=trace.start_s)
-    settings = replace(scenario.settings, idle_block_s=float('inf'), retries=0)
-    # A solver that dies takes nothing with it here but the replay.
+        runs[trainer.name] = RecordedJob(trainer, t.submit_s, wanted, since=trace.start_s)
+    settings = structs.replace(scenario.settings, idle_block_s=float('inf'), retries=0)
+    # No child process is needed: a crash of the solver ends only the replay.
     allocator = allocator_named(scenario.solver, time_limit_s=scenario.time_limit_s, isolated=False)
-    return run(trace, known_ends, runs, Controller(allocator, settings, _by_file(worth) if scenario.by_file else None))
+    return run(
+        trace,
+        known_ends,
+        runs,
+        Controller(allocator, settings, _by_file(worth) if scenario.by_file else None),
+    )
 
 
 def _by_file(worth: Mapping[str, ScalingCurve]) -> Metric:
     def metric(candidate: Candidate) -> ScalingCurve:
         return worth[candidate.name]
+
     return metric
 
 
 def constant_pool(trace: Trace, nodes: int) -> Trace:
-    """So many nodes that are there for the whole window of a trace."""
-    return Trace(tuple(f'node{i:05d}' for i in range(nodes)), trace.start_s, trace.end_s, np.full(nodes, trace.start_s),
-                 np.full(nodes, trace.end_s), np.arange(nodes), np.full(nodes, np.inf))
+    """A pool with this number of nodes for the whole window of a trace."""
+    return Trace(
+        tuple(f'node{i:05d}' for i in range(nodes)),
+        trace.start_s,
+        trace.end_s,
+        np.full(nodes, trace.start_s),
+        np.full(nodes, trace.end_s),
+        np.arange(nodes),
+        np.full(nodes, np.inf),
+    )
 
 
 def most_at_once(trace: Trace, known_ends: bool) -> int:
-    """The largest number of nodes that are idle at once."""
+    """The maximum number of nodes that are idle at once."""
     starts, ends, _, _ = trace.intervals(known_ends)
     at = np.unique(starts)
-    return int((np.searchsorted(np.sort(starts), at, side='right') - np.searchsorted(np.sort(ends), at, side='right')).max(initial=0))
+    return int(
+        (
+            np.searchsorted(np.sort(starts), at, side='right')
+            - np.searchsorted(np.sort(ends), at, side='right')
+        ).max(initial=0)
+    )

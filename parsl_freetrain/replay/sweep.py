@@ -1,4 +1,4 @@
-"""Many replays in parallel, each of which becomes a row of one table."""
+"""Many replays in parallel; each becomes a row of one table."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pandas as pd
 from joblib import Parallel, delayed
 from joblib.externals.loky import get_reusable_executor
 
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.replay.request import Request, field_named, option
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.replay.request import ReplayRequest, field_named, option
 from parsl_freetrain.replay.result import ReplayResult
 from parsl_freetrain.replay.scenario import Scenario, replay
 from parsl_freetrain.replay.trace import Trace
@@ -24,30 +24,43 @@ Values = Mapping[str, str | float | bool | None]
 
 
 def axes(texts: Sequence[str]) -> dict[str, list[str]]:
-    """The values to sweep over, by field of a request, from texts such as ``'horizon=10,60,120'``; raises BadInput."""
+    """The values to sweep over, by field of a request, from texts such as ``'horizon=10,60,120'``;
+    raises BadInput.
+    """
     found: dict[str, list[str]] = {}
     for text in texts:
         name, is_there, values = text.partition('=')
         field = field_named(name.strip())
         given = [value.strip() for value in values.split(',')]
         if not is_there or '' in given or len(set(given)) < len(given):
-            raise BadInput(f'--sweep is {text!r}; it must be a name and different values, as in horizon=10,60,120.')
+            raise BadInput(
+                f'--sweep is {text!r}; it must be a name and different values, as in '
+                'horizon=10,60,120.'
+            )
         if field in found:
             raise BadInput(f'--sweep {name.strip()} is there twice; give all its values at once.')
         found[field] = given
     return found
 
 
-def requests(options: Mapping[str, object], swept: Mapping[str, Sequence[str]]) -> list[Request]:
+def requests(
+    options: Mapping[str, object], swept: Mapping[str, Sequence[str]]
+) -> list[ReplayRequest]:
     """One request for every combination of the swept values; raises BadInput."""
-    combinations = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
+    combinations = [
+        dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())
+    ]
     if len(combinations) > MOST_CASES:
-        raise BadInput(f'These sweeps ask for {len(combinations)} replays; {MOST_CASES} are the most at once.')
-    return [Request.of({**options, **combination}) for combination in combinations]
+        raise BadInput(
+            f'These sweeps ask for {len(combinations)} replays; {MOST_CASES} are the most at once.'
+        )
+    return [ReplayRequest.of({**options, **combination}) for combination in combinations]
 
 
-def scenarios(asked: Sequence[Request]) -> list[Scenario]:
-    """What is to be replayed; a trace and a file of trainers that several ask for is read once; raises BadInput."""
+def scenarios(asked: Sequence[ReplayRequest]) -> list[Scenario]:
+    """The scenarios of the requests; a trace or file of trainers that several requests share is
+    read once. Raises BadInput.
+    """
     traces: dict[tuple[object, ...], Trace] = {}
     trainers: dict[Path, tuple[ReplayTrainer, ...]] = {}
     found = []
@@ -60,8 +73,14 @@ def scenarios(asked: Sequence[Request]) -> list[Scenario]:
     return found
 
 
-def sweep(asked: Sequence[Request], swept: Sequence[str], *, jobs: int = 1, done: Callable[[], None] | None = None) -> pd.DataFrame:
-    """Replay all that is asked for.
+def sweep(
+    asked: Sequence[ReplayRequest],
+    swept: Sequence[str],
+    *,
+    jobs: int = 1,
+    done: Callable[[], None] | None = None,
+) -> pd.DataFrame:
+    """Replay all requests.
 
     Parameters
     ----------
@@ -70,38 +89,45 @@ def sweep(asked: Sequence[Request], swept: Sequence[str], *, jobs: int = 1, done
     swept
         Fields of the requests that become columns.
     jobs
-        How many processes; -1: one for each core.
+        Number of processes; -1: one for each core.
     done
         Called after each replay.
 
     Returns
     -------
     pandas.DataFrame
-        One row for each request, in their order: the swept fields, by the names of their options with ``_`` for ``-``, then what
-        :meth:`ReplayResult.as_json <parsl_freetrain.replay.result.ReplayResult.as_json>` says, nested names joined with ``_``.
+        One row for each request, in their order: the swept fields, named like their options with
+        ``_`` for ``-``, then the values of :meth:`ReplayResult.as_json
+        <parsl_freetrain.replay.result.ReplayResult.as_json>` with nested names joined by ``_``.
 
     Raises
     ------
     BadInput
-        Before anything is replayed, if any of the requests cannot be meant.
+        If any of the requests is invalid; nothing is replayed then.
     """
     ready = scenarios(asked)
-    # Arrays reach the processes as files that they share, not as copies.
+    # The processes share arrays as memory-mapped files, without copies.
     parallel = Parallel(n_jobs=jobs, return_as='generator')
     rows = []
     try:
-        for request, scenario, answer in zip(asked, ready, parallel(delayed(_answer)(s) for s in ready), strict=True):
+        for request, scenario, answer in zip(
+            asked, ready, parallel(delayed(_answer)(s) for s in ready), strict=True
+        ):
             rows.append(values(request, scenario, swept) | answer)
             if done is not None:
                 done()
     finally:
         if jobs != 1:
-            get_reusable_executor().shutdown(wait=True, kill_workers=True)   # they would wait for more for minutes
+            get_reusable_executor().shutdown(
+                wait=True, kill_workers=True
+            )  # idle processes would stay for minutes
     return pd.DataFrame(rows)
 
 
-def values(request: Request, scenario: Scenario, swept: Sequence[str]) -> dict[str, object]:
-    """The columns that tell a row of the table from others; as many trainers as there are stand for all of them."""
+def values(request: ReplayRequest, scenario: Scenario, swept: Sequence[str]) -> dict[str, object]:
+    """The columns that identify a row of the table. ``max_trainers`` "all" becomes the number of
+    trainers.
+    """
     found: dict[str, object] = {}
     for field in swept:
         value = getattr(request, field)
@@ -112,15 +138,19 @@ def values(request: Request, scenario: Scenario, swept: Sequence[str]) -> dict[s
 
 
 def column(field: str) -> str:
-    """What a field of a request is called in the table."""
+    """The column's name of a request's field."""
     return option(field).removeprefix('--').replace('-', '_')
 
 
 def row(result: ReplayResult) -> dict[str, object]:
-    """What a replay found, flat."""
+    """The result of a replay as a flat dict."""
     flat: dict[str, object] = {}
     for key, value in result.as_json().items():
-        flat.update({f'{key}_{inner}': found for inner, found in value.items()} if isinstance(value, dict) else {key: value})
+        flat.update(
+            {f'{key}_{inner}': found for inner, found in value.items()}
+            if isinstance(value, dict)
+            else {key: value}
+        )
     return flat
 
 
@@ -137,7 +167,7 @@ def check_out(path: Path) -> None:
 
 
 def write(table: pd.DataFrame, path: Path) -> None:
-    """Write a table as CSV or as Parquet, as the ending of the file's name says."""
+    """Write a table as CSV or as Parquet, by the file's suffix."""
     if path.suffix == '.parquet':
         table.to_parquet(path, index=False)
     else:

@@ -1,4 +1,4 @@
-"""Pictures of a sweep: U against each number that was swept, where node-seconds went, how long decisions took."""
+"""Charts of a sweep: U against each swept number, use of node-seconds, duration of decisions."""
 
 from __future__ import annotations
 
@@ -10,33 +10,49 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from parsl_freetrain.ledger.picture import TOL_MUTED
-from parsl_freetrain.replay.pictures import COLOURS, plain, save
+from parsl_freetrain.replay.pictures import COLOURS, TOL_MUTED, plain, save
 from parsl_freetrain.replay.result import WHERE_THEY_WENT
 
 MOST_LINES = 12
-"""So many lines have a name in the legend."""
+"""Maximum number of lines that the legend names."""
 WIDE = 20.0
 """Numbers that differ by more than this factor are drawn on a logarithmic axis."""
 
 
 def draw(table: pd.DataFrame, swept: Sequence[str], folder: Path) -> list[Path]:
-    """Draw into a folder that is there: ``efficiency-NAME.png`` for each number that was swept, ``node-seconds.png``, ``decisions.png``.
+    """Draw into an existing folder: ``efficiency-NAME.png`` for each swept number,
+    ``node-seconds.png``, ``decisions.png``.
 
     Parameters
     ----------
     table, swept
-        What :func:`parsl_freetrain.replay.sweep.sweep` returned, and which of its columns tell the rows apart.
+        The result of :func:`parsl_freetrain.replay.sweep.sweep`, and the columns that identify its
+        rows.
 
     Returns
     -------
     list of pathlib.Path
         The files.
     """
-    numbers = [name for name in swept if pd.api.types.is_numeric_dtype(table[name]) and not pd.api.types.is_bool_dtype(table[name])]
-    return [*(_efficiency(table, name, [other for other in swept if other != name], folder / f'efficiency-{name.replace("_", "-")}.png')
-              for name in numbers),
-            _node_seconds(table, swept, folder / 'node-seconds.png'), _decisions(table, swept, folder / 'decisions.png')]
+    numbers = [
+        name
+        for name in swept
+        if pd.api.types.is_numeric_dtype(table[name])
+        and not pd.api.types.is_bool_dtype(table[name])
+    ]
+    return [
+        *(
+            _efficiency(
+                table,
+                name,
+                [other for other in swept if other != name],
+                folder / f'efficiency-{name.replace("_", "-")}.png',
+            )
+            for name in numbers
+        ),
+        _node_seconds(table, swept, folder / 'node-seconds.png'),
+        _decisions(table, swept, folder / 'decisions.png'),
+    ]
 
 
 def _efficiency(table: pd.DataFrame, name: str, others: Sequence[str], path: Path) -> Path:
@@ -45,13 +61,26 @@ def _efficiency(table: pd.DataFrame, name: str, others: Sequence[str], path: Pat
     lines = [*table.groupby(list(others), dropna=False, sort=False)] if others else [((), table)]
     for i, (values, rows) in enumerate(lines):
         in_order = rows.sort_values(name)
-        label = ', '.join(f'{other.replace("_", " ")} {_text(value)}' for other, value in zip(others, values, strict=True))
-        axes.plot(in_order[name], in_order['efficiency'].astype(float), 'o-', markersize=4, color=TOL_MUTED[i % len(TOL_MUTED)],
-                  label=label if others and i < MOST_LINES else None)
+        label = ', '.join(
+            f'{other.replace("_", " ")} {_text(value)}'
+            for other, value in zip(others, values, strict=True)
+        )
+        axes.plot(
+            in_order[name],
+            in_order['efficiency'].astype(float),
+            'o-',
+            markersize=4,
+            color=TOL_MUTED[i % len(TOL_MUTED)],
+            label=label if others and i < MOST_LINES else None,
+        )
     least, most = float(table[name].min()), float(table[name].max())
     if least > 0 and most > WIDE * least:
         axes.set_xscale('log')
-        axes.set_xticks(sorted(set(table[name])), [_text(value) for value in sorted(set(table[name]))], minor=False)
+        axes.set_xticks(
+            sorted(set(table[name])),
+            [_text(value) for value in sorted(set(table[name]))],
+            minor=False,
+        )
         axes.minorticks_off()
     axes.set(xlabel=name.replace('_', ' '), ylabel='efficiency U')
     axes.grid(alpha=0.3)
@@ -66,7 +95,11 @@ def _node_seconds(table: pd.DataFrame, swept: Sequence[str], path: Path) -> Path
     axes = figure.subplots()
     left = np.zeros(len(table))
     for key, why in WHERE_THEY_WENT.items():
-        share = 100 * table[f'node_s_{key}'].to_numpy(dtype=float) / table['idle_node_s'].to_numpy(dtype=float)
+        share = (
+            100
+            * table[f'node_s_{key}'].to_numpy(dtype=float)
+            / table['idle_node_s'].to_numpy(dtype=float)
+        )
         if share.any():
             axes.barh(range(len(table)), share, left=left, color=COLOURS[key], label=why)
             left += share
@@ -80,8 +113,14 @@ def _node_seconds(table: pd.DataFrame, swept: Sequence[str], path: Path) -> Path
 def _decisions(table: pd.DataFrame, swept: Sequence[str], path: Path) -> Path:
     figure = Figure(figsize=(8, 1.6 + 0.3 * len(table)), layout='constrained')
     axes = figure.subplots()
-    for which, label, mark in (('p50', 'median', 'o'), ('p99', '99 %', 'D'), ('max', 'longest', '|')):
-        axes.plot(table[f'decision_ms_{which}'], range(len(table)), mark, color='#0072B2', label=label)
+    for which, label, mark in (
+        ('p50', 'median', 'o'),
+        ('p99', '99 %', 'D'),
+        ('max', 'longest', '|'),
+    ):
+        axes.plot(
+            table[f'decision_ms_{which}'], range(len(table)), mark, color='#0072B2', label=label
+        )
     axes.set_xscale('log')
     _name_rows(axes, table, swept)
     axes.set_xlabel('ms for a decision')
@@ -92,7 +131,10 @@ def _decisions(table: pd.DataFrame, swept: Sequence[str], path: Path) -> Path:
 
 
 def _name_rows(axes: Axes, table: pd.DataFrame, swept: Sequence[str]) -> None:
-    labels = [', '.join(_text(value) for value in row) for row in table[list(swept)].itertuples(index=False)]
+    labels = [
+        ', '.join(_text(value) for value in row)
+        for row in table[list(swept)].itertuples(index=False)
+    ]
     axes.set_yticks(range(len(table)), labels)
     axes.set_ylabel(', '.join(name.replace('_', ' ') for name in swept))
     axes.invert_yaxis()

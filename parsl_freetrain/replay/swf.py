@@ -7,12 +7,29 @@ import re
 from itertools import pairwise
 from pathlib import Path
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.jobs import LONGEST_S, Job, JobTable, job_table, read_lines
 
 COLUMNS = (
-    'job number', 'submit time', 'wait time', 'run time', 'allocated processors', 'average CPU time', 'used memory', 'requested processors',
-    'requested time', 'requested memory', 'status', 'user', 'group', 'executable', 'queue', 'partition', 'preceding job', 'think time')
+    'job number',
+    'submit time',
+    'wait time',
+    'run time',
+    'allocated processors',
+    'average CPU time',
+    'used memory',
+    'requested processors',
+    'requested time',
+    'requested memory',
+    'status',
+    'user',
+    'group',
+    'executable',
+    'queue',
+    'partition',
+    'preceding job',
+    'think time',
+)
 _SUBMIT, _WAIT, _RUN, _ALLOCATED, _REQUESTED, _LIMIT, _STATUS = 1, 2, 3, 4, 7, 8, 10
 STANDARD = 'the columns must be the 18 of the Standard Workload Format, in its order'
 
@@ -22,25 +39,31 @@ _HEADER = re.compile(r';\s*(\w+)\s*:\s*(.*?)\s*$')
 def read_swf(path: str | Path, machine_nodes: int | None = None) -> JobTable:
     """Read a job log in Standard Workload Format, plain or gzipped.
 
-    Header comments give the machine's size: ``MaxNodes``, and ``MaxProcs`` where jobs are counted in processors, of which
-    each node then has ``MaxProcs / MaxNodes``; jobs get whole nodes. Jobs without a known wait or run time are left out, those that were
-    cancelled before they ran wait in the queue until then.
+    Header comments give the machine's size: ``MaxNodes``, and ``MaxProcs`` if jobs are counted in
+    processors. Each node then has ``MaxProcs / MaxNodes`` processors; jobs get whole nodes. Jobs
+    without a known wait or run time are left out. Jobs that were cancelled before they ran wait in
+    the queue until then.
 
     Parameters
     ----------
     path
         The log.
     machine_nodes
-        How many nodes the machine has, in place of ``MaxNodes``.
+        Number of nodes of the machine, in place of ``MaxNodes``.
 
     Raises
     ------
     BadInput
-        Missing columns, columns in another order, numbers that cannot be; the sentence names file and line.
+        Missing columns, columns in another order, or impossible numbers; the message names file and
+        line.
     """
     lines = read_lines(path, 'a job log in Standard Workload Format')
     header = {m[1]: m[2] for line in lines if line.startswith(';') and (m := _HEADER.match(line))}
-    rows = [(number, _numbers(path, number, line)) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith(';')]
+    rows = [
+        (number, _numbers(path, number, line))
+        for number, line in enumerate(lines, 1)
+        if line.strip() and not line.startswith(';')
+    ]
     if not rows:
         raise BadInput(f'{path} has no jobs; give a job log in Standard Workload Format.')
     _check_order(path, rows)
@@ -58,36 +81,54 @@ def _numbers(path: str | Path, number: int, line: str) -> list[float]:
         try:
             numbers.append(float(text))
         except ValueError:
-            raise BadInput(f'{path}, line {number}: column {len(numbers) + 1} ({column}) is {text!r}; it must be a number.') from None
+            raise BadInput(
+                f'{path}, line {number}: column {len(numbers) + 1} ({column}) is '
+                f'{text!r}; it must be a number.'
+            ) from None
     return numbers
 
 
 def _check_order(path: str | Path, rows: list[tuple[int, list[float]]]) -> None:
-    """Refuse logs in which something else stands in a column that counts."""
+    """Refuse logs in which a needed column holds something else."""
     for number, row in rows:
         for at in (_WAIT, _RUN, _LIMIT):
             if row[at] > LONGEST_S:
                 raise BadInput(
-                    f'{path}, line {number}: column {at + 1} ({COLUMNS[at]}) is {row[at]:.0f} s, more than ten years; {STANDARD}.')
+                    f'{path}, line {number}: column {at + 1} ({COLUMNS[at]}) is '
+                    f'{row[at]:.0f} s, more than ten years; {STANDARD}.'
+                )
         if row[_STATUS] not in (-1, 0, 1, 2, 3, 4, 5):
-            raise BadInput(f'{path}, line {number}: column 11 (status) is {row[_STATUS]:g}, not one of -1 to 5; {STANDARD}.')
+            raise BadInput(
+                f'{path}, line {number}: column 11 (status) is {row[_STATUS]:g}, not one '
+                f'of -1 to 5; {STANDARD}.'
+            )
         for at in (_ALLOCATED, _REQUESTED):
             if row[at] != math.floor(row[at]):
-                raise BadInput(f'{path}, line {number}: column {at + 1} ({COLUMNS[at]}) is {row[at]:g}, not a whole number; {STANDARD}.')
-    back = [later[0] for earlier, later in pairwise(rows) if later[1][_SUBMIT] < earlier[1][_SUBMIT]]
+                raise BadInput(
+                    f'{path}, line {number}: column {at + 1} ({COLUMNS[at]}) is '
+                    f'{row[at]:g}, not a whole number; {STANDARD}.'
+                )
+    back = [
+        later[0] for earlier, later in pairwise(rows) if later[1][_SUBMIT] < earlier[1][_SUBMIT]
+    ]
     if 4 * len(back) > len(rows):
-        raise BadInput(f'{path}, line {back[0]}: column 2 (submit time) goes back, here and on {len(back) - 1} other lines; {STANDARD}.')
+        raise BadInput(
+            f'{path}, line {back[0]}: column 2 (submit time) goes back, here and on '
+            f'{len(back) - 1} other lines; {STANDARD}.'
+        )
 
 
 def _size(path: str | Path, header: dict[str, str], machine_nodes: int | None) -> tuple[int, float]:
-    """Nodes of the machine, processors per node."""
+    """Number of nodes of the machine, and of processors per node."""
     found = {}
     for name in ('MaxNodes', 'MaxProcs'):
         count = re.match(r'\d+', header.get(name, ''))
         found[name] = int(count[0]) if count else 0
     nodes, processors = found['MaxNodes'], found['MaxProcs'] or found['MaxNodes']
     if not nodes and machine_nodes is None:
-        raise BadInput(f'{path} has no header comment "; MaxNodes: …"; say how many nodes the machine has.')
+        raise BadInput(
+            f'{path} has no header comment "; MaxNodes: …"; say how many nodes the machine has.'
+        )
     per_node = processors / nodes if nodes else max(processors / (machine_nodes or 1), 1.0)
     return machine_nodes or nodes, per_node
 
@@ -99,7 +140,16 @@ def _job(path: str | Path, number: int, row: list[float], per_node: float) -> Jo
     if processors <= 0:
         if row[_RUN] <= 0:
             return None
-        raise BadInput(f'{path}, line {number}: neither column 5 ({COLUMNS[4]}) nor column 8 ({COLUMNS[7]}) is above 0.')
+        raise BadInput(
+            f'{path}, line {number}: neither column 5 ({COLUMNS[4]}) nor column 8 '
+            f'({COLUMNS[7]}) is above 0.'
+        )
     start = row[_SUBMIT] + row[_WAIT]
-    return Job(number, row[_SUBMIT], start, start + max(row[_RUN], 0.0), math.ceil(processors / per_node),
-               row[_LIMIT] if row[_LIMIT] > 0 else math.inf)
+    return Job(
+        number,
+        row[_SUBMIT],
+        start,
+        start + max(row[_RUN], 0.0),
+        math.ceil(processors / per_node),
+        row[_LIMIT] if row[_LIMIT] > 0 else math.inf,
+    )

@@ -1,4 +1,6 @@
-"""A recorded trace: which node was idle from when to when, and what the scheduler's reservations promised of it."""
+"""A recorded trace: the idle intervals of nodes, and the times promised by the scheduler's
+reservations.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -26,11 +28,11 @@ class PoolChange:
     joined
         Indices of the nodes that become idle, increasing.
     left
-        Indices of the nodes that become busy, increasing. They leave before the others join: a node in both was
-        taken and given back in the same instant.
+        Indices of the nodes that become busy, increasing. They leave before the others join: a node
+        in both was busy only for an instant.
     known_until
-        For each node of ``joined``: until when it is known to be left alone, in seconds of the trace's clock;
-        infinite where nothing is known.
+        For each node of ``joined``: until when it is known to stay idle, in seconds of the trace's
+        clock; infinite if not known.
     """
 
     at: float
@@ -46,24 +48,24 @@ class Trace:
     Attributes
     ----------
     names
-        The nodes' names; a node's index is its place here.
+        The nodes' names, by index.
     start_s, end_s
         The window, in seconds of the trace's clock. All intervals lie within it.
     starts, ends
-        When each interval begins and ends, in seconds.
+        Start and end of each interval, in seconds.
     nodes
-        Whose interval it is, as an index into ``names``.
+        The node of each interval, as an index into ``names``.
     known_until
-        Until when the scheduler's reservations, as far as they could be known at the interval's start, would have
-        left the node alone; infinite where no reservation touches it or nothing is known, not after the interval's
-        start where it was promised for no time at all. Where a promise runs out and the node is still idle, the interval
-        ends and the next one touches it, with a promise of its own.
+        Until when the scheduler's reservations, as known at the interval's start, would have left
+        the node alone. Infinite if no reservation includes it or nothing is known; not after the
+        interval's start if it was promised for no time. If a promise runs out and the node is still
+        idle, the interval ends and the next one follows at once, with its own promise.
 
     Raises
     ------
     BadInput
-        An interval that is empty, outside the window, of an unknown node, or overlaps another one of its node;
-        a window that is empty.
+        An interval that is empty, outside the window, of an unknown node, or overlaps another one
+        of its node; an empty window.
     """
 
     names: tuple[str, ...]
@@ -76,7 +78,10 @@ class Trace:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.start_s) and self.start_s < self.end_s < math.inf):
-            raise BadInput(f'The window of a trace goes from {self.start_s:g} s to {self.end_s:g} s; it must end after its start.')
+            raise BadInput(
+                f'The window of a trace goes from {self.start_s:g} s to {self.end_s:g} '
+                's; it must end after its start.'
+            )
         if not len(self.starts) == len(self.ends) == len(self.nodes) == len(self.known_until):
             raise BadInput('The columns of a trace must be equally long.')
         order = np.lexsort((self.nodes, self.starts))
@@ -90,38 +95,59 @@ class Trace:
     def _check(self) -> None:
         bad = ~(self.starts < self.ends) | (self.starts < self.start_s) | (self.ends > self.end_s)
         for row in np.flatnonzero(bad)[:1].tolist():
-            raise BadInput(f'An idle interval goes from {self.starts[row]:g} s to {self.ends[row]:g} s; it must end after its start and '
-                           f'lie within {self.start_s:g} s and {self.end_s:g} s.')
-        if len(self.nodes) and not 0 <= int(self.nodes.min()) <= int(self.nodes.max()) < len(self.names):
-            raise BadInput(f'A trace has an interval of node {int(self.nodes.max())}; its {len(self.names)} nodes are numbered from 0.')
+            raise BadInput(
+                f'An idle interval goes from {self.starts[row]:g} s to '
+                f'{self.ends[row]:g} s; it must end after its start and '
+                f'lie within {self.start_s:g} s and {self.end_s:g} s.'
+            )
+        if len(self.nodes) and not 0 <= int(self.nodes.min()) <= int(self.nodes.max()) < len(
+            self.names
+        ):
+            raise BadInput(
+                f'A trace has an interval of node {int(self.nodes.max())}; its '
+                f'{len(self.names)} nodes are numbered from 0.'
+            )
         if np.isnan(self.known_until).any():
-            raise BadInput('A trace has an interval whose known end is not a number; where nothing is known it must be infinite.')
+            raise BadInput(
+                'A trace has an interval whose known end is not a number; where nothing '
+                'is known it must be infinite.'
+            )
         order = self._by_node()
         same = np.diff(self.nodes[order]) == 0
         for row in order[1:][same & (self.ends[order[:-1]] > self.starts[order[1:]])][:1].tolist():
-            raise BadInput(f'Node {self.names[int(self.nodes[row])]} is idle from {self.starts[row]:g} s on, but already was before; '
-                           f'the intervals of a node must not overlap.')
+            raise BadInput(
+                f'Node {self.names[int(self.nodes[row])]} is idle from '
+                f'{self.starts[row]:g} s on, but already was before; '
+                f'the intervals of a node must not overlap.'
+            )
 
     def _by_node(self) -> Ints:
         """The order of nodes, then of starts."""
-        small = self.nodes.astype(np.uint16) if len(self.names) <= 1 << 16 else self.nodes     # 16 bits sort much faster
+        small = (
+            self.nodes.astype(np.uint16) if len(self.names) <= 1 << 16 else self.nodes
+        )  # 16 bits sort much faster
         return np.argsort(small, kind='stable')
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def __repr__(self) -> str:
-        return f'<Trace: {len(self)} idle intervals of {len(self.names)} nodes from {self.start_s:g} s to {self.end_s:g} s>'
+        return (
+            f'<Trace: {len(self)} idle intervals of {len(self.names)} nodes from '
+            f'{self.start_s:g} s to {self.end_s:g} s>'
+        )
 
     def intervals(self, known_ends: bool = False) -> tuple[Floats, Floats, Ints, Floats]:
-        """Starts, ends, nodes and known ends, as one who knows, or does not know, the scheduler's reservations sees them.
+        """Starts, ends, nodes and known ends of the intervals, with or without knowledge of the
+        scheduler's reservations.
 
         Parameters
         ----------
         known_ends
-            False: every idle interval as observed, to its end, with nothing known (infinite). Intervals that were
-            divided only because a promise ran out are one. True: a node is there as long as it was promised, no
-            longer than it was idle, and not at all where it was promised for no time.
+            False: every idle interval as observed, with an unknown (infinite) end; intervals that
+            were divided only because a promise ran out are joined. True: a node is available as
+            long as it was promised, no longer than it was idle, and not at all if it was promised
+            for no time.
 
         Returns
         -------
@@ -139,7 +165,12 @@ class Trace:
         if not np.isfinite(self.known_until).any():
             return self.starts, self.ends, self.nodes
         order = self._by_node()
-        starts, ends, nodes, known = self.starts[order], self.ends[order], self.nodes[order], self.known_until[order]
+        starts, ends, nodes, known = (
+            self.starts[order],
+            self.ends[order],
+            self.nodes[order],
+            self.known_until[order],
+        )
         goes_on = (nodes[:-1] == nodes[1:]) & (ends[:-1] == starts[1:]) & (known[:-1] <= ends[:-1])
         first = np.concatenate([[True], ~goes_on])
         last = np.concatenate([~goes_on, [True]])
@@ -148,10 +179,10 @@ class Trace:
         return starts[order], ends[order], nodes[order]
 
     def changes(self, known_ends: bool = False) -> tuple[PoolChange, ...]:
-        """Every change of the idle pool, in order of time, at most one for an instant.
+        """Every change of the idle pool, in order of time, at most one for each instant.
 
-        Nodes that are idle when the window begins join at its start; those that are idle when it ends do not leave.
-        ``known_ends`` is that of :meth:`intervals`.
+        Nodes that are idle at the window's start join then; those that are idle at its end do not
+        leave. ``known_ends``: as for :meth:`intervals`.
         """
         starts, ends, nodes, known = self.intervals(known_ends)
         order = np.lexsort((nodes, ends))
@@ -161,46 +192,69 @@ class Trace:
         joins, leaves = _cuts(starts, at), _cuts(ends, at)
         return tuple(
             PoolChange(t, nodes[a:b], left[c:d], known[a:b])
-            for t, a, b, c, d in zip(at.tolist(), joins, joins[1:], leaves, leaves[1:], strict=False))
+            for t, a, b, c, d in zip(
+                at.tolist(), joins, joins[1:], leaves, leaves[1:], strict=False
+            )
+        )
 
     def idle_node_s(self, known_ends: bool = False) -> float:
-        """Node-seconds in the pool, in the sense of :meth:`intervals`."""
+        """Node-seconds in the pool; ``known_ends``: as for :meth:`intervals`."""
         starts, ends, _, _ = self.intervals(known_ends)
         return float((ends - starts).sum())
 
-    def window(self, nodes: int | None = None, since: float | None = None, until: float | None = None) -> Trace:
+    def window(
+        self, nodes: int | None = None, since: float | None = None, until: float | None = None
+    ) -> Trace:
         """Part of this trace; the clock stays the same.
 
         Parameters
         ----------
         nodes
-            Only the first so many names in sorted order; all where there are fewer, or where it is None.
+            Number of nodes to use, the first ones in sorted order; None: all.
         since, until
-            In seconds; this trace's window and its intervals are clipped to them. None: no clipping.
+            In seconds; this trace's window and its intervals are clipped to them. None: no
+            clipping.
 
         Raises
         ------
         BadInput
-            No node; a window that is empty or in which no node is idle.
+            No node, an empty window, or a window in which no node is idle.
         """
         if nodes is not None and nodes < 1:
-            raise BadInput(f'The first {nodes} nodes of a trace were asked for; at least 1 must be.')
-        start_s, end_s = self.start_s if since is None else float(since), self.end_s if until is None else float(until)
+            raise BadInput(
+                f'The first {nodes} nodes of a trace were asked for; at least 1 must be.'
+            )
+        start_s, end_s = (
+            self.start_s if since is None else float(since),
+            self.end_s if until is None else float(until),
+        )
         whole = f'the trace goes from {self.start_s:g} s to {self.end_s:g} s'
         if not max(start_s, self.start_s) < min(end_s, self.end_s):
             raise BadInput(f'There is nothing between {start_s:g} s and {end_s:g} s; {whole}.')
         start_s, end_s = max(start_s, self.start_s), min(end_s, self.end_s)
         names = tuple(sorted(self.names)[:nodes])
         place = {name: i for i, name in enumerate(names)}
-        renumbered = np.array([place.get(name, -1) for name in self.names], dtype=np.int64)[self.nodes]
+        renumbered = np.array([place.get(name, -1) for name in self.names], dtype=np.int64)[
+            self.nodes
+        ]
         starts, ends = np.maximum(self.starts, start_s), np.minimum(self.ends, end_s)
         keep = (renumbered >= 0) & (starts < ends)
         if not keep.any():
-            raise BadInput(f'None of {len(names)} nodes is idle from {start_s:g} s to {end_s:g} s; {whole}.')
-        return Trace(names, start_s, end_s, starts[keep], ends[keep], renumbered[keep], self.known_until[keep])
+            raise BadInput(
+                f'None of {len(names)} nodes is idle from {start_s:g} s to {end_s:g} s; {whole}.'
+            )
+        return Trace(
+            names,
+            start_s,
+            end_s,
+            starts[keep],
+            ends[keep],
+            renumbered[keep],
+            self.known_until[keep],
+        )
 
 
 def _cuts(times: Floats, at: Floats) -> Sequence[int]:
-    """Where in sorted ``times`` each of ``at`` begins, and where the last one ends."""
+    """The index in sorted ``times`` at which each of ``at`` begins, and the end of the last one."""
     cuts: list[int] = np.append(np.searchsorted(times, at), len(times)).tolist()
     return cuts

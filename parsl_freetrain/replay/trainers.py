@@ -10,8 +10,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.core.words import ScalingCurve, Trainer
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 
 _GZIP_MAGIC = b'\x1f\x8b'
 
@@ -23,12 +23,12 @@ class ReplayTrainer:
     Attributes
     ----------
     trainer
-        What it trains and how fast, in samples and samples per second.
+        Its total in samples and its speed in samples per second.
     submit_s
         When it is submitted, in seconds of the trace's clock.
     objective
-        What an allocation to it is worth per second, at each node count: its speed in samples per second unless its file
-        says otherwise, for instance its speed-up over one node.
+        Worth per second at each node count: its speed in samples per second, unless its file gives
+        another, such as the speed-up over one node.
     """
 
     trainer: Trainer
@@ -60,14 +60,15 @@ _ROWS = TypeAdapter(list[_Row])
 def read_trainers(path: str | Path) -> tuple[ReplayTrainer, ...]:
     """Read trainers from a JSON list of objects, in the order of the file.
 
-    Each has ``name``, ``max_nodes``, ``total_samples``, ``nodes`` (increasing) and, for each of these, ``samples_per_s``; it may have
-    ``submit_s`` (0), ``min_nodes`` (1), ``rescale_up_s``, ``rescale_down_s`` (0) and ``objective`` (as samples_per_s).
-    Speeds are linear between the points; 0 nodes train nothing.
+    Each has ``name``, ``max_nodes``, ``total_samples``, ``nodes`` (increasing) and, for each of
+    these, ``samples_per_s``; it may have ``submit_s`` (0), ``min_nodes`` (1), ``rescale_up_s``,
+    ``rescale_down_s`` (0) and ``objective`` (as samples_per_s). Speeds are interpolated linearly; 0
+    nodes train nothing.
 
     Raises
     ------
     BadInput
-        A file that cannot be read, or a trainer that cannot be used; the sentence names file and trainer.
+        An unreadable file or an invalid trainer; the message names file and trainer.
     """
     path = Path(path)
     try:
@@ -87,7 +88,9 @@ def read_trainers(path: str | Path) -> tuple[ReplayTrainer, ...]:
     trainers: dict[str, ReplayTrainer] = {}
     for row in rows:
         if row.name in trainers:
-            raise BadInput(f'{path}: two trainers are called {row.name!r}; each needs a name of its own.')
+            raise BadInput(
+                f'{path}: two trainers are called {row.name!r}; each needs a name of its own.'
+            )
         try:
             trainers[row.name] = _trainer(row)
         except BadInput as error:
@@ -100,17 +103,28 @@ def _trainer(row: _Row) -> ReplayTrainer:
     if row.total_samples != math.floor(row.total_samples):
         raise BadInput(f'total_samples is {row.total_samples:g}; it must be a whole number.')
     curve = ScalingCurve(tuple(row.nodes), tuple(row.samples_per_s))
-    objective = curve if row.objective is None else ScalingCurve(tuple(row.nodes), tuple(row.objective))
+    objective = (
+        curve if row.objective is None else ScalingCurve(tuple(row.nodes), tuple(row.objective))
+    )
     trainer = Trainer(
-        row.name, row.min_nodes, row.max_nodes, int(row.total_samples), curve, row.rescale_up_s, row.rescale_down_s)
+        row.name,
+        row.min_nodes,
+        row.max_nodes,
+        int(row.total_samples),
+        curve,
+        row.rescale_up_s,
+        row.rescale_down_s,
+    )
     if not any(objective.rate_at(n) > 0 for n in range(row.min_nodes, row.max_nodes + 1)):
-        raise BadInput(f'the objective is 0 at every count from {row.min_nodes} to {row.max_nodes} nodes, '
-                       f'so that it would never run; it must be above 0 at one of them.')
+        raise BadInput(
+            f'the objective is 0 at every count from {row.min_nodes} to {row.max_nodes} nodes, '
+            f'so that it would never run; it must be above 0 at one of them.'
+        )
     return ReplayTrainer(trainer, row.submit_s, objective)
 
 
 def _sentence(path: Path, data: bytes, error: ValidationError) -> str:
-    """What is wrong with the first thing that is."""
+    """A sentence about the first error."""
     first = error.errors(include_url=False)[0]
     if first['type'] == 'json_invalid':
         return f'{path} is not JSON ({first["msg"]}); give a list of trainers.'
@@ -124,8 +138,13 @@ def _sentence(path: Path, data: bytes, error: ValidationError) -> str:
 
 
 def _name(data: bytes, place: int) -> str:
-    """The name of a trainer that cannot be used, as far as it has one."""
+    """The name of an invalid trainer, if it has one."""
     try:
-        return TypeAdapter(list[dict[str, object]]).validate_json(data)[place].get('name', '').__str__()
+        return (
+            TypeAdapter(list[dict[str, object]])
+            .validate_json(data)[place]
+            .get('name', '')
+            .__str__()
+        )
     except ValidationError:
         return ''

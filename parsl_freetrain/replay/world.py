@@ -1,4 +1,6 @@
-"""The world around the controller in a replay: it obeys at once, and what follows from that happens in the same instant."""
+"""The simulated world around the controller in a replay. Actions take effect at once, and their
+consequences happen in the same instant.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,11 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from time import perf_counter
 
-from parsl_freetrain.core import events as ev
-from parsl_freetrain.core.controller import Controller
-from parsl_freetrain.core.events import Ending
-from parsl_freetrain.replay.accounting import Books, Cause, Idle, Run
-from parsl_freetrain.replay.unused import why_unused
+from parsl_freetrain.core.controller.controller import Controller
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.events import Ending
+from parsl_freetrain.replay.accounting import Books, Idle, Interruption, RecordedJob
+from parsl_freetrain.replay.idle_causes import why_unused
 
 
 class World:
@@ -19,23 +21,25 @@ class World:
     Parameters
     ----------
     controller
-        Decides; the same as in the live system.
+        The controller, the same as in the live system.
     books
-        Counts.
+        The accounts.
     trainers
         By name.
     """
 
-    def __init__(self, controller: Controller, books: Books, trainers: dict[str, Run]) -> None:
+    def __init__(
+        self, controller: Controller, books: Books, trainers: dict[str, RecordedJob]
+    ) -> None:
         self._controller = controller
         self._books = books
         self._runs = trainers
-        self._interrupted: dict[str, tuple[tuple[int, float], Cause]] = {}  # in this instant
+        self._interrupted: dict[str, tuple[tuple[int, float], Interruption]] = {}  # in this instant
         self._touched: dict[str, None] = {}
         self._completions: list[tuple[float, int, str]] = []
 
     def next_completion_s(self) -> float | None:
-        """When the next trainer reaches its total if nothing happens before; None: none runs."""
+        """When the next trainer reaches its total if nothing happens before; None if none runs."""
         while self._completions:
             at, version, name = self._completions[0]
             if self._runs[name].version == version:
@@ -43,32 +47,59 @@ class World:
             heappop(self._completions)
         return None
 
-    def happen(self, at: float, leaving: ev.NodesLeft | None, joining: Sequence[ev.NodesJoined], closing: Sequence[ev.BlockClosed],
-               submitted: Sequence[Run]) -> None:
-        """Everything that happens at ``at``: nodes leave, others join, trainers finish and are submitted; then one decision."""
+    def next_spent_s(self) -> float:
+        """When the next budget is spent if nothing happens before; infinite: never."""
+        return self._controller.state.budgets.next_spent()
+
+    def happen(
+        self,
+        at: float,
+        leaving: ev.NodesLeft | None,
+        joining: Sequence[ev.NodesJoined],
+        closing: Sequence[ev.BlockClosed],
+        submitted: Sequence[RecordedJob],
+    ) -> None:
+        """Process all that happens at ``at``: nodes leave, others join, trainers finish and are
+        submitted; then one decision is made.
+        """
         self._books.advance(at)
         events: list[ev.Event] = []
         finished = self._finish(at)
         if leaving is not None:
             holder = self._controller.state.pool.holder
-            losers = dict.fromkeys(name for node in leaving.nodes if (name := holder.get(node)) and name not in finished)
-            due = [name for name in losers if (end := self._runs[name].deadline_s) is not None and end <= at]
-            events += (self._ended(name, at, Ending.STOPPED, Cause.EXPIRED) for name in due)
+            losers = dict.fromkeys(
+                name
+                for node in leaving.nodes
+                if (name := holder.get(node)) and name not in finished
+            )
+            due = [
+                name
+                for name in losers
+                if (end := self._runs[name].deadline_s) is not None and end <= at
+            ]
+            events += (self._ended(name, at, Ending.STOPPED, Interruption.EXPIRED) for name in due)
             events.append(leaving)
         events += closing
         events += joining
         events += (self._ended(name, at, Ending.FINISHED, None) for name in finished)
         events += (ev.TrainerSubmitted(at, run.trainer) for run in submitted)
+        if not events:  # a budget is spent, for which there is no event
+            events.append(ev.Tick(at))
         began = perf_counter()
         while events:
             reply = self._controller.handle_all(events)
-            events = [event for action in reply.actions if (event := self._obey(action, at)) is not None]
+            events = [
+                event for action in reply.actions if (event := self._obey(action, at)) is not None
+            ]
         thought_s = perf_counter() - began
         self._settle()
         pool = self._controller.state.pool
         free = len(pool.nodes) - self._books.used
         self._books.close_instant(
-            len(pool.nodes), why_unused(self._controller, self._runs, at) if free else Idle(), thought_s)
+            len(pool.nodes),
+            why_unused(self._controller, self._runs, at) if free else Idle(),
+            thought_s,
+        )
 
     def _finish(self, at: float) -> dict[str, None]:
         finished: dict[str, None] = {}
@@ -77,7 +108,9 @@ class World:
             finished[name] = None
         return finished
 
-    def _ended(self, name: str, at: float, ending: Ending, cause: Cause | None) -> ev.FragmentEnded:
+    def _ended(
+        self, name: str, at: float, ending: Ending, cause: Interruption | None
+    ) -> ev.FragmentEnded:
         run = self._runs[name]
         before = run.nodes, run.rate
         self._books.train(run, 0, 0.0)
@@ -92,19 +125,30 @@ class World:
         match action:
             case ev.StartFragment(name, fragment, nodes, deadline_s):
                 run = self._runs[name]
-                self._books.train(run, len(nodes), run.trainer.curve.rate_at(len(nodes)) if run.trainer.curve else 0.0)
+                self._books.train(
+                    run,
+                    len(nodes),
+                    run.trainer.curve.rate_at(len(nodes)) if run.trainer.curve else 0.0,
+                )
                 run.fragment, run.deadline_s = fragment, deadline_s
                 self._touched[name] = None
-            case ev.StopFragment(name, fragment) if self._runs[name].nodes and self._runs[name].fragment == fragment:
-                return self._ended(name, at, Ending.STOPPED, Cause.STOPPED)
-            case ev.AbandonFragment(name, fragment) if self._runs[name].nodes and self._runs[name].fragment == fragment:
-                return self._ended(name, at, Ending.PREEMPTED, Cause.PREEMPTED)
-            case ev.EndTrainer(name, state, why) if state != 'finished':
+            case ev.StopFragment(name, fragment) if (
+                self._runs[name].nodes and self._runs[name].fragment == fragment
+            ):
+                return self._ended(name, at, Ending.STOPPED, Interruption.STOPPED)
+            case ev.AbandonFragment(name, fragment) if (
+                self._runs[name].nodes and self._runs[name].fragment == fragment
+            ):
+                return self._ended(name, at, Ending.PREEMPTED, Interruption.PREEMPTED)
+            case ev.EndTrainer(name, state, why) if (
+                state != 'finished' and not self._controller.settings.budgets
+            ):
                 raise AssertionError(f'In a replay trainer {name} ended as {state}: {why}')
-        return None  # that blocks are opened and closed means nothing here: the trace says what there is
+        # opening and closing blocks has no effect: the trace determines the nodes
+        return None
 
     def _settle(self) -> None:
-        """Charge what this instant cost, and foresee completions anew."""
+        """Charge the costs of this instant, and predict completions again."""
         for name, (before, cause) in self._interrupted.items():
             if self._runs[name].done_s is None:
                 self._books.charge(self._runs[name], before, cause)

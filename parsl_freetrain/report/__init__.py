@@ -1,1 +1,3 @@
-"""What a run came to, as pages for a browser: figures from the ledger, pictures as SVG, HTML without anything from elsewhere."""
+"""Reports of a run as HTML pages for a browser: figures from the ledger, charts as SVG, no external
+files.
+"""

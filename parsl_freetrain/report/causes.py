@@ -1,4 +1,4 @@
-"""What became of every node-second that was offered, and why; pure."""
+"""Divides all offered node-seconds by their use and its cause."""
 
 from __future__ import annotations
 
@@ -6,25 +6,38 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from parsl_freetrain.ledger.intervals import Interval, intersect, length, merge, subtract
-from parsl_freetrain.ledger.rows import Run, Story
-from parsl_freetrain.ledger.timeline import BUSY_CLASSES, busy, by_fragment, ending_of, left_at, offered, phases
+from parsl_freetrain.ledger.rows import RunHistory, RunRow
+from parsl_freetrain.ledger.timeline import (
+    BUSY_CLASSES,
+    busy,
+    by_fragment,
+    ending_of,
+    left_at,
+    offered,
+    phases,
+)
 
 WHY = {
     ('trained', ''): 'turned into training',
-    ('checkpointing', ''): 'writing checkpoints while training stood still',
+    ('checkpointing', ''): 'training stood still while a checkpoint was copied or written',
     ('starting', 'block'): 'a block had been asked for, and the node had not joined yet',
-    ('starting', 'fragment'): 'a fragment had been given the node, and had not made its first step yet',
+    (
+        'starting',
+        'fragment',
+    ): 'a fragment had been given the node, and had not made its first step yet',
     ('lost', 'preempted'): 'trained after the last checkpoint, then the nodes were taken',
     ('lost', 'failed'): 'trained after the last checkpoint, then the fragment failed',
     ('idle', 'joined'): 'the node had joined, and no trainer could use it or was given it',
     ('idle', 'outside'): 'no block had the node: none asked for, none granted, or no trainer left',
 }
-"""By class of a node-second and cause: what that means."""
+"""By class of a node-second and cause: an explanation."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """So many node-seconds of one class, for one reason; ``kind`` and ``cause`` as in :data:`WHY`."""
+    """The node-seconds of one class, for one reason; ``kind`` and ``cause`` as in
+    :data:`WHY`.
+    """
 
     kind: str
     cause: str
@@ -32,15 +45,16 @@ class Cause:
     node_s: float
 
 
-def causes(story: Story, now: float | None = None) -> tuple[Cause, ...]:
-    """All that was offered, divided by what it became and why, in the order of :data:`WHY`.
+def causes(story: RunHistory, now: float | None = None) -> tuple[Cause, ...]:
+    """All offered node-seconds by use and cause, in the order of :data:`WHY`.
 
-    Classes are those of :func:`parsl_freetrain.ledger.timeline.node_seconds_of`, and add up to the same.
+    Classes are those of :func:`parsl_freetrain.ledger.timeline.node_seconds_of`, with the same
+    sums.
 
     Parameters
     ----------
     now
-        Up to when a run that is alive is told, in epoch seconds; by default the last time it noted anything.
+        End of the account of a live run, in epoch seconds; default: its last entry in the ledger.
     """
     totals = dict.fromkeys(WHY, 0.0)
     for run in story.runs:
@@ -61,12 +75,19 @@ def causes(story: Story, now: float | None = None) -> tuple[Cause, ...]:
     return tuple(Cause(kind, cause, why, totals[kind, cause]) for (kind, cause), why in WHY.items())
 
 
-def _divide(totals: dict[tuple[str, str], float], kind: str, mine: list[Interval], where: list[Interval], there: str, else_: str) -> None:
+def _divide(
+    totals: dict[tuple[str, str], float],
+    kind: str,
+    mine: list[Interval],
+    where: list[Interval],
+    there: str,
+    else_: str,
+) -> None:
     totals[kind, there] += length(intersect(mine, merge(where)))
     totals[kind, else_] += length(subtract(mine, merge(where)))
 
 
-def _joined(story: Story, run: Run, until: float) -> dict[str, list[Interval]]:
+def _joined(story: RunHistory, run: RunRow, until: float) -> dict[str, list[Interval]]:
     blocks = {(b.run, b.block): b for b in story.blocks}
     found: dict[str, list[Interval]] = defaultdict(list)
     for node in story.nodes:
@@ -75,7 +96,7 @@ def _joined(story: Story, run: Run, until: float) -> dict[str, list[Interval]]:
     return found
 
 
-def _failed(story: Story, run: Run, until: float) -> dict[str, list[Interval]]:
+def _failed(story: RunHistory, run: RunRow, until: float) -> dict[str, list[Interval]]:
     names = {n.node: n.name for n in story.nodes if n.run == run.id}
     written = by_fragment(story.checkpoints)
     alive = story.alive(run)

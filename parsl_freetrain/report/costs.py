@@ -1,15 +1,15 @@
-"""What decisions took a trainer's rescales to cost, in seconds, as far as its fragments had shown."""
+"""The rescale costs that decisions assumed, in seconds, learned from a trainer's fragments."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from parsl_freetrain.core.measured import Measured
-from parsl_freetrain.core.words import Trainer
+from parsl_freetrain.core.controller.overheads import Measured
+from parsl_freetrain.core.model.types import Trainer
 
 MEASURED = ('Rescaled', 'FragmentTimed')
-"""The events of a ledger that say something of it."""
+"""The ledger's events that change the assumed costs."""
 
 
 class Costs:
@@ -18,24 +18,33 @@ class Costs:
     Parameters
     ----------
     spec
-        A trainer's, as the ledger has it. Costs are taken as stated where it does not say which of them are, as older ones do not.
+        The trainer's specification in the ledger. Costs count as stated if it does not say which
+        ones are, as in older ledgers.
     """
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         up_s, down_s = (float(spec.get(f'rescale_{way}_s') or 0.0) for way in ('up', 'down'))
-        self._trainer = Trainer('it', 1, 1, rescale_up_s=up_s, rescale_down_s=down_s,
-                                stated_costs=tuple(spec.get('stated_costs', ('up', 'down'))))
+        self._trainer = Trainer(
+            'it',
+            1,
+            1,
+            rescale_up_s=up_s,
+            rescale_down_s=down_s,
+            stated_costs=tuple(spec.get('stated_costs', ('up', 'down'))),
+        )
         self._measured = Measured()
 
     def observe(self, event: Mapping[str, Any]) -> None:
-        """Take in an event of one of the kinds :data:`MEASURED`."""
+        """Add an event of one of the kinds :data:`MEASURED`."""
         detail = event['detail']
         if event['kind'] == 'Rescaled':
-            self._measured.rescaled(up=detail['after'] > detail['before'], seconds=detail['seconds'])
+            self._measured.rescaled(
+                up=detail['after'] > detail['before'], seconds=detail['seconds']
+            )
         else:
             self._measured.timed(detail['start_s'], detail['step_s'], detail['checkpoint_s'])
 
     def of(self, before: int, after: int) -> float:
-        """What this change is taken to cost, in seconds of the rate before it."""
+        """The assumed cost of this change, in seconds at the rate before it."""
         up_s, down_s = self._measured.costs(self._trainer)
         return 0.0 if before == after else up_s if after > before else down_s

@@ -5,22 +5,24 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from parsl_freetrain.core.allocation import Allocator
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.allocation.problem import Allocator
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.ledger.clock import Clock
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.rows import FINAL_STATES, Story
+from parsl_freetrain.ledger.rows import FINAL_STATES, RunHistory
 from parsl_freetrain.ledger.summary import efficiency, summary
 from parsl_freetrain.report.causes import Cause, causes
 from parsl_freetrain.report.costs import MEASURED
 from parsl_freetrain.report.learned import RescaleCost, Scaling, rescale_costs, scalings
 from parsl_freetrain.report.losses import Loss, losses
-from parsl_freetrain.report.outcome import Outcome, outcomes
+from parsl_freetrain.report.outcome import DecisionOutcome, outcomes
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """How many there were, of which solver's statuses, and how long they took: seconds, the middle one and the longest."""
+    """Number of decisions, the same by solver status, and the median and maximum duration in
+    seconds.
+    """
 
     count: int
     by_status: dict[str, int]
@@ -30,26 +32,26 @@ class Decisions:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a report shows.
+    """The contents of a report.
 
     Attributes
     ----------
     title
-        The run, or how many runs.
+        The run's name, or the number of runs.
     summary
-        As :func:`parsl_freetrain.ledger.summary.summary` has it.
+        From :func:`parsl_freetrain.ledger.summary.summary`.
     efficiency
-        U by trainer, as :func:`parsl_freetrain.ledger.summary.efficiency` has it.
+        U by trainer, from :func:`parsl_freetrain.ledger.summary.efficiency`.
     causes, scalings, rescales, losses
-        See the modules that make them.
+        See the modules of these names.
     outcomes
-        Of the decisions that gave a trainer another number of nodes.
+        Outcomes of decisions that changed a trainer's node count.
     errors
-        (trainer, fragment, error) of fragments that failed, the newest first.
+        (trainer, fragment, error) of failed fragments, newest first.
     """
 
     title: str
-    story: Story
+    story: RunHistory
     clock: Clock
     now: float
     summary: dict[str, Any]
@@ -59,33 +61,41 @@ class Figures:
     losses: dict[str, Loss]
     scalings: dict[str, Scaling]
     rescales: list[RescaleCost]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[DecisionOutcome, ...]
     errors: tuple[tuple[str, int, str], ...]
 
 
 def figures(reader: Reader, run: str | None, now: float, allocator: Allocator) -> Figures:
-    """Everything that the report of one run (by its full name), or of all runs of the ledger, shows.
+    """The contents of the report on one run (by its full name) or on all runs of the ledger.
 
     Parameters
     ----------
     now
         Epoch seconds.
     allocator
-        An exact one, for the efficiency U.
+        An exact allocator, for the efficiency U.
 
     Raises
     ------
     BadInput
-        The ledger has no run yet, or none of this name.
+        The ledger has no run, or none of this name.
     """
     story = reader.story(run)
     if not story.runs:
         raise BadInput(f'The ledger {reader.path} has no run yet.')
-    progress, decisions, measured = reader.progress(run), reader.decisions(run), reader.events(run, MEASURED)
+    progress, decisions, measured = (
+        reader.progress(run),
+        reader.decisions(run),
+        reader.events(run, MEASURED),
+    )
     clock = Clock(story, now)
     return Figures(
-        title=f'run {story.runs[0].name}' if len(story.runs) == 1 else f'{len(story.runs)} runs, one continuing the other',
-        story=story, clock=clock, now=now,
+        title=f'run {story.runs[0].name}'
+        if len(story.runs) == 1
+        else f'{len(story.runs)} runs, one continuing the other',
+        story=story,
+        clock=clock,
+        now=now,
         summary=summary(reader, run=run, now=now),
         efficiency=efficiency(reader, now, allocator, run=run),
         causes=causes(story, now),
@@ -94,19 +104,25 @@ def figures(reader: Reader, run: str | None, now: float, allocator: Allocator) -
         scalings=scalings(story, progress),
         rescales=rescale_costs(story, (event for event in measured if event['kind'] == 'Rescaled')),
         outcomes=tuple(outcomes(story, progress, measured, decisions, now)),
-        errors=tuple((f.trainer, f.fragment, f.error) for f in reversed(story.fragments) if f.error and f.ending == 'failed'),
+        errors=tuple(
+            (f.trainer, f.fragment, f.error)
+            for f in reversed(story.fragments)
+            if f.error and f.ending == 'failed'
+        ),
     )
 
 
 def state_of(found: Figures, trainer: str) -> str:
-    """A trainer's state; 'interrupted' if its run is over and it is not."""
+    """A trainer's state; 'interrupted' if its run is over but the trainer is not."""
     row = next(t for t in reversed(found.story.trainers) if t.name == trainer)
     run = next(r for r in found.story.runs if r.id == row.run)
     return row.state if row.state in FINAL_STATES or found.story.alive(run) else 'interrupted'
 
 
 def as_document(found: Figures) -> dict[str, Any]:
-    """The figures as JSON has them: what ``freetrain report --json`` prints. Times of outcomes are seconds since their run began."""
+    """The document of ``freetrain report --json``. Times of outcomes are seconds since the start of
+    their run.
+    """
     begun = {r.id: r.begun_at for r in found.story.runs}
     names = {r.id: r.name for r in found.story.runs}
     return {
@@ -117,8 +133,15 @@ def as_document(found: Figures) -> dict[str, Any]:
         'decisions': asdict(found.decisions),
         'scaling': [asdict(scaling) for scaling in found.scalings.values()],
         'rescale': [asdict(cost) for cost in found.rescales],
-        'outcomes': [{**asdict(o), 'run': names[o.run], 'at': o.at - begun[o.run], 'until': o.until - begun[o.run]}
-                     for o in found.outcomes],
+        'outcomes': [
+            {
+                **asdict(o),
+                'run': names[o.run],
+                'at': o.at - begun[o.run],
+                'until': o.until - begun[o.run],
+            }
+            for o in found.outcomes
+        ],
     }
 
 
@@ -127,4 +150,6 @@ def _decisions(rows: list[dict[str, Any]]) -> Decisions:
     by_status: dict[str, int] = {}
     for row in rows:
         by_status[row['status']] = by_status.get(row['status'], 0) + 1
-    return Decisions(len(rows), by_status, took[len(took) // 2] if took else 0.0, took[-1] if took else 0.0)
+    return Decisions(
+        len(rows), by_status, took[len(took) // 2] if took else 0.0, took[-1] if took else 0.0
+    )

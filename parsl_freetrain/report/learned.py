@@ -1,4 +1,4 @@
-"""What a run has taught about its trainers: speed by node count, and what changing the node count costs."""
+"""Measurements of a run's trainers: speed by node count, and rescale costs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from parsl_freetrain.ledger.rows import CheckpointRow, FragmentRow, ProgressRow, Story, TrainerRow
+from parsl_freetrain.ledger.rows import (
+    CheckpointRow,
+    FragmentRow,
+    ProgressRow,
+    RunHistory,
+    TrainerRow,
+)
 from parsl_freetrain.ledger.timeline import by_fragment
 from parsl_freetrain.report.speed import Speed, speeds
 
 MOST_POINTS = 64
-"""Points of a curve that are shown."""
+"""Maximum number of points of a curve."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +30,12 @@ class Scaling:
     Attributes
     ----------
     stated
-        Whether the user gave the curve's shape; else it was learned.
+        Whether the user stated the curve's shape; otherwise it was measured.
     curve
-        (nodes, samples per second), from what was learned; empty where nothing was.
+        (nodes, samples per second), from measurements; empty without any.
     measured
-        (nodes, samples per second, fragments): the median of what fragments of so many nodes reported last.
+        (nodes, samples per second, fragments): the median of the last reports of the fragments with
+        this node count.
     """
 
     trainer: str
@@ -39,17 +46,19 @@ class Scaling:
 
 @dataclass(frozen=True)
 class RescaleCost:
-    """What changes of a trainer's node count cost, in seconds.
+    """Costs of changes of a trainer's node count, in seconds.
 
     Attributes
     ----------
     change
         'up', 'down', or 'start': from no nodes at all.
     assumed_s
-        What decisions count with before anything has been measured; afterwards too, where the user stated it.
+        The cost that decisions assume before the first measurement, and also afterwards if the user
+        stated it.
     measured_s
-        One for each change: from the last step before it to the first step after it, as the ranks report; where they do not, writing the
-        last checkpoint before it, and from the decision to the first step after it.
+        One for each change: from the last step before it to the first step after it, as the ranks
+        report. Without such a report: the time of the last checkpoint before the change plus the
+        time from the decision to the first step.
     """
 
     trainer: str
@@ -58,8 +67,8 @@ class RescaleCost:
     measured_s: tuple[float, ...]
 
 
-def scalings(story: Story, progress: Sequence[ProgressRow]) -> dict[str, Scaling]:
-    """By trainer; of a resumed workflow all runs count."""
+def scalings(story: RunHistory, progress: Sequence[ProgressRow]) -> dict[str, Scaling]:
+    """By trainer; all runs of a resumed workflow count."""
     width = {f.key: len(f.nodes) for f in story.fragments}
     known = speeds(story, progress)
     last: dict[tuple[int, str, int], float] = {}
@@ -70,9 +79,15 @@ def scalings(story: Story, progress: Sequence[ProgressRow]) -> dict[str, Scaling
     rates: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for key, rate in last.items():
         rates[key[1]][width[key]].append(rate)
-    return {name: Scaling(name, known[name].stated is not None, _points(known[name], row),
-                          tuple((n, median(found), len(found)) for n, found in sorted(rates[name].items())))
-            for name, row in {row.name: row for row in story.trainers}.items()}
+    return {
+        name: Scaling(
+            name,
+            known[name].stated is not None,
+            _points(known[name], row),
+            tuple((n, median(found), len(found)) for n, found in sorted(rates[name].items())),
+        )
+        for name, row in {row.name: row for row in story.trainers}.items()
+    }
 
 
 def _points(speed: Speed, row: TrainerRow) -> tuple[tuple[int, float], ...]:
@@ -85,16 +100,20 @@ def _points(speed: Speed, row: TrainerRow) -> tuple[tuple[int, float], ...]:
     return tuple((n, curve.rate_at(n)) for n in sorted({*range(fewest, most + 1, step), most}))
 
 
-def rescale_costs(story: Story, rescaled: Iterable[Mapping[str, Any]] = ()) -> list[RescaleCost]:
-    """By trainer and change, where there was one; between fragments of one run.
+def rescale_costs(
+    story: RunHistory, rescaled: Iterable[Mapping[str, Any]] = ()
+) -> list[RescaleCost]:
+    """By trainer and change, between fragments of one run.
 
     Parameters
     ----------
     rescaled
-        The ledger's events of this kind: what the ranks have reported.
+        The ledger's ``Rescaled`` events, which the ranks report.
     """
     written = by_fragment(story.checkpoints)
-    reported = {(e['run'], e['trainer'], e['fragment']): float(e['detail']['seconds']) for e in rescaled}
+    reported = {
+        (e['run'], e['trainer'], e['fragment']): float(e['detail']['seconds']) for e in rescaled
+    }
     fragments: dict[tuple[int, str], list[FragmentRow]] = defaultdict(list)
     for fragment in story.fragments:
         fragments[fragment.run, fragment.trainer].append(fragment)
@@ -102,12 +121,26 @@ def rescale_costs(story: Story, rescaled: Iterable[Mapping[str, Any]] = ()) -> l
     for (_, name), mine in fragments.items():
         _add(found, name, mine, written, reported)
     specs = {t.name: t.spec for t in story.trainers}
-    return [RescaleCost(name, change, float(specs[name].get(f'rescale_{change}_s') or 0.0), tuple(found[name, change]))
-            for name in specs for change in ('up', 'down', 'start') if found.get((name, change))]
+    return [
+        RescaleCost(
+            name,
+            change,
+            float(specs[name].get(f'rescale_{change}_s') or 0.0),
+            tuple(found[name, change]),
+        )
+        for name in specs
+        for change in ('up', 'down', 'start')
+        if found.get((name, change))
+    ]
 
 
-def _add(found: dict[tuple[str, str], list[float]], name: str, fragments: Sequence[FragmentRow],
-         written: Mapping[tuple[int, str, int], Sequence[CheckpointRow]], reported: Mapping[tuple[int, str, int], float]) -> None:
+def _add(
+    found: dict[tuple[str, str], list[float]],
+    name: str,
+    fragments: Sequence[FragmentRow],
+    written: Mapping[tuple[int, str, int], Sequence[CheckpointRow]],
+    reported: Mapping[tuple[int, str, int], float],
+) -> None:
     if fragments and fragments[0].started_at is not None:
         found[name, 'start'].append(fragments[0].started_at - fragments[0].decided_at)
     for before, after in pairwise(fragments):
@@ -115,7 +148,7 @@ def _add(found: dict[tuple[str, str], list[float]], name: str, fragments: Sequen
             continue
         seconds = after.started_at - after.decided_at
         if before.ending != 'stopped':
-            found[name, 'start'].append(seconds)      # nodes were taken: there was nothing to hand over
+            found[name, 'start'].append(seconds)  # nodes were lost, so there was no handover
         elif len(after.nodes) != len(before.nodes):
             saved = written.get(before.key, ())
             told = reported.get(after.key, seconds + (saved[-1].seconds if saved else 0.0))

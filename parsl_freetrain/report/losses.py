@@ -1,4 +1,4 @@
-"""The loss of trainers over samples and over time, in few enough points to be drawn."""
+"""The losses of trainers over samples and over time, thinned for charts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from parsl_freetrain.ledger.clock import Clock
-from parsl_freetrain.ledger.rows import ProgressRow, Story
+from parsl_freetrain.ledger.rows import ProgressRow, RunHistory
 from parsl_freetrain.ledger.timeline import ending_of
 
 MOST_POINTS = 400
-"""Points of one trainer's line."""
+"""Maximum number of points of one trainer."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Loss:
     Attributes
     ----------
     fragments
-        One line for each fragment: what was repeated after a preemption is there twice.
+        One line for each fragment; samples that were repeated after a preemption appear twice.
     preempted
         Where fragments were preempted: samples reached, seconds on the report's clock.
     """
@@ -40,14 +40,16 @@ class Loss:
     preempted: tuple[tuple[int, float], ...] = ()
 
 
-def losses(story: Story, progress: Iterable[ProgressRow], clock: Clock) -> dict[str, Loss]:
-    """By trainer; of what fragments report, only a finite ``loss`` counts."""
+def losses(story: RunHistory, progress: Iterable[ProgressRow], clock: Clock) -> dict[str, Loss]:
+    """By trainer; only finite values of the reported ``loss`` count."""
     lines: dict[tuple[int, str, int], list[LossPoint]] = defaultdict(list)
     for report in progress:
         value = report.metrics.get('loss')
         if isinstance(value, int | float) and math.isfinite(value):
             key = report.run, report.trainer, report.fragment
-            lines[key].append(LossPoint(report.samples, clock.of(report.run, report.at), float(value)))
+            lines[key].append(
+                LossPoint(report.samples, clock.of(report.run, report.at), float(value))
+            )
     living = {run.id for run in story.runs if story.alive(run)}
     by_trainer: dict[str, list[list[LossPoint]]] = defaultdict(list)
     struck: dict[str, list[tuple[int, float]]] = defaultdict(list)
@@ -56,13 +58,22 @@ def losses(story: Story, progress: Iterable[ProgressRow], clock: Clock) -> dict[
             by_trainer[fragment.trainer].append(lines[fragment.key])
         if ending_of(fragment, fragment.run in living) == 'preempted':
             ended = clock.until[fragment.run] if fragment.ended_at is None else fragment.ended_at
-            reached = fragment.reached if fragment.reached is not None else fragment.seen_samples or fragment.from_samples
+            reached = (
+                fragment.reached
+                if fragment.reached is not None
+                else fragment.seen_samples or fragment.from_samples
+            )
             struck[fragment.trainer].append((reached, clock.of(fragment.run, ended)))
-    return {name: Loss(_thinned(by_trainer[name]), tuple(struck[name])) for name in {t.name: None for t in story.trainers}}
+    return {
+        name: Loss(_thinned(by_trainer[name]), tuple(struck[name]))
+        for name in {t.name: None for t in story.trainers}
+    }
 
 
 def _thinned(fragments: Sequence[Sequence[LossPoint]]) -> tuple[tuple[LossPoint, ...], ...]:
-    """Every so manieth point, with the first and the last of each fragment, and the highest and the lowest in between."""
+    """Every n-th point, with the first and the last one of each fragment, and the extremes between
+    these.
+    """
     every = -(-sum(map(len, fragments)) // (MOST_POINTS // 2))
     if every <= 2:
         return tuple(tuple(points) for points in fragments)

@@ -1,25 +1,35 @@
-"""What decisions were expected to train, and what was trained: expectations from the scaling curves as they were known then.
+"""Compares the samples that decisions were expected to train with those that were trained.
+Expectations use the scaling curves known at the time.
 
-A decision about a trainer stands until the next one that gives it another number of nodes, or nodes again after they were taken, or until
-it or its run is over. For that time
+A decision about a trainer is valid until the next one that changes its node count, or that gives it
+nodes again after a loss, or until the trainer or its run ends. For this time
 
-* it was expected to train ``curve(nodes) x seconds - rescale_s x curve(nodes held)`` samples: what the allocation maximises, over the
-  time that really followed in place of the horizon, with what a rescale was taken to cost then;
+* it was expected to train ``curve(nodes) x seconds - rescale_s x curve(nodes held)`` samples: what
+  the allocation maximises, over the time that really followed in place of the horizon, with the
+  rescale cost that was assumed then;
 * changing nothing would have been expected to train ``curve(nodes before) x seconds``;
-* it trained what its fragments reported, as far as it was kept: what a preemption or a failure took is not counted.
+* it trained what its fragments reported, as far as it was kept: what a preemption or a failure took
+  is not counted.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parsl_freetrain.ledger.rows import FINAL_STATES, FragmentRow, ProgressRow, Run, Story, TrainerRow
+from parsl_freetrain.core.model.events import StartFragment, StopFragment
+from parsl_freetrain.ledger.rows import (
+    FINAL_STATES,
+    FragmentRow,
+    ProgressRow,
+    RunHistory,
+    RunRow,
+    TrainerRow,
+)
 from parsl_freetrain.report.costs import Costs
 from parsl_freetrain.report.speed import Speed
 
@@ -27,21 +37,22 @@ Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of one decision about one trainer, in samples.
+class DecisionOutcome:
+    """The outcome of one decision about one trainer, in samples.
 
     Attributes
     ----------
     decision
         Its ``id`` in the ledger.
     at, until
-        How long it stood, in epoch seconds.
+        When it was valid, in epoch seconds.
     nodes_before, nodes
-        The trainer's: what it had (nodes that it was about to start on by an earlier decision count), and what it gets.
+        The trainer's nodes before and after. Nodes on which it was about to start count.
     expected, staying
-        What it, or changing nothing, was expected to train in this time; None where no speed of the trainer was known yet.
+        Samples expected in this time from the decision, and from changing nothing; None if the
+        trainer's speed was not known yet.
     trained
-        What was trained in this time and kept.
+        Samples trained in this time and kept.
     """
 
     trainer: str
@@ -56,21 +67,28 @@ class Outcome:
     trained: float
 
 
-def outcomes(story: Story, progress: Iterable[ProgressRow], measured: Iterable[Mapping[str, Any]],
-             decisions: Iterable[Mapping[str, Any]], now: float | None = None, only: str | None = None,
-             ids: Collection[int] | None = None) -> Iterator[Outcome]:
-    """What became of decisions about every trainer, or only one trainer, in order of trainers and time.
+def outcomes(
+    story: RunHistory,
+    progress: Iterable[ProgressRow],
+    measured: Iterable[Mapping[str, Any]],
+    decisions: Iterable[Mapping[str, Any]],
+    now: float | None = None,
+    only: str | None = None,
+    ids: Collection[int] | None = None,
+) -> Iterator[DecisionOutcome]:
+    """The outcomes of decisions about all trainers or one trainer, in order of trainers and time.
 
     Parameters
     ----------
     progress, measured
-        All of the story's runs, in order of time; ``measured`` are events, of the kinds :data:`parsl_freetrain.report.costs.MEASURED`.
+        Reports and events of all runs, in order of time. ``measured`` has events of the kinds
+        :data:`parsl_freetrain.report.costs.MEASURED`.
     decisions
         In order of time, without a gap up to the last.
     now
-        Up to when a run that is alive is told, in epoch seconds; by default the last time it noted anything.
+        End of the account of a live run, in epoch seconds; default: its last entry in the ledger.
     ids
-        Of which decisions; None: of all that gave a trainer another number of nodes.
+        Identifiers of the decisions; None: all that changed a trainer's node count.
     """
     reports: dict[tuple[int, str], list[ProgressRow]] = defaultdict(list)
     for report in progress:
@@ -90,17 +108,35 @@ def outcomes(story: Story, progress: Iterable[ProgressRow], measured: Iterable[M
     for row in story.trainers:
         key = row.run, row.name
         if key in decided:
-            yield from _of_trainer(row, runs[row.run], story.until(runs[row.run], now), decided[key], reports[key], events[key],
-                                   fragments[key], ids)
+            yield from _of_trainer(
+                row,
+                runs[row.run],
+                story.until(runs[row.run], now),
+                decided[key],
+                reports[key],
+                events[key],
+                fragments[key],
+                ids,
+            )
 
 
-def _of_trainer(row: TrainerRow, run: Run, until: float, decided: Sequence[Mapping[str, Any]], reports: Sequence[ProgressRow],
-                events: Sequence[Mapping[str, Any]], fragments: Sequence[FragmentRow], ids: Collection[int] | None) -> Iterator[Outcome]:
+def _of_trainer(
+    row: TrainerRow,
+    run: RunRow,
+    until: float,
+    decided: Sequence[Mapping[str, Any]],
+    reports: Sequence[ProgressRow],
+    events: Sequence[Mapping[str, Any]],
+    fragments: Sequence[FragmentRow],
+    ids: Collection[int] | None,
+) -> Iterator[DecisionOutcome]:
     end = min(until, row.state_at) if row.state in FINAL_STATES else until
     by_number: dict[int, list[ProgressRow]] = defaultdict(list)
     for report in reports:
         by_number[report.fragment].append(report)
-    trained = _Trained(_kept(fragment, by_number[fragment.fragment], until) for fragment in fragments)
+    trained = _Trained(
+        _kept(fragment, by_number[fragment.fragment], until) for fragment in fragments
+    )
     width = {fragment.fragment: len(fragment.nodes) for fragment in fragments}
     speed, costs = Speed(row.spec), Costs(row.spec)
     counts = [int(d['allocation'][row.name]) for d in decided]
@@ -125,15 +161,28 @@ def _of_trainer(row: TrainerRow, run: Run, until: float, decided: Sequence[Mappi
         curve = speed.curve(max(was, count))
         if curve is not None:
             held = int(decision['current'].get(row.name, 0))
-            expected = max(0.0, curve.rate_at(count) * seconds - costs.of(held, count) * curve.rate_at(held))
+            expected = max(
+                0.0, curve.rate_at(count) * seconds - costs.of(held, count) * curve.rate_at(held)
+            )
             staying = curve.rate_at(was) * seconds
-        yield Outcome(row.name, run.id, decision['id'], at, at + seconds, was, count, expected, staying,
-                      trained.until(at + seconds) - trained.until(at))
+        yield DecisionOutcome(
+            row.name,
+            run.id,
+            decision['id'],
+            at,
+            at + seconds,
+            was,
+            count,
+            expected,
+            staying,
+            trained.until(at + seconds) - trained.until(at),
+        )
 
 
-def _before(name: str, decided: Sequence[Mapping[str, Any]], fragments: Sequence[FragmentRow]) -> list[int]:
-    """What the trainer had at each decision; what the one before gives it counts while it is on its way."""
-    action = re.compile(rf'(start|stop) fragment (\d+) of {re.escape(name)}(?: on |: )')
+def _before(
+    name: str, decided: Sequence[Mapping[str, Any]], fragments: Sequence[FragmentRow]
+) -> list[int]:
+    """The trainer's nodes at each decision, including nodes on which it was about to start."""
     ending = {fragment.fragment: fragment.ending for fragment in fragments}
     before: list[int] = []
     given, on_its_way = 0, False
@@ -141,14 +190,25 @@ def _before(name: str, decided: Sequence[Mapping[str, Any]], fragments: Sequence
         held = int(decision['current'].get(name, 0))
         before.append(held or (given if on_its_way else 0))
         given = int(decision['allocation'][name])
-        done = next(filter(None, map(action.match, decision['actions'])), None)
-        # It waits until its own fragment has stopped, or those of others have.
-        on_its_way = not held if done is None else done[1] == 'stop' and ending.get(int(done[2])) in (None, 'stopped')
+        done = next(
+            (
+                action
+                for action in decision['actions']
+                if isinstance(action, StartFragment | StopFragment) and action.trainer == name
+            ),
+            None,
+        )
+        # The trainer waits until its own fragment or those of others have stopped.
+        on_its_way = (
+            not held
+            if done is None
+            else isinstance(done, StopFragment) and ending.get(done.fragment) in (None, 'stopped')
+        )
     return before
 
 
 def _kept(fragment: FragmentRow, reports: Sequence[ProgressRow], until: float) -> Points:
-    """Samples against time, as far as a checkpoint has them or may still get them."""
+    """Samples over time, as far as they are or may still be in a checkpoint."""
     points: Points = [(fragment.started_at or fragment.decided_at, float(fragment.from_samples))]
     points += [(r.at, float(r.samples)) for r in reports]
     if fragment.ended_at is not None and fragment.reached is not None:
@@ -158,7 +218,9 @@ def _kept(fragment: FragmentRow, reports: Sequence[ProgressRow], until: float) -
 
 
 class _Trained:
-    """What a trainer's fragments, one after the other, have trained in all: linear between their reports."""
+    """The total number of samples that a trainer's fragments have trained, linear between their
+    reports.
+    """
 
     def __init__(self, fragments: Iterable[Points]) -> None:
         self._times: list[float] = []
@@ -172,9 +234,11 @@ class _Trained:
             total = self._samples[-1]
 
     def until(self, at: float) -> float:
-        """Samples until then."""
+        """Samples trained until ``at``."""
         i = bisect_right(self._times, at)
         if i == 0 or i == len(self._times):
             return self._samples[max(0, i - 1)] if self._samples else 0.0
         before, after = self._times[i - 1], self._times[i]
-        return self._samples[i - 1] + (self._samples[i] - self._samples[i - 1]) * (at - before) / (after - before)
+        return self._samples[i - 1] + (self._samples[i] - self._samples[i - 1]) * (at - before) / (
+            after - before
+        )

@@ -1,20 +1,20 @@
-"""The report as one HTML page."""
+"""The report as one HTML page, from the template ``report.html``."""
 
 from __future__ import annotations
 
-from datetime import datetime
-from html import escape
 from statistics import median
+from typing import Any
+
+from markupsafe import Markup
 
 from parsl_freetrain import __version__
 from parsl_freetrain.report import pictures
-from parsl_freetrain.report.axes import duration, number
-from parsl_freetrain.report.causes import Cause
-from parsl_freetrain.report.document import clipped, heading, legend, page, paragraph, table, tiles
+from parsl_freetrain.report.axes import number
+from parsl_freetrain.report.document import clipped, percent, resource, source_of, template
 from parsl_freetrain.report.figures import Figures, state_of
 
 MOST_CARDS = 24
-"""So many trainers have pictures; all are in the table."""
+"""Maximum number of trainers with charts; all are in the table."""
 
 MOST_ERRORS = 20
 
@@ -22,165 +22,139 @@ CHANGES = {'up': 'to more nodes', 'down': 'to fewer nodes', 'start': 'from no no
 
 
 def report_page(found: Figures) -> str:
-    """One HTML document that needs nothing else: no network, no scripts."""
-    parts = [_head(found), _node_hours(found), _nodes(found), _trainers(found), _cards(found), _rescales(found), _predictions(found),
-             _errors(found), _foot(found)]
-    return page(f'FreeTrain report: {found.title}', '\n'.join(part for part in parts if part))
+    """One HTML document that loads nothing, runs no script and sends nothing."""
+    style = resource('style.css')
+    return template('report.html').render(
+        found=found,
+        runs=found.story.runs,
+        summary=found.summary,
+        version=__version__,
+        most_errors=MOST_ERRORS,
+        style=Markup(style),  # noqa: S704 - our own file
+        policy=f"default-src 'none'; style-src {source_of(style)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'",
+        ended=_ended(found),
+        tiles=_tiles(found),
+        **_node_hours(found),
+        nodes_over_time=pictures.nodes_over_time(found),
+        nodes_one_by_one=pictures.nodes_one_by_one(found),
+        trainer_kinds=_trainer_kinds(found),
+        trainer_rows=[_trainer_row(found, name) for name in found.summary['trainers']],
+        cards=_cards(found),
+        rescale_rows=_rescale_rows(found),
+        **_predictions(found),
+    )
 
 
-def _head(found: Figures) -> str:
-    runs = found.story.runs
-    first, last = runs[0], runs[-1]
-    goes_on = found.story.alive(last)
-    ended = 'goes on' if goes_on else f'ended: {last.how}' if last.ended_at is not None else 'was not ended by anybody'
-    trainers = found.summary['trainers'].values()
-    share = _shares(found)
-    command = f'<p class="quiet"><code>{escape(clipped(first.command))}</code></p>' if first.command else ''
-    which = 'the last one ' if len(runs) > 1 else ''
-    return heading(f'FreeTrain report: {found.title}', 1) + paragraph(
-        f'Began {_date(first.begun_at)}, {duration(found.summary["wall_s"])} in all; {which}{clipped(ended)}.', 'quiet') + command + tiles({
-            'node-hours offered': _hours(found.summary['node_s']['offered']),
-            'of them turned into training': share['trained'],
-            'lost: trained and not kept': share['lost'],
-            'trainers finished': f'{sum(t["state"] == "finished" for t in trainers)} of {len(trainers)}',
-            'samples trained and kept': number(sum(t['samples'] for t in trainers)),
-            'preemptions survived': str(sum(t['preempted'] for t in trainers)),
-        })
+def _ended(found: Figures) -> str:
+    last = found.story.runs[-1]
+    if found.story.alive(last):
+        return 'goes on'
+    return f'ended: {last.how}' if last.ended_at is not None else 'was not ended by anybody'
 
 
-def _node_hours(found: Figures) -> str:
+def _tiles(found: Figures) -> dict[str, str]:
+    trainers, node_s = found.summary['trainers'].values(), found.summary['node_s']
+    finished = sum(t['state'] == 'finished' for t in trainers)
+    return {
+        'node-hours offered': _hours(node_s['offered']),
+        'of them turned into training': percent(node_s['trained'], node_s['offered']),
+        'lost: trained and not kept': percent(node_s['lost'], node_s['offered']),
+        'trainers finished': f'{finished} of {len(trainers)}',
+        'samples trained and kept': number(sum(t['samples'] for t in trainers)),
+        'preemptions survived': str(sum(t['preempted'] for t in trainers)),
+    }
+
+
+def _node_hours(found: Figures) -> dict[str, Any]:
     total = sum(cause.node_s for cause in found.causes)
-    rows = [(cause.kind, _hours(cause.node_s), _percent(cause.node_s, total), cause.why) for cause in found.causes if cause.node_s > 0]
-    return (heading('Node-hours offered, and what became of them') + _bar(found.causes, total)
-            + legend({cause.kind: cause.kind for cause in found.causes}, 'bar')
-            + table(('', 'node-hours', 'share', 'what it was'), [*rows, ('offered', _hours(total), '', '')], long=(3,)))
-
-
-def _bar(causes: tuple[Cause, ...], total: float) -> str:
-    if not total:
-        return paragraph('No node was offered.')
-    drawn, at = [], 0.0
-    for cause in causes:
+    bar, at = [], 0.0
+    for cause in found.causes:
         if cause.node_s > 0:
-            name = escape(f'{cause.kind}, {_percent(cause.node_s, total)}: {cause.why}')
-            drawn.append(f'<rect class="area {cause.kind}" x="{100 * at / total:.3f}%" width="{100 * cause.node_s / total:.3f}%" '
-                         f'height="100%"><title>{name}</title></rect>')
+            bar.append((f'{100 * at / total:.3f}', f'{100 * cause.node_s / total:.3f}', cause))
             at += cause.node_s
-    return f'<svg class="plot bar" role="img" aria-label="shares of the node-hours, as in the table below">{"".join(drawn)}</svg>'
+    rows = [(c.kind, _hours(c.node_s), percent(c.node_s, total), c.why) for _, _, c in bar]
+    return {
+        'total_node_s': total,
+        'bar': bar,
+        'cause_kinds': {cause.kind: cause.kind for cause in found.causes},
+        'cause_rows': [*rows, ('offered', _hours(total), '', '')],
+    }
 
 
-def _nodes(found: Figures) -> str:
+def _trainer_kinds(found: Figures) -> dict[str, str]:
     of = pictures.kinds(found)
     named = {name: kind for name, kind in of.items() if kind != 'others'}
     others = len(of) - len(named)
-    keys = {**{clipped(n, 60): k for n, k in named.items()}, **({f'{others} other trainers': 'others'} if others else {}),
-            'offered, idle': 'offered'}
-    rows = pictures.nodes_one_by_one(found)
-    one_by_one = '' if rows is None else (
-        heading('One by one', 4) + rows + legend({'lost': 'lost'})
-        + paragraph('Pale: starting, or writing a checkpoint. ×: the node was taken while a fragment trained on it.', 'quiet'))
-    joints = paragraph('Dashed lines: the workflow was started again.', 'quiet') if found.clock.joints else ''
-    return heading('Nodes over time') + pictures.nodes_over_time(found) + legend(keys) + one_by_one + joints
+    return {
+        **{clipped(name, 60): kind for name, kind in named.items()},
+        **({f'{others} other trainers': 'others'} if others else {}),
+        'offered, idle': 'offered',
+    }
 
 
-def _trainers(found: Figures) -> str:
-    rows = []
-    for name, t in found.summary['trainers'].items():
-        total = t['samples_expected']
-        gain = found.efficiency.get(name)
-        rows.append((clipped(name, 60), state_of(found, name), f'{t["samples"]:,}' + (f' of {total:,}' if total else ''),
-                     '–' if gain is None else f'{gain:.2f}', str(t['fragments']), str(t['preempted']), str(t['failed']), str(t['rescaled']),
-                     f'{t["samples_repeated"]:,}'))
-    head = ('trainer', 'state', 'samples', 'U', 'fragments', 'preempted', 'failed', 'rescaled', 'repeated samples')
-    return heading('Trainers') + table(head, rows, text=(0, 1)) + paragraph(
-        'U: what its node-hours were worth, against a constant pool with as many node-hours.', 'quiet')
+def _trainer_row(found: Figures, name: str) -> tuple[str, ...]:
+    t, gain = found.summary['trainers'][name], found.efficiency.get(name)
+    total = t['samples_expected']
+    return (
+        clipped(name, 60),
+        state_of(found, name),
+        f'{t["samples"]:,}' + (f' of {total:,}' if total else ''),
+        '–' if gain is None else f'{gain:.2f}',
+        *(str(t[key]) for key in ('fragments', 'preempted', 'failed', 'rescaled')),
+        f'{t["samples_repeated"]:,}',
+    )
 
 
-def _cards(found: Figures) -> str:
-    of = pictures.kinds(found)
-    rows = found.summary['trainers']
+def _cards(found: Figures) -> list[dict[str, Any]]:
+    of, rows = pictures.kinds(found), found.summary['trainers']
     shown = sorted(rows, key=lambda name: -rows[name]['samples'])[:MOST_CARDS]
-    cards = [_card(found, name, of[name]) for name in rows if name in shown]
-    rest = paragraph(f'Of {len(rows)} trainers the {MOST_CARDS} that trained most are shown.', 'quiet') if len(rows) > MOST_CARDS else ''
-    return heading('Loss and speed, trainer by trainer') + rest + f'<div class="cards">{"".join(cards)}</div>' + paragraph(
-        'Dashed red: preempted. What was repeated afterwards is drawn again. In the pictures of the speed, dots are what fragments '
-        'reported, and the line is the curve: as learned, or of the shape that was stated.', 'quiet')
+    cards = []
+    for name in rows:
+        if name not in shown:
+            continue
+        learned, losses, kind = found.scalings[name], found.losses[name], of[name]
+        how = 'in the shape that was stated' if learned.stated else 'as learned'
+        cards.append(
+            {
+                'name': name,
+                'state': state_of(found, name),
+                'why': rows[name]['why'],
+                'charts': [
+                    ('loss over samples', pictures.loss_over_samples(name, losses, kind)),
+                    ('loss over time', pictures.loss_over_time(name, losses, kind, found)),
+                    (f'samples/s over nodes, {how}', pictures.scaling(learned, kind)),
+                ],
+            }
+        )
+    return cards
 
 
-def _card(found: Figures, name: str, kind: str) -> str:
-    learned = found.scalings[name]
-    why = found.summary['trainers'][name]['why']
-    drawn = [
-        ('loss over samples', pictures.loss_over_samples(name, found.losses[name], kind)),
-        ('loss over time', pictures.loss_over_time(name, found.losses[name], kind, found)),
-        (f'samples/s over nodes, {"in the shape that was stated" if learned.stated else "as learned"}', pictures.scaling(learned, kind)),
+def _rescale_rows(found: Figures) -> list[tuple[str, ...]]:
+    return [
+        (
+            clipped(c.trainer, 60),
+            CHANGES[c.change],
+            '–' if c.change == 'start' else f'{c.assumed_s:.3g} s',
+            f'{median(c.measured_s):.3g} s',
+            f'{min(c.measured_s):.3g} to {max(c.measured_s):.3g} s',
+            str(len(c.measured_s)),
+        )
+        for c in found.rescales
     ]
-    missing = [what for what, picture in drawn if picture is None]
-    return (f'<section class="card">{heading(clipped(name, 120), 3)}' + paragraph(
-        f'{state_of(found, name)}{f": {clipped(why)}" if why else ""}', 'quiet')
-        + ''.join(heading(what, 4) + picture for what, picture in drawn if picture is not None)
-        + (paragraph(f'Nothing was reported for: {", ".join(missing)}.', 'quiet') if missing else '') + '</section>')
 
 
-def _rescales(found: Figures) -> str:
-    if not found.rescales:
-        return ''
-    rows = [(clipped(c.trainer, 60), CHANGES[c.change], '–' if c.change == 'start' else f'{c.assumed_s:.3g} s',
-             f'{median(c.measured_s):.3g} s', f'{min(c.measured_s):.3g} to {max(c.measured_s):.3g} s', str(len(c.measured_s)))
-            for c in found.rescales]
-    return heading('What changes of nodes cost: assumed and measured') + table(
-        ('trainer', 'change', 'assumed', 'measured, median', 'range', 'changes'), rows, text=(0, 1)) + paragraph(
-        'Measured: from the last step before the change to the first step after it, without waiting for nodes.', 'quiet')
-
-
-def _predictions(found: Figures) -> str:
+def _predictions(found: Figures) -> dict[str, Any]:
     compared = [o for o in found.outcomes if o.expected is not None]
-    head = heading('Predicted and actual')
-    if not compared:
-        return head + paragraph('There was no decision about a trainer whose speed was known already.')
-    expected, staying = sum(o.expected or 0.0 for o in compared), sum(o.staying or 0.0 for o in compared)
-    trained = sum(o.trained for o in compared)
-    ratio = f' ({_percent(trained, expected)} of it)' if expected else ''
-    took = found.decisions
-    return head + paragraph(
-        f'{len(compared)} decisions gave a trainer another number of nodes when its speed was known. For as long as each of them stood, '
-        f'{number(expected)} samples were predicted in all; {number(trained)} were trained and kept{ratio}. Changing nothing was '
-        f'predicted to train {number(staying)}.'
-    ) + (pictures.predicted_and_actual(found) or '') + paragraph(
-        'Each dot is one decision about one trainer: to the right what was predicted, upwards what was trained and kept; both in samples. '
-        'Predictions go by the speed and the scaling curve as they were known at the time, and by the assumed cost of the change; nobody '
-        'can know beforehand when nodes are taken.', 'quiet') + paragraph(
-        f'In all there were {took.count} decisions ({", ".join(f"{count} {status}" for status, count in took.by_status.items())}); '
-        f'the solver took {1000 * took.median_s:.3g} ms in the median, {1000 * took.longest_s:.3g} ms at most.', 'quiet')
-
-
-def _errors(found: Figures) -> str:
-    if not found.errors:
-        return ''
-    shown = ''.join(f'{heading(f"{clipped(name, 60)}, fragment {fragment}", 4)}<pre>{escape(clipped(error, 1500))}</pre>'
-                    for name, fragment, error in found.errors[:MOST_ERRORS])
-    rest = len(found.errors) - MOST_ERRORS
-    return heading('What went wrong') + shown + (paragraph(f'And {rest} earlier ones.', 'quiet') if rest > 0 else '')
-
-
-def _foot(found: Figures) -> str:
-    when = escape(_date(found.now))
-    return f'<footer><p>Written {when} by parsl-freetrain {escape(__version__)}, from the ledger of the run.</p></footer>'
-
-
-def _shares(found: Figures) -> dict[str, str]:
-    node_s = found.summary['node_s']
-    return {kind: _percent(seconds, node_s['offered']) for kind, seconds in node_s.items()}
-
-
-def _percent(part: float, whole: float) -> str:
-    return f'{100 * part / whole:.1f} %' if whole else '–'
+    return {
+        'compared': compared,
+        'expected': sum(o.expected or 0.0 for o in compared),
+        'staying': sum(o.staying or 0.0 for o in compared),
+        'trained': sum(o.trained for o in compared),
+        'predicted_and_actual': pictures.predicted_and_actual(found),
+    }
 
 
 def _hours(node_s: float) -> str:
     hours = node_s / 3600
     return f'{hours:,.0f}' if hours >= 1000 else f'{hours:.3g}'
-
-
-def _date(at: float) -> str:
-    return datetime.fromtimestamp(at).astimezone().strftime('%Y-%m-%d %H:%M:%S %Z')

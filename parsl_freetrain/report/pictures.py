@@ -5,36 +5,45 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from markupsafe import Markup
+
 from parsl_freetrain.ledger.intervals import Interval, clip, levels
-from parsl_freetrain.ledger.timeline import by_fragment, left_at, natural_order, offered, phases, struck_nodes
-from parsl_freetrain.report.axes import Axis, duration, linear, logarithmic, number, seconds
+from parsl_freetrain.ledger.timeline import (
+    by_fragment,
+    left_at,
+    natural_order,
+    offered,
+    phases,
+    struck_nodes,
+)
+from parsl_freetrain.report.axes import Scale, duration, linear, logarithmic, number, seconds
 from parsl_freetrain.report.charts import Chart
 from parsl_freetrain.report.figures import Figures
 from parsl_freetrain.report.learned import Scaling
 from parsl_freetrain.report.losses import Loss
 
 MOST_COLOURED = 8
-"""So many trainers have a colour of their own; the others share one."""
+"""Maximum number of trainers with a colour of their own; the others share one."""
 
 MOST_ROWS = 48
-"""So many nodes are drawn one by one."""
+"""Maximum number of nodes with a row of their own."""
 
 MOST_MOMENTS = 2000
-"""Where the numbers of nodes change more often, they are drawn as they were at so many moments."""
+"""Maximum number of moments at which numbers of nodes are drawn."""
 
 Box = tuple[float, float, float, float]
 
 
 def kinds(found: Figures) -> dict[str, str]:
-    """By trainer, its class of the style sheet: those that trained most have a colour of their own."""
+    """By trainer, its class of the style sheet; those that trained most have their own colours."""
     rows = found.summary['trainers']
     ranked = sorted(rows, key=lambda name: -rows[name]['samples'])[:MOST_COLOURED]
     coloured = [name for name in rows if name in ranked]
     return {name: f't{coloured.index(name)}' if name in ranked else 'others' for name in rows}
 
 
-def nodes_over_time(found: Figures) -> str:
-    """How many nodes were offered, and how many each trainer had."""
+def nodes_over_time(found: Figures) -> Markup:
+    """Number of nodes offered, and number of nodes of each trainer."""
     clock, of = found.clock, kinds(found)
     steps: dict[str, list[tuple[float, int]]] = defaultdict(list)
     room: list[tuple[float, int]] = []
@@ -46,14 +55,25 @@ def nodes_over_time(found: Figures) -> str:
         end = clock.until[fragment.run] if fragment.ended_at is None else fragment.ended_at
         name = fragment.trainer if of.get(fragment.trainer, 'others') != 'others' else ''
         count = len(fragment.nodes)
-        steps[name] += [(clock.of(fragment.run, fragment.decided_at), count), (clock.of(fragment.run, end), -count)]
-    grid = sorted({0.0, clock.length} | {x for changes in (room, *steps.values()) for x, _ in changes})
+        steps[name] += [
+            (clock.of(fragment.run, fragment.decided_at), count),
+            (clock.of(fragment.run, end), -count),
+        ]
+    grid = sorted(
+        {0.0, clock.length} | {x for changes in (room, *steps.values()) for x, _ in changes}
+    )
     if len(grid) > MOST_MOMENTS:
         grid = [clock.length * i / MOST_MOMENTS for i in range(MOST_MOMENTS + 1)]
     most = levels(room, grid)
     stacked = [(name, levels(steps[name], grid)) for name in [*of, ''] if name in steps]
-    peak = max([1, *most, *(sum(column) for column in zip(*(level for _, level in stacked), strict=True))])
-    chart = Chart(seconds(clock.length), linear(0, peak, whole=True), f'nodes over time; at most {max(most)} were offered')
+    peak = max(
+        [1, *most, *(sum(column) for column in zip(*(level for _, level in stacked), strict=True))]
+    )
+    chart = Chart(
+        seconds(clock.length),
+        linear(0, peak, whole=True),
+        f'nodes over time; at most {max(most)} were offered',
+    )
     chart.steps(grid, [0] * len(grid), most, 'offered', 'offered')
     floor = [0] * len(grid)
     for name, level in stacked:
@@ -64,19 +84,30 @@ def nodes_over_time(found: Figures) -> str:
     return chart.svg()
 
 
-def nodes_one_by_one(found: Figures) -> str | None:
-    """What each node did; None if there are too many nodes, or none."""
+def nodes_one_by_one(found: Figures) -> Markup | None:
+    """The use of each node; None if there are too many nodes, or none."""
     story, clock, of = found.story, found.clock, kinds(found)
-    names = sorted({o.name for o in story.offers} | {n.name for n in story.nodes}, key=natural_order)
+    names = sorted(
+        {o.name for o in story.offers} | {n.name for n in story.nodes}, key=natural_order
+    )
     if not 0 < len(names) <= MOST_ROWS:
         return None
     row = {name: i for i, name in enumerate(names)}
-    chart = Chart(seconds(clock.length), None, f'what each of {len(names)} nodes did', 'tall' if len(names) > 12 else 'middle')
+    chart = Chart(
+        seconds(clock.length),
+        None,
+        f'what each of {len(names)} nodes did',
+        'tall' if len(names) > 12 else 'middle',
+    )
     boxes: dict[tuple[str, str, str], list[Box]] = defaultdict(list)
 
-    def add(kind: tuple[str, str, str], run: int, name: str, times: Sequence[Interval], margin: float) -> None:
+    def add(
+        kind: tuple[str, str, str], run: int, name: str, times: Sequence[Interval], margin: float
+    ) -> None:
         top, bottom = (row[name] + margin) / len(names), (row[name] + 1 - margin) / len(names)
-        boxes[kind] += [(clock.of(run, start), clock.of(run, end), top, bottom) for start, end in times]
+        boxes[kind] += [
+            (clock.of(run, start), clock.of(run, end), top, bottom) for start, end in times
+        ]
 
     for run in story.runs:
         for name, times in offered(story, run, clock.until[run.id]).items():
@@ -87,15 +118,30 @@ def nodes_one_by_one(found: Figures) -> str | None:
     written = by_fragment(story.checkpoints)
     for fragment in story.fragments:
         until = clock.until[fragment.run]
-        parts = phases(fragment, written.get(fragment.key, ()), until=until, alive=story.alive(runs[fragment.run]))
+        parts = phases(
+            fragment,
+            written.get(fragment.key, ()),
+            until=until,
+            alive=story.alive(runs[fragment.run]),
+        )
         for one in fragment.nodes:
             place = nodes.get((fragment.run, one))
             if place is not None:
                 here = (place.joined_at, left_at(place, blocks, until))
                 for kind, times in parts.items():
-                    add((of.get(fragment.trainer, 'others'), kind, fragment.trainer), fragment.run, place.name, clip(times, *here), 0.16)
+                    add(
+                        (of.get(fragment.trainer, 'others'), kind, fragment.trainer),
+                        fragment.run,
+                        place.name,
+                        clip(times, *here),
+                        0.16,
+                    )
     for (colour, kind, name), drawn in boxes.items():
-        chart.boxes(_joined(drawn, clock.length / MOST_MOMENTS), f'{colour} {kind}'.strip(), f'{name}, {kind}' if kind else name)
+        chart.boxes(
+            _joined(drawn, clock.length / MOST_MOMENTS),
+            f'{colour} {kind}'.strip(),
+            f'{name}, {kind}' if kind else name,
+        )
     for node in struck_nodes(story):
         at = clock.of(node.run, left_at(node, blocks, clock.until[node.run]))
         chart.cross(at, 1 - (row[node.name] + 0.5) / len(names), f'{node.name} was taken')
@@ -107,7 +153,9 @@ def nodes_one_by_one(found: Figures) -> str | None:
 
 
 def _joined(boxes: Sequence[Box], least: float) -> list[Box]:
-    """Boxes of one kind, those of a row that are less than ``least`` apart joined: nobody would see what is between them."""
+    """Boxes of one kind; those of a row that are less than ``least`` apart are joined, since the
+    gap would be invisible.
+    """
     joined: list[Box] = []
     for box in sorted(boxes, key=lambda box: (box[2], box[0])):
         if joined and joined[-1][2] == box[2] and box[0] - joined[-1][1] < least:
@@ -117,72 +165,117 @@ def _joined(boxes: Sequence[Box], least: float) -> list[Box]:
     return joined
 
 
-def loss_over_samples(trainer: str, loss: Loss, kind: str) -> str | None:
+def loss_over_samples(trainer: str, loss: Loss, kind: str) -> Markup | None:
     """None where no loss was reported."""
     y = _loss_axis(loss)
     if y is None:
         return None
-    chart = Chart(linear(0, max(p.samples for line in loss.fragments for p in line)), y, f'loss of {trainer} over samples', 'low')
+    chart = Chart(
+        linear(0, max(p.samples for line in loss.fragments for p in line)),
+        y,
+        f'loss of {trainer} over samples',
+        'low',
+    )
     for i, line in enumerate(loss.fragments):
-        chart.line([(p.samples, p.loss) for p in line], kind, f'{trainer}, part {i + 1} of {len(loss.fragments)}')
+        chart.line(
+            [(p.samples, p.loss) for p in line],
+            kind,
+            f'{trainer}, part {i + 1} of {len(loss.fragments)}',
+        )
     for samples, at_s in loss.preempted:
-        chart.upright(samples, 'preempted', f'preempted at {number(samples)} samples, after {duration(at_s)}')
+        chart.upright(
+            samples, 'preempted', f'preempted at {number(samples)} samples, after {duration(at_s)}'
+        )
     return chart.svg()
 
 
-def loss_over_time(trainer: str, loss: Loss, kind: str, found: Figures) -> str | None:
+def loss_over_time(trainer: str, loss: Loss, kind: str, found: Figures) -> Markup | None:
     """None where no loss was reported."""
     y = _loss_axis(loss)
     if y is None:
         return None
     chart = Chart(seconds(found.clock.length), y, f'loss of {trainer} over time', 'low')
     for i, line in enumerate(loss.fragments):
-        chart.line([(p.at_s, p.loss) for p in line], kind, f'{trainer}, part {i + 1} of {len(loss.fragments)}')
+        chart.line(
+            [(p.at_s, p.loss) for p in line],
+            kind,
+            f'{trainer}, part {i + 1} of {len(loss.fragments)}',
+        )
     for samples, at_s in loss.preempted:
-        chart.upright(at_s, 'preempted', f'preempted after {duration(at_s)}, at {number(samples)} samples')
+        chart.upright(
+            at_s, 'preempted', f'preempted after {duration(at_s)}, at {number(samples)} samples'
+        )
     _joints(chart, found)
     return chart.svg()
 
 
-def scaling(learned: Scaling, kind: str) -> str | None:
-    """None where nothing is known of a trainer's speed."""
+def scaling(learned: Scaling, kind: str) -> Markup | None:
+    """None if a trainer's speed is not known."""
     points = [*learned.curve, *((n, rate) for n, rate, _ in learned.measured)]
     if not points:
         return None
-    chart = Chart(linear(0, max(n for n, _ in points), whole=True), linear(0, max(rate for _, rate in points) or 1.0),
-                  f'samples per second of {learned.trainer} over nodes', 'low')
-    chart.line([(0, 0.0), *learned.curve], f'{kind} thin', 'in the shape that was stated' if learned.stated else 'as learned')
+    chart = Chart(
+        linear(0, max(n for n, _ in points), whole=True),
+        linear(0, max(rate for _, rate in points) or 1.0),
+        f'samples per second of {learned.trainer} over nodes',
+        'low',
+    )
+    chart.line(
+        [(0, 0.0), *learned.curve],
+        f'{kind} thin',
+        'in the shape that was stated' if learned.stated else 'as learned',
+    )
     for n, rate, count in learned.measured:
-        chart.dot((n, rate), kind, f'measured: {number(rate)} samples/s on {n} {"node" if n == 1 else "nodes"}, middle of {count}')
+        chart.dot(
+            (n, rate),
+            kind,
+            f'measured: {number(rate)} samples/s on {n} {"node" if n == 1 else "nodes"}, '
+            f'middle of {count}',
+        )
     return chart.svg()
 
 
-def predicted_and_actual(found: Figures) -> str | None:
-    """Samples that decisions were expected to train, and that were trained and kept; None where there is nothing to compare."""
+def predicted_and_actual(found: Figures) -> Markup | None:
+    """Samples that decisions were expected to train against samples trained and kept; None if there
+    is nothing to compare.
+    """
     of = kinds(found)
-    pairs = [(o, o.expected, o.trained) for o in found.outcomes if o.expected is not None and o.expected >= 1]
+    pairs = [
+        (o, o.expected, o.trained)
+        for o in found.outcomes
+        if o.expected is not None and o.expected >= 1
+    ]
     if not pairs:
         return None
     values = [v for _, expected, trained in pairs for v in (expected, trained) if v >= 1]
     low, high = min(values), max(values)
     x, y = logarithmic(low, high), logarithmic(low, high)
-    chart = Chart(x, y, f'{len(pairs)} decisions: samples as predicted, to the right, and as trained, upwards', 'middle')
+    chart = Chart(
+        x,
+        y,
+        f'{len(pairs)} decisions: samples as predicted, to the right, and as trained, upwards',
+        'middle',
+    )
     chart.line([(x.low, y.low), (x.high, y.high)], 'equal', 'as predicted')
     for outcome, expected, trained in pairs:
-        chart.dot((expected, max(trained, low)), of.get(outcome.trainer, 'others'),
-                  f'{outcome.trainer}, {outcome.nodes_before} to {outcome.nodes} nodes for {duration(outcome.until - outcome.at)}: '
-                  f'predicted {number(expected)} samples, trained {number(trained)}')
+        chart.dot(
+            (expected, max(trained, low)),
+            of.get(outcome.trainer, 'others'),
+            f'{outcome.trainer}, {outcome.nodes_before} to {outcome.nodes} nodes for '
+            f'{duration(outcome.until - outcome.at)}: '
+            f'predicted {number(expected)} samples, trained {number(trained)}',
+        )
     return chart.svg()
 
 
-def _loss_axis(loss: Loss) -> Axis | None:
+def _loss_axis(loss: Loss) -> Scale | None:
     values = [p.loss for line in loss.fragments for p in line]
     if not values:
         return None
     low, high = min(values), max(values)
     if low < 0:
         return linear(low, high)
-    # A loss of 0 has no place on a logarithmic axis: it is drawn at its lower end.
+    # A loss of 0 is drawn at the lower end of the logarithmic axis.
     smallest = max(min((v for v in values if v > 0), default=high), 1e-6 * high)
     return logarithmic(smallest, high) if high > 30 * smallest else linear(0.0, high)
 

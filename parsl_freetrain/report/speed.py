@@ -1,41 +1,49 @@
-"""How fast a trainer is, in samples per second, as far as its fragments have shown."""
+"""A trainer's speed in samples per second, learned from its fragments."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from parsl_freetrain.core.profile import Profile
-from parsl_freetrain.core.words import ScalingCurve
-from parsl_freetrain.ledger.rows import ProgressRow, Story
+from parsl_freetrain.core.controller.throughput_profile import Profile
+from parsl_freetrain.core.model.types import ScalingCurve
+from parsl_freetrain.ledger.rows import ProgressRow, RunHistory
 
 
 class Speed:
     """Learns a trainer's speed as the controller does, report by report.
 
-    A curve that the user stated may be in any unit: it gives the shape, and what was measured on the fewest nodes the size.
+    A curve that the user stated may be in any unit. It gives the shape; the measurement on the
+    smallest node count gives the scale.
 
     Parameters
     ----------
     spec
-        A trainer's, as the ledger has it: ``min_nodes``, ``max_nodes`` and perhaps ``curve``.
+        The trainer's specification in the ledger: ``min_nodes``, ``max_nodes`` and possibly
+        ``curve``.
     """
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         given = spec.get('curve')
-        self.stated = ScalingCurve(tuple(map(int, given['nodes'])), tuple(map(float, given['rate']))) if given else None
+        self.stated = (
+            ScalingCurve(tuple(map(int, given['nodes'])), tuple(map(float, given['rate'])))
+            if given
+            else None
+        )
         self._most = int(spec.get('max_nodes') or 1)
         self._profile = Profile(None)
-        self._curves: dict[int, ScalingCurve | None] = {}   # as long as nothing new is taken in
+        self._curves: dict[int, ScalingCurve | None] = {}  # a cache, cleared by each new report
 
     def observe(self, nodes: int, rate: float | None) -> None:
-        """Take in what a fragment on so many nodes reports, in samples per second."""
+        """Add the speed that a fragment on ``nodes`` nodes reports, in samples per second."""
         if rate is not None and nodes:
             self._profile.observe(nodes, rate)
             self._curves.clear()
 
     def curve(self, nodes: int = 1) -> ScalingCurve | None:
-        """Samples per second, up to the trainer's most nodes, to all that were measured, and to ``nodes``; None before a measurement."""
+        """Samples per second, up to the maximum of ``max_nodes``, the measured counts and
+        ``nodes``; None before the first measurement.
+        """
         most = max(self._most, nodes)
         if most not in self._curves:
             self._curves[most] = self._curve(most)
@@ -55,10 +63,12 @@ class Speed:
         return ScalingCurve(self.stated.nodes, tuple(rate * factor for rate in self.stated.rate))
 
 
-def speeds(story: Story, progress: Iterable[ProgressRow]) -> dict[str, Speed]:
-    """By trainer; of a resumed workflow all runs count."""
+def speeds(story: RunHistory, progress: Iterable[ProgressRow]) -> dict[str, Speed]:
+    """By trainer; all runs of a resumed workflow count."""
     width = {fragment.key: len(fragment.nodes) for fragment in story.fragments}
     found = {row.name: Speed(row.spec) for row in story.trainers}
     for report in progress:
-        found[report.trainer].observe(width.get((report.run, report.trainer, report.fragment), 0), report.rate)
+        found[report.trainer].observe(
+            width.get((report.run, report.trainer, report.fragment), 0), report.rate
+        )
     return found

@@ -1,15 +1,18 @@
 """Synthetic schedules of idle nodes, fitted to the published statistics of OLCF Summit's holes.
 
 The figures are those of the idle-node events of 10 to 24 February 2021 that were published with
-BFTrainer (arXiv 2106.12091): 423,502 idle intervals of 4,734 nodes in 358.2 hours. Reproduced are
+BFTrainer (arXiv 2106.12091): 423,502 idle intervals of 4,734 nodes in 358.2 hours. A schedule
+reproduces
 
-- the length of idle intervals (median 475 s, a tenth above 3,269 s; nodes that have been idle for long stay for long),
-- how many nodes become idle at once (median 4, a hundredth above 512) and how far apart such moments are,
+- the length of idle intervals (median 475 s, a tenth above 3,269 s; nodes that have been idle for
+  long stay idle for long),
+- the number of nodes that become idle at once (median 4, a hundredth above 512), and the time
+  between such moments,
 - that two nodes that become idle together become busy together with probability about 0.75,
-- the share of nodes that are idle in the mean (8.27 %), unless another one is asked for.
+- the mean share of idle nodes (8.27 %), unless another one is asked for.
 
-A machine of fewer nodes looks like so many of Summit's, picked at random. Not reproduced are the hours of the
-day, nor which nodes stand side by side.
+A smaller machine looks like a random sample of Summit's nodes. Neither the time of day nor the
+placement of nodes in the machine is reproduced.
 """
 
 from __future__ import annotations
@@ -19,31 +22,63 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.schedule import Floats, IdleInterval, Ints, Schedule
 
 SUMMIT_NODES = 4734
 SUMMIT_IDLE_SHARE = 0.0827
 
-# (share of the intervals, seconds). The longest published ones, up to 70 hours, are left out: they carry 1 % of the
-# idle time, and a tail drawn towards them would double the mean.
-LENGTHS_S = ((0.0, 60), (0.01, 71), (0.05, 81), (0.1, 91), (0.25, 162), (0.5, 475), (0.75, 1397), (0.9, 3269),
-             (0.95, 4723), (0.99, 9246), (1.0, 12000))
+# (share of the intervals, seconds). The longest published ones, up to 70 hours, are left out: they
+# carry 1 % of the idle time, and a tail drawn towards them would double the mean.
+LENGTHS_S = (
+    (0.0, 60),
+    (0.01, 71),
+    (0.05, 81),
+    (0.1, 91),
+    (0.25, 162),
+    (0.5, 475),
+    (0.75, 1397),
+    (0.9, 3269),
+    (0.95, 4723),
+    (0.99, 9246),
+    (1.0, 12000),
+)
 # (share of the moments at which nodes become idle, how many do).
-COHORT_NODES = ((0.0, 1), (0.25, 1), (0.5, 4), (0.75, 16), (0.9, 50), (0.95, 100), (0.99, 512), (0.995, 996), (1.0, 2000))
-# (share of such moments, seconds to the next one); only the shape is used, the idle share gives the mean.
-JOIN_GAPS_S = ((0.0, 10), (0.1, 10), (0.25, 20), (0.5, 41), (0.75, 91), (0.9, 176), (0.95, 263), (0.99, 577),
-               (0.999, 2325))
+COHORT_NODES = (
+    (0.0, 1),
+    (0.25, 1),
+    (0.5, 4),
+    (0.75, 16),
+    (0.9, 50),
+    (0.95, 100),
+    (0.99, 512),
+    (0.995, 996),
+    (1.0, 2000),
+)
+# (share of such moments, seconds to the next one); only the shape is used, the idle share gives the
+# mean.
+JOIN_GAPS_S = (
+    (0.0, 10),
+    (0.1, 10),
+    (0.25, 20),
+    (0.5, 41),
+    (0.75, 91),
+    (0.9, 176),
+    (0.95, 263),
+    (0.99, 577),
+    (0.999, 2325),
+)
 # Moments at which nodes become busy: 11,015 in the published fortnight.
 LEAVE_GAP_MEAN_S = 117.0
 MIN_BUSY_S = 10.0
 
-# A cohort that leaves in two parts, cut at a uniform place, keeps two thirds of its pairs together; where a quarter
-# of the cohorts leaves as one, three quarters of all pairs stay together.
+# A cohort that leaves in two parts, cut at a uniform place, keeps two thirds of its pairs together;
+# where a quarter of the cohorts leaves as one, three quarters of all pairs stay together.
 _SPLIT_PROBABILITY = 0.75
 # Intervals move by at most this share of their length to end when others do.
 _SNAP = 0.1
-# Before time 0 the machine runs for so long that the number of idle nodes no longer shows that it began empty.
+# Before time 0 the machine runs for so long that the number of idle nodes no longer shows that it
+# began empty.
 _WARM_UP_S = 20_000.0
 
 _Knots = tuple[tuple[float, float], ...]
@@ -62,16 +97,17 @@ def generate(
     Parameters
     ----------
     nodes
-        How many nodes, named ``node0000`` and so on, or their names.
+        The number of nodes, which get the names ``node0000`` and so on, or their names.
     duration_s
-        How long the schedule is, in its own seconds, after ``time_factor`` was applied.
+        Length of the schedule in seconds, after ``time_factor`` was applied.
     seed
-        The same arguments give the same schedule, to the last bit.
+        The same arguments give the same schedule, bit by bit.
     idle_share
-        The share of the nodes that is idle in the mean, between 0 and 1. Large shares are not quite reached, because
+        The mean share of idle nodes, between 0 and 1. Large shares are not quite reached, because
         nodes that are idle already cannot become idle.
     time_factor
-        What every published time is multiplied by: 1/60 makes of a median hole of 8 minutes one of 8 seconds.
+        Factor for every published time: with 1/60 a median hole lasts 8 seconds instead of 8
+        minutes.
 
     Returns
     -------
@@ -81,15 +117,24 @@ def generate(
     Raises
     ------
     BadInput
-        No node, a share that is not between 0 and 1, a duration or a time factor that is not above 0.
+        No node, a share that is not between 0 and 1, a duration or a time factor that is not above
+        0.
     """
     names = _names(nodes)
     if not (math.isfinite(duration_s) and duration_s > 0):
-        raise BadInput(f'The duration of a generated schedule is {duration_s}; it must be a number of seconds above 0.')
+        raise BadInput(
+            f'The duration of a generated schedule is {duration_s}; it must be a number '
+            'of seconds above 0.'
+        )
     if not 0 < idle_share < 1:
-        raise BadInput(f'The idle share of a generated schedule is {idle_share}; it must lie between 0 and 1.')
+        raise BadInput(
+            f'The idle share of a generated schedule is {idle_share}; it must lie between 0 and 1.'
+        )
     if not (math.isfinite(time_factor) and time_factor > 0):
-        raise BadInput(f'The time factor of a generated schedule is {time_factor}; it must be a number above 0.')
+        raise BadInput(
+            f'The time factor of a generated schedule is {time_factor}; it must be a '
+            'number above 0.'
+        )
     draw = np.random.default_rng(seed)
     until_s = duration_s / time_factor
     leaves = _leave_times(draw, until_s)
@@ -110,9 +155,13 @@ def generate(
 def _names(nodes: int | Sequence[str]) -> tuple[str, ...]:
     names = tuple(f'node{i:04d}' for i in range(nodes)) if isinstance(nodes, int) else tuple(nodes)
     if not names:
-        raise BadInput(f'A generated schedule was asked for {nodes!r} nodes; it needs at least one.')
+        raise BadInput(
+            f'A generated schedule was asked for {nodes!r} nodes; it needs at least one.'
+        )
     if len(set(names)) != len(names):
-        raise BadInput(f'The node names {list(names)} of a generated schedule must differ from each other.')
+        raise BadInput(
+            f'The node names {list(names)} of a generated schedule must differ from each other.'
+        )
     return names
 
 
@@ -145,7 +194,7 @@ def _leave_times(draw: np.random.Generator, until_s: float) -> Floats:
 
 
 def _cohort(draw: np.random.Generator, busy: Ints, idle_share: float) -> Ints:
-    """Which of our busy nodes are among those that become idle on the whole machine."""
+    """Which of our busy nodes become idle when nodes of the whole machine do."""
     size = int(_quantile(COHORT_NODES, np.array([draw.random()]))[0])
     ours = min(1.0, len(busy) / (SUMMIT_NODES * (1 - idle_share)))
     count = min(len(busy), int(draw.binomial(size, ours)))
@@ -163,7 +212,7 @@ def _end(draw: np.random.Generator, at_s: float, leaves: Floats) -> float:
     length_s = float(_quantile(LENGTHS_S, np.array([draw.random()]))[0])
     end_s = at_s + length_s
     place = int(np.searchsorted(leaves, end_s))
-    near = leaves[max(0, place - 1):place + 1]
+    near = leaves[max(0, place - 1) : place + 1]
     if len(near):
         nearest = float(near[np.argmin(np.abs(near - end_s))])
         if abs(nearest - end_s) <= _SNAP * length_s and nearest - at_s >= LENGTHS_S[0][1]:

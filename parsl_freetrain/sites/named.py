@@ -1,4 +1,4 @@
-"""Sites by name: the Python files of ``site_configs/``, and TOML files with the settings of one queue."""
+"""Sites by name (the Python files of ``site_configs/``), and sites in TOML files."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from parsl_freetrain.core.errors import BadInput, FreeTrainError
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.sites.batch.options import options_from, read_table
-from parsl_freetrain.sites.batch.site import BatchSite
-from parsl_freetrain.sites.cobalt import CobaltOptions, CobaltSite
-from parsl_freetrain.sites.pbspro import PbsOptions, PbsSite
+from parsl_freetrain.sites.protocols import Site
 from parsl_freetrain.sites.provider import BackfillProvider
-from parsl_freetrain.sites.slurm import SlurmSite, read_options
+from parsl_freetrain.sites.registry import site_types
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# In the current folder, as copied and changed by the user; installed with the package; beside it in its repository.
+# In the current folder, for a user's own copies; installed with the package; in the repository.
 _FOLDERS = (Path('site_configs'), _PACKAGE / 'site_configs', _PACKAGE.parent / 'site_configs')
 
 
 def site_files() -> dict[str, Path]:
-    """The Python files of sites by name; one in the current folder's ``site_configs/`` comes before those of the package."""
-    return {path.stem: path for folder in reversed(_FOLDERS) for path in sorted(folder.glob('[!_]*.py'))}
+    """The Python files of sites by name; those in the current folder's ``site_configs/`` come
+    first.
+    """
+    return {
+        path.stem: path for folder in reversed(_FOLDERS) for path in sorted(folder.glob('[!_]*.py'))
+    }
 
 
 def load_site_file(path: Path) -> ModuleType:
@@ -35,19 +37,24 @@ def load_site_file(path: Path) -> ModuleType:
     """
     spec = importlib.util.spec_from_file_location('freetrain_site_config', path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise BadInput(f'The site file {path} cannot be read; name a Python file with a function config().')
+        raise BadInput(
+            f'The site file {path} cannot be read; name a Python file with a function config().'
+        )
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except BadInput:
         raise
-    except Exception as error:   # the user's own code
-        raise BadInput(f'The site file {path} gives no configuration: {type(error).__name__}: {error}.') from error
+    except Exception as error:  # the user's own code
+        raise BadInput(
+            f'The site file {path} gives no configuration: {type(error).__name__}: {error}.'
+        ) from error
     return module
 
 
-def site_in_table(path: Path) -> BatchSite:
-    """The site that a TOML file describes, in a table ``[slurm]``, ``[pbspro]`` or ``[cobalt]``; without a table, Slurm.
+def site_in_table(path: Path) -> Site:
+    """The site that a TOML file describes, in a table with the name of its type, such as
+    ``[pbspro]``; without a table, Slurm.
 
     Raises
     ------
@@ -55,16 +62,25 @@ def site_in_table(path: Path) -> BatchSite:
         The file cannot be read, or has settings that cannot be used.
     """
     values = read_table(path)
-    where = f'The site file {path}'
-    if isinstance(table := values.get('pbspro'), dict):
-        return PbsSite(options_from(PbsOptions, where, table))
-    if isinstance(table := values.get('cobalt'), dict):
-        return CobaltSite(options_from(CobaltOptions, where, table))
-    return SlurmSite(read_options(path))
+    types = {name: kind for name, kind in site_types().items() if kind.options is not None}
+    tables = {name: value for name, value in values.items() if isinstance(value, dict)}
+    name = next((name for name in tables if name in types), 'slurm')
+    kind = types[name]
+    if name not in tables and len(tables) == len(values) > 0:
+        raise BadInput(
+            f'The site file {path} has the table {", ".join(tables)}; name it after the type of '
+            f'the site, which is one of {", ".join(types)}.'
+        )
+    assert kind.options is not None
+    return kind.make(options_from(kind.options, f'The site file {path}', tables.get(name, values)))
 
 
-def chosen_provider(provider: BackfillProvider | None, site: str | None, account: str | None = None,
-                    queue: str | None = None) -> BackfillProvider:
+def chosen_provider(
+    provider: BackfillProvider | None,
+    site: str | None,
+    account: str | None = None,
+    queue: str | None = None,
+) -> BackfillProvider:
     """The provider that was given, or one for the site of this name.
 
     Parameters
@@ -81,22 +97,35 @@ def chosen_provider(provider: BackfillProvider | None, site: str | None, account
     """
     if provider is not None:
         if site or account or queue:
-            raise BadInput('FreeTrainExecutor was given a provider and a site, account or queue; give provider= alone, or site= as a name.')
+            raise BadInput(
+                'FreeTrainExecutor was given a provider and a site, account or queue; '
+                'give provider= alone, or site= as a name.'
+            )
         return provider
     files = site_files()
     if site is None or site not in files:
-        raise BadInput(f'FreeTrainExecutor has no provider and no site {site or ""!r}; give provider=, or site= as one of '
-                       f'{", ".join(sorted(_with_site(files)))}.')
+        raise BadInput(
+            f'FreeTrainExecutor has no provider and no site {site or ""!r}; give '
+            'provider=, or site= as one of '
+            f'{", ".join(sorted(_with_site(files)))}.'
+        )
     module = load_site_file(files[site])
     if not hasattr(module, 'site'):
-        raise BadInput(f'The site file {files[site]} has no function site(); give provider=, or use its config().')
-    settings = {name: value for name, value in (('account', account), ('queue', queue)) if value is not None}
+        raise BadInput(
+            f'The site file {files[site]} has no function site(); give provider=, or use '
+            'its config().'
+        )
+    settings = {
+        name: value for name, value in (('account', account), ('queue', queue)) if value is not None
+    }
     try:
         return BackfillProvider(module.site(**settings))
     except (BadInput, FreeTrainError):
         raise
-    except Exception as error:   # the user's own code
-        raise BadInput(f'The site file {files[site]} gives no site: {type(error).__name__}: {error}.') from error
+    except Exception as error:  # the user's own code
+        raise BadInput(
+            f'The site file {files[site]} gives no site: {type(error).__name__}: {error}.'
+        ) from error
 
 
 def _with_site(files: dict[str, Path]) -> Iterator[str]:

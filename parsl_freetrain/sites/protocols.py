@@ -1,22 +1,26 @@
-"""The seams of a site: what can be had, how a block for it is asked for, and when a block ends."""
+"""What a site is: where holes come from, how a block is opened, and how its job is followed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from parsl.providers.base import ExecutionProvider
+from parsl.jobs.states import JobStatus
 
-from parsl_freetrain.core.errors import FreeTrainError
-from parsl_freetrain.core.words import BlockRequest, Hole
+from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.core.model.types import BlockRequest, Hole
 
 
 class HoleGone(FreeTrainError, RuntimeError):
-    """The nodes of a request were taken between the look at the holes and the request; look again."""
+    """The nodes were taken after the hole was seen and before the block was submitted.
+
+    Look at the holes again.
+    """
 
 
 @dataclass(frozen=True)
-class Offer:
+class NodeOffer:
     """A node was idle for us from ``start`` to ``end``, in seconds of ``time.time()``."""
 
     node: str
@@ -39,18 +43,24 @@ class Site(HoleSource, Protocol):
     ----------
     name
         For logs and for the ledger.
+    is_local
+        Whether nodes are processes of this computer.
     spans_blocks
         Whether one fragment may use nodes of several blocks.
     poll_s
-        How long to wait between two questions about blocks, in seconds.
+        Seconds between two questions about blocks.
     interface
         The network interface that ranks use; None lets them choose.
+    script_dir
+        The folder for batch scripts and the output of blocks; Parsl sets it through the provider.
     """
 
     name: str
+    is_local: bool
     spans_blocks: bool
     poll_s: float
     interface: str | None
+    script_dir: str | None
 
     def start(self) -> None:
         """The executor starts; a schedule's time 0 is now. A second call changes nothing."""
@@ -60,38 +70,73 @@ class Site(HoleSource, Protocol):
         """The executor has ended; there are no holes any more."""
         ...
 
-    def default_provider(self) -> ExecutionProvider:
-        """The Parsl provider for blocks of this site, where the user gives none."""
-        ...
+    def open_block(
+        self, request: BlockRequest, command: str, name: str, worker_init: str = ''
+    ) -> str:
+        """Submit one block; returns the id of its job.
 
-    def prepare(self, provider: ExecutionProvider, request: BlockRequest) -> None:
-        """Make ``provider``'s next submission the block that ``request`` describes: nodes, walltime, launcher.
+        Parameters
+        ----------
+        request
+            The number of nodes (or which ones), and for how long.
+        command
+            What each node runs, as a shell command.
+        name
+            A name for the job, unlike that of every other block of the run.
+        worker_init
+            Shell lines that run once per block, before the command starts on its nodes.
 
-        Called under a lock, just before the submission. Raises BadInput for a request that can never be
-        met and HoleGone for one that cannot be met any more.
+        Raises
+        ------
+        BadInput
+            The request can never be met.
+        HoleGone
+            The request cannot be met any more.
+        FreeTrainError
+            The scheduler refused the job, or did not answer.
         """
         ...
 
-    def submitted(self, job_id: str, request: BlockRequest) -> None:
-        """The submission just prepared is job ``job_id``."""
+    def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
+        """The status of each of these jobs, all of which this site has opened or adopted.
+
+        UNKNOWN if the scheduler cannot be asked; that never means that a job is over. Raises
+        FreeTrainError where nothing at all could be learned.
+        """
+        ...
+
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        """End these jobs.
+
+        Raises
+        ------
+        FreeTrainError
+            The scheduler did not answer; the jobs may still run.
+        """
         ...
 
     def gone(self, job_id: str) -> None:
-        """The job is over; its nodes can be offered again. Unknown jobs and second calls are ignored."""
+        """The job is over: its nodes can be offered again. Ignores jobs that it does not know."""
         ...
 
     def end_of(self, job_id: str) -> float | None:
-        """When the job ends, in seconds of ``time.time()``; None while unknown. A notice makes it known."""
+        """When the job ends, in seconds of ``time.time()``; None while unknown.
+
+        A notice from the scheduler makes it known.
+        """
         ...
 
-    def offers(self, since: float, until: float) -> tuple[Offer, ...]:
-        """Which nodes were idle for us when, clipped to these times in seconds of ``time.time()``."""
+    def offers(self, since: float, until: float) -> tuple[NodeOffer, ...]:
+        """Which nodes were idle for us, clipped to these times in seconds of ``time.time()``."""
         ...
 
 
 @dataclass(frozen=True)
 class FoundBlock:
-    """A block of an earlier run that waits or runs; ``end_s`` in seconds of ``time.time()``, None while unknown."""
+    """A block of an earlier run that waits or runs.
+
+    ``end_s`` is in seconds of ``time.time()``; None while unknown.
+    """
 
     job_id: str
     nodes: int
@@ -101,22 +146,25 @@ class FoundBlock:
 
 @runtime_checkable
 class Adopting(Protocol):
-    """A site whose blocks outlive the process that submitted them, and can be found again by their names.
+    """A site whose blocks outlive the submitting process, and can be found again by their names.
 
     Attributes
     ----------
     job_variable
-        The environment variable that tells a node of a block the id of its job.
+        The environment variable that holds the id of its job on each node of a block.
     """
 
     job_variable: str
 
     def identify(self, run: str) -> None:
-        """Blocks submitted from now on belong to this run, unless the site has been told another name. Before :meth:`Site.start`."""
+        """Name the run that all later blocks belong to, unless the site was given a name already.
+
+        Called before :meth:`Site.start`.
+        """
         ...
 
     def adopt(self) -> tuple[FoundBlock, ...]:
-        """Blocks of the run that are not over; from now on they count as submitted by this process.
+        """Blocks of the run that are not over; from now on they count as opened by this process.
 
         Raises FreeTrainError if the scheduler does not answer.
         """

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 
 COLUMNS = ('start_s', 'end_s', 'node')
 
@@ -29,7 +29,9 @@ _GZIP_MAGIC = b'\x1f\x8b'
 
 @dataclass(frozen=True, order=True)
 class IdleInterval:
-    """A node is idle from ``start_s`` on and busy again at ``end_s``, in seconds of the schedule's clock."""
+    """A node is idle from ``start_s`` on and busy again at ``end_s``, in seconds of the schedule's
+    clock.
+    """
 
     start_s: float
     end_s: float
@@ -39,7 +41,8 @@ class IdleInterval:
 class Schedule:
     """Idle intervals of named nodes, sorted by start, then by node.
 
-    Touching intervals of one node are kept apart: the node is taken and given back in the same instant.
+    Touching intervals of one node are kept apart: the node is taken and given back in the same
+    instant.
 
     Parameters
     ----------
@@ -49,8 +52,8 @@ class Schedule:
     Raises
     ------
     BadInput
-        An interval that starts before 0, ends before it starts or overlaps another one of its node; a node
-        name that is not made of letters, digits, ``.``, ``_`` and ``-``.
+        An interval that starts before 0, ends before it starts or overlaps another one of its node;
+        a node name that is not made of letters, digits, ``.``, ``_`` and ``-``.
     """
 
     def __init__(self, intervals: Iterable[IdleInterval]) -> None:
@@ -82,7 +85,10 @@ class Schedule:
         return len(self.starts)
 
     def __repr__(self) -> str:
-        return f'<Schedule: {len(self)} idle intervals of {len(self.nodes)} nodes until {self.end_s:g} s>'
+        return (
+            f'<Schedule: {len(self)} idle intervals of {len(self.nodes)} nodes until '
+            f'{self.end_s:g} s>'
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Schedule) and self.intervals == other.intervals
@@ -95,7 +101,10 @@ class Schedule:
         """All intervals, sorted by start, then by node."""
         return tuple(
             IdleInterval(start, end, self.nodes[node])
-            for start, end, node in zip(self.starts.tolist(), self.ends.tolist(), self.node_index.tolist(), strict=True))
+            for start, end, node in zip(
+                self.starts.tolist(), self.ends.tolist(), self.node_index.tolist(), strict=True
+            )
+        )
 
     @property
     def end_s(self) -> float:
@@ -111,12 +120,19 @@ class Schedule:
         wanted = set(nodes)
         keep = np.isin(self.node_index, [i for i, name in enumerate(self.nodes) if name in wanted])
         return self._from_columns(
-            self.starts[keep], self.ends[keep], [self.nodes[i] for i in self.node_index[keep].tolist()])
+            self.starts[keep],
+            self.ends[keep],
+            [self.nodes[i] for i in self.node_index[keep].tolist()],
+        )
 
     def scaled(self, time_factor: float) -> Schedule:
-        """All times multiplied by ``time_factor``; raises BadInput unless it is above 0 and finite."""
+        """All times multiplied by ``time_factor``; raises BadInput unless it is above 0
+        and finite.
+        """
         if not (math.isfinite(time_factor) and time_factor > 0):
-            raise BadInput(f'The time factor of a schedule is {time_factor}; it must be a number above 0.')
+            raise BadInput(
+                f'The time factor of a schedule is {time_factor}; it must be a number above 0.'
+            )
         names = [self.nodes[i] for i in self.node_index.tolist()]
         return self._from_columns(self.starts * time_factor, self.ends * time_factor, names)
 
@@ -144,10 +160,16 @@ def read_schedule(path: str | Path) -> Schedule:
     at = _column_order(path, rows)
     rows, lines = rows[1:], lines[1:]
     if not rows:
-        raise BadInput(f'{path} has no idle interval; it needs at least one line start_s,end_s,node below its header.')
+        raise BadInput(
+            f'{path} has no idle interval; it needs at least one line start_s,end_s,node '
+            'below its header.'
+        )
     for row, line in zip(rows, lines, strict=True):
         if len(row) != len(COLUMNS):
-            raise BadInput(f'{path}, line {line}: {len(row)} columns where there must be 3: start_s,end_s,node.')
+            raise BadInput(
+                f'{path}, line {line}: {len(row)} columns where there must be 3: '
+                'start_s,end_s,node.'
+            )
     start_at, end_at, node_at = at
     starts = _numbers(path, 'start_s', [row[start_at] for row in rows], lines)
     ends = _numbers(path, 'end_s', [row[end_at] for row in rows], lines)
@@ -157,20 +179,26 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def write_schedule(schedule: Schedule, path: str | Path) -> None:
-    """Write a schedule as CSV that :func:`read_schedule` reads back equal; gzipped if the name ends in ``.gz``."""
+    """Write a schedule as CSV that :func:`read_schedule` reads back equal; gzipped if the name ends
+    in ``.gz``.
+    """
     path = Path(path)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator='\n')
     writer.writerow(COLUMNS)
     writer.writerows(
-        (_shortest(interval.start_s), _shortest(interval.end_s), interval.node) for interval in schedule.intervals)
+        (_shortest(interval.start_s), _shortest(interval.end_s), interval.node)
+        for interval in schedule.intervals
+    )
     data = text.getvalue().encode()
     # Without a time stamp, the same schedule gives the same bytes.
     path.write_bytes(gzip.compress(data, mtime=0) if path.name.endswith('.gz') else data)
 
 
 def _shortest(seconds: float) -> str:
-    return repr(int(seconds)) if math.isfinite(seconds) and seconds == int(seconds) else repr(seconds)
+    return (
+        repr(int(seconds)) if math.isfinite(seconds) and seconds == int(seconds) else repr(seconds)
+    )
 
 
 def _rows(path: Path) -> tuple[list[list[str]], list[int]]:
@@ -180,12 +208,18 @@ def _rows(path: Path) -> tuple[list[list[str]], list[int]]:
             data = gzip.decompress(data)
         text = data.decode('utf-8-sig')
     except FileNotFoundError:
-        raise BadInput(f'There is no schedule {path}; give a CSV file with the columns start_s,end_s,node.') from None
+        raise BadInput(
+            f'There is no schedule {path}; give a CSV file with the columns start_s,end_s,node.'
+        ) from None
     except UnicodeDecodeError:
-        raise BadInput(f'{path} is not text; give a CSV file with the columns start_s,end_s,node.') from None
+        raise BadInput(
+            f'{path} is not text; give a CSV file with the columns start_s,end_s,node.'
+        ) from None
     except (OSError, EOFError, ValueError) as error:
-        raise BadInput(f'{path} cannot be read as a schedule ({error}); '
-                       f'give a CSV file with the columns start_s,end_s,node.') from None
+        raise BadInput(
+            f'{path} cannot be read as a schedule ({error}); '
+            f'give a CSV file with the columns start_s,end_s,node.'
+        ) from None
     rows: list[list[str]] = []
     lines: list[int] = []
     reader = csv.reader(io.StringIO(text, newline=''))
@@ -195,8 +229,10 @@ def _rows(path: Path) -> tuple[list[list[str]], list[int]]:
                 rows.append(row)
                 lines.append(reader.line_num)
     except csv.Error as error:
-        raise BadInput(f'{path}, line {reader.line_num}: not CSV ({error}); '
-                       f'each line must be start_s,end_s,node.') from None
+        raise BadInput(
+            f'{path}, line {reader.line_num}: not CSV ({error}); '
+            f'each line must be start_s,end_s,node.'
+        ) from None
     return rows, lines
 
 
@@ -205,7 +241,10 @@ def _column_order(path: Path, rows: list[list[str]]) -> tuple[int, int, int]:
         raise BadInput(f'{path} is empty; its first line must be start_s,end_s,node.')
     header = [name.strip() for name in rows[0]]
     if sorted(header) != sorted(COLUMNS):
-        raise BadInput(f'{path}, line 1: the columns are {",".join(header)!r}; they must be start_s,end_s,node.')
+        raise BadInput(
+            f'{path}, line 1: the columns are {",".join(header)!r}; they must be '
+            'start_s,end_s,node.'
+        )
     return header.index('start_s'), header.index('end_s'), header.index('node')
 
 
@@ -217,7 +256,10 @@ def _numbers(path: Path, column: str, texts: list[str], lines: list[int]) -> Flo
     bad = np.flatnonzero(~np.isfinite(numbers))
     if len(bad):
         row = int(bad[0])
-        raise BadInput(f'{path}, line {lines[row]}: {column} is {texts[row]!r}; it must be a number of seconds.')
+        raise BadInput(
+            f'{path}, line {lines[row]}: {column} is {texts[row]!r}; it must be a number '
+            'of seconds.'
+        )
     return numbers
 
 
@@ -231,19 +273,29 @@ def _number_or_nan(text: str) -> float:
 def _check(starts: Floats, ends: Floats, names: Sequence[str], where: Callable[[int], str]) -> None:
     for name in set(names):
         if not _NODE_NAME.fullmatch(name):
-            raise BadInput(f'{where(names.index(name))}: the node name is {name!r}; '
-                           f'it must be made of letters, digits, ".", "_" and "-".')
+            raise BadInput(
+                f'{where(names.index(name))}: the node name is {name!r}; '
+                f'it must be made of letters, digits, ".", "_" and "-".'
+            )
     for row in np.flatnonzero(~(starts >= 0))[:1].tolist():
-        raise BadInput(f'{where(row)}: the interval starts at {starts[row]:g} s; it must start at 0 or later.')
+        raise BadInput(
+            f'{where(row)}: the interval starts at {starts[row]:g} s; it must start at 0 or later.'
+        )
     for row in np.flatnonzero(~(ends > starts))[:1].tolist():
-        raise BadInput(f'{where(row)}: the interval ends at {ends[row]:g} s; '
-                       f'it must end after its start at {starts[row]:g} s.')
+        raise BadInput(
+            f'{where(row)}: the interval ends at {ends[row]:g} s; '
+            f'it must end after its start at {starts[row]:g} s.'
+        )
     index = {name: i for i, name in enumerate(set(names))}
     node = np.fromiter((index[name] for name in names), dtype=np.int64, count=len(names))
     order = np.lexsort((starts, node))
     earlier, later = order[:-1], order[1:]
-    for pair in np.flatnonzero((node[earlier] == node[later]) & (ends[earlier] > starts[later]))[:1].tolist():
+    for pair in np.flatnonzero((node[earlier] == node[later]) & (ends[earlier] > starts[later]))[
+        :1
+    ].tolist():
         first, second = int(earlier[pair]), int(later[pair])
         raise BadInput(
-            f'{where(second)}: node {names[second]} is idle from {starts[second]:g} s on, but already since '
-            f'{starts[first]:g} s ({where(first)}); the intervals of a node must not overlap.')
+            f'{where(second)}: node {names[second]} is idle from {starts[second]:g} s '
+            'on, but already since '
+            f'{starts[first]:g} s ({where(first)}); the intervals of a node must not overlap.'
+        )

@@ -1,4 +1,4 @@
-"""Solvers by name, and the process that protects this one from theirs."""
+"""Solvers by name, and the child process for solvers that might hang or crash."""
 
 from parsl_freetrain.solver.named import allocator_named, close_allocator
 

@@ -1,7 +1,8 @@
-"""The process of :class:`~parsl_freetrain.solver.isolated.IsolatedAllocator`: questions come through a pipe, answers go back.
+"""The child process of :class:`~parsl_freetrain.solver.isolated.IsolatedAllocator`.
 
-Whatever happens to its parent, it does not stay: at the end of the pipe it ends, and a question that takes too long is its last
-one, for the kernel ends it then, even where a solver that hangs lets no Python run any more.
+Problems and answers go through a pipe; the process ends when the pipe closes. A kernel timer ends
+the process when a problem takes too long, even while the solver hangs in code that lets no Python
+run.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
-from parsl_freetrain.core.allocation import Allocator
+from parsl_freetrain.core.allocation.problem import Allocator
 
-# The parent, which knows more about it, comes first.
+# The parent kills first: it can report more about the failure.
 _AFTER_THE_PARENT_S = 2.0
 _LOOK_S = 5.0
 
 
 def serve(pipe: Connection, parent: int) -> None:
-    """Answer until the pipe ends or the parent is another one."""
+    """Answer until the pipe closes or the parent process is gone."""
     inner: Allocator
     inner, patience_s = pipe.recv()
     pipe.send('ready')
     while True:
-        while not pipe.poll(_LOOK_S):       # a process forked from the parent may hold the pipe open
+        while not pipe.poll(_LOOK_S):  # a process forked from the parent may hold the pipe open
             if os.getppid() != parent:
                 return
         problem = pipe.recv()
@@ -39,13 +40,13 @@ def serve(pipe: Connection, parent: int) -> None:
 
 
 def main() -> None:
-    """Serve at the pipe whose number is the first argument; the second one is the parent."""
+    """Serve the pipe of file descriptor ``argv[1]`` for the parent process ``argv[2]``."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     with Connection(int(sys.argv[1])) as pipe:
         try:
             serve(pipe, int(sys.argv[2]))
         except (EOFError, OSError):
-            pass    # the parent is gone
+            pass  # the parent is gone
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""A solver in a process of its own: neither its crash nor its hanging takes anything else down."""
+"""Runs a solver in a child process, so that a crash or hang costs only one decision."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import sys
 import threading
 from multiprocessing import Pipe
 
-from parsl_freetrain.core.allocation import Allocator, Answer, Problem
-from parsl_freetrain.core.answering import Asked
+from parsl_freetrain.core.allocation.problem import Allocator, Answer, Problem
+from parsl_freetrain.core.allocation.solution import Asked
 
 logger = logging.getLogger(__name__)
 
@@ -20,49 +20,55 @@ _START_S = 60.0
 
 
 class IsolatedAllocator:
-    """Asks another allocator, which lives in a child process.
+    """Runs another allocator in a child process.
 
-    The child is started by the first question and asked again and again. When it dies, or does not answer in time and is killed, what runs
-    is kept, and the next question starts another one. It ends with :meth:`close` and with this process, however that ends.
+    The first problem starts the child, which then serves all later ones. If the child dies, or is
+    killed because it did not answer in time, the answer is to stay put, and the next problem starts
+    a new child. The child ends with :meth:`close`, or with this process, however that ends.
 
     Parameters
     ----------
     inner
-        Is pickled, and answers in the child.
+        The allocator to run in the child; it is pickled.
     time_limit_s
-        Seconds that ``inner`` keeps to by itself.
+        The time limit that ``inner`` itself obeys, in seconds.
     margin_s
-        So many seconds later it is taken for hanging.
+        Seconds beyond the limit after which the child counts as hanging and is killed.
     """
 
     def __init__(self, inner: Allocator, time_limit_s: float, margin_s: float = 5.0) -> None:
         self._inner = inner
         self._patience_s = time_limit_s + margin_s
         self._one_at_a_time = threading.Lock()
-        self._child: _Child | None = None
+        self._child: _SolverProcess | None = None
         self._closed = False
 
     def allocate(self, problem: Problem) -> Answer:
-        """The inner allocator's answer, or staying put where there is none."""
+        """The inner allocator's answer, or staying put if there is none."""
         asked = Asked(problem, 'milp')
         with self._one_at_a_time:
             try:
                 if self._child is None and not self._closed:
-                    self._child = _Child(self._inner, self._patience_s)
+                    self._child = _SolverProcess(self._inner, self._patience_s)
                 if self._child is not None and not self._closed:
                     return self._child.ask(problem)
             except (EOFError, OSError, _Failed) as error:
                 if not self._closed:
-                    logger.warning('The solver did not answer, what runs is kept: %s', str(error) or 'its process has ended.')
+                    logger.warning(
+                        'The solver did not answer, what runs is kept: %s',
+                        str(error) or 'its process has ended.',
+                    )
                 self._drop()
         return asked.stay()
 
     def close(self) -> None:
-        """End the child; a question that waits for it, and any later one, is answered by staying put."""
+        """End the child. The problem it is solving and all later ones are answered by staying
+        put.
+        """
         self._closed = True
         child = self._child
         if child is not None:
-            child.kill()        # whoever waits for it sees that at once
+            child.kill()  # a waiting thread notices at once
         with self._one_at_a_time:
             self._drop()
 
@@ -76,17 +82,28 @@ class _Failed(Exception):
     """There is no answer, for the reason given."""
 
 
-class _Child:
+class _SolverProcess:
     """The process, and the pipe to it."""
 
     def __init__(self, inner: Allocator, patience_s: float) -> None:
         self._patience_s = patience_s
         self._pipe, theirs = Pipe()
         with theirs:
-            # It inherits nothing but its end of the pipe; in a session of its own, a Ctrl-C at the terminal is not for it.
+            # The child inherits only its end of the pipe. It has its own session, so that a Ctrl-C
+            # at the terminal does not reach it.
             self._process = subprocess.Popen(
-                [sys.executable, '-m', 'parsl_freetrain.solver.child', str(theirs.fileno()), str(os.getpid())],
-                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+                [
+                    sys.executable,
+                    '-m',
+                    'parsl_freetrain.solver.child',
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                ],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         try:
             self._pipe.send((inner, patience_s))
             self._receive(_START_S)
@@ -103,7 +120,9 @@ class _Child:
 
     def _receive(self, patience_s: float) -> object:
         if not self._pipe.poll(patience_s):
-            raise _Failed(f'its process has been killed after {patience_s:g} seconds without an answer.')
+            raise _Failed(
+                f'its process has been killed after {patience_s:g} seconds without an answer.'
+            )
         try:
             received: object = self._pipe.recv()
         except EOFError:
@@ -111,7 +130,7 @@ class _Child:
         return received
 
     def kill(self) -> None:
-        # With its session, for a solver may be a program of its own.
+        # Kill its whole session, since the solver may be a separate program.
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

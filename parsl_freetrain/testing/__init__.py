@@ -1,4 +1,4 @@
-"""Faults on demand, for tests of trainings: ours, and yours."""
+"""Faults on demand, for tests of training."""
 
 from __future__ import annotations
 
@@ -16,5 +16,18 @@ from parsl_freetrain.testing.faults import (
 )
 from parsl_freetrain.testing.scheduler import scheduler_silent_for
 
-__all__ = ['corrupt_checkpoint', 'disconnect_at', 'disk_full_at', 'fail_at', 'full_disk', 'half_write_checkpoint', 'kill_at',
-           'kill_between', 'preempt_at', 'scheduler_silent_for', 'slow_rank', 'stop_at', 'with_faults']
+__all__ = [
+    'corrupt_checkpoint',
+    'disconnect_at',
+    'disk_full_at',
+    'fail_at',
+    'full_disk',
+    'half_write_checkpoint',
+    'kill_at',
+    'kill_between',
+    'preempt_at',
+    'scheduler_silent_for',
+    'slow_rank',
+    'stop_at',
+    'with_faults',
+]

@@ -1,4 +1,4 @@
-"""Damage to checkpoints and to the disk that they are on, done from any process that sees them."""
+"""Damage to checkpoints and to their disk, from any process that sees them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.training.directories import directories, fresh, key
-from parsl_freetrain.training.manifest import MARKER, is_committed
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.host.files import create
+from parsl_freetrain.training.checkpoint.layout import directories, fresh, key
+from parsl_freetrain.training.checkpoint.manifest import MARKER, is_committed
 
 _BLOCK = 65536
 
@@ -23,11 +24,11 @@ def corrupt_checkpoint(folder: str | Path, *, seed: int = 0, bits: int = 1) -> P
     Parameters
     ----------
     folder
-        A checkpoint's directory, or a trainer's folder, of which the newest committed checkpoint is taken.
+        A checkpoint's directory, or a trainer's folder, whose newest committed checkpoint is taken.
     seed
-        Which bits, by :class:`random.Random`.
+        Seed of :class:`random.Random`, which chooses the bits.
     bits
-        How many.
+        Number of bits.
 
     Returns
     -------
@@ -40,10 +41,21 @@ def corrupt_checkpoint(folder: str | Path, *, seed: int = 0, bits: int = 1) -> P
         If there is nothing to damage.
     """
     folder = Path(folder)
-    found = folder if is_committed(folder) else next((path for path in reversed(directories(folder)) if is_committed(path)), None)
-    files = [path for path in (found.rglob('*') if found is not None else ()) if path.is_file() and path.name != MARKER]
+    found = (
+        folder
+        if is_committed(folder)
+        else next((path for path in reversed(directories(folder)) if is_committed(path)), None)
+    )
+    files = [
+        path
+        for path in (found.rglob('*') if found is not None else ())
+        if path.is_file() and path.name != MARKER
+    ]
     if not any(path.stat().st_size for path in files):
-        raise BadInput(f'{folder} holds no checkpoint that could be damaged: name one, or the folder of a trainer that has one.')
+        raise BadInput(
+            f'{folder} holds no checkpoint that could be damaged: name one, or the '
+            'folder of a trainer that has one.'
+        )
     victim = max(sorted(files), key=lambda path: path.stat().st_size)
     draw = random.Random(seed)
     with victim.open('r+b') as file:
@@ -59,9 +71,11 @@ def corrupt_checkpoint(folder: str | Path, *, seed: int = 0, bits: int = 1) -> P
 
 
 def half_write_checkpoint(folder: str | Path) -> Path:
-    """Leave a copy of a trainer's newest committed checkpoint without its marker and with its largest file cut in half.
+    """Make a copy of a trainer's newest committed checkpoint without its marker and with half of
+    its largest file.
 
-    It is named as the next sample's, as a fragment that died while writing leaves it. Returns the directory.
+    Its name says one sample more, as if a fragment had died while writing it. Returns the
+    directory.
 
     Raises
     ------
@@ -71,7 +85,10 @@ def half_write_checkpoint(folder: str | Path) -> Path:
     folder = Path(folder)
     newest = next((path for path in reversed(directories(folder)) if is_committed(path)), None)
     if newest is None:
-        raise BadInput(f'{folder} holds no checkpoint that could be left half-written: name the folder of a trainer that has one.')
+        raise BadInput(
+            f'{folder} holds no checkpoint that could be left half-written: name the '
+            'folder of a trainer that has one.'
+        )
     samples, fragment = key(newest)[:2]
     half = fresh(folder, samples + 1, fragment)
     files = [path for path in newest.rglob('*') if path.is_file() and path.name != MARKER]
@@ -80,45 +97,47 @@ def half_write_checkpoint(folder: str | Path) -> Path:
         data = path.read_bytes()
         target = half / path.relative_to(newest)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        target.write_bytes(data[:len(data) // 2] if path == largest else data)
+        target.write_bytes(data[: len(data) // 2] if path == largest else data)
     return half
 
 
 @contextlib.contextmanager
 def full_disk(folder: str | Path, limit: int = 1 << 30) -> Iterator[None]:
-    """Fill the file system that ``folder`` is on, to the last byte, for the time of the block.
+    """Fill the file system of ``folder``, to the last byte, until the block ends.
 
     Parameters
     ----------
     folder
-        On a small file system of its own: everybody else on it sees a full disk too.
+        A folder on a small file system that nothing else uses.
     limit
-        Where there is more room than so many bytes, nothing is filled.
+        Maximum number of free bytes; if there are more, nothing is filled.
 
     Raises
     ------
     BadInput
-        If there is too much room.
+        If more bytes are free.
     """
     free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     if free > limit:
-        raise BadInput(f'{folder} is on a file system with {free} bytes free, more than limit={limit}; use a small one, '
-                       f'such as a tmpfs with size=64m.')
+        raise BadInput(
+            f'{folder} is on a file system with {free} bytes free, more than '
+            f'limit={limit}; use a small one, '
+            f'such as a tmpfs with size=64m.'
+        )
     filler = Path(folder) / f'.filler-{secrets.token_hex(8)}'
-    fd = os.open(filler, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        for size in (_BLOCK, 4096, 1):
-            with contextlib.suppress(_Full):
-                while True:
-                    _write(fd, size)
-        yield
+        with create(filler) as file:
+            for size in (_BLOCK, 4096, 1):
+                with contextlib.suppress(_Full):
+                    while True:
+                        _write(file.fileno(), size)
+            yield
     finally:
-        os.close(fd)
         filler.unlink()
 
 
 class _Full(Exception):
-    """Nothing more fits."""
+    """The disk is full."""
 
 
 def _write(fd: int, size: int) -> None:

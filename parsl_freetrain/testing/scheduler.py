@@ -10,25 +10,28 @@ from typing import Any
 from parsl_freetrain.sites.provider import BackfillProvider
 
 
-def scheduler_silent_for(provider: BackfillProvider, seconds: float, clock: Callable[[], float] = time.monotonic) -> threading.Event:
-    """From now on questions about jobs fail, as if the scheduler did not answer; after so many seconds they are answered again.
+def scheduler_silent_for(
+    provider: BackfillProvider, seconds: float, clock: Callable[[], float] = time.monotonic
+) -> threading.Event:
+    """Make queries for jobs fail for some seconds, as if the scheduler did not answer.
 
     Returns
     -------
     threading.Event
-        Set when it was asked in that time.
+        Set when the scheduler was asked in that time.
     """
     asked = threading.Event()
     until = clock() + seconds
-    inner = provider.provider
-    answer = inner.status
+    site: Any = provider.site
+    answer = site.statuses
 
-    def status(job_ids: list[Any]) -> Any:
+    def statuses(job_ids: list[str]) -> Any:
         if clock() < until:
             asked.set()
             raise TimeoutError('the scheduler does not answer, as a test wants it')
-        if inner.__dict__.get('status') is status:
-            del inner.status
+        if site.__dict__.get('statuses') is statuses:
+            del site.statuses
         return answer(job_ids)
-    inner.status = status
+
+    site.statuses = statuses
     return asked

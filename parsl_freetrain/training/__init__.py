@@ -1,1 +1,3 @@
-"""What runs on compute nodes: fragment context, checkpoints, ranks, data order (torch, no Parsl)."""
+"""What runs on compute nodes: fragment context, checkpoints, ranks, data order (torch,
+no Parsl).
+"""

@@ -1,13 +1,14 @@
-"""Plain DDP and a fragment's training in turns, block by block, in the same processes under torchrun; rank 0 prints one line of JSON.
+"""Plain DDP and a fragment's training in turns, block by block, in the same processes under
+torchrun; rank 0 prints one line of JSON.
 
-What else the machine does in between meets both alike, which is not so where one runs after the other.
+What else the machine does in between meets both alike, which is not so where one runs after the
+other.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -22,14 +23,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from parsl_freetrain.training.channel import Channel
-from parsl_freetrain.training.context import FragmentContext
-from parsl_freetrain.training.fragment import FragmentOrder, RankPlace
-from parsl_freetrain.training.inbox import Inbox
-from parsl_freetrain.training.keeper import Keeper
-from parsl_freetrain.training.peers import Alone, Gang, Peers
-from parsl_freetrain.training.store import PosixCheckpointStore
+from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from parsl_freetrain.training.comm.collectives import Alone, Peers, RankGroup
+from parsl_freetrain.training.comm.inbox import Inbox
+from parsl_freetrain.training.loop.checkpointer import Checkpointer
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.loop.training_loop import RankParts
+from parsl_freetrain.training.spec.order import RankPlace
 from tests.benchmarks.workload import BATCH, data, network
+from tests.support.ranks import channel_pair, order
 
 WARM_UP = 2
 
@@ -60,13 +62,26 @@ def plain(width: int) -> Iterator[None]:
 def fragment(width: int, mode: str, on_nan: str, folder: str) -> Iterator[None]:
     """Train on as a fragment does; yields after each step."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    ours, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    channel = Channel(ours)
-    order = FragmentOrder(trainer='bench', fragment=1, store=folder, total_samples=10**12, total_epochs=None, mode=mode, shards=world,
-                          seed=1, deadline=time.time() + 1e6, checkpoint_every_s=1e9, on_nan=on_nan)
+    channel, _ = channel_pair()
+    ordered = order(
+        Path(folder),
+        total_samples=10**12,
+        mode=mode,
+        shards=world,
+        seed=1,
+        deadline=time.time() + 1e6,
+        checkpoint_every_s=1e9,
+        on_nan=on_nan,
+        trainer='bench',
+        store=folder,
+    )
     place = RankPlace(rank, world, rank, 1, '')
-    keeper = Keeper(PosixCheckpointStore(Path(folder), 'bench'), order, channel, None)
-    ctx = FragmentContext(order, place, _peers(), channel, Inbox(channel), keeper, torch.device('cpu'), None)
+    keeper = Checkpointer(PosixCheckpointStore(Path(folder), 'bench'), ordered, channel, None)
+    ctx = FragmentContext(
+        RankParts(
+            ordered, place, _peers(), channel, Inbox(channel), keeper, torch.device('cpu'), None
+        )
+    )
     torch.manual_seed(0)
     model = network(width)
     model, optimizer = ctx.prepare(model, optimizer_of(model))
@@ -80,7 +95,7 @@ def fragment(width: int, mode: str, on_nan: str, folder: str) -> Iterator[None]:
 def _peers() -> Peers:
     if dist.get_world_size() == 1:
         return Alone()
-    gang = Gang.__new__(Gang)   # the process group is torchrun's
+    gang = RankGroup.__new__(RankGroup)  # the process group is torchrun's
     gang.rank, gang.world_size, gang._gathers_on_cpu = dist.get_rank(), dist.get_world_size(), True
     gang._open = []
     gang._store = dist.distributed_c10d._get_default_store()
@@ -88,7 +103,7 @@ def _peers() -> Peers:
 
 
 def seconds(steps: Iterator[None], count: int) -> tuple[float, float]:
-    """Wall and CPU time of so many steps, all ranks beginning together."""
+    """Wall and CPU time of a number of steps that all ranks begin together."""
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(count):
@@ -97,12 +112,16 @@ def seconds(steps: Iterator[None], count: int) -> tuple[float, float]:
 
 
 def main(width: int, blocks: int, steps: int, mode: str, on_nan: str) -> None:
-    """``mode`` is a trainer's, or 'plain': plain DDP against itself, which shows what the figures are worth."""
+    """``mode`` is a trainer's, or 'plain': plain DDP against itself, which shows what the figures
+    are worth.
+    """
     torch.set_num_threads(1)
     dist.init_process_group('gloo')
     with tempfile.TemporaryDirectory() as folder:
         runs: list[Callable[[], tuple[float, float]]] = []
-        other = plain(width) if mode == 'plain' else fragment(width, mode, on_nan, f'{folder}/store')
+        other = (
+            plain(width) if mode == 'plain' else fragment(width, mode, on_nan, f'{folder}/store')
+        )
         for iterator in (plain(width), other):
             runs.append(lambda iterator=iterator: seconds(iterator, steps))  # type: ignore[misc]
         times: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
@@ -113,11 +132,13 @@ def main(width: int, blocks: int, steps: int, mode: str, on_nan: str) -> None:
     if dist.get_rank() == 0:
         ratios = np.array([p[0] / f[0] for p, f in pairs])
         drawn = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
-        answer = {'plain_ms': 1e3 * statistics.median(p[0] for p, _ in pairs),
-                  'fragment_ms': 1e3 * statistics.median(f[0] for _, f in pairs),
-                  'speed': float(np.median(ratios)),
-                  'interval': np.quantile(np.median(drawn, axis=1), (.025, .975)).tolist(),
-                  'cpu': sum(p[1] for p, _ in pairs) / sum(f[1] for _, f in pairs)}
+        answer = {
+            'plain_ms': 1e3 * statistics.median(p[0] for p, _ in pairs),
+            'fragment_ms': 1e3 * statistics.median(f[0] for _, f in pairs),
+            'speed': float(np.median(ratios)),
+            'interval': np.quantile(np.median(drawn, axis=1), (0.025, 0.975)).tolist(),
+            'cpu': sum(p[1] for p, _ in pairs) / sum(f[1] for _, f in pairs),
+        }
         print(json.dumps(answer), flush=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,6 @@
-"""A training that is started by torchrun and goes on from a checkpoint, as a plain script; each rank prints when it had come how far."""
+"""A training that is started by torchrun and goes on from a checkpoint, as a plain script; each
+rank prints when it had come how far.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import time
 
 BEGAN = time.time()
 
-import json  # noqa: E402 - what is imported is what is measured
+import json  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
 
@@ -29,7 +31,7 @@ def main(checkpoint: str) -> None:
     model.load_state_dict(saved['model'])
     optimizer.load_state_dict(saved['optimizer'])
     wrapped = DistributedDataParallel(model)
-    x, y = (part[:BATCH // dist.get_world_size()] for part in data())
+    x, y = (part[: BATCH // dist.get_world_size()] for part in data())
     times['restore'] = time.time()
     nn.functional.cross_entropy(wrapped(x), y).backward()
     optimizer.step()

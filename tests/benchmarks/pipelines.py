@@ -1,6 +1,8 @@
-"""Batches through pipelines, ours and torch's, in turns; run by torchrun, prints milliseconds of CPU time per batch as JSON.
+"""Batches through pipelines, ours and torch's, in turns; run by torchrun, prints milliseconds of
+CPU time per batch as JSON.
 
-``python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.benchmarks.pipelines ROUNDS``
+``python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.benchmarks.pipelines
+ROUNDS``
 """
 
 from __future__ import annotations
@@ -23,15 +25,29 @@ BATCHES_PER_ROUND = 4
 
 
 def ours(method: str, x: Tensor, y: Tensor) -> tuple[Callable[[], object], torch.nn.Module]:
-    model = Pipeline(layers(LETTERS, LENGTH, WIDTH), loss_of, method=method, micro_batches=MICRO_BATCHES, group=dist.group.WORLD)
+    model = Pipeline(
+        layers(LETTERS, LENGTH, WIDTH),
+        loss_of,
+        method=method,
+        micro_batches=MICRO_BATCHES,
+        group=dist.group.WORLD,
+    )
     return lambda: model.step(x, y), model
 
 
 def theirs(schedule: type, x: Tensor, y: Tensor) -> tuple[Callable[[], object], torch.nn.Module]:
-    whole = Pipeline(layers(LETTERS, LENGTH, WIDTH), loss_of, method='gpipe', micro_batches=MICRO_BATCHES, group=dist.group.WORLD)
+    whole = Pipeline(
+        layers(LETTERS, LENGTH, WIDTH),
+        loss_of,
+        method='gpipe',
+        micro_batches=MICRO_BATCHES,
+        group=dist.group.WORLD,
+    )
     module = torch.nn.Sequential(*whole.layers.values())
     rank, stages = dist.get_rank(), dist.get_world_size()
-    runs = schedule(PipelineStage(module, rank, stages, torch.device('cpu')), MICRO_BATCHES, loss_fn=loss_of)
+    runs = schedule(
+        PipelineStage(module, rank, stages, torch.device('cpu')), MICRO_BATCHES, loss_fn=loss_of
+    )
 
     def step() -> None:
         module.zero_grad()
@@ -39,6 +55,7 @@ def theirs(schedule: type, x: Tensor, y: Tensor) -> tuple[Callable[[], object], 
             runs.step(x)
         else:
             runs.step(target=y)
+
     return step, module
 
 
@@ -47,12 +64,18 @@ def main(rounds: int) -> None:
     dist.init_process_group('gloo')
     drawn = torch.Generator().manual_seed(1)
     x, y = (torch.randint(LETTERS, (BATCH, LENGTH), generator=drawn) for _ in range(2))
-    runs = {'ours: gpipe': ours('gpipe', x, y), "torch's: gpipe": theirs(ScheduleGPipe, x, y), 'ours: 1f1b': ours('1f1b', x, y),
-            "torch's: 1f1b": theirs(Schedule1F1B, x, y), 'ours: chimera': ours('chimera', x, y)}
+    runs = {
+        'ours: gpipe': ours('gpipe', x, y),
+        "torch's: gpipe": theirs(ScheduleGPipe, x, y),
+        'ours: 1f1b': ours('1f1b', x, y),
+        "torch's: 1f1b": theirs(Schedule1F1B, x, y),
+        'ours: chimera': ours('chimera', x, y),
+    }
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds + 1):
         for name, (step, _) in runs.items():
-            # CPU time of all ranks: on a machine that does much else, time on the clock says nothing.
+            # CPU time of all ranks: on a machine that does much else, time on the clock says
+            # nothing.
             began = time.process_time()
             for _ in range(BATCHES_PER_ROUND):
                 step()
@@ -60,10 +83,22 @@ def main(rounds: int) -> None:
             dist.all_reduce(took)
             times[name].append(float(took))
     first = [p.grad for p in runs['ours: gpipe'][1].parameters()]
-    unlike = max(float((a - b.grad).abs().max()) for name in runs if name != 'ours: chimera'
-                 for a, b in zip(first, runs[name][1].parameters(), strict=True) if a is not None and b.grad is not None)
+    unlike = max(
+        float((a - b.grad).abs().max())
+        for name in runs
+        if name != 'ours: chimera'
+        for a, b in zip(first, runs[name][1].parameters(), strict=True)
+        if a is not None and b.grad is not None
+    )
     if dist.get_rank() == 0:
-        print(json.dumps({'ms': {name: took[1:] for name, took in times.items()}, 'largest difference of gradients': unlike}))
+        print(
+            json.dumps(
+                {
+                    'ms': {name: took[1:] for name, took in times.items()},
+                    'largest difference of gradients': unlike,
+                }
+            )
+        )
     dist.destroy_process_group()
 
 

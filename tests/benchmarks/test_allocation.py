@@ -1,7 +1,8 @@
-"""How long decisions take; run by ``make bench BENCH_ARGS='-k allocation'``, pictures go to the folder in ``ALLOCATION_OUT``.
+"""How long decisions take; run by ``make bench BENCH_ARGS='-k allocation'``, pictures go to the
+folder in ``ALLOCATION_OUT``.
 
-Nothing here is asserted but that exact solvers agree: machines differ, and a figure is only worth something beside another one of
-the same run.
+Nothing here is asserted but that exact solvers agree: machines differ, and a figure is only worth
+something beside another one of the same run.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from time import perf_counter
 import matplotlib.pyplot as plt
 import pytest
 
-from parsl_freetrain.core.allocation import Allocator, Bid, Block, Problem
-from parsl_freetrain.core.columns import ColumnAllocator
-from parsl_freetrain.core.dp import DpAllocator
-from parsl_freetrain.core.grouping import grouped, groups_of
-from parsl_freetrain.core.milp import MilpAllocator, Model
-from parsl_freetrain.core.words import ScalingCurve
+from parsl_freetrain.core.allocation.block_groups import grouped, groups_of
+from parsl_freetrain.core.allocation.problem import Allocator, Bid, Block, Problem
+from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
+from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
+from parsl_freetrain.core.allocation.solvers.milp import IntegerProgram, MilpAllocator
+from parsl_freetrain.core.model.types import ScalingCurve
 from tests.support.allocation import recorded
 
 MACHINE = f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}'
@@ -36,19 +37,37 @@ OUT = os.environ.get('ALLOCATION_OUT')
 def curve(draw: random.Random) -> ScalingCurve:
     """Bumpy, as measured ones are."""
     one, power = draw.uniform(500, 7000), draw.uniform(0.8, 0.97)
-    return ScalingCurve(POINTS, tuple(one * n ** power * draw.uniform(0.95, 1.02) for n in POINTS))
+    return ScalingCurve(POINTS, tuple(one * n**power * draw.uniform(0.95, 1.02) for n in POINTS))
 
 
-def problem(draw: random.Random, trainers: int, nodes: int, ends: int = 0, spans: bool = True) -> Problem:
-    """A third of the trainers wait, the others hold up to 64 nodes; costs and horizon as on the Summit trace."""
+def problem(
+    draw: random.Random, trainers: int, nodes: int, ends: int = 0, spans: bool = True
+) -> Problem:
+    """A third of the trainers wait, the others hold up to 64 nodes; costs and horizon as on the
+    Summit trace.
+    """
     sizes = [nodes // (ends + 1)] * ends + [nodes - nodes // (ends + 1) * ends]
-    blocks = tuple(Block(f'b{b}', n, draw.uniform(20, 110) if b < ends else math.inf) for b, n in enumerate(sizes))
+    blocks = tuple(
+        Block(f'b{b}', n, draw.uniform(20, 110) if b < ends else math.inf)
+        for b, n in enumerate(sizes)
+    )
     left, bids = list(sizes), []
     for j in range(trainers):
         held, b = [0] * len(sizes), draw.randrange(len(sizes))
         held[b] = min(left[b], draw.choice([0, draw.randint(1, 64), draw.randint(1, 64)]))
         left[b] -= held[b]
-        bids.append(Bid(f't{j}', 1, 64, sum(held), draw.uniform(17, 19), draw.uniform(11, 13), curve(draw), tuple(held) if ends else ()))
+        bids.append(
+            Bid(
+                f't{j}',
+                1,
+                64,
+                sum(held),
+                draw.uniform(17, 19),
+                draw.uniform(11, 13),
+                curve(draw),
+                tuple(held) if ends else (),
+            )
+        )
     return Problem(120.0, nodes, tuple(bids), blocks if ends else (), spans)
 
 
@@ -66,7 +85,10 @@ def times(allocator: Callable[[], Allocator], problems: list[Problem]) -> list[f
 def shown(values: list[float]) -> str:
     ordered = sorted(values)
     p99 = ordered[min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)]
-    return f'p50 {statistics.median(ordered):9.2f}   p99 {p99:9.2f}   max {ordered[-1]:9.2f} ms  (n = {len(ordered)})'
+    return (
+        f'p50 {statistics.median(ordered):9.2f}   p99 {p99:9.2f}   max {ordered[-1]:9.2f} ms '
+        f' (n = {len(ordered)})'
+    )
 
 
 def many(trainers: int, nodes: int, count: int) -> list[Problem]:
@@ -75,20 +97,31 @@ def many(trainers: int, nodes: int, count: int) -> list[Problem]:
 
 def test_allocation_by_size() -> None:
     print(f'\nOne decision on nodes without ends ({MACHINE})')
-    times(MilpAllocator, many(2, 4, 1))     # imports
-    for trainers, nodes, count in ((10, 100, 300), (30, 500, 300), (35, 1000, 300), (1000, 4734, 100), (1000, 10000, 100)):
-        print(f'  {trainers:5} x {nodes:6}  dp          {shown(times(DpAllocator, many(trainers, nodes, count)))}')
+    times(MilpAllocator, many(2, 4, 1))  # imports
+    for trainers, nodes, count in (
+        (10, 100, 300),
+        (30, 500, 300),
+        (35, 1000, 300),
+        (1000, 4734, 100),
+        (1000, 10000, 100),
+    ):
+        print(
+            f'  {trainers:5} x {nodes:6}  dp          '
+            f'{shown(times(DpAllocator, many(trainers, nodes, count)))}'
+        )
     few = many(35, 1000, 20)
     modelling = []
     for one in few:
         began = perf_counter()
-        Model(one)
+        IntegerProgram(one)
         modelling.append(1e3 * (perf_counter() - began))
     print(f'     35 x   1000  modelling   {shown(modelling)}')
     print(f'     35 x   1000  MILP, HiGHS {shown(times(MilpAllocator, few))}')
     print(f'     35 x   1000  MILP, CBC   {shown(times(lambda: MilpAllocator(solver="CBC"), few))}')
     for one in few[:5]:
-        assert DpAllocator().allocate(one).objective == pytest.approx(MilpAllocator(60.0).allocate(one).objective, rel=1e-9)
+        assert DpAllocator().allocate(one).objective == pytest.approx(
+            MilpAllocator(60.0).allocate(one).objective, rel=1e-9
+        )
 
 
 def test_allocation_as_asked_again_and_again() -> None:
@@ -107,7 +140,10 @@ def test_allocation_of_recorded_decisions() -> None:
     decisions = [one for _, one, _ in recorded()]
     if not decisions:
         pytest.skip('the recorded decisions are absent')
-    print(f'\n{len(decisions)} recorded decisions of Summit, 10 to 30 trainers, up to 1,461 nodes ({MACHINE})')
+    print(
+        f'\n{len(decisions)} recorded decisions of Summit, 10 to 30 trainers, up to '
+        f'1,461 nodes ({MACHINE})'
+    )
     print(f'  dp           {shown(times(DpAllocator, decisions))}')
     print(f'  MILP, HiGHS  {shown(times(MilpAllocator, decisions[::6]))}')
     print(f'  MILP, CBC    {shown(times(lambda: MilpAllocator(solver="CBC"), decisions[::6]))}')
@@ -117,12 +153,25 @@ def test_allocation_with_ends() -> None:
     print(f'\nBlocks that end within the horizon, limit 10 s ({MACHINE})')
     for trainers, nodes, ends in ((10, 100, 1), (10, 100, 3), (35, 500, 1), (35, 500, 3)):
         some = [problem(random.Random(seed), trainers, nodes, ends) for seed in range(5)]
-        print(f'  {trainers:5} x {nodes:5}, {ends} ends   columns     {shown(times(ColumnAllocator, some))}')
+        print(
+            f'  {trainers:5} x {nodes:5}, {ends} ends   columns     '
+            f'{shown(times(ColumnAllocator, some))}'
+        )
         if trainers == 10:
-            print(f'  {trainers:5} x {nodes:5}, {ends} ends   MILP        {shown(times(MilpAllocator, some[:3]))}')
-        alone = [problem(random.Random(seed), trainers, nodes, ends, spans=False) for seed in range(5)]
-        print(f'  {trainers:5} x {nodes:5}, {ends} ends   MILP, one block each {shown(times(MilpAllocator, alone))}')
-        assert len(groups_of(some[0])) == len(grouped(some[0], groups_of(some[0])).places) == ends + 1
+            print(
+                f'  {trainers:5} x {nodes:5}, {ends} ends   MILP        '
+                f'{shown(times(MilpAllocator, some[:3]))}'
+            )
+        alone = [
+            problem(random.Random(seed), trainers, nodes, ends, spans=False) for seed in range(5)
+        ]
+        print(
+            f'  {trainers:5} x {nodes:5}, {ends} ends   MILP, one block each '
+            f'{shown(times(MilpAllocator, alone))}'
+        )
+        assert (
+            len(groups_of(some[0])) == len(grouped(some[0], groups_of(some[0])).places) == ends + 1
+        )
 
 
 def test_allocation_growth() -> None:
@@ -130,9 +179,14 @@ def test_allocation_growth() -> None:
     by_nodes = [(100, n) for n in (100, 300, 1000, 3000, 10000)]
     print(f'\nGrowth, median ms ({MACHINE})')
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
-    for axis, sizes, which, label in ((axes[0], by_trainers, 0, 'trainers (10 nodes each)'),
-                                      (axes[1], by_nodes, 1, 'nodes (100 trainers)')):
-        for name, solver, upto, count in (('dp', DpAllocator, 1000, 20), ('MILP, HiGHS', lambda: MilpAllocator(60.0), 100, 3)):
+    for axis, sizes, which, label in (
+        (axes[0], by_trainers, 0, 'trainers (10 nodes each)'),
+        (axes[1], by_nodes, 1, 'nodes (100 trainers)'),
+    ):
+        for name, solver, upto, count in (
+            ('dp', DpAllocator, 1000, 20),
+            ('MILP, HiGHS', lambda: MilpAllocator(60.0), 100, 3),
+        ):
             some = [size for size in sizes if size[0] <= upto]
             medians = [statistics.median(times(solver, many(*size, count))) for size in some]
             axis.loglog([size[which] for size in some], medians, marker='o', label=name)
@@ -167,6 +221,11 @@ print(before, peak())
 def test_allocation_memory() -> None:
     print(f'\nPeak memory of one decision in a process of its own, MiB ({MACHINE})')
     for name, trainers, nodes in (('dp', 35, 1000), ('dp', 1000, 10000), ('milp', 35, 1000)):
-        done = subprocess.run([sys.executable, '-c', MEMORY, name, str(trainers), str(nodes)], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, '-c', MEMORY, name, str(trainers), str(nodes)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         before, after = map(float, done.stdout.split())
         print(f'  {name:5} {trainers:5} x {nodes:6}   before {before:6.0f}   peak {after:6.0f}')

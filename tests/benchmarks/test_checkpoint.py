@@ -1,11 +1,12 @@
-"""How long a checkpoint holds up training, beside torch.distributed.checkpoint's plain save; run by ``make bench``."""
+"""How long a checkpoint holds up training, beside torch.distributed.checkpoint's plain save; run by
+``make bench``.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
 import shutil
-import socket
 import statistics
 import time
 import warnings
@@ -16,16 +17,22 @@ import torch
 import torch.distributed.checkpoint.state_dict_saver as dcp
 from torch import nn
 
-from parsl_freetrain.training.channel import Channel
-from parsl_freetrain.training.keeper import Keeper
-from parsl_freetrain.training.prepared import Prepared, sort_out
-from parsl_freetrain.training.state import Position, collect, content_of
-from parsl_freetrain.training.store import PosixCheckpointStore
-from tests.support.ranks import order
+from parsl_freetrain.training.checkpoint.state import Position, collect, content_of
+from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
+from parsl_freetrain.training.loop.checkpointer import Checkpointer
+from parsl_freetrain.training.spec.messages import CheckpointSaved
+from tests.support.ranks import channel_pair, order
 
 ROUNDS = 9
-WIDTH, LAYERS = 1024, 25     # 25 x 1024 x 1024 numbers of 4 bytes: 105 MB, and as much again for the momentum
-MACHINE = f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}'
+WIDTH, LAYERS = (
+    1024,
+    25,
+)  # 25 x 1024 x 1024 numbers of 4 bytes: 105 MB, and as much again for the momentum
+MACHINE = (
+    f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, '
+    f'torch {torch.__version__}'
+)
 
 
 def things() -> tuple[Prepared, Callable[[], None]]:
@@ -39,6 +46,7 @@ def things() -> tuple[Prepared, Callable[[], None]]:
         optimizer.zero_grad()
         model(x).pow(2).mean().backward()
         optimizer.step()
+
     step()
     return sort_out((model, optimizer)), step
 
@@ -48,23 +56,29 @@ def test_how_long_a_checkpoint_holds_up_training(tmp_path: Path) -> None:
     warnings.filterwarnings('ignore', 'torch.distributed is disabled')
     prepared, step = things()
     model, optimizer = prepared.models[0], prepared.optimizers[0]
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    channel, member = Channel(ours), Channel(theirs)
-    ordered = order(tmp_path, checkpoint_every_s=0.0)
-    keeper = Keeper(PosixCheckpointStore(tmp_path / 'store', 'digits'), ordered, channel, None)
-    times: dict[str, list[float]] = {name: [] for name in ('plain', 'pause', 'write', 'at once', 'step', 'step beside')}
+    channel, member = channel_pair()
+    ordered = order(tmp_path, checkpoint_every_s=1e-9)
+    keeper = Checkpointer(
+        PosixCheckpointStore(tmp_path / 'store', 'digits'), ordered, channel, None
+    )
+    times: dict[str, list[float]] = {
+        name: [] for name in ('plain', 'pause', 'write', 'at once', 'step', 'step beside')
+    }
     for number in range(1, ROUNDS + 1):
         now = Position(number, 100, 0, 50, 10, 0)
         # Each comes first in turn: who writes after another finds less free memory for the file.
         ways = [None, True, False]
-        for later in ways[number % 3:] + ways[:number % 3]:
+        for later in ways[number % 3 :] + ways[: number % 3]:
             began = time.monotonic()
             if later is None:
-                dcp.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, checkpoint_id=str(tmp_path / 'plain'))
+                dcp.save(
+                    {'model': model.state_dict(), 'optimizer': optimizer.state_dict()},
+                    checkpoint_id=str(tmp_path / 'plain'),
+                )
                 times['plain'].append(time.monotonic() - began)
                 shutil.rmtree(tmp_path / 'plain')
                 continue
-            save = keeper.save_beside if later else keeper.save_and_stop   # which lets go of nothing
+            save = keeper.save_beside if later else keeper.save_and_stop  # which lets go of nothing
             save(lambda now=now: collect(content_of(prepared), now), number, {})  # type: ignore[misc]
             held = time.monotonic() - began
             times['pause' if later else 'at once'].append(held)
@@ -74,8 +88,9 @@ def test_how_long_a_checkpoint_holds_up_training(tmp_path: Path) -> None:
                 times['step beside'].append(time.monotonic() - began)
             keeper.settled()
             message = member.recv()
+            assert isinstance(message, CheckpointSaved)
             if later:
-                times['write'].append(message['seconds'])
+                times['write'].append(message.seconds)
         for _ in range(3):
             began = time.monotonic()
             step()
@@ -83,11 +98,22 @@ def test_how_long_a_checkpoint_holds_up_training(tmp_path: Path) -> None:
         shutil.rmtree(ordered.store)
     channel.close()
     member.close()
-    print(f'\nA checkpoint of {sum(t.nbytes for t in prepared.tensors()) / 1e6:.0f} MB of weights with as much of momentum, '
-          f'seconds, median of {ROUNDS} ({MACHINE}, 1 thread, {tmp_path})')
+    print(
+        f'\nA checkpoint of {sum(t.nbytes for t in prepared.tensors()) / 1e6:.0f} MB of '
+        'weights with as much of momentum, '
+        f'seconds, median of {ROUNDS} ({MACHINE}, 1 thread, {tmp_path})'
+    )
     base = statistics.median(times['plain'])
-    for name, label in (('plain', 'plain synchronous DCP: training held up'), ('pause', 'fragment: training held up'),
-                        ('write', 'fragment: written beside training'), ('at once', 'fragment, at its end: written at once'),
-                        ('step', 'a training step'), ('step beside', 'a training step beside a checkpoint')):
+    for name, label in (
+        ('plain', 'plain synchronous DCP: training held up'),
+        ('pause', 'fragment: training held up'),
+        ('write', 'fragment: written beside training'),
+        ('at once', 'fragment, at its end: written at once'),
+        ('step', 'a training step'),
+        ('step beside', 'a training step beside a checkpoint'),
+    ):
         middle = statistics.median(times[name])
-        print(f'  {label:42} {middle:7.3f}  {middle / base:6.3f}  (from {min(times[name]):.3f} to {max(times[name]):.3f})')
+        print(
+            f'  {label:42} {middle:7.3f}  {middle / base:6.3f}  (from '
+            f'{min(times[name]):.3f} to {max(times[name]):.3f})'
+        )

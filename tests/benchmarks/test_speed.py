@@ -1,6 +1,7 @@
 """How fast fragments start, how fast they train, and what waiting costs; run by ``make bench``.
 
-Nothing here is asserted: machines differ, and a figure is only worth something beside another one of the same run.
+Nothing here is asserted: machines differ, and a figure is only worth something beside another one
+of the same run.
 """
 
 from __future__ import annotations
@@ -21,17 +22,25 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain.app import freetrain_app
+from parsl_freetrain import (
+    Checkpoints,
+    FragmentContext,
+    LocalSite,
+    Scaling,
+    Throughput,
+    freetrain_app,
+)
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.sites.local import LocalSite
-from parsl_freetrain.training.context import FragmentContext
 from tests.benchmarks.workload import BATCH, data, network
 from tests.support.training import fit, freetrain
 
 RANKS = 2
 ROUNDS = 3
 BLOCKS = 300
-MACHINE = f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}'
+MACHINE = (
+    f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, '
+    f'torch {torch.__version__}'
+)
 SCALING = {1: 1.0, 2: 1.9, 4: 3.5}
 
 
@@ -52,9 +61,22 @@ def workload(ctx: FragmentContext) -> None:
 def under_torchrun(ranks: int, module: str, *args: object) -> dict[str, Any]:
     """What a module of this folder prints when it is run by torchrun."""
     done = subprocess.run(
-        [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(ranks), '-m', f'tests.benchmarks.{module}',
-         *map(str, args)],
-        capture_output=True, text=True, check=True, env={**os.environ, 'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo'})
+        [
+            sys.executable,
+            '-m',
+            'torch.distributed.run',
+            '--standalone',
+            '--nproc-per-node',
+            str(ranks),
+            '-m',
+            f'tests.benchmarks.{module}',
+            *map(str, args),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, 'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo'},
+    )
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
 
@@ -69,61 +91,108 @@ def torchrun(total_samples: int, ranks: int) -> tuple[float, float]:
 def fragment_starts(ledger: Path) -> list[float]:
     """Seconds from the decision to the first step, of every fragment."""
     with Reader(ledger) as reader:
-        return [f.started_at - f.decided_at for f in reader.story().fragments if f.started_at is not None]
+        return [
+            f.started_at - f.decided_at
+            for f in reader.story().fragments
+            if f.started_at is not None
+        ]
 
 
 def test_training_speed_inside_a_fragment(tmp_path: Path) -> None:
     total = BATCH * 1500
     plain, ours, ours_reproducible = [], [], []
     with freetrain(tmp_path, LocalSite(nodes=RANKS, poll_s=0.5)):
-        threading.Event().wait(8)   # the nodes boot beside the first measurement otherwise
-        settings = {'min_nodes': RANKS, 'max_nodes': RANKS, 'total_samples': total, 'checkpoint_every_s': 1000.0}
+        threading.Event().wait(8)  # the nodes boot beside the first measurement otherwise
+        settings = {
+            'min_nodes': RANKS,
+            'max_nodes': RANKS,
+            'total_samples': total,
+            'checkpoints': Checkpoints(every_s=1000.0),
+        }
         for _ in range(ROUNDS):
             plain.append(torchrun(total, RANKS)[1])
-            ours.append(freetrain_app(mode='throughput', **settings)(workload)().result().metrics['rate'])  # type: ignore[arg-type]
+            ours.append(
+                freetrain_app(mode=Throughput(), **settings)(workload)().result().metrics['rate']  # type: ignore[arg-type]
+            )
             ours_reproducible.append(freetrain_app(**settings)(workload)().result().metrics['rate'])  # type: ignore[arg-type]
     print(f'\nTraining speed with {RANKS} ranks, samples/s, median of {ROUNDS} ({MACHINE})')
     base = statistics.median(plain)
-    for name, rates in (('torchrun, DDP', plain), ('fragment, throughput mode', ours), ('fragment, reproducible mode', ours_reproducible)):
+    for name, rates in (
+        ('torchrun, DDP', plain),
+        ('fragment, throughput mode', ours),
+        ('fragment, reproducible mode', ours_reproducible),
+    ):
         middle = statistics.median(rates)
-        print(f'  {name:28} {middle:9.0f}  {middle / base:6.3f}  (from {min(rates):.0f} to {max(rates):.0f})')
+        print(
+            f'  {name:28} {middle:9.0f}  {middle / base:6.3f}  (from {min(rates):.0f} to '
+            f'{max(rates):.0f})'
+        )
 
 
 @pytest.mark.timeout(1200)
 def test_what_a_step_of_a_fragment_costs() -> None:
     """Blocks of steps of plain DDP and of a fragment in turns, in the same processes."""
-    print(f'\nA fragment and plain DDP in turns, {RANKS} ranks; speed is the median ratio over {BLOCKS} blocks, with its 95 % interval, '
-          f'CPU time that of all blocks ({MACHINE})')
+    print(
+        f'\nA fragment and plain DDP in turns, {RANKS} ranks; speed is the median ratio '
+        f'over {BLOCKS} blocks, with its 95 % interval, '
+        f'CPU time that of all blocks ({MACHINE})'
+    )
     for width, steps in ((384, 8), (1024, 4)):
-        for mode, on_nan in (('plain', 'stop'), ('throughput', 'stop'), ('throughput', 'skip'), ('reproducible', 'stop')):
+        for mode, on_nan in (
+            ('plain', 'stop'),
+            ('throughput', 'stop'),
+            ('throughput', 'skip'),
+            ('reproducible', 'stop'),
+        ):
             found = under_torchrun(RANKS, 'alternating', width, BLOCKS, steps, mode, on_nan)
             low, high = found['interval']
-            print(f'  width {width:4} {mode:12} on_nan={on_nan:5} plain {found["plain_ms"]:7.2f} ms, speed {found["speed"]:.3f} '
-                  f'({low:.3f} to {high:.3f}), CPU time {found["cpu"]:.3f}')
+            print(
+                f'  width {width:4} {mode:12} on_nan={on_nan:5} plain '
+                f'{found["plain_ms"]:7.2f} ms, speed {found["speed"]:.3f} '
+                f'({low:.3f} to {high:.3f}), CPU time {found["cpu"]:.3f}'
+            )
 
 
 def test_start_of_a_fragment_on_warm_nodes(tmp_path: Path) -> None:
     for ranks in (1, 2, 4):
         with freetrain(tmp_path / str(ranks), LocalSite(nodes=ranks, poll_s=0.5)) as executor:
-            trainer = freetrain_app(min_nodes=ranks, max_nodes=ranks, total_epochs=1, scaling=SCALING)(fit)
+            trainer = freetrain_app(
+                min_nodes=ranks, max_nodes=ranks, total_epochs=1, scaling=Scaling(rate=SCALING)
+            )(fit)
             for _ in range(8):
                 trainer().result()
         warm = fragment_starts(executor.ledger_path)[1:]
         cold = [torchrun(BATCH, ranks)[0] for _ in range(ROUNDS)]
         if ranks == 1:
-            print(f'\nDecision to first step against a cold start by torchrun, s, median ({MACHINE})')
-        print(f'  {ranks} ranks: fragment {statistics.median(warm):.3f} (from {min(warm):.3f} to {max(warm):.3f}), '
-              f'torchrun {statistics.median(cold):.3f}')
+            print(
+                f'\nDecision to first step against a cold start by torchrun, s, median ({MACHINE})'
+            )
+        print(
+            f'  {ranks} ranks: fragment {statistics.median(warm):.3f} (from '
+            f'{min(warm):.3f} to {max(warm):.3f}), '
+            f'torchrun {statistics.median(cold):.3f}'
+        )
 
 
 def test_what_waiting_costs(tmp_path: Path) -> None:
     """CPU time of the submitting process while a trainer runs and nothing changes."""
     with freetrain(tmp_path, LocalSite(nodes=1)):
-        future = freetrain_app(total_epochs=100_000, checkpoint_every_s=1000)(fit)(pause_s=0.2)
+        future = freetrain_app(total_epochs=100_000, checkpoints=Checkpoints(every_s=1000))(fit)(
+            pause_s=0.2
+        )
         while future.progress().samples == 0:
             time.sleep(0.5)
-        process, interchange = psutil.Process(), next(c for c in psutil.Process().children() if 'interchange' in ' '.join(c.cmdline()))
+        process, interchange = (
+            psutil.Process(),
+            next(c for c in psutil.Process().children() if 'interchange' in ' '.join(c.cmdline())),
+        )
         before, begun = [sum(p.cpu_times()[:2]) for p in (process, interchange)], time.monotonic()
         time.sleep(20)
-        share = [(sum(p.cpu_times()[:2]) - b) / (time.monotonic() - begun) for p, b in zip((process, interchange), before, strict=True)]
-    print(f'\nCPU while nothing changes, share of a core ({MACHINE})\n  submitting process {share[0]:.2%}\n  interchange {share[1]:.2%}')
+        share = [
+            (sum(p.cpu_times()[:2]) - b) / (time.monotonic() - begun)
+            for p, b in zip((process, interchange), before, strict=True)
+        ]
+    print(
+        f'\nCPU while nothing changes, share of a core ({MACHINE})\n  submitting process '
+        f'{share[0]:.2%}\n  interchange {share[1]:.2%}'
+    )

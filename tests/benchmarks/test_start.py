@@ -1,4 +1,6 @@
-"""Of what the start of a fragment consists, beside a cold start by torchrun, and what a rescale costs; run by ``make bench``."""
+"""Of what the start of a fragment consists, beside a cold start by torchrun, and what a rescale
+costs; run by ``make bench``.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +24,33 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain.app import freetrain_app
-from parsl_freetrain.executor.ahead import Forerunners
+from parsl_freetrain import (
+    Checkpoints,
+    FragmentContext,
+    LocalSite,
+    Scaling,
+    Throughput,
+    freetrain_app,
+)
+from parsl_freetrain.executor.fragment.standby import StandbyLauncher
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.sites.local import LocalSite
-from parsl_freetrain.training.context import FragmentContext
-from parsl_freetrain.training.warm import WarmParent
+from parsl_freetrain.training.process.fork_client import WarmParent
 from tests.benchmarks.workload import BATCH, data, network
 from tests.support.ranks import Ranks, order, warm_parent
 from tests.support.training import freetrain
 
 ROUNDS = 3
 PARTS = ('process', 'rendezvous', 'restore', 'first step')
-MACHINE = f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}'
+MACHINE = (
+    f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, '
+    f'torch {torch.__version__}'
+)
 
 
 class Timed:
-    """When the function is unpickled the rank is there; from then on it notes when it meets the others."""
+    """When the function is unpickled the rank is there; from then on it notes when it meets the
+    others.
+    """
 
     def __init__(self) -> None:
         self.times: dict[str, float] = {}
@@ -48,7 +60,7 @@ class Timed:
 
 
 def timing() -> Timed:
-    rank: Any = importlib.import_module('parsl_freetrain.training.rank')
+    rank: Any = importlib.import_module('parsl_freetrain.training.loop.rank')
     noted = Timed()
     noted.times['process'] = time.time()
     join = rank.join
@@ -60,7 +72,9 @@ def timing() -> Timed:
             peers = meet()
             noted.times['rendezvous'] = time.time()
             return peers
+
         return met
+
     rank.join = joined
     return noted
 
@@ -90,7 +104,7 @@ def warm_start(parent: WarmParent, folder: Path, fragment: int, ranks: int) -> l
     began = time.time()
     gang = Ranks(parent, ordered, ranks, folder / str(fragment), restored, Timed())
     try:
-        return parts(began, [outcome['metrics'] for outcome in gang.run()])
+        return parts(began, [outcome.metrics for outcome in gang.run()])
     finally:
         gang.close()
 
@@ -98,9 +112,22 @@ def warm_start(parent: WarmParent, folder: Path, fragment: int, ranks: int) -> l
 def cold_start(ranks: int, checkpoint: Path) -> list[float]:
     began = time.time()
     done = subprocess.run(
-        [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(ranks), '-m', 'tests.benchmarks.cold_start',
-         str(checkpoint)],
-        capture_output=True, text=True, check=True, env={**os.environ, 'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo'})
+        [
+            sys.executable,
+            '-m',
+            'torch.distributed.run',
+            '--standalone',
+            '--nproc-per-node',
+            str(ranks),
+            '-m',
+            'tests.benchmarks.cold_start',
+            str(checkpoint),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, 'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo'},
+    )
     return parts(began, json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -109,41 +136,64 @@ def test_of_what_a_start_consists(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     nn.functional.cross_entropy(model(data()[0][:8]), data()[1][:8]).backward()
     optimizer.step()
-    torch.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, tmp_path / 'plain.pt')
+    torch.save(
+        {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, tmp_path / 'plain.pt'
+    )
     with warm_parent(tmp_path) as parent:
         print(f'\nA start with a restored state, s, median of {ROUNDS} in turns ({MACHINE})')
         print(f'  {"ranks":5} {"":9} ' + ' '.join(f'{part:>10}' for part in (*PARTS, 'all')))
         for ranks in (1, 4):
             folder = tmp_path / str(ranks)
-            warm_start(parent, folder, 1, ranks)   # which has nothing to restore
-            turns = [(warm_start(parent, folder, i + 2, ranks), cold_start(ranks, tmp_path / 'plain.pt')) for i in range(ROUNDS)]
+            warm_start(parent, folder, 1, ranks)  # which has nothing to restore
+            turns = [
+                (warm_start(parent, folder, i + 2, ranks), cold_start(ranks, tmp_path / 'plain.pt'))
+                for i in range(ROUNDS)
+            ]
             for name, found in zip(('fragment', 'torchrun'), zip(*turns, strict=True), strict=True):
-                print(f'  {ranks:5} {name:9} ' + ' '.join(f'{statistics.median(column):10.3f}' for column in zip(*found, strict=True)))
+                print(
+                    f'  {ranks:5} {name:9} '
+                    + ' '.join(
+                        f'{statistics.median(column):10.3f}' for column in zip(*found, strict=True)
+                    )
+                )
 
 
 def loads(ctx: FragmentContext, load_s: float, width: int) -> None:
-    time.sleep(load_s)   # as a data set that is read
+    time.sleep(load_s)  # as a data set that is read
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(25)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     model, optimizer = ctx.prepare(model, optimizer)
     x = torch.randn(64, width, generator=torch.Generator().manual_seed(5))
-    for batch, in ctx.loop(TensorDataset(x), batch_size=4):
+    for (batch,) in ctx.loop(TensorDataset(x), batch_size=4):
         optimizer.zero_grad()
         model(batch).pow(2).mean().backward()
         optimizer.step()
 
 
 @pytest.mark.parametrize(('width', 'size'), [(64, '0.8 MB'), (1024, '210 MB')])
-def test_what_a_rescale_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, size: str) -> None:
-    """A trainer alternates between one node and two as another one comes and goes, with and without ranks that run ahead."""
-    send = Forerunners.send
+def test_what_a_rescale_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, size: str
+) -> None:
+    """A trainer alternates between one node and two as another one comes and goes, with and without
+    ranks that run ahead.
+    """
+    send = StandbyLauncher.send
     found: dict[str, list[tuple[str, float]]] = {}
     for way in ('in-flight', 'stop-and-start'):
-        monkeypatch.setattr(Forerunners, 'send', send if way == 'in-flight' else lambda *_: False)
+        monkeypatch.setattr(
+            StandbyLauncher, 'send', send if way == 'in-flight' else lambda *_: False
+        )
         with freetrain(tmp_path / way, LocalSite(nodes=2, poll_s=0.2), horizon_s=600.0) as executor:
-            long = freetrain_app(max_nodes=2, total_epochs=10**6, scaling={1: 1.0, 2: 1.9}, mode='throughput', rescale_up_s=0.1,
-                                 rescale_down_s=0.1, checkpoint_every_s=1000.0)(loads)
-            short = freetrain_app(max_nodes=1, total_epochs=10**6, scaling={1: 1.0, 2: 1.9})(loads)
+            long = freetrain_app(
+                max_nodes=2,
+                total_epochs=10**6,
+                scaling=Scaling(rate={1: 1.0, 2: 1.9}, rescale_up_s=0.1, rescale_down_s=0.1),
+                mode=Throughput(),
+                checkpoints=Checkpoints(every_s=1000.0),
+            )(loads)
+            short = freetrain_app(
+                max_nodes=1, total_epochs=10**6, scaling=Scaling(rate={1: 1.0, 2: 1.9})
+            )(loads)
             training = long(2.0, width, trainer_name='long')
             for i in range(ROUNDS):
                 trains(training, 2)
@@ -153,15 +203,31 @@ def test_what_a_rescale_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, w
             trains(training, 2)
             training.cancel()
         with Reader(executor.ledger_path) as reader:
-            changes = [e['detail'] for e in reader.events() if e['kind'] == 'Rescaled' and e['trainer'] == 'long']
-        found[way] = [('up' if c['after'] > c['before'] else 'down', c['seconds']) for c in changes[-2 * ROUNDS:]]
-    print(f'\nPause of a rescale between 1 and 2 ranks, state of {size}, data that take 2 s to load; s, median of {ROUNDS} ({MACHINE})')
+            changes = [
+                e['detail']
+                for e in reader.events()
+                if e['kind'] == 'Rescaled' and e['trainer'] == 'long'
+            ]
+        found[way] = [
+            ('up' if c['after'] > c['before'] else 'down', c['seconds'])
+            for c in changes[-2 * ROUNDS :]
+        ]
+    print(
+        f'\nPause of a rescale between 1 and 2 ranks, state of {size}, data that take 2 '
+        f's to load; s, median of {ROUNDS} ({MACHINE})'
+    )
     for way, pauses in found.items():
-        print(f'  {way:15} ' + ', '.join(f'{to} {statistics.median([s for t, s in pauses if t == to]):.2f}' for to in ('down', 'up')))
+        print(
+            f'  {way:15} '
+            + ', '.join(
+                f'{to} {statistics.median([s for t, s in pauses if t == to]):.2f}'
+                for to in ('down', 'up')
+            )
+        )
 
 
 def trains(training: Any, nodes: int) -> None:
-    """Wait until it has trained on so many nodes for a while."""
+    """Wait until it has trained on this number of nodes for a while."""
     seen: list[int] = []
     while len(set(seen)) < 3:
         progress = training.progress()

@@ -25,14 +25,17 @@ def measured(what: str, make: Callable[[], Trace]) -> Trace:
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     changes, turning = trace.changes(), time.process_time()
     trace.changes(known_ends=True)
-    print(f'{what}: {wall:.2f} s ({cpu:.2f} s of one core) for {len(trace):,} intervals; '
-          f'{time.process_time() - turning:.2f} s for the changes, {len(changes):,} of them', flush=True)
+    print(
+        f'{what}: {wall:.2f} s ({cpu:.2f} s of one core) for {len(trace):,} intervals; '
+        f'{time.process_time() - turning:.2f} s for the changes, {len(changes):,} of them',
+        flush=True,
+    )
     return trace
 
 
 def test_synthetic_weeks() -> None:
     for nodes in (500, 1000, 4734):
-        measured(f'a synthetic week of {nodes} nodes', lambda nodes=nodes: synthetic(1, nodes))     # type: ignore[misc]
+        measured(f'a synthetic week of {nodes} nodes', lambda nodes=nodes: synthetic(1, nodes))  # type: ignore[misc]
 
 
 @pytest.mark.skipif(not SUMMIT.exists(), reason='the public Summit trace is not here')
@@ -46,4 +49,4 @@ def test_a_year_of_theta() -> None:
     columns = ('line', 'submit', 'start', 'end', 'nodes', 'requested', 'placed')
     for count in (len(jobs) // 4, len(jobs) // 2, len(jobs)):
         part = replace(jobs, **{name: getattr(jobs, name)[:count] for name in columns})
-        measured(f'{count} jobs of Theta', lambda part=part: holes(part))      # type: ignore[misc]
+        measured(f'{count} jobs of Theta', lambda part=part: holes(part))  # type: ignore[misc]

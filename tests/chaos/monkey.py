@@ -1,7 +1,8 @@
-"""Chaos: a training that is struck at random moments until it has had enough, and then has to give the undisturbed run's weights.
+"""Chaos: a training that is struck at random moments until it has had enough, and then has to give
+the undisturbed run's weights.
 
-``python -m tests.chaos.monkey --fragments 200 --seed 1`` prints its counts, and ends with status 1 if anything was lost,
-doubled or changed.
+``python -m tests.chaos.monkey --fragments 200 --seed 1`` prints its counts, and ends with status 1
+if anything was lost, doubled or changed.
 """
 
 from __future__ import annotations
@@ -25,23 +26,31 @@ from pathlib import Path
 import psutil
 import torch
 
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.core.words import Checkpoint
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.testing import corrupt_checkpoint, full_disk, half_write_checkpoint
-from parsl_freetrain.training.export import same_weights
-from parsl_freetrain.training.store import PosixCheckpointStore
+from parsl_freetrain.training.checkpoint.export import same_weights
+from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from tests.chaos.training import BATCH, NAME, SAMPLES
 from tests.support.processes import victims
 from tests.support.training import weights
+from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MARK = 'FREETRAIN_CHAOS_RUN'
 DISK_MB = 48
 SLOW_S = 15.0
-PROGRESS_S = 90.0   # in which a training that was struck must have a new checkpoint, whatever it was
 # How often each is done, relative to the others.
-WEIGHTS = {'rank': 8, 'stop rank': 2, 'manager': 4, 'block': 3, 'submitting process': 2, 'corrupt checkpoint': 2,
-           'half-written checkpoint': 2, 'full disk': 2}
+WEIGHTS = {
+    'rank': 8,
+    'stop rank': 2,
+    'manager': 4,
+    'block': 3,
+    'submitting process': 2,
+    'corrupt checkpoint': 2,
+    'half-written checkpoint': 2,
+    'full disk': 2,
+}
 
 
 class Broken(AssertionError):
@@ -68,10 +77,22 @@ class Run:
         self.starts += 1
         with (self.folder.parent / 'output').open('ab') as output:
             self.process = subprocess.Popen(
-                [sys.executable, '-m', 'tests.chaos.training', str(self.folder), str(epochs), str(nodes or self.nodes),
-                 str(self.faults_every * faults), str(self.seed)],
-                cwd=ROOT, env={**os.environ, MARK: self.mark, 'PYTHONPATH': str(ROOT)}, stdout=output, stderr=output,
-                start_new_session=True)
+                [
+                    sys.executable,
+                    '-m',
+                    'tests.chaos.training',
+                    str(self.folder),
+                    str(epochs),
+                    str(nodes or self.nodes),
+                    str(self.faults_every * faults),
+                    str(self.seed),
+                ],
+                cwd=ROOT,
+                env={**os.environ, MARK: self.mark, 'PYTHONPATH': str(ROOT)},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
 
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
@@ -80,7 +101,10 @@ class Run:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get(MARK) == self.mark
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
         return found
 
@@ -96,8 +120,12 @@ class Run:
 
     def rows(self, query: str) -> list[tuple[object, ...]]:
         """From the ledger; none as long as it cannot be read."""
-        with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(
-                f'file:{self.folder}/checkpoints/ledger.sqlite?mode=ro', uri=True)) as ledger:
+        with (
+            contextlib.suppress(sqlite3.Error),
+            contextlib.closing(
+                sqlite3.connect(f'file:{self.folder}/checkpoints/ledger.sqlite?mode=ro', uri=True)
+            ) as ledger,
+        ):
             return ledger.execute(query).fetchall()
         return []
 
@@ -116,8 +144,14 @@ class Run:
 def small_disk(folder: Path) -> Iterator[bool]:
     """A file system of its own at ``folder``, where root may make one; whether it is."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    mounted = not os.geteuid() and not subprocess.run(
-        ['mount', '-t', 'tmpfs', '-o', f'size={DISK_MB}m,mode=0700', 'chaos', str(folder)], capture_output=True, check=False).returncode
+    mounted = (
+        not os.geteuid()
+        and not subprocess.run(
+            ['mount', '-t', 'tmpfs', '-o', f'size={DISK_MB}m,mode=0700', 'chaos', str(folder)],
+            capture_output=True,
+            check=False,
+        ).returncode
+    )
     try:
         yield mounted
     finally:
@@ -131,19 +165,27 @@ class Monkey:
     def __init__(self, run: Run, seed: int, disk: bool, say: Callable[[str], None]) -> None:
         self.run = run
         self.draw = random.Random(seed)
-        self.kinds = {kind: weight for kind, weight in WEIGHTS.items() if disk or kind != 'full disk'}
+        self.kinds = {
+            kind: weight for kind, weight in WEIGHTS.items() if disk or kind != 'full disk'
+        }
         self.counts: Counter[str] = Counter()
         self.say = say
 
     def rampage(self, fragments: int, epochs: int) -> None:
-        """Until there have been so many fragments; each blow has to be overcome before the next but one."""
-        order = list(self.kinds)   # each kind once, then at random
+        """Strike until this number of fragments has run; the trainer must recover from each fault
+        before the next but one.
+        """
+        order = list(self.kinds)  # each kind once, then at random
         self.draw.shuffle(order)
         self.run.start(epochs)
         while self.run.fragments() < fragments or order:
             before, since = self.run.saved(), time.monotonic()
             time.sleep(self.draw.expovariate(1 / 0.5))
-            kind = order.pop() if order else self.draw.choices(list(self.kinds), list(self.kinds.values()))[0]
+            kind = (
+                order.pop()
+                if order
+                else self.draw.choices(list(self.kinds), list(self.kinds.values()))[0]
+            )
             while not self.strike(kind):
                 self.keep_going(epochs, since, kind)
                 time.sleep(0.05)
@@ -153,24 +195,41 @@ class Monkey:
                 time.sleep(0.05)
             took = time.monotonic() - since
             if took > SLOW_S or not sum(self.counts.values()) % 20:
-                self.say(f'{took:.1f} s for {kind!r}; '
-                         f'{self.run.fragments()} fragments, {self.run.saved()} samples, blows: {dict(self.counts)}')
+                self.say(
+                    f'{took:.1f} s for {kind!r}; '
+                    f'{self.run.fragments()} fragments, {self.run.saved()} samples, '
+                    f'blows: {dict(self.counts)}'
+                )
 
     def keep_going(self, epochs: int, since: float, kind: str) -> None:
         if not self.run.running():
-            self.counts['ends of the submitting process by itself'] += self.run.process is not None and self.run.process.returncode >= 0
+            self.counts['ends of the submitting process by itself'] += (
+                self.run.process is not None and self.run.process.returncode >= 0
+            )
             self.run.start(epochs)
-        if time.monotonic() > since + PROGRESS_S:
-            last = self.run.rows('SELECT run, fragment, nodes, from_samples, started_at, ended_at, ending, error FROM fragments '
-                                 'ORDER BY run DESC, fragment DESC LIMIT 5')
-            nodes = self.run.rows('SELECT run, name, joined_at, left_at, how FROM nodes ORDER BY joined_at DESC LIMIT 6')
-            alive = [(p.pid, p.ppid(), p.status(), ' '.join(p.cmdline())[:90]) for p in self.run.processes()]
+        if time.monotonic() > since + LIMIT_S:
+            last = self.run.rows(
+                'SELECT run, fragment, nodes, from_samples, started_at, ended_at, '
+                'ending, error FROM fragments '
+                'ORDER BY run DESC, fragment DESC LIMIT 5'
+            )
+            nodes = self.run.rows(
+                'SELECT run, name, joined_at, left_at, how FROM nodes ORDER BY joined_at '
+                'DESC LIMIT 6'
+            )
+            alive = [
+                (p.pid, p.ppid(), p.status(), ' '.join(p.cmdline())[:90])
+                for p in self.run.processes()
+            ]
             print('\n'.join(map(str, alive)))
             if self.run.process is not None:
                 self.run.process.send_signal(signal.SIGUSR2)
                 time.sleep(1.0)
-            raise Broken(f'no progress any more for {PROGRESS_S:g} s after {kind!r} at {time.time():.1f}; last fragments: {last}, '
-                         f'nodes: {nodes}, blows: {dict(self.counts)}')
+            raise Broken(
+                f'no progress any more for {LIMIT_S:g} s after {kind!r} at '
+                f'{time.time():.1f}; last fragments: {last}, '
+                f'nodes: {nodes}, blows: {dict(self.counts)}'
+            )
 
     def strike(self, kind: str) -> bool:
         """Do it; False if there was nothing to strike."""
@@ -182,7 +241,7 @@ class Monkey:
                         return False
                     run.process.kill()
                     run.process.wait()
-                    run.start(10 ** 6)
+                    run.start(10**6)
                 case 'corrupt checkpoint':
                     corrupt_checkpoint(run.store, seed=self.draw.randrange(1000), bits=3)
                 case 'half-written checkpoint':
@@ -191,9 +250,11 @@ class Monkey:
                     with full_disk(run.folder / 'checkpoints'):
                         time.sleep(1.0)
                 case 'stop rank':
-                    self.draw.choice(run.of_kind('rank') or [psutil.Process(2 ** 22)]).send_signal(signal.SIGSTOP)
+                    self.draw.choice(run.of_kind('rank') or [psutil.Process(2**22)]).send_signal(
+                        signal.SIGSTOP
+                    )
                 case _:
-                    self.draw.choice(run.of_kind(kind) or [psutil.Process(2 ** 22)]).kill()
+                    self.draw.choice(run.of_kind(kind) or [psutil.Process(2**22)]).kill()
             return True
         return False
 
@@ -209,7 +270,7 @@ def to_the_end(run: Run, epochs: int, nodes: int = 0) -> Checkpoint:
     """Train without blows."""
     run.start(epochs, faults=False, nodes=nodes)
     assert run.process is not None
-    status = run.process.wait(600)
+    status = run.process.wait(LIMIT_S)
     if status:
         raise Broken(f'the last run ended with status {status}')
     return final(run.folder)
@@ -218,7 +279,10 @@ def to_the_end(run: Run, epochs: int, nodes: int = 0) -> Checkpoint:
 def check(ended: Checkpoint, alone: Checkpoint, epochs: int) -> None:
     """Bit for bit the same, and every sample counted once per epoch."""
     if not ended.samples == alone.samples == epochs * SAMPLES:
-        raise Broken(f'{ended.samples} samples were trained, {alone.samples} without chaos, {epochs * SAMPLES} were wanted')
+        raise Broken(
+            f'{ended.samples} samples were trained, {alone.samples} without chaos, '
+            f'{epochs * SAMPLES} were wanted'
+        )
     count = weights(ended)['count']
     if not torch.equal(count, torch.full((SAMPLES,), epochs / BATCH)):
         raise Broken(f'samples do not count {epochs} times each: {(count * BATCH).tolist()}')
@@ -226,7 +290,14 @@ def check(ended: Checkpoint, alone: Checkpoint, epochs: int) -> None:
         raise Broken('the weights differ from those of the undisturbed run')
 
 
-def chaos(fragments: int, seed: int, nodes: int, faults_every: int, folder: Path, say: Callable[[str], None] = print) -> Counter[str]:
+def chaos(
+    fragments: int,
+    seed: int,
+    nodes: int,
+    faults_every: int,
+    folder: Path,
+    say: Callable[[str], None] = print,
+) -> Counter[str]:
     """One run of chaos; what was done, by kind.
 
     Raises
@@ -241,18 +312,27 @@ def chaos(fragments: int, seed: int, nodes: int, faults_every: int, folder: Path
         alone.folder.mkdir()
         monkey = Monkey(run, seed, disk, say)
         try:
-            monkey.rampage(fragments, 10 ** 6)
+            monkey.rampage(fragments, 10**6)
             run.kill()
             epochs = run.saved() // SAMPLES + 2
             ended = to_the_end(run, epochs)
             undisturbed = to_the_end(alone, epochs)
             check(ended, undisturbed, epochs)
-            endings = Counter(str(ending or 'cut off') for (ending,) in run.rows('SELECT ending FROM fragments'))
+            endings = Counter(
+                str(ending or 'cut off') for (ending,) in run.rows('SELECT ending FROM fragments')
+            )
             aside = len(list((run.store / 'bad').glob('ckpt-*')))
-            say(f'{run.number("SELECT COUNT(*) FROM fragments")} fragments ({dict(endings)}), {run.starts} starts of the workflow, '
-                f'{aside} damaged checkpoints set aside, {epochs} epochs of {SAMPLES} samples, {time.monotonic() - began:.0f} s; '
-                f'seed {seed}, {nodes} nodes, blows: {dict(monkey.counts)}.')
-            say('The weights are those of the undisturbed run, bit for bit; every sample was counted once per epoch.')
+            say(
+                f'{run.number("SELECT COUNT(*) FROM fragments")} fragments '
+                f'({dict(endings)}), {run.starts} starts of the workflow, '
+                f'{aside} damaged checkpoints set aside, {epochs} epochs of {SAMPLES} '
+                f'samples, {time.monotonic() - began:.0f} s; '
+                f'seed {seed}, {nodes} nodes, blows: {dict(monkey.counts)}.'
+            )
+            say(
+                'The weights are those of the undisturbed run, bit for bit; every sample '
+                'was counted once per epoch.'
+            )
         finally:
             run.kill()
             alone.kill()
@@ -261,19 +341,34 @@ def chaos(fragments: int, seed: int, nodes: int, faults_every: int, folder: Path
 
 def main() -> int:
     """As the command line says."""
-    parser = argparse.ArgumentParser(description='Strikes a training at random, and compares its weights with those of an undisturbed run.')
+    parser = argparse.ArgumentParser(
+        description='Strikes a training at random, and compares its weights with those of an '
+        'undisturbed run.'
+    )
     parser.add_argument('--fragments', type=int, default=200)
     parser.add_argument('--seed', type=int, default=1)
     parser.add_argument('--nodes', type=int, default=3)
-    parser.add_argument('--faults-every', type=int, default=9, help='in every so-manieth fragment something breaks from within; 0: never')
+    parser.add_argument(
+        '--faults-every',
+        type=int,
+        default=9,
+        help='in every so-manieth fragment something breaks from within; 0: never',
+    )
     parser.add_argument('--folder', type=Path, help='kept; default: a temporary one')
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))   # so that what it has started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what it has started is ended
     with tempfile.TemporaryDirectory(prefix='freetrain-chaos-') as temporary:
         folder = given.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            chaos(given.fragments, given.seed, given.nodes, given.faults_every, folder, lambda line: print(line, flush=True))
+            chaos(
+                given.fragments,
+                given.seed,
+                given.nodes,
+                given.faults_every,
+                folder,
+                lambda line: print(line, flush=True),
+            )
         except Broken as broken:
             print(f'BROKEN: {broken}')
             print((folder / 'output').read_text(errors='replace')[-4000:])

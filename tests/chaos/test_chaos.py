@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from parsl_freetrain.core.words import Checkpoint
+from parsl_freetrain.core.model.types import Checkpoint
 from tests.chaos import monkey
 from tests.chaos.training import BATCH, SAMPLES
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_blows_at_random_change_no_bit_and_count_no_sample_twice(tmp_path: Path) -> None:
     """Every kind of blow at least once."""
     said: list[str] = []
-    counts = monkey.chaos(fragments=8, seed=4, nodes=2, faults_every=4, folder=tmp_path, say=said.append)
+    counts = monkey.chaos(
+        fragments=8, seed=4, nodes=3, faults_every=4, folder=tmp_path, say=said.append
+    )
     assert counts.keys() >= monkey.WEIGHTS.keys() - {'full disk'}
     assert 'bit for bit' in said[-1]
 
@@ -29,9 +30,17 @@ def test_the_check_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     other = {**right, 'w': torch.nextafter(torch.ones(2), torch.zeros(2))}
     made = {str(number): tensors for number, tensors in enumerate((right, twice, other))}
     monkeypatch.setattr(monkey, 'weights', lambda checkpoint: made[checkpoint.path])
-    monkeypatch.setattr(monkey, 'same_weights', lambda a, b: all(torch.equal(made[a.path][k], made[b.path][k]) for k in right))
+    monkeypatch.setattr(
+        monkey,
+        'same_weights',
+        lambda a, b: all(torch.equal(made[a.path][k], made[b.path][k]) for k in right),
+    )
     good, doubled, different = (Checkpoint('chaos', path, 3 * SAMPLES, 1) for path in made)
     monkey.check(good, good, 3)
-    for ended, epochs, words in ((good, 4, 'were wanted'), (doubled, 3, 'do not count 3 times'), (different, 3, 'weights differ')):
+    for ended, epochs, words in (
+        (good, 4, 'were wanted'),
+        (doubled, 3, 'do not count 3 times'),
+        (different, 3, 'weights differ'),
+    ):
         with pytest.raises(monkey.Broken, match=words):
             monkey.check(ended, good, epochs)

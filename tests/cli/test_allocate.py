@@ -1,4 +1,6 @@
-"""``freetrain allocate``: the contract, constraints as users state them, and sentences for whatever cannot be used."""
+"""``freetrain allocate``: the contract, constraints as users state them, and sentences for whatever
+cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from typing import Any
 import pytest
 
 from parsl_freetrain.cli.main import main
-from parsl_freetrain.cli.problems import ProblemLine, TrainerLine
-from parsl_freetrain.core.objectives import FIELDS, METRICS
+from parsl_freetrain.core.allocation.document import ProblemDocument, TrainerDocument
+from parsl_freetrain.core.allocation.objectives import FIELDS, METRICS
+from tests.support.waiting import LIMIT_S
 
 PROGRAM = [sys.executable, '-m', 'parsl_freetrain.cli.main', 'allocate']
 DOCUMENTATION = Path(__file__).resolve().parents[2] / 'docs' / 'command-line.md'
@@ -24,13 +27,26 @@ RECORDED = Path(__file__).resolve().parents[2].parent / 'shared' / 'data' / 'all
 
 
 def trainer(name: str = 'a', **changes: Any) -> dict[str, Any]:
-    fields = {'name': name, 'min_nodes': 1, 'max_nodes': 64, 'current_nodes': 3, 'rescale_up_s': 18, 'rescale_down_s': 12,
-              'nodes': [0, 1, 2, 4, 8], 'rate': [0, 10, 19, 36, 70]} | changes
+    fields = {
+        'name': name,
+        'min_nodes': 1,
+        'max_nodes': 64,
+        'current_nodes': 3,
+        'rescale_up_s': 18,
+        'rescale_down_s': 12,
+        'nodes': [0, 1, 2, 4, 8],
+        'rate': [0, 10, 19, 36, 70],
+    } | changes
     return {key: value for key, value in fields.items() if value is not None}
 
 
 def problem(*trainers: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    fields = {'id': 'p1', 'horizon_s': 120, 'nodes': 129, 'trainers': list(trainers or [trainer()])} | changes
+    fields = {
+        'id': 'p1',
+        'horizon_s': 120,
+        'nodes': 129,
+        'trainers': list(trainers or [trainer()]),
+    } | changes
     return {key: value for key, value in fields.items() if value is not None}
 
 
@@ -55,7 +71,9 @@ class Ask:
 
     def __call__(self, *lines: dict[str, Any] | str | bytes, options: tuple[str, ...] = ()) -> Said:
         texts = [json.dumps(line) if isinstance(line, dict) else line for line in lines]
-        self._path.write_bytes(b'\n'.join(t if isinstance(t, bytes) else t.encode() for t in texts) + b'\n')
+        self._path.write_bytes(
+            b'\n'.join(t if isinstance(t, bytes) else t.encode() for t in texts) + b'\n'
+        )
         status = main(['allocate', str(self._path), *options])
         seen = self._capsys.readouterr()
         return Said(status, seen.out, seen.err)
@@ -68,18 +86,30 @@ def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
 
 def test_the_answer_has_the_fields_of_the_contract(ask: Ask) -> None:
     said = ask(problem())
-    answer, = said.answers
+    (answer,) = said.answers
     assert list(answer) == ['id', 'status', 'objective', 'solver', 'seconds', 'allocation']
     assert answer | {'seconds': 0} == {
-        'id': 'p1', 'status': 'optimal', 'objective': 120 * 70 - 18 * 27.5, 'solver': 'dp', 'seconds': 0, 'allocation': {'a': 8}}
+        'id': 'p1',
+        'status': 'optimal',
+        'objective': 120 * 70 - 18 * 27.5,
+        'solver': 'dp',
+        'seconds': 0,
+        'allocation': {'a': 8},
+    }
     assert 0 <= answer['seconds'] < 60
     assert said.err == ''
 
 
 def test_blocks_are_answered_by_block(ask: Ask) -> None:
-    blocks = [{'id': 'b0', 'nodes': 4, 'remaining_s': 1800}, {'id': 'b1', 'nodes': 3, 'remaining_s': None}, {'id': 'b2', 'nodes': 1}]
+    blocks = [
+        {'id': 'b0', 'nodes': 4, 'remaining_s': 1800},
+        {'id': 'b1', 'nodes': 3, 'remaining_s': None},
+        {'id': 'b2', 'nodes': 1},
+    ]
     at = trainer(current_nodes=None, current={'b0': 3}, max_nodes=3)
-    said = ask(problem(at, trainer('b', current_nodes=None, min_nodes=9), blocks=blocks, nodes=None))
+    said = ask(
+        problem(at, trainer('b', current_nodes=None, min_nodes=9), blocks=blocks, nodes=None)
+    )
     assert said.allocation == {'a': {'b0': 3}, 'b': {}}
     one = [{'id': 'b0', 'nodes': 4, 'remaining_s': 1800}]
     assert ask(problem(at, blocks=one, nodes=None)).allocation == {'a': {'b0': 3}}
@@ -92,7 +122,9 @@ def test_nodes_that_go_soon_are_worth_little_and_blocks_may_be_apart(ask: Ask) -
     assert ask(problem(at, blocks=blocks, nodes=None)).allocation == {'a': {'stays': 2}}
     longer = [blocks[0], blocks[1] | {'remaining_s': 100}]
     assert ask(problem(at, blocks=longer, nodes=None)).allocation == {'a': {'stays': 2, 'goes': 2}}
-    assert ask(problem(at, blocks=longer, nodes=None, spans_blocks=False)).allocation == {'a': {'stays': 2}}
+    assert ask(problem(at, blocks=longer, nodes=None, spans_blocks=False)).allocation == {
+        'a': {'stays': 2}
+    }
 
 
 def test_points_come_in_any_order_and_need_no_zero(ask: Ask) -> None:
@@ -104,32 +136,86 @@ def test_points_come_in_any_order_and_need_no_zero(ask: Ask) -> None:
 
 
 def test_no_trainers_and_no_nodes(ask: Ask) -> None:
-    said = ask(problem(trainers=[]), problem(trainer(current_nodes=0), nodes=0), problem(trainer(current_nodes=None), id=None))
+    said = ask(
+        problem(trainers=[]),
+        problem(trainer(current_nodes=0), nodes=0),
+        problem(trainer(current_nodes=None), id=None),
+    )
     assert [(a['id'], a['objective'], a['allocation']) for a in said.answers] == [
-        ('p1', 0.0, {}), ('p1', 0.0, {'a': 0}), (3, 8400.0, {'a': 8})]
+        ('p1', 0.0, {}),
+        ('p1', 0.0, {'a': 0}),
+        (3, 8400.0, {'a': 8}),
+    ]
     assert [a['status'] for a in said.answers] == ['optimal'] * 3
 
 
-LINEAR = {'nodes': [1, 100], 'rate': [1, 100], 'current_nodes': 0, 'rescale_up_s': 0, 'rescale_down_s': 0}
+LINEAR = {
+    'nodes': [1, 100],
+    'rate': [1, 100],
+    'current_nodes': 0,
+    'rescale_up_s': 0,
+    'rescale_down_s': 0,
+}
 
 
-@pytest.mark.parametrize(('changes', 'of_a', 'of_b', 'expected'), [
-    ({'max_nodes': 6}, {'max_nodes': 4}, {}, {'a': 4, 'b': 2}),
-    ({'keep_free': 7}, {'max_nodes': 2}, {'max_nodes': 2}, {'a': 2, 'b': 1}),
-    ({'keep_free': 99}, {}, {}, {'a': 0, 'b': 0}),
-    ({'user_nodes': {'anna': 3, 'nobody': 0}}, {'user': 'anna'}, {'max_nodes': 5}, {'a': 3, 'b': 5}),
-    ({'group_nodes': {'physics': 4}}, {'group': 'physics', 'max_nodes': 3}, {'group': 'physics', 'max_nodes': 1}, {'a': 3, 'b': 1}),
-    ({'budget_node_s': 240}, {'max_nodes': 1}, {'max_nodes': 5}, {'a': 1, 'b': 1}),
-    ({'user_budget_node_s': {'anna': 250}}, {'user': 'anna'}, {'max_nodes': 5}, {'a': 2, 'b': 5}),
-    ({'group_budget_node_s': {'g': 0}}, {'group': 'g'}, {'max_nodes': 5}, {'a': 0, 'b': 5}),
-    ({}, {'share': 4}, {'rate': [10, 1000]}, {'a': 4, 'b': 6}),
-    ({}, {'sizes': [4, 2, 8, 8], 'rate': [10, 1000]}, {'sizes': [1, 4]}, {'a': 8, 'b': 1}),
-    ({'min_rescale_interval_s': 60}, {'since_rescale_s': 59, 'current_nodes': 2}, {'max_nodes': 4}, {'a': 2, 'b': 4}),
-    ({'min_rescale_interval_s': 60}, {'since_rescale_s': 60, 'current_nodes': 2, 'max_nodes': 6}, {'max_nodes': 4}, {'a': 6, 'b': 4}),
-    ({'min_rescale_interval_s': 60}, {'since_rescale_s': 5, 'max_nodes': 6}, {'max_nodes': 4}, {'a': 6, 'b': 4}),
-])
-def test_constraints(ask: Ask, changes: dict[str, Any], of_a: dict[str, Any], of_b: dict[str, Any], expected: dict[str, int]) -> None:
-    said = ask(problem(trainer('a', **LINEAR | of_a), trainer('b', **LINEAR | of_b), nodes=10, **changes))
+@pytest.mark.parametrize(
+    ('changes', 'of_a', 'of_b', 'expected'),
+    [
+        ({'max_nodes': 6}, {'max_nodes': 4}, {}, {'a': 4, 'b': 2}),
+        ({'keep_free': 7}, {'max_nodes': 2}, {'max_nodes': 2}, {'a': 2, 'b': 1}),
+        ({'keep_free': 99}, {}, {}, {'a': 0, 'b': 0}),
+        (
+            {'user_nodes': {'anna': 3, 'nobody': 0}},
+            {'user': 'anna'},
+            {'max_nodes': 5},
+            {'a': 3, 'b': 5},
+        ),
+        (
+            {'group_nodes': {'physics': 4}},
+            {'group': 'physics', 'max_nodes': 3},
+            {'group': 'physics', 'max_nodes': 1},
+            {'a': 3, 'b': 1},
+        ),
+        ({'budget_node_s': 240}, {'max_nodes': 1}, {'max_nodes': 5}, {'a': 1, 'b': 1}),
+        (
+            {'user_budget_node_s': {'anna': 250}},
+            {'user': 'anna'},
+            {'max_nodes': 5},
+            {'a': 2, 'b': 5},
+        ),
+        ({'group_budget_node_s': {'g': 0}}, {'group': 'g'}, {'max_nodes': 5}, {'a': 0, 'b': 5}),
+        ({}, {'share': 4}, {'rate': [10, 1000]}, {'a': 4, 'b': 6}),
+        ({}, {'sizes': [4, 2, 8, 8], 'rate': [10, 1000]}, {'sizes': [1, 4]}, {'a': 8, 'b': 1}),
+        (
+            {'min_rescale_interval_s': 60},
+            {'since_rescale_s': 59, 'current_nodes': 2},
+            {'max_nodes': 4},
+            {'a': 2, 'b': 4},
+        ),
+        (
+            {'min_rescale_interval_s': 60},
+            {'since_rescale_s': 60, 'current_nodes': 2, 'max_nodes': 6},
+            {'max_nodes': 4},
+            {'a': 6, 'b': 4},
+        ),
+        (
+            {'min_rescale_interval_s': 60},
+            {'since_rescale_s': 5, 'max_nodes': 6},
+            {'max_nodes': 4},
+            {'a': 6, 'b': 4},
+        ),
+    ],
+)
+def test_constraints(
+    ask: Ask,
+    changes: dict[str, Any],
+    of_a: dict[str, Any],
+    of_b: dict[str, Any],
+    expected: dict[str, int],
+) -> None:
+    said = ask(
+        problem(trainer('a', **LINEAR | of_a), trainer('b', **LINEAR | of_b), nodes=10, **changes)
+    )
     assert said.allocation == expected
     assert said.answers[0]['status'] == 'optimal'
 
@@ -146,8 +232,15 @@ def test_objectives_named_in_the_problem_and_on_the_command_line(ask: Ask) -> No
     slow = LINEAR | {'rate': [1, 100], 'max_nodes': 6}
     fast = LINEAR | {'rate': [1000, 100_000], 'max_nodes': 6}
 
-    def shares(*options: str, a: dict[str, Any] | None = None, b: dict[str, Any] | None = None, **changes: Any) -> tuple[int, int]:
-        of = problem(trainer('a', **slow | (a or {})), trainer('b', **fast | (b or {})), nodes=8, **changes)
+    def shares(
+        *options: str,
+        a: dict[str, Any] | None = None,
+        b: dict[str, Any] | None = None,
+        **changes: Any,
+    ) -> tuple[int, int]:
+        of = problem(
+            trainer('a', **slow | (a or {})), trainer('b', **fast | (b or {})), nodes=8, **changes
+        )
         found = ask(of, options=options).allocation
         return found['a'], found['b']
 
@@ -157,7 +250,9 @@ def test_objectives_named_in_the_problem_and_on_the_command_line(ask: Ask) -> No
     assert shares(objective='deadline', a=urgent)[0] >= 5
     assert shares(objective='rate / rate1 * priority', a={'priority': 3}) == (6, 2)
     assert shares('--objective', 'throughput', objective='priority', a={'priority': 3}) == (2, 6)
-    assert shares(objective='goodput', b={'efficiency': {'nodes': [4, 1], 'value': [0.0, 1.0]}}) == (6, 2)
+    assert shares(
+        objective='goodput', b={'efficiency': {'nodes': [4, 1], 'value': [0.0, 1.0]}}
+    ) == (6, 2)
 
 
 BAD = [
@@ -182,9 +277,15 @@ BAD = [
     (problem(nodes=2_000_000), ['nodes is 2000000', '1000000']),
     (problem(nodes=None), ['nodes is missing', 'blocks']),
     (problem(blocks=[]), ['both nodes and blocks']),
-    (problem(blocks=[{'id': 'b', 'nodes': 1}] * 2, nodes=None), ["2 of the blocks have the id 'b'"]),
+    (
+        problem(blocks=[{'id': 'b', 'nodes': 1}] * 2, nodes=None),
+        ["2 of the blocks have the id 'b'"],
+    ),
     (problem(blocks=[{'id': 'b', 'nodes': -1}], nodes=None), ["block 'b': nodes is -1"]),
-    (problem(blocks=[{'id': str(i), 'nodes': 999_999} for i in range(2)], nodes=None), ['1999998 nodes', '1000000']),
+    (
+        problem(blocks=[{'id': str(i), 'nodes': 999_999} for i in range(2)], nodes=None),
+        ['1999998 nodes', '1000000'],
+    ),
     (problem(raet=1), ['there is no field "raet"', 'horizon_s']),
     (problem(objective='fame'), ["no objective 'fame'", 'throughput']),
     (problem(objective='rate +* 2'), ['column']),
@@ -192,13 +293,22 @@ BAD = [
     (problem(trainer(deadline_s=5), objective='deadline'), ["'a'", 'remaining_samples']),
     (problem(trainers={'a': 1}), ['trainers is {"a": 1}', 'list']),
     (problem(trainers=[3]), ['trainers[0] is 3']),
-    (problem(trainer(), trainer('b', raet=[1])), ["trainer 'b'", 'no field "raet"', 'rescale_up_s']),
+    (
+        problem(trainer(), trainer('b', raet=[1])),
+        ["trainer 'b'", 'no field "raet"', 'rescale_up_s'],
+    ),
     (problem(trainer(), trainer() | {'name': 5}), ['trainer number 2', 'name is 5']),
     (problem(trainer(name='')), ['trainer number 1', 'name is ""']),
     (problem(trainer(max_nodes=None)), ["trainer 'a'", 'max_nodes is missing']),
     (problem(trainer(), trainer()), ["2 of the trainers have the name 'a'"]),
-    (problem(trainer(min_nodes=5, max_nodes=4)), ["trainer 'a'", 'min_nodes is 5', 'max_nodes, which is 4']),
-    (problem(trainer(nodes=[4, 8], rate=[36, 70])), ["trainer 'a'", 'nodes starts at 4', 'min_nodes, which is 1']),
+    (
+        problem(trainer(min_nodes=5, max_nodes=4)),
+        ["trainer 'a'", 'min_nodes is 5', 'max_nodes, which is 4'],
+    ),
+    (
+        problem(trainer(nodes=[4, 8], rate=[36, 70])),
+        ["trainer 'a'", 'nodes starts at 4', 'min_nodes, which is 1'],
+    ),
     (problem(trainer(nodes=[0, 1], rate=[0, -3])), ["trainer 'a'", 'rate[1] is -3']),
     (problem(trainer(nodes=[0, 1], rate=[0, None])), ["trainer 'a'", 'rate[1] is null']),
     (problem(trainer(nodes=[0, 1], rate=[5, 10])), ["trainer 'a'", 'rate is 5 at 0 nodes']),
@@ -206,20 +316,51 @@ BAD = [
     (problem(trainer(nodes=[1, 2], rate=[1])), ["trainer 'a'", 'nodes has 2 entries and rate 1']),
     (problem(trainer(nodes=[], rate=[])), ["trainer 'a'", 'nodes is []']),
     (problem(trainer(current_nodes=130)), ["trainer 'a'", 'current_nodes is 130', '129']),
-    (problem(trainer(current_nodes=70), trainer('b', current_nodes=70)), ["trainer 'b'", '140', '129']),
-    (problem(trainer(current={'b': 1}, current_nodes=None)), ["trainer 'a'", 'current is for problems with blocks']),
-    (problem(trainer(), blocks=[{'id': 'b', 'nodes': 4}], nodes=None), ["trainer 'a'", 'current_nodes is for problems without']),
-    (problem(trainer(current={'c': 1}, current_nodes=None), blocks=[{'id': 'b', 'nodes': 4}], nodes=None), ["the block 'c'"]),
-    (problem(trainer(current={'b': 3}, current_nodes=None), blocks=[{'id': 'b', 'nodes': 2}, {'id': 'c', 'nodes': 2}], nodes=None),
-     ["trainer 'a'", "3 nodes of block 'b', which has 2"]),
+    (
+        problem(trainer(current_nodes=70), trainer('b', current_nodes=70)),
+        ["trainer 'b'", '140', '129'],
+    ),
+    (
+        problem(trainer(current={'b': 1}, current_nodes=None)),
+        ["trainer 'a'", 'current is for problems with blocks'],
+    ),
+    (
+        problem(trainer(), blocks=[{'id': 'b', 'nodes': 4}], nodes=None),
+        ["trainer 'a'", 'current_nodes is for problems without'],
+    ),
+    (
+        problem(
+            trainer(current={'c': 1}, current_nodes=None),
+            blocks=[{'id': 'b', 'nodes': 4}],
+            nodes=None,
+        ),
+        ["the block 'c'"],
+    ),
+    (
+        problem(
+            trainer(current={'b': 3}, current_nodes=None),
+            blocks=[{'id': 'b', 'nodes': 2}, {'id': 'c', 'nodes': 2}],
+            nodes=None,
+        ),
+        ["trainer 'a'", "3 nodes of block 'b', which has 2"],
+    ),
     (problem(trainer(rescale_up_s=-1)), ["trainer 'a'", 'rescale_up_s is -1']),
     (problem(trainer(sizes=[])), ["trainer 'a'", 'sizes is []']),
     (problem(trainer(sizes=[65])), ["trainer 'a'", 'none of sizes']),
     (problem(trainer(share=65)), ["trainer 'a'", 'share is 65']),
     (problem(trainer(sizes=[4], share=5)), ["trainer 'a'", 'share is 5']),
-    (problem(trainer(efficiency={'nodes': [1], 'value': [1.5]})), ["trainer 'a'", 'efficiency.value[0] is 1.5']),
-    (problem(trainer(efficiency={'nodes': [1], 'value': []})), ["trainer 'a'", 'efficiency.nodes has 1 entries']),
-    (problem(trainer(efficiency={'nodes': [1], 'valu': [1]})), ["trainer 'a'", 'efficiency.value is missing']),
+    (
+        problem(trainer(efficiency={'nodes': [1], 'value': [1.5]})),
+        ["trainer 'a'", 'efficiency.value[0] is 1.5'],
+    ),
+    (
+        problem(trainer(efficiency={'nodes': [1], 'value': []})),
+        ["trainer 'a'", 'efficiency.nodes has 1 entries'],
+    ),
+    (
+        problem(trainer(efficiency={'nodes': [1], 'valu': [1]})),
+        ["trainer 'a'", 'efficiency.value is missing'],
+    ),
     (problem(user_nodes={'anna': -1}), ['user_nodes.anna is -1']),
     (problem(user_nodes={'an\nna': -1}), ['an\\nna']),
     (problem(trainer(name='a\nb\x1b[31m', rate=[1])), [r"'a\nb\x1b[31m'"]),
@@ -228,11 +369,13 @@ BAD = [
 
 
 @pytest.mark.parametrize(('line', 'says'), BAD, ids=[says[-1] for _, says in BAD])
-def test_a_bad_line_gets_a_sentence_and_the_others_an_answer(ask: Ask, line: Any, says: list[str]) -> None:
+def test_a_bad_line_gets_a_sentence_and_the_others_an_answer(
+    ask: Ask, line: Any, says: list[str]
+) -> None:
     said = ask(problem(id='before'), line, problem(id='after'))
     assert said.status == 2
     assert [answer['id'] for answer in said.answers] == ['before', 'after']
-    sentence, = said.err.splitlines()
+    (sentence,) = said.err.splitlines()
     assert sentence.isprintable()
     assert sentence.startswith('freetrain: ')
     assert 'problems.jsonl, line 2: ' in sentence
@@ -253,7 +396,7 @@ def test_a_solver_that_cannot_solve_a_problem_says_so(ask: Ask) -> None:
 
 @pytest.mark.parametrize('solver', ['auto', 'dp', 'milp', 'equal-share'])
 def test_every_solver_answers(ask: Ask, solver: str) -> None:
-    answer, = ask(problem(), options=('--solver', solver)).answers
+    (answer,) = ask(problem(), options=('--solver', solver)).answers
     assert answer['allocation']['a'] > 0
     assert answer['solver'] == {'auto': 'dp'}.get(solver, solver)
 
@@ -276,11 +419,19 @@ def test_files_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture
         assert len(said.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize(('options', 'says'), [
-    (('--solver', 'gurobi'), 'gurobi'), (('--time-limit', '0'), 'time-limit is 0'), (('--time-limit', 'nan'), 'time-limit is nan'),
-    (('--objective', 'fame'), "no objective 'fame'"), (('--frobnicate',), 'frobnicate')])
+@pytest.mark.parametrize(
+    ('options', 'says'),
+    [
+        (('--solver', 'gurobi'), 'gurobi'),
+        (('--time-limit', '0'), 'time-limit is 0'),
+        (('--time-limit', 'nan'), 'time-limit is nan'),
+        (('--objective', 'fame'), "no objective 'fame'"),
+        (('--frobnicate',), 'frobnicate'),
+    ],
+)
 def test_bad_options_are_refused_before_anything_is_read(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], says: str) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], says: str
+) -> None:
     assert main(['allocate', str(tmp_path / 'none'), *options]) == 2
     said = capsys.readouterr()
     assert says in said.err
@@ -294,57 +445,105 @@ def test_reasons(ask: Ask) -> None:
     why = said.answers[0]['explain']
     assert said.answers[0]['allocation'] == {'a': 6, 'b': 10}
     assert why['trainers']['a'] == {
-        'nodes_before': 3, 'nodes': 6, 'worth_before': 3300.0, 'worth': 120 * 53 - 495.0, 'gain': 2565.0, 'rescale_cost': 495.0,
-        'alternative': {'nodes': 5, 'objective': pytest.approx(120 * 44.5 - 495 + 240), 'worse_by': pytest.approx(120 * 8.5)}}
-    assert why['limits'] == [{'why': 'user anna', 'nodes': 6, 'least': 0, 'most': 6, 'node_s': 720.0, 'most_node_s': None}]
+        'nodes_before': 3,
+        'nodes': 6,
+        'worth_before': 3300.0,
+        'worth': 120 * 53 - 495.0,
+        'gain': 2565.0,
+        'rescale_cost': 495.0,
+        'alternative': {
+            'nodes': 5,
+            'objective': pytest.approx(120 * 44.5 - 495 + 240),
+            'worse_by': pytest.approx(120 * 8.5),
+        },
+    }
+    assert why['limits'] == [
+        {
+            'why': 'user anna',
+            'nodes': 6,
+            'least': 0,
+            'most': 6,
+            'node_s': 720.0,
+            'most_node_s': None,
+        }
+    ]
 
 
 def test_the_documentation_shows_what_is_answered(ask: Ask) -> None:
-    shown = [json.loads(block) for block in re.findall(r'^```json\n(.*?)^```', DOCUMENTATION.read_text(), re.MULTILINE | re.DOTALL)]
+    shown = [
+        json.loads(block)
+        for block in re.findall(
+            r'^```json\n(.*?)^```', DOCUMENTATION.read_text(), re.MULTILINE | re.DOTALL
+        )
+    ]
     problems = {block['id']: block for block in shown if 'horizon_s' in block}
     answers = [block for block in shown if 'status' in block]
     assert len(answers) == 3
     for answer in answers:
-        got, = ask(problems[answer['id']], options=('--explain',) if 'explain' in answer else ()).answers
+        (got,) = ask(
+            problems[answer['id']], options=('--explain',) if 'explain' in answer else ()
+        ).answers
         assert got | {'seconds': 0} == answer | {'seconds': 0}
 
 
 def test_the_documentation_names_every_field_and_objective() -> None:
-    text, objectives = DOCUMENTATION.read_text(), DOCUMENTATION.with_name('objectives.md').read_text()
-    for model in (ProblemLine, TrainerLine):
+    text, objectives = (
+        DOCUMENTATION.read_text(),
+        DOCUMENTATION.with_name('objectives.md').read_text(),
+    )
+    for model in (ProblemDocument, TrainerDocument):
         assert all(f'`{name}`' in text or f'"{name}"' in text for name in model.model_fields)
     assert all(f'| `{name}` |' in objectives for name in (*METRICS, *FIELDS))
 
 
 def test_another_program_can_talk_to_it() -> None:
-    with subprocess.Popen([*PROGRAM, '-'], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          env=BUFFERED) as running:
+    with subprocess.Popen(
+        [*PROGRAM, '-'],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=BUFFERED,
+    ) as running:
         assert running.stdin is not None
         assert running.stdout is not None
         for name in ('first', 'second'):
             running.stdin.write(json.dumps(problem(id=name)) + '\n')
             running.stdin.flush()
             assert json.loads(running.stdout.readline())['id'] == name
-        out, err = running.communicate('x\n', timeout=60)
+        out, err = running.communicate('x\n', timeout=LIMIT_S)
     assert (running.returncode, out) == (2, '')
     assert err.startswith('freetrain: standard input, line 3: it is not JSON')
 
 
 def test_whoever_has_read_enough_may_go() -> None:
     lines = (json.dumps(problem()) + '\n') * 2000
-    with subprocess.Popen([*PROGRAM, '-'], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          env=BUFFERED) as running:
+    with subprocess.Popen(
+        [*PROGRAM, '-'],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=BUFFERED,
+    ) as running:
         assert running.stdout is not None
         running.stdout.close()
         running.stdout = None
-        _, err = running.communicate(lines, timeout=60)
+        _, err = running.communicate(lines, timeout=LIMIT_S)
     assert (running.returncode, err) == (0, '')
 
 
 def test_output_that_cannot_be_written_is_an_error_without_a_traceback() -> None:
     with Path('/dev/full').open('w') as full:
-        done = subprocess.run([*PROGRAM, '-'], input=json.dumps(problem()), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
-                              check=False)
+        done = subprocess.run(
+            [*PROGRAM, '-'],
+            input=json.dumps(problem()),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
     assert done.returncode == 1
     assert 'No space left' in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -357,13 +556,18 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         pytest.skip(f'the recorded problems are not at {RECORDED}')
     path = tmp_path_factory.mktemp('recorded') / 'problems.jsonl'
     path.write_bytes(gzip.decompress((RECORDED / 'summit-decisions.jsonl.gz').read_bytes()))
-    answers = map(json.loads, gzip.decompress((RECORDED / 'summit-decisions-answers.jsonl.gz').read_bytes()).splitlines())
+    answers = map(
+        json.loads,
+        gzip.decompress((RECORDED / 'summit-decisions-answers.jsonl.gz').read_bytes()).splitlines(),
+    )
     return path, {answer['id']: answer['optimum'] for answer in answers}
 
 
 def test_recorded_problems(recorded: tuple[Path, dict[str, float]]) -> None:
     path, optima = recorded
-    done = subprocess.run([*PROGRAM, str(path)], capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(
+        [*PROGRAM, str(path)], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
     assert (done.returncode, done.stderr) == (0, '')
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(answers) == 313
@@ -382,4 +586,6 @@ def test_recorded_problems_with_reasons(recorded: tuple[Path, dict[str, float]],
             assert why['nodes'] == answer['allocation'][name]
             assert why['alternative']['nodes'] != why['nodes']
             assert why['alternative']['worse_by'] >= 0
-        assert sum(why['worth'] for why in answer['explain']['trainers'].values()) == pytest.approx(answer['objective'], rel=1e-9)
+        assert sum(why['worth'] for why in answer['explain']['trainers'].values()) == pytest.approx(
+            answer['objective'], rel=1e-9
+        )

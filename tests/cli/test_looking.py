@@ -14,15 +14,13 @@ from typing import Any
 
 import pytest
 
-from parsl_freetrain.app import TrainingFuture, freetrain_app
+from parsl_freetrain import Checkpoints, LocalSite, TrainingFuture, freetrain_app
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.ledger.store import Ledger
-from parsl_freetrain.sites.local import LocalSite
 from tests.support.ledgers import demo_ledger
 from tests.support.training import fit, freetrain
-from tests.support.waiting import wait_until
+from tests.support.waiting import LIMIT_S, wait_until
 
-LONG = 200.0
 CONTROL = re.compile(r'[\x00-\x09\x0b-\x1f\x7f]')
 
 
@@ -41,14 +39,23 @@ def talk(ctx: Any, pause_s: float) -> None:
     fit(ctx, pause_s)
 
 
-def test_looking_at_a_run_that_trains_and_cancelling_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = freetrain_app(max_nodes=1, total_epochs=100_000, checkpoint_every_s=1000.0)(talk)
+def test_looking_at_a_run_that_trains_and_cancelling_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = freetrain_app(
+        max_nodes=1, total_epochs=100_000, checkpoints=Checkpoints(every_s=1000.0)
+    )(talk)
     with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), stop_grace_s=1.0) as executor:
         ledger = ['--ledger', str(tmp_path)]
         first = trainer(0.02, trainer_name='first')
         wait_until(lambda: trains(first))
         second = trainer(0.02, trainer_name='second')
-        wait_until(lambda: main(['why', 'second', *ledger]) == 0 and 'second keeps 0 nodes' in capsys.readouterr().out)
+        wait_until(
+            lambda: (
+                main(['why', 'second', *ledger]) == 0
+                and 'second keeps 0 nodes' in capsys.readouterr().out
+            )
+        )
 
         seen = said(capsys, 'status', *ledger)
         assert (seen['state'], seen['note'], seen['ended']) == ('running', '', None)
@@ -58,9 +65,15 @@ def test_looking_at_a_run_that_trains_and_cancelling_it(tmp_path: Path, capsys: 
         assert by_name['first']['finish_s'] > 0 and by_name['second']['finish_s'] is None
         assert [(b['joined'], b['trainers']) for b in seen['blocks']] == [(1, ['first'])]
 
-        running, waiting = said(capsys, 'why', 'first', *ledger), said(capsys, 'why', 'second', *ledger)
+        running, waiting = (
+            said(capsys, 'why', 'first', *ledger),
+            said(capsys, 'why', 'second', *ledger),
+        )
         assert (running['state'], running['fragment'], running['waits_for']) == ('running', 1, None)
-        assert waiting['waits_for'] == "It waits because others do more with the pool's 1 node: first 1."
+        assert (
+            waiting['waits_for']
+            == "It waits because others do more with the pool's 1 node: first 1."
+        )
         newest = waiting['decisions'][0]
         assert (newest['nodes'], newest['nodes_after'], newest['others']) == (1, 0, {'first': 1})
         assert newest['alternative'] is not None and newest['alternative']['nodes'] == 1
@@ -73,22 +86,39 @@ def test_looking_at_a_run_that_trains_and_cancelling_it(tmp_path: Path, capsys: 
 
         assert main(['logs', 'first', *ledger]) == 0
         assert 'I am rank 0\n' in capsys.readouterr().out
-        [one] = said(capsys, 'logs', 'first', *ledger, '--fragment', '1', '--rank', '0', '--tail', '1')
+        [one] = said(
+            capsys, 'logs', 'first', *ledger, '--fragment', '1', '--rank', '0', '--tail', '1'
+        )
         assert (one['fragment'], one['rank'], len(one['text'].splitlines())) == (1, 0, 1)
         assert main(['logs', 'second', *ledger]) == 2
         assert "'second' has no logs" in capsys.readouterr().err
         assert main(['logs', 'first', *ledger, '--fragment', '7']) == 2
         assert 'no log of a fragment 7; there are logs of 1 to 1' in capsys.readouterr().err
 
-        watched = subprocess.Popen([sys.executable, '-m', 'parsl_freetrain.cli.main', 'watch', '--json', '--every', '0.2', *ledger],
-                                   stdout=subprocess.PIPE, text=True)
+        watched = subprocess.Popen(
+            [
+                sys.executable,
+                '-m',
+                'parsl_freetrain.cli.main',
+                'watch',
+                '--json',
+                '--every',
+                '0.2',
+                *ledger,
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert watched.stdout is not None
         assert json.loads(watched.stdout.readline())['state'] == 'running'
 
         assert main(['cancel', 'frist', *ledger]) == 2
         assert "no trainer 'frist' in this run; it has 'first', 'second'" in capsys.readouterr().err
         [answer] = said(capsys, 'cancel', 'first', *ledger)
-        assert answer['trainer'] == 'first' and str(tmp_path / 'checkpoints' / 'first') in answer['answer']
+        assert (
+            answer['trainer'] == 'first'
+            and str(tmp_path / 'checkpoints' / 'first') in answer['answer']
+        )
         wait_until(first.done)
         assert first.cancelled() and first.checkpoint is not None and first.checkpoint.samples > 96
         wait_until(lambda: trains(second))
@@ -98,11 +128,15 @@ def test_looking_at_a_run_that_trains_and_cancelling_it(tmp_path: Path, capsys: 
         wait_until(second.done)
     assert executor.ledger_path.is_file()
 
-    rest = watched.communicate(timeout=LONG)[0]
+    rest = watched.communicate(timeout=LIMIT_S)[0]
     assert json.loads(rest.splitlines()[-1])['state'] == 'ended'
     assert watched.returncode == 0
     after = said(capsys, 'status', *ledger)
-    assert (after['state'], {t['state'] for t in after['trainers']}, after['blocks']) == ('ended', {'cancelled'}, [])
+    assert (after['state'], {t['state'] for t in after['trainers']}, after['blocks']) == (
+        'ended',
+        {'cancelled'},
+        [],
+    )
     assert said(capsys, 'why', 'second', *ledger)['waits_for'] is None
     told = said(capsys, 'report', *ledger, '--out', str(tmp_path / 'report.html'))
     assert (tmp_path / 'report.html').stat().st_size > 10_000
@@ -111,51 +145,68 @@ def test_looking_at_a_run_that_trains_and_cancelling_it(tmp_path: Path, capsys: 
     assert all(s['measured'] and s['curve'] for s in told['scaling'])
     assert main(['cancel', '--all', *ledger]) == 2
     assert 'has ended (shutdown), so there is nothing to cancel' in capsys.readouterr().err
-    assert main(['logs', 'second', '--follow', *ledger]) == 0     # it is over: shows all, and ends
+    assert main(['logs', 'second', '--follow', *ledger]) == 0  # it is over: shows all, and ends
     assert '[0] I am rank 0' in capsys.readouterr().out
 
 
 DIES = """
 import os, sys, time
-from parsl_freetrain.executor.record import about_this_process
+from parsl_freetrain.executor.ledger_writer import about_this_process
 from parsl_freetrain.ledger.store import Ledger
 ledger = Ledger(sys.argv[1])
-ledger.begin_run('r0', at=time.time(), parsl_run_dir='', command='python mine.py', about=about_this_process('.'))
-ledger.trainer(name='cnn', at=time.time(), spec={'min_nodes': 2}, total_samples=100, samples=40)
+about = about_this_process('.')
+ledger.begin_run('r0', at=time.time(), parsl_run_dir='', command='python mine.py', about=about)
+ledger.trainers.submitted(
+    name='cnn', at=time.time(), spec={'min_nodes': 2}, total_samples=100, samples=40)
 ledger.commit()
 print('begun', flush=True)
 time.sleep(1000)
 """
 
 
-def test_a_run_that_died_is_said_to_have_died_and_how_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_died_is_said_to_have_died_and_how_to_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / 'ledger.sqlite'
-    with subprocess.Popen([sys.executable, '-c', DIES, str(path)], stdout=subprocess.PIPE, cwd=tmp_path) as process:
+    with subprocess.Popen(
+        [sys.executable, '-c', DIES, str(path)], stdout=subprocess.PIPE, cwd=tmp_path
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         assert said(capsys, 'status', '--ledger', str(path))['state'] == 'running'
-        assert said(capsys, 'why', 'cnn', '--ledger', str(path))['waits_for'].startswith('It waits for a hole')
+        assert said(capsys, 'why', 'cnn', '--ledger', str(path))['waits_for'].startswith(
+            'It waits for a hole'
+        )
         process.send_signal(signal.SIGKILL)
     seen = said(capsys, 'status', '--ledger', str(path))
     assert (seen['state'], seen['trainers'][0]['state']) == ('died', 'interrupted')
-    assert f'To resume, run python mine.py in {tmp_path} again; it goes on from the checkpoints.' in seen['note']
+    assert (
+        f'To resume, run python mine.py in {tmp_path} again; it goes on from the checkpoints.'
+        in seen['note']
+    )
     assert main(['status', '--ledger', str(path)]) == 0
     assert 'died' in capsys.readouterr().out
-    assert main(['watch', '--ledger', str(path)]) == 0     # does not wait for what will not come
+    assert main(['watch', '--ledger', str(path)]) == 0  # does not wait for what will not come
     assert 'This run died' in capsys.readouterr().out
     assert main(['cancel', 'cnn', '--ledger', str(path)]) == 2
     assert 'This run died' in capsys.readouterr().err
 
 
-def test_a_run_elsewhere_that_has_long_been_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_elsewhere_that_has_long_been_silent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ledger = Ledger(tmp_path / 'ledger.sqlite')
     about = {'host': 'elsewhere', 'pid': 1, 'started': 0.0, 'folder': '/home/x'}
-    ledger.begin_run('r0', at=time.time() - 1000, parsl_run_dir='', command='python mine.py', about=about)
+    ledger.begin_run(
+        'r0', at=time.time() - 1000, parsl_run_dir='', command='python mine.py', about=about
+    )
     ledger.alive(time.time() - 500)
     ledger.commit()
     seen = said(capsys, 'status', '--ledger', str(tmp_path))
     assert seen['state'] == 'silent'
-    assert re.search(r'noted nothing for 50\d s: its process 1 on elsewhere may have died', seen['note'])
+    assert re.search(
+        r'noted nothing for 50\d s: its process 1 on elsewhere may have died', seen['note']
+    )
     ledger.alive(time.time())
     ledger.commit()
     assert said(capsys, 'status', '--ledger', str(tmp_path))['state'] == 'running'
@@ -166,10 +217,16 @@ def test_a_run_elsewhere_that_has_long_been_silent(tmp_path: Path, capsys: pytes
 
 @pytest.mark.parametrize('columns', [40, 80, 200])
 def test_into_a_pipe_there_are_no_control_characters(
-        tmp_path: Path, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path: Path,
+    columns: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     demo_ledger(tmp_path / 'ledger.sqlite', seconds=40.0)
     with sqlite3.connect(tmp_path / 'ledger.sqlite') as db:
-        db.execute("UPDATE trainers SET why = 'it \x1b[2J broke', state = 'failed' WHERE name = 'mlp'")
+        db.execute(
+            "UPDATE trainers SET why = 'it \x1b[2J broke', state = 'failed' WHERE name = 'mlp'"
+        )
     db.close()
     monkeypatch.setenv('COLUMNS', str(columns))
     for verb in (['status'], ['watch'], ['why', 'mlp']):
@@ -182,15 +239,22 @@ def test_into_a_pipe_there_are_no_control_characters(
 
 def test_a_pipe_that_closes_is_no_error(tmp_path: Path) -> None:
     demo_ledger(tmp_path / 'ledger.sqlite', seconds=40.0, ended=False)
-    with subprocess.Popen([sys.executable, '-m', 'parsl_freetrain.cli.main', 'watch', '--json', '--every', '0.01'], cwd=tmp_path,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+    with subprocess.Popen(
+        [sys.executable, '-m', 'parsl_freetrain.cli.main', 'watch', '--json', '--every', '0.01'],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as watching:
         assert watching.stdout is not None and watching.stderr is not None
         watching.stdout.readline()
         watching.stdout.close()
-        assert (watching.wait(LONG), watching.stderr.read()) == (0, '')
+        assert (watching.wait(LIMIT_S), watching.stderr.read()) == (0, '')
 
 
-def test_bad_input_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     path = demo_ledger(tmp_path / 'ledger.sqlite', seconds=20.0)
     newer = tmp_path / 'newer.sqlite'
@@ -199,11 +263,17 @@ def test_bad_input_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[s
         db.execute('PRAGMA user_version = 99')
     db.close()
     for arguments, words in (
-            (['status', '--ledger', 'absent'], 'no run with the ledger absent'), (['status', '--ledger', str(newer)], 'version 99'),
-            (['status', '--run', 'rum-0'], "no run 'rum-0' in this ledger; it has 'run-0'"), (['watch', '--every', '-1'], '--every is -1'),
-            (['why', 'cmn'], "no trainer 'cmn' in this run; it has 'cnn', 'mlp'"), (['why', 'cnn', '--last', '-1'], '--last is -1'),
-            (['logs', 'cnn', '--follow', '--json'], '--follow and --json exclude each other'), (['logs', 'cnn', '--tail', '-2'], '--tail'),
-            (['cancel'], 'Name one trainer, or give --all'), (['cancel', 'cnn'], 'has ended (done)')):
+        (['status', '--ledger', 'absent'], 'no run with the ledger absent'),
+        (['status', '--ledger', str(newer)], 'version 99'),
+        (['status', '--run', 'rum-0'], "no run 'rum-0' in this ledger; it has 'run-0'"),
+        (['watch', '--every', '-1'], '--every is -1'),
+        (['why', 'cmn'], "no trainer 'cmn' in this run; it has 'cnn', 'mlp'"),
+        (['why', 'cnn', '--last', '-1'], '--last is -1'),
+        (['logs', 'cnn', '--follow', '--json'], '--follow and --json exclude each other'),
+        (['logs', 'cnn', '--tail', '-2'], '--tail'),
+        (['cancel'], 'Name one trainer, or give --all'),
+        (['cancel', 'cnn'], 'has ended (done)'),
+    ):
         assert main(arguments) == 2, arguments
         out = capsys.readouterr()
         assert out.out == '' and len(out.err.splitlines()) == 1 and words in out.err, out
@@ -218,7 +288,7 @@ def test_a_ledger_without_a_run_yet(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_following_shows_what_is_added(tmp_path: Path) -> None:
-    from parsl_freetrain.cli.logfiles import Tail, lines_of, logs_in, readable
+    from parsl_freetrain.cli.logs import Tail, lines_of, logs_in, readable
 
     path = tmp_path / 'fragment-000002-rank-0.log'
     tail = Tail(path)
@@ -232,5 +302,7 @@ def test_following_shows_what_is_added(tmp_path: Path) -> None:
     assert lines_of(path, 2) == ['half a line', '�'] and lines_of(path, 0) == []
     (tmp_path / 'fragment-000001-rank-1.log').touch()
     (tmp_path / 'other').touch()
-    assert [(f.fragment, f.rank) for f in logs_in(tmp_path)] == [(1, 1), (2, 0)] and logs_in(tmp_path / 'no') == []
+    assert [(f.fragment, f.rank) for f in logs_in(tmp_path)] == [(1, 1), (2, 0)] and logs_in(
+        tmp_path / 'no'
+    ) == []
     assert readable('\x1b[1;31mred\x1b[0m \x1b]0;title\x07\tx\x08') == 'red     x?'

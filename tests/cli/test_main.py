@@ -13,15 +13,24 @@ import pytest
 from parsl_freetrain import __version__
 from parsl_freetrain.cli import main as program
 from parsl_freetrain.cli.main import VERBS, main
+from tests.support.waiting import LIMIT_S
 
 HEAVY = ('torch', 'parsl', 'pandas', 'matplotlib', 'pulp', 'highspy')
 
 
 def loaded_after(*arguments: str) -> set[str]:
     """Top-level modules that are loaded after the program has run in a fresh process."""
-    code = ('import json, sys; from parsl_freetrain.cli.main import main; status = main(sys.argv[1:]); '
-            'print(json.dumps([status, sorted({m.split(".")[0] for m in sys.modules})]))')
-    done = subprocess.run([sys.executable, '-c', code, *arguments], capture_output=True, text=True, timeout=120, check=True)
+    code = (
+        'import json, sys; from parsl_freetrain.cli.main import main; status = main(sys.argv[1:]); '
+        'print(json.dumps([status, sorted({m.split(".")[0] for m in sys.modules})]))'
+    )
+    done = subprocess.run(
+        [sys.executable, '-c', code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
     status, modules = json.loads(done.stdout.splitlines()[-1])
     assert status == 0, done.stdout
     return set(modules)
@@ -39,7 +48,9 @@ def test_help_on_a_verb_loads_neither_torch_nor_parsl(verb: str) -> None:
 def test_an_easy_problem_loads_no_more_than_it_needs(tmp_path: Path) -> None:
     path = tmp_path / 'problems.jsonl'
     path.write_text('{"horizon_s": 1, "nodes": 1, "trainers": []}\n')
-    assert loaded_after('allocate', str(path)).isdisjoint({'torch', 'parsl', 'pandas', 'matplotlib'})
+    assert loaded_after('allocate', str(path)).isdisjoint(
+        {'torch', 'parsl', 'pandas', 'matplotlib'}
+    )
 
 
 @pytest.mark.parametrize('verb', VERBS)
@@ -61,9 +72,18 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f'freetrain {__version__}\n'
 
 
-@pytest.mark.parametrize(('arguments', 'says'), [
-    (['alocate', 'x'], "Did you mean 'allocate'"), (['allocate'], 'FILE'), (['allocate', 'a', 'b'], 'b'), (['--versio'], '--versio')])
-def test_wrong_usage_gets_a_sentence(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ('arguments', 'says'),
+    [
+        (['alocate', 'x'], "Did you mean 'allocate'"),
+        (['allocate'], 'FILE'),
+        (['allocate', 'a', 'b'], 'b'),
+        (['--versio'], '--versio'),
+    ],
+)
+def test_wrong_usage_gets_a_sentence(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     said = capsys.readouterr()
     assert (said.out, len(said.err.splitlines())) == ('', 1)
@@ -72,7 +92,8 @@ def test_wrong_usage_gets_a_sentence(arguments: list[str], says: str, capsys: py
 
 
 def test_a_defect_of_ours_is_one_line_and_a_traceback_only_on_demand(
-        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def broken(verb: str) -> object:
         raise RuntimeError('two\nlines')
 
@@ -87,7 +108,9 @@ def test_a_defect_of_ours_is_one_line_and_a_traceback_only_on_demand(
     assert 'Traceback' in capsys.readouterr().err
 
 
-def test_an_interrupt_ends_it_with_the_shells_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_ends_it_with_the_shells_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(verb: str) -> object:
         raise KeyboardInterrupt
 
@@ -97,10 +120,14 @@ def test_an_interrupt_ends_it_with_the_shells_status(monkeypatch: pytest.MonkeyP
 
 
 def test_help_into_a_closed_pipe_is_silent() -> None:
-    with subprocess.Popen([sys.executable, '-m', 'parsl_freetrain.cli.main', '--help'], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          text=True) as running:
+    with subprocess.Popen(
+        [sys.executable, '-m', 'parsl_freetrain.cli.main', '--help'],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as running:
         assert running.stdout is not None
         running.stdout.close()
         running.stdout = None
-        _, err = running.communicate(timeout=60)
+        _, err = running.communicate(timeout=LIMIT_S)
     assert err == ''

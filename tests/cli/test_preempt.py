@@ -9,23 +9,30 @@ import threading
 import time
 from pathlib import Path
 
-from parsl_freetrain.app import TrainingFuture, freetrain_app
+from parsl_freetrain import Checkpoints, LocalSite, TrainingFuture, freetrain_app
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.sites.local import LocalSite
 from tests.support.training import fit, freetrain
-
-LONG = 200.0
+from tests.support.waiting import LIMIT_S
 
 
 def freetrain_preempt(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, '-m', 'parsl_freetrain.cli.main', 'preempt', *arguments], capture_output=True, text=True,
-                          timeout=LONG, check=False)
+    return subprocess.run(
+        [sys.executable, '-m', 'parsl_freetrain.cli.main', 'preempt', *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
 
 
 def wait_for(future: TrainingFuture, fragments: int) -> None:
     """A fragment of this number trains, and has saved."""
-    end, since = time.monotonic() + LONG, None
-    while future.progress().fragments < fragments or since is None or future.progress().samples <= since + 96:
+    end, since = time.monotonic() + LIMIT_S, None
+    while (
+        future.progress().fragments < fragments
+        or since is None
+        or future.progress().samples <= since + 96
+    ):
         if future.progress().fragments >= fragments and since is None:
             since = future.progress().samples
         assert time.monotonic() < end
@@ -33,7 +40,9 @@ def wait_for(future: TrainingFuture, fragments: int) -> None:
 
 
 def test_a_rehearsed_preemption_with_and_without_grace(tmp_path: Path) -> None:
-    trainer = freetrain_app(max_nodes=1, total_epochs=100_000, checkpoint_every_s=1000.0)(fit)
+    trainer = freetrain_app(
+        max_nodes=1, total_epochs=100_000, checkpoints=Checkpoints(every_s=1000.0)
+    )(fit)
     with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), stop_grace_s=1.0) as executor:
         future = trainer(pause_s=0.01)
         ledger = ['--ledger', str(executor.ledger_path)]
@@ -44,14 +53,17 @@ def test_a_rehearsed_preemption_with_and_without_grace(tmp_path: Path) -> None:
         wait_for(future, 2)
         killed = freetrain_preempt('fit', '--json', *ledger)
         assert json.loads(killed.stdout) == {
-            'trainer': 'fit', 'grace_s': 0.0, 'answer': "Fragment 2 of trainer 'fit' on 1 node is being killed."}
+            'trainer': 'fit',
+            'grace_s': 0.0,
+            'answer': "Fragment 2 of trainer 'fit' on 1 node is being killed.",
+        }
         wait_for(future, 3)
         unknown = freetrain_preempt('cnn', *ledger)
         assert (unknown.returncode, unknown.stdout) == (2, '')
         assert "no trainer 'cnn' in this run; it has 'fit'" in unknown.stderr
     with Reader(executor.ledger_path) as reader:
         first, second, third = reader.story().fragments[:3]
-    assert (first.ending, first.samples) == ('stopped', first.reached)   # it had time to save
+    assert (first.ending, first.samples) == ('stopped', first.reached)  # it had time to save
     assert first.samples
     assert second.ending == 'preempted'
     assert second.error == 'a rehearsed preemption'
@@ -60,7 +72,10 @@ def test_a_rehearsed_preemption_with_and_without_grace(tmp_path: Path) -> None:
 
 def test_bad_input_is_a_sentence(tmp_path: Path) -> None:
     absent = str(tmp_path / 'no')
-    for arguments, words in ((['x', '--grace', '-1'], '--grace is -1'), (['x', '--ledger', absent], 'no run with the ledger')):
+    for arguments, words in (
+        (['x', '--grace', '-1'], '--grace is -1'),
+        (['x', '--ledger', absent], 'no run with the ledger'),
+    ):
         done = freetrain_preempt(*arguments)
         assert done.returncode == 2
         [sentence] = done.stderr.splitlines()

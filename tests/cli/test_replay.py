@@ -12,12 +12,36 @@ from typing import Any
 import pytest
 
 from parsl_freetrain.cli.main import main
+from tests.support.waiting import LIMIT_S
 
 DATA = Path(__file__).resolve().parents[3] / 'shared' / 'data'
-NET = {'name': 'net', 'max_nodes': 4, 'total_samples': 100000, 'nodes': [0, 1, 4], 'samples_per_s': [0, 10, 40], 'rescale_up_s': 3,
-       'rescale_down_s': 2}
-KEYS = {'efficiency', 'compared', 'work_efficiency', 'samples', 'static_samples', 'equivalent_nodes', 'idle_node_s', 'used_node_s',
-        'node_s', 'preempted', 'rescaled', 'lost_samples', 'trainers_done', 'events', 'decision_ms', 'wall_s'}
+NET = {
+    'name': 'net',
+    'max_nodes': 4,
+    'total_samples': 100000,
+    'nodes': [0, 1, 4],
+    'samples_per_s': [0, 10, 40],
+    'rescale_up_s': 3,
+    'rescale_down_s': 2,
+}
+KEYS = {
+    'efficiency',
+    'compared',
+    'work_efficiency',
+    'samples',
+    'static_samples',
+    'equivalent_nodes',
+    'idle_node_s',
+    'used_node_s',
+    'node_s',
+    'preempted',
+    'rescaled',
+    'lost_samples',
+    'trainers_done',
+    'events',
+    'decision_ms',
+    'wall_s',
+}
 
 
 @pytest.fixture
@@ -56,10 +80,20 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_the_answer(idle: Path, trainers: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, '--idle', idle, '--trainers', trainers)
     assert set(found) == KEYS
-    assert found['samples'] == 1000 * 20 - 2 * 20    # b goes, c comes: one preemption
-    assert (found['static_samples'], found['equivalent_nodes'], found['idle_node_s'], found['used_node_s']) == (20000, 2, 2000, 2000)
+    assert found['samples'] == 1000 * 20 - 2 * 20  # b goes, c comes: one preemption
+    assert (
+        found['static_samples'],
+        found['equivalent_nodes'],
+        found['idle_node_s'],
+        found['used_node_s'],
+    ) == (20000, 2, 2000, 2000)
     assert found['efficiency'] == pytest.approx(0.998)
-    assert (found['preempted'], found['rescaled'], found['trainers_done'], found['events']) == (1, 0, 0, 2)
+    assert (found['preempted'], found['rescaled'], found['trainers_done'], found['events']) == (
+        1,
+        0,
+        0,
+        2,
+    )
     assert found['lost_samples'] == {'preemption': 40, 'rescale': 0}
     assert set(found['decision_ms']) == {'p50', 'p99', 'max'}
 
@@ -72,17 +106,43 @@ def test_a_human_gets_lines(idle: Path, trainers: Path, capsys: pytest.CaptureFi
     assert 'about to go' not in said
 
 
-def test_the_window_the_nodes_and_the_costs(idle: Path, trainers: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, '--idle', idle, '--trainers', trainers, '--from', 100, '--until', 600, '--nodes', 2, '--rescale-cost', 0)
-    assert found['samples'] == 300 * 20 + 200 * 10    # only a and b
-    found = answer(capsys, '--idle', idle, '--trainers', trainers, '--rescale-down', 5, '--rescale-cost', 2)
+def test_the_window_the_nodes_and_the_costs(
+    idle: Path, trainers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = answer(
+        capsys,
+        '--idle',
+        idle,
+        '--trainers',
+        trainers,
+        '--from',
+        100,
+        '--until',
+        600,
+        '--nodes',
+        2,
+        '--rescale-cost',
+        0,
+    )
+    assert found['samples'] == 300 * 20 + 200 * 10  # only a and b
+    found = answer(
+        capsys, '--idle', idle, '--trainers', trainers, '--rescale-down', 5, '--rescale-cost', 2
+    )
     assert found['lost_samples']['preemption'] == 10 * 20
 
 
-def test_the_settings_arrive(idle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_settings_arrive(
+    idle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     two = written(tmp_path, NET | {'max_nodes': 1}, NET | {'name': 'other', 'max_nodes': 1})
-    assert answer(capsys, '--idle', idle, '--trainers', two, '--max-trainers', 1)['used_node_s'] == 1000
-    assert answer(capsys, '--idle', idle, '--trainers', two, '--max-trainers', 'all')['used_node_s'] == 2000
+    assert (
+        answer(capsys, '--idle', idle, '--trainers', two, '--max-trainers', 1)['used_node_s']
+        == 1000
+    )
+    assert (
+        answer(capsys, '--idle', idle, '--trainers', two, '--max-trainers', 'all')['used_node_s']
+        == 2000
+    )
     # Growing from 1 to 2 nodes costs 30 samples and gains 10 a second.
     later = tmp_path / 'later.csv'
     later.write_text('start_s,end_s,node\n0,1000,a\n100,1000,b\n')
@@ -90,22 +150,47 @@ def test_the_settings_arrive(idle: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert answer(capsys, '--idle', later, '--trainers', one, '--horizon', 2)['rescaled'] == 0
     assert answer(capsys, '--idle', later, '--trainers', one, '--horizon', 4)['rescaled'] == 1
     assert answer(capsys, '--idle', later, '--trainers', one, '--no-spans-blocks')['rescaled'] == 0
-    assert answer(capsys, '--idle', later, '--trainers', one, '--solver', 'equal-share')['rescaled'] == 1
+    assert (
+        answer(capsys, '--idle', later, '--trainers', one, '--solver', 'equal-share')['rescaled']
+        == 1
+    )
 
 
 def test_a_made_up_trace_needs_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, '--synthetic', 3, '--nodes', 40, '--until', 40000, '--trainers', written(tmp_path, NET))
+    found = answer(
+        capsys,
+        '--synthetic',
+        3,
+        '--nodes',
+        40,
+        '--until',
+        40000,
+        '--trainers',
+        written(tmp_path, NET),
+    )
     assert found['samples'] > 0
     assert found['node_s']['stranded'] == 0
 
 
-def test_a_job_log_and_what_its_reservations_promise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # Two nodes. The one that job 2 gives back is promised until job 1 may take no longer, since job 3 waits for both of them.
+def test_a_job_log_and_what_its_reservations_promise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Two nodes. The one that job 2 gives back is promised until job 1 may take no longer, since job
+    # 3 waits for both of them.
     log = tmp_path / 'log.swf'
-    jobs = [(1, 0, 0, 1500, 1, 2000), (2, 0, 0, 100, 1, 300), (3, 10, 1490, 600, 2, 1000), (4, 20, 2080, 10, 2, 20)]
-    log.write_text('; MaxNodes: 2\n' + ''.join(
-        f'{number} {submit} {wait} {run} {nodes} -1 -1 {nodes} {asked} -1 1 1 1 1 1 1 -1 -1\n'
-        for number, submit, wait, run, nodes, asked in jobs))
+    jobs = [
+        (1, 0, 0, 1500, 1, 2000),
+        (2, 0, 0, 100, 1, 300),
+        (3, 10, 1490, 600, 2, 1000),
+        (4, 20, 2080, 10, 2, 20),
+    ]
+    log.write_text(
+        '; MaxNodes: 2\n'
+        + ''.join(
+            f'{number} {submit} {wait} {run} {nodes} -1 -1 {nodes} {asked} -1 1 1 1 1 1 1 -1 -1\n'
+            for number, submit, wait, run, nodes, asked in jobs
+        )
+    )
     net = written(tmp_path, NET)
     for more in ((), ('--known-ends',)):
         found = answer(capsys, '--swf', log, '--trainers', net, *more)
@@ -113,39 +198,57 @@ def test_a_job_log_and_what_its_reservations_promise(tmp_path: Path, capsys: pyt
     assert 'it looks like what --swf takes' in refusal(capsys, '--sacct', log, '--trainers', net)
 
 
-@pytest.mark.parametrize(('arguments', 'sentence'), [
-    ([], 'Give one trace, with one of --idle, --swf, --sacct, --pbs and --synthetic'),
-    (['--idle', '{idle}', '--synthetic', '1'], 'Give one trace'),
-    (['--idle', 'nowhere.csv'], 'There is no file nowhere.csv'),
-    (['--swf', '{idle}'], 'does not look like what --swf takes'),
-    (['--idle', '{idle}', '--from', '5000'], 'idle.csv: There is nothing between 5000 s'),
-    (['--idle', '{idle}', '--until', 'nan'], '--until is nan'),
-    (['--idle', '{idle}', '--max-trainers', '0'], '--max-trainers is '),
-    (['--idle', '{idle}', '--max-trainers', 'some'], '--max-trainers is '),
-    (['--idle', '{idle}', '--horizon', '0'], 'horizon'),
-    (['--idle', '{idle}', '--rescale-cost', '-1'], 'The rescale costs are multiplied by -1'),
-    (['--idle', '{idle}', '--rescale-up', 'inf'], 'A rescale up costs inf s'),
-    (['--idle', '{idle}', '--known-ends'], 'Nothing is known of the ends'),
-    (['--idle', '{idle}', '--time-limit', '0'], '--time-limit is 0'),
-    (['--idle', '{idle}', '--solver', 'magic'], 'magic'),
-    (['--idle', '{idle}', '--objective', 'loss'], "no metric 'loss'"),
-    (['--idle', '{idle}', '--nodes', '0'], 'The first 0 nodes'),
-    (['--idle', '{idle}', '--machine-nodes', '9'], 'goes with job logs only'),
-])
-def test_bad_input_gets_a_sentence(arguments: list[str], sentence: str, idle: Path, trainers: Path,
-                                   capsys: pytest.CaptureFixture[str]) -> None:
-    assert sentence in refusal(capsys, *(text.format(idle=idle) for text in arguments), '--trainers', trainers)
+@pytest.mark.parametrize(
+    ('arguments', 'sentence'),
+    [
+        ([], 'Give one trace, with one of --idle, --swf, --sacct, --pbs and --synthetic'),
+        (['--idle', '{idle}', '--synthetic', '1'], 'Give one trace'),
+        (['--idle', 'nowhere.csv'], 'There is no file nowhere.csv'),
+        (['--swf', '{idle}'], 'does not look like what --swf takes'),
+        (['--idle', '{idle}', '--from', '5000'], 'idle.csv: There is nothing between 5000 s'),
+        (['--idle', '{idle}', '--until', 'nan'], '--until is nan'),
+        (['--idle', '{idle}', '--max-trainers', '0'], '--max-trainers is '),
+        (['--idle', '{idle}', '--max-trainers', 'some'], '--max-trainers is '),
+        (['--idle', '{idle}', '--horizon', '0'], 'horizon'),
+        (['--idle', '{idle}', '--rescale-cost', '-1'], 'The rescale costs are multiplied by -1'),
+        (['--idle', '{idle}', '--rescale-up', 'inf'], 'A rescale up costs inf s'),
+        (['--idle', '{idle}', '--known-ends'], 'Nothing is known of the ends'),
+        (['--idle', '{idle}', '--time-limit', '0'], '--time-limit is 0'),
+        (['--idle', '{idle}', '--solver', 'magic'], 'magic'),
+        (['--idle', '{idle}', '--objective', 'loss'], "no metric 'loss'"),
+        (['--idle', '{idle}', '--nodes', '0'], 'The first 0 nodes'),
+        (['--idle', '{idle}', '--machine-nodes', '9'], 'goes with job logs only'),
+    ],
+)
+def test_bad_input_gets_a_sentence(
+    arguments: list[str],
+    sentence: str,
+    idle: Path,
+    trainers: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert sentence in refusal(
+        capsys, *(text.format(idle=idle) for text in arguments), '--trainers', trainers
+    )
 
 
-def test_trainers_that_can_never_run_are_refused(idle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trainers_that_can_never_run_are_refused(
+    idle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "'net' can never run on this trace: it needs 3 nodes" in refusal(
-        capsys, '--idle', idle, '--trainers', written(tmp_path, NET | {'min_nodes': 3}))
+        capsys, '--idle', idle, '--trainers', written(tmp_path, NET | {'min_nodes': 3})
+    )
     assert 'No trainer is submitted before 1000 s' in refusal(
-        capsys, '--idle', idle, '--trainers', written(tmp_path, NET | {'submit_s': 1000}))
-    assert 'trainers.json' in refusal(capsys, '--idle', idle, '--trainers', written(tmp_path, NET | {'max_nodes': 'many'}))
+        capsys, '--idle', idle, '--trainers', written(tmp_path, NET | {'submit_s': 1000})
+    )
+    assert 'trainers.json' in refusal(
+        capsys, '--idle', idle, '--trainers', written(tmp_path, NET | {'max_nodes': 'many'})
+    )
 
 
-def test_overlapping_intervals_are_refused_with_file_and_line(tmp_path: Path, trainers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overlapping_intervals_are_refused_with_file_and_line(
+    tmp_path: Path, trainers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / 'overlap.csv.gz'
     path.write_bytes(gzip.compress(b'start_s,end_s,node\n0,10,a\n5,20,a\n'))
     said = refusal(capsys, '--idle', path, '--trainers', trainers)
@@ -154,20 +257,45 @@ def test_overlapping_intervals_are_refused_with_file_and_line(tmp_path: Path, tr
 
 
 def test_help_needs_neither_torch_nor_parsl() -> None:
-    code = ("import sys; from parsl_freetrain.cli.main import main; status = main(['replay', '--help']); "
-            "assert status == 0, status; assert not {'torch', 'parsl', 'pandas', 'highspy'} & set(sys.modules)")
-    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=60, check=False)
+    code = (
+        "import sys; from parsl_freetrain.cli.main import main; status = main(['replay', "
+        "'--help']); "
+        "assert status == 0, status; assert not {'torch', 'parsl', 'pandas', 'highspy'} "
+        '& set(sys.modules)'
+    )
+    done = subprocess.run(
+        [sys.executable, '-c', code], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert '--max-trainers' in done.stdout
 
 
 def test_two_hours_of_summit(capsys: pytest.CaptureFixture[str]) -> None:
     """A window of the real trace in which hundreds of nodes come and go."""
-    idle, trainers = DATA / 'idle' / 'summit-2021-02-week1.csv.gz', DATA / 'trainers' / 'hpo-shufflenet-1000.json.gz'
+    idle, trainers = (
+        DATA / 'idle' / 'summit-2021-02-week1.csv.gz',
+        DATA / 'trainers' / 'hpo-shufflenet-1000.json.gz',
+    )
     if not idle.exists():
         pytest.skip('needs the public Summit trace, which is not part of the repository')
-    arguments = ('--idle', idle, '--trainers', trainers, '--nodes', 1024, '--from', 590400, '--until', 597600, '--max-trainers', 10)
-    exact, heuristic = answer(capsys, *arguments), answer(capsys, *arguments, '--solver', 'equal-share')
+    arguments = (
+        '--idle',
+        idle,
+        '--trainers',
+        trainers,
+        '--nodes',
+        1024,
+        '--from',
+        590400,
+        '--until',
+        597600,
+        '--max-trainers',
+        10,
+    )
+    exact, heuristic = (
+        answer(capsys, *arguments),
+        answer(capsys, *arguments, '--solver', 'equal-share'),
+    )
     assert exact['idle_node_s'] == heuristic['idle_node_s'] > 100_000
     assert exact['node_s']['stranded'] == 0
     assert exact['samples'] > heuristic['samples']

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from parsl_freetrain.cli.main import main
-from parsl_freetrain.core.dp import DpAllocator
+from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
+from parsl_freetrain.core.model.events import Action, StartFragment, StopFragment
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.store import Ledger
 from parsl_freetrain.ledger.summary import node_seconds
@@ -36,50 +37,108 @@ def read(path: Path, run: str | None = None, now: float = 2e9) -> Figures:
 
 
 def small_ledger(path: Path, **more: Any) -> Ledger:
-    """One trainer, 10 samples/s a node: 1 node from 0 to 100 s, told to take 2 at 100 s, preempted at 200 s after a checkpoint at 150 s.
+    """One trainer, 10 samples/s a node: 1 node from 0 to 100 s, told to take 2 at 100 s, preempted
+    at 200 s after a checkpoint at 150 s.
 
     ``more`` goes into its spec.
     """
     ledger = Ledger(path)
     ledger.begin_run('r', at=1000.0, parsl_run_dir='', command='python x.py')
-    ledger.offers([('n0', 1000.0, 1300.0), ('n1', 1050.0, 1200.0)])
-    spec = {'min_nodes': 1, 'max_nodes': 4, 'rescale_up_s': 3.0, 'rescale_down_s': 2.0, 'curve': CURVE, **more}
-    ledger.trainer(name='t', at=1000.0, spec=spec, total_samples=10_000, samples=0)
+    ledger.nodes.offered([('n0', 1000.0, 1300.0), ('n1', 1050.0, 1200.0)])
+    spec = {
+        'min_nodes': 1,
+        'max_nodes': 4,
+        'rescale_up_s': 3.0,
+        'rescale_down_s': 2.0,
+        'curve': CURVE,
+        **more,
+    }
+    ledger.trainers.submitted(name='t', at=1000.0, spec=spec, total_samples=10_000, samples=0)
     for block, node, at, end in (('b0', 'n0', 1000.0, 1300.0), ('b1', 'n1', 1060.0, 1200.0)):
-        ledger.block_opened(block, at=at, job_id='1', nodes=1, walltime_s=None, names=[node])
-        ledger.node_joined(f'{block}/{node}', at=at + 5, block=block, name=node)
+        ledger.nodes.block_opened(block, at=at, job_id='1', nodes=1, walltime_s=None, names=[node])
+        ledger.nodes.joined(f'{block}/{node}', at=at + 5, block=block, name=node)
         if end < 1300:
-            ledger.node_left(f'{block}/{node}', at=end, how='taken')
-            ledger.block_closed(block, at=end, how='taken')
+            ledger.nodes.left(f'{block}/{node}', at=end, how='taken')
+            ledger.nodes.block_closed(block, at=end, how='taken')
     decide(ledger, 1005.0, {'t': 0}, {'t': 1})
-    ledger.fragment_decided('t', 1, at=1005.0, task_id=1, nodes=('b0/n0',), deadline=None, from_samples=0)
-    ledger.fragment_started('t', 1, at=1010.0, samples=0)
+    ledger.trainers.fragment_decided(
+        't', 1, at=1005.0, task_id=1, nodes=('b0/n0',), deadline=None, from_samples=0
+    )
+    ledger.trainers.fragment_started('t', 1, at=1010.0, samples=0)
     for at in range(1020, 1101, 10):
-        ledger.fragment_progress('t', 1, at=float(at), samples=(at - 1010) * 10, rate=10.0, metrics={'loss': 1000.0 / at})
-    ledger.event(at=1050.0, kind='FragmentTimed', trainer='t', fragment=1, block=None, node=None,
-                 detail={'start_s': 1.0, 'step_s': 0.1, 'checkpoint_s': 0.5})
+        ledger.trainers.fragment_progress(
+            't', 1, at=float(at), samples=(at - 1010) * 10, rate=10.0, metrics={'loss': 1000.0 / at}
+        )
+    ledger.event(
+        at=1050.0,
+        kind='FragmentTimed',
+        trainer='t',
+        fragment=1,
+        block=None,
+        node=None,
+        detail={'start_s': 1.0, 'step_s': 0.1, 'checkpoint_s': 0.5},
+    )
     decide(ledger, 1100.0, {'t': 1}, {'t': 1})
-    decide(ledger, 1100.0, {'t': 1}, {'t': 2}, 'stop fragment 1 of t: rescale from 1 to 2 nodes')
-    ledger.checkpoint('t', 1, at=1102.0, samples=920, path='', seconds=2.0, metrics={})
-    ledger.fragment_ended('t', 1, at=1102.0, ending='stopped', samples=920, reached=920)
-    decide(ledger, 1102.0, {'t': 0}, {'t': 2}, 'start fragment 2 of t on 2 nodes')
-    ledger.fragment_decided('t', 2, at=1102.0, task_id=2, nodes=('b0/n0', 'b1/n1'), deadline=None, from_samples=920)
-    ledger.fragment_started('t', 2, at=1106.0, samples=920)
+    decide(ledger, 1100.0, {'t': 1}, {'t': 2}, StopFragment('t', 1, 'rescale from 1 to 2 nodes'))
+    ledger.trainers.checkpoint(
+        't', 1, at=1102.0, samples=920, path='', seconds=2.0, pause_s=2.0, metrics={}
+    )
+    ledger.trainers.fragment_ended('t', 1, at=1102.0, ending='stopped', samples=920, reached=920)
+    started = StartFragment('t', 2, ('b0/n0', 'b0/n1'), None, 920)
+    decide(ledger, 1102.0, {'t': 0}, {'t': 2}, started)
+    ledger.trainers.fragment_decided(
+        't', 2, at=1102.0, task_id=2, nodes=('b0/n0', 'b1/n1'), deadline=None, from_samples=920
+    )
+    ledger.trainers.fragment_started('t', 2, at=1106.0, samples=920)
     for at in range(1116, 1201, 10):
-        ledger.fragment_progress('t', 2, at=float(at), samples=920 + (at - 1106) * 20, rate=20.0, metrics={'loss': 1000.0 / at})
-    ledger.checkpoint('t', 2, at=1150.0, samples=1800, path='', seconds=1.0, metrics={})
-    ledger.fragment_ended('t', 2, at=1200.0, ending='preempted', samples=1800, reached=2800)
+        ledger.trainers.fragment_progress(
+            't',
+            2,
+            at=float(at),
+            samples=920 + (at - 1106) * 20,
+            rate=20.0,
+            metrics={'loss': 1000.0 / at},
+        )
+    ledger.trainers.checkpoint(
+        't', 2, at=1150.0, samples=1800, path='', seconds=1.0, pause_s=1.0, metrics={}
+    )
+    ledger.trainers.fragment_ended(
+        't', 2, at=1200.0, ending='preempted', samples=1800, reached=2800
+    )
     decide(ledger, 1200.0, {'t': 0}, {'t': 1})
-    ledger.fragment_decided('t', 3, at=1200.0, task_id=3, nodes=('b0/n0',), deadline=None, from_samples=1800)
-    ledger.fragment_started('t', 3, at=1204.0, samples=1800)
-    ledger.fragment_ended('t', 3, at=1230.0, ending='failed', samples=1800, reached=2060, error='ValueError: ' + HOSTILE)
-    ledger.trainer_state('t', at=1230.0, state='failed', why='it broke')
+    ledger.trainers.fragment_decided(
+        't', 3, at=1200.0, task_id=3, nodes=('b0/n0',), deadline=None, from_samples=1800
+    )
+    ledger.trainers.fragment_started('t', 3, at=1204.0, samples=1800)
+    ledger.trainers.fragment_ended(
+        't',
+        3,
+        at=1230.0,
+        ending='failed',
+        samples=1800,
+        reached=2060,
+        error='ValueError: ' + HOSTILE,
+    )
+    ledger.trainers.state('t', at=1230.0, state='failed', why='it broke')
     return ledger
 
 
-def decide(ledger: Ledger, at: float, current: dict[str, int], allocation: dict[str, int], *actions: str) -> None:
-    ledger.decision(at=at, trigger='NodesJoined', nodes=2, status='optimal', solver='dp', objective=2.0, staying=1.0, seconds=0.001,
-                    current=current, allocation=allocation, actions=actions)
+def decide(
+    ledger: Ledger, at: float, current: dict[str, int], allocation: dict[str, int], *actions: Action
+) -> None:
+    ledger.decisions.decision(
+        at=at,
+        trigger='NodesJoined',
+        nodes=2,
+        status='optimal',
+        solver='dp',
+        objective=2.0,
+        staying=1.0,
+        seconds=0.001,
+        current=current,
+        allocation=allocation,
+        actions=actions,
+    )
 
 
 @pytest.fixture
@@ -92,21 +151,34 @@ def small(tmp_path: Path) -> Path:
 
 def test_what_became_of_every_node_second(small: Path) -> None:
     became = {(c.kind, c.cause): c.node_s for c in read(small).causes}
-    assert became == pytest.approx({
-        ('starting', 'block'): 5 + 5, ('starting', 'fragment'): 5 + 2 * 4 + 4, ('checkpointing', ''): 2 + 2 * 1,
-        ('trained', ''): (1100 - 1010) + 2 * (1150 - 1106 - 1), ('lost', 'preempted'): 2 * 50, ('lost', 'failed'): 26,
-        # n1 had joined at 1065 and was not used before 1102; n0 is idle from 1230 on; n1 was offered from 1050 and asked for at 1060.
-        ('idle', 'joined'): (1102 - 1065) + 70, ('idle', 'outside'): 10})
+    assert became == pytest.approx(
+        {
+            ('starting', 'block'): 5 + 5,
+            ('starting', 'fragment'): 5 + 2 * 4 + 4,
+            ('checkpointing', ''): 2 + 2 * 1,
+            ('trained', ''): (1100 - 1010) + 2 * (1150 - 1106 - 1),
+            ('lost', 'preempted'): 2 * 50,
+            ('lost', 'failed'): 26,
+            # n1 had joined at 1065 and was not used before 1102; n0 is idle from 1230 on; n1 was
+            # offered from 1050 and asked for at 1060.
+            ('idle', 'joined'): (1102 - 1065) + 70,
+            ('idle', 'outside'): 10,
+        }
+    )
 
 
-@pytest.mark.parametrize('options', [{'runs': 2}, {'ended': False, 'nodes': 9, 'hole_s': (3.0, 9.0)}])
+@pytest.mark.parametrize(
+    'options', [{'runs': 2}, {'ended': False, 'nodes': 9, 'hole_s': (3.0, 9.0)}]
+)
 def test_causes_add_up_to_the_summary(tmp_path: Path, options: dict[str, Any]) -> None:
     path = demo_ledger(tmp_path / 'ledger.sqlite', seconds=60.0, **options)
     with Reader(path) as reader:
         totals = node_seconds(reader)
         found = causes(reader.story())
     for kind in set(totals) - {'offered'}:
-        assert sum(c.node_s for c in found if c.kind == kind) == pytest.approx(totals[kind], abs=1e-3), kind
+        assert sum(c.node_s for c in found if c.kind == kind) == pytest.approx(
+            totals[kind], abs=1e-3
+        ), kind
     assert sum(c.node_s for c in found) == pytest.approx(totals['offered'], abs=1e-3)
     assert totals['trained'] > 0 and totals['lost'] > 0
 
@@ -115,33 +187,59 @@ def test_predictions_are_told_beside_what_came_true(small: Path) -> None:
     first, second, third = read(small).outcomes
     # Nothing was known of its speed before it had run.
     assert first.nodes == 1 and first.expected is None and first.trained == pytest.approx(900)
-    # 100 s at 20/s, less 3 s at 10/s; changing nothing: 100 s at 10/s. What the preemption took is not counted.
+    # 100 s at 20/s, less 3 s at 10/s; changing nothing: 100 s at 10/s. What the preemption took is
+    # not counted.
     assert (second.nodes_before, second.nodes) == (1, 2)
-    assert [second.expected, second.staying, second.trained] == pytest.approx([1970, 1000, 1800 - 900])
-    # Nothing is left of the two nodes that were taken: changing nothing would train nothing, and the change costs nothing.
-    assert (third.at, third.until, third.nodes_before, third.nodes, third.trained) == (1200.0, 1230.0, 0, 1, 0.0)
+    assert [second.expected, second.staying, second.trained] == pytest.approx(
+        [1970, 1000, 1800 - 900]
+    )
+    # Nothing is left of the two nodes that were taken: changing nothing would train nothing, and
+    # the change costs nothing.
+    assert (third.at, third.until, third.nodes_before, third.nodes, third.trained) == (
+        1200.0,
+        1230.0,
+        0,
+        1,
+        0.0,
+    )
     assert [third.expected, third.staying] == pytest.approx([30 * 10, 0])
 
 
 def test_a_decision_that_takes_time_to_be_carried_out_is_told_of_once(tmp_path: Path) -> None:
-    """First another trainer has to stop; in the middle of it the pool changes, and the trainer's own share does not."""
+    """First another trainer has to stop; in the middle of it the pool changes, and the trainer's
+    own share does not.
+    """
     ledger = small_ledger(tmp_path / 'ledger.sqlite')
-    ledger.trainer(name='t-2', at=1200.0, spec={}, total_samples=None, samples=0)
-    for at, more in ((1240.0, ()), (1241.0, ()), (1242.0, ('start fragment 1 of t-2 on 1 nodes',))):
+    ledger.trainers.submitted(name='t-2', at=1200.0, spec={}, total_samples=None, samples=0)
+    for at, more in (
+        (1240.0, ()),
+        (1241.0, ()),
+        (1242.0, (StartFragment('t-2', 1, ('b0/n0',), None, 0),)),
+    ):
         decide(ledger, at, {'t-2': 0}, {'t-2': 1}, *more)
-    decide(ledger, 1250.0, {'t-2': 0}, {'t-2': 1})      # what it had was taken
+    decide(ledger, 1250.0, {'t-2': 0}, {'t-2': 1})  # what it had was taken
     ledger.end_run('r', at=1300.0, how='done')
     ledger.close()
-    assert [(o.at, o.until, o.nodes_before, o.nodes) for o in read(tmp_path / 'ledger.sqlite').outcomes if o.trainer == 't-2'] == [
-        (1240.0, 1250.0, 0, 1), (1250.0, 1300.0, 0, 1)]
+    assert [
+        (o.at, o.until, o.nodes_before, o.nodes)
+        for o in read(tmp_path / 'ledger.sqlite').outcomes
+        if o.trainer == 't-2'
+    ] == [(1240.0, 1250.0, 0, 1), (1250.0, 1300.0, 0, 1)]
 
 
 def test_predictions_cost_what_the_decision_took_a_rescale_to_cost(tmp_path: Path) -> None:
     """Nothing is stated, and no rescale has been measured by then: a start and a checkpoint."""
     ledger = small_ledger(tmp_path / 'ledger.sqlite', stated_costs=[])
-    ledger.event(at=1106.0, kind='Rescaled', trainer='t', fragment=2, block=None, node=None,
-                 detail={'before': 1, 'after': 2, 'seconds': 7.0})
-    ledger.fragment_progress('t', 3, at=1210.0, samples=1850, rate=10.0, metrics={})
+    ledger.event(
+        at=1106.0,
+        kind='Rescaled',
+        trainer='t',
+        fragment=2,
+        block=None,
+        node=None,
+        detail={'before': 1, 'after': 2, 'seconds': 7.0},
+    )
+    ledger.trainers.fragment_progress('t', 3, at=1210.0, samples=1850, rate=10.0, metrics={})
     decide(ledger, 1220.0, {'t': 1}, {'t': 2})
     ledger.end_run('r', at=1300.0, how='done')
     ledger.close()
@@ -150,38 +248,69 @@ def test_predictions_cost_what_the_decision_took_a_rescale_to_cost(tmp_path: Pat
     assert fourth.expected == pytest.approx(10 * 20 - 7 * 10)
 
 
-def test_why_says_what_a_decision_has_gained(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_says_what_a_decision_has_gained(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(['why', 't', '--last', '9', '--ledger', str(small)]) == 0
     out = capsys.readouterr().out
-    assert out.count('1,970 samples') == 1       # of two decisions at one instant it is told of the one that it is about
+    assert (
+        out.count('1,970 samples') == 1
+    )  # of two decisions at one instant it is told of the one that it is about
     [on_its_way] = [part for part in out.split('\n\n') if 't goes from 0 to 2 nodes' in part]
     assert 'were expected of it; t trained' in on_its_way
-    assert 'It stood for 30 s: 300 samples were expected of it, and 0 samples of changing nothing; t trained 0 samples' in out
-    assert 'It stood for 100 s: 1,970 samples were expected of it, and 1,000 samples of changing nothing; t trained 900 samples' in out
-    assert 'It stood for 95 s: t trained 900 samples that it kept; what to expect was not known yet.' in out
+    assert (
+        'It stood for 30 s: 300 samples were expected of it, and 0 samples of changing '
+        'nothing; t trained 0 samples' in out
+    )
+    assert (
+        'It stood for 100 s: 1,970 samples were expected of it, and 1,000 samples of '
+        'changing nothing; t trained 900 samples' in out
+    )
+    assert (
+        'It stood for 95 s: t trained 900 samples that it kept; what to expect was not known yet.'
+        in out
+    )
 
 
 def test_costs_of_changes_and_the_curve(small: Path) -> None:
     found = read(small)
-    assert {c.change: (c.assumed_s, c.measured_s) for c in found.rescales} == {'up': (3.0, (6.0,)), 'start': (0.0, (5.0, 4.0))}
+    assert {c.change: (c.assumed_s, c.measured_s) for c in found.rescales} == {
+        'up': (3.0, (6.0,)),
+        'start': (0.0, (5.0, 4.0)),
+    }
     with Reader(small) as reader:
-        told = [{'run': 1, 'trainer': 't', 'fragment': 2, 'detail': {'before': 1, 'after': 2, 'seconds': 5.5}}]
-        assert {c.change: c.measured_s for c in rescale_costs(reader.story(), told)}['up'] == (5.5,)     # who was there knows better
+        told = [
+            {
+                'run': 1,
+                'trainer': 't',
+                'fragment': 2,
+                'detail': {'before': 1, 'after': 2, 'seconds': 5.5},
+            }
+        ]
+        assert {c.change: c.measured_s for c in rescale_costs(reader.story(), told)}['up'] == (
+            5.5,
+        )  # who was there knows better
     scaling = found.scalings['t']
     assert scaling.stated and scaling.measured == ((1, 10.0, 1), (2, 20.0, 1))
     # The stated curve has no unit of its own: its size is what was measured on the fewest nodes.
     assert scaling.curve == ((1, 10.0), (2, 20.0), (3, 30.0), (4, 40.0))
 
 
-def test_losses_are_thinned_but_keep_their_extremes_and_leave_out_what_is_no_number(tmp_path: Path) -> None:
+def test_losses_are_thinned_but_keep_their_extremes_and_leave_out_what_is_no_number(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / 'ledger.sqlite'
     ledger = Ledger(path)
     ledger.begin_run('r', at=0.0, parsl_run_dir='', command='')
-    ledger.trainer(name='t', at=0.0, spec={}, total_samples=None, samples=0)
-    ledger.fragment_decided('t', 1, at=0.0, task_id=1, nodes=('n',), deadline=None, from_samples=0)
+    ledger.trainers.submitted(name='t', at=0.0, spec={}, total_samples=None, samples=0)
+    ledger.trainers.fragment_decided(
+        't', 1, at=0.0, task_id=1, nodes=('n',), deadline=None, from_samples=0
+    )
     for i in range(5000):
         loss: float = {7: math.nan, 8: math.inf, 1234: 99.0, 4321: -5.0}.get(i, 1.0 + math.sin(i))
-        ledger.fragment_progress('t', 1, at=float(i), samples=i, rate=None, metrics={'loss': loss})
+        ledger.trainers.fragment_progress(
+            't', 1, at=float(i), samples=i, rate=None, metrics={'loss': loss}
+        )
     ledger.close()
     [line] = read(path).losses['t'].fragments
     assert len(line) <= MOST_POINTS + 2 and (line[0].samples, line[-1].samples) == (0, 4999)
@@ -190,12 +319,23 @@ def test_losses_are_thinned_but_keep_their_extremes_and_leave_out_what_is_no_num
     assert 'nan' not in report_page(read(path))
 
 
-@pytest.mark.parametrize(('axis', 'names'), [
-    (linear(0, 9), ['0', '2', '4', '6', '8']), (linear(0, 1, whole=True), ['0', '1']), (linear(3, 3), ['3', '4', '5', '6']),
-    (seconds(100), ['0 s', '30 s', '1:00', '1:30']), (seconds(0), ['0 s', '0.2 s', '0.4 s', '0.6 s', '0.8 s', '1 s']),
-    (seconds(20 * 86400), ['0 s', '4 d 0:00:00', '8 d 0:00:00', '12 d 0:00:00', '16 d 0:00:00', '20 d 0:00:00']),
-    (logarithmic(20, 300), ['20', '50', '100', '200']), (logarithmic(1, 1e9), ['1', '100', '10k', '1M', '100M']),
-    (logarithmic(3, 3), ['2', '5'])])
+@pytest.mark.parametrize(
+    ('axis', 'names'),
+    [
+        (linear(0, 9), ['0', '2', '4', '6', '8']),
+        (linear(0, 1, whole=True), ['0', '1']),
+        (linear(3, 3), ['3', '4', '5', '6']),
+        (seconds(100), ['0 s', '30 s', '1:00', '1:30']),
+        (seconds(0), ['0 s', '0.2 s', '0.4 s', '0.6 s', '0.8 s', '1 s']),
+        (
+            seconds(20 * 86400),
+            ['0 s', '4 d 0:00:00', '8 d 0:00:00', '12 d 0:00:00', '16 d 0:00:00', '20 d 0:00:00'],
+        ),
+        (logarithmic(20, 300), ['20', '50', '100', '200']),
+        (logarithmic(1, 1e9), ['1', '100', '10k', '1M', '100M']),
+        (logarithmic(3, 3), ['2', '5']),
+    ],
+)
 def test_axes_have_few_round_names(axis: Any, names: list[str]) -> None:
     assert [name for _, name in axis.ticks] == names
     parts = [axis.part(value) for value, _ in axis.ticks]
@@ -215,8 +355,13 @@ def long_report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
 
 @pytest.mark.parametrize('size', [DESKTOP, PHONE], ids=['desktop', 'phone'])
 @pytest.mark.parametrize('dark', [False, True], ids=['light', 'dark'])
-def test_the_page_in_a_browser(tmp_path: Path, browser: Browser, size: tuple[int, int], dark: bool,
-                               long_report: tuple[Path, dict[str, Any]]) -> None:
+def test_the_page_in_a_browser(
+    tmp_path: Path,
+    browser: Browser,
+    size: tuple[int, int],
+    dark: bool,
+    long_report: tuple[Path, dict[str, Any]],
+) -> None:
     out, told = long_report
     page = browser.page(out.as_uri(), size, dark)
     page.picture(tmp_path / 'page.png')
@@ -225,18 +370,29 @@ def test_the_page_in_a_browser(tmp_path: Path, browser: Browser, size: tuple[int
     assert page.asked_for() == {out.as_uri()}
     share = 100 * told['summary']['node_s']['trained'] / told['summary']['node_s']['offered']
     text = page.text()
-    assert f'{share:.1f} %' in text and 'Predicted and actual' in text and '2 runs, one continuing the other' in text
+    assert (
+        f'{share:.1f} %' in text
+        and 'Predicted and actual' in text
+        and '2 runs, one continuing the other' in text
+    )
     for name, t in told['summary']['trainers'].items():
         assert f'{t["samples"]:,} of {t["samples_expected"]:,}' in text and name[:50] in text
     # Every picture has its size, and something in it with a colour that is not the paper's.
     drawn = page.look("""[...document.querySelectorAll('svg.plot')].map(svg => {
         const parts = [...svg.querySelectorAll('.area, .line, .dot')];
         const paper = getComputedStyle(document.body).backgroundColor;
-        return [svg.getBoundingClientRect().width, svg.getBoundingClientRect().height, parts.length, parts.every(e => {
-            const style = getComputedStyle(e); return [style.fill, style.stroke].some(c => c !== 'none' && c !== paper); })];
+        const box = svg.getBoundingClientRect();
+        const coloured = parts.every(e => {
+            const style = getComputedStyle(e);
+            return [style.fill, style.stroke].some(c => c !== 'none' && c !== paper);
+        });
+        return [box.width, box.height, parts.length, coloured];
     })""")
     assert len(drawn) >= 3 + 10
-    assert all(width > 200 and height > 30 and parts and coloured for width, height, parts, coloured in drawn), drawn
+    assert all(
+        width > 200 and height > 30 and parts and coloured
+        for width, height, parts, coloured in drawn
+    ), drawn
     paper = page.look('getComputedStyle(document.body).backgroundColor')
     assert (sum(map(int, re.findall(r'\d+', paper))) < 200) == dark
     page.close()
@@ -245,15 +401,20 @@ def test_the_page_in_a_browser(tmp_path: Path, browser: Browser, size: tuple[int
 def test_names_and_errors_are_text_in_the_page(tmp_path: Path, browser: Browser) -> None:
     path = tmp_path / 'ledger.sqlite'
     ledger = small_ledger(path)
-    ledger.trainer(name=HOSTILE, at=1000.0, spec={}, total_samples=None, samples=0)
-    ledger.trainer_state(HOSTILE, at=1200.0, state='failed', why='</style><script>document.title="broken"</script>')
+    ledger.trainers.submitted(name=HOSTILE, at=1000.0, spec={}, total_samples=None, samples=0)
+    ledger.trainers.state(
+        HOSTILE, at=1200.0, state='failed', why='</style><script>document.title="broken"</script>'
+    )
     ledger.end_run('r', at=1300.0, how=HOSTILE)
     ledger.close()
     out = tmp_path / 'out.html'
     assert main(['report', '--ledger', str(path), '--out', str(out)]) == 0
     page = browser.page(out.as_uri())
     assert page.look('document.title') == 'FreeTrain report: run r'
-    assert page.complaints() == [] and page.look('document.querySelectorAll("img, script").length') == 0
+    assert (
+        page.complaints() == []
+        and page.look('document.querySelectorAll("img, script").length') == 0
+    )
     text = page.text()
     assert '<img src=x onerror' in text and 'ValueError: <img' in text and '$style' in text
     assert '\x1b' not in out.read_text()
@@ -265,15 +426,22 @@ def test_the_page_may_run_and_load_nothing(small: Path, browser: Browser, tmp_pa
     out = tmp_path / 'out.html'
     page_text = report_page(read(small))
     assert '</h1>' in page_text
-    out.write_text(page_text.replace('</h1>', '</h1><script>document.title="broken"</script><img src="http://127.0.0.1:9/x">', 1))
+    out.write_text(
+        page_text.replace(
+            '</h1>',
+            '</h1><script>document.title="broken"</script><img src="http://127.0.0.1:9/x">',
+            1,
+        )
+    )
     page = browser.page(out.as_uri())
     assert page.look('document.title') == 'FreeTrain report: run r'
     assert any('Content Security Policy' in said for said in page.complaints())
     page.close()
 
 
-def test_the_file_is_private_whole_and_where_it_was_asked_for(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_private_whole_and_where_it_was_asked_for(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(['report', '--run', 'r', '--json']) == 0
     told = json.loads(capsys.readouterr().out)
@@ -283,15 +451,20 @@ def test_the_file_is_private_whole_and_where_it_was_asked_for(small: Path, tmp_p
     assert 'open it in a browser' in capsys.readouterr().out
     assert stat.S_IMODE((tmp_path / 'freetrain-report.html').stat().st_mode) == 0o600
     assert {p.name for p in tmp_path.iterdir()} == {'ledger.sqlite', 'freetrain-report.html'}
-    for arguments, words in ((['--out', 'absent/x.html'], 'The report absent/x.html cannot be written'), (['--run', 'x'], "no run 'x'"),
-                             (['--out', '.'], 'cannot be written')):
+    for arguments, words in (
+        (['--out', 'absent/x.html'], 'The report absent/x.html cannot be written'),
+        (['--run', 'x'], "no run 'x'"),
+        (['--out', '.'], 'cannot be written'),
+    ):
         assert main(['report', *arguments]) == 2
         out = capsys.readouterr()
         assert out.out == '' and len(out.err.splitlines()) == 1 and words in out.err
     assert {p.name for p in tmp_path.iterdir()} == {'ledger.sqlite', 'freetrain-report.html'}
 
 
-def test_runs_in_which_little_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str], browser: Browser) -> None:
+def test_runs_in_which_little_happened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], browser: Browser
+) -> None:
     ledger = Ledger(tmp_path / 'ledger.sqlite')
     assert main(['report', '--ledger', str(tmp_path), '--out', str(tmp_path / 'a.html')]) == 2
     assert 'has no run yet' in capsys.readouterr().err
@@ -299,7 +472,7 @@ def test_runs_in_which_little_happened(tmp_path: Path, capsys: pytest.CaptureFix
     ledger.commit()
     for more in (False, True):
         if more:
-            ledger.trainer(name='t', at=5.0, spec={}, total_samples=None, samples=0)
+            ledger.trainers.submitted(name='t', at=5.0, spec={}, total_samples=None, samples=0)
             ledger.commit()
         assert main(['report', '--ledger', str(tmp_path), '--out', str(tmp_path / 'a.html')]) == 0
         page = browser.page((tmp_path / 'a.html').as_uri())

@@ -13,18 +13,20 @@ from pathlib import Path
 import pytest
 
 from parsl_freetrain.cli.main import main
+from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LONG = 200.0
 
 SITE = """
 from parsl.config import Config
-from parsl_freetrain.executor import FreeTrainExecutor
-from parsl_freetrain.sites.local import LocalSite
-from parsl_freetrain.sites.provider import BackfillProvider
+from parsl_freetrain import BackfillProvider, FreeTrainExecutor, LocalSite, Timeouts
 def config():
     site = LocalSite(nodes=1, poll_s=0.2)
-    executor = FreeTrainExecutor(provider=BackfillProvider(site=site), checkpoint_dir='kept', stop_grace_s=2.0)
+    executor = FreeTrainExecutor(
+        provider=BackfillProvider(site=site),
+        checkpoint_dir='kept',
+        timeouts=Timeouts(stop_grace_s=2.0),
+    )
     return Config(executors=[executor], strategy='none')
 """
 
@@ -47,9 +49,18 @@ def main(config, arguments=()):
 """
 
 
-def freetrain_run(folder: Path, *arguments: str, timeout: float = LONG) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, '-m', 'parsl_freetrain.cli.main', 'run', *arguments], cwd=folder, capture_output=True, text=True,
-                          env={**os.environ, 'PYTHONPATH': str(ROOT)}, timeout=timeout, check=False)
+def freetrain_run(
+    folder: Path, *arguments: str, timeout: float = LIMIT_S
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, '-m', 'parsl_freetrain.cli.main', 'run', *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, 'PYTHONPATH': str(ROOT)},
+        timeout=timeout,
+        check=False,
+    )
 
 
 @pytest.fixture
@@ -62,49 +73,87 @@ def test_a_workflow_runs_on_the_site_that_is_named(folder: Path) -> None:
     (folder / 'mine.py').write_text(TRAINS.replace('EPOCHS', '2'))
     done = freetrain_run(folder, 'mine.py', '--site', 'site.py', '--json', '--', 'a', '--b')
     assert done.returncode == 0, done.stderr
-    assert 'trained 64 a --b' in done.stderr and f'freetrain watch --ledger {folder}/kept/ledger.sqlite' in done.stderr
+    assert (
+        'trained 64 a --b' in done.stderr
+        and f'freetrain watch --ledger {folder}/kept/ledger.sqlite' in done.stderr
+    )
     found = json.loads(done.stdout)
-    assert found['trainers']['train']['samples'] == 64 and found['trainers']['train']['state'] == 'finished'
+    assert (
+        found['trainers']['train']['samples'] == 64
+        and found['trainers']['train']['state'] == 'finished'
+    )
 
 
 @pytest.mark.slow
 def test_ctrl_c_stops_it_and_says_that_nothing_is_lost(folder: Path) -> None:
     workflow = folder / 'mine.py'
     workflow.write_text(TRAINS.replace('EPOCHS', '1_000_000'))
-    with subprocess.Popen([sys.executable, '-m', 'parsl_freetrain.cli.main', 'run', 'mine.py', '--site', 'site.py'], cwd=folder,
-                          env={**os.environ, 'PYTHONPATH': str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          process_group=0, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as running:
-        end = time.monotonic() + LONG
+    with subprocess.Popen(
+        [sys.executable, '-m', 'parsl_freetrain.cli.main', 'run', 'mine.py', '--site', 'site.py'],
+        cwd=folder,
+        env={**os.environ, 'PYTHONPATH': str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as running:
+        end = time.monotonic() + LIMIT_S
         while not list((folder / 'kept').glob('train/logs/*')):
             assert running.poll() is None and time.monotonic() < end
             time.sleep(0.1)
         os.killpg(running.pid, signal.SIGINT)
-        out, err = running.communicate(timeout=LONG)
+        out, err = running.communicate(timeout=LIMIT_S)
     assert running.returncode == 130, err
     assert 'Nothing is lost' in err and 'Traceback' not in err
     assert 'node-seconds' in out
 
 
-def test_the_users_own_error_comes_with_its_traceback(folder: Path, monkeypatch: pytest.MonkeyPatch,
-                                                      capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_users_own_error_comes_with_its_traceback(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(folder)
     (folder / 'broken_workflow.py').write_text('def main(config):\n    return 1 / 0\n')
     assert main(['run', 'broken_workflow.py', '--site', 'site.py']) == 1
     err = capsys.readouterr().err
-    assert 'return 1 / 0' in err and 'broken_workflow.py ended with ZeroDivisionError' in err and 'should not have happened' not in err
+    assert (
+        'return 1 / 0' in err
+        and 'broken_workflow.py ended with ZeroDivisionError' in err
+        and 'should not have happened' not in err
+    )
     (folder / 'refusing_workflow.py').write_text('def main(config):\n    return 3\n')
     assert main(['run', 'refusing_workflow.py', '--site', 'site.py']) == 1
 
 
-@pytest.mark.parametrize(('text', 'arguments', 'words'), [
-    (None, ['absent.py'], 'There is no workflow absent.py'), (None, ['no_such_module'], 'There is no workflow no_such_module'),
-    ('x = 1', ['w0.py'], 'has no function main(config)'), ('def main(): pass', ['w1.py'], 'does not take a Parsl configuration'),
-    ('def main(arguments=None): pass', ['w2.py'], 'run the workflow with python'),
-    ('def main(config): pass', ['w3.py', '--', 'more'], "takes no arguments of its own, and 'more' was given"),
-    ('import no_such_thing', ['w4.py'], "cannot be imported: ModuleNotFoundError: No module named 'no_such_thing'"),
-    ('def main(config): pass', ['w5.py', '--site', 'nowhere'], "There is no site 'nowhere'")])
-def test_bad_input_is_a_sentence(text: str | None, arguments: list[str], words: str, folder: Path, monkeypatch: pytest.MonkeyPatch,
-                                 capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ('text', 'arguments', 'words'),
+    [
+        (None, ['absent.py'], 'There is no workflow absent.py'),
+        (None, ['no_such_module'], 'There is no workflow no_such_module'),
+        ('x = 1', ['w0.py'], 'has no function main(config)'),
+        ('def main(): pass', ['w1.py'], 'does not take a Parsl configuration'),
+        ('def main(arguments=None): pass', ['w2.py'], 'run the workflow with python'),
+        (
+            'def main(config): pass',
+            ['w3.py', '--', 'more'],
+            "takes no arguments of its own, and 'more' was given",
+        ),
+        (
+            'import no_such_thing',
+            ['w4.py'],
+            "cannot be imported: ModuleNotFoundError: No module named 'no_such_thing'",
+        ),
+        ('def main(config): pass', ['w5.py', '--site', 'nowhere'], "There is no site 'nowhere'"),
+    ],
+)
+def test_bad_input_is_a_sentence(
+    text: str | None,
+    arguments: list[str],
+    words: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(folder)
     if text is not None:
         (folder / arguments[0]).write_text(text)

@@ -7,14 +7,18 @@ from pathlib import Path
 import pytest
 
 from parsl_freetrain.cli.where import ledger_at, nearest, run_named, trainer_named
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 
 
-def test_the_nearest_ledger_from_here_upwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nearest_ledger_from_here_upwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deep = tmp_path / 'a' / 'b'
     deep.mkdir(parents=True)
     monkeypatch.chdir(deep)
-    with pytest.raises(BadInput, match='There is no ledger.sqlite in .*name its checkpoint_dir with --ledger'):
+    with pytest.raises(
+        BadInput, match='There is no ledger.sqlite in .*name its checkpoint_dir with --ledger'
+    ):
         ledger_at(None)
     above = tmp_path / 'checkpoints' / 'ledger.sqlite'
     above.parent.mkdir()
@@ -29,7 +33,9 @@ def test_the_nearest_ledger_from_here_upwards(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize('given', ['none', 'a'])
 def test_what_is_named_must_be_there(tmp_path: Path, given: str) -> None:
     (tmp_path / 'a').mkdir()
-    with pytest.raises(BadInput, match=r'no run with the ledger .*name the ledger\.sqlite of a run'):
+    with pytest.raises(
+        BadInput, match=r'no run with the ledger .*name the ledger\.sqlite of a run'
+    ):
         ledger_at(tmp_path / given)
 
 
@@ -50,5 +56,7 @@ def test_the_nearest_names_come_first_and_not_all_of_a_thousand() -> None:
     names = [*(f'trainer-{i}' for i in range(1000)), 'mlp', 'cnn']
     assert nearest('cn', names)[0] == 'cnn'
     assert trainer_named(names, 'mlp') == 'mlp'
-    with pytest.raises(BadInput, match="no trainer 'CNN' in this run; it has 'cnn', .* and 994 more"):
+    with pytest.raises(
+        BadInput, match="no trainer 'CNN' in this run; it has 'cnn', .* and 994 more"
+    ):
         trainer_named(names, 'CNN')

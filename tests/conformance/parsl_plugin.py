@@ -1,9 +1,17 @@
-"""Parsl's own conftest.py as a pytest plugin, without the hook whose signature pytest 9 no longer accepts."""
+"""Parsl's own conftest.py as a pytest plugin, without the hook whose signature pytest 9 no longer
+accepts.
+"""
 
 from __future__ import annotations
 
 from parsl.tests import conftest
 
-LEFT_OUT = {'pytest_ignore_collect'}   # it leaves out folders that are not asked for here
+LEFT_OUT = {'pytest_ignore_collect'}  # it leaves out folders that are not asked for here
 
-globals().update({name: thing for name, thing in vars(conftest).items() if not name.startswith('__') and name not in LEFT_OUT})
+globals().update(
+    {
+        name: thing
+        for name, thing in vars(conftest).items()
+        if not name.startswith('__') and name not in LEFT_OUT
+    }
+)

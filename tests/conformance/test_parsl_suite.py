@@ -1,4 +1,6 @@
-"""Parsl's own test suite, as its wheel ships it, against FreeTrainExecutor and against Parsl's HighThroughputExecutor."""
+"""Parsl's own test suite, as its wheel ships it, against FreeTrainExecutor and against Parsl's
+HighThroughputExecutor.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,58 @@ from pathlib import Path
 import parsl
 import pytest
 
+from tests.support.waiting import LIMIT_S
+
 HERE = Path(__file__).resolve().parent
 SUITE = Path(parsl.__file__).parent / 'tests'
 PARTS = ('test_python_apps', 'test_bash_apps', 'test_error_handling')
-LIMIT_S = 280
 
 
 def run_suite(config: str, folder: Path) -> dict[str, bool]:
-    """Run the suite with a configuration; whether each test passed, those that were skipped left out."""
+    """Run the suite with a configuration; whether each test passed, those that were skipped left
+    out.
+    """
     folder.mkdir()
     report = folder / 'report.xml'
-    command = [sys.executable, '-m', 'pytest', '-c', '/dev/null', '--rootdir', str(SUITE), '-p', 'no:cacheprovider', '-q', '--noconftest',
-               '-p', 'tests.conformance.parsl_plugin', '--config', str(HERE / config), '--basetemp', str(folder / 'tmp'),
-               f'--junitxml={report}', *(str(SUITE / part) for part in PARTS)]
-    if os.geteuid() == 0:   # it may write where these two expect to be refused, and would leave things there
+    command = [
+        sys.executable,
+        '-m',
+        'pytest',
+        '-c',
+        '/dev/null',
+        '--rootdir',
+        str(SUITE),
+        '-p',
+        'no:cacheprovider',
+        '-q',
+        '--noconftest',
+        '-p',
+        'tests.conformance.parsl_plugin',
+        '--config',
+        str(HERE / config),
+        '--basetemp',
+        str(folder / 'tmp'),
+        f'--junitxml={report}',
+        *(str(SUITE / part) for part in PARTS),
+    ]
+    if (
+        os.geteuid() == 0
+    ):  # it may write where these two expect to be refused, and would leave things there
         command += ['-k', 'not test_bad_stdout_file and not test_bad_stderr_file']
-    environment = {**os.environ, 'FREETRAIN_CONFORMANCE_DIR': str(folder), 'PYTHONPATH': str(HERE.parents[1])}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    environment = {
+        **os.environ,
+        'FREETRAIN_CONFORMANCE_DIR': str(folder),
+        'PYTHONPATH': str(HERE.parents[1]),
+    }
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
     assert report.exists(), done.stdout + done.stderr
     results: dict[str, bool] = {}
     for case in Xml.parse(report).iter('testcase'):

@@ -1,4 +1,6 @@
-"""JSON, TOML and SQL in the documentation: it can be read, and what ``freetrain allocate`` is shown to answer is what it answers."""
+"""JSON, TOML and SQL in the documentation: it can be read, and what ``freetrain allocate`` is shown
+to answer is what it answers.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from typing import Any
 import pytest
 
 from parsl_freetrain.cli.main import main
-from parsl_freetrain.executor.mirror import copy
+from parsl_freetrain.executor.monitoring_export import copy
 from parsl_freetrain.sites.named import site_in_table
+from parsl_freetrain.sites.registry import GROUP
 from tests.support.ledgers import demo_ledger
 from tests.support.pages import Block, all_blocks
 
@@ -24,8 +27,14 @@ ANSWERS = [block for block in DOCUMENTS if '"status"' in block.code]
 def problem_for(answer: Block) -> dict[str, Any]:
     """The problem with the same id, the nearest one above on the same page."""
     wanted = json.loads(answer.code)['id']
-    above = [json.loads(block.code) for block in DOCUMENTS if block.page == answer.page and block.line < answer.line]
-    found: dict[str, Any] = [document for document in above if document.get('id') == wanted and 'horizon_s' in document][-1]
+    above = [
+        json.loads(block.code)
+        for block in DOCUMENTS
+        if block.page == answer.page and block.line < answer.line
+    ]
+    found: dict[str, Any] = [
+        document for document in above if document.get('id') == wanted and 'horizon_s' in document
+    ][-1]
     return found
 
 
@@ -35,7 +44,9 @@ def test_json_is_one_document(block: Block) -> None:
 
 
 @pytest.mark.parametrize('answer', ANSWERS, ids=str)
-def test_answers_are_those_that_are_given(answer: Block, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_are_those_that_are_given(
+    answer: Block, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown = json.loads(answer.code)
     file = tmp_path / 'problem.jsonl'
     file.write_text(json.dumps(problem_for(answer)))
@@ -47,7 +58,11 @@ def test_toml_is_a_site(tmp_path: Path) -> None:
     found = all_blocks('toml')
     assert found
     for number, block in enumerate(found):
-        assert tomllib.loads(block.code)
+        content = tomllib.loads(block.code)
+        assert content
+        if 'project' in content:  # of a pyproject.toml
+            assert GROUP in content['project']['entry-points']
+            continue
         file = tmp_path / f'site{number}.toml'
         file.write_text(block.code)
         assert site_in_table(file).name, block
@@ -56,8 +71,13 @@ def test_toml_is_a_site(tmp_path: Path) -> None:
 def test_sql_finds_fragments_in_parsls_database(tmp_path: Path) -> None:
     ledger, database = demo_ledger(tmp_path / 'l.db', seconds=20.0), tmp_path / 'monitoring.db'
     with closing(sqlite3.connect(database)) as db, db:
-        db.execute('CREATE TABLE task (task_id INTEGER, run_id TEXT, task_time_invoked TIMESTAMP)')   # as Parsl's
-        db.executemany("INSERT INTO task VALUES (?, 'run-0', '2026-01-01')", [(number,) for number in range(1, 50)])
+        db.execute(
+            'CREATE TABLE task (task_id INTEGER, run_id TEXT, task_time_invoked TIMESTAMP)'
+        )  # as Parsl's
+        db.executemany(
+            "INSERT INTO task VALUES (?, 'run-0', '2026-01-01')",
+            [(number,) for number in range(1, 50)],
+        )
     copy(database, ledger, 'run-0')
     for block in all_blocks('sql'):
         with closing(sqlite3.connect(database)) as db:

@@ -12,20 +12,28 @@ import pytest
 from parsl_freetrain.cli.main import main
 from tests.support.pages import ROOT, blocks, commands
 from tests.support.slurm import Cluster
+from tests.support.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 GUIDE = ROOT / 'docs' / 'guides' / 'first-site.md'
 # The cluster of the tests is one computer, and starts a job within some two seconds.
 HERE = 'interface = "lo"\npoll_s = 0.5\nsubmit_every_s = 0\nstart_s = 3\n'
-LIMIT_S = 200.0
 
 
 def perform(words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """What a command says: ``freetrain run`` in a process of its own, the others in this one."""
     if words[1] == 'run':
-        done = subprocess.run([sys.executable, '-m', 'parsl_freetrain.cli.main', *words[1:]], cwd=folder, stdin=subprocess.DEVNULL,
-                              env={**os.environ, 'PYTHONPATH': str(ROOT)}, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = subprocess.run(
+            [sys.executable, '-m', 'parsl_freetrain.cli.main', *words[1:]],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, 'PYTHONPATH': str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
         assert done.returncode == 0, f'{words}\n{done.stdout}{done.stderr}'
         return done.stdout
     capsys.readouterr()
@@ -34,8 +42,12 @@ def perform(words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) 
     return said.out
 
 
-def test_the_guide_from_its_first_command_to_its_last(slurm: Cluster, run_dir: Path, capsys: pytest.CaptureFixture[str],
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guide_from_its_first_command_to_its_last(
+    slurm: Cluster,
+    run_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv('COLUMNS', '100')
     [site], [workflow] = blocks(GUIDE, 'toml'), blocks(GUIDE, 'python')
     (run_dir / 'my_site.toml').write_text(site.code + HERE)
@@ -44,8 +56,20 @@ def test_the_guide_from_its_first_command_to_its_last(slurm: Cluster, run_dir: P
     for command in commands(GUIDE):
         assert command.words[0] == 'freetrain'
         said[command.words[1]] = perform(command.words, run_dir, capsys)
-    assert said.keys() == {'holes', 'plan', 'doctor', 'run', 'status', 'watch', 'why', 'logs', 'report'}
+    assert said.keys() == {
+        'holes',
+        'plan',
+        'doctor',
+        'run',
+        'status',
+        'watch',
+        'why',
+        'logs',
+        'report',
+    }
     assert '#SBATCH --partition=batch' in said['plan']
     assert 'first' in said['status'] and 'finished' in said['status']
-    assert 'samples=5000' in said['run']             # five epochs of a thousand samples
-    assert (run_dir / 'freetrain-report.html').is_file() and (run_dir / 'freetrain-doctor.json').is_file()
+    assert 'samples=5000' in said['run']  # five epochs of a thousand samples
+    assert (run_dir / 'freetrain-report.html').is_file() and (
+        run_dir / 'freetrain-doctor.json'
+    ).is_file()

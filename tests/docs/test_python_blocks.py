@@ -1,7 +1,9 @@
-"""Every Python block of the documentation runs: a page's blocks in order, in one namespace, in a folder with the files that pages name.
+"""Every Python block of the documentation runs: a page's blocks in order, in one namespace, in a
+folder with the files that pages name.
 
-Where a block trains, it does so on slots of this computer. One that speaks to ``ctx`` outside of a function runs in a fragment. Functions
-that a page defines are called as well, but for those of ``NOT_CALLED``.
+Where a block trains, it does so on slots of this computer. One that speaks to ``ctx`` outside of a
+function runs in a fragment. Functions that a page defines are called as well, but for those of
+``NOT_CALLED``.
 """
 
 from __future__ import annotations
@@ -17,8 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain.app import Shape, freetrain_app
-from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain import LocalSite, Shape, Throughput, freetrain_app
 from tests.support.pages import Block, blocks, name_of, pages
 from tests.support.prepared import prepare
 from tests.support.training import freetrain
@@ -26,11 +27,12 @@ from tests.support.training import freetrain
 WITH_PYTHON = [page for page in pages() if blocks(page, 'python')]
 CALLED = {'README.md', 'replay.md', 'parallel.md', 'chimera.md', 'guides/first-site.md'}
 NOT_CALLED = {
-    'app.md': 'shapes of several ranks: tests/training/test_shapes.py',
+    'app.md': 'shapes of several ranks: tests/training/loop/test_shapes.py',
     'command-line.md': 'a workflow without a training in it; tests/cli/test_run.py runs whole ones',
     'globus.md': 'main() needs an endpoint in the cloud of Globus Compute',
 }
-# Pages whose blocks need a training that runs, in this order: a later one finds what an earlier one has trained.
+# Pages whose blocks need a training that runs, in this order: a later one finds what an earlier one
+# has trained.
 TRAINING = ('app.md', 'checkpoints.md', 'parallel.md', 'chimera.md')
 
 
@@ -41,16 +43,24 @@ def trained(page: str, names: dict[str, Any]) -> None:
 
 
 def train_with(page: str, names: dict[str, Any], folder: Path) -> None:
-    """Train an epoch with the function that a page defines, where it says how training is done and not only how an app is declared."""
+    """Train an epoch with the function that a page defines, where it says how training is done and
+    not only how an app is declared.
+    """
     if page == 'parallel.md':
         np.save(folder / 'volumes.npy', np.ones((16, 1, 4, 4, 4), dtype=np.float32))
         given: tuple[Any, ...] = (str(folder / 'volumes.npy'),)
     elif page == 'chimera.md':
-        given = ([functools.partial(nn.Linear, 4, 4)] * 2, TensorDataset(torch.ones(16, 4), torch.ones(16, 4)))
+        given = (
+            [functools.partial(nn.Linear, 4, 4)] * 2,
+            TensorDataset(torch.ones(16, 4), torch.ones(16, 4)),
+        )
     else:
         return
-    app = freetrain_app(shapes={1: Shape()}, total_epochs=1, mode='throughput', name=page.removesuffix('.md'))
-    assert app(names['train'].function)(*given).result().samples == 16
+    app = freetrain_app(sizes={1: Shape()}, total_epochs=1, mode=Throughput())
+    assert (
+        app(names['train'].function)(*given, trainer_name=page.removesuffix('.md')).result().samples
+        == 16
+    )
 
 
 def run(block: Block, names: dict[str, Any]) -> None:
@@ -59,14 +69,23 @@ def run(block: Block, names: dict[str, Any]) -> None:
 
 
 def run_in_a_fragment(block: Block) -> None:
-    """Run a block that speaks to ``ctx`` in a fragment that then trains an epoch with what the block has prepared."""
-    def fragment(ctx, code):   # type: ignore[no-untyped-def]
+    """Run a block that speaks to ``ctx`` in a fragment that then trains an epoch with what the
+    block has prepared.
+    """
+
+    def fragment(ctx, code):  # type: ignore[no-untyped-def]
         import torch
 
         model = torch.nn.Linear(4, 1)
-        names = {'ctx': ctx, 'model': model, 'optimizer': torch.optim.SGD(model.parameters(), lr=0.1)}
+        names = {
+            'ctx': ctx,
+            'model': model,
+            'optimizer': torch.optim.SGD(model.parameters(), lr=0.1),
+        }
         exec(code, names)
-        for x, y in ctx.loop(torch.utils.data.TensorDataset(torch.ones(16, 4), torch.ones(16, 1)), batch_size=8):
+        for x, y in ctx.loop(
+            torch.utils.data.TensorDataset(torch.ones(16, 4), torch.ones(16, 1)), batch_size=8
+        ):
             names['optimizer'].zero_grad()
             ((names['model'](x) - y) ** 2).mean().backward()
             names['optimizer'].step()
@@ -74,20 +93,33 @@ def run_in_a_fragment(block: Block) -> None:
                 names['scheduler'].step()
 
     name = f'{block.page.removesuffix(".md").replace("/", "-")}-{block.line}'
-    checkpoint = freetrain_app(max_nodes=1, total_epochs=1, name=name)(fragment)(block.code).result()
+    checkpoint = freetrain_app(max_nodes=1, total_epochs=1)(fragment)(
+        block.code, trainer_name=name
+    ).result()
     assert checkpoint.samples == 16
 
 
 def speaks_to_ctx(block: Block) -> bool:
     """Whether ``ctx`` is used outside of any function."""
     tree = ast.parse(block.code)
-    inner = {id(node) for outer in ast.walk(tree) if isinstance(outer, ast.FunctionDef | ast.Lambda) for node in ast.walk(outer)}
-    return any(isinstance(node, ast.Name) and node.id == 'ctx' and id(node) not in inner for node in ast.walk(tree))
+    inner = {
+        id(node)
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef | ast.Lambda)
+        for node in ast.walk(outer)
+    }
+    return any(
+        isinstance(node, ast.Name) and node.id == 'ctx' and id(node) not in inner
+        for node in ast.walk(tree)
+    )
 
 
 def digits() -> dict[str, Any]:
-    """What the pages call ``train``, ``images``, ``labels`` and ``model``: the app of docs/examples, and a small one here."""
-    def train(ctx, images, labels):   # type: ignore[no-untyped-def]
+    """What the pages call ``train``, ``images``, ``labels`` and ``model``: the app of
+    docs/examples, and a small one here.
+    """
+
+    def train(ctx, images, labels):  # type: ignore[no-untyped-def]
         import torch
 
         model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
@@ -99,18 +131,30 @@ def digits() -> dict[str, Any]:
             optimizer.step()
             ctx.report(loss=loss.item())
 
-    return {'train': freetrain_app(max_nodes=1, total_epochs=1, name='train')(train), 'images': torch.rand(64, 8, 8),
-            'labels': torch.arange(64) % 10, 'model': nn.Sequential(nn.Flatten(), nn.Linear(64, 10))}
+    return {
+        'train': freetrain_app(max_nodes=1, total_epochs=1)(train),
+        'images': torch.rand(64, 8, 8),
+        'labels': torch.arange(64) % 10,
+        'model': nn.Sequential(nn.Flatten(), nn.Linear(64, 10)),
+    }
 
 
 def does_something(function: ast.FunctionDef) -> bool:
     """Whether there is more in a function than ``...``."""
-    return any(not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)) for line in function.body)
+    return any(
+        not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+        for line in function.body
+    )
 
 
 def test_functions_are_called_or_listed() -> None:
-    defining = {block.page for page in WITH_PYTHON for block in blocks(page, 'python') for line in ast.parse(block.code).body
-                if isinstance(line, ast.FunctionDef) and does_something(line)}
+    defining = {
+        block.page
+        for page in WITH_PYTHON
+        for block in blocks(page, 'python')
+        for line in ast.parse(block.code).body
+        if isinstance(line, ast.FunctionDef) and does_something(line)
+    }
     assert defining == CALLED | NOT_CALLED.keys()
 
 
@@ -121,11 +165,19 @@ def folder(run_dir: Path) -> Path:
     return run_dir
 
 
-SLOW = {'README.md'}   # trains on a Parsl configuration of its own
+SLOW = {'README.md'}  # trains on a Parsl configuration of its own
 
 
-@pytest.mark.parametrize('page', [pytest.param(page, id=name_of(page), marks=[pytest.mark.slow] if name_of(page) in SLOW else [])
-                                  for page in WITH_PYTHON if name_of(page) not in TRAINING])
+@pytest.mark.parametrize(
+    'page',
+    [
+        pytest.param(
+            page, id=name_of(page), marks=[pytest.mark.slow] if name_of(page) in SLOW else []
+        )
+        for page in WITH_PYTHON
+        if name_of(page) not in TRAINING
+    ],
+)
 def test_blocks_of_a_page_run(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {'__name__': '__main__'}
     for block in blocks(page, 'python'):
@@ -148,5 +200,5 @@ def test_blocks_that_need_a_training_run(folder: Path) -> None:
             train_with(page, names, folder)
             if page == 'app.md':
                 assert names['checkpoint'].samples == 64
-                given['future'] = names['future']     # what checkpoints.md exports
+                given['future'] = names['future']  # what checkpoints.md exports
     assert (folder / 'model.safetensors').is_file()

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from parsl_freetrain.app import TrainingFuture, freetrain_app
+from parsl_freetrain import Checkpoints, LocalSite, TrainingFuture, freetrain_app
 from parsl_freetrain.cli.main import main
-from parsl_freetrain.sites.local import LocalSite
 from tests.support.pages import ROOT, as_shown, commands
 from tests.support.training import fit, freetrain
 from tests.support.waiting import wait_until
@@ -17,14 +16,18 @@ from tests.support.waiting import wait_until
 def trains(future: TrainingFuture, fragment: int) -> None:
     """Wait until this fragment trains."""
     before = future.progress().samples
-    wait_until(lambda: future.progress().fragments >= fragment and future.progress().samples > before)
+    wait_until(
+        lambda: future.progress().fragments >= fragment and future.progress().samples > before
+    )
 
 
 @pytest.mark.slow
 def test_the_guide_does_what_it_shows(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    app = freetrain_app(max_nodes=1, total_epochs=100_000, name='digits', checkpoint_every_s=0.5)(fit)
+    app = freetrain_app(max_nodes=1, total_epochs=100_000, checkpoints=Checkpoints(every_s=0.5))(
+        fit
+    )
     with freetrain(run_dir, LocalSite(nodes=1, poll_s=0.2), stop_grace_s=2.0):
-        future = app(pause_s=0.01)
+        future = app(pause_s=0.01, trainer_name='digits')
         fragment = 1
         for command in commands(ROOT / 'docs' / 'guides' / 'preemption.md'):
             trains(future, fragment)

@@ -10,15 +10,18 @@ import psutil
 import pytest
 from parsl.jobs.states import JobState, JobStatus
 
-from parsl_freetrain.app import TrainingFuture, freetrain_app
-from parsl_freetrain.core.errors import TrainerFailed
+from parsl_freetrain import (
+    BackfillProvider,
+    Checkpoints,
+    LocalSite,
+    TrainerFailed,
+    TrainingFuture,
+    freetrain_app,
+)
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.sites.local import LocalSite
-from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.schedule import IdleInterval, Schedule
 from tests.support.training import fit, freetrain
-
-LONG = 240   # seconds; a bound for what takes a few
+from tests.support.waiting import LIMIT_S
 
 
 def until_training(future: TrainingFuture) -> None:
@@ -30,13 +33,17 @@ def until_training(future: TrainingFuture) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize('taken', ['known', 'notice'])
 def test_a_hole_whose_end_is_told_costs_no_work(tmp_path: Path, taken: str) -> None:
-    """The fragment stops by itself before its node is killed; the next one, on another node, repeats nothing."""
+    """The fragment stops by itself before its node is killed; the next one, on another node,
+    repeats nothing.
+    """
     schedule = Schedule([IdleInterval(0, 24, 'a'), IdleInterval(20, 900, 'b')])
     site = LocalSite(nodes=2, schedule=schedule, taken=taken, notice_s=6, poll_s=0.2)
-    trainer = freetrain_app(max_nodes=1, total_epochs=90, checkpoint_every_s=1000.0)(fit)
+    trainer = freetrain_app(max_nodes=1, total_epochs=90, checkpoints=Checkpoints(every_s=1000.0))(
+        fit
+    )
     with freetrain(tmp_path, site, min_hole_s=3.0) as executor:
         future = trainer(pause_s=0.03)
-        assert future.result(LONG).samples == 90 * 96
+        assert future.result(LIMIT_S).samples == 90 * 96
         assert future.progress().preempted == 0
     with Reader(executor.ledger_path) as ledger:
         fragments = ledger.story().fragments
@@ -49,8 +56,12 @@ def test_a_hole_whose_end_is_told_costs_no_work(tmp_path: Path, taken: str) -> N
         assert first_end < fragments[0].deadline
 
 
-def test_a_scheduler_that_does_not_answer_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it is silent, and while it knows nothing of the job, the block counts as running: one block, one fragment, to the end."""
+def test_a_scheduler_that_does_not_answer_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is silent, and while it knows nothing of the job, the block counts as running: one
+    block, one fragment, to the end.
+    """
     silent_until = [0.0]
     asked = threading.Event()
     answer = BackfillProvider.status
@@ -66,17 +77,35 @@ def test_a_scheduler_that_does_not_answer_ends_nothing(tmp_path: Path, monkeypat
         future = freetrain_app(max_nodes=1, total_epochs=10)(fit)(pause_s=0.03)
         until_training(future)
         silent_until[0] = time.monotonic() + 3.0
-        assert asked.wait(LONG)
-        assert future.result(LONG).samples == 960
+        assert asked.wait(LIMIT_S)
+        assert future.result(LIMIT_S).samples == 960
         assert future.progress().fragments == 1
         assert len(executor.blocks_to_job_id) == 1
 
 
-def test_without_an_interchange_trainers_fail_with_a_sentence_and_the_workflow_ends(tmp_path: Path) -> None:
+def test_without_an_interchange_trainers_fail_with_a_sentence_and_the_workflow_ends(
+    tmp_path: Path,
+) -> None:
     with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), stop_grace_s=1.0) as executor:
         future = freetrain_app(max_nodes=1, total_epochs=1000)(fit)(pause_s=0.03)
         until_training(future)
         assert executor.interchange_proc is not None
         psutil.Process(executor.interchange_proc.pid).kill()
         with pytest.raises(TrainerFailed, match=r'interchange has ended.*interchange\.log'):
-            future.result(LONG)
+            future.result(LIMIT_S)
+
+
+def test_a_spent_budget_stops_a_trainer_and_holds_in_the_next_run(tmp_path: Path) -> None:
+    budgets = {'trainer fit': 3.0}
+    trainer = freetrain_app(max_nodes=1, total_epochs=1000)(fit)
+    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), budgets=budgets) as executor:
+        future = trainer(pause_s=0.02)
+        with pytest.raises(TrainerFailed, match='the budget of trainer fit, 3 node-seconds, is'):
+            future.result(LIMIT_S)
+    with (
+        freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), budgets=budgets) as executor,
+        pytest.raises(TrainerFailed, match='budget of trainer fit'),
+    ):
+        trainer(pause_s=0.02).result(LIMIT_S)
+    with Reader(executor.ledger_path) as ledger:
+        assert len({fragment.run for fragment in ledger.story().fragments}) == 1

@@ -1,4 +1,6 @@
-"""Nothing hangs: ranks, workers and managers that are killed or stopped, on the local site, with real signals."""
+"""Nothing hangs: ranks, workers and managers that are killed or stopped, on the local site, with
+real signals.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +17,28 @@ import psutil
 import pytest
 from parsl.app.app import python_app
 
-from parsl_freetrain.app import TrainingFuture, freetrain_app
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain import (
+    BadInput,
+    Checkpoints,
+    FragmentContext,
+    FreeTrainExecutor,
+    LocalSite,
+    Scaling,
+    Throughput,
+    Timeouts,
+    TrainingFuture,
+    freetrain_app,
+)
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.sites.local import LocalSite
-from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.testing import kill_at, slow_rank, stop_at, with_faults
-from parsl_freetrain.training.context import FragmentContext
 from tests.support.processes import Started, command_line, forks, victims
 from tests.support.training import fit, freetrain
-from tests.support.waiting import wait_until
+from tests.support.waiting import LIMIT_S, wait_until
 
 pytestmark = pytest.mark.slow
 
-LONG = 60.0   # seconds; a bound for what takes a few
 HANG_S = 6.0
-EVER = 100_000   # epochs
+EVER = 100_000  # epochs
 
 
 def fragments(executor: FreeTrainExecutor) -> list[Any]:
@@ -40,29 +47,55 @@ def fragments(executor: FreeTrainExecutor) -> list[Any]:
 
 
 @contextlib.contextmanager
-def training(folder: Path, *faults: Any, nodes: int = 2, pause_s: float = 0.03, epochs: int = EVER,
-             **settings: Any) -> Iterator[tuple[FreeTrainExecutor, TrainingFuture]]:
+def training(
+    folder: Path,
+    *faults: Any,
+    nodes: int = 2,
+    pause_s: float = 0.03,
+    epochs: int = EVER,
+    **settings: Any,
+) -> Iterator[tuple[FreeTrainExecutor, TrainingFuture]]:
     """A training on all nodes that goes on until it is left."""
-    trainer = freetrain_app(min_nodes=min(nodes, settings.pop('min_nodes', nodes)), max_nodes=nodes, total_epochs=epochs,
-                            checkpoint_every_s=0.3, scaling={1: 1.0, 2: 1.9}, rescale_up_s=0.1, rescale_down_s=0.1)
+    trainer = freetrain_app(
+        min_nodes=min(nodes, settings.pop('min_nodes', nodes)),
+        max_nodes=nodes,
+        total_epochs=epochs,
+        checkpoints=Checkpoints(every_s=0.3),
+        scaling=Scaling(rate={1: 1.0, 2: 1.9}, rescale_up_s=0.1, rescale_down_s=0.1),
+    )
     site = LocalSite(nodes=nodes, poll_s=0.2)
     with freetrain(folder, site, **{'hang_s': HANG_S, 'stop_grace_s': 1.0, **settings}) as executor:
         yield executor, trainer(with_faults(fit, *faults))(pause_s=pause_s)
 
 
-@pytest.mark.parametrize(('faults', 'words'), [
-    ([kill_at(1, 5)], r'rank 1 on slot\d\d was ended by SIGKILL; its output is in .*rank-1\.log'),
-    ([stop_at(1, 5)], r'rank 1 on slot\d\d was stopped \(SIGSTOP'),
-    # Rank 1 is stopped while it waits for rank 0, so within the exchange.
-    ([slow_rank(0, 2.0, step=5, fragment=1), stop_at(1, 5, after_s=1.0)], r'rank 1 on slot\d\d was stopped \(SIGSTOP'),
-], ids=['killed', 'stopped', 'stopped-in-exchange'])
-def test_a_rank_that_dies_or_stops_ends_its_fragment_in_time_and_is_named(tmp_path: Path, faults: list[Any], words: str) -> None:
+@pytest.mark.parametrize(
+    ('faults', 'words'),
+    [
+        (
+            [kill_at(1, 5)],
+            r'rank 1 on slot\d\d was ended by SIGKILL; its output is in .*rank-1\.log',
+        ),
+        ([stop_at(1, 5)], r'rank 1 on slot\d\d was stopped \(SIGSTOP'),
+        # Rank 1 is stopped while it waits for rank 0, so within the exchange.
+        (
+            [slow_rank(0, 2.0, step=5, fragment=1), stop_at(1, 5, after_s=1.0)],
+            r'rank 1 on slot\d\d was stopped \(SIGSTOP',
+        ),
+    ],
+    ids=['killed', 'stopped', 'stopped-in-exchange'],
+)
+def test_a_rank_that_dies_or_stops_ends_its_fragment_in_time_and_is_named(
+    tmp_path: Path, faults: list[Any], words: str
+) -> None:
     with training(tmp_path, *faults) as (executor, future):
         wait_until(lambda: future.progress().preempted == 1, 'the fragment does not end')
-        wait_until(lambda: len(fragments(executor)) == 2 and future.progress().nodes == 2, 'its nodes are not used again')
+        wait_until(
+            lambda: len(fragments(executor)) == 2 and future.progress().nodes == 2,
+            'its nodes are not used again',
+        )
         first, second = fragments(executor)[:2]
         assert first.ending == 'preempted'
-        assert first.ended_at - first.started_at < HANG_S + 1.0   # it had to come to the fault first
+        assert first.ended_at - first.started_at < HANG_S + 1.0  # it had to come to the fault first
         assert second.decided_at - first.ended_at < 1.0
         assert second.nodes == first.nodes
     assert re.search(words, first.error), first.error
@@ -70,12 +103,14 @@ def test_a_rank_that_dies_or_stops_ends_its_fragment_in_time_and_is_named(tmp_pa
 
 @pytest.fixture
 def started() -> Started:
-    """The processes of this test: the worker of pytest that runs it may keep a warm parent of other tests."""
+    """The processes of this test: its pytest worker may keep a fork server of other tests."""
     return Started()
 
 
 def of_node(started: Started, node: str) -> list[psutil.Process]:
-    """A node's first process, its manager, and what that has started, in this order; ranks and warm parents apart."""
+    """A node's first process, its manager, and the manager's children, in this order, without ranks
+    and fork servers.
+    """
     found = []
     for process in started.processes():
         with contextlib.suppress(psutil.Error):
@@ -93,7 +128,9 @@ def worker(started: Started, node: str) -> psutil.Process:
 
 
 def manager(started: Started, node: str) -> psutil.Process:
-    return next(p for p in of_node(started, node) if 'bin/process_worker_pool.py' in command_line(p))
+    return next(
+        p for p in of_node(started, node) if 'bin/process_worker_pool.py' in command_line(p)
+    )
 
 
 def rank(started: Started, node: str) -> psutil.Process:
@@ -103,36 +140,58 @@ def rank(started: Started, node: str) -> psutil.Process:
 
 
 @pytest.mark.parametrize('victim', [worker, manager])
-def test_a_node_that_is_stopped_is_lost_in_time_and_the_others_go_on(tmp_path: Path, started: Started, victim: Pick) -> None:
-    """SIGSTOP to what runs the node's share: its fragment ends, the good node trains on, and no rank is left on the bad one."""
+def test_a_node_that_is_stopped_is_lost_in_time_and_the_others_go_on(
+    tmp_path: Path, started: Started, victim: Pick
+) -> None:
+    """SIGSTOP to what runs the node's share: its fragment ends, the good node trains on, and no
+    rank is left on the bad one.
+    """
     with training(tmp_path, min_nodes=1, nodes=2, heartbeat_period=1) as (executor, future):
-        wait_until(lambda: bool(rows := fragments(executor)) and len(rows[-1].nodes) == 2 and rows[-1].started_at is not None,
-                   'it does not start on both nodes')
+        wait_until(
+            lambda: (
+                bool(rows := fragments(executor))
+                and len(rows[-1].nodes) == 2
+                and rows[-1].started_at is not None
+            ),
+            'it does not start on both nodes',
+        )
         running = fragments(executor)[-1].fragment
         bad = victim(started, 'slot01')
         ranks = set(forks(started.processes()))
         bad.suspend()
         stopped_at = time.time()
-        if victim is manager:   # which matters when it shall pass on that its ranks have ended
+        if victim is manager:  # which matters when it shall pass on that its ranks have ended
             with contextlib.suppress(psutil.Error):
                 rank(started, 'slot01').kill()
         wait_until(lambda: len(fragments(executor)) > running, 'the good node is not used again')
         ended = fragments(executor)[running - 1]
         after = fragments(executor)[running]
         assert ended.ending == 'preempted'
-        assert ended.ended_at - stopped_at < HANG_S + 4.0   # the manager may have been stopped before it had the task
+        assert (
+            ended.ended_at - stopped_at < HANG_S + 4.0
+        )  # the manager may have been stopped before it had the task
         assert len(after.nodes) == 1
         assert after.decided_at - ended.ended_at < 1.0
-        why = r'1 of its 2 nodes were lost: \w+ \((no sign of life|its ranks ended, and its Parsl manager|its manager)'
+        why = (
+            r'1 of its 2 nodes were lost: \w+ \((no sign of life|its ranks ended, and its '
+            r'Parsl manager|its manager)'
+        )
         assert re.search(why, ended.error), ended.error
         since = future.progress().samples
         wait_until(lambda: future.progress().samples > since + 96, 'it does not go on')
-        # A warm parent and a rank for each good node; the bad one's ranks are gone although nobody there could end them.
-        wait_until(lambda: len(ranks.intersection(forks(started.processes()))) <= 2 + 1, 'ranks are left on the bad node')
+        # A warm parent and a rank for each good node; the bad one's ranks are gone although nobody
+        # there could end them.
+        wait_until(
+            lambda: len(ranks.intersection(forks(started.processes()))) <= 2 + 1,
+            'ranks are left on the bad node',
+        )
 
 
 def test_steps_that_take_longer_than_a_hang_are_none(tmp_path: Path) -> None:
-    with training(tmp_path, slow_rank(0, 6.0, step=3), hang_s=2.0, epochs=1, pause_s=0.0) as (executor, future):
+    with training(tmp_path, slow_rank(0, 6.0, step=3), hang_s=2.0, epochs=1, pause_s=0.0) as (
+        executor,
+        future,
+    ):
         wait_until(lambda: future.progress().samples >= 32, 'no slow step is trained')
         assert future.progress().fragments == 1
         assert future.progress().preempted == 0
@@ -148,7 +207,9 @@ def as_the_scheduler_does(started: Started, node: str, number: int) -> None:
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1])
 def test_a_notice_by_signal_costs_no_work(tmp_path: Path, started: Started, number: int) -> None:
-    """As a scheduler that preempts: SIGTERM to everything on the node at once. The fragment saves and ends; nothing starts there again."""
+    """As a scheduler that preempts: SIGTERM to everything on the node at once. The fragment saves
+    and ends; nothing starts there again.
+    """
     with training(tmp_path, nodes=1, idle_block_s=1.0) as (executor, future):
         wait_until(lambda: future.progress().samples > 96, 'it does not start')
         as_the_scheduler_does(started, 'slot00', number)
@@ -157,12 +218,14 @@ def test_a_notice_by_signal_costs_no_work(tmp_path: Path, started: Started, numb
     assert first.ending == 'stopped', first.error
     assert first.samples == first.reached > 96
     assert second.from_samples == first.samples
-    assert set(second.nodes).isdisjoint(first.nodes)   # managers of another block
+    assert set(second.nodes).isdisjoint(first.nodes)  # managers of another block
     assert future.progress().preempted == 0
 
 
 @pytest.mark.parametrize('pick', [worker, rank])
-def test_a_signal_to_one_process_is_a_request_to_stop_at_a_boundary(tmp_path: Path, started: Started, pick: Pick) -> None:
+def test_a_signal_to_one_process_is_a_request_to_stop_at_a_boundary(
+    tmp_path: Path, started: Started, pick: Pick
+) -> None:
     with training(tmp_path, nodes=1, idle_block_s=1.0) as (executor, future):
         wait_until(lambda: future.progress().samples > 96, 'it does not start')
         pick(started, 'slot00').terminate()
@@ -173,16 +236,18 @@ def test_a_signal_to_one_process_is_a_request_to_stop_at_a_boundary(tmp_path: Pa
 
 def test_programs_that_ordinary_apps_start_end_on_sigterm(tmp_path: Path) -> None:
     """Nodes ignore SIGTERM; what an app starts must not inherit that."""
+
     @python_app
     def terminated() -> int:
         import subprocess
+
         with subprocess.Popen(['sleep', '1000']) as sleeping:
             sleeping.terminate()
-            return sleeping.wait(30)
+            return sleeping.wait(LIMIT_S)
 
     with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), max_workers_per_node=1):
-        freetrain_app(total_epochs=1)(fit)().result(LONG)
-        assert terminated().result(LONG) == -signal.SIGTERM
+        freetrain_app(total_epochs=1)(fit)().result(LIMIT_S)
+        assert terminated().result(LIMIT_S) == -signal.SIGTERM
 
 
 def never_ends(ctx: FragmentContext) -> None:
@@ -193,12 +258,21 @@ def never_ends(ctx: FragmentContext) -> None:
         def report(self, **numbers: float) -> None:
             while ctx.rank == 1:
                 pass
+
     fit(Stuck())  # type: ignore[arg-type]
 
 
 def test_an_endless_loop_ends_its_fragment_with_a_sentence(tmp_path: Path) -> None:
-    trainer = freetrain_app(min_nodes=2, max_nodes=2, total_epochs=1, mode='throughput', scaling={1: 1.0, 2: 1.9})(never_ends)
-    with freetrain(tmp_path, LocalSite(nodes=2, poll_s=0.2), stop_grace_s=1.0, step_s=2.0) as executor:
+    trainer = freetrain_app(
+        min_nodes=2,
+        max_nodes=2,
+        total_epochs=1,
+        mode=Throughput(),
+        scaling=Scaling(rate={1: 1.0, 2: 1.9}),
+    )(never_ends)
+    with freetrain(
+        tmp_path, LocalSite(nodes=2, poll_s=0.2), stop_grace_s=1.0, step_s=2.0
+    ) as executor:
         trainer()
         wait_until(lambda: any(f.ending for f in fragments(executor)), 'the fragment does not end')
         first = fragments(executor)[0]
@@ -207,6 +281,6 @@ def test_an_endless_loop_ends_its_fragment_with_a_sentence(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize('hang_s', [0.0, 1.9, math.inf, math.nan])
-def test_patience_that_cannot_be_kept_is_refused(tmp_path: Path, hang_s: float) -> None:
+def test_a_limit_that_cannot_be_kept_is_refused(hang_s: float) -> None:
     with pytest.raises(BadInput, match='hang_s is'):
-        FreeTrainExecutor(provider=BackfillProvider(site=LocalSite()), hang_s=hang_s)
+        Timeouts(hang_s=hang_s)

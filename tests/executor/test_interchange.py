@@ -1,4 +1,6 @@
-"""The pinning interchange against the Parsl that is installed: the one place that leans on Parsl's private parts."""
+"""The pinning interchange against the Parsl that is installed: the one place that leans on Parsl's
+private parts.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,10 @@ from parsl_freetrain.executor import FreeTrainExecutor, interchange
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.sites.local import LocalSite
 from tests.support.training import freetrain
-from tests.support.waiting import wait_until
+from tests.support.waiting import LIMIT_S, wait_until
 
-LONG_S = 60.0
-
-# Everything of Parsl's own that PinningInterchange touches. Should a new Parsl lack one of these, this is where it shows.
+# Everything of Parsl's own that PinningInterchange touches. Should a new Parsl lack one of these,
+# this is where it shows.
 METHODS = {'process_tasks_to_send': ['self', 'interesting_managers', 'monitoring_radio']}
 ATTRIBUTES = {'pending_task_queue', '_ready_managers', 'results_outgoing', 'manager_sock'}
 MANAGER_KEYS = {'tasks', 'max_capacity', 'idle_since'}
@@ -38,33 +39,70 @@ MANAGER_KEYS = {'tasks', 'max_capacity', 'idle_since'}
 
 def test_parsl_has_what_the_subclass_needs() -> None:
     for name, parameters in METHODS.items():
-        assert list(inspect.signature(getattr(Interchange, name)).parameters) == parameters, f"Parsl's Interchange.{name} has changed"
-    made = set(re.findall(r'^\s*self\.(\w+)[^=\n(]*=', inspect.getsource(Interchange.__init__), re.MULTILINE))
+        assert list(inspect.signature(getattr(Interchange, name)).parameters) == parameters, (
+            f"Parsl's Interchange.{name} has changed"
+        )
+    made = set(
+        re.findall(
+            r'^\s*self\.(\w+)[^=\n(]*=', inspect.getsource(Interchange.__init__), re.MULTILINE
+        )
+    )
     assert made >= ATTRIBUTES, f"Parsl's Interchange has no {ATTRIBUTES - made} any more"
-    assert ManagerRecord.__annotations__.keys() >= MANAGER_KEYS, 'what Parsl notes of a manager has changed'
+    assert ManagerRecord.__annotations__.keys() >= MANAGER_KEYS, (
+        'what Parsl notes of a manager has changed'
+    )
     queued = inspect.getsource(Interchange.process_task_incoming)
-    assert "msg['task_id']" in queued and "msg['context']" in queued and 'queue_entry = (-priority, -task_id, msg)' in queued
-    assert 'Interchange(**config)' in inspect.getsource(sys.modules[Interchange.__module__]), 'Parsl starts its interchange in another way'
+    assert (
+        "msg['task_id']" in queued
+        and "msg['context']" in queued
+        and 'queue_entry = (-priority, -task_id, msg)' in queued
+    )
+    assert 'Interchange(**config)' in inspect.getsource(sys.modules[Interchange.__module__]), (
+        'Parsl starts its interchange in another way'
+    )
 
 
 def test_nothing_else_of_parsls_is_used() -> None:
     """What METHODS, ATTRIBUTES and MANAGER_KEYS name is what the subclass uses."""
     tree = ast.parse(inspect.getsource(interchange))
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-            and node.value.id == 'self'} - own - {'_owner', '_pinned'}
+    used = (
+        {
+            node.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == 'self'
+        }
+        - own
+        - {'_owner', '_pinned'}
+    )
     assert used == ATTRIBUTES
-    keys = {node.slice.value for node in ast.walk(tree) if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
-            and isinstance(node.slice.value, str) and isinstance(node.value, ast.Name) and node.value.id in ('m', 'manager')}
+    keys = {
+        node.slice.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.slice, ast.Constant)
+        and isinstance(node.slice.value, str)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ('m', 'manager')
+    }
     assert keys == MANAGER_KEYS
 
 
 def test_the_subclass_is_thin() -> None:
     text = inspect.getsource(interchange)
-    documentation = {line for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-                     for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
-    code = [line for number, line in enumerate(text.splitlines(), 1)
-            if line.strip() and not line.strip().startswith('#') and number not in documentation]
+    documentation = {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    code = [
+        line
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip() and not line.strip().startswith('#') and number not in documentation
+    ]
     assert len(code) < 60
 
 
@@ -83,20 +121,31 @@ def where(started: str | None = None, wait_for: str | None = None) -> str:
 
 def send(executor: FreeTrainExecutor, manager: str | None = None, **arguments: str) -> Future[str]:
     buffer = pack_apply_message(where, (), arguments)
-    sent: Future[str] = executor.submit_payload({'resource_spec': {PIN: manager} if manager else {}}, buffer)
+    sent: Future[str] = executor.submit_payload(
+        {'resource_spec': {PIN: manager} if manager else {}}, buffer
+    )
     return sent
 
 
 @contextmanager
-def two_busy_nodes(folder: Path) -> Iterator[tuple[FreeTrainExecutor, dict[str, Path], list[Future[str]]]]:
-    """Two nodes of one ordinary worker each, which is held up until the file exists that is given beside its manager."""
+def two_busy_nodes(
+    folder: Path,
+) -> Iterator[tuple[FreeTrainExecutor, dict[str, Path], list[Future[str]]]]:
+    """Two nodes of one ordinary worker each, which is held up until the file exists that is given
+    beside its manager.
+    """
     folder.mkdir(exist_ok=True)
     releases = [folder / f'release{i}' for i in range(2)]
     with freetrain(folder, LocalSite(nodes=2, poll_s=0.2), max_workers_per_node=1) as executor:
-        held = [send(executor, started=str(folder / f'started{i}'), wait_for=str(releases[i])) for i in range(2)]
+        held = [
+            send(executor, started=str(folder / f'started{i}'), wait_for=str(releases[i]))
+            for i in range(2)
+        ]
         try:
             started = [folder / f'started{i}' for i in range(2)]
-            wait_until(lambda: all(file.exists() and file.read_text().endswith('\n') for file in started))
+            wait_until(
+                lambda: all(file.exists() and file.read_text().endswith('\n') for file in started)
+            )
             on = [file.read_text().strip() for file in started]
             assert set(on) == {manager['manager'] for manager in executor.connected_managers()}
             yield executor, dict(zip(on, releases, strict=True)), held
@@ -108,33 +157,41 @@ def two_busy_nodes(folder: Path) -> Iterator[tuple[FreeTrainExecutor, dict[str, 
 def test_pins_hold_and_a_worker_is_kept_for_them(tmp_path: Path) -> None:
     with two_busy_nodes(tmp_path) as (executor, releases, held):
         first, second = releases
-        # Every ordinary worker is busy, and more ordinary work is waiting: pinned work runs nevertheless, and where it should.
+        # Every ordinary worker is busy, and more ordinary work is waiting: pinned work runs
+        # nevertheless, and where it should.
         waiting = [send(executor) for _ in range(4)]
         for _ in range(3):
             for manager in releases:
-                assert send(executor, manager).result(LONG_S) == manager
+                assert send(executor, manager).result(LIMIT_S) == manager
         assert not any(future.done() for future in (*held, *waiting))
 
-        # A pinned task that lasts keeps its worker, and one more waits for it instead of going elsewhere.
-        pinned = send(executor, first, started=str(tmp_path / 'pinned'), wait_for=str(tmp_path / 'pinned-end'))
+        # A pinned task that lasts keeps its worker, and one more waits for it instead of going
+        # elsewhere.
+        pinned = send(
+            executor, first, started=str(tmp_path / 'pinned'), wait_for=str(tmp_path / 'pinned-end')
+        )
         wait_until((tmp_path / 'pinned').exists)
         behind = send(executor, first)
-        assert send(executor, second).result(LONG_S) == second
+        assert send(executor, second).result(LIMIT_S) == second
         assert not behind.done()
 
         begun = time.monotonic()
         with pytest.raises(ManagerLost):
-            send(executor, 'nobody').result(LONG_S)
-        assert time.monotonic() - begun < executor.heartbeat_threshold / 2   # it did not take a missed heartbeat to find out
+            send(executor, 'nobody').result(LIMIT_S)
+        assert (
+            time.monotonic() - begun < executor.heartbeat_threshold / 2
+        )  # it did not take a missed heartbeat to find out
 
         # Also where the other node has nothing else to do.
         releases[second].touch()
-        assert {future.result(LONG_S) for future in (*waiting, send(executor), send(executor))} == {second}
+        assert {
+            future.result(LIMIT_S) for future in (*waiting, send(executor), send(executor))
+        } == {second}
         assert not behind.done()
         (tmp_path / 'pinned-end').touch()
-        assert pinned.result(LONG_S) == behind.result(LONG_S) == first
+        assert pinned.result(LIMIT_S) == behind.result(LIMIT_S) == first
         releases[first].touch()
-        assert {future.result(LONG_S) for future in held} == {first, second}
+        assert {future.result(LIMIT_S) for future in held} == {first, second}
 
 
 ORPHAN = """
@@ -153,11 +210,15 @@ if __name__ == '__main__':
 def test_the_interchange_ends_with_the_submitting_process(tmp_path: Path) -> None:
     script = tmp_path / 'submit.py'
     script.write_text(ORPHAN)
-    with subprocess.Popen([sys.executable, str(script), str(tmp_path)], stdout=subprocess.PIPE, text=True,
-                          env={**os.environ, 'PYTHONPATH': os.getcwd()}) as submitting:
+    with subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, 'PYTHONPATH': os.getcwd()},
+    ) as submitting:
         assert submitting.stdout is not None
         process = psutil.Process(int(submitting.stdout.readline()))
         assert 'parsl_freetrain.executor.interchange' in ' '.join(process.cmdline())
         submitting.send_signal(signal.SIGKILL)
         submitting.wait()
-        assert not psutil.wait_procs([process], timeout=LONG_S)[1]
+        assert not psutil.wait_procs([process], timeout=LIMIT_S)[1]

@@ -12,7 +12,7 @@ from parsl.config import Config
 
 from parsl_freetrain.app import freetrain_app
 from parsl_freetrain.executor import FreeTrainExecutor
-from parsl_freetrain.executor.mirror import GROWING, Mirror, copy, database_of
+from parsl_freetrain.executor.monitoring_export import GROWING, Mirror, copy, database_of
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.store import Ledger
 from parsl_freetrain.sites.local import LocalSite
@@ -26,8 +26,13 @@ def counts(database: Path, table: str) -> dict[str, int]:
         return dict(db.execute(f'SELECT run_id, count(*) FROM freetrain_{table} GROUP BY run_id'))
 
 
-def test_a_run_is_copied_beside_what_is_there_and_copied_again_when_it_has_changed(tmp_path: Path) -> None:
-    ledger, database = demo_ledger(tmp_path / 'l.db', seconds=20.0, runs=2), tmp_path / 'monitoring.db'
+def test_a_run_is_copied_beside_what_is_there_and_copied_again_when_it_has_changed(
+    tmp_path: Path,
+) -> None:
+    ledger, database = (
+        demo_ledger(tmp_path / 'l.db', seconds=20.0, runs=2),
+        tmp_path / 'monitoring.db',
+    )
     with closing(sqlite3.connect(database)) as db, db:
         db.execute('CREATE TABLE task (task_id INTEGER)')
     copy(database, ledger, 'run-1')
@@ -42,27 +47,32 @@ def test_a_run_is_copied_beside_what_is_there_and_copied_again_when_it_has_chang
 
     again = Ledger(ledger)
     again.begin_run('run-2', at=2e9, parsl_run_dir='', command='')
-    again.trainer(name='x', at=2e9, spec={}, total_samples=1, samples=0)
+    again.trainers.submitted(name='x', at=2e9, spec={}, total_samples=1, samples=0)
     again.commit()
     copy(database, ledger, 'run-2')
-    again.trainer_state('x', at=2e9, state='finished')
+    again.trainers.state('x', at=2e9, state='finished')
     again.close()
     copy(database, ledger, 'run-2')
     with closing(sqlite3.connect(database)) as db:
-        assert db.execute("SELECT state, total_samples FROM freetrain_trainers WHERE run_id = 'run-2'").fetchall() == [('finished', 1)]
+        assert db.execute(
+            "SELECT state, total_samples FROM freetrain_trainers WHERE run_id = 'run-2'"
+        ).fetchall() == [('finished', 1)]
         assert db.execute('SELECT count(*) FROM task').fetchone() == (0,)
-        assert {f'freetrain_{t}' for t in GROWING} <= {name for (name,) in db.execute('SELECT name FROM sqlite_master')}
+        assert {f'freetrain_{t}' for t in GROWING} <= {
+            name for (name,) in db.execute('SELECT name FROM sqlite_master')
+        }
 
 
 def test_what_is_copied_in_the_end_is_complete_and_a_locked_database_harms_nobody(
-        tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('parsl_freetrain.executor.mirror.BUSY_S', 0.05)
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr('parsl_freetrain.executor.monitoring_export.BUSY_S', 0.05)
     ledger, database = demo_ledger(tmp_path / 'l.db', seconds=20.0), tmp_path / 'monitoring.db'
     mirror = Mirror(period_s=0.05)
     with closing(sqlite3.connect(database, isolation_level=None)) as db:
         db.execute('BEGIN EXCLUSIVE')
         mirror.start(f'sqlite:///{database}', ledger, 'run-0')
-        mirror.start(f'sqlite:///{database}', ledger, 'run-0')   # once is enough
+        mirror.start(f'sqlite:///{database}', ledger, 'run-0')  # once is enough
         while 'could not be copied' not in caplog.text:
             pass
         db.execute('ROLLBACK')
@@ -81,18 +91,34 @@ def test_only_sqlite_files_are_copied_into(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_parsls_monitoring_has_our_blocks_and_fragments(tmp_path: Path) -> None:
-    pytest.importorskip('sqlalchemy', reason="needs Parsl's monitoring: pip install 'parsl[monitoring]'")
+    pytest.importorskip(
+        'sqlalchemy', reason="needs Parsl's monitoring: pip install 'parsl[monitoring]'"
+    )
     from parsl.monitoring import MonitoringHub
 
-    executor = FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=1, poll_s=0.2), min_hole_s=1.0),
-                                 checkpoint_dir=str(tmp_path / 'checkpoints'), max_workers_per_node=0)
+    executor = FreeTrainExecutor(
+        provider=BackfillProvider(site=LocalSite(nodes=1, poll_s=0.2), min_hole_s=1.0),
+        checkpoint_dir=str(tmp_path / 'checkpoints'),
+        max_workers_per_node=0,
+    )
     hub = MonitoringHub(resource_monitoring_interval=1)
-    with parsl.load(Config(executors=[executor], strategy='none', run_dir=str(tmp_path / 'runinfo'), monitoring=hub)) as dfk:
+    with parsl.load(
+        Config(
+            executors=[executor], strategy='none', run_dir=str(tmp_path / 'runinfo'), monitoring=hub
+        )
+    ) as dfk:
         assert freetrain_app(max_nodes=1, total_epochs=2)(fit)().result().samples == 192
         run = dfk.run_id
     with closing(sqlite3.connect(tmp_path / 'runinfo' / 'monitoring.db')) as db:
-        assert db.execute("SELECT count(*) FROM block WHERE run_id = ? AND status = 'RUNNING'", (run,)).fetchone()[0] >= 1
+        assert (
+            db.execute(
+                "SELECT count(*) FROM block WHERE run_id = ? AND status = 'RUNNING'", (run,)
+            ).fetchone()[0]
+            >= 1
+        )
         fragments = db.execute(
             'SELECT f.trainer, f.ending, t.task_func_name FROM freetrain_fragments f JOIN task t '
-            'ON t.run_id = f.run_id AND t.task_id = f.task_id WHERE f.run_id = ?', (run,)).fetchall()
+            'ON t.run_id = f.run_id AND t.task_id = f.task_id WHERE f.run_id = ?',
+            (run,),
+        ).fetchall()
     assert fragments == [('fit', 'finished', 'fragment_task')]

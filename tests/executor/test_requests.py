@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.executor.requests import Request, Requests, ask, requests_folder
 
 
@@ -38,13 +38,18 @@ def test_a_request_is_answered_and_leaves_nothing(ledger: Path) -> None:
     finally:
         over.set()
         server.join()
-    assert [(r.verb, r.trainer, r.options) for r in taken] == [('preempt', 'cnn', {'grace_s': 2.5}), ('preempt', 'other', {})]
+    assert [(r.verb, r.trainer, r.options) for r in taken] == [
+        ('preempt', 'cnn', {'grace_s': 2.5}),
+        ('preempt', 'other', {}),
+    ]
     folder = requests_folder(ledger)
     assert not list(folder.iterdir())
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_run_that_is_over_does_not_answer_and_a_new_one_does_not_do_what_an_old_one_was_asked(ledger: Path) -> None:
+def test_a_run_that_is_over_does_not_answer_and_a_new_one_does_not_do_what_an_old_one_was_asked(
+    ledger: Path,
+) -> None:
     folder = requests_folder(ledger)
     Requests(folder)
     with pytest.raises(BadInput, match=r'No run answered within 0\.2 s'):
@@ -58,7 +63,9 @@ def test_without_a_run_there_is_nobody_to_ask(tmp_path: Path) -> None:
         ask(tmp_path / 'ledger.sqlite', 'preempt', 'cnn', {}, 1)
 
 
-@pytest.mark.parametrize('content', ['', '{"verb": 3', '[1]', '{"verb": "preempt", "trainer": "cnn", "options": 7}'])
+@pytest.mark.parametrize(
+    'content', ['', '{"verb": 3', '[1]', '{"verb": "preempt", "trainer": "cnn", "options": 7}']
+)
 def test_nonsense_is_dropped(ledger: Path, content: str) -> None:
     requests = Requests(requests_folder(ledger))
     (requests_folder(ledger) / 'x.request').write_text(content)

@@ -1,4 +1,6 @@
-"""Rescaling while training goes on: the next ranks are ready and the state is in memory, and what it costs is measured and used."""
+"""Rescaling while training goes on: the next ranks are ready and the state is in memory, and what
+it costs is measured and used.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,26 @@ from typing import Any
 
 import pytest
 
-from parsl_freetrain.app import freetrain_app
+from parsl_freetrain import (
+    Checkpoints,
+    FragmentContext,
+    LocalSite,
+    Reproducible,
+    Scaling,
+    freetrain_app,
+    same_weights,
+)
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.sites.local import LocalSite
-from parsl_freetrain.training.context import FragmentContext
-from parsl_freetrain.training.export import same_weights
 from tests.support.training import fit, freetrain
-from tests.support.waiting import wait_until
+from tests.support.waiting import LIMIT_S, wait_until
 
-LONG = 240.0   # seconds; a bound for what takes a few
 SCALING = {1: 1.0, 2: 1.9}
 
 
 def loads_first(ctx: FragmentContext, go: str) -> None:
-    """As ``fit``, but says when it has loaded its data, and trains slowly until there is a file ``go``."""
+    """As ``fit``, but says when it has loaded its data, and trains slowly until there is a file
+    ``go``.
+    """
     print('loaded')
 
     class Paced:
@@ -34,13 +42,17 @@ def loads_first(ctx: FragmentContext, go: str) -> None:
         def report(self, **numbers: float) -> None:
             if not Path(go).exists():
                 time.sleep(0.1)
+
     fit(Paced())  # type: ignore[arg-type]
 
 
 def costs_bid(ledger: Path, name: str) -> tuple[float, float]:
     """What the newest question to the allocator took a rescale to cost."""
     with sqlite3.connect(ledger) as connection:
-        rows = [json.loads(row[0]) for row in connection.execute('SELECT problem FROM problems ORDER BY rowid')]
+        rows = [
+            json.loads(row[0])
+            for row in connection.execute('SELECT problem FROM problems ORDER BY rowid')
+        ]
     connection.close()
     trainer = [t for row in rows for t in row['trainers'] if t['name'] == name][-1]
     return trainer['rescale_up_s'], trainer['rescale_down_s']
@@ -49,8 +61,16 @@ def costs_bid(ledger: Path, name: str) -> tuple[float, float]:
 @pytest.mark.slow
 def test_a_rescale_finds_the_next_ranks_ready_and_the_state_in_memory(tmp_path: Path) -> None:
     go, soon, later = (tmp_path / name for name in ('go', 'soon', 'later'))
-    long = freetrain_app(max_nodes=2, total_epochs=20, scaling=SCALING, shards=2, rescale_up_s=0.25, checkpoint_every_s=LONG)(loads_first)
-    short = freetrain_app(max_nodes=1, total_epochs=20, scaling=SCALING, shards=2)(loads_first)
+    long = freetrain_app(
+        max_nodes=2,
+        total_epochs=20,
+        scaling=Scaling(rate=SCALING, rescale_up_s=0.25),
+        mode=Reproducible(shards=2),
+        checkpoints=Checkpoints(every_s=3600.0),
+    )(loads_first)
+    short = freetrain_app(
+        max_nodes=1, total_epochs=20, scaling=Scaling(rate=SCALING), mode=Reproducible(shards=2)
+    )(loads_first)
     with freetrain(tmp_path, LocalSite(nodes=2, poll_s=0.2), horizon_s=60.0) as executor:
         before = short(str(soon), trainer_name='before')
         wait_until(lambda: before.progress().samples > 0, 'the first node is not used')
@@ -63,32 +83,44 @@ def test_a_rescale_finds_the_next_ranks_ready_and_the_state_in_memory(tmp_path: 
                 now = first.progress()
                 samples.extend([now.samples] * (now.nodes == nodes))
                 return len(samples) > 1 and now.samples > samples[0] and now.nodes == nodes
+
             return look
+
         wait_until(trains_on(1), 'it does not train on the second node')
         soon.touch()
-        alone = before.result(LONG)
+        alone = before.result(LIMIT_S)
         wait_until(trains_on(2), 'it does not get the first node')
         behind = short(str(later), trainer_name='behind')
         wait_until(trains_on(1), 'it does not go on with one node')
         later.touch()
-        behind.result(LONG)
+        behind.result(LIMIT_S)
         go.touch()
-        result = first.result(LONG)
+        result = first.result(LIMIT_S)
     assert same_weights(result, alone)
     with Reader(executor.ledger_path) as ledger:
-        measured = [e['detail'] for e in ledger.events() if e['kind'] == 'Rescaled' and e['trainer'] == first.name]
+        measured = [
+            e['detail']
+            for e in ledger.events()
+            if e['kind'] == 'Rescaled' and e['trainer'] == first.name
+        ]
         story = [f for f in ledger.story().fragments if f.trainer == first.name]
     assert [(m['before'], m['after']) for m in measured][:2] == [(1, 2), (2, 1)]
     assert all(m['seconds'] > 0 for m in measured)
     up_s, down_s = costs_bid(executor.ledger_path, 'long')
-    assert up_s == 0.25   # as stated
+    assert up_s == 0.25  # as stated
     assert down_s == pytest.approx(measured[1]['seconds'])
-    # It had rank 0 on the node that it began on. Which one stays goes by the nodes' names, which are drawn: that one or the other.
+    # It had rank 0 on the node that it began on. Which one stays goes by the nodes' names, which
+    # are drawn: that one or the other.
     assert set(story[0].nodes) < set(story[1].nodes) > set(story[2].nodes)
     logs = tmp_path / 'checkpoints' / 'long' / 'logs'
     for fragment in story[1:3]:
-        said = [log.read_text() for log in logs.glob(f'fragment-{fragment.fragment:06d}-rank-*.log')]
+        said = [
+            log.read_text() for log in logs.glob(f'fragment-{fragment.fragment:06d}-rank-*.log')
+        ]
         assert len(said) == len(fragment.nodes)
         assert all('as it is in memory' in text for text in said)
-        assert all(text.index('loaded') < text.index(f'fragment {fragment.fragment}: rank') for text in said), said
+        assert all(
+            text.index('loaded') < text.index(f'fragment {fragment.fragment}: rank')
+            for text in said
+        ), said
     assert not list(logs.glob('ahead-of-*'))

@@ -10,18 +10,24 @@ import parsl
 import pytest
 from parsl.app.app import python_app
 
-from parsl_freetrain.app import freetrain_app
-from parsl_freetrain.core.errors import BadInput, TrainerFailed
-from parsl_freetrain.core.words import Checkpoint
+from parsl_freetrain import (
+    BadInput,
+    Checkpoint,
+    Checkpoints,
+    LocalSite,
+    Reproducible,
+    Scaling,
+    TrainerFailed,
+    freetrain_app,
+    same_weights,
+)
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.summary import summary
-from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.schedule import IdleInterval, Schedule
-from parsl_freetrain.training.export import same_weights
 from tests.support.training import fit, freetrain
+from tests.support.waiting import LIMIT_S
 
 SCALING = {1: 1.0, 2: 1.9, 4: 3.5}
-LONG = 300   # seconds; a bound for what takes a few
 
 
 def site(nodes: int, schedule: Schedule | None = None, **settings: object) -> LocalSite:
@@ -29,7 +35,7 @@ def site(nodes: int, schedule: Schedule | None = None, **settings: object) -> Lo
 
 
 def test_two_trainers_finish_and_their_checkpoints_feed_an_ordinary_app(tmp_path: Path) -> None:
-    trainer = freetrain_app(max_nodes=2, total_epochs=2, scaling=SCALING)(fit)
+    trainer = freetrain_app(max_nodes=2, total_epochs=2, scaling=Scaling(rate=SCALING))(fit)
 
     @python_app
     def samples(one: Checkpoint, other: Checkpoint) -> int:
@@ -37,14 +43,16 @@ def test_two_trainers_finish_and_their_checkpoints_feed_an_ordinary_app(tmp_path
 
     with freetrain(tmp_path, site(2), max_workers_per_node=1) as executor:
         first, second = trainer(), trainer(trainer_name='other')
-        assert samples(first, second).result(LONG) == 2 * 192
+        assert samples(first, second).result(LIMIT_S) == 2 * 192
         assert (first.name, first.state, first.progress().total_samples) == ('fit', 'finished', 192)
         assert first.result().metrics.keys() == {'loss'}
         assert same_weights(first.result(), second.result())
         assert all(f.result().samples <= 192 for f in first.checkpoints)
     with Reader(executor.ledger_path) as ledger:
         found = summary(ledger)
-    assert found['trainers']['fit']['samples'] == found['trainers']['fit']['samples_expected'] == 192
+    assert (
+        found['trainers']['fit']['samples'] == found['trainers']['fit']['samples_expected'] == 192
+    )
     seconds = found['node_s']
     assert seconds['trained'] > 0
     assert seconds['offered'] == pytest.approx(sum(v for k, v in seconds.items() if k != 'offered'))
@@ -53,12 +61,19 @@ def test_two_trainers_finish_and_their_checkpoints_feed_an_ordinary_app(tmp_path
 @pytest.mark.slow
 def test_kills_and_rescales_do_not_change_the_result(tmp_path: Path) -> None:
     """Nodes come one after the other and are killed; the weights are those of a run on one node."""
-    killed = Schedule([IdleInterval(0, 20, 'a'), IdleInterval(10, 900, 'b'), IdleInterval(26, 900, 'c')])
-    settings = {'total_epochs': 40, 'scaling': SCALING, 'checkpoint_every_s': 1.0, 'shards': 4, 'rescale_up_s': 0.1, 'rescale_down_s': 0.1}
+    killed = Schedule(
+        [IdleInterval(0, 20, 'a'), IdleInterval(10, 900, 'b'), IdleInterval(26, 900, 'c')]
+    )
+    settings = {
+        'total_epochs': 40,
+        'scaling': Scaling(rate=SCALING, rescale_up_s=0.1, rescale_down_s=0.1),
+        'checkpoints': Checkpoints(every_s=1.0),
+        'mode': Reproducible(shards=4),
+    }
     with freetrain(tmp_path / 'holes', site(3, killed), horizon_s=20.0) as executor:
-        in_holes = freetrain_app(max_nodes=3, **settings)(fit)(pause_s=0.02).result(LONG)  # type: ignore[arg-type]
+        in_holes = freetrain_app(max_nodes=3, **settings)(fit)(pause_s=0.02).result(LIMIT_S)  # type: ignore[arg-type]
     with freetrain(tmp_path / 'alone', site(1)):
-        alone = freetrain_app(max_nodes=1, **settings)(fit)().result(LONG)  # type: ignore[arg-type]
+        alone = freetrain_app(max_nodes=1, **settings)(fit)().result(LIMIT_S)  # type: ignore[arg-type]
     assert in_holes.samples == alone.samples == 40 * 96
     assert same_weights(in_holes, alone)
     with Reader(executor.ledger_path) as ledger:
@@ -69,32 +84,46 @@ def test_kills_and_rescales_do_not_change_the_result(tmp_path: Path) -> None:
 
 
 def test_an_exception_ends_its_trainer_alone(tmp_path: Path) -> None:
-    trainer = freetrain_app(max_nodes=1, total_epochs=3, scaling=SCALING)(fit)
+    trainer = freetrain_app(max_nodes=1, total_epochs=3, scaling=Scaling(rate=SCALING))(fit)
     with freetrain(tmp_path, site(2)):
         bad, good = trainer(fail_at=40, trainer_name='bad'), trainer(trainer_name='good')
         with pytest.raises(ValueError, match='no more after 40 samples') as caught:
-            bad.result(LONG)
-        assert good.result(LONG).samples == 288
+            bad.result(LIMIT_S)
+        assert good.result(LIMIT_S).samples == 288
     [note] = caught.value.__notes__
     assert "fragment 1 of trainer 'bad'" in note
-    log = Path(note.partition('its output is in ')[2].partition(';')[0].partition('.log')[0] + '.log')
+    log = Path(
+        note.partition('its output is in ')[2].partition(';')[0].partition('.log')[0] + '.log'
+    )
     assert 'no more after 40 samples' in log.read_text()
     assert 'in fit' in note
     assert bad.state == 'failed'
 
 
 def test_errors_cost_retries_and_then_the_error_comes_out(tmp_path: Path) -> None:
-    trainer = freetrain_app(max_nodes=1, total_epochs=3, scaling=SCALING, checkpoint_every_s=0.01)(fit)
-    with freetrain(tmp_path, site(1), retries=2) as executor:
+    trainer = freetrain_app(
+        max_nodes=1,
+        total_epochs=3,
+        scaling=Scaling(rate=SCALING),
+        checkpoints=Checkpoints(every_s=0.01),
+    )(fit)
+    with freetrain(tmp_path, site(1), parsl_retries=2) as executor:
         executor  # noqa: B018
         future = trainer(fail_at=40)
         with pytest.raises(ValueError, match='no more'):
-            future.result(LONG)
-        assert future.progress().fragments == 1   # Parsl's retries are for its own tasks; ours is FreeTrainExecutor(retries=)
+            future.result(LIMIT_S)
+        assert (
+            future.progress().fragments == 1
+        )  # Parsl's retries are for its own tasks; ours is Policy(retries=)
 
 
 def test_cancel_stops_with_a_checkpoint_and_the_same_call_continues(tmp_path: Path) -> None:
-    trainer = freetrain_app(max_nodes=1, total_epochs=20, scaling=SCALING, checkpoint_every_s=0.2)(fit)
+    trainer = freetrain_app(
+        max_nodes=1,
+        total_epochs=20,
+        scaling=Scaling(rate=SCALING),
+        checkpoints=Checkpoints(every_s=0.2),
+    )(fit)
     with freetrain(tmp_path, site(1)):
         future = trainer(pause_s=0.05)
         begun = threading.Event()
@@ -102,21 +131,26 @@ def test_cancel_stops_with_a_checkpoint_and_the_same_call_continues(tmp_path: Pa
             begun.wait(0.05)
         assert future.cancel()
         with pytest.raises(CancelledError):
-            future.result(LONG)
+            future.result(LIMIT_S)
         assert future.state == 'cancelled'
         assert not future.cancel()
         assert future.checkpoint is not None
         assert 0 < future.checkpoint.samples < 20 * 96
     with freetrain(tmp_path, site(1), resume='require'):
         resumed = trainer()
-        assert resumed.result(LONG).samples == 20 * 96
+        assert resumed.result(LIMIT_S).samples == 20 * 96
         assert resumed.progress().fragments >= 1
     with freetrain(tmp_path / 'alone', site(1)):
-        assert same_weights(resumed.result(), trainer().result(LONG))
+        assert same_weights(resumed.result(), trainer().result(LIMIT_S))
 
 
 def test_leaving_the_workflow_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
-    trainer = freetrain_app(max_nodes=1, total_epochs=1000, scaling=SCALING, checkpoint_every_s=100)(fit)
+    trainer = freetrain_app(
+        max_nodes=1,
+        total_epochs=1000,
+        scaling=Scaling(rate=SCALING),
+        checkpoints=Checkpoints(every_s=100),
+    )(fit)
     with freetrain(tmp_path, site(1)):
         future = trainer(pause_s=0.05)
         while future.progress().samples == 0:
@@ -128,7 +162,7 @@ def test_leaving_the_workflow_saves_and_says_how_to_go_on(tmp_path: Path) -> Non
 
 
 def test_arguments_that_are_futures_are_waited_for(tmp_path: Path) -> None:
-    trainer = freetrain_app(max_nodes=1, total_epochs=1, scaling=SCALING)(fit)
+    trainer = freetrain_app(max_nodes=1, total_epochs=1, scaling=Scaling(rate=SCALING))(fit)
 
     @python_app
     def pause() -> float:
@@ -140,9 +174,9 @@ def test_arguments_that_are_futures_are_waited_for(tmp_path: Path) -> None:
 
     with freetrain(tmp_path, site(1), max_workers_per_node=1):
         good, bad = trainer(pause_s=pause()), trainer(pause_s=broken(), trainer_name='bad')
-        assert good.result(LONG).samples == 96
+        assert good.result(LIMIT_S).samples == 96
         with pytest.raises(TrainerFailed, match=r'one of its arguments failed.*no pause'):
-            bad.result(LONG)
+            bad.result(LIMIT_S)
 
 
 def test_closures_and_defaults_travel(tmp_path: Path) -> None:
@@ -154,12 +188,12 @@ def test_closures_and_defaults_travel(tmp_path: Path) -> None:
         ctx.report(bonus=bonus)
 
     with freetrain(tmp_path, site(1)):
-        assert closure(bonus=2).result(LONG).metrics['bonus'] == 2
+        assert closure(bonus=2).result(LIMIT_S).metrics['bonus'] == 2
 
 
 def test_a_checkpoint_folder_of_another_trainer_is_refused(tmp_path: Path) -> None:
     with freetrain(tmp_path, site(1)):
-        freetrain_app(max_nodes=1, total_epochs=1)(fit)(trainer_name='x').result(LONG)
+        freetrain_app(max_nodes=1, total_epochs=1)(fit)(trainer_name='x').result(LIMIT_S)
     with freetrain(tmp_path, site(1)), pytest.raises(BadInput, match='another'):
-        freetrain_app(max_nodes=1, total_epochs=1, seed=9)(fit)(trainer_name='x')
+        freetrain_app(max_nodes=1, total_epochs=1, mode=Reproducible(seed=9))(fit)(trainer_name='x')
     parsl.clear()

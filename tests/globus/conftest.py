@@ -1,7 +1,9 @@
-"""An environment with Globus Compute: it needs older versions of some packages than everything else does.
+"""An environment with Globus Compute: it needs older versions of some packages than everything else
+does.
 
-Where it is installed beside the tests (``pip install 'parsl-freetrain[globus]'``), the tests in ``endpoint/`` are collected as any others.
-Elsewhere ``test_in_its_environment.py`` makes one, once, and runs them there.
+Where it is installed beside the tests (``pip install 'parsl-freetrain[globus]'``), the tests in
+``endpoint/`` are collected as any others. Elsewhere ``test_in_its_environment.py`` makes one, once,
+and runs them there.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ collect_ignore = ['test_in_its_environment.py'] if HERE else ['endpoint']
 
 @pytest.fixture(scope='session')
 def globus_python(pytestconfig: pytest.Config) -> Path:
-    """The Python of the environment; kept in pytest's cache until the constraints change. Skips where nothing can be installed."""
+    """The Python of the environment; kept in pytest's cache until the constraints change. Skips
+    where nothing can be installed.
+    """
     assert pytestconfig.cache is not None
     key = hashlib.sha256(CONSTRAINTS.read_bytes() + sys.version.encode()).hexdigest()[:12]
     folder = pytestconfig.cache.mkdir('globus') / key
@@ -35,12 +39,35 @@ def globus_python(pytestconfig: pytest.Config) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         venv.create(folder, with_pip=True)
         # What a test's own processes are known by must not stay with pip's.
-        kept = {name: value for name, value in os.environ.items() if not name.startswith('FREETRAIN_TEST')}
-        done = subprocess.run([folder / 'bin' / 'python', '-m', 'pip', 'install', '--quiet', '--disable-pip-version-check',
-                               '-c', CONSTRAINTS, 'globus-compute-endpoint'], env=kept, stdin=subprocess.DEVNULL, capture_output=True,
-                              text=True, timeout=INSTALL_S, check=False)
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith('FREETRAIN_TEST')
+        }
+        done = subprocess.run(
+            [
+                folder / 'bin' / 'python',
+                '-m',
+                'pip',
+                'install',
+                '--quiet',
+                '--disable-pip-version-check',
+                '-c',
+                CONSTRAINTS,
+                'globus-compute-endpoint',
+            ],
+            env=kept,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_S,
+            check=False,
+        )
         if done.returncode:
-            pytest.skip(f'needs Globus Compute, which cannot be installed here: {done.stderr.strip()[-300:]}')
+            pytest.skip(
+                'needs Globus Compute, which cannot be installed here: '
+                f'{done.stderr.strip()[-300:]}'
+            )
         # Everything else comes from the environment of the tests; what both have, from this one.
         (packages,) = (folder / 'lib').glob('python*/site-packages')
         lines = [f'import site; site.addsitedir({path!r})\n' for path in site.getsitepackages()]

@@ -13,22 +13,39 @@ import joblib
 import numpy
 import pytest
 
-from parsl_freetrain.app import Retention, Scaled, Shape, freetrain_app
-from parsl_freetrain.cli.endpoint import ask_endpoint, of_endpoint
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.executor import orders
-from parsl_freetrain.executor.orders import Order, compare, describe, described, refuse_differences, versions_here
-from parsl_freetrain.executor.payload import pack
-from parsl_freetrain.executor.requirements import modules_needed
+from parsl_freetrain import (
+    BadInput,
+    Checkpoints,
+    Owner,
+    Retention,
+    Samples,
+    Scaled,
+    Scaling,
+    Shape,
+    Throughput,
+    freetrain_app,
+)
+from parsl_freetrain.cli.doctor.endpoint import ask_endpoint, of_endpoint
+from parsl_freetrain.executor.fragment.payload import pack
+from parsl_freetrain.executor.globus import protocol as orders
+from parsl_freetrain.executor.globus.protocol import (
+    Order,
+    compare,
+    refuse_differences,
+    versions_here,
+)
+from parsl_freetrain.executor.globus.requirements import modules_needed
 
 
 def train(ctx: Any) -> object:
     import pandas.api
+
     try:
         import one_that_may_be_missing  # type: ignore[import-not-found]
     except ImportError:
         one_that_may_be_missing = None
     from os import path
+
     return joblib, pandas.api, path, one_that_may_be_missing
 
 
@@ -36,35 +53,62 @@ def quiet(ctx: Any) -> None:
     pass
 
 
-@pytest.mark.parametrize(('function', 'arguments', 'needed'), [
-    (train, (), {'joblib', 'pandas'}),
-    (quiet, (), set()),
-    (quiet, (numpy.float32(1), {'deep': [numpy.zeros(3)]}), {'numpy'}),
-    (joblib.dump, (), {'joblib'}),
-])
-def test_modules_that_are_needed(function: Callable[..., Any], arguments: tuple[Any, ...], needed: set[str]) -> None:
+@pytest.mark.parametrize(
+    ('function', 'arguments', 'needed'),
+    [
+        (train, (), {'joblib', 'pandas'}),
+        (quiet, (), set()),
+        (quiet, (numpy.float32(1), {'deep': [numpy.zeros(3)]}), {'numpy'}),
+        (joblib.dump, (), {'joblib'}),
+    ],
+)
+def test_modules_that_are_needed(
+    function: Callable[..., Any], arguments: tuple[Any, ...], needed: set[str]
+) -> None:
     found = set(modules_needed(function, pack(function, arguments, {}, 'trainer')))
     assert needed <= found
-    assert found <= needed | {'cloudpickle', 'numpy'} - ({'numpy'} if function is quiet and not arguments else set())
+    assert found <= needed | {'cloudpickle', 'numpy'} - (
+        {'numpy'} if function is quiet and not arguments else set()
+    )
 
 
-@pytest.mark.parametrize('settings', [
-    {'total_samples': 100},
-    {'total_epochs': 2.5, 'max_nodes': 4, 'scaling': {1: 1.0, 4: 3.0}, 'keep_checkpoints': Retention(2, 5, 'loss'), 'retries': 0},
-    {'total_samples': 9, 'shapes': {1: Shape(), 2: Shape(spatial=(1, 2, 1))}, 'mode': 'throughput', 'finish_by': 1e9, 'user': 'anna',
-     'efficiency': {1: 1.0, 2: 0.5}},
-    {'total_epochs': 1, 'sizes': [2, 4], 'group': 'physics'},
-    {'total_epochs': 1, 'mode': 'scaled', 'scaled': Scaled(lr='sqrt'), 'on_nan': 'skip', 'priority': 2.0},
-])
+@pytest.mark.parametrize(
+    'settings',
+    [
+        {'total_samples': 100},
+        {
+            'total_epochs': 2.5,
+            'max_nodes': 4,
+            'scaling': Scaling(rate={1: 1.0, 4: 3.0}),
+            'checkpoints': Checkpoints(keep=Retention(2, 5, 'loss')),
+        },
+        {
+            'goal': Samples(9, finish_by=1e9),
+            'sizes': {1: Shape(), 2: Shape(spatial=(1, 2, 1))},
+            'mode': Throughput(),
+            'owner': Owner(user='anna'),
+            'scaling': Scaling(efficiency={1: 1.0, 2: 0.5}),
+        },
+        {'total_epochs': 1, 'sizes': [2, 4], 'owner': Owner(group='physics')},
+        {'total_epochs': 1, 'mode': Scaled(lr='sqrt', on_nan='skip'), 'owner': Owner(priority=2.0)},
+    ],
+)
 def test_a_description_is_json_and_says_everything(settings: dict[str, Any]) -> None:
-    app = freetrain_app(**{k: v for k, v in settings.items() if k != 'retries'})(quiet)
-    trainer, terms = app.settings.trainer('quiet'), app.settings.terms('/far/quiet')
-    order = Order('train', 'quiet', 'r1', versions=versions_here(), modules=('torch',),
-                  description=describe(trainer, app.settings.terms('/near'), app.identity(), None))
+    app = freetrain_app(**settings)(quiet)
+    order = Order(
+        'train',
+        'quiet',
+        'r1',
+        versions=versions_here(),
+        modules=('torch',),
+        spec=app.spec,
+        identity=app.identity(),
+    )
+    assert isinstance(json.loads(order.to_json()), dict)
     again = Order.from_json(order.to_json())
-    assert again == Order(**{**vars(order), 'description': json.loads(json.dumps(order.description))})
-    assert described(again.description, '/far/quiet') == (trainer, terms)
-    assert again.description['identity'] == app.identity()
+    assert again == order
+    assert again.spec is not None
+    assert again.spec.trainer('quiet') == app.spec.trainer('quiet')
 
 
 @pytest.mark.parametrize('wrong', [None, 'no json', '[]', '{"verb": "train", "speed": 3}', '{}'])
@@ -73,22 +117,40 @@ def test_an_order_of_another_version_is_bad_input(wrong: Any) -> None:
         Order.from_json(wrong)
 
 
-@pytest.mark.parametrize('change', [{'terms': {'speed': 1}}, {'trainer': {'curve': 3}}, {'terms': {'keep_checkpoints': {'last': 0}}}])
-def test_a_description_that_cannot_be_used_is_bad_input(change: dict[str, dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    'change',
+    [{'speed': 1}, {'scaling': {'rate': 3}}, {'checkpoints': {'keep': 0}}, {'goal': {'count': 1}}],
+)
+def test_a_specification_that_cannot_be_used_is_bad_input(change: dict[str, Any]) -> None:
     app = freetrain_app(total_samples=1)(quiet)
-    right = describe(app.settings.trainer('quiet'), app.settings.terms(''), app.identity(), None)
+    right = json.loads(Order('train', 'quiet', spec=app.spec).to_json())
     with pytest.raises(BadInput):
-        described({**right, **{k: {**right[k], **v} for k, v in change.items()}}, '/far')
+        Order.from_json(json.dumps({**right, 'spec': {**right['spec'], **change}}))
 
 
 def test_versions_fit_if_what_matters_is_the_same() -> None:
-    there = {'python': '3.11.2', 'parsl-freetrain': '2026.11.21', 'parsl': '2026.10.26', 'dill': '0.3.9', 'cloudpickle': '3.1.2',
-             'torch': '2.13.0+cu126'}
+    there = {
+        'python': '3.11.2',
+        'parsl-freetrain': '2026.11.21',
+        'parsl': '2026.10.26',
+        'dill': '0.3.9',
+        'cloudpickle': '3.1.2',
+        'torch': '2.13.0+cu126',
+    }
     here = {**there, 'python': '3.11.7', 'torch': '2.13.0+cpu', 'cloudpickle': '3.0.0'}
     refuse_differences(here, there)
-    refuse_differences({k: v for k, v in here.items() if k != 'torch'}, there)      # a laptop may do without
-    for name, version in (('python', '3.12.2'), ('parsl-freetrain', '2026.11.22'), ('dill', '0.4.1'), ('torch', '2.12.0')):
-        with pytest.raises(BadInput, match=f'{name} is .* here and {version} at the endpoint; install'):
+    refuse_differences(
+        {k: v for k, v in here.items() if k != 'torch'}, there
+    )  # a laptop may do without
+    for name, version in (
+        ('python', '3.12.2'),
+        ('parsl-freetrain', '2026.11.22'),
+        ('dill', '0.4.1'),
+        ('torch', '2.12.0'),
+    ):
+        with pytest.raises(
+            BadInput, match=f'{name} is .* here and {version} at the endpoint; install'
+        ):
             refuse_differences(here, {**there, name: version})
     with pytest.raises(BadInput, match='torch is .* here and - at the endpoint'):
         refuse_differences(here, {k: v for k, v in there.items() if k != 'torch'})

@@ -15,17 +15,26 @@ from typing import cast
 import numpy as np
 import pytest
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.events import NodesJoined, StartFragment
 from parsl_freetrain.ledger import connection
 from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.ledger.rows import DecisionSettings
 from parsl_freetrain.ledger.store import Ledger
+from tests.support.waiting import LIMIT_S
 
 ROOT = str(Path(__file__).parents[2])
+SETTINGS = DecisionSettings(ControllerSettings(horizon_s=90.0, caps={'user a': 3}), 'auto', 10.0)
+JOINED = NodesJoined(1002.0, 'b', ('b/x',), 1034.5)
+START = StartFragment('a', 1, ('b/x',), 1034.5, 64)
 
 
 def begun(path: Path, run: str = 'r0', at: float = 1000.0) -> Ledger:
     ledger = Ledger(path)
-    ledger.begin_run(run, at=at, parsl_run_dir='runinfo/000', command='python train.py')
+    ledger.begin_run(
+        run, at=at, parsl_run_dir='runinfo/000', command='python train.py', settings=SETTINGS
+    )
     return ledger
 
 
@@ -33,49 +42,118 @@ def test_everything_comes_back_as_it_was_told(tmp_path: Path) -> None:
     seen, loss = cast(int, np.int64(128)), cast(float, np.float32(0.5))  # what users report
     ledger = begun(tmp_path / 'l.db')
     ledger.event(
-        at=1001, kind='Tick', trainer='a', fragment=3, block='b', node='n', detail={'x': [1, 2], 'p': Path('/p')}
+        at=1001,
+        kind='Tick',
+        trainer='a',
+        fragment=3,
+        block='b',
+        node='n',
+        detail={'x': [1, 2], 'p': Path('/p')},
     )
-    ledger.decision(
-        at=1002, trigger='NodesJoined', nodes=4, status='optimal', solver='milp', objective=9.5, seconds=0.01,
-        staying=3.0, current={'a': 1}, allocation={'a': 4}, actions=['start a 1 on 4'],
+    ledger.decisions.batch(1002, [JOINED])
+    ledger.decisions.decision(
+        at=1002, trigger='NodesJoined', nodes=4, status='optimal', solver='milp', objective=9.5,
+        seconds=0.01, staying=3.0, current={'a': 1}, allocation={'a': 4}, actions=[START],
     )  # fmt: skip
-    ledger.trainer(name='a', at=1003, spec={'min_nodes': 1}, total_samples=None, samples=64)
-    ledger.trainer_total('a', 1000)
-    ledger.block_opened('b', at=1004, job_id='77', nodes=2, walltime_s=30.0, names=['x', 'y'])
-    ledger.node_joined('b/x', at=1005, block='b', name='x')
-    ledger.fragment_decided('a', 1, at=1006, task_id=None, nodes=['b/x'], deadline=1034.0, from_samples=64)
-    ledger.fragment_task('a', 1, 12)
-    ledger.fragment_started('a', 1, at=1007, samples=64)
-    ledger.fragment_progress('a', 1, at=1008, samples=seen, rate=64.0, metrics={'loss': loss})
-    ledger.checkpoint('a', 1, at=1009, samples=128, path='ck/1', seconds=0.25, metrics={'loss': float('nan')})
-    ledger.fragment_ended('a', 1, at=1010, ending='failed', samples=128, reached=192, error='bad name \udcff')
-    ledger.trainer_state('a', at=1011, state='failed', why='of it')
-    ledger.node_left('b/x', at=1012, how='taken')
-    ledger.block_until('b', until=1020.0)
-    ledger.block_closed('b', at=1013, how='taken')
-    ledger.offers([('x', 1000.0, 1013.0), ('y', 1000.0, None), ('z', 1000.0, float('inf'))])
+    ledger.trainers.submitted(
+        name='a', at=1003, spec={'min_nodes': 1}, total_samples=None, samples=64
+    )
+    ledger.trainers.total('a', 1000)
+    ledger.nodes.block_opened('b', at=1004, job_id='77', nodes=2, walltime_s=30.0, names=['x', 'y'])
+    ledger.nodes.joined('b/x', at=1005, block='b', name='x')
+    ledger.trainers.fragment_decided(
+        'a', 1, at=1006, task_id=None, nodes=['b/x'], deadline=1034.0, from_samples=64
+    )
+    ledger.trainers.fragment_task('a', 1, 12)
+    ledger.trainers.fragment_started('a', 1, at=1007, samples=64)
+    ledger.trainers.fragment_progress(
+        'a', 1, at=1008, samples=seen, rate=64.0, metrics={'loss': loss}
+    )
+    ledger.trainers.checkpoint(
+        'a',
+        1,
+        at=1009,
+        samples=128,
+        path='ck/1',
+        seconds=0.25,
+        pause_s=0.5,
+        metrics={'loss': float('nan')},
+    )
+    ledger.trainers.fragment_ended(
+        'a', 1, at=1010, ending='failed', samples=128, reached=192, error='bad name \udcff'
+    )
+    ledger.trainers.state('a', at=1011, state='failed', why='of it')
+    ledger.nodes.left('b/x', at=1012, how='taken')
+    ledger.nodes.block_until('b', until=1020.0)
+    ledger.nodes.block_closed('b', at=1013, how='taken')
+    ledger.nodes.offered([('x', 1000.0, 1013.0), ('y', 1000.0, None), ('z', 1000.0, float('inf'))])
     ledger.end_run('r0', at=1014, how='done')
     ledger.close()
     ledger.close()
 
     with Reader(tmp_path / 'l.db') as reader:
         story = reader.story('r0')
-        (event,), (decision,), (progress,) = reader.events(), reader.decisions('r0'), reader.progress()
+        [batch] = reader.batches(story.runs[0])
+        (event,), (decision,), (progress,) = (
+            reader.events(),
+            reader.decisions('r0'),
+            reader.progress(),
+        )
     (run,), (trainer,), (block,), (node,), (fragment,), (checkpoint,) = (
         story.runs, story.trainers, story.blocks, story.nodes, story.fragments, story.checkpoints
     )  # fmt: skip
-    assert (run.name, run.begun_at, run.ended_at, run.how, run.last_at) == ('r0', 1000, 1014, 'done', 1014)
+    assert (run.name, run.begun_at, run.ended_at, run.how, run.last_at) == (
+        'r0',
+        1000,
+        1014,
+        'done',
+        1014,
+    )
+    assert (batch.seq, batch.at, batch.events) == (1, 1002, (JOINED,)) and run.settings == SETTINGS
     assert event['detail'] == {'x': [1, 2], 'p': '/p'} and event['fragment'] == 3
     assert (
-        decision['allocation'] == {'a': 4} and decision['actions'] == ('start a 1 on 4',) and decision['staying'] == 3.0
+        decision['allocation'] == {'a': 4}
+        and (decision['actions'], decision['batch']) == ((START,), 1)
+        and decision['staying'] == 3.0
     )
-    assert (trainer.total_samples, trainer.first_samples, trainer.samples, trainer.state) == (1000, 64, 128, 'failed')
+    assert (trainer.total_samples, trainer.first_samples, trainer.samples, trainer.state) == (
+        1000,
+        64,
+        128,
+        'failed',
+    )
     assert (block.until, block.how, block.names) == (1020.0, 'taken', ('x', 'y'))
     assert (node.name, node.left_at) == ('x', 1012)
-    assert (fragment.task_id, fragment.nodes, fragment.started_at, fragment.ending) == (12, ('b/x',), 1007, 'failed')
+    assert (fragment.task_id, fragment.nodes, fragment.started_at, fragment.ending) == (
+        12,
+        ('b/x',),
+        1007,
+        'failed',
+    )
     assert fragment.metrics == {'loss': 0.5} == progress.metrics and fragment.error == 'bad name ?'
     assert checkpoint.path == 'ck/1' and checkpoint.metrics['loss'] != checkpoint.metrics['loss']
     assert [o.end for o in story.offers] == [1013.0, None, None]
+
+
+def test_offers_are_written_as_they_change(tmp_path: Path) -> None:
+    """Each row is what a site says of the last while, clipped; nothing is written twice."""
+    ledger = begun(tmp_path / 'l.db')
+    for rows in (
+        [('x', 0.0, 5.0), ('y', 0.0, 5.0)],
+        [('x', 0.0, 10.0), ('y', 0.0, 5.0)],
+        [('x', 2.0, 10.0), ('y', 2.0, 5.0)],
+        [('x', 4.0, 15.0), ('y', 4.0, 5.0), ('y', 12.0, 15.0)],
+    ):
+        changes = ledger._connection.total_changes
+        ledger.nodes.offered(rows)
+        ledger.commit()
+    assert ledger._connection.total_changes - changes == 3  # one is longer, one new; the run lives
+    ledger.close()
+    with Reader(tmp_path / 'l.db') as reader:
+        offers = reader.story().offers
+    assert [(o.name, o.start, o.end) for o in offers] == [
+        ('x', 0.0, 15.0), ('y', 0.0, 5.0), ('y', 12.0, 15.0)
+    ]  # fmt: skip
 
 
 def test_the_file_is_the_users_alone(tmp_path: Path) -> None:
@@ -96,8 +174,10 @@ def test_the_file_is_the_users_alone(tmp_path: Path) -> None:
 def test_a_resume_appends_and_the_older_fragment_of_the_same_number_stays(tmp_path: Path) -> None:
     for run, at in (('r0', 1000.0), ('r1', 2000.0)):
         ledger = begun(tmp_path / 'l.db', run, at)
-        ledger.trainer(name='a', at=at, spec={}, total_samples=10, samples=0)
-        ledger.fragment_decided('a', 1, at=at + 1, task_id=1, nodes=['n'], deadline=None, from_samples=0)
+        ledger.trainers.submitted(name='a', at=at, spec={}, total_samples=10, samples=0)
+        ledger.trainers.fragment_decided(
+            'a', 1, at=at + 1, task_id=1, nodes=['n'], deadline=None, from_samples=0
+        )
         ledger.close()
     with pytest.raises(BadInput, match="has a run 'r1' already"):
         begun(tmp_path / 'l.db', 'r1')
@@ -110,15 +190,19 @@ def test_a_resume_appends_and_the_older_fragment_of_the_same_number_stays(tmp_pa
 
 @pytest.mark.parametrize('opener', [Ledger, Reader])
 def test_what_is_no_ledger_gets_a_sentence(tmp_path: Path, opener: type[Ledger | Reader]) -> None:
-    newer, other, text = tmp_path / 'newer.db', tmp_path / 'other.db', tmp_path / 'notes.txt'
-    begun(newer).close()
-    with sqlite3.connect(newer) as db:
-        db.execute('PRAGMA user_version = 99')
+    newer, older, other, text = (
+        tmp_path / name for name in ('newer.db', 'older.db', 'other.db', 'notes.txt')
+    )
+    for path, version in ((newer, 99), (older, 2)):
+        begun(path).close()
+        with sqlite3.connect(path) as db:
+            db.execute(f'PRAGMA user_version = {version}')
     with sqlite3.connect(other) as db:
         db.execute('CREATE TABLE t (x)')
     text.write_text('not a database at all, whatever its name says\n' * 50)
     for path, says in (
         (newer, 'is a ledger of version 99'),
+        (older, 'is a ledger of version 2, and this parsl-freetrain reads version 3'),
         (other, 'not a FreeTrain'),
         (text, 'is not a FreeTrain ledger'),
     ):
@@ -135,8 +219,8 @@ def test_what_is_no_ledger_gets_a_sentence(tmp_path: Path, opener: type[Ledger |
 def test_nothing_is_seen_before_the_commit_and_all_of_it_after(tmp_path: Path) -> None:
     ledger = begun(tmp_path / 'l.db')
     with Reader(tmp_path / 'l.db') as reader:
-        ledger.trainer(name='a', at=1001, spec={}, total_samples=1, samples=0)
-        ledger.node_joined('n', at=1001, block='b', name='n')
+        ledger.trainers.submitted(name='a', at=1001, spec={}, total_samples=1, samples=0)
+        ledger.nodes.joined('n', at=1001, block='b', name='n')
         assert reader.story().trainers == () and reader.story().nodes == ()
         ledger.commit()
         assert len(reader.story().trainers) == len(reader.story().nodes) == 1
@@ -157,7 +241,7 @@ def test_another_process_reads_while_the_writer_lives(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
         check=True,
     )
     assert seen.stdout == "['first']\n"
@@ -172,10 +256,13 @@ def test_after_kill_9_all_that_was_committed_is_there(tmp_path: Path) -> None:
         'ledger.begin_run("r0", at=1.0, parsl_run_dir="", command="")\n'
         'i = 0\n'
         'while True:\n'
-        '    for _ in range(50): ledger.event(at=2.0 + i, kind=f"round {i}", detail={"x": "y" * 500})\n'
+        '    for _ in range(50): ledger.event(at=2.0 + i, kind=f"round {i}", '
+        'detail={"x": "y" * 500})\n'
         '    ledger.commit(); print(i, flush=True); i += 1\n'
     )
-    writer = subprocess.Popen([sys.executable, '-c', code, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    writer = subprocess.Popen(
+        [sys.executable, '-c', code, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert writer.stdout is not None
     committed = -1
     for line in writer.stdout:
@@ -185,7 +272,7 @@ def test_after_kill_9_all_that_was_committed_is_there(tmp_path: Path) -> None:
     writer.send_signal(signal.SIGKILL)
     # Rounds may have been told between the last line read and the end.
     committed = max([committed, *(int(line) for line in writer.stdout if line.endswith('\n'))])
-    writer.wait(60)
+    writer.wait(LIMIT_S)
     writer.stdout.close()
 
     with Reader(path) as reader:
@@ -238,7 +325,9 @@ def test_a_reader_that_is_open_meets_a_torn_commit(tmp_path: Path) -> None:
             'for i in range(200): db.execute(row, ("z" * 900,))\n'
             'os.kill(os.getpid(), signal.SIGKILL)\n'
         )
-        writer = subprocess.run([sys.executable, '-c', code, str(path)], timeout=60, check=False)
+        writer = subprocess.run(
+            [sys.executable, '-c', code, str(path)], timeout=LIMIT_S, check=False
+        )
         assert writer.returncode == -signal.SIGKILL
         assert (tmp_path / 'live' / 'l.db-journal').exists()
         assert [e['kind'] for e in reader.events()] == ['kept']
@@ -270,17 +359,17 @@ def test_one_thread_writes_until_it_has_ended(tmp_path: Path) -> None:
     def planner() -> None:
         ledger.event(at=1001, kind='Tick')
         told.set()
-        leave.wait(60)
+        leave.wait(LIMIT_S)
 
     thread = threading.Thread(target=planner, name='planner')
     thread.start()
     try:
-        assert told.wait(60)
+        assert told.wait(LIMIT_S)
         with pytest.raises(RuntimeError, match="written by thread 'planner' and was called from"):
             ledger.event(at=1002, kind='Tick')
     finally:
         leave.set()
-        thread.join(60)
+        thread.join(LIMIT_S)
     ledger.end_run('r0', at=1003, how='done')
     ledger.close()
     with Reader(tmp_path / 'l.db') as reader:

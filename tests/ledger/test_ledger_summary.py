@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from parsl_freetrain.core.allocation import Answer, Problem
-from parsl_freetrain.core.milp import MilpAllocator
+from parsl_freetrain.core.allocation.problem import Answer, Problem
+from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.store import Ledger
 from parsl_freetrain.ledger.summary import Remembering, efficiency, node_seconds, summary
@@ -17,27 +17,43 @@ SPEC = {'min_nodes': 1, 'max_nodes': 4, 'curve': {'nodes': [0, 1, 2, 4], 'rate':
 
 
 def two_fragments(path: Path, *, end: bool = True) -> Path:
-    """100 s on 2 nodes: a fragment on both that is killed after a checkpoint, then one on the node that is left."""
+    """100 s on 2 nodes: a fragment on both that is killed after a checkpoint, then one on the node
+    that is left.
+    """
     ledger = Ledger(path)
     ledger.begin_run('r0', at=1000, parsl_run_dir='', command='')
-    ledger.offers([('x', 1000, 1100), ('y', 1000, 1050)])
-    ledger.trainer(name='a', at=1000, spec=SPEC, total_samples=2000, samples=0)
+    ledger.nodes.offered([('x', 1000, 1100), ('y', 1000, 1050)])
+    ledger.trainers.submitted(name='a', at=1000, spec=SPEC, total_samples=2000, samples=0)
     for block, name in (('b0', 'x'), ('b1', 'y')):
-        ledger.block_opened(block, at=1001, job_id=None, nodes=1, walltime_s=None, names=[name])
-        ledger.node_joined(f'{block}/{name}', at=1004, block=block, name=name)
-    ledger.fragment_decided('a', 1, at=1005, task_id=1, nodes=['b0/x', 'b1/y'], deadline=None, from_samples=0)
-    ledger.fragment_started('a', 1, at=1007, samples=0)
-    ledger.checkpoint('a', 1, at=1027, samples=300, path='1', seconds=2.0, metrics={})
-    ledger.fragment_progress('a', 1, at=1049, samples=640, rate=16.0, metrics={'loss': 1.0})
-    ledger.node_left('b1/y', at=1047, how='taken')
-    ledger.block_closed('b1', at=1047.5, how='taken')
-    ledger.fragment_ended('a', 1, at=1049, ending='preempted', samples=300, reached=640)
-    ledger.fragment_decided('a', 2, at=1050, task_id=2, nodes=['b0/x'], deadline=None, from_samples=300)
-    ledger.fragment_started('a', 2, at=1051, samples=300)
-    ledger.fragment_progress('a', 2, at=1081, samples=600, rate=10.0, metrics={'loss': 0.5})
+        ledger.nodes.block_opened(
+            block, at=1001, job_id=None, nodes=1, walltime_s=None, names=[name]
+        )
+        ledger.nodes.joined(f'{block}/{name}', at=1004, block=block, name=name)
+    ledger.trainers.fragment_decided(
+        'a', 1, at=1005, task_id=1, nodes=['b0/x', 'b1/y'], deadline=None, from_samples=0
+    )
+    ledger.trainers.fragment_started('a', 1, at=1007, samples=0)
+    ledger.trainers.checkpoint(
+        'a', 1, at=1027, samples=300, path='1', seconds=2.0, pause_s=2.0, metrics={}
+    )
+    ledger.trainers.fragment_progress(
+        'a', 1, at=1049, samples=640, rate=16.0, metrics={'loss': 1.0}
+    )
+    ledger.nodes.left('b1/y', at=1047, how='taken')
+    ledger.nodes.block_closed('b1', at=1047.5, how='taken')
+    ledger.trainers.fragment_ended('a', 1, at=1049, ending='preempted', samples=300, reached=640)
+    ledger.trainers.fragment_decided(
+        'a', 2, at=1050, task_id=2, nodes=['b0/x'], deadline=None, from_samples=300
+    )
+    ledger.trainers.fragment_started('a', 2, at=1051, samples=300)
+    ledger.trainers.fragment_progress(
+        'a', 2, at=1081, samples=600, rate=10.0, metrics={'loss': 0.5}
+    )
     if end:
-        ledger.checkpoint('a', 2, at=1091, samples=690, path='2', seconds=1.0, metrics={})
-        ledger.fragment_ended('a', 2, at=1091, ending='stopped', samples=690, reached=690)
+        ledger.trainers.checkpoint(
+            'a', 2, at=1091, samples=690, path='2', seconds=1.0, pause_s=1.0, metrics={}
+        )
+        ledger.trainers.fragment_ended('a', 2, at=1091, ending='stopped', samples=690, reached=690)
         ledger.end_run('r0', at=1100, how='interrupted')
     ledger.close()
     return path
@@ -48,8 +64,9 @@ def test_the_summary_of_a_run(tmp_path: Path) -> None:
         found = summary(reader)
         assert found['node_s'] == node_seconds(reader, 'r0')
     assert found['trainers']['a'] == {
-        'fragments': 2, 'fragments_started': 2, 'why': '', 'preempted': 1, 'failed': 0, 'rescaled': 1, 'checkpoints': 2,
-        'samples': 690, 'samples_expected': 2000, 'samples_repeated': 340, 'state': 'waiting',
+        'fragments': 2, 'fragments_started': 2, 'why': '', 'preempted': 1, 'failed': 0,
+        'rescaled': 1, 'checkpoints': 2, 'samples': 690, 'samples_expected': 2000,
+        'samples_repeated': 340, 'state': 'queued',
     }  # fmt: skip
     assert (found['blocks'], found['blocks_killed'], found['wall_s']) == (2, 1, 100)
     assert found['node_s'] == {
@@ -66,6 +83,33 @@ def test_the_summary_of_a_run(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ('ending', 'trained', 'lost'), [('stopped', 98.0, 0.0), ('preempted', 50.0 - 12.0, 60.0)]
+)
+def test_training_goes_on_while_a_checkpoint_is_written_beside_it(
+    tmp_path: Path, ending: str, trained: float, lost: float
+) -> None:
+    """Copied from 38 to 40 s, written until 50 s: what is trained meanwhile is not in it."""
+    ledger = Ledger(tmp_path / 'l.db')
+    ledger.begin_run('r0', at=1000, parsl_run_dir='', command='')
+    ledger.nodes.offered([('x', 1000, 1100)])
+    ledger.trainers.submitted(name='a', at=1000, spec=SPEC, total_samples=2000, samples=0)
+    ledger.nodes.joined('b0/x', at=1000, block='b0', name='x')
+    ledger.trainers.fragment_decided(
+        'a', 1, at=1000, task_id=1, nodes=['b0/x'], deadline=None, from_samples=0
+    )
+    ledger.trainers.fragment_started('a', 1, at=1000, samples=0)
+    ledger.trainers.checkpoint(
+        'a', 1, at=1050, samples=380, path='1', seconds=10, pause_s=2, metrics={}
+    )
+    ledger.trainers.fragment_ended('a', 1, at=1100, ending=ending, samples=380, reached=980)
+    ledger.end_run('r0', at=1100, how='done')
+    ledger.close()
+    with Reader(tmp_path / 'l.db') as reader:
+        found = node_seconds(reader)
+    assert (found['checkpointing'], found['trained'], found['lost']) == (2.0, trained, lost)
+
+
 def test_a_run_that_was_cut_off_loses_what_its_fragment_did_not_save(tmp_path: Path) -> None:
     path = two_fragments(tmp_path / 'l.db', end=False)
     with Reader(path) as reader:
@@ -74,17 +118,22 @@ def test_a_run_that_was_cut_off_loses_what_its_fragment_did_not_save(tmp_path: P
         assert node_seconds(reader, now=1090.0)['lost'] == 42
     ledger = Ledger(path)
     ledger.begin_run('r1', at=5000, parsl_run_dir='', command='')
-    ledger.offers([('x', 5000, 9999)])
-    ledger.trainer(name='a', at=5000, spec=SPEC, total_samples=2000, samples=300)
-    ledger.fragment_decided('a', 2, at=5001, task_id=1, nodes=['b0/x'], deadline=None, from_samples=200)
+    ledger.nodes.offered([('x', 5000, 9999)])
+    ledger.trainers.submitted(name='a', at=5000, spec=SPEC, total_samples=2000, samples=300)
+    ledger.trainers.fragment_decided(
+        'a', 2, at=5001, task_id=1, nodes=['b0/x'], deadline=None, from_samples=200
+    )
     ledger.end_run('r1', at=5010, how='done')
     ledger.close()
     with Reader(path) as reader:
         found = summary(reader, now=6000.0)
         assert summary(reader, run='r1')['trainers']['a']['fragments'] == 1
-    # 340 of the killed one, 300 of the one that was cut off, 100 because an older checkpoint was used.
+    # 340 of the killed one, 300 of the one that was cut off, 100 because an older checkpoint was
+    # used.
     assert found['trainers']['a']['samples_repeated'] == 740
-    assert found['trainers']['a']['preempted'] == 3  # killed, cut off, and never ended by a run that has
+    assert (
+        found['trainers']['a']['preempted'] == 3
+    )  # killed, cut off, and never ended by a run that has
     assert found['wall_s'] == 81 + 10
     assert found['node_s']['lost'] == 42 + 30
     assert found['node_s']['offered'] == 81 + 50 + 10
@@ -93,27 +142,41 @@ def test_a_run_that_was_cut_off_loses_what_its_fragment_did_not_save(tmp_path: P
 def test_efficiency_by_hand(tmp_path: Path) -> None:
     with Reader(two_fragments(tmp_path / 'l.db')) as reader:
         # The pool: 150 node-seconds in 100 s, rounded to 2 nodes, all of them a's: 16 per second.
-        assert efficiency(reader, 1100.0, MilpAllocator())['a'] == pytest.approx((16 * 18 + 10 * 39) / (16 * 100))
+        assert efficiency(reader, 1100.0, MilpAllocator())['a'] == pytest.approx(
+            (16 * 18 + 10 * 39) / (16 * 100)
+        )
         # Before anything trained, and before anything was there.
-        assert efficiency(reader, 999.0, MilpAllocator(), run='r0') == efficiency(reader, 1100.0, MilpAllocator())
+        assert efficiency(reader, 999.0, MilpAllocator(), run='r0') == efficiency(
+            reader, 1100.0, MilpAllocator()
+        )
 
 
 def test_efficiency_shares_the_constant_pool_while_trainers_are_active(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / 'l.db')
     ledger.begin_run('r0', at=0, parsl_run_dir='', command='')
-    ledger.offers([(n, 0, None) for n in 'wxyz'])
+    ledger.nodes.offered([(n, 0, None) for n in 'wxyz'])
     for name in ('a', 'b', 'late'):
         curve = {} if name == 'late' else {'curve': {'nodes': [2, 4], 'rate': [20, 22]}}
-        ledger.trainer(
-            name=name, at=80 if name == 'late' else 0, spec={'max_nodes': 4, **curve}, total_samples=9, samples=0
+        ledger.trainers.submitted(
+            name=name,
+            at=80 if name == 'late' else 0,
+            spec={'max_nodes': 4, **curve},
+            total_samples=9,
+            samples=0,
         )
-        ledger.fragment_decided(
-            name, 1, at=80 if name == 'late' else 0, task_id=1, nodes=['w', 'x'], deadline=None, from_samples=0
+        ledger.trainers.fragment_decided(
+            name,
+            1,
+            at=80 if name == 'late' else 0,
+            task_id=1,
+            nodes=['w', 'x'],
+            deadline=None,
+            from_samples=0,
         )
-        ledger.fragment_started(name, 1, at=80 if name == 'late' else 0, samples=0)
+        ledger.trainers.fragment_started(name, 1, at=80 if name == 'late' else 0, samples=0)
     for name in ('a', 'b'):
-        ledger.fragment_ended(name, 1, at=50, ending='finished', samples=9, reached=9)
-        ledger.trainer_state(name, at=50, state='finished')
+        ledger.trainers.fragment_ended(name, 1, at=50, ending='finished', samples=9, reached=9)
+        ledger.trainers.state(name, at=50, state='finished')
     ledger.commit()
     asked: list[Problem] = []
 
@@ -127,7 +190,8 @@ def test_efficiency_shares_the_constant_pool_while_trainers_are_active(tmp_path:
         for _ in range(3):
             found = efficiency(reader, 100.0, remembering)
     ledger.close()
-    # Two nodes each is what the constant pool gives a and b too; late trains on 2 of the 4 it would have.
+    # Two nodes each is what the constant pool gives a and b too; late trains on 2 of the 4 it would
+    # have.
     assert found == {'a': pytest.approx(1.0), 'b': pytest.approx(1.0), 'late': pytest.approx(0.5)}
     assert [tuple(b.name for b in p.bids) for p in asked] == [('a', 'b'), ('late',)]
 
@@ -135,12 +199,20 @@ def test_efficiency_shares_the_constant_pool_while_trainers_are_active(tmp_path:
 def test_where_any_division_of_the_pool_is_as_good_it_is_even(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / 'l.db')
     ledger.begin_run('r0', at=0, parsl_run_dir='', command='')
-    ledger.offers([(n, 0, None) for n in 'uvwxyz'])
+    ledger.nodes.offered([(n, 0, None) for n in 'uvwxyz'])
     for name, nodes in (('a', 'uv'), ('b', 'wx'), ('c', 'yz')):
-        spec = {} if name == 'a' else {'curve': {'nodes': [1, 6], 'rate': [1, 6] if name == 'b' else [500, 3000]}}
-        ledger.trainer(name=name, at=0, spec=spec | {'max_nodes': 6}, total_samples=9, samples=0)
-        ledger.fragment_decided(name, 1, at=0, task_id=1, nodes=list(nodes), deadline=None, from_samples=0)
-        ledger.fragment_started(name, 1, at=0, samples=0)
+        spec = (
+            {}
+            if name == 'a'
+            else {'curve': {'nodes': [1, 6], 'rate': [1, 6] if name == 'b' else [500, 3000]}}
+        )
+        ledger.trainers.submitted(
+            name=name, at=0, spec=spec | {'max_nodes': 6}, total_samples=9, samples=0
+        )
+        ledger.trainers.fragment_decided(
+            name, 1, at=0, task_id=1, nodes=list(nodes), deadline=None, from_samples=0
+        )
+        ledger.trainers.fragment_started(name, 1, at=0, samples=0)
     ledger.commit()
     with Reader(tmp_path / 'l.db') as reader:
         found = efficiency(reader, 50.0, MilpAllocator())
@@ -151,10 +223,14 @@ def test_where_any_division_of_the_pool_is_as_good_it_is_even(tmp_path: Path) ->
 def test_efficiency_is_unknown_where_the_pool_has_nothing_for_a_trainer(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / 'l.db')
     ledger.begin_run('r0', at=0, parsl_run_dir='', command='')
-    ledger.trainer(name='a', at=0, spec={}, total_samples=None, samples=0)
+    ledger.trainers.submitted(name='a', at=0, spec={}, total_samples=None, samples=0)
     ledger.commit()
     with Reader(tmp_path / 'l.db') as reader:
-        assert efficiency(reader, 0.0, MilpAllocator()) == efficiency(reader, 50.0, MilpAllocator()) == {'a': None}
+        assert (
+            efficiency(reader, 0.0, MilpAllocator())
+            == efficiency(reader, 50.0, MilpAllocator())
+            == {'a': None}
+        )
         assert summary(reader)['trainers']['a']['samples_expected'] is None
     ledger.close()
 
@@ -163,6 +239,8 @@ def test_a_realistic_run_adds_up(tmp_path: Path) -> None:
     with Reader(demo_ledger(tmp_path / 'l.db', runs=2, seconds=60.0)) as reader:
         found = summary(reader)
     node_s = found['node_s']
-    assert sum(v for k, v in node_s.items() if k != 'offered') == pytest.approx(node_s['offered'], abs=1e-6)
+    assert sum(v for k, v in node_s.items() if k != 'offered') == pytest.approx(
+        node_s['offered'], abs=1e-6
+    )
     assert all(v > 0 for v in node_s.values())
     assert found['blocks_killed'] > 0 and all(t['rescaled'] > 0 for t in found['trainers'].values())

@@ -9,61 +9,121 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.ledger.intervals import Interval, clip, intersect, length, merge, subtract
-from parsl_freetrain.ledger.rows import BlockRow, CheckpointRow, FragmentRow, NodeRow, Offer, Run, Story
+from parsl_freetrain.ledger.rows import (
+    BlockRow,
+    CheckpointRow,
+    FragmentRow,
+    NodeRow,
+    Offer,
+    RunHistory,
+    RunRow,
+)
 from parsl_freetrain.ledger.timeline import killed_blocks, node_seconds_of
 
 LAST = 30
 seconds = st.integers(0, LAST)
 maybe = st.none() | seconds
-spans = st.lists(st.tuples(seconds, seconds).map(lambda ab: (float(ab[0]), float(ab[1]))), max_size=6)
+spans = st.lists(
+    st.tuples(seconds, seconds).map(lambda ab: (float(ab[0]), float(ab[1]))), max_size=6
+)
 
 
 @st.composite
-def stories(draw: st.DrawFn) -> Story:
-    """Anything a confused writer might say: times in any order, overlaps, unknown nodes, missing ends."""
+def stories(draw: st.DrawFn) -> RunHistory:
+    """Anything a confused writer might say: times in any order, overlaps, unknown nodes, missing
+    ends.
+    """
     names = ('x', 'y')
     runs = []
-    rows: dict[str, list[object]] = {kind: [] for kind in ('blocks', 'nodes', 'fragments', 'checkpoints', 'offers')}
+    rows: dict[str, list[object]] = {
+        kind: [] for kind in ('blocks', 'nodes', 'fragments', 'checkpoints', 'offers')
+    }
     for run in range(draw(st.integers(1, 2))):
         begun = draw(seconds)
         runs.append(
-            Run(run, f'r{run}', begun, draw(st.none() | st.integers(begun, LAST)), None, draw(st.integers(begun, LAST)))
+            RunRow(
+                run,
+                f'r{run}',
+                begun,
+                draw(st.none() | st.integers(begun, LAST)),
+                None,
+                draw(st.integers(begun, LAST)),
+            )
         )
         for b in range(draw(st.integers(0, 3))):
             chosen = tuple(draw(st.lists(st.sampled_from(names), max_size=2, unique=True)))
             rows['blocks'].append(
-                BlockRow(run, f'b{b}', draw(seconds), names=chosen, closed_at=draw(maybe), how='taken')
+                BlockRow(
+                    run, f'b{b}', draw(seconds), names=chosen, closed_at=draw(maybe), how='taken'
+                )
             )
             for n in range(draw(st.integers(0, 2))):
                 name = draw(st.sampled_from(names))
-                rows['nodes'].append(NodeRow(run, f'b{b}n{n}', f'b{b}', name, draw(seconds), draw(maybe)))
+                rows['nodes'].append(
+                    NodeRow(run, f'b{b}n{n}', f'b{b}', name, draw(seconds), draw(maybe))
+                )
         for f in range(draw(st.integers(0, 4))):
-            on = tuple(draw(st.lists(st.sampled_from(['b0n0', 'b0n1', 'b1n0', 'b1n1', 'x']), max_size=3, unique=True)))
+            on = tuple(
+                draw(
+                    st.lists(
+                        st.sampled_from(['b0n0', 'b0n1', 'b1n0', 'b1n1', 'x']),
+                        max_size=3,
+                        unique=True,
+                    )
+                )
+            )
             ending = draw(st.sampled_from(['finished', 'stopped', 'preempted', 'failed']))
             rows['fragments'].append(
                 FragmentRow(
-                    run, 'a', f, draw(seconds), nodes=on, started_at=draw(maybe), ended_at=draw(maybe), ending=ending
+                    run,
+                    'a',
+                    f,
+                    draw(seconds),
+                    nodes=on,
+                    started_at=draw(maybe),
+                    ended_at=draw(maybe),
+                    ending=ending,
                 )
             )
             for _ in range(draw(st.integers(0, 2))):
                 rows['checkpoints'].append(
-                    CheckpointRow(run, 'a', f, draw(seconds), 0, seconds=draw(st.integers(0, 4)))
+                    CheckpointRow(
+                        run,
+                        'a',
+                        f,
+                        draw(seconds),
+                        0,
+                        seconds=draw(st.integers(0, 4)),
+                        pause_s=draw(st.integers(0, 4)),
+                    )
                 )
         for _ in range(draw(st.integers(0, 3))):
-            rows['offers'].append(Offer(run, draw(st.sampled_from(names)), draw(seconds), draw(maybe)))
-    return Story(tuple(runs), latest=len(runs) - 1, **{k: tuple(v) for k, v in rows.items()})  # type: ignore[arg-type]
+            rows['offers'].append(
+                Offer(run, draw(st.sampled_from(names)), draw(seconds), draw(maybe))
+            )
+    return RunHistory(tuple(runs), latest=len(runs) - 1, **{k: tuple(v) for k, v in rows.items()})  # type: ignore[arg-type]
 
 
-def counted(story: Story, now: float | None) -> dict[str, int]:
+def counted(story: RunHistory, now: float | None) -> dict[str, int]:
     """The same classes, told second by second straight from their definitions."""
     totals = dict.fromkeys(('offered', 'trained', 'starting', 'checkpointing', 'lost', 'idle'), 0)
     for run in story.runs:
         alive = run.ended_at is None and run.id == story.latest
-        until = run.ended_at if run.ended_at is not None else max(run.last_at, now) if alive and now else run.last_at
+        until = (
+            run.ended_at
+            if run.ended_at is not None
+            else max(run.last_at, now)
+            if alive and now
+            else run.last_at
+        )
         for name in {o.name for o in story.offers if o.run == run.id}:
             for t in range(int(run.begun_at), int(until)):
-                if any(o.run == run.id and o.name == name and o.start <= t < (o.end if o.end is not None else math.inf)
-                       for o in story.offers):  # fmt: skip
+                if any(
+                    o.run == run.id
+                    and o.name == name
+                    and o.start <= t < (math.inf if o.end is None else o.end)
+                    for o in story.offers
+                ):
                     totals['offered'] += 1
                     kinds = _kinds(story, run.id, alive, until, name, t)
                     order = ('lost', 'checkpointing', 'trained', 'starting')
@@ -71,7 +131,7 @@ def counted(story: Story, now: float | None) -> dict[str, int]:
     return totals
 
 
-def _kinds(story: Story, run: int, alive: bool, until: float, name: str, t: int) -> set[str]:
+def _kinds(story: RunHistory, run: int, alive: bool, until: float, name: str, t: int) -> set[str]:
     kinds: set[str] = set()
     blocks = {b.block: b for b in story.blocks if b.run == run}
     nodes = {n.node: n for n in story.nodes if n.run == run}
@@ -79,8 +139,12 @@ def _kinds(story: Story, run: int, alive: bool, until: float, name: str, t: int)
         if node.name == name and blocks[node.block].opened_at <= t < node.joined_at:
             kinds.add('starting')
     for block in blocks.values():
-        never = name in block.names and not any(n.block == block.block and n.name == name for n in nodes.values())
-        if never and block.opened_at <= t < (block.closed_at if block.closed_at is not None else until):
+        never = name in block.names and not any(
+            n.block == block.block and n.name == name for n in nodes.values()
+        )
+        if never and block.opened_at <= t < (
+            block.closed_at if block.closed_at is not None else until
+        ):
             kinds.add('starting')
     for f in story.fragments:
         if f.run != run:
@@ -100,20 +164,29 @@ def _kinds(story: Story, run: int, alive: bool, until: float, name: str, t: int)
     return kinds
 
 
-def _kind(story: Story, f: FragmentRow, alive: bool, ended: float, t: int) -> str:
+def _kind(story: RunHistory, f: FragmentRow, alive: bool, ended: float, t: int) -> str:
     started = ended if f.started_at is None else min(max(f.decided_at, f.started_at), ended)
     if t < started:
         return 'starting'
     mine = [c for c in story.checkpoints if (c.run, c.fragment) == (f.run, f.fragment)]
     ending = f.ending if f.ended_at is not None else None if alive else 'preempted'
-    if ending in ('preempted', 'failed') and not any(c.at > t for c in mine):
+    if ending in ('preempted', 'failed') and not any(still(c)[1] > t for c in mine):
         return 'lost'
-    return 'checkpointing' if any(c.at - c.seconds <= t < c.at for c in mine) else 'trained'
+    saves = any(still(c)[0] <= t < still(c)[1] for c in mine)
+    return 'checkpointing' if saves else 'trained'
+
+
+def still(c: CheckpointRow) -> tuple[float, float]:
+    if c.pause_s < c.seconds:  # it was copied, and then written beside training
+        return c.at - c.seconds - c.pause_s, c.at - c.seconds
+    return c.at - c.pause_s, c.at
 
 
 @settings(max_examples=300, deadline=None)
 @given(stories(), maybe)
-def test_every_offered_second_counts_once_in_the_right_class(story: Story, now: int | None) -> None:
+def test_every_offered_second_counts_once_in_the_right_class(
+    story: RunHistory, now: int | None
+) -> None:
     found = node_seconds_of(story, now)
     assert found == counted(story, now)
     assert found['offered'] == sum(v for k, v in found.items() if k != 'offered')
@@ -121,7 +194,9 @@ def test_every_offered_second_counts_once_in_the_right_class(story: Story, now: 
 
 @settings(max_examples=150, deadline=None)
 @given(spans, spans)
-def test_interval_sets_behave_as_sets_of_seconds(left: list[Interval], right: list[Interval]) -> None:
+def test_interval_sets_behave_as_sets_of_seconds(
+    left: list[Interval], right: list[Interval]
+) -> None:
     def seconds_in(intervals: list[Interval]) -> set[int]:
         return {t for a, b in intervals for t in range(int(a), int(b))}
 
@@ -135,14 +210,26 @@ def test_interval_sets_behave_as_sets_of_seconds(left: list[Interval], right: li
 
 
 def story_of_a_kill(
-    *, left: float, closed: float, ended: float, ending: str, started: float | None = 2.0, how: str = 'taken'
-) -> Story:
-    return Story(
-        runs=(Run(1, 'r', 0.0, 100.0, 'done', 100.0),),
-        blocks=(BlockRow(1, 'b', 0.0, closed_at=closed, how=how), BlockRow(1, 'c', 0.0, closed_at=60.0, how='taken')),
+    *,
+    left: float,
+    closed: float,
+    ended: float,
+    ending: str,
+    started: float | None = 2.0,
+    how: str = 'taken',
+) -> RunHistory:
+    return RunHistory(
+        runs=(RunRow(1, 'r', 0.0, 100.0, 'done', 100.0),),
+        blocks=(
+            BlockRow(1, 'b', 0.0, closed_at=closed, how=how),
+            BlockRow(1, 'c', 0.0, closed_at=60.0, how='taken'),
+        ),
         nodes=(NodeRow(1, 'b/x', 'b', 'x', 1.0, left), NodeRow(1, 'c/y', 'c', 'y', 1.0, 60.0)),
         fragments=(
-            FragmentRow(1, 'a', 1, 1.5, nodes=('b/x', 'c/y'), started_at=started, ended_at=ended, ending=ending),
+            FragmentRow(
+                1, 'a', 1, 1.5,
+                nodes=('b/x', 'c/y'), started_at=started, ended_at=ended, ending=ending,
+            ),
         ),
         latest=1,
     )  # fmt: skip
@@ -151,12 +238,21 @@ def story_of_a_kill(
 def test_a_block_is_killed_if_it_was_taken_from_under_a_fragment() -> None:
     assert killed_blocks(story_of_a_kill(left=10, closed=12, ended=11, ending='preempted')) == 1
     assert killed_blocks(story_of_a_kill(left=10, closed=10, ended=10, ending='preempted')) == 1
-    # The loss of a rank may be noted before the loss of its node; the fragment's other block is taken much later.
+    # The loss of a rank may be noted before the loss of its node; the fragment's other block is
+    # taken much later.
     assert killed_blocks(story_of_a_kill(left=11, closed=12, ended=10, ending='preempted')) == 1
 
 
 def test_a_block_is_not_killed_if_nothing_trained_on_it_or_it_was_not_taken() -> None:
     assert killed_blocks(story_of_a_kill(left=10, closed=12, ended=9, ending='stopped')) == 0
     assert killed_blocks(story_of_a_kill(left=10, closed=12, ended=10, ending='stopped')) == 0
-    assert killed_blocks(story_of_a_kill(left=10, closed=12, ended=11, ending='preempted', how='lost')) == 0
-    assert killed_blocks(story_of_a_kill(left=10, closed=12, ended=11, ending='preempted', started=None)) == 0
+    assert (
+        killed_blocks(story_of_a_kill(left=10, closed=12, ended=11, ending='preempted', how='lost'))
+        == 0
+    )
+    assert (
+        killed_blocks(
+            story_of_a_kill(left=10, closed=12, ended=11, ending='preempted', started=None)
+        )
+        == 0
+    )

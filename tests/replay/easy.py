@@ -1,4 +1,5 @@
-"""A tiny EASY backfill scheduler, second by second, that makes job logs of which it is known what was promised.
+"""A tiny EASY backfill scheduler, second by second, that makes job logs of which it is known what
+was promised.
 
 Written without the code under test: it finds reservations by trying one second after the other.
 """
@@ -26,7 +27,9 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Promise:
-    """What the scheduler had reserved after all that happened at ``at``: the head, its shadow time, and how many nodes it leaves then."""
+    """What the scheduler had reserved after all that happened at ``at``: the head, its shadow time,
+    and how many nodes it leaves then.
+    """
 
     at: int
     head: int
@@ -44,7 +47,9 @@ def shadow_of(head: Simulated, running: list[Simulated], machine: int, now: int)
 
 
 def simulate(jobs: list[Simulated], machine: int) -> list[Promise]:
-    """Start every job; returns the reservation that stood after every second in which a job waited."""
+    """Start every job; returns the reservation that stood after every second in which a
+    job waited.
+    """
     promised = []
     queue: list[Simulated] = []
     running: list[Simulated] = []
@@ -72,7 +77,9 @@ def simulate(jobs: list[Simulated], machine: int) -> list[Promise]:
                     idle -= job.nodes
                     extra -= 0 if over else job.nodes
                     begin(job, now)
-            promised.append(Promise(now, queue[0].number, *shadow_of(queue[0], running, machine, now)))
+            promised.append(
+                Promise(now, queue[0].number, *shadow_of(queue[0], running, machine, now))
+            )
         now += 1
     return promised
 
@@ -80,6 +87,9 @@ def simulate(jobs: list[Simulated], machine: int) -> list[Promise]:
 def as_swf(jobs: list[Simulated], machine: int) -> str:
     """The log of what was simulated."""
     lines = [f'; MaxNodes: {machine}', f'; MaxProcs: {machine}']
-    lines += [f'{job.number} {job.submit} {job.start - job.submit} {job.run} {job.nodes} -1 -1 {job.nodes} {job.requested} -1 1'
-              + ' -1' * 7 for job in sorted(jobs, key=lambda job: (job.submit, job.number))]
+    lines += [
+        f'{job.number} {job.submit} {job.start - job.submit} {job.run} {job.nodes} -1 -1 '
+        f'{job.nodes} {job.requested} -1 1' + ' -1' * 7
+        for job in sorted(jobs, key=lambda job: (job.submit, job.number))
+    ]
     return '\n'.join(lines) + '\n'

@@ -1,4 +1,6 @@
-"""Every row of docs/evidence-replay.md, done again: ``python -m tests.replay.evidence FOLDER``; what ``make evidence`` runs."""
+"""Every row of docs/evidence-replay.md, done again: ``python -m tests.replay.evidence FOLDER``;
+what ``make evidence`` runs.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ SHUFFLENET = 'hpo-shufflenet-1000'
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table: the trainers' file, the options that the row names, and its first figure, U to three digits."""
+    """One row of a table: the trainers' file, the options that the row names, and its first figure,
+    U to three digits.
+    """
 
     section: str
     trainers: str
@@ -35,8 +39,15 @@ class Row:
         theta = self.section.startswith('Theta')
         trainers = backlog if theta else DATA / 'trainers' / f'{self.trainers}.json.gz'
         whole = theta or self.section == 'All nodes' or '--nodes' in self.options
-        return ['replay', *(THETA if theta else SUMMIT), '--trainers', str(trainers), '--json', *([] if whole else ['--nodes', '1024']),
-                *self.options.split()]
+        return [
+            'replay',
+            *(THETA if theta else SUMMIT),
+            '--trainers',
+            str(trainers),
+            '--json',
+            *([] if whole else ['--nodes', '1024']),
+            *self.options.split(),
+        ]
 
 
 def rows(page: str) -> list[Row]:
@@ -46,23 +57,38 @@ def rows(page: str) -> list[Row]:
     for line in page.splitlines():
         if line.startswith('## '):
             section = line[3:]
-        elif match := re.match(r'\| (?:([a-z0-9-]+) \| )?`(--[^`]+)` \|(?: [a-z]+ \|)? \**(\d?\.\d+)', line):
+        elif match := re.match(
+            r'\| (?:([a-z0-9-]+) \| )?`(--[^`]+)` \|(?: [a-z]+ \|)? \**(\d?\.\d+)', line
+        ):
             found.append(Row(section, match[1] or SHUFFLENET, match[2], float(match[3])))
     return found
 
 
 def write_backlog(folder: Path) -> Path:
     """The trainers of the Theta rows, by the line of the page."""
-    everyone = json.loads(gzip.decompress((DATA / 'trainers' / f'{SHUFFLENET}.json.gz').read_bytes()))
+    everyone = json.loads(
+        gzip.decompress((DATA / 'trainers' / f'{SHUFFLENET}.json.gz').read_bytes())
+    )
     path = folder / 'backlog.json'
-    path.write_text(json.dumps([trainer | {'submit_s': 0, 'total_samples': 1e15} for trainer in everyone[:30]]))
+    path.write_text(
+        json.dumps([trainer | {'submit_s': 0, 'total_samples': 1e15} for trainer in everyone[:30]])
+    )
     return path
 
 
 def done_again(row: Row, backlog: Path) -> dict[str, object]:
     """What ``freetrain replay`` answers; RuntimeError with its words if it fails."""
-    done = subprocess.run([sys.executable, '-c', 'import sys; from parsl_freetrain.cli.main import main; sys.exit(main(sys.argv[1:]))',
-                           *row.arguments(backlog)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [
+            sys.executable,
+            '-c',
+            'import sys; from parsl_freetrain.cli.main import main; sys.exit(main(sys.argv[1:]))',
+            *row.arguments(backlog),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise RuntimeError(f'{row}: {done.stderr}')
     answer: dict[str, object] = json.loads(done.stdout)
@@ -72,7 +98,11 @@ def done_again(row: Row, backlog: Path) -> dict[str, object]:
 def main(folder: Path) -> int:
     """Do all rows again, two at a time; 1 if a figure differs from the page's."""
     if not DATA.exists():
-        print(f'The records of Summit and Theta are not part of the repository; they are looked for in {DATA}.', file=sys.stderr)
+        print(
+            'The records of Summit and Theta are not part of the repository; they are '
+            f'looked for in {DATA}.',
+            file=sys.stderr,
+        )
         return 2
     folder.mkdir(parents=True, exist_ok=True)
     backlog, wanted = write_backlog(folder), rows(PAGE.read_text())
@@ -80,14 +110,29 @@ def main(folder: Path) -> int:
     with (folder / 'evidence.csv').open('w', newline='') as file:
         table = csv.writer(file)
         table.writerow(['section', 'trainers', 'options', 'documented', 'efficiency', 'wall_s'])
-        answers = Parallel(n_jobs=2, return_as='generator')(delayed(done_again)(row, backlog) for row in wanted)
+        answers = Parallel(n_jobs=2, return_as='generator')(
+            delayed(done_again)(row, backlog) for row in wanted
+        )
         for row, answer in zip(wanted, answers, strict=True):
             efficiency = float(str(answer['efficiency']))
             same = round(efficiency, 3) == row.efficiency
             different += not same
-            print(f'{row.section:18.18} {row.trainers:22} {row.options:58} {row.efficiency:.3f} {efficiency:.4f} '
-                  f'{float(str(answer["wall_s"])):7.1f} s{"" if same else "  DIFFERENT"}', flush=True)
-            table.writerow([row.section, row.trainers, row.options, row.efficiency, efficiency, answer['wall_s']])
+            print(
+                f'{row.section:18.18} {row.trainers:22} {row.options:58} '
+                f'{row.efficiency:.3f} {efficiency:.4f} '
+                f'{float(str(answer["wall_s"])):7.1f} s{"" if same else "  DIFFERENT"}',
+                flush=True,
+            )
+            table.writerow(
+                [
+                    row.section,
+                    row.trainers,
+                    row.options,
+                    row.efficiency,
+                    efficiency,
+                    answer['wall_s'],
+                ]
+            )
     print(f'{len(wanted)} rows, {different} different; {folder / "evidence.csv"}')
     return int(different > 0)
 

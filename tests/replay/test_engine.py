@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.core.state import ControllerSettings
-from parsl_freetrain.core.words import ScalingCurve, Trainer
+from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 from parsl_freetrain.replay.result import Outcome
 from parsl_freetrain.replay.scenario import Scenario, constant_pool, replay
 from parsl_freetrain.replay.trace import Trace
@@ -26,17 +26,34 @@ Interval = tuple[str, float, float]
 
 def trace_of(*intervals: Interval, end_s: float, known_until: tuple[float, ...] = ()) -> Trace:
     names = tuple(sorted({name for name, _, _ in intervals}))
-    return Trace(names, 0.0, end_s, np.array([start for _, start, _ in intervals]), np.array([end for _, _, end in intervals]),
-                 np.array([names.index(name) for name, _, _ in intervals]), np.array(known_until or [math.inf] * len(intervals)))
+    return Trace(
+        names,
+        0.0,
+        end_s,
+        np.array([start for _, start, _ in intervals]),
+        np.array([end for _, _, end in intervals]),
+        np.array([names.index(name) for name, _, _ in intervals]),
+        np.array(known_until or [math.inf] * len(intervals)),
+    )
 
 
-def trainer(name: str, low: int = 1, high: int = 8, total: int = ENDLESS, up_s: float = 3.0, down_s: float = 2.0, submit_s: float = 0.0,
-            curve: ScalingCurve = LINEAR) -> ReplayTrainer:
+def trainer(
+    name: str,
+    low: int = 1,
+    high: int = 8,
+    total: int = ENDLESS,
+    up_s: float = 3.0,
+    down_s: float = 2.0,
+    submit_s: float = 0.0,
+    curve: ScalingCurve = LINEAR,
+) -> ReplayTrainer:
     return ReplayTrainer(Trainer(name, low, high, total, curve, up_s, down_s), submit_s, curve)
 
 
 def on_trace(trace: Trace, *trainers: ReplayTrainer, **more: Any) -> Outcome:
-    settings = ControllerSettings(**{k: more.pop(k) for k in list(more) if hasattr(ControllerSettings, k)})
+    settings = ControllerSettings(
+        **{k: more.pop(k) for k in list(more) if k in ControllerSettings.__struct_fields__}
+    )
     outcome = replay(Scenario(trace, trainers, settings, **more)).trace
     assert outcome.node_s['stranded'] == 0
     assert sum(outcome.node_s.values()) == pytest.approx(outcome.idle_node_s)
@@ -47,17 +64,31 @@ def on_trace(trace: Trace, *trainers: ReplayTrainer, **more: Any) -> Outcome:
 
 def spans(outcome: Outcome) -> list[tuple[str, float, float, int]]:
     s = outcome.series
-    return list(zip(s.span_trainer, s.span_start.tolist(), s.span_end.tolist(), s.span_nodes.tolist(), strict=True))
+    return list(
+        zip(
+            s.span_trainer,
+            s.span_start.tolist(),
+            s.span_end.tolist(),
+            s.span_nodes.tolist(),
+            strict=True,
+        )
+    )
 
 
 # Two trainers and three nodes, by hand
+
 
 def test_growing_and_being_preempted_cost_seconds_of_the_rate_before() -> None:
     trace = trace_of(('a', 0, 1000), ('b', 100, 700), ('c', 100, 700), end_s=1000)
     outcome = on_trace(trace, trainer('net'))
     assert spans(outcome) == [('net', 0, 100, 1), ('net', 100, 700, 3), ('net', 700, 1000, 1)]
-    grown, preempted = 3 * 10.0, 2 * 30.0   # up_s at 1 node, down_s at 3
-    assert (outcome.rescaled, outcome.lost_rescale, outcome.preempted, outcome.lost_preemption) == (1, grown, 1, preempted)
+    grown, preempted = 3 * 10.0, 2 * 30.0  # up_s at 1 node, down_s at 3
+    assert (outcome.rescaled, outcome.lost_rescale, outcome.preempted, outcome.lost_preemption) == (
+        1,
+        grown,
+        1,
+        preempted,
+    )
     assert outcome.samples == pytest.approx(100 * 10 + 600 * 30 + 300 * 10 - grown - preempted)
     assert outcome.idle_node_s == outcome.used_node_s == 1000 + 2 * 600
     assert outcome.node_s['rescaling'] == 3 * 1
@@ -70,7 +101,10 @@ def test_two_trainers_share_three_nodes_and_a_completion_frees_its_nodes_at_once
     outcome = on_trace(trace, trainer('short', high=1, total=1000), trainer('long'))
     assert spans(outcome) == [('short', 0, 100, 1), ('long', 0, 100, 2), ('long', 100, 500, 3)]
     assert outcome.done_s == {'short': 100.0}
-    assert outcome.samples_by_trainer == {'short': 1000.0, 'long': pytest.approx(100 * 20 + 400 * 30 - 3 * 20)}
+    assert outcome.samples_by_trainer == {
+        'short': 1000.0,
+        'long': pytest.approx(100 * 20 + 400 * 30 - 3 * 20),
+    }
     assert (outcome.trainers_done, outcome.finished_s) == (1, None)
 
 
@@ -86,7 +120,8 @@ def test_a_loss_delays_completion() -> None:
 def test_one_preemption_charge_per_trainer_and_instant_however_many_nodes_go() -> None:
     trace = trace_of(('a', 0, 1000), ('b', 0, 300), ('c', 0, 300), ('d', 300, 1000), end_s=1000)
     outcome = on_trace(trace, trainer('net'))
-    # Two nodes of three leave and another one joins: one charge, and going on with 2 of them is no rescale on top of it.
+    # Two nodes of three leave and another one joins: one charge, and going on with 2 of them is no
+    # rescale on top of it.
     assert spans(outcome) == [('net', 0, 300, 3), ('net', 300, 1000, 2)]
     assert (outcome.preempted, outcome.lost_preemption, outcome.rescaled) == (1, 60.0, 0)
     assert outcome.samples == 300 * 30 + 700 * 20 - 60
@@ -107,24 +142,40 @@ def test_a_node_that_is_taken_and_given_back_in_one_instant_costs_a_preemption()
 
 
 def test_a_trainer_that_finishes_when_its_nodes_go_has_finished() -> None:
-    outcome = on_trace(trace_of(('a', 0, 100), ('b', 0, 300), end_s=300), trainer('net', total=2000))
+    outcome = on_trace(
+        trace_of(('a', 0, 100), ('b', 0, 300), end_s=300), trainer('net', total=2000)
+    )
     assert (outcome.done_s, outcome.preempted) == ({'net': 100.0}, 0)
 
 
 def test_trainers_have_their_turn_in_the_order_of_submission() -> None:
     trace = trace_of(('a', 0, 400), ('b', 0, 400), end_s=400)
-    outcome = on_trace(trace, trainer('late', high=1, submit_s=50), trainer('first', high=1, total=1000),
-                       trainer('before the window', high=1, total=500, submit_s=-7), trainers_at_a_time=1)
-    assert spans(outcome) == [('before the window', 0, 50, 1), ('first', 50, 150, 1), ('late', 150, 400, 1)]
+    outcome = on_trace(
+        trace,
+        trainer('late', high=1, submit_s=50),
+        trainer('first', high=1, total=1000),
+        trainer('before the window', high=1, total=500, submit_s=-7),
+        trainers_at_a_time=1,
+    )
+    assert spans(outcome) == [
+        ('before the window', 0, 50, 1),
+        ('first', 50, 150, 1),
+        ('late', 150, 400, 1),
+    ]
 
 
 # What is known of the ends
+
 
 def test_a_known_end_is_no_preemption_and_is_allowed_for() -> None:
     known = trace_of(('a', 0, 400), ('b', 0, 100), end_s=400, known_until=(math.inf, 100.0))
     outcome = on_trace(known, trainer('net'), known_ends=True)
     assert spans(outcome) == [('net', 0, 100, 2), ('net', 100, 400, 1)]
-    assert (outcome.preempted, outcome.rescaled, outcome.samples) == (0, 1, 100 * 20 + 300 * 10 - 2 * 20)
+    assert (outcome.preempted, outcome.rescaled, outcome.samples) == (
+        0,
+        1,
+        100 * 20 + 300 * 10 - 2 * 20,
+    )
     assert on_trace(known, trainer('net')).preempted == 1
 
 
@@ -138,7 +189,16 @@ def test_a_node_that_goes_soon_is_not_worth_a_rescale() -> None:
     assert told.samples == 500 * 70
     assert untold.samples == 500 * 70 + 20 * 10 - 70 - 3 * 80
     # Another trainer has nothing to lose by it.
-    assert on_trace(known, net, trainer('other', high=1, submit_s=100), trainers_at_a_time=2, known_ends=True).node_s['not_worth'] == 0
+    assert (
+        on_trace(
+            known,
+            net,
+            trainer('other', high=1, submit_s=100),
+            trainers_at_a_time=2,
+            known_ends=True,
+        ).node_s['not_worth']
+        == 0
+    )
 
 
 def test_nodes_about_to_go_are_left_alone() -> None:
@@ -146,7 +206,12 @@ def test_nodes_about_to_go_are_left_alone() -> None:
     outcome = on_trace(known, trainer('net'), known_ends=True, min_hole_s=5.0)
     assert spans(outcome) == [('net', 0, 50, 1)]
     assert outcome.node_s['too_short'] == 4
-    assert on_trace(known, trainer('net', down_s=0.0), known_ends=True, min_hole_s=3.0).node_s['too_short'] == 0
+    assert (
+        on_trace(known, trainer('net', down_s=0.0), known_ends=True, min_hole_s=3.0).node_s[
+            'too_short'
+        ]
+        == 0
+    )
 
 
 def test_ends_of_which_nothing_is_known_cannot_be_used() -> None:
@@ -155,6 +220,7 @@ def test_ends_of_which_nothing_is_known_cannot_be_used() -> None:
 
 
 # Settings
+
 
 def test_where_blocks_cannot_talk_a_trainer_stays_among_nodes_that_came_together() -> None:
     trace = trace_of(('a', 0, 400), ('b', 0, 400), ('c', 10, 400), end_s=400)
@@ -165,7 +231,9 @@ def test_where_blocks_cannot_talk_a_trainer_stays_among_nodes_that_came_together
 
 
 def test_a_trainer_is_not_rescaled_again_before_the_least_time() -> None:
-    intervals = [(name, at, 900.0) for name, at in zip('abcd', (0.0, 100.0, 200.0, 400.0), strict=True)]
+    intervals = [
+        (name, at, 900.0) for name, at in zip('abcd', (0.0, 100.0, 200.0, 400.0), strict=True)
+    ]
     outcome = on_trace(trace_of(*intervals, end_s=900), trainer('net'), min_rescale_s=250.0)
     assert [(start, nodes) for _, start, _, nodes in spans(outcome)] == [(0, 1), (100, 2), (400, 4)]
 
@@ -180,12 +248,18 @@ def test_some_nodes_can_be_kept_free_and_others_be_too_many() -> None:
 
 def test_costs_can_be_scaled_and_replaced() -> None:
     trace = trace_of(('a', 0, 100), ('b', 0, 50), end_s=100)
-    every: list[dict[str, Any]] = [{}, {'rescale_cost': 0.25}, {'rescale_cost': 0.0}, {'rescale_down_s': 1.0}]
+    every: list[dict[str, Any]] = [
+        {},
+        {'rescale_cost': 0.25},
+        {'rescale_cost': 0.0},
+        {'rescale_down_s': 1.0},
+    ]
     losses = [on_trace(trace, trainer('net'), **costs).lost_preemption for costs in every]
     assert losses == [40.0, 10.0, 0.0, 20.0]
 
 
 # The constant pool
+
 
 def test_a_constant_trace_has_efficiency_1() -> None:
     trace = constant_pool(trace_of(('a', 0, 1000), end_s=1000), 5)
@@ -204,11 +278,17 @@ def test_twice_the_nodes_for_half_the_time() -> None:
 
 def test_when_the_trainers_run_out_times_are_compared() -> None:
     trace = trace_of(('a', 0, 1000), ('b', 500, 1000), ('c', 0, 500), end_s=1000)
-    result = replay(Scenario(trace, (trainer('net', total=9000, up_s=0.0, down_s=0.0),), ControllerSettings()))
+    result = replay(
+        Scenario(trace, (trainer('net', total=9000, up_s=0.0, down_s=0.0),), ControllerSettings())
+    )
     assert result.compared == 'time'
     assert result.efficiency == pytest.approx(1.0)
-    slower = trace_of(('a', 0, 1000), ('b', 600, 1000), ('c', 600, 1000), ('d', 600, 1000), end_s=1000)
-    result = replay(Scenario(slower, (trainer('net', total=10000, up_s=0.0, down_s=0.0),), ControllerSettings()))
+    slower = trace_of(
+        ('a', 0, 1000), ('b', 600, 1000), ('c', 600, 1000), ('d', 600, 1000), end_s=1000
+    )
+    result = replay(
+        Scenario(slower, (trainer('net', total=10000, up_s=0.0, down_s=0.0),), ControllerSettings())
+    )
     # On the trace 600 s x 10 + 100 s x 40; on 2.2, rounded 2, constant nodes 500 s.
     assert result.efficiency == pytest.approx(500 / 700)
 
@@ -221,7 +301,10 @@ def test_without_anything_to_compare_with_there_is_no_efficiency() -> None:
 
 def test_what_can_never_run_is_refused() -> None:
     trace = trace_of(('a', 0, 10), ('b', 10, 20), end_s=20)
-    with pytest.raises(BadInput, match="'net' can never run on this trace: it needs 2 nodes, and at most 1 are idle at once"):
+    with pytest.raises(
+        BadInput,
+        match="'net' can never run on this trace: it needs 2 nodes, and at most 1 are idle at once",
+    ):
         Scenario(trace, (trainer('net', low=2),))
     with pytest.raises(BadInput, match='No trainer is submitted before 20 s'):
         Scenario(trace, (trainer('net', submit_s=20.0),))
@@ -231,7 +314,11 @@ def test_what_can_never_run_is_refused() -> None:
 
 # Whatever the trace
 
-CURVES = (LINEAR, ScalingCurve((1, 2, 4), (10.0, 17.0, 27.0)), ScalingCurve((1, 3, 4), (5.0, 6.0, 90.0)))
+CURVES = (
+    LINEAR,
+    ScalingCurve((1, 2, 4), (10.0, 17.0, 27.0)),
+    ScalingCurve((1, 3, 4), (5.0, 6.0, 90.0)),
+)
 
 
 @st.composite
@@ -239,22 +326,37 @@ def traces(draw: st.DrawFn) -> Trace:
     intervals: list[Interval] = []
     for node in range(draw(st.integers(1, 6))):
         times = sorted(draw(st.sets(st.integers(0, 60), min_size=2, max_size=6)))
-        intervals += [(f'n{node}', 10.0 * a, 10.0 * b) for a, b in zip(times[::2], times[1::2], strict=False)]
+        intervals += [
+            (f'n{node}', 10.0 * a, 10.0 * b) for a, b in zip(times[::2], times[1::2], strict=False)
+        ]
     ends = tuple(draw(st.sampled_from([math.inf, end, end + 30])) for _, _, end in intervals)
     return trace_of(*intervals, end_s=600.0, known_until=ends)
 
 
 @st.composite
 def mixes(draw: st.DrawFn) -> tuple[ReplayTrainer, ...]:
-    return tuple(trainer(f't{i}', 1, draw(st.integers(1, 4)), draw(st.sampled_from([200, 3000, ENDLESS])), submit_s=draw(
-        st.sampled_from([0.0, 55.0])), curve=draw(st.sampled_from(CURVES))) for i in range(draw(st.integers(1, 3))))
+    return tuple(
+        trainer(
+            f't{i}',
+            1,
+            draw(st.integers(1, 4)),
+            draw(st.sampled_from([200, 3000, ENDLESS])),
+            submit_s=draw(st.sampled_from([0.0, 55.0])),
+            curve=draw(st.sampled_from(CURVES)),
+        )
+        for i in range(draw(st.integers(1, 3)))
+    )
 
 
 @settings(max_examples=60, deadline=None, database=None)
 @given(traces(), mixes(), st.booleans(), st.sampled_from([None, 1]))
-def test_nothing_appears_or_disappears(trace: Trace, trainers: tuple[ReplayTrainer, ...], known_ends: bool, at_a_time: int | None) -> None:
+def test_nothing_appears_or_disappears(
+    trace: Trace, trainers: tuple[ReplayTrainer, ...], known_ends: bool, at_a_time: int | None
+) -> None:
     known_ends = known_ends and bool(np.isfinite(trace.known_until).any())
-    scenario = Scenario(trace, trainers, ControllerSettings(trainers_at_a_time=at_a_time), known_ends=known_ends)
+    scenario = Scenario(
+        trace, trainers, ControllerSettings(trainers_at_a_time=at_a_time), known_ends=known_ends
+    )
     result = replay(scenario)
     outcome, series = result.trace, result.trace.series
     assert outcome.idle_node_s == pytest.approx(trace.idle_node_s(known_ends))
@@ -264,9 +366,16 @@ def test_nothing_appears_or_disappears(trace: Trace, trainers: tuple[ReplayTrain
     width = series.span_nodes * (series.span_end - series.span_start)
     assert width.sum() == pytest.approx(outcome.used_node_s)
     curves = {t.trainer.name: t.trainer.curve for t in trainers}
-    gross = sum((end - start) * curve.rate_at(nodes) for name, start, end, nodes in spans(outcome) if (curve := curves[name]))
+    gross = sum(
+        (end - start) * curve.rate_at(nodes)
+        for name, start, end, nodes in spans(outcome)
+        if (curve := curves[name])
+    )
     assert outcome.samples == pytest.approx(gross - outcome.lost_preemption - outcome.lost_rescale)
-    assert all(outcome.samples_by_trainer[t.trainer.name] <= (t.trainer.total_samples or 0) for t in trainers)
+    assert all(
+        outcome.samples_by_trainer[t.trainer.name] <= (t.trainer.total_samples or 0)
+        for t in trainers
+    )
     again = replay(scenario).trace
     assert spans(again) == spans(outcome)
     assert again.samples_by_trainer == outcome.samples_by_trainer
@@ -274,11 +383,23 @@ def test_nothing_appears_or_disappears(trace: Trace, trainers: tuple[ReplayTrain
 
 @settings(max_examples=40, deadline=None, database=None)
 @given(traces(), mixes(), st.integers(1, 599))
-def test_moments_at_which_nothing_happens_do_not_matter(trace: Trace, mix: tuple[ReplayTrainer, ...], at_s: int) -> None:
-    trainers = tuple(replace(t, submit_s=0.0, trainer=replace(t.trainer, total_samples=ENDLESS)) for t in mix)
+def test_moments_at_which_nothing_happens_do_not_matter(
+    trace: Trace, mix: tuple[ReplayTrainer, ...], at_s: int
+) -> None:
+    trainers = tuple(
+        replace(t, submit_s=0.0, trainer=replace(t.trainer, total_samples=ENDLESS)) for t in mix
+    )
     settings = ControllerSettings(trainers_at_a_time=len(trainers))
     one = replay(Scenario(trace, trainers, settings)).trace
-    two = replay(Scenario(trace, (*trainers, trainer('never has its turn', submit_s=at_s)), settings)).trace
+    two = replay(
+        Scenario(trace, (*trainers, trainer('never has its turn', submit_s=at_s)), settings)
+    ).trace
     assert len(set(two.series.times.tolist())) >= len(set(one.series.times.tolist()))
     assert spans(two) == spans(one)
     assert two.samples == pytest.approx(one.samples)
+
+
+def test_a_replay_stops_a_trainer_whose_budget_is_spent() -> None:
+    there = trace_of(('n0', 0.0, 100.0), ('n1', 0.0, 100.0), end_s=100.0)
+    outcome = on_trace(there, trainer('a', high=2), budgets={'trainer a': 100.0})
+    assert spans(outcome) == [('a', 0.0, 50.0, 2)]

@@ -1,4 +1,6 @@
-"""The table of what replays show is true: rows of it, done again. ``make evidence`` does all of them again."""
+"""The table of what replays show is true: rows of it, done again. ``make evidence`` does all of
+them again.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import pytest
 from tests.replay.evidence import DATA, PAGE, done_again, rows
 
 
-@pytest.mark.parametrize('options', ['--max-trainers 10 --rescale-cost 5', '--max-trainers 10 --horizon 10'])
+@pytest.mark.parametrize(
+    'options', ['--max-trainers 10 --rescale-cost 5', '--max-trainers 10 --horizon 10']
+)
 def test_a_row_of_the_table(options: str, tmp_path: Path) -> None:
     if not DATA.exists():
         pytest.skip('needs the public Summit trace, which is not part of the repository')
@@ -22,4 +26,6 @@ def test_every_row_says_its_options() -> None:
     page = PAGE.read_text()
     found = rows(page)
     assert len(found) > 40
-    assert len(found) == len([line for line in page.splitlines() if re.match(r'\| .*\| \**\d?\.\d', line)])
+    assert len(found) == len(
+        [line for line in page.splitlines() if re.match(r'\| .*\| \**\d?\.\d', line)]
+    )

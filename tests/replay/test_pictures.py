@@ -1,4 +1,4 @@
-"""What the pictures are made of: who ran beside whom, and means of steps over bins."""
+"""The data of charts: trainers that ran at the same time, and means of steps over bins."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 from matplotlib.image import imread
 
-from parsl_freetrain.core.state import ControllerSettings
-from parsl_freetrain.core.words import ScalingCurve, Trainer
+from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 from parsl_freetrain.replay.idle import synthetic
 from parsl_freetrain.replay.pictures import draw, lanes, means
 from parsl_freetrain.replay.result import ReplayResult
@@ -24,8 +24,17 @@ CURVE = ScalingCurve((0, 1, 16), (0.0, 10.0, 120.0))
 
 @pytest.fixture(scope='module')
 def result() -> ReplayResult:
-    trainers = tuple(ReplayTrainer(Trainer(f't{i}', 1, 16, 20_000, CURVE, 18.0, 12.0), 0.0, CURVE) for i in range(30))
-    return replay(Scenario(synthetic(2).window(100, None, 40_000.0), trainers, ControllerSettings(trainers_at_a_time=4)))
+    trainers = tuple(
+        ReplayTrainer(Trainer(f't{i}', 1, 16, 20_000, CURVE, 18.0, 12.0), 0.0, CURVE)
+        for i in range(30)
+    )
+    return replay(
+        Scenario(
+            synthetic(2).window(100, None, 40_000.0),
+            trainers,
+            ControllerSettings(trainers_at_a_time=4),
+        )
+    )
 
 
 def test_the_bands_hold_all_node_seconds_that_were_used(result: ReplayResult) -> None:
@@ -34,14 +43,18 @@ def test_the_bands_hold_all_node_seconds_that_were_used(result: ReplayResult) ->
     bands = [means(*lane, edges) for lane in lanes(run)]
     assert run.used_node_s > 0
     assert sum(float(band @ np.diff(edges)) for band in bands) == pytest.approx(run.used_node_s)
-    idle = means(run.series.times[:-1], run.series.times[1:], run.series.idle[:-1].astype(float), edges)
+    idle = means(
+        run.series.times[:-1], run.series.times[1:], run.series.idle[:-1].astype(float), edges
+    )
     assert float(idle @ np.diff(edges)) == pytest.approx(run.idle_node_s)
     assert np.all(sum(bands) <= idle + 1e-6)
 
 
-def test_no_lane_has_two_trainers_at_a_time_and_there_are_no_more_than_need_be(result: ReplayResult) -> None:
+def test_no_lane_has_two_trainers_at_a_time_and_there_are_no_more_than_need_be(
+    result: ReplayResult,
+) -> None:
     found = lanes(result.trace)
-    assert result.trace.trainers_done > 4            # so that lanes are used again
+    assert result.trace.trainers_done > 4  # so that lanes are used again
     assert len(found) == 4
     for starts, ends, _ in found:
         order = np.argsort(starts)
@@ -49,14 +62,30 @@ def test_no_lane_has_two_trainers_at_a_time_and_there_are_no_more_than_need_be(r
 
 
 def test_means_of_steps() -> None:
-    assert means(np.array([0.0, 15.0]), np.array([10.0, 20.0]), np.array([4.0, 2.0]), np.array([0.0, 5.0, 20.0])).tolist() == [4.0, 2.0]
+    assert means(
+        np.array([0.0, 15.0]),
+        np.array([10.0, 20.0]),
+        np.array([4.0, 2.0]),
+        np.array([0.0, 5.0, 20.0]),
+    ).tolist() == [4.0, 2.0]
     assert means(np.array([]), np.array([]), np.array([]), np.array([0.0, 1.0])).tolist() == [0.0]
 
 
 def test_pictures_show_something(result: ReplayResult, tmp_path: Path) -> None:
-    table = pd.DataFrame([{'horizon': horizon, 'solver': solver, **row(result)} for horizon in (10.0, 3600.0) for solver in ('auto', 'dp')])
+    table = pd.DataFrame(
+        [
+            {'horizon': horizon, 'solver': solver, **row(result)}
+            for horizon in (10.0, 3600.0)
+            for solver in ('auto', 'dp')
+        ]
+    )
     files = [*draw(result, tmp_path), *draw_sweep(table, ['horizon', 'solver'], tmp_path)]
-    assert {path.name for path in files} == {'nodes.png', 'node-seconds.png', 'decisions.png', 'efficiency-horizon.png'}
+    assert {path.name for path in files} == {
+        'nodes.png',
+        'node-seconds.png',
+        'decisions.png',
+        'efficiency-horizon.png',
+    }
     for path in files:
         image = imread(path)
         assert min(image.shape[:2]) > 100

@@ -1,4 +1,6 @@
-"""Sweeps: all combinations, in order, the same answers in several processes, and what is refused before anything is replayed."""
+"""Sweeps: all combinations, in order, the same answers in several processes, and what is refused
+before anything is replayed.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,22 @@ import pandas as pd
 import pytest
 
 from parsl_freetrain.cli.main import main
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.replay.request import Request
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.replay.request import ReplayRequest
 from parsl_freetrain.replay.scenario import replay
 from parsl_freetrain.replay.sweep import axes, requests, row, scenarios, sweep
 from parsl_freetrain.replay.trace import Trace
+from tests.support.waiting import LIMIT_S
 
-NET = {'name': 'net', 'max_nodes': 4, 'total_samples': 100000, 'nodes': [0, 1, 4], 'samples_per_s': [0, 10, 40], 'rescale_up_s': 3,
-       'rescale_down_s': 2}
+NET = {
+    'name': 'net',
+    'max_nodes': 4,
+    'total_samples': 100000,
+    'nodes': [0, 1, 4],
+    'samples_per_s': [0, 10, 40],
+    'rescale_up_s': 3,
+    'rescale_down_s': 2,
+}
 TOOK = r'decision_ms|wall_s'
 
 
@@ -35,7 +45,11 @@ def options(tmp_path: Path) -> dict[str, object]:
 
 
 def arguments(options: dict[str, object], *more: object) -> list[str]:
-    return ['replay', *(str(part) for name, path in options.items() for part in (f'--{name}', path)), *map(str, more)]
+    return [
+        'replay',
+        *(str(part) for name, path in options.items() for part in (f'--{name}', path)),
+        *map(str, more),
+    ]
 
 
 def results(table: pd.DataFrame) -> list[dict[str, Any]]:
@@ -44,13 +58,19 @@ def results(table: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(name): value for name, value in row.items()} for row in kept]
 
 
-def test_every_combination_is_a_row_and_says_what_it_would_alone(options: dict[str, object]) -> None:
+def test_every_combination_is_a_row_and_says_what_it_would_alone(
+    options: dict[str, object],
+) -> None:
     swept = axes(['horizon=2,60', 'max-trainers=1,all', 'solver=auto,equal-share'])
     asked = requests(options, swept)
     table = sweep(asked, list(swept))
     assert list(table.columns[:3]) == ['horizon', 'max_trainers', 'solver']
     assert [tuple(row) for row in table.iloc[:, :3].itertuples(index=False)] == [
-        (horizon, trainers, solver) for horizon in (2.0, 60.0) for trainers in (1, 2) for solver in ('auto', 'equal-share')]
+        (horizon, trainers, solver)
+        for horizon in (2.0, 60.0)
+        for trainers in (1, 2)
+        for solver in ('auto', 'equal-share')
+    ]
     for found, request in zip(results(table), asked, strict=True):
         alone = results(pd.DataFrame([row(replay(request.scenario()))]))[0]
         assert {name: found[name] for name in alone} == alone
@@ -59,19 +79,30 @@ def test_every_combination_is_a_row_and_says_what_it_would_alone(options: dict[s
 
 def test_a_file_is_read_once(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[object] = []
-    whole = Request.trace
+    whole = ReplayRequest.trace
 
-    def watched(request: Request) -> Trace:
+    def watched(request: ReplayRequest) -> Trace:
         read.append(request.nodes)
         return whole(request)
 
-    monkeypatch.setattr(Request, 'trace', watched)
+    monkeypatch.setattr(ReplayRequest, 'trace', watched)
     scenarios(requests(options, axes(['nodes=1,2', 'horizon=1,2,3'])))
     assert read == [1, 2]
 
 
-def test_the_files_hold_what_was_found(options: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = ('--sweep', 'max-trainers=1,all', '--sweep', 'objective=throughput', '--sweep', 'from=0,100', '--jobs', 1)
+def test_the_files_hold_what_was_found(
+    options: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = (
+        '--sweep',
+        'max-trainers=1,all',
+        '--sweep',
+        'objective=throughput',
+        '--sweep',
+        'from=0,100',
+        '--jobs',
+        1,
+    )
     said = []
     for name in ('out.csv', 'out.parquet'):
         assert main(arguments(options, *more, '--out', tmp_path / name, '--json')) == 0
@@ -83,56 +114,107 @@ def test_the_files_hold_what_was_found(options: dict[str, object], tmp_path: Pat
     assert list(csv['max_trainers']) == [1, 1, 2, 2]
 
 
-def test_a_human_gets_a_table(options: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_human_gets_a_table(
+    options: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments(options, '--sweep', 'horizon=2,60', '--jobs', 1)) == 0
     said = capsys.readouterr()
-    assert said.err == ''                                       # no bar where nobody looks
+    assert said.err == ''  # no bar where nobody looks
     head, *rows = said.out.splitlines()
     assert head.split()[:2] == ['horizon', 'efficiency']
     assert [line.split()[0] for line in rows] == ['2', '60']
 
 
-def test_one_replay_gives_a_table_of_one_row_and_pictures(options: dict[str, object], tmp_path: Path) -> None:
-    assert main(arguments(options, '--out', tmp_path / 'one.csv', '--pictures', tmp_path / 'new' / 'pictures')) == 0
+def test_one_replay_gives_a_table_of_one_row_and_pictures(
+    options: dict[str, object], tmp_path: Path
+) -> None:
+    assert (
+        main(
+            arguments(
+                options, '--out', tmp_path / 'one.csv', '--pictures', tmp_path / 'new' / 'pictures'
+            )
+        )
+        == 0
+    )
     assert len(pd.read_csv(tmp_path / 'one.csv')) == 1
     pictures = tmp_path / 'new' / 'pictures'
     assert stat.S_IMODE(pictures.stat().st_mode) == 0o700
-    assert {path.name for path in pictures.iterdir()} == {'nodes.png', 'node-seconds.png', 'decisions.png'}
+    assert {path.name for path in pictures.iterdir()} == {
+        'nodes.png',
+        'node-seconds.png',
+        'decisions.png',
+    }
 
 
 @pytest.mark.slow
-def test_several_processes_find_the_same_and_end_with_the_command(options: dict[str, object], tmp_path: Path) -> None:
+def test_several_processes_find_the_same_and_end_with_the_command(
+    options: dict[str, object], tmp_path: Path
+) -> None:
     texts = ['horizon=2,60', 'max-trainers=1,all', 'solver=auto,dp']
-    more = (*(part for text in texts for part in ('--sweep', text)), '--jobs', 2, '--pictures', tmp_path / 'pictures', '--json')
-    done = subprocess.run([sys.executable, '-m', 'parsl_freetrain.cli.main', *arguments(options, *more)], capture_output=True, text=True,
-                          timeout=200, check=False, env={**os.environ, 'PYTHONPATH': str(Path(__file__).resolve().parents[2])})
+    more = (
+        *(part for text in texts for part in ('--sweep', text)),
+        '--jobs',
+        2,
+        '--pictures',
+        tmp_path / 'pictures',
+        '--json',
+    )
+    done = subprocess.run(
+        [sys.executable, '-m', 'parsl_freetrain.cli.main', *arguments(options, *more)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        env={**os.environ, 'PYTHONPATH': str(Path(__file__).resolve().parents[2])},
+    )
     assert (done.returncode, done.stderr) == (0, '')
     swept = axes(texts)
-    assert results(pd.DataFrame(json.loads(done.stdout))) == results(sweep(requests(options, swept), list(swept)))
+    assert results(pd.DataFrame(json.loads(done.stdout))) == results(
+        sweep(requests(options, swept), list(swept))
+    )
     assert {path.name for path in (tmp_path / 'pictures').iterdir()} == {
-        'efficiency-horizon.png', 'efficiency-max-trainers.png', 'node-seconds.png', 'decisions.png'}
+        'efficiency-horizon.png',
+        'efficiency-max-trainers.png',
+        'node-seconds.png',
+        'decisions.png',
+    }
 
 
-@pytest.mark.parametrize(('more', 'sentence'), [
-    (['--sweep', 'luck=1,2'], "nothing called 'luck' to sweep; give one of trainers, idle"),
-    (['--sweep', 'horizon'], "--sweep is 'horizon'; it must be a name and different values"),
-    (['--sweep', 'horizon=1,,2'], 'different values'),
-    (['--sweep', 'horizon=1,1'], 'different values'),
-    (['--sweep', 'horizon=1', '--sweep', 'horizon=2'], '--sweep horizon is there twice'),
-    (['--sweep', 'horizon=1,soon'], '--horizon is soon; it must be a number'),
-    (['--sweep', 'horizon=60,0'], 'horizon'),
-    (['--sweep', 'max-trainers=1,many'], '--max-trainers is many; it must be a whole number above 0, or all'),
-    (['--sweep', 'nodes=1,2.5'], '--nodes is 2.5; it must be a whole number'),
-    (['--sweep', 'nodes=1,0'], 'The first 0 nodes'),
-    (['--sweep', 'solver=auto,magic'], '--solver is magic; it must be auto, milp, dp or equal-share'),
-    (['--sweep', 'known-ends=false,true'], 'Nothing is known of the ends'),
-    (['--sweep', 'horizon=' + ','.join(map(str, range(1, 10002)))], 'ask for 10001 replays'),
-    (['--sweep', 'horizon=1,2', '--jobs', '0'], '--jobs is 0'),
-    (['--out', 'table.xlsx'], '--out is table.xlsx; its name must end in .csv or .parquet'),
-    (['--out', 'nowhere/table.csv'], 'there is no folder nowhere'),
-])
-def test_bad_input_gets_a_sentence(more: list[str], sentence: str, options: dict[str, object], tmp_path: Path,
-                                   monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ('more', 'sentence'),
+    [
+        (['--sweep', 'luck=1,2'], "nothing called 'luck' to sweep; give one of trainers, idle"),
+        (['--sweep', 'horizon'], "--sweep is 'horizon'; it must be a name and different values"),
+        (['--sweep', 'horizon=1,,2'], 'different values'),
+        (['--sweep', 'horizon=1,1'], 'different values'),
+        (['--sweep', 'horizon=1', '--sweep', 'horizon=2'], '--sweep horizon is there twice'),
+        (['--sweep', 'horizon=1,soon'], '--horizon is soon; it must be a number'),
+        (['--sweep', 'horizon=60,0'], 'horizon'),
+        (
+            ['--sweep', 'max-trainers=1,many'],
+            '--max-trainers is many; it must be a whole number above 0, or all',
+        ),
+        (['--sweep', 'nodes=1,2.5'], '--nodes is 2.5; it must be a whole number'),
+        (['--sweep', 'nodes=1,0'], 'The first 0 nodes'),
+        (
+            ['--sweep', 'solver=auto,magic'],
+            '--solver is magic; it must be auto, milp, dp or equal-share',
+        ),
+        (['--sweep', 'known-ends=false,true'], 'Nothing is known of the ends'),
+        (['--sweep', 'horizon=' + ','.join(map(str, range(1, 10002)))], 'ask for 10001 replays'),
+        (['--sweep', 'horizon=1,2', '--jobs', '0'], '--jobs is 0'),
+        (['--out', 'table.xlsx'], '--out is table.xlsx; its name must end in .csv or .parquet'),
+        (['--out', 'nowhere/table.csv'], 'there is no folder nowhere'),
+    ],
+)
+def test_bad_input_gets_a_sentence(
+    more: list[str],
+    sentence: str,
+    options: dict[str, object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(arguments(options, *more)) == 2
     said = capsys.readouterr()
@@ -141,11 +223,13 @@ def test_bad_input_gets_a_sentence(more: list[str], sentence: str, options: dict
     assert said.err.count('\n') == 1
 
 
-def test_a_file_in_the_place_of_the_folder_for_pictures(options: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_in_the_place_of_the_folder_for_pictures(
+    options: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments(options, '--pictures', options['idle'])) == 2
     assert 'cannot be made' in capsys.readouterr().err
 
 
 def test_options_that_nobody_knows_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(BadInput, match='luck'):
-        Request.of({**options, 'luck': 1})
+        ReplayRequest.of({**options, 'luck': 1})

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.replay.easy_reservation import NOTHING_RESERVED, promises, reserve
 from parsl_freetrain.replay.holes import holes
 from parsl_freetrain.replay.jobs import Job, JobTable, job_table
-from parsl_freetrain.replay.knowable import NOTHING_RESERVED, promises, reserve
 from parsl_freetrain.replay.swf import read_swf
 from parsl_freetrain.replay.trace import Trace
 from tests.replay.easy import Promise, Simulated, as_swf, shadow_of, simulate
@@ -32,7 +32,9 @@ def table(*jobs: tuple[float, float, float, int, float], machine: int = MACHINE)
 def rows(found: Trace) -> list[tuple[float, float, int, float]]:
     """Starts, ends, numbers of nodes and known ends, alike intervals counted together."""
     counts: dict[tuple[float, float, float], int] = {}
-    for start, end, known in zip(found.starts.tolist(), found.ends.tolist(), found.known_until.tolist(), strict=True):
+    for start, end, known in zip(
+        found.starts.tolist(), found.ends.tolist(), found.known_until.tolist(), strict=True
+    ):
         counts[start, end, known] = counts.get((start, end, known), 0) + 1
     return sorted((start, end, count, known) for (start, end, known), count in counts.items())
 
@@ -44,15 +46,23 @@ def schedules(draw: st.DrawFn, exact: bool) -> tuple[list[Simulated], list[Promi
     for number in range(draw(st.integers(2, 14))):
         run = draw(st.integers(1, 20))
         requested = run if exact else run + draw(st.integers(0, 15))
-        jobs.append(Simulated(number, draw(st.integers(0, 40)), draw(st.integers(1, MACHINE)), requested, run))
-    jobs.append(Simulated(len(jobs), 0, 1, 5, 5))     # so that the clock begins at 0, with something that runs
+        jobs.append(
+            Simulated(
+                number, draw(st.integers(0, 40)), draw(st.integers(1, MACHINE)), requested, run
+            )
+        )
+    jobs.append(
+        Simulated(len(jobs), 0, 1, 5, 5)
+    )  # so that the clock begins at 0, with something that runs
     promised = simulate(jobs, MACHINE)
     return jobs, promised
 
 
 def traced(jobs: list[Simulated]) -> Trace | None:
     """The holes of the simulated log; None if there is nothing to replay."""
-    listed = [Job(job.number, job.submit, job.start, job.end, job.nodes, job.requested) for job in jobs]
+    listed = [
+        Job(job.number, job.submit, job.start, job.end, job.nodes, job.requested) for job in jobs
+    ]
     try:
         return holes(job_table('log', listed, MACHINE))
     except BadInput:
@@ -66,7 +76,11 @@ def test_what_jobs_do_not_use_is_idle(made: tuple[list[Simulated], list[Promise]
     found = traced(jobs)
     if found is None:
         return
-    used = sum(job.nodes * (min(job.end, found.end_s) - min(job.start, found.end_s)) for job in jobs if job.start >= found.start_s)
+    used = sum(
+        job.nodes * (min(job.end, found.end_s) - min(job.start, found.end_s))
+        for job in jobs
+        if job.start >= found.start_s
+    )
     assert found.idle_node_s() == pytest.approx(MACHINE * (found.end_s - found.start_s) - used)
     for at in np.arange(found.start_s, found.end_s) + 0.5:
         idle = int(((found.starts <= at) & (at < found.ends)).sum())
@@ -76,7 +90,9 @@ def test_what_jobs_do_not_use_is_idle(made: tuple[list[Simulated], list[Promise]
 @given(schedules(exact=False))
 @settings(max_examples=80, deadline=None)
 def test_promises_are_those_of_the_scheduler(made: tuple[list[Simulated], list[Promise]]) -> None:
-    """A promise is made with the reservation that the scheduler itself had at that moment, and to as many nodes as that leaves alone."""
+    """A promise follows the reservation that the scheduler had at that moment, and covers the nodes
+    that this reservation leaves alone.
+    """
     jobs, promised = made
     found = traced(jobs)
     if found is None:
@@ -90,29 +106,38 @@ def test_promises_are_those_of_the_scheduler(made: tuple[list[Simulated], list[P
             assert (new == INF).all()
             continue
         assert set(new.tolist()) <= {promise.shadow, INF}
-        there = (found.starts <= start) & (start < found.ends) & (found.known_until > promise.shadow)
+        there = (
+            (found.starts <= start) & (start < found.ends) & (found.known_until > promise.shadow)
+        )
         if (new == INF).any():
             assert int(there.sum()) <= promise.extra
 
 
 @given(schedules(exact=True))
 @settings(max_examples=100, deadline=None)
-def test_only_another_job_than_the_head_breaks_a_promise_where_run_times_are_exact(made: tuple[list[Simulated], list[Promise]]) -> None:
+def test_only_another_job_than_the_head_breaks_a_promise_where_run_times_are_exact(
+    made: tuple[list[Simulated], list[Promise]],
+) -> None:
     """The guarantee of EASY: the head alone takes no node before the promised time."""
     jobs, promised = made
     found = traced(jobs)
     if found is None:
         return
     heads = {promise.at: promise.head for promise in promised}
-    for start, end, known in zip(found.starts.tolist(), found.ends.tolist(), found.known_until.tolist(), strict=True):
+    for start, end, known in zip(
+        found.starts.tolist(), found.ends.tolist(), found.known_until.tolist(), strict=True
+    ):
         if start < known and end < min(known, found.end_s):
-            assert any(start < job.start <= end and job.number != heads.get(int(start)) for job in jobs)
+            assert any(
+                start < job.start <= end and job.number != heads.get(int(start)) for job in jobs
+            )
 
 
 @given(schedules(exact=False))
 @settings(max_examples=100, deadline=None)
 def test_no_head_starts_later_than_its_reservation_and_with_exact_run_times_none_sooner(
-        made: tuple[list[Simulated], list[Promise]]) -> None:
+    made: tuple[list[Simulated], list[Promise]],
+) -> None:
     """What the promises stand on, and at once a test of the scheduler that the tests use."""
     jobs, promised = made
     starts = {job.number: job.start for job in jobs}
@@ -123,9 +148,13 @@ def test_no_head_starts_later_than_its_reservation_and_with_exact_run_times_none
     assert all(starts[promise.head] == promise.shadow for promise in promised)
 
 
-@given(st.integers(1, MACHINE), st.lists(st.tuples(st.integers(1, 4), st.integers(-3, 12)), max_size=6))
+@given(
+    st.integers(1, MACHINE), st.lists(st.tuples(st.integers(1, 4), st.integers(-3, 12)), max_size=6)
+)
 @settings(max_examples=100, deadline=None)
-def test_reservations_agree_with_trying_every_second(needed: int, runs: list[tuple[int, int]]) -> None:
+def test_reservations_agree_with_trying_every_second(
+    needed: int, runs: list[tuple[int, int]]
+) -> None:
     """Also where running jobs have outlived their requests."""
     running: list[Simulated] = []
     for nodes, left in runs:
@@ -135,57 +164,100 @@ def test_reservations_agree_with_trying_every_second(needed: int, runs: list[tup
     expected = sorted((float(job.start + job.requested), job.nodes) for job in running)
     found = reserve(needed, idle, expected, now=20)
     if needed > idle:
-        assert (found.shadow_s, found.extra) == shadow_of(Simulated(1, 0, needed, 1, 1), running, MACHINE, 20)
+        assert (found.shadow_s, found.extra) == shadow_of(
+            Simulated(1, 0, needed, 1, 1), running, MACHINE, 20
+        )
     else:
         assert found.shadow_s == 20
 
 
 def test_a_hole_before_a_reservation_and_an_extra_node() -> None:
-    # Six of ten nodes are busy until 100 at the latest. A job of eight comes at 10: it will take two of the four idle
-    # nodes at 100, and two are extra.
+    # Six of ten nodes are busy until 100 at the latest. A job of eight comes at 10: it will take
+    # two of the four idle nodes at 100, and two are extra.
     found = holes(table((0, 0, 100, 6, 100), (10, 100, 150, 8, 50), (200, 200, 210, 1, 10)))
     assert rows(found) == [(0, 100, 2, INF), (0, 200, 2, INF), (150, 200, 8, INF)]
     # The same, but the job waits already when the four become idle.
-    found = holes(table((0, 0, 100, 6, 100), (0, 0, 20, 4, 20), (10, 100, 150, 8, 50), (200, 200, 210, 1, 10)))
+    found = holes(
+        table((0, 0, 100, 6, 100), (0, 0, 20, 4, 20), (10, 100, 150, 8, 50), (200, 200, 210, 1, 10))
+    )
     assert rows(found) == [(20, 100, 2, 100), (20, 200, 2, INF), (150, 200, 8, INF)]
     assert found.idle_node_s(known_ends=True) == found.idle_node_s() == 2 * 80 + 2 * 180 + 8 * 50
 
 
 def test_a_job_that_ends_early_breaks_a_promise() -> None:
-    found = holes(table((0, 0, 60, 6, 100), (0, 0, 20, 4, 20), (10, 60, 150, 10, 90), (200, 200, 210, 1, 10)))
+    found = holes(
+        table((0, 0, 60, 6, 100), (0, 0, 20, 4, 20), (10, 60, 150, 10, 90), (200, 200, 210, 1, 10))
+    )
     assert rows(found) == [(20, 60, 4, 100), (150, 200, 10, INF)]
 
 
 def test_a_promise_that_runs_out_is_renewed_when_there_is_one_to_make() -> None:
-    # The job that was to be over at 100 goes on until 130, when the head still is not started but someone else submits.
-    found = holes(table((0, 0, 130, 6, 100), (0, 0, 20, 4, 20), (10, 160, 300, 10, 90), (400, 400, 410, 1, 10)))
-    assert rows(found) == [(20, 100, 4, 100), (100, 160, 4, 100), (130, 160, 6, 130), (300, 400, 10, INF)]
+    # The job that was to be over at 100 goes on until 130, when the head still is not started but
+    # someone else submits.
+    found = holes(
+        table(
+            (0, 0, 130, 6, 100), (0, 0, 20, 4, 20), (10, 160, 300, 10, 90), (400, 400, 410, 1, 10)
+        )
+    )
+    assert rows(found) == [
+        (20, 100, 4, 100),
+        (100, 160, 4, 100),
+        (130, 160, 6, 130),
+        (300, 400, 10, INF),
+    ]
     assert found.idle_node_s(known_ends=True) == 4 * 80 + 10 * 100
     assert found.idle_node_s() == 4 * 140 + 6 * 30 + 10 * 100
 
 
 def test_a_waiting_job_that_fits_is_passed_over_after_a_while() -> None:
-    # Six nodes of ten are idle; a job of four is held back from 10 to 500. For 60 seconds it is taken to be about to start.
-    jobs = table((0, 0, 1000, 4, 1000), (0, 0, 20, 6, 20), (10, 500, 600, 4, 100), (700, 700, 710, 1, 10))
-    assert rows(holes(jobs, patience_s=60)) == [(20, 80, 4, 20), (20, 700, 2, INF), (80, 500, 4, INF), (600, 700, 4, INF)]
-    assert rows(holes(jobs, patience_s=0)) == [(20, 500, 4, INF), (20, 700, 2, INF), (600, 700, 4, INF)]
+    # Six nodes of ten are idle; a job of four is held back from 10 to 500. For 60 seconds it is
+    # taken to be about to start.
+    jobs = table(
+        (0, 0, 1000, 4, 1000), (0, 0, 20, 6, 20), (10, 500, 600, 4, 100), (700, 700, 710, 1, 10)
+    )
+    assert rows(holes(jobs, patience_s=60)) == [
+        (20, 80, 4, 20),
+        (20, 700, 2, INF),
+        (80, 500, 4, INF),
+        (600, 700, 4, INF),
+    ]
+    assert rows(holes(jobs, patience_s=0)) == [
+        (20, 500, 4, INF),
+        (20, 700, 2, INF),
+        (600, 700, 4, INF),
+    ]
 
 
-def test_a_cancelled_job_waits_until_then_and_one_larger_than_the_machine_reserves_nothing() -> None:
+def test_a_cancelled_job_waits_until_then_and_one_larger_than_the_machine_reserves_nothing() -> (
+    None
+):
     base = ((0, 0, 100, 6, 100), (0, 0, 20, 4, 20), (200, 200, 210, 1, 10))
     alone = rows(holes(table(*base)))
     assert alone == [(20, 200, 4, INF), (100, 200, 6, INF)]
-    assert rows(holes(table(*base, (5, 50, 50, 8, 10)))) == [(20, 100, 2, 100), (20, 200, 2, INF), (100, 200, 8, INF)]
+    assert rows(holes(table(*base, (5, 50, 50, 8, 10)))) == [
+        (20, 100, 2, 100),
+        (20, 200, 2, INF),
+        (100, 200, 8, INF),
+    ]
     assert rows(holes(table(*base, (5, INF, INF, 11, 10)))) == alone
 
 
 def test_jobs_take_the_nodes_that_the_log_names_and_share_them() -> None:
-    jobs = [Job(1, 0, 0, 50, 2, 50, ('b', 'c')), Job(2, 0, 10, 30, 1, 30, ('a',)), Job(3, 0, 40, 90, 1, 50, ('c',)),
-            Job(4, 0, 100, 110, 1, 10, ('a',))]
+    jobs = [
+        Job(1, 0, 0, 50, 2, 50, ('b', 'c')),
+        Job(2, 0, 10, 30, 1, 30, ('a',)),
+        Job(3, 0, 40, 90, 1, 50, ('c',)),
+        Job(4, 0, 100, 110, 1, 10, ('a',)),
+    ]
     found = holes(job_table('log', jobs, None))
     assert found.names == ('a', 'b', 'c')
     starts, ends, nodes, _ = found.intervals()
-    assert list(zip(starts.tolist(), ends.tolist(), nodes.tolist(), strict=True)) == [(0, 10, 0), (30, 100, 0), (50, 100, 1), (90, 100, 2)]
+    assert list(zip(starts.tolist(), ends.tolist(), nodes.tolist(), strict=True)) == [
+        (0, 10, 0),
+        (30, 100, 0),
+        (50, 100, 1),
+        (90, 100, 2),
+    ]
 
 
 def test_promises_are_kept_within_what_is_extra() -> None:
@@ -199,7 +271,9 @@ def test_promises_are_kept_within_what_is_extra() -> None:
 
 def test_a_log_that_uses_more_than_the_machine_has_is_refused() -> None:
     jobs = [(float(i), float(i), i + 100.0, 6, 100.0) for i in range(4)]
-    with pytest.raises(BadInput, match='log, line 2: the job starts on 6 nodes when 4 of 10 are free'):
+    with pytest.raises(
+        BadInput, match='log, line 2: the job starts on 6 nodes when 4 of 10 are free'
+    ):
         holes(table(*jobs))
     # A second too much is the clocks'.
     found = holes(table((0, 0, 101, 6, 100), (0, 100, 200, 6, 100), (0, 300, 310, 1, 1)))
@@ -211,12 +285,19 @@ def test_a_part_of_a_year_of_theta(tmp_path: Path) -> None:
     jobs = read_swf(THETA)
     assert (len(jobs), len(jobs.machine)) == (23_911, 4360)
     first = 2000
-    short = replace(jobs, **{name: getattr(jobs, name)[:first] for name in ('line', 'submit', 'start', 'end', 'nodes', 'requested',
-                                                                            'placed')})
+    short = replace(
+        jobs,
+        **{
+            name: getattr(jobs, name)[:first]
+            for name in ('line', 'submit', 'start', 'end', 'nodes', 'requested', 'placed')
+        },
+    )
     found = holes(short)
     since, until = short.window
     assert (found.start_s, found.end_s) == (since, until)
-    used = float(((np.minimum(short.end, until) - np.minimum(short.start, until)) * short.nodes).sum())
+    used = float(
+        ((np.minimum(short.end, until) - np.minimum(short.start, until)) * short.nodes).sum()
+    )
     idle = found.idle_node_s()
     # The log overbooks its machine for some seconds, 163,314 node-seconds in the whole year.
     lacking = idle - (len(jobs.machine) * (until - since) - used)
@@ -227,7 +308,12 @@ def test_a_part_of_a_year_of_theta(tmp_path: Path) -> None:
 
 
 def test_the_log_of_the_simulated_scheduler_reads_back(tmp_path: Path) -> None:
-    jobs = [Simulated(1, 0, 6, 100, 90), Simulated(2, 3, 8, 50, 40), Simulated(3, 5, 2, 30, 30), Simulated(4, 200, 1, 5, 5)]
+    jobs = [
+        Simulated(1, 0, 6, 100, 90),
+        Simulated(2, 3, 8, 50, 40),
+        Simulated(3, 5, 2, 30, 30),
+        Simulated(4, 200, 1, 5, 5),
+    ]
     simulate(jobs, MACHINE)
     path = tmp_path / 'log.swf'
     path.write_text(as_swf(jobs, MACHINE))

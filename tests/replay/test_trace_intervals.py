@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.idle import read_idle, synthetic
 from parsl_freetrain.replay.trace import PoolChange, Trace
 
@@ -22,11 +22,23 @@ Row = tuple[float, float, int, float]
 
 def trace(rows: list[Row], names: str = 'abcd', since: float = 0, until: float = 100) -> Trace:
     starts, ends, nodes, known = zip(*rows, strict=True) if rows else ((), (), (), ())
-    return Trace(tuple(names), since, until, np.array(starts), np.array(ends), np.array(nodes, dtype=np.int64), np.array(known))
+    return Trace(
+        tuple(names),
+        since,
+        until,
+        np.array(starts),
+        np.array(ends),
+        np.array(nodes, dtype=np.int64),
+        np.array(known),
+    )
 
 
 def rows_of(found: Trace, known_ends: bool | None = None) -> list[Row]:
-    columns = (found.starts, found.ends, found.nodes, found.known_until) if known_ends is None else found.intervals(known_ends)
+    columns = (
+        (found.starts, found.ends, found.nodes, found.known_until)
+        if known_ends is None
+        else found.intervals(known_ends)
+    )
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
@@ -57,13 +69,17 @@ def traces(draw: st.DrawFn) -> Trace:
         times = sorted(draw(st.sets(st.integers(0, 100), min_size=2, max_size=8)))
         for start, end in pairwise(times):
             if draw(st.booleans()):
-                rows.append((start, end, node, draw(st.sampled_from([start, end, end + 3, math.inf]))))
+                rows.append(
+                    (start, end, node, draw(st.sampled_from([start, end, end + 3, math.inf])))
+                )
     return trace(rows)
 
 
 @given(traces(), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_intervals_come_back_from_changes_and_no_node_second_is_lost(found: Trace, known_ends: bool) -> None:
+def test_intervals_come_back_from_changes_and_no_node_second_is_lost(
+    found: Trace, known_ends: bool
+) -> None:
     changes = found.changes(known_ends)
     assert [change.at for change in changes] == sorted({change.at for change in changes})
     assert all(len(change.joined) or len(change.left) for change in changes)
@@ -79,7 +95,9 @@ def test_intervals_come_back_from_changes_and_no_node_second_is_lost(found: Trac
 @settings(max_examples=100, deadline=None)
 def test_knowing_the_ends_takes_only_what_was_promised(found: Trace) -> None:
     assert found.idle_node_s() == pytest.approx(float((found.ends - found.starts).sum()))
-    promised = sum(min(end, known) - start for start, end, _, known in rows_of(found) if known > start)
+    promised = sum(
+        min(end, known) - start for start, end, _, known in rows_of(found) if known > start
+    )
     assert found.idle_node_s(known_ends=True) == pytest.approx(promised)
 
 
@@ -99,7 +117,11 @@ def test_two_windows_have_what_the_whole_has(found: Trace, cut: float, nodes: in
 def test_changes_of_one_instant_are_one_change() -> None:
     found = trace([(0, 5, 0, math.inf), (5, 9, 0, math.inf), (5, 100, 1, 200), (2, 5, 3, math.inf)])
     assert [plain(change) for change in found.changes()] == [
-        (0, [0], [], [math.inf]), (2, [3], [], [math.inf]), (5, [0, 1], [0, 3], [math.inf, math.inf]), (9, [], [0], [])]
+        (0, [0], [], [math.inf]),
+        (2, [3], [], [math.inf]),
+        (5, [0, 1], [0, 3], [math.inf, math.inf]),
+        (9, [], [0], []),
+    ]
     assert plain(found.changes(known_ends=True)[2]) == (5, [0, 1], [0, 3], [math.inf, 200])
 
 
@@ -120,16 +142,25 @@ def test_a_window_keeps_the_clock_and_the_first_names(tmp_path: Path) -> None:
     assert read_idle(path, nodes=99).idle_node_s() == whole.idle_node_s() == 70
 
 
-@pytest.mark.parametrize(('lines', 'part', 'says'), [
-    ('0,9,a\n5,3,b\n', {}, 'line 3: the interval ends at 3 s'),
-    ('0,9,a\n5,12,a\n', {}, 'line 3: node a is idle from 5 s on, but already since 0 s'),
-    ('0,9,a\n', {'since': 9}, 'nothing between 9 s and 9 s'),
-    ('0,9,a\n', {'since': 7, 'until': 3}, 'nothing between 7 s and 3 s'),
-    ('0,9,a\n20,30,a\n', {'since': 10, 'until': 15}, 'None of 1 nodes is idle from 10 s to 15 s'),
-    ('0,9,a\n', {'nodes': 0}, 'first 0 nodes'),
-    ('0,9,a\n', {'since': math.nan}, 'nothing between nan s and 9 s'),
-])
-def test_bad_intervals_and_empty_windows_get_a_sentence(tmp_path: Path, lines: str, part: dict[str, float], says: str) -> None:
+@pytest.mark.parametrize(
+    ('lines', 'part', 'says'),
+    [
+        ('0,9,a\n5,3,b\n', {}, 'line 3: the interval ends at 3 s'),
+        ('0,9,a\n5,12,a\n', {}, 'line 3: node a is idle from 5 s on, but already since 0 s'),
+        ('0,9,a\n', {'since': 9}, 'nothing between 9 s and 9 s'),
+        ('0,9,a\n', {'since': 7, 'until': 3}, 'nothing between 7 s and 3 s'),
+        (
+            '0,9,a\n20,30,a\n',
+            {'since': 10, 'until': 15},
+            'None of 1 nodes is idle from 10 s to 15 s',
+        ),
+        ('0,9,a\n', {'nodes': 0}, 'first 0 nodes'),
+        ('0,9,a\n', {'since': math.nan}, 'nothing between nan s and 9 s'),
+    ],
+)
+def test_bad_intervals_and_empty_windows_get_a_sentence(
+    tmp_path: Path, lines: str, part: dict[str, float], says: str
+) -> None:
     path = tmp_path / 'idle.csv'
     path.write_text(HEADER + lines)
     with pytest.raises(BadInput) as raised:
@@ -138,8 +169,16 @@ def test_bad_intervals_and_empty_windows_get_a_sentence(tmp_path: Path, lines: s
     assert str(path) in str(raised.value)
 
 
-@pytest.mark.parametrize('row', [
-    (5, 5, 0, math.inf), (-1, 5, 0, math.inf), (0, 101, 0, math.inf), (0, 5, 4, math.inf), (0, 5, 0, math.nan)])
+@pytest.mark.parametrize(
+    'row',
+    [
+        (5, 5, 0, math.inf),
+        (-1, 5, 0, math.inf),
+        (0, 101, 0, math.inf),
+        (0, 5, 4, math.inf),
+        (0, 5, 0, math.nan),
+    ],
+)
 def test_a_trace_made_in_code_is_checked_too(row: Row) -> None:
     with pytest.raises(BadInput):
         trace([row])
@@ -151,18 +190,29 @@ def test_synthetic_weeks_are_as_published() -> None:
     # One week differs from the next, as Summit's do: four are taken together.
     weeks = [synthetic(seed) for seed in range(4)]
     span_s = sum(week.end_s - week.start_s for week in weeks)
-    assert sum(week.idle_node_s() for week in weeks) / span_s / 4734 == pytest.approx(0.0827, rel=0.15)
-    lengths = np.concatenate([(week.ends - week.starts)[(week.starts > week.start_s) & (week.ends < week.end_s)] for week in weeks])
+    assert sum(week.idle_node_s() for week in weeks) / span_s / 4734 == pytest.approx(
+        0.0827, rel=0.15
+    )
+    lengths = np.concatenate(
+        [
+            (week.ends - week.starts)[(week.starts > week.start_s) & (week.ends < week.end_s)]
+            for week in weeks
+        ]
+    )
     assert lengths.mean() == pytest.approx(1192, rel=0.1)
     for percent, published_s in {5: 81, 25: 162, 50: 475, 75: 1397, 90: 3269, 99: 9246}.items():
         assert np.percentile(lengths, percent) == pytest.approx(published_s, rel=0.15), percent
-    joins = [len(change.joined) for week in weeks for change in week.changes()[1:] if len(change.joined)]
+    joins = [
+        len(change.joined) for week in weeks for change in week.changes()[1:] if len(change.joined)
+    ]
     for percent, published, tolerance in ((50, 4, 0.3), (90, 50, 0.2), (99, 512, 0.3)):
         assert np.percentile(joins, percent) == pytest.approx(published, rel=tolerance), percent
 
 
 def test_a_seed_gives_the_same_synthetic_trace() -> None:
-    one, same, other = (synthetic(seed, nodes=40, duration_s=50_000, idle_share=0.3) for seed in (1, 1, 2))
+    one, same, other = (
+        synthetic(seed, nodes=40, duration_s=50_000, idle_share=0.3) for seed in (1, 1, 2)
+    )
     assert rows_of(one) == rows_of(same) != rows_of(other)
     assert one.names[-1] == 'node0039'
     assert one.end_s == 50_000
@@ -174,7 +224,9 @@ def test_a_week_of_summit() -> None:
     assert (len(week), len(week.names), week.end_s) == (209_196, 4651, 604_800)
     assert week.idle_node_s() / 604_800 == pytest.approx(344.826, rel=1e-5)
     # At 400,000 s, counted by another program: zcat … | awk -F, '$1<=400000 && 400000<$2' | wc -l
-    at = [len(change.joined) - len(change.left) for change in week.changes() if change.at <= 400_000]
+    at = [
+        len(change.joined) - len(change.left) for change in week.changes() if change.at <= 400_000
+    ]
     assert sum(at) == IDLE_AT_400_000_S
 
 

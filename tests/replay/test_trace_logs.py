@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.accounting_pbs import read_pbs
 from parsl_freetrain.replay.accounting_slurm import read_sacct
 from parsl_freetrain.replay.jobs import JobTable
-from parsl_freetrain.replay.reading import kind_of, read_trace
+from parsl_freetrain.replay.read import kind_of, read_trace
 from parsl_freetrain.replay.swf import read_swf
 
 INF = math.inf
@@ -30,19 +30,25 @@ SWF = """\
 
 SACCT = """\
 JobIDRaw|State|Submit|Eligible|Start|End|NNodes|Timelimit|NodeList
-7|COMPLETED|2026-03-01T00:00:00|2026-03-01T00:00:00|2026-03-01T00:00:10|2026-03-01T00:01:00|2|00:01:40|cn[01-02]
+7|COMPLETED|2026-03-01T00:00:00|2026-03-01T00:00:00|2026-03-01T00:00:10|2026-03-01T00:01:00|2|\
+00:01:40|cn[01-02]
 7.batch|COMPLETED|2026-03-01T00:00:10|2026-03-01T00:00:10|2026-03-01T00:00:10|2026-03-01T00:01:00|1||cn01
 8|RUNNING|2026-03-01T00:00:05|2026-03-01T00:00:30|2026-03-01T00:01:45|Unknown|4|1-02:00:00|cn[01-02],gpu[1,3]
 9|PENDING|2026-03-01T00:00:20|Unknown|Unknown|Unknown|3|UNLIMITED|None assigned
-10|CANCELLED by 5|2026-03-01T00:00:20|2026-03-01T00:00:20|None|2026-03-01T00:01:00|1|Partition_Limit|None assigned
+10|CANCELLED by 5|2026-03-01T00:00:20|2026-03-01T00:00:20|None|2026-03-01T00:01:00|1|\
+Partition_Limit|None assigned
 """
 
 PBS = """\
 03/01/2026 00:00:00;L;license;floating license hour:0 day:0 month:0
-03/01/2026 00:00:10;S;7.pbs;user=a start=1010 etime=1000 exec_host=n1/0*24+n2/0*24 Resource_List.walltime=00:01:40
-03/01/2026 00:01:00;E;7.pbs;user=a group="a b" jobname=x=y ctime=999 qtime=999 etime=1000 start=1010 exec_host=n1/0*24+n2/0*24+n2/1 \
-exec_vnode=(n1:ncpus=24)+(n2:ncpus=24) Resource_List.nodect=2 Resource_List.walltime=00:01:40 end=1060 Exit_status=0
-03/01/2026 00:01:00;R;8.pbs;user=a qtime=1005 start=1020 end=1050 exec_vnode=(n3[0]:ncpus=1+n3[1]:ncpus=1)+(n4:ncpus=2) \
+03/01/2026 00:00:10;S;7.pbs;user=a start=1010 etime=1000 \
+exec_host=n1/0*24+n2/0*24 Resource_List.walltime=00:01:40
+03/01/2026 00:01:00;E;7.pbs;user=a group="a b" jobname=x=y ctime=999 qtime=999 etime=1000 \
+start=1010 exec_host=n1/0*24+n2/0*24+n2/1 \
+exec_vnode=(n1:ncpus=24)+(n2:ncpus=24) Resource_List.nodect=2 \
+Resource_List.walltime=00:01:40 end=1060 Exit_status=0
+03/01/2026 00:01:00;R;8.pbs;user=a qtime=1005 start=1020 end=1050 \
+exec_vnode=(n3[0]:ncpus=1+n3[1]:ncpus=1)+(n4:ncpus=2) \
 Resource_List.walltime=90
 03/01/2026 00:01:10;S;8.pbs;user=a qtime=1005 start=1070 exec_host=n3/0 Resource_List.walltime=90
 03/01/2026 00:01:10;D;9.pbs;requestor=a@x
@@ -61,33 +67,62 @@ def rows(found: JobTable) -> list[tuple[float, ...]]:
 
 
 def places(found: JobTable) -> list[list[str] | None]:
-    return [None if nodes is None else [found.machine[i] for i in nodes.tolist()] for nodes in found.placed]
+    return [
+        None if nodes is None else [found.machine[i] for i in nodes.tolist()]
+        for nodes in found.placed
+    ]
 
 
 def test_swf_in_whole_nodes_from_the_first_submission_on(tmp_path: Path) -> None:
     found = read_swf(written(tmp_path, SWF))
     assert found.machine == ('node0', 'node1', 'node2', 'node3')
-    # Two processors a node; asked for where not allocated; without a wait: left out; cancelled: no run; no request: no limit.
+    # Two processors a node; asked for where not allocated; without a wait: left out; cancelled: no
+    # run; no request: no limit.
     assert rows(found) == [(0, 10, 60, 2, 100), (5, 105, 125.5, 4, 30), (20, 60, 60, 1, INF)]
     assert places(found) == [None] * 3
     assert found.line.tolist() == [5, 6, 8]
     assert found.window == (10, 105)
-    assert len(read_swf(written(tmp_path, SWF.replace('MaxNodes', 'Nodes')), machine_nodes=8).machine) == 8
+    assert (
+        len(read_swf(written(tmp_path, SWF.replace('MaxNodes', 'Nodes')), machine_nodes=8).machine)
+        == 8
+    )
 
 
-@pytest.mark.parametrize(('text', 'says'), [
-    ('1 2 3\n', 'line 1: 3 columns; the columns must be the 18'),
-    (SWF + '5 1030 1 1 1 -1 -1 1 1 -1 1 1 1 - 1 -1 -1 -1\n', "line 9: column 14 (executable) is '-'"),
-    (SWF + '5 1030 1641061236 60 1 -1 -1 1 1 -1 1 1 1 -1 1 -1 -1 -1\n', 'line 9: column 3 (wait time) is 1641061236 s'),
-    (SWF + '5 1030 1 1 1 -1 -1 1 1 -1 64 1 1 -1 1 -1 -1 -1\n', 'line 9: column 11 (status) is 64'),
-    (SWF + '5 1030 1 1 1.5 -1 -1 1 1 -1 1 1 1 -1 1 -1 -1 -1\n', 'line 9: column 5 (allocated processors) is 1.5'),
-    (SWF + '5 30 1 1 1 -1 -1 1 1 -1 1 1 1 -1 1 -1 -1 -1\n6 29 1 1 1 -1 -1 1 1 -1 1 1 1 -1 1 -1 -1 -1\n', 'line 9: column 2 (submit time)'),
-    (SWF + '5 1030 1 1 -1 -1 -1 -1 1 -1 1 1 1 -1 1 -1 -1 -1\n', 'line 9: neither column 5'),
-    (SWF + '5 1030 1 1 9 -1 -1 9 1 -1 1 1 1 -1 1 -1 -1 -1\n', 'line 9: the job has 5 nodes; the machine has 4'),
-    (SWF.replace('MaxNodes', 'Nodes'), 'MaxNodes'),
-    (SWF.splitlines()[1] + '\n', 'has no jobs'),
-    ('', 'has no jobs'),
-])
+@pytest.mark.parametrize(
+    ('text', 'says'),
+    [
+        ('1 2 3\n', 'line 1: 3 columns; the columns must be the 18'),
+        (
+            SWF + '5 1030 1 1 1 -1 -1 1 1 -1 1 1 1 - 1 -1 -1 -1\n',
+            "line 9: column 14 (executable) is '-'",
+        ),
+        (
+            SWF + '5 1030 1641061236 60 1 -1 -1 1 1 -1 1 1 1 -1 1 -1 -1 -1\n',
+            'line 9: column 3 (wait time) is 1641061236 s',
+        ),
+        (
+            SWF + '5 1030 1 1 1 -1 -1 1 1 -1 64 1 1 -1 1 -1 -1 -1\n',
+            'line 9: column 11 (status) is 64',
+        ),
+        (
+            SWF + '5 1030 1 1 1.5 -1 -1 1 1 -1 1 1 1 -1 1 -1 -1 -1\n',
+            'line 9: column 5 (allocated processors) is 1.5',
+        ),
+        (
+            SWF + '5 30 1 1 1 -1 -1 1 1 -1 1 1 1 -1 1 -1 -1 -1\n6 29 1 1 1 -1 -1 1 1 -1 1 1 1 '
+            '-1 1 -1 -1 -1\n',
+            'line 9: column 2 (submit time)',
+        ),
+        (SWF + '5 1030 1 1 -1 -1 -1 -1 1 -1 1 1 1 -1 1 -1 -1 -1\n', 'line 9: neither column 5'),
+        (
+            SWF + '5 1030 1 1 9 -1 -1 9 1 -1 1 1 1 -1 1 -1 -1 -1\n',
+            'line 9: the job has 5 nodes; the machine has 4',
+        ),
+        (SWF.replace('MaxNodes', 'Nodes'), 'MaxNodes'),
+        (SWF.splitlines()[1] + '\n', 'has no jobs'),
+        ('', 'has no jobs'),
+    ],
+)
 def test_bad_swf_gets_a_sentence(tmp_path: Path, text: str, says: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(BadInput) as raised:
@@ -99,31 +134,62 @@ def test_bad_swf_gets_a_sentence(tmp_path: Path, text: str, says: str) -> None:
 def test_sacct_without_steps_and_with_node_lists(tmp_path: Path) -> None:
     found = read_sacct(written(tmp_path, SACCT))
     assert found.machine == ('cn01', 'cn02', 'gpu1', 'gpu3')
-    assert rows(found) == [(0, 10, 60, 2, 100), (20, INF, INF, 3, INF), (20, 60, 60, 1, INF), (30, 105, INF, 4, 93_600)]
+    assert rows(found) == [
+        (0, 10, 60, 2, 100),
+        (20, INF, INF, 3, INF),
+        (20, 60, 60, 1, INF),
+        (30, 105, INF, 4, 93_600),
+    ]
     assert places(found) == [['cn01', 'cn02'], None, None, ['cn01', 'cn02', 'gpu1', 'gpu3']]
     assert [len(read_sacct(tmp_path / 'log', n).machine) for n in (4, 6)] == [4, 6]
 
 
 def test_sacct_in_seconds_without_node_lists(tmp_path: Path) -> None:
-    text = 'JobID|Submit|Start|End|AllocNodes|TimelimitRaw\n1|1000|1010|1060|2|2\n1.0|1000|1010|1060|2|\n2|1005|1060|1070|1K|\n'
+    text = (
+        'JobID|Submit|Start|End|AllocNodes|TimelimitRaw\n'
+        '1|1000|1010|1060|2|2\n1.0|1000|1010|1060|2|\n2|1005|1060|1070|1K|\n'
+    )
     found = read_sacct(written(tmp_path, text), 2000)
     assert rows(found) == [(0, 10, 60, 2, 120), (5, 60, 70, 1024, INF)]
-    with pytest.raises(BadInput, match='line 2: the log names no nodes for this job; say how many nodes the machine has'):
+    with pytest.raises(
+        BadInput,
+        match='line 2: the log names no nodes for this job; say how many nodes the machine has',
+    ):
         read_sacct(tmp_path / 'log')
 
 
-@pytest.mark.parametrize(('text', 'says'), [
-    ('', 'is empty'),
-    (SACCT.replace('|NNodes|', '|Nodes|'), 'line 1: there is no column NNodes or AllocNodes'),
-    (SACCT.replace('|Timelimit|', '|Limit|'), 'line 1: there is no column Timelimit or TimelimitRaw'),
-    (SACCT + '11|COMPLETED\n', 'line 7: 2 columns where the header has 9'),
-    (SACCT.replace('2026-03-01T00:00:10|2026-03-01T00:01:00|2|', 'soon|2026-03-01T00:01:00|2|'), "line 2: Start is 'soon'"),
-    (SACCT.replace('2026-03-01T00:00:00|2026-03-01T00:00:00|', 'Unknown|Unknown|'), "line 2: Submit is 'Unknown'"),
-    (SACCT.replace('cn[01-02]\n', 'cn[01-02\n'), 'line 2: the brackets'),
-    (SACCT.replace('00:01:40', 'long'), "line 2: 'long' is not a duration"),
-    (SACCT.replace('|3|UNLIMITED', '|three|UNLIMITED'), "line 5: the number of nodes is 'three'"),
-    (SACCT.replace('T00:00:10|2026-03-01T00:01:00|2|', 'T00:00:10|2026-02-01T00:01:00|2|'), 'line 2: the job was submitted at'),
-])
+@pytest.mark.parametrize(
+    ('text', 'says'),
+    [
+        ('', 'is empty'),
+        (SACCT.replace('|NNodes|', '|Nodes|'), 'line 1: there is no column NNodes or AllocNodes'),
+        (
+            SACCT.replace('|Timelimit|', '|Limit|'),
+            'line 1: there is no column Timelimit or TimelimitRaw',
+        ),
+        (SACCT + '11|COMPLETED\n', 'line 7: 2 columns where the header has 9'),
+        (
+            SACCT.replace(
+                '2026-03-01T00:00:10|2026-03-01T00:01:00|2|', 'soon|2026-03-01T00:01:00|2|'
+            ),
+            "line 2: Start is 'soon'",
+        ),
+        (
+            SACCT.replace('2026-03-01T00:00:00|2026-03-01T00:00:00|', 'Unknown|Unknown|'),
+            "line 2: Submit is 'Unknown'",
+        ),
+        (SACCT.replace('cn[01-02]\n', 'cn[01-02\n'), 'line 2: the brackets'),
+        (SACCT.replace('00:01:40', 'long'), "line 2: 'long' is not a duration"),
+        (
+            SACCT.replace('|3|UNLIMITED', '|three|UNLIMITED'),
+            "line 5: the number of nodes is 'three'",
+        ),
+        (
+            SACCT.replace('T00:00:10|2026-03-01T00:01:00|2|', 'T00:00:10|2026-02-01T00:01:00|2|'),
+            'line 2: the job was submitted at',
+        ),
+    ],
+)
 def test_bad_sacct_gets_a_sentence(tmp_path: Path, text: str, says: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(BadInput) as raised:
@@ -141,17 +207,32 @@ def test_pbs_ended_requeued_and_running_jobs(tmp_path: Path) -> None:
 
 def test_pbs_logs_of_several_days_are_one(tmp_path: Path) -> None:
     lines = PBS.splitlines(keepends=True)
-    days = [written(tmp_path, ''.join(part), name) for name, part in (('20260301', lines[:2]), ('20260302', lines[2:]))]
+    days = [
+        written(tmp_path, ''.join(part), name)
+        for name, part in (('20260301', lines[:2]), ('20260302', lines[2:]))
+    ]
     assert rows(read_pbs(days)) == rows(read_pbs(written(tmp_path, PBS)))
 
 
-@pytest.mark.parametrize(('text', 'says'), [
-    (PBS + 'what\n', 'line 7: this is no record of PBS'),
-    (PBS.replace(' end=1060', ''), 'line 3: the record has no end'),
-    (PBS.replace('start=1010 exec_host=n1/0*24+n2/0*24+', 'start=soon exec_host='), "line 3: start is 'soon'"),
-    (PBS.replace('exec_vnode=(n3[0]:ncpus=1+n3[1]:ncpus=1)+(n4:ncpus=2)', ''), 'line 4: the record has no Resource_List.nodect'),
-    (PBS.replace('walltime=90', 'walltime=1:30:x'), "line 4: Resource_List.walltime is '1:30:x'"),
-])
+@pytest.mark.parametrize(
+    ('text', 'says'),
+    [
+        (PBS + 'what\n', 'line 7: this is no record of PBS'),
+        (PBS.replace(' end=1060', ''), 'line 3: the record has no end'),
+        (
+            PBS.replace('start=1010 exec_host=n1/0*24+n2/0*24+', 'start=soon exec_host='),
+            "line 3: start is 'soon'",
+        ),
+        (
+            PBS.replace('exec_vnode=(n3[0]:ncpus=1+n3[1]:ncpus=1)+(n4:ncpus=2)', ''),
+            'line 4: the record has no Resource_List.nodect',
+        ),
+        (
+            PBS.replace('walltime=90', 'walltime=1:30:x'),
+            "line 4: Resource_List.walltime is '1:30:x'",
+        ),
+    ],
+)
 def test_bad_pbs_gets_a_sentence(tmp_path: Path, text: str, says: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(BadInput) as raised:
@@ -160,9 +241,17 @@ def test_bad_pbs_gets_a_sentence(tmp_path: Path, text: str, says: str) -> None:
     assert str(path) in str(raised.value)
 
 
-@pytest.mark.parametrize(('kind', 'text'), [
-    ('swf', SWF), ('swf', SWF.split('\n\n')[1]), ('sacct', SACCT), ('pbs', PBS), ('idle', '\ufeffstart_s,end_s,node\n0,5,a\n'),
-    ('idle', '')])
+@pytest.mark.parametrize(
+    ('kind', 'text'),
+    [
+        ('swf', SWF),
+        ('swf', SWF.split('\n\n')[1]),
+        ('sacct', SACCT),
+        ('pbs', PBS),
+        ('idle', '\ufeffstart_s,end_s,node\n0,5,a\n'),
+        ('idle', ''),
+    ],
+)
 def test_what_a_file_is_is_seen_from_its_first_line(tmp_path: Path, kind: str, text: str) -> None:
     plain, zipped = written(tmp_path, '\n' + text), tmp_path / 'log.gz'
     zipped.write_bytes(gzip.compress(plain.read_bytes()))
@@ -171,23 +260,60 @@ def test_what_a_file_is_is_seen_from_its_first_line(tmp_path: Path, kind: str, t
 
 def test_the_same_jobs_give_the_same_holes_from_every_kind_of_log(tmp_path: Path) -> None:
     found = {
-        'swf': read_trace(written(tmp_path, '; MaxNodes: 2\n' + ''.join(
-            f'{i} {s} {w} {r} {n} -1 -1 {n} {q} -1 1 -1 -1 -1 -1 -1 -1 -1\n' for i, s, w, r, n, q in (
-                (1, 1000, 0, 50, 1, 100), (2, 1000, 0, 10, 1, 10), (3, 1005, 45, 20, 2, 20), (4, 1200, 0, 5, 1, 5))))),
-        'sacct': read_trace(written(tmp_path, 'JobID|Submit|Start|End|NNodes|TimelimitRaw|Timelimit|NodeList\n' + ''.join(
-            f'{i}|{s}|{b}|{e}|{n}||00:{q}|{names}\n' for i, s, b, e, n, q, names in (
-                (1, 1000, 1000, 1050, 1, '01:40', 'node0'), (2, 1000, 1000, 1010, 1, '00:10', 'node1'),
-                (3, 1005, 1050, 1070, 2, '00:20', 'node[0-1]'), (4, 1200, 1200, 1205, 1, '00:05', 'node0'))))),
-        'pbs': read_trace(written(tmp_path, ''.join(
-            f'01/01/2026 00:00:00;E;{i};etime={s} start={b} end={e} exec_host={names} Resource_List.walltime={q}\n'
-            for i, s, b, e, q, names in (
-                (1, 1000, 1000, 1050, '0:1:40', 'node0/0'), (2, 1000, 1000, 1010, '0:0:10', 'node1/0'),
-                (3, 1005, 1050, 1070, '0:0:20', 'node0/0+node1/0'), (4, 1200, 1200, 1205, '0:0:5', 'node0/0'))))),
+        'swf': read_trace(
+            written(
+                tmp_path,
+                '; MaxNodes: 2\n'
+                + ''.join(
+                    f'{i} {s} {w} {r} {n} -1 -1 {n} {q} -1 1 -1 -1 -1 -1 -1 -1 -1\n'
+                    for i, s, w, r, n, q in (
+                        (1, 1000, 0, 50, 1, 100),
+                        (2, 1000, 0, 10, 1, 10),
+                        (3, 1005, 45, 20, 2, 20),
+                        (4, 1200, 0, 5, 1, 5),
+                    )
+                ),
+            )
+        ),
+        'sacct': read_trace(
+            written(
+                tmp_path,
+                'JobID|Submit|Start|End|NNodes|TimelimitRaw|Timelimit|NodeList\n'
+                + ''.join(
+                    f'{i}|{s}|{b}|{e}|{n}||00:{q}|{names}\n'
+                    for i, s, b, e, n, q, names in (
+                        (1, 1000, 1000, 1050, 1, '01:40', 'node0'),
+                        (2, 1000, 1000, 1010, 1, '00:10', 'node1'),
+                        (3, 1005, 1050, 1070, 2, '00:20', 'node[0-1]'),
+                        (4, 1200, 1200, 1205, 1, '00:05', 'node0'),
+                    )
+                ),
+            )
+        ),
+        'pbs': read_trace(
+            written(
+                tmp_path,
+                ''.join(
+                    f'01/01/2026 00:00:00;E;{i};etime={s} start={b} end={e} '
+                    f'exec_host={names} Resource_List.walltime={q}\n'
+                    for i, s, b, e, q, names in (
+                        (1, 1000, 1000, 1050, '0:1:40', 'node0/0'),
+                        (2, 1000, 1000, 1010, '0:0:10', 'node1/0'),
+                        (3, 1005, 1050, 1070, '0:0:20', 'node0/0+node1/0'),
+                        (4, 1200, 1200, 1205, '0:0:5', 'node0/0'),
+                    )
+                ),
+            )
+        ),
     }
     for trace in found.values():
         assert trace.names == ('node0', 'node1')
-        assert (trace.starts.tolist(), trace.ends.tolist(), trace.nodes.tolist(), trace.known_until.tolist()) == (
-            [10, 70, 70], [50, 200, 200], [1, 0, 1], [100, INF, INF])
+        assert (
+            trace.starts.tolist(),
+            trace.ends.tolist(),
+            trace.nodes.tolist(),
+            trace.known_until.tolist(),
+        ) == ([10, 70, 70], [50, 200, 200], [1, 0, 1], [100, INF, INF])
 
 
 def test_part_of_a_log_and_errors_name_the_file(tmp_path: Path) -> None:
@@ -195,7 +321,10 @@ def test_part_of_a_log_and_errors_name_the_file(tmp_path: Path) -> None:
     part = read_trace(path, nodes=3, since=60, until=100, machine_nodes=4)
     assert (part.names, part.start_s, part.end_s) == (('node0', 'node1', 'node2'), 60, 100)
     assert part.idle_node_s() == 3 * 40
-    for arguments, says in (({'since': 500}, 'nothing between 500 s and 105 s'), ({'machine_nodes': 3}, 'line 6: the job has 4 nodes')):
+    for arguments, says in (
+        ({'since': 500}, 'nothing between 500 s and 105 s'),
+        ({'machine_nodes': 3}, 'line 6: the job has 4 nodes'),
+    ):
         with pytest.raises(BadInput, match=says) as raised:
             read_trace(path, **arguments)
         assert str(path) in str(raised.value)

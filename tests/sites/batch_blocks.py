@@ -7,13 +7,20 @@ from typing import Any
 
 from parsl.jobs.states import JobStatus
 
-from parsl_freetrain.core.words import BlockRequest, Hole
+from parsl_freetrain.core.model.types import BlockRequest, Hole
 from parsl_freetrain.sites.batch.site import BatchSite
 from parsl_freetrain.sites.provider import BackfillProvider
 from tests.support.waiting import wait_until
 
 # In seconds.
-QUICK: dict[str, Any] = {'poll_s': 0.3, 'submit_every_s': 0.0, 'start_s': 2.0, 'margin_s': 2.0, 'ending_s': 2.0, 'shortest_s': 2.0}
+QUICK: dict[str, Any] = {
+    'poll_s': 0.3,
+    'submit_every_s': 0.0,
+    'start_s': 2.0,
+    'margin_s': 2.0,
+    'ending_s': 2.0,
+    'shortest_s': 2.0,
+}
 
 
 class Blocks:
@@ -23,13 +30,17 @@ class Blocks:
         folder.mkdir()
         self.folder = folder
         self.site = site
-        self.provider = BackfillProvider(site, min_hole_s=0, worker_init='export GREETING="it\'s $((1 + 1))"')
+        self.provider = BackfillProvider(site, worker_init='export GREETING="it\'s $((1 + 1))"')
         self.provider.script_dir = str(folder)
         self.jobs: list[str] = []
         site.start()
 
     def open(self, nodes: int, walltime_s: float | None = 300.0, command: str = 'sleep 600') -> str:
-        self.jobs.append(self.provider.open_block(command, BlockRequest(nodes, walltime_s), f'block-{len(self.jobs)}'))
+        self.jobs.append(
+            self.provider.open_block(
+                BlockRequest(nodes, walltime_s), command, f'block-{len(self.jobs)}'
+            )
+        )
         return self.jobs[-1]
 
     def status(self, job: str) -> JobStatus:

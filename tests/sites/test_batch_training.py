@@ -1,4 +1,6 @@
-"""The training of ``make demo``, shortened, on machines in a folder: blocks taken away, a scheduler that is silent, the same weights."""
+"""The training of ``make demo``, shortened, on machines in a folder: blocks taken away, a scheduler
+that is silent, the same weights.
+"""
 
 from __future__ import annotations
 
@@ -10,48 +12,79 @@ from typing import Any
 
 import pytest
 
-from parsl_freetrain.app import TrainingFuture, freetrain_app
-from parsl_freetrain.core.words import Checkpoint
+from parsl_freetrain import (
+    Checkpoint,
+    Checkpoints,
+    CobaltSite,
+    LocalSite,
+    PbsSite,
+    Reproducible,
+    Scaling,
+    TrainingFuture,
+    freetrain_app,
+    same_weights,
+)
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.sites.cobalt import CobaltSite
-from parsl_freetrain.sites.local import LocalSite
-from parsl_freetrain.sites.pbspro import PbsSite
 from parsl_freetrain.sites.protocols import Site
-from parsl_freetrain.training.export import same_weights
 from tests.sites.batch_blocks import QUICK
 from tests.support.batch_tests import Rehearsal
 from tests.support.training import freetrain
+from tests.support.waiting import LIMIT_S
 from workflows.digits import NETWORKS, SCALING, SHARDS, digits
 from workflows.digits_models import train_digits
 
-LONG = 240      # seconds; a bound for what takes some tens
 EPOCHS = 5
-STEP_S = 0.03   # each of a batch's four turns waits so long: blocks have to be taken away before the end
+STEP_S = (
+    0.03  # each of a batch's four turns waits so long: blocks have to be taken away before the end
+)
 
 
-def train(folder: Path, site: Site, max_nodes: int, disturb: Callable[[dict[str, TrainingFuture]], None],
-          step_s: float = STEP_S, **settings: Any) -> list[Checkpoint]:
-    trainer = freetrain_app(min_nodes=1, max_nodes=max_nodes, total_epochs=EPOCHS, scaling=SCALING, rescale_up_s=1.0, rescale_down_s=1.0,
-                            shards=SHARDS, checkpoint_every_s=1.0)(train_digits)
+def train(
+    folder: Path,
+    site: Site,
+    max_nodes: int,
+    disturb: Callable[[dict[str, TrainingFuture]], None],
+    step_s: float = STEP_S,
+    **settings: Any,
+) -> list[Checkpoint]:
+    trainer = freetrain_app(
+        min_nodes=1,
+        max_nodes=max_nodes,
+        total_epochs=EPOCHS,
+        scaling=Scaling(rate=SCALING, rescale_up_s=1.0, rescale_down_s=1.0),
+        mode=Reproducible(shards=SHARDS),
+        checkpoints=Checkpoints(every_s=1.0),
+    )(train_digits)
     data = digits()
     with freetrain(folder, site, metric='speedup', address='127.0.0.1', **settings):
-        futures: dict[str, TrainingFuture] = {name: trainer(name, *data, step_s=step_s, trainer_name=name) for name in NETWORKS}
+        futures: dict[str, TrainingFuture] = {
+            name: trainer(name, *data, step_s=step_s, trainer_name=name) for name in NETWORKS
+        }
         disturb(futures)
-        return [future.result(LONG) for future in futures.values()]
+        return [future.result(LIMIT_S) for future in futures.values()]
 
 
 def further(futures: dict[str, TrainingFuture], samples: int = 480) -> None:
-    """Wait until some trainer that is not done got on by so many samples."""
+    """Wait until an unfinished trainer has trained this number of further samples."""
     before = {name: future.progress().samples for name, future in futures.items()}
-    end = time.monotonic() + LONG
-    while not any(future.done() or future.progress().samples >= before[name] + samples for name, future in futures.items()):
+    end = time.monotonic() + LIMIT_S
+    while not any(
+        future.done() or future.progress().samples >= before[name] + samples
+        for name, future in futures.items()
+    ):
         assert time.monotonic() < end
         threading.Event().wait(0.1)
 
 
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Checkpoint]:
-    return train(tmp_path_factory.mktemp('undisturbed'), LocalSite(len(NETWORKS), poll_s=0.25), 1, lambda _: None, step_s=0.0)
+    return train(
+        tmp_path_factory.mktemp('undisturbed'),
+        LocalSite(len(NETWORKS), poll_s=0.25),
+        1,
+        lambda _: None,
+        step_s=0.0,
+    )
 
 
 def judge(folder: Path, found: list[Checkpoint], undisturbed: list[Checkpoint]) -> None:
@@ -59,11 +92,15 @@ def judge(folder: Path, found: list[Checkpoint], undisturbed: list[Checkpoint]) 
     with Reader(folder / 'checkpoints' / 'ledger.sqlite') as ledger:
         story = ledger.story()
     assert len(story.fragments) > len(NETWORKS)
-    assert {node.name for node in story.nodes} <= {f'x{n:04}' for n in range(1, 5)} | {f'nid{n:05}' for n in range(20, 24)}
+    assert {node.name for node in story.nodes} <= {f'x{n:04}' for n in range(1, 5)} | {
+        f'nid{n:05}' for n in range(20, 24)
+    }
 
 
 @pytest.mark.slow
-def test_on_preemptable_nodes_of_pbs(pbs: Rehearsal, tmp_path: Path, undisturbed: list[Checkpoint]) -> None:
+def test_on_preemptable_nodes_of_pbs(
+    pbs: Rehearsal, tmp_path: Path, undisturbed: list[Checkpoint]
+) -> None:
     def disturb(futures: dict[str, TrainingFuture]) -> None:
         for wanted in (4, 2):
             further(futures)
@@ -79,13 +116,15 @@ def test_on_preemptable_nodes_of_pbs(pbs: Rehearsal, tmp_path: Path, undisturbed
 
 
 @pytest.mark.slow
-def test_in_the_backfill_windows_of_cobalt(cobalt: Rehearsal, tmp_path: Path, undisturbed: list[Checkpoint]) -> None:
+def test_in_the_backfill_windows_of_cobalt(
+    cobalt: Rehearsal, tmp_path: Path, undisturbed: list[Checkpoint]
+) -> None:
     def disturb(futures: dict[str, TrainingFuture]) -> None:
         further(futures)
-        cobalt.finish(cobalt.running()[-1], 'deleted')      # an administrator needs the nodes
+        cobalt.finish(cobalt.running()[-1], 'deleted')  # an administrator needs the nodes
         cobalt.others(2, walltime_s=120, seconds=5)
 
     cobalt.others(1, walltime_s=600, seconds=600)
-    cobalt.others(4, walltime_s=600)        # three nodes are drained for it
+    cobalt.others(4, walltime_s=600)  # three nodes are drained for it
     folder = tmp_path / 'run'
     judge(folder, train(folder, CobaltSite(queue='batch', **QUICK), SHARDS, disturb), undisturbed)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.generate import generate
 from parsl_freetrain.sites.schedule import Floats, IdleInterval, Schedule
 from tests.support.schedules import change_times, idle_at
@@ -24,7 +24,11 @@ def large() -> Schedule:
 def cohorts(schedule: Schedule) -> list[Floats]:
     """Ends of the intervals that begin together, those at time 0 apart."""
     starts, first = np.unique(schedule.starts, return_index=True)
-    return [ends for start, ends in zip(starts, np.split(schedule.ends, first[1:]), strict=True) if start > 0]
+    return [
+        ends
+        for start, ends in zip(starts, np.split(schedule.ends, first[1:]), strict=True)
+        if start > 0
+    ]
 
 
 def test_lengths_are_those_published(large: Schedule) -> None:
@@ -78,11 +82,17 @@ def test_a_seed_means_the_same_schedule_in_every_release() -> None:
 FIXED = (27, 447.526375)
 
 
-@given(nodes=st.integers(1, 40), duration_s=st.floats(1, 50_000), seed=st.integers(0, 2**32), share=st.floats(0.01, 0.99),
-       time_factor=st.floats(0.005, 10))
+@given(
+    nodes=st.integers(1, 40),
+    duration_s=st.floats(1, 50_000),
+    seed=st.integers(0, 2**32),
+    share=st.floats(0.01, 0.99),
+    time_factor=st.floats(0.005, 10),
+)
 @settings(max_examples=60, deadline=None)
 def test_intervals_are_in_order_and_within_the_duration(
-        nodes: int, duration_s: float, seed: int, share: float, time_factor: float) -> None:
+    nodes: int, duration_s: float, seed: int, share: float, time_factor: float
+) -> None:
     if duration_s / time_factor > 200_000:
         duration_s = 200_000 * time_factor
     schedule = generate(nodes, duration_s, seed, idle_share=share, time_factor=time_factor)
@@ -97,7 +107,9 @@ def test_intervals_are_in_order_and_within_the_duration(
 
 def test_a_minute_and_a_half_of_demo_has_nearly_always_something_idle() -> None:
     schedules = [generate(6, 100, seed, idle_share=0.6, time_factor=1 / 60) for seed in range(20)]
-    idle = np.array([[len(idle_at(schedule, t)) for t in np.arange(0, 100, 0.25)] for schedule in schedules])
+    idle = np.array(
+        [[len(idle_at(schedule, t)) for t in np.arange(0, 100, 0.25)] for schedule in schedules]
+    )
     assert (idle > 0).mean() > 0.95
     assert all(len(schedule) >= 6 for schedule in schedules)
 
@@ -106,10 +118,19 @@ def test_nodes_can_be_named() -> None:
     assert set(generate(['x', 'y'], 50_000, seed=0, idle_share=0.5).nodes) <= {'x', 'y'}
 
 
-@pytest.mark.parametrize('bad', [
-    {'nodes': 0}, {'nodes': []}, {'nodes': ['a', 'a']}, {'duration_s': 0}, {'duration_s': float('inf')},
-    {'idle_share': 0}, {'idle_share': 1}, {'time_factor': 0},
-])
+@pytest.mark.parametrize(
+    'bad',
+    [
+        {'nodes': 0},
+        {'nodes': []},
+        {'nodes': ['a', 'a']},
+        {'duration_s': 0},
+        {'duration_s': float('inf')},
+        {'idle_share': 0},
+        {'idle_share': 1},
+        {'time_factor': 0},
+    ],
+)
 def test_bad_arguments_get_a_sentence(bad: dict[str, Any]) -> None:
     good: dict[str, Any] = {'nodes': 4, 'duration_s': 100, 'seed': 1}
     with pytest.raises(BadInput, match='generated schedule'):

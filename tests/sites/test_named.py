@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from parsl_freetrain.cli.main import main
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.executor import FreeTrainExecutor
 from parsl_freetrain.sites.batch.limits import QueueLimits
 from parsl_freetrain.sites.cobalt import CobaltSite
@@ -24,22 +24,35 @@ def test_an_executor_for_a_site_by_its_name() -> None:
     assert isinstance(executor.provider, BackfillProvider)
     assert isinstance(executor.provider.site, PbsSite)
     options = executor.provider.site.options
-    assert (options.queue, options.account, options.mode, options.most_nodes) == ('preemptable', 'my-project', Mode.PREEMPTIBLE, 10)
+    assert (options.queue, options.account, options.mode, options.most_nodes) == (
+        'preemptable',
+        'my-project',
+        Mode.PREEMPTIBLE,
+        10,
+    )
     executor = FreeTrainExecutor(site='theta', account='my-project', queue='debug-flat-quad')
     assert isinstance(executor.provider, BackfillProvider)
     assert isinstance(executor.provider.site, CobaltSite)
     assert executor.provider.site.options.mcdram == 'flat'
 
 
-@pytest.mark.parametrize(('settings', 'sentence'), [
-    ({}, r'no provider and no site .*polaris, theta'),
-    ({'site': 'nosuch'}, r"no site 'nosuch'.*polaris, theta"),
-    ({'site': 'polaris'}, 'Polaris takes no job without an account; .*FREETRAIN_ACCOUNT'),
-    ({'site': 'polaris', 'account': 'a', 'queue': 'demand'}, r"Polaris has no queue 'demand' for blocks; it has preemptable, prod"),
-    ({'site': 'theta'}, 'Theta takes no job without an account'),
-    ({'site': 'laptop'}, r'no function site\(\)'),
-])
-def test_what_a_site_needs(monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], sentence: str) -> None:
+@pytest.mark.parametrize(
+    ('settings', 'sentence'),
+    [
+        ({}, r'no provider and no site .*polaris, theta'),
+        ({'site': 'nosuch'}, r"no site 'nosuch'.*polaris, theta"),
+        ({'site': 'polaris'}, 'Polaris takes no job without an account; .*FREETRAIN_ACCOUNT'),
+        (
+            {'site': 'polaris', 'account': 'a', 'queue': 'demand'},
+            r"Polaris has no queue 'demand' for blocks; it has preemptable, prod",
+        ),
+        ({'site': 'theta'}, 'Theta takes no job without an account'),
+        ({'site': 'laptop'}, r'no function site\(\)'),
+    ],
+)
+def test_what_a_site_needs(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], sentence: str
+) -> None:
     monkeypatch.delenv('FREETRAIN_ACCOUNT', raising=False)
     with pytest.raises(BadInput, match=sentence):
         FreeTrainExecutor(**settings)  # type: ignore[arg-type]
@@ -59,24 +72,36 @@ def test_queues_are_checked_data() -> None:
 
 def test_a_file_of_the_users_own_comes_first(run_dir: Path) -> None:
     (run_dir / 'site_configs').mkdir()
-    (run_dir / 'site_configs' / 'polaris.py').write_text('def site(account=None):\n    raise ZeroDivisionError("mine")\n')
+    (run_dir / 'site_configs' / 'polaris.py').write_text(
+        'def site(account=None):\n    raise ZeroDivisionError("mine")\n'
+    )
     with pytest.raises(BadInput, match='ZeroDivisionError: mine'):
         FreeTrainExecutor(site='polaris')
 
 
 def test_tables(tmp_path: Path) -> None:
     file = tmp_path / 'site.toml'
-    for text, kind in (('[pbspro]\nqueue = "prod"\n', PbsSite), ('[cobalt]\nqueue = "default"\n', CobaltSite),
-                       ('[slurm]\npartition = "batch"\n', SlurmSite), ('partition = "batch"\n', SlurmSite)):
+    for text, kind in (
+        ('[pbspro]\nqueue = "prod"\n', PbsSite),
+        ('[cobalt]\nqueue = "default"\n', CobaltSite),
+        ('[slurm]\npartition = "batch"\n', SlurmSite),
+        ('partition = "batch"\n', SlurmSite),
+    ):
         file.write_text(text)
         assert type(site_in_table(file)) is kind
     file.write_text('[pbspro]\nqueu = "prod"\n')
-    with pytest.raises(BadInput, match=r'site\.toml: queue: Field required; queu: there is no such setting'):
+    with pytest.raises(
+        BadInput, match=r'site\.toml: queue: Field required; queu: there is no such setting'
+    ):
+        site_in_table(file)
+    file.write_text('[lfs]\nqueue = "normal"\n')
+    with pytest.raises(BadInput, match=r'has the table lfs; .* one of slurm, pbspro, cobalt'):
         site_in_table(file)
 
 
 def test_plan_by_name_shows_everything_and_sends_nothing(
-        pbs: Rehearsal, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pbs: Rehearsal, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """On a small Polaris: a node has the four GPUs and the system that blocks ask for."""
     for name in ('x0001', 'x0002', 'x0003'):
         pbs.set_node(name, has={'ngpus': 4, 'system': 'polaris'})
@@ -90,7 +115,9 @@ def test_plan_by_name_shows_everything_and_sends_nothing(
     assert pbs.jobs() == {}
 
 
-def test_plan_without_an_account_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_without_an_account_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv('FREETRAIN_ACCOUNT', raising=False)
     assert main(['plan', '--site', 'polaris']) == 2
     said = capsys.readouterr()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.schedule import IdleInterval, Schedule, read_schedule, write_schedule
 from tests.support.schedules import change_times, idle_at
 
@@ -29,13 +29,22 @@ def schedules(draw: st.DrawFn) -> Schedule:
     intervals = []
     for node in draw(st.lists(st.sampled_from(['a1', 'b.2', 'c-3', 'd_4']), unique=True)):
         times = sorted(draw(st.sets(st.integers(0, 10**7).map(lambda ms: ms / 1000), max_size=8)))
-        intervals += [IdleInterval(start, end, node) for start, end in zip(times[::2], times[1::2], strict=False)]
+        intervals += [
+            IdleInterval(start, end, node)
+            for start, end in zip(times[::2], times[1::2], strict=False)
+        ]
     return Schedule(intervals)
 
 
-def test_reads_intervals_sorted_by_start_whatever_the_order_of_lines_and_columns(tmp_path: Path) -> None:
+def test_reads_intervals_sorted_by_start_whatever_the_order_of_lines_and_columns(
+    tmp_path: Path,
+) -> None:
     path = written(tmp_path, '\ufeffnode,start_s,end_s\r\nb,5,7.5\r\na,5,6\r\n"c",0,1e3\r\n\r\n')
-    assert read_schedule(path).intervals == (IdleInterval(0, 1000, 'c'), IdleInterval(5, 6, 'a'), IdleInterval(5, 7.5, 'b'))
+    assert read_schedule(path).intervals == (
+        IdleInterval(0, 1000, 'c'),
+        IdleInterval(5, 6, 'a'),
+        IdleInterval(5, 7.5, 'b'),
+    )
 
 
 def test_touching_intervals_of_a_node_stay_two(tmp_path: Path) -> None:
@@ -44,24 +53,32 @@ def test_touching_intervals_of_a_node_stay_two(tmp_path: Path) -> None:
     assert idle_at(schedule, 5) == ('a',)
 
 
-@pytest.mark.parametrize(('text', 'says'), [
-    ('', 'is empty'),
-    (HEADER, 'no idle interval'),
-    ('start_s,end_s\n1,2\n', 'line 1: the columns are'),
-    ('start_s,end_s,node,rack\n1,2,a,r\n', 'line 1: the columns are'),
-    (HEADER + '0,1,a\n1,2\n', 'line 3: 2 columns'),
-    (HEADER + '0,1,a,x\n', 'line 2: 4 columns'),
-    (HEADER + '0,1,a\n\nsoon,2,a\n', "line 4: start_s is 'soon'"),
-    (HEADER + '0,inf,a\n', "line 2: end_s is 'inf'"),
-    (HEADER + 'nan,1,a\n', "line 2: start_s is 'nan'"),
-    (HEADER + '0,1,a\n3,3,b\n', 'line 3: the interval ends at 3 s'),
-    (HEADER + '5,3,b\n', 'line 2: the interval ends at 3 s'),
-    (HEADER + '-1,3,b\n', 'line 2: the interval starts at -1 s'),
-    (HEADER + '0,1,a\n4,8,b\n1,5,b\n', 'line 3: node b is idle from 4 s on, but already since 1 s'),
-    (HEADER + '0,1,../a\n', "line 2: the node name is '../a'"),
-    (HEADER + '0,1,\n', "line 2: the node name is ''"),
-])
-def test_bad_schedule_gets_one_sentence_with_file_and_line(tmp_path: Path, text: str, says: str) -> None:
+@pytest.mark.parametrize(
+    ('text', 'says'),
+    [
+        ('', 'is empty'),
+        (HEADER, 'no idle interval'),
+        ('start_s,end_s\n1,2\n', 'line 1: the columns are'),
+        ('start_s,end_s,node,rack\n1,2,a,r\n', 'line 1: the columns are'),
+        (HEADER + '0,1,a\n1,2\n', 'line 3: 2 columns'),
+        (HEADER + '0,1,a,x\n', 'line 2: 4 columns'),
+        (HEADER + '0,1,a\n\nsoon,2,a\n', "line 4: start_s is 'soon'"),
+        (HEADER + '0,inf,a\n', "line 2: end_s is 'inf'"),
+        (HEADER + 'nan,1,a\n', "line 2: start_s is 'nan'"),
+        (HEADER + '0,1,a\n3,3,b\n', 'line 3: the interval ends at 3 s'),
+        (HEADER + '5,3,b\n', 'line 2: the interval ends at 3 s'),
+        (HEADER + '-1,3,b\n', 'line 2: the interval starts at -1 s'),
+        (
+            HEADER + '0,1,a\n4,8,b\n1,5,b\n',
+            'line 3: node b is idle from 4 s on, but already since 1 s',
+        ),
+        (HEADER + '0,1,../a\n', "line 2: the node name is '../a'"),
+        (HEADER + '0,1,\n', "line 2: the node name is ''"),
+    ],
+)
+def test_bad_schedule_gets_one_sentence_with_file_and_line(
+    tmp_path: Path, text: str, says: str
+) -> None:
     path = written(tmp_path, text)
     with pytest.raises(BadInput) as raised:
         read_schedule(path)
@@ -90,7 +107,9 @@ def test_intervals_made_in_code_are_checked_too() -> None:
 @pytest.mark.parametrize('name', ['idle.csv', 'idle.csv.gz'])
 @given(schedule=schedules())
 @settings(max_examples=30, deadline=None)
-def test_what_was_written_reads_back_equal(tmp_path_factory: pytest.TempPathFactory, name: str, schedule: Schedule) -> None:
+def test_what_was_written_reads_back_equal(
+    tmp_path_factory: pytest.TempPathFactory, name: str, schedule: Schedule
+) -> None:
     path = tmp_path_factory.mktemp('schedule') / name
     write_schedule(schedule, path)
     first = path.read_bytes()
@@ -102,13 +121,19 @@ def test_what_was_written_reads_back_equal(tmp_path_factory: pytest.TempPathFact
 
 @given(schedule=schedules(), factor=st.sampled_from([0.5, 2.0, 64.0]))
 @settings(max_examples=50, deadline=None)
-def test_idle_nodes_and_node_seconds_agree_with_the_intervals(schedule: Schedule, factor: float) -> None:
+def test_idle_nodes_and_node_seconds_agree_with_the_intervals(
+    schedule: Schedule, factor: float
+) -> None:
     total = sum(interval.end_s - interval.start_s for interval in schedule.intervals)
     assert schedule.node_seconds(0, math.inf) == pytest.approx(total)
     times = change_times(schedule)
-    assert sum(len(idle_at(schedule, a)) * (b - a) for a, b in pairwise(times)) == pytest.approx(total)
+    assert sum(len(idle_at(schedule, a)) * (b - a) for a, b in pairwise(times)) == pytest.approx(
+        total
+    )
     half = schedule.end_s / 2
-    assert schedule.node_seconds(0, half) + schedule.node_seconds(half, schedule.end_s) == pytest.approx(total)
+    assert schedule.node_seconds(0, half) + schedule.node_seconds(
+        half, schedule.end_s
+    ) == pytest.approx(total)
     scaled = schedule.scaled(factor)
     assert change_times(scaled) == tuple(factor * t for t in times)
     assert all(idle_at(scaled, factor * t) == idle_at(schedule, t) for t in times)

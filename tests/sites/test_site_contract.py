@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,26 +10,34 @@ from typing import Any
 
 import pytest
 
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.core.words import BlockRequest, Hole
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import BlockRequest, Hole
 from parsl_freetrain.sites.cobalt import CobaltSite
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.pbspro import PbsSite
-from parsl_freetrain.sites.protocols import Site
+from parsl_freetrain.sites.protocols import HoleGone, Site
 from parsl_freetrain.sites.provider import BackfillProvider
+from parsl_freetrain.sites.registry import site_types
 from parsl_freetrain.sites.slurm import SlurmSite
 from tests.support.waiting import wait_until
 
-QUICK: dict[str, Any] = {'poll_s': 0.4, 'submit_every_s': 0.0, 'start_s': 2.0, 'margin_s': 2.0, 'ending_s': 2.0}
+QUICK: dict[str, Any] = {
+    'poll_s': 0.4,
+    'submit_every_s': 0.0,
+    'start_s': 2.0,
+    'margin_s': 2.0,
+    'ending_s': 2.0,
+}
 # Each gives a site with at least two idle nodes.
 SITES: dict[str, Callable[[], Site]] = {
     'local': lambda: LocalSite(3),
     'slurm': lambda: SlurmSite(partition='batch', **QUICK),
     'pbs': lambda: PbsSite(queue='batch', **QUICK),
     'cobalt': lambda: CobaltSite(queue='batch', **QUICK),
+    'lsf': lambda: site_types()['lsf'].make(queue='batch', **QUICK),
 }
 # Fixtures: a real cluster, and machines in a folder.
-NEEDS = {'slurm': [pytest.mark.slurm], 'pbs': [], 'cobalt': []}
+NEEDS = {'slurm': [pytest.mark.slurm], 'pbs': [], 'cobalt': [], 'lsf': []}
 
 
 @pytest.fixture(params=[pytest.param(name, marks=NEEDS.get(name, [])) for name in sorted(SITES)])
@@ -36,31 +45,24 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
     if request.param in NEEDS:
         request.getfixturevalue(request.param)
     made = SITES[request.param]()
+    made.script_dir = str(request.getfixturevalue('tmp_path'))
     made.start()
     yield made
     made.close()
 
 
 @pytest.fixture
-def provider(site: Site, tmp_path: Path) -> Iterator[BackfillProvider]:
-    made = BackfillProvider(site, min_hole_s=0)
-    made.script_dir = str(tmp_path)
-    jobs: list[str] = []
-    open_block = made.open_block
-
-    def remembered(command: str, request: BlockRequest, job_name: str) -> str:
-        jobs.append(open_block(command, request, job_name))
-        return jobs[-1]
-
-    made.open_block = remembered  # type: ignore[method-assign]
+def provider(site: Site) -> Iterator[BackfillProvider]:
+    made = BackfillProvider(site)
     yield made
-    made.cancel(jobs)
+    made.cancel(list(made._jobs))
 
 
 def test_a_site_says_what_it_is(site: Site) -> None:
     assert site.name
     assert site.poll_s > 0
     assert isinstance(site.spans_blocks, bool)
+    assert isinstance(site.is_local, bool)
     assert site.interface is None or site.interface
 
 
@@ -79,10 +81,14 @@ def test_holes_have_nodes_and_a_future(site: Site) -> None:
         assert not hole.names or len(set(hole.names)) == hole.nodes
 
 
-def test_a_hole_is_filled_by_a_block_and_comes_back_after_it(site: Site, provider: BackfillProvider) -> None:
+def test_a_hole_is_filled_by_a_block_and_comes_back_after_it(
+    site: Site, provider: BackfillProvider
+) -> None:
     holes = first_holes(site)
     before, hole = sum(hole.nodes for hole in holes), holes[0]
-    job = provider.open_block('sleep 600', BlockRequest(hole.nodes, 300.0, hole.queue, hole.names), 'contract')
+    job = provider.open_block(
+        BlockRequest(hole.nodes, 300.0, hole.queue, hole.names), 'sleep 600', 'contract'
+    )
     wait_until(lambda: provider.status([job])[0].status_name == 'RUNNING')
     assert sum(h.nodes for h in site.holes()) == before - hole.nodes
     end = provider.end_of(job)
@@ -92,10 +98,14 @@ def test_a_hole_is_filled_by_a_block_and_comes_back_after_it(site: Site, provide
     wait_until(lambda: sum(h.nodes for h in site.holes()) == before)
 
 
-def test_a_block_that_ends_by_itself_gives_its_nodes_back(site: Site, provider: BackfillProvider) -> None:
+def test_a_block_that_ends_by_itself_gives_its_nodes_back(
+    site: Site, provider: BackfillProvider
+) -> None:
     holes = first_holes(site)
     before, hole = sum(hole.nodes for hole in holes), holes[0]
-    job = provider.open_block('true', BlockRequest(1, 300.0, hole.queue, hole.names[:1]), 'contract')
+    job = provider.open_block(
+        BlockRequest(1, 300.0, hole.queue, hole.names[:1]), 'true', 'contract'
+    )
     wait_until(lambda: provider.status([job])[0].terminal)
     assert provider.status([job])[0].status_name == 'COMPLETED'
     wait_until(lambda: sum(h.nodes for h in site.holes()) == before)
@@ -103,7 +113,35 @@ def test_a_block_that_ends_by_itself_gives_its_nodes_back(site: Site, provider: 
 
 def test_a_request_for_no_node_is_refused(site: Site, provider: BackfillProvider) -> None:
     with pytest.raises(BadInput):
-        provider.open_block('true', BlockRequest(0), 'contract')
+        provider.open_block(BlockRequest(0), 'true', 'contract')
+
+
+def test_each_block_is_one_call_with_a_job_of_its_own(
+    site: Site, provider: BackfillProvider, tmp_path: Path
+) -> None:
+    """Its worker_init runs once, its command on each node; a second block has another job id."""
+    first_holes(site)
+    jobs: list[str] = []
+
+    def opened() -> bool:
+        """One submission at a time: a site may ask to look at the holes again."""
+        with contextlib.suppress(HoleGone):
+            jobs.append(
+                site.open_block(
+                    BlockRequest(1, 300.0),
+                    f'echo "$GREETING" >> {tmp_path}/said',
+                    f'block-{len(jobs)}',
+                    'export GREETING=hello',
+                )
+            )
+        return len(jobs) == 2
+
+    wait_until(opened)
+    wait_until(lambda: all(status.terminal for status in site.statuses(jobs)))
+    assert len(set(jobs)) == 2
+    assert (tmp_path / 'said').read_text() == 'hello\nhello\n'
+    for job in jobs:
+        site.gone(job)
 
 
 def test_unknown_jobs_are_ignored(site: Site) -> None:

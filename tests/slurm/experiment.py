@@ -1,4 +1,6 @@
-"""The same mix of ordinary jobs on a fresh cluster of its own, with FreeTrain filling the holes or without."""
+"""The same mix of ordinary jobs on a fresh cluster of its own, with FreeTrain filling the holes or
+without.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,7 @@ from typing import Any
 from parsl_freetrain.sites.slurm.hostlist import expand
 from tests.slurm.mix import Ordinary
 from tests.support.slurm import Cluster, running_cluster
-
-LONG = 600.0   # seconds; a bound for what takes a few
+from tests.support.waiting import LIMIT_S
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,13 @@ class Filler:
         environment = {**os.environ, 'SLURM_CONF': str(cluster.conf), 'PYTHONPATH': os.getcwd()}
         with self._errors.open('w') as errors:
             self._process = subprocess.Popen(
-                [sys.executable, '-m', 'tests.slurm.filler', str(folder), json.dumps(settings)], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+                [sys.executable, '-m', 'tests.slurm.filler', str(folder), json.dumps(settings)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment,
+            )
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == 'ready\n', self._errors.read_text()
 
@@ -77,7 +83,7 @@ class Filler:
         self._process.stdin.flush()
 
     def end(self) -> dict[str, Any]:
-        said, _ = self._process.communicate(timeout=LONG)
+        said, _ = self._process.communicate(timeout=LIMIT_S)
         assert self._process.returncode == 0, self._errors.read_text()
         answer: dict[str, Any] = json.loads(said)
         return answer
@@ -87,7 +93,9 @@ class Filler:
         self._process.wait()
 
 
-def run(mix: Sequence[Ordinary], nodes: int, folder: Path, filling: dict[str, Any] | None) -> Outcome:
+def run(
+    mix: Sequence[Ordinary], nodes: int, folder: Path, filling: dict[str, Any] | None
+) -> Outcome:
     """One run of the mix; ``filling`` are the settings of FreeTrain's site, None: without it."""
     folder.mkdir(parents=True)
     with running_cluster(nodes) as cluster:
@@ -99,7 +107,9 @@ def run(mix: Sequence[Ordinary], nodes: int, folder: Path, filling: dict[str, An
                 filler.kill()
 
 
-def _watched(cluster: Cluster, mix: Sequence[Ordinary], nodes: int, filler: Filler | None) -> Outcome:
+def _watched(
+    cluster: Cluster, mix: Sequence[Ordinary], nodes: int, filler: Filler | None
+) -> Outcome:
     known = sum(job.at_s == 0 for job in mix)
     if filler is not None and not known:
         filler.begin()
@@ -107,17 +117,38 @@ def _watched(cluster: Cluster, mix: Sequence[Ordinary], nodes: int, filler: Fill
     ids: list[str] = []
     for job in mix:
         time.sleep(max(0.0, zero + job.at_s - time.time()))
-        ids.append(cluster.submit(f'--nodes={job.nodes}', f'--time={job.minutes}', '--job-name=ordinary', seconds=job.run_s))
+        ids.append(
+            cluster.submit(
+                f'--nodes={job.nodes}',
+                f'--time={job.minutes}',
+                '--job-name=ordinary',
+                seconds=job.run_s,
+            )
+        )
         if filler is not None and len(ids) == known:
             # Blocks between other jobs go by the scheduler's plan, so there has to be one.
             cluster.wait(lambda: all(row.start for row in rows(cluster) if row.job in ids))
             filler.begin()
-    cluster.wait(lambda: all(row.state == 'COMPLETED' for row in rows(cluster) if row.job in ids), LONG)
+    cluster.wait(
+        lambda: all(row.state == 'COMPLETED' for row in rows(cluster) if row.job in ids), LIMIT_S
+    )
     answer = filler.end() if filler is not None else {}
-    ran = {row.job: Ran(row.start - zero, row.end - zero, row.names) for row in rows(cluster) if row.names and row.start and row.end}
-    trained = tuple((node, begun - zero, ended - zero) for node, begun, ended in answer.get('fragments', ()))
-    return Outcome(nodes, tuple(ran[job] for job in ids), tuple(ran[job] for job in ran.keys() - set(ids)), answer.get('node_s'), trained,
-                   answer.get('commands', {}))
+    ran = {
+        row.job: Ran(row.start - zero, row.end - zero, row.names)
+        for row in rows(cluster)
+        if row.names and row.start and row.end
+    }
+    trained = tuple(
+        (node, begun - zero, ended - zero) for node, begun, ended in answer.get('fragments', ())
+    )
+    return Outcome(
+        nodes,
+        tuple(ran[job] for job in ids),
+        tuple(ran[job] for job in ran.keys() - set(ids)),
+        answer.get('node_s'),
+        trained,
+        answer.get('commands', {}),
+    )
 
 
 @dataclass(frozen=True)
@@ -132,17 +163,35 @@ class Row:
 
 
 def rows(cluster: Cluster) -> list[Row]:
-    asked = cluster.run('env', 'SLURM_TIME_FORMAT=%s', 'squeue', '--noheader', '--all', '--states=all', '--format=%A|%S|%e|%T|%N')
+    asked = cluster.run(
+        'env',
+        'SLURM_TIME_FORMAT=%s',
+        'squeue',
+        '--noheader',
+        '--all',
+        '--states=all',
+        '--format=%A|%S|%e|%T|%N',
+    )
     fields = (line.split('|') for line in asked.splitlines())
-    return [Row(job, _time(start), _time(end), state, expand(names)) for job, start, end, state, names in fields]
+    return [
+        Row(job, _time(start), _time(end), state, expand(names))
+        for job, start, end, state, names in fields
+    ]
 
 
 def _time(said: str) -> int:
     return int(said) if said.isdigit() else 0
 
 
-def side_by_side(runs: Mapping[str, tuple[Sequence[Ordinary], dict[str, Any] | None]], nodes: int, folder: Path) -> dict[str, Outcome]:
-    """Several runs at once, each on a cluster of its own: what slows one of them down slows down all."""
+def side_by_side(
+    runs: Mapping[str, tuple[Sequence[Ordinary], dict[str, Any] | None]], nodes: int, folder: Path
+) -> dict[str, Outcome]:
+    """Several runs at once, each on a cluster of its own: what slows one of them down slows down
+    all.
+    """
     with ThreadPoolExecutor(len(runs)) as pool:
-        futures = {name: pool.submit(run, mix, nodes, folder / name, filling) for name, (mix, filling) in runs.items()}
+        futures = {
+            name: pool.submit(run, mix, nodes, folder / name, filling)
+            for name, (mix, filling) in runs.items()
+        }
         return {name: future.result() for name, future in futures.items()}

@@ -1,7 +1,9 @@
-"""Fills a cluster's holes with training until it is told to end: ``python -m tests.slurm.filler FOLDER SETTINGS``.
+"""Fills a cluster's holes with training until it is told to end: ``python -m tests.slurm.filler
+FOLDER SETTINGS``.
 
-SETTINGS are those of a SlurmSite, as JSON. It says 'ready' when it could ask for blocks, begins at a line on standard input, ends when
-the input ends, and says then, as JSON, what became of the blocks' seconds.
+SETTINGS are those of a SlurmSite, as JSON. It says 'ready' when it could ask for blocks, begins at
+a line on standard input, ends when the input ends, and says then, as JSON, what became of the
+blocks' seconds.
 """
 
 from __future__ import annotations
@@ -11,33 +13,53 @@ import sys
 from concurrent.futures import wait
 from pathlib import Path
 
-from parsl_freetrain.app import freetrain_app
+from parsl_freetrain import Checkpoints, Scaling, SlurmSite, freetrain_app
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.summary import summary
-from parsl_freetrain.sites.slurm import SlurmSite
 from tests.support.training import fit, freetrain
+from tests.support.waiting import LIMIT_S
 
 TRAINERS = 8
-PAUSE_S = 0.1   # a step takes as long on every computer
+PAUSE_S = 0.1  # a step takes as long on every computer
 
 
 def main(folder: str, settings: str) -> None:
     # One node each: whatever hole there is, a trainer fits.
-    trainer = freetrain_app(max_nodes=1, total_epochs=1e6, checkpoint_every_s=5.0, rescale_up_s=0.1, rescale_down_s=0.1)(fit)
+    trainer = freetrain_app(
+        max_nodes=1,
+        total_epochs=1e6,
+        checkpoints=Checkpoints(every_s=5.0),
+        scaling=Scaling(rescale_up_s=0.1, rescale_down_s=0.1),
+    )(fit)
     site = SlurmSite(interface='lo', **json.loads(settings))
-    with freetrain(Path(folder), site, heartbeat_period=1, heartbeat_threshold=5, hang_s=8.0) as executor:
+    with freetrain(
+        Path(folder), site, heartbeat_period=1, heartbeat_threshold=5, hang_s=8.0
+    ) as executor:
         print('ready', flush=True)
         sys.stdin.readline()
-        futures = [trainer(pause_s=PAUSE_S, trainer_name=f'trainer-{number}') for number in range(TRAINERS)]
+        futures = [
+            trainer(pause_s=PAUSE_S, trainer_name=f'trainer-{number}') for number in range(TRAINERS)
+        ]
         sys.stdin.read()
         for future in futures:
             future.cancel()
-        wait(futures, timeout=60)
+        wait(futures, timeout=LIMIT_S)
     with Reader(executor.ledger_path) as ledger:
         story = ledger.story()
         names = {node.node: node.name for node in story.nodes}
-        fragments = [[names[f.nodes[0]], f.started_at, f.ended_at] for f in story.fragments if f.started_at]
-        print(json.dumps({'node_s': summary(ledger)['node_s'], 'commands': site.client.commands, 'fragments': fragments}), flush=True)
+        fragments = [
+            [names[f.nodes[0]], f.started_at, f.ended_at] for f in story.fragments if f.started_at
+        ]
+        print(
+            json.dumps(
+                {
+                    'node_s': summary(ledger)['node_s'],
+                    'commands': site.client.commands,
+                    'fragments': fragments,
+                }
+            ),
+            flush=True,
+        )
 
 
 if __name__ == '__main__':

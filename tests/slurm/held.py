@@ -1,6 +1,8 @@
-"""The demonstration, held up until a test has done all it wants: ``python -m tests.slurm.held FILE [options of workflows.digits]``.
+"""The demonstration, held up until a test has done all it wants: ``python -m tests.slurm.held FILE
+[options of workflows.digits]``.
 
-Steps take long until there is FILE, and longer in the second half, so that the training cannot end before.
+Steps take long until there is FILE, and longer in the second half, so that the training cannot end
+before.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from parsl_freetrain.training.context import FragmentContext
+from parsl_freetrain.training.loop.context import FragmentContext
 from workflows import digits
 from workflows.digits_models import train_digits
 
-PAUSE_S = 0.5
+PAUSE_S = 0.75
 
 
 def main(go: str, *arguments: str) -> int:
@@ -30,8 +32,10 @@ def main(go: str, *arguments: str) -> int:
                 ctx.report(**numbers)
                 if not Path(go).exists():
                     time.sleep(PAUSE_S if ctx.samples < half else 2 * PAUSE_S)
+
         train_digits(Held(), *data, **settings)  # type: ignore[arg-type]
-    setattr(digits, 'train_digits', held_up)  # noqa: B010 mypy allows no assignment to what a module imports
+
+    setattr(digits, 'train_digits', held_up)  # noqa: B010
     return digits.main(arguments)
 
 

@@ -1,6 +1,8 @@
-"""A submitting process that can be killed: ``python -m tests.slurm.submitting FOLDER EPOCHS PAUSE_S [SETTING=VALUE ...]``.
+"""A submitting process that can be killed: ``python -m tests.slurm.submitting FOLDER EPOCHS PAUSE_S
+[SETTING=VALUE ...]``.
 
-It trains on the real cluster until it is done, and says then, as JSON, where the last checkpoint is. It always makes the same call.
+It trains on the real cluster until it is done, and says then, as JSON, where the last checkpoint
+is. It always makes the same call.
 """
 
 from __future__ import annotations
@@ -9,20 +11,29 @@ import json
 import sys
 from pathlib import Path
 
-from parsl_freetrain.app import freetrain_app
+from parsl_freetrain import Checkpoints, Reproducible, Scaling, freetrain_app
 from tests.sites.slurm.conftest import slurm_site
 from tests.support.training import fit, freetrain
-
-PATIENCE_S = 200.0
+from tests.support.waiting import LIMIT_S
 
 
 def main(folder: str, epochs: str, pause_s: str) -> None:
-    trainer = freetrain_app(max_nodes=2, total_epochs=float(epochs), checkpoint_every_s=0.5, scaling={1: 1.0, 2: 1.9}, shards=2,
-                            rescale_up_s=0.1, rescale_down_s=0.1)(fit)
-    with freetrain(Path(folder), slurm_site(longest_s=600, interface='lo'), heartbeat_period=1, heartbeat_threshold=4,
-                   hang_s=8.0) as executor:
+    trainer = freetrain_app(
+        max_nodes=2,
+        total_epochs=float(epochs),
+        checkpoints=Checkpoints(every_s=0.5),
+        scaling=Scaling(rate={1: 1.0, 2: 1.9}, rescale_up_s=0.1, rescale_down_s=0.1),
+        mode=Reproducible(shards=2),
+    )(fit)
+    with freetrain(
+        Path(folder),
+        slurm_site(longest_s=600, interface='lo'),
+        heartbeat_period=1,
+        heartbeat_threshold=4,
+        hang_s=8.0,
+    ) as executor:
         print(json.dumps({'run': executor.run_id}), flush=True)
-        done = trainer(pause_s=float(pause_s)).result(PATIENCE_S)
+        done = trainer(pause_s=float(pause_s)).result(LIMIT_S)
     print(json.dumps({'samples': done.samples, 'path': str(done.path)}), flush=True)
 
 

@@ -1,4 +1,6 @@
-"""A submitting process that dies, and the next one that goes on with its blocks: a real cluster, a real SIGKILL."""
+"""A submitting process that dies, and the next one that goes on with its blocks: a real cluster, a
+real SIGKILL.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +16,37 @@ from pathlib import Path
 
 import pytest
 
-from parsl_freetrain.app import freetrain_app
+from parsl_freetrain import LocalSite, Reproducible, freetrain_app, same_weights
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.sites.local import LocalSite
-from parsl_freetrain.training.export import same_weights
 from tests.support.slurm import Cluster
 from tests.support.training import fit, freetrain
+from tests.support.waiting import LIMIT_S
 
 pytestmark = pytest.mark.slurm
 
-LONG = 150.0   # seconds; a bound for what takes a few
 EPOCHS = 60
 
 
 @contextmanager
 def submitting(folder: Path, pause_s: float) -> Iterator[subprocess.Popen[str]]:
-    with (folder / 'said').open('a') as said, subprocess.Popen(
-            [sys.executable, '-m', 'tests.slurm.submitting', str(folder), str(EPOCHS), str(pause_s)], stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=said, text=True, env={**os.environ, 'PYTHONPATH': os.getcwd()}) as process:
+    with (
+        (folder / 'said').open('a') as said,
+        subprocess.Popen(
+            [
+                sys.executable,
+                '-m',
+                'tests.slurm.submitting',
+                str(folder),
+                str(EPOCHS),
+                str(pause_s),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            env={**os.environ, 'PYTHONPATH': os.getcwd()},
+        ) as process,
+    ):
         try:
             yield process
         finally:
@@ -40,22 +55,30 @@ def submitting(folder: Path, pause_s: float) -> Iterator[subprocess.Popen[str]]:
 
 def blocks(slurm: Cluster) -> dict[str, str]:
     """Start time and state of each block's job that the cluster remembers, by id."""
-    lines = slurm.run('squeue', '--noheader', '--all', '--states=all', '--format=%A|%S|%T|%j').splitlines()
-    return {job: f'{start} {state}' for job, start, state, name in (line.split('|') for line in lines) if name.startswith('freetrain.')}
+    lines = slurm.run(
+        'squeue', '--noheader', '--all', '--states=all', '--format=%A|%S|%T|%j'
+    ).splitlines()
+    return {
+        job: f'{start} {state}'
+        for job, start, state, name in (line.split('|') for line in lines)
+        if name.startswith('freetrain.')
+    }
 
 
 def samples(folder: Path, least_runs: int) -> int:
-    """What the newest checkpoint has, once so many runs have trained."""
+    """Samples of the newest checkpoint, after this number of runs has trained."""
     if not (folder / 'checkpoints' / 'ledger.sqlite').exists():
         return 0
     with Reader(folder / 'checkpoints' / 'ledger.sqlite') as ledger:
         story = ledger.story()
     trained = {checkpoint.run for checkpoint in story.checkpoints}
-    return max((c.samples for c in story.checkpoints), default=0) if len(trained) >= least_runs else 0
+    return (
+        max((c.samples for c in story.checkpoints), default=0) if len(trained) >= least_runs else 0
+    )
 
 
 def wait(process: subprocess.Popen[str], folder: Path, least_runs: int, more_than: int = 0) -> int:
-    end = time.monotonic() + LONG
+    end = time.monotonic() + LIMIT_S
     while (now := samples(folder, least_runs)) <= more_than:
         assert process.poll() is None, (folder / 'said').read_text()
         assert time.monotonic() < end, (folder / 'said').read_text()
@@ -64,7 +87,9 @@ def wait(process: subprocess.Popen[str], folder: Path, least_runs: int, more_tha
 
 
 @pytest.mark.slow
-def test_the_next_run_goes_on_with_the_blocks_of_one_that_was_killed(slurm: Cluster, tmp_path: Path) -> None:
+def test_the_next_run_goes_on_with_the_blocks_of_one_that_was_killed(
+    slurm: Cluster, tmp_path: Path
+) -> None:
     before = set(blocks(slurm))
 
     def ours() -> dict[str, str]:
@@ -82,12 +107,14 @@ def test_the_next_run_goes_on_with_the_blocks_of_one_that_was_killed(slurm: Clus
         wait(second, tmp_path, 2, reached)
         print(f'trains again {time.monotonic() - begun:.1f} s after the second run was started')
         assert ours() == held, 'the same jobs, never ended in between, and no other ones'
-        said = second.communicate(timeout=LONG)[0].splitlines()
+        said = second.communicate(timeout=LIMIT_S)[0].splitlines()
     assert second.returncode == 0, (tmp_path / 'said').read_text()
     assert ours().keys() == held.keys(), 'nothing was submitted again'
     end = json.loads(said[-1])
     assert end['samples'] == EPOCHS * 96
     slurm.wait(lambda: not slurm.run('squeue', '--noheader', '--all'))
     with freetrain(tmp_path / 'alone', LocalSite(nodes=1, poll_s=0.2)):
-        alone = freetrain_app(max_nodes=1, total_epochs=EPOCHS, shards=2)(fit)().result(LONG)
+        alone = freetrain_app(max_nodes=1, total_epochs=EPOCHS, mode=Reproducible(shards=2))(
+            fit
+        )().result(LIMIT_S)
     assert same_weights(end['path'], alone)

@@ -9,8 +9,16 @@ from tests.slurm.experiment import Outcome, Ran
 from tests.slurm.mix import Ordinary, arriving, known
 
 
-def outcome(*starts: float, blocks: tuple[Ran, ...] = (), trained: tuple[tuple[str, float, float], ...] = ()) -> Outcome:
-    return Outcome(2, tuple(Ran(start, start + 10.0, ('a',)) for start in starts), blocks, {'checkpointing': 1.0, 'lost': 2.0}, trained)
+def outcome(
+    *starts: float, blocks: tuple[Ran, ...] = (), trained: tuple[tuple[str, float, float], ...] = ()
+) -> Outcome:
+    return Outcome(
+        2,
+        tuple(Ran(start, start + 10.0, ('a',)) for start in starts),
+        blocks,
+        {'checkpointing': 1.0, 'lost': 2.0},
+        trained,
+    )
 
 
 def test_a_job_that_starts_later_than_in_every_run_without_is_delayed() -> None:
@@ -20,7 +28,14 @@ def test_a_job_that_starts_later_than_in_every_run_without_is_delayed() -> None:
 
 
 def test_idle_seconds_add_up() -> None:
-    idle = idle_of(outcome(0, 10, blocks=(Ran(-5, 12, ('b',)), Ran(15, 40, ('b',))), trained=(('b', 2, 12), ('b', 16, 40))))
+    idle = idle_of(
+        outcome(
+            0,
+            10,
+            blocks=(Ran(-5, 12, ('b',)), Ran(15, 40, ('b',))),
+            trained=(('b', 2, 12), ('b', 16, 40)),
+        )
+    )
     assert idle.idle == 2 * 20 - 2 * 10
     assert idle.trained == 10 + 4 - 3
     assert idle.trained + idle.checkpointing + idle.lost + idle.other + idle.outside == idle.idle

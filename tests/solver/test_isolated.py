@@ -16,13 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from parsl_freetrain.core.allocation import Problem
-from parsl_freetrain.core.checking import by_place
-from parsl_freetrain.core.milp import MilpAllocator
-from parsl_freetrain.core.staying import stay_put
+from parsl_freetrain.core.allocation.feasibility import by_place
+from parsl_freetrain.core.allocation.incumbent import stay_put
+from parsl_freetrain.core.allocation.problem import Problem
+from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.solver.isolated import IsolatedAllocator
 from tests.support.allocation import bid
 from tests.support.solvers import Wayward, children
+from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = Problem(120.0, 8, (bid('good', 2), bid('b', 3)))
@@ -34,7 +35,7 @@ def problem(what: str) -> Problem:
 
 @pytest.fixture
 def isolated(monkeypatch: pytest.MonkeyPatch) -> Iterator[IsolatedAllocator]:
-    monkeypatch.chdir(ROOT)     # where the child finds the tests' own allocator
+    monkeypatch.chdir(ROOT)  # where the child finds the tests' own allocator
     allocator = IsolatedAllocator(Wayward(), time_limit_s=0.2, margin_s=0.3)
     yield allocator
     allocator.close()
@@ -45,11 +46,18 @@ def child() -> psutil.Process:
     return found
 
 
-@pytest.mark.parametrize(('what', 'said'), [
-    ('abort', f'ended with status -{int(signal.SIGABRT)}'), ('segfault', f'ended with status -{int(signal.SIGSEGV)}'),
-    ('hang', 'killed after 0.5 seconds'), ('raise', 'no licence')])
+@pytest.mark.parametrize(
+    ('what', 'said'),
+    [
+        ('abort', f'ended with status -{int(signal.SIGABRT)}'),
+        ('segfault', f'ended with status -{int(signal.SIGSEGV)}'),
+        ('hang', 'killed after 0.5 seconds'),
+        ('raise', 'no licence'),
+    ],
+)
 def test_what_runs_is_kept_and_the_next_question_is_answered(
-        isolated: IsolatedAllocator, caplog: pytest.LogCaptureFixture, what: str, said: str) -> None:
+    isolated: IsolatedAllocator, caplog: pytest.LogCaptureFixture, what: str, said: str
+) -> None:
     for _ in range(2):
         with caplog.at_level(logging.WARNING):
             answer = isolated.allocate(problem(what))
@@ -65,11 +73,13 @@ def test_one_child_answers_all_questions(isolated: IsolatedAllocator) -> None:
     pids = {isolated.allocate(problem('pid')).objective for _ in range(3)}
     assert pids == {float(child().pid)}
     child().kill()
-    assert isolated.allocate(problem('pid')).solver == 'milp'     # nobody answered
+    assert isolated.allocate(problem('pid')).solver == 'milp'  # nobody answered
     assert isolated.allocate(problem('pid')).objective not in pids
 
 
-def test_no_child_before_the_first_question_and_none_after_the_end(isolated: IsolatedAllocator, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_child_before_the_first_question_and_none_after_the_end(
+    isolated: IsolatedAllocator, caplog: pytest.LogCaptureFixture
+) -> None:
     isolated.close()
     other = IsolatedAllocator(MilpAllocator(), 10.0)
     assert children() == []
@@ -87,16 +97,20 @@ def test_close_does_not_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> N
     allocator = IsolatedAllocator(Wayward(), time_limit_s=500.0)
     assert allocator.allocate(GOOD).status == 'optimal'
     answers: list[str] = []
-    asking = threading.Thread(target=lambda: answers.append(allocator.allocate(problem('hang')).status))
+    asking = threading.Thread(
+        target=lambda: answers.append(allocator.allocate(problem('hang')).status)
+    )
     asking.start()
     while child().status() != psutil.STATUS_SLEEPING or child().cpu_times().user == 0.0:
         time.sleep(0.01)
     allocator.close()
-    asking.join(60.0)
+    asking.join(LIMIT_S)
     assert answers == ['feasible']
 
 
-def test_the_child_inherits_neither_sockets_nor_files_nor_threads(isolated: IsolatedAllocator, tmp_path: Path) -> None:
+def test_the_child_inherits_neither_sockets_nor_files_nor_threads(
+    isolated: IsolatedAllocator, tmp_path: Path
+) -> None:
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
     thread.start()
@@ -110,7 +124,7 @@ def test_the_child_inherits_neither_sockets_nor_files_nor_threads(isolated: Isol
             thread.join()
     assert answer.objective == 1.0
     sockets = [name for name in answer.allocation if name.startswith('socket:')]
-    assert len(sockets) <= 1        # its end of the pipe
+    assert len(sockets) <= 1  # its end of the pipe
     assert str(file.name) not in answer.allocation
 
 
@@ -119,7 +133,7 @@ import sys, threading
 from parsl_freetrain.solver.isolated import IsolatedAllocator
 from tests.support.allocation import bid
 from tests.support.solvers import Wayward
-from parsl_freetrain.core.allocation import Problem
+from parsl_freetrain.core.allocation.problem import Problem
 allocator = IsolatedAllocator(Wayward(), time_limit_s=float(sys.argv[1]), margin_s=0.5)
 print(int(allocator.allocate(Problem(120.0, 8, (bid('pid'),))).objective), flush=True)
 sys.stdin.readline()
@@ -129,8 +143,13 @@ allocator.allocate(Problem(120.0, 8, (bid(sys.argv[2]),)))
 
 @pytest.mark.parametrize('what', ['good', 'hang'])
 def test_the_child_ends_when_its_parent_is_killed(what: str) -> None:
-    with subprocess.Popen([sys.executable, '-c', PARENT, '1.0', what], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                          text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, '-c', PARENT, '1.0', what],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
         assert parent.stdout is not None
         assert parent.stdin is not None
         process = psutil.Process(int(parent.stdout.readline()))
@@ -138,16 +157,25 @@ def test_the_child_ends_when_its_parent_is_killed(what: str) -> None:
             parent.stdin.write('\n')
             parent.stdin.flush()
             while 'SigBlk:\t0000000000000000' in Path(f'/proc/{process.pid}/status').read_text():
-                time.sleep(0.01)        # until it hangs
+                time.sleep(0.01)  # until it hangs
         parent.kill()
-    process.wait(60.0)
+    process.wait(LIMIT_S)
 
 
 def test_what_a_solver_prints_stays_out_of_the_answers() -> None:
-    script = ('from parsl_freetrain.solver import allocator_named, close_allocator\n'
-              'from tests.support.allocation import bid\n'
-              'from parsl_freetrain.core.allocation import Problem\n'
-              "a = allocator_named('milp')\n"
-              "print(a.allocate(Problem(120.0, 8, (bid('x'),))).status)\n")
-    done = subprocess.run([sys.executable, '-c', script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    script = (
+        'from parsl_freetrain.solver import allocator_named, close_allocator\n'
+        'from tests.support.allocation import bid\n'
+        'from parsl_freetrain.core.allocation.problem import Problem\n'
+        "a = allocator_named('milp')\n"
+        "print(a.allocate(Problem(120.0, 8, (bid('x'),))).status)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, '-c', script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
     assert (done.stdout, done.stderr) == ('optimal\n', '')

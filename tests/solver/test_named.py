@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from parsl_freetrain.core.allocation import Block, Limit, Problem
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.allocation.problem import Block, Limit, Problem
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.solver import allocator_named, close_allocator
 from tests.support.allocation import bid
 from tests.support.solvers import children
@@ -17,10 +17,20 @@ TOGETHER = replace(SIMPLE, limits=(Limit(('a', 'b'), most=4),))
 ENDING = replace(SIMPLE, blocks=(Block('x', 5, 60.0), Block('y', 3)))
 
 
-@pytest.mark.parametrize(('name', 'problem', 'solver'), [
-    ('auto', SIMPLE, 'dp'), ('auto', TOGETHER, 'milp'), ('auto', ENDING, 'columns'),
-    ('auto', replace(ENDING, spans_blocks=False), 'milp'), ('dp', SIMPLE, 'dp'), ('milp', SIMPLE, 'milp'), ('milp', ENDING, 'milp'),
-    ('equal-share', SIMPLE, 'equal-share'), ('equal-share', ENDING, 'equal-share')])
+@pytest.mark.parametrize(
+    ('name', 'problem', 'solver'),
+    [
+        ('auto', SIMPLE, 'dp'),
+        ('auto', TOGETHER, 'milp'),
+        ('auto', ENDING, 'columns'),
+        ('auto', replace(ENDING, spans_blocks=False), 'milp'),
+        ('dp', SIMPLE, 'dp'),
+        ('milp', SIMPLE, 'milp'),
+        ('milp', ENDING, 'milp'),
+        ('equal-share', SIMPLE, 'equal-share'),
+        ('equal-share', ENDING, 'equal-share'),
+    ],
+)
 def test_who_answers(name: str, problem: Problem, solver: str) -> None:
     allocator = allocator_named(name, isolated=False)
     assert allocator.allocate(problem).solver == solver
@@ -35,7 +45,9 @@ def test_auto_starts_a_process_only_when_it_needs_the_milp() -> None:
     assert len(children()) == 1
     close_allocator(allocator)
     assert children() == []
-    assert answer.allocation == allocator_named('milp', isolated=False).allocate(TOGETHER).allocation
+    assert (
+        answer.allocation == allocator_named('milp', isolated=False).allocate(TOGETHER).allocation
+    )
 
 
 def test_an_unknown_name_and_a_bad_limit() -> None:

@@ -1,4 +1,6 @@
-"""Allocation problems for tests: random ones, recorded ones, and every allocation that the rules allow."""
+"""Allocation problems for tests: random and recorded ones, and all allocations that the rules
+allow.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,29 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from parsl_freetrain.core.allocation import Answer, Bid, Block, Limit, Problem
-from parsl_freetrain.core.checking import by_place, objections
-from parsl_freetrain.core.staying import stay_put
-from parsl_freetrain.core.words import ScalingCurve
+from parsl_freetrain.core.allocation.feasibility import by_place, objections
+from parsl_freetrain.core.allocation.incumbent import stay_put
+from parsl_freetrain.core.allocation.problem import Answer, Bid, Block, Limit, Problem
+from parsl_freetrain.core.model.types import ScalingCurve
 
 DECISIONS = Path(__file__).resolve().parents[2].parent / 'shared' / 'data' / 'allocation'
 LINEAR = ScalingCurve.from_points({1: 10.0, 64: 640.0})
 
 
-def bid(name: str, current: int = 0, low: int = 1, high: int = 64, curve: ScalingCurve = LINEAR,
-        up_s: float = 18.0, down_s: float = 12.0) -> Bid:
+def bid(
+    name: str,
+    current: int = 0,
+    low: int = 1,
+    high: int = 64,
+    curve: ScalingCurve = LINEAR,
+    up_s: float = 18.0,
+    down_s: float = 12.0,
+) -> Bid:
     return Bid(name, low, high, current, up_s, down_s, curve)
 
 
 def feasible(problem: Problem) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Every allocation that the rules allow, written down independently of the solvers."""
+    """All allocations that the rules allow, computed independently of the solvers."""
     sizes = [block.nodes for block in problem.blocks] or [problem.nodes]
     ways = list(itertools.product(*(range(n + 1) for n in sizes)))
     if not problem.spans_blocks:
@@ -36,8 +45,20 @@ def feasible(problem: Problem) -> Iterator[dict[str, tuple[int, ...]]]:
     keep = keepers(problem, sizes)
     choices = []
     for b in problem.bids:
-        choices.append([keep[b.name]] if b.name in keep else [way for way in ways if sum(way) == 0 or (
-            b.min_nodes <= sum(way) <= b.max_nodes and (not b.sizes or sum(way) in b.sizes) and in_time(problem, b, way))])
+        choices.append(
+            [keep[b.name]]
+            if b.name in keep
+            else [
+                way
+                for way in ways
+                if sum(way) == 0
+                or (
+                    b.min_nodes <= sum(way) <= b.max_nodes
+                    and (not b.sizes or sum(way) in b.sizes)
+                    and in_time(problem, b, way)
+                )
+            ]
+        )
     for picked in itertools.product(*choices):
         totals = [sum(column) for column in zip(*picked, strict=True)] or [0] * len(sizes)
         if all(t <= n for t, n in zip(totals, sizes, strict=True)):
@@ -47,35 +68,51 @@ def feasible(problem: Problem) -> Iterator[dict[str, tuple[int, ...]]]:
 
 
 def in_time(problem: Problem, b: Bid, way: tuple[int, ...]) -> bool:
-    """It goes on with what it holds, or all its nodes stay for as long as a start needs."""
+    """Whether the trainer keeps its nodes, or all its nodes stay long enough for a start."""
     held = b.held or (b.current_nodes,) + (0,) * (len(way) - 1)
     remaining = [block.remaining_s for block in problem.blocks] or [math.inf]
     return way == held or all(r >= b.shortest_s for n, r in zip(way, remaining, strict=True) if n)
 
 
 def keepers(problem: Problem, sizes: list[int]) -> dict[str, tuple[int, ...]]:
-    """Fixed bids that hold what they may hold, one after the other as far as there are nodes."""
+    """The fixed bids that keep their nodes, in order, as long as there are enough nodes."""
     keep: dict[str, tuple[int, ...]] = {}
     for b in problem.bids:
         held = b.held or (b.current_nodes,) + (0,) * (len(sizes) - 1)
-        allowed = b.current_nodes == 0 or (b.min_nodes <= b.current_nodes <= b.max_nodes and (not b.sizes or b.current_nodes in b.sizes))
+        allowed = b.current_nodes == 0 or (
+            b.min_nodes <= b.current_nodes <= b.max_nodes
+            and (not b.sizes or b.current_nodes in b.sizes)
+        )
         together = [sum(column) for column in zip(held, *keep.values(), strict=True)]
         whole = problem.spans_blocks or sum(n > 0 for n in held) <= 1
-        if b.fixed and allowed and whole and all(t <= n for t, n in zip(together, sizes, strict=True)):
+        if (
+            b.fixed
+            and allowed
+            and whole
+            and all(t <= n for t, n in zip(together, sizes, strict=True))
+        ):
             keep[b.name] = held
     return keep
 
 
 def kept_by(problem: Problem, limit: Limit, allocation: dict[str, tuple[int, ...]]) -> bool:
-    members = [way for name, way in allocation.items() if name in limit.members or not limit.members]
+    members = [
+        way for name, way in allocation.items() if name in limit.members or not limit.members
+    ]
     nodes = sum(map(sum, members))
-    seconds = [min(block.remaining_s, problem.horizon_s) for block in problem.blocks] or [problem.horizon_s]
+    seconds = [min(block.remaining_s, problem.horizon_s) for block in problem.blocks] or [
+        problem.horizon_s
+    ]
     used = sum(n * s for way in members for n, s in zip(way, seconds, strict=True))
-    return limit.least <= nodes and (limit.most is None or nodes <= limit.most) and (limit.node_s is None or used <= limit.node_s)
+    return (
+        limit.least <= nodes
+        and (limit.most is None or nodes <= limit.most)
+        and (limit.node_s is None or used <= limit.node_s)
+    )
 
 
 def by_hand(problem: Problem, allocation: dict[str, int]) -> float:
-    """The objective without blocks, spelled out as the contract of ``freetrain allocate`` has it."""
+    """The objective without blocks, as the contract of ``freetrain allocate`` defines it."""
     total = 0.0
     for b in problem.bids:
         points = {0: 0.0} | dict(zip(b.curve.nodes, b.curve.rate, strict=True))
@@ -87,7 +124,9 @@ def by_hand(problem: Problem, allocation: dict[str, int]) -> float:
 
 
 def second_by_second(problem: Problem, allocation: dict[str, tuple[int, ...]]) -> float:
-    """The objective with blocks, by walking through the horizon from end to end for each trainer; block ends are exact steps."""
+    """The objective with blocks, by stepping through the horizon from one block end to the next for
+    each trainer.
+    """
     total = 0.0
     for b in problem.bids:
         way = dict(enumerate(allocation[b.name]))
@@ -99,7 +138,9 @@ def second_by_second(problem: Problem, allocation: dict[str, tuple[int, ...]]) -
         elif count > b.current_nodes or tuple(way.values()) != held:
             total -= b.rescale_up_s * now
         time = 0.0
-        for end in sorted({block.remaining_s for block in problem.blocks if block.remaining_s < problem.horizon_s}):
+        for end in sorted(
+            {block.remaining_s for block in problem.blocks if block.remaining_s < problem.horizon_s}
+        ):
             total += (end - time) * running(b, way)
             leaving = [i for i in way if problem.blocks[i].remaining_s == end]
             if any(way[i] for i in leaving):
@@ -112,9 +153,13 @@ def second_by_second(problem: Problem, allocation: dict[str, tuple[int, ...]]) -
 
 
 def running(b: Bid, way: dict[int, int]) -> float:
-    """Rate of the largest allowed count within the nodes that are there."""
+    """Rate at the largest allowed count of the available nodes."""
     there = sum(way.values())
-    allowed = [n for n in range(1, there + 1) if b.min_nodes <= n <= b.max_nodes and (not b.sizes or n in b.sizes)]
+    allowed = [
+        n
+        for n in range(1, there + 1)
+        if b.min_nodes <= n <= b.max_nodes and (not b.sizes or n in b.sizes)
+    ]
     return b.curve.rate_at(max(allowed, default=0))
 
 
@@ -128,19 +173,32 @@ def linear(points: dict[int, float], n: int) -> float:
 
 
 def rounding(problem: Problem) -> float:
-    """What sums in another order may differ by: terms that cancel are exact to their own size only."""
-    return 1e-14 * sum((problem.horizon_s + b.rescale_up_s + b.rescale_down_s) * max(b.curve.rate) for b in problem.bids)
+    """Tolerance for sums in another order: terms that cancel are exact only relative to their own
+    size.
+    """
+    return 1e-14 * sum(
+        (problem.horizon_s + b.rescale_up_s + b.rescale_down_s) * max(b.curve.rate)
+        for b in problem.bids
+    )
 
 
 def assert_valid(problem: Problem, answer: Answer) -> None:
-    """It keeps every rule, and its objective is what the allocation is worth."""
+    """Check that the answer obeys all rules, and that its objective is the worth of the
+    allocation.
+    """
     nodes = by_place(problem, answer)
     assert objections(problem, nodes) == []
     assert {name: sum(counts) for name, counts in nodes.items()} == answer.allocation
-    assert answer.staying == pytest.approx(problem.objective(stay_put(problem)), rel=1e-12, abs=rounding(problem))
-    assert answer.objective == pytest.approx(problem.objective(nodes), rel=1e-12, abs=rounding(problem))
+    assert answer.staying == pytest.approx(
+        problem.objective(stay_put(problem)), rel=1e-12, abs=rounding(problem)
+    )
+    assert answer.objective == pytest.approx(
+        problem.objective(nodes), rel=1e-12, abs=rounding(problem)
+    )
     if not problem.blocks:
-        assert answer.objective == pytest.approx(by_hand(problem, answer.allocation), rel=1e-12, abs=rounding(problem))
+        assert answer.objective == pytest.approx(
+            by_hand(problem, answer.allocation), rel=1e-12, abs=rounding(problem)
+        )
 
 
 def assert_not_worse_than_staying(problem: Problem, answer: Answer) -> None:
@@ -150,19 +208,28 @@ def assert_not_worse_than_staying(problem: Problem, answer: Answer) -> None:
 
 @st.composite
 def curves(draw: st.DrawFn) -> ScalingCurve:
-    """Any shape: convex, dips, flat, no point at 0, ending before or behind the pool; large and small units."""
+    """Curves of any shape: convex, with dips, flat, without a point at 0, ending before or beyond
+    the pool; in large and small units.
+    """
     counts = draw(st.lists(st.integers(0, 12), min_size=1, max_size=5, unique=True).map(sorted))
     unit = draw(st.sampled_from([1e-3, 1.0, 2831.0, 1e6]))
     rates = draw(st.lists(st.integers(0, 40), min_size=len(counts), max_size=len(counts)))
-    return ScalingCurve(tuple(counts), tuple(0.0 if n == 0 else unit * r for n, r in zip(counts, rates, strict=True)))
+    return ScalingCurve(
+        tuple(counts),
+        tuple(0.0 if n == 0 else unit * r for n, r in zip(counts, rates, strict=True)),
+    )
 
 
-SECONDS_UP, SECONDS_DOWN = st.sampled_from([0.0, 0.7, 18.0, 500.0]), st.sampled_from([0.0, 0.3, 12.0, 500.0])
+SECONDS_UP, SECONDS_DOWN = (
+    st.sampled_from([0.0, 0.7, 18.0, 500.0]),
+    st.sampled_from([0.0, 0.3, 12.0, 500.0]),
+)
 
 
 @st.composite
 def problems(draw: st.DrawFn, constrained: bool = False) -> Problem:
-    """Without blocks; current counts may be above the pool, below the minimum or above the maximum.
+    """Problems without blocks; current counts may be above the pool, below the minimum or above the
+    maximum.
 
     ``constrained``: with sizes, fixed trainers, and limits on one trainer or on all.
     """
@@ -171,30 +238,63 @@ def problems(draw: st.DrawFn, constrained: bool = False) -> Problem:
     for j in range(draw(st.integers(1, 4))):
         low = draw(st.integers(1, 5))
         sizes = tuple(draw(st.lists(st.integers(1, 8), max_size=3))) if constrained else ()
-        bids.append(Bid(f't{j}', low, draw(st.integers(low, 12)), draw(st.integers(0, 12)), draw(SECONDS_UP), draw(SECONDS_DOWN),
-                        draw(curves()), (), sizes, constrained and draw(st.booleans())))
+        bids.append(
+            Bid(
+                f't{j}',
+                low,
+                draw(st.integers(low, 12)),
+                draw(st.integers(0, 12)),
+                draw(SECONDS_UP),
+                draw(SECONDS_DOWN),
+                draw(curves()),
+                (),
+                sizes,
+                constrained and draw(st.booleans()),
+            )
+        )
     if draw(st.booleans()):  # equal trainers
         bids = [replace(bids[0], name=f't{j}') for j in range(len(bids))]
     horizon_s = draw(st.sampled_from([0.5, 10.0, 120.0, 3600.0]))
-    limits = tuple(draw(st.lists(limit_on_one_or_all(len(bids), horizon_s), max_size=2))) if constrained else ()
+    limits = (
+        tuple(draw(st.lists(limit_on_one_or_all(len(bids), horizon_s), max_size=2)))
+        if constrained
+        else ()
+    )
     return Problem(horizon_s, nodes, tuple(bids), limits=limits)
 
 
 def limit_on_one_or_all(bids: int, horizon_s: float) -> st.SearchStrategy[Limit]:
-    one = st.builds(Limit, st.integers(0, bids - 1).map(lambda j: (f't{j}',)), st.integers(0, 3), st.none() | st.integers(0, 8),
-                    st.none() | st.integers(0, 9).map(lambda n: n * horizon_s))
-    every = st.builds(Limit, st.just(()), st.just(0), st.none() | st.integers(0, 8),
-                      st.none() | st.integers(0, 9).map(lambda n: n * horizon_s))
+    one = st.builds(
+        Limit,
+        st.integers(0, bids - 1).map(lambda j: (f't{j}',)),
+        st.integers(0, 3),
+        st.none() | st.integers(0, 8),
+        st.none() | st.integers(0, 9).map(lambda n: n * horizon_s),
+    )
+    every = st.builds(
+        Limit,
+        st.just(()),
+        st.just(0),
+        st.none() | st.integers(0, 8),
+        st.none() | st.integers(0, 9).map(lambda n: n * horizon_s),
+    )
     return one | every
 
 
 @st.composite
 def problems_with_blocks(draw: st.DrawFn) -> Problem:
-    """One to three small blocks, ends within the horizon or not, some too short for some bids, with and without spanning,
-    limits on any set of trainers."""
+    """Problems with one to three small blocks, which end within the horizon or not, some too short
+    for some bids; with and without spanning; limits on any set of trainers.
+    """
     horizon_s = draw(st.sampled_from([10.0, 120.0]))
-    blocks = tuple(Block(f'b{i}', draw(st.integers(0, 3)), draw(st.sampled_from([0.1, 0.4, 0.7, 1.0, 1.5, math.inf])) * horizon_s)
-                   for i in range(draw(st.integers(1, 3))))
+    blocks = tuple(
+        Block(
+            f'b{i}',
+            draw(st.integers(0, 3)),
+            draw(st.sampled_from([0.1, 0.4, 0.7, 1.0, 1.5, math.inf])) * horizon_s,
+        )
+        for i in range(draw(st.integers(1, 3)))
+    )
     fits = draw(st.booleans())
     left = [block.nodes if fits else 4 for block in blocks]
     bids = []
@@ -204,26 +304,67 @@ def problems_with_blocks(draw: st.DrawFn) -> Problem:
             left = [n - h for n, h in zip(left, held, strict=True)]
         low = draw(st.integers(1, 3))
         sizes = tuple(draw(st.lists(st.integers(1, 8), max_size=3)))
-        bids.append(Bid(f't{j}', low, draw(st.integers(low, 9)), sum(held), draw(SECONDS_UP), draw(SECONDS_DOWN),
-                        draw(curves()), held if sum(held) or draw(st.booleans()) else (), sizes, draw(st.integers(0, 5)) == 0,
-                        draw(st.sampled_from([0.0, 0.0, 0.2, 0.5, 1.2, 2.0])) * horizon_s))
+        bids.append(
+            Bid(
+                f't{j}',
+                low,
+                draw(st.integers(low, 9)),
+                sum(held),
+                draw(SECONDS_UP),
+                draw(SECONDS_DOWN),
+                draw(curves()),
+                held if sum(held) or draw(st.booleans()) else (),
+                sizes,
+                draw(st.integers(0, 5)) == 0,
+                draw(st.sampled_from([0.0, 0.0, 0.2, 0.5, 1.2, 2.0])) * horizon_s,
+            )
+        )
     names = [b.name for b in bids]
-    limits = draw(st.lists(st.builds(
-        Limit, st.lists(st.sampled_from(names), max_size=2, unique=True).map(tuple), st.sampled_from([0, 0, 0, 1, 2]),
-        st.none() | st.integers(0, 5), st.none() | st.integers(0, 6).map(lambda n: n * 0.3 * horizon_s)), max_size=2))
-    return Problem(horizon_s, sum(block.nodes for block in blocks), tuple(bids), blocks, draw(st.booleans()), tuple(limits))
+    limits = draw(
+        st.lists(
+            st.builds(
+                Limit,
+                st.lists(st.sampled_from(names), max_size=2, unique=True).map(tuple),
+                st.sampled_from([0, 0, 0, 1, 2]),
+                st.none() | st.integers(0, 5),
+                st.none() | st.integers(0, 6).map(lambda n: n * 0.3 * horizon_s),
+            ),
+            max_size=2,
+        )
+    )
+    return Problem(
+        horizon_s,
+        sum(block.nodes for block in blocks),
+        tuple(bids),
+        blocks,
+        draw(st.booleans()),
+        tuple(limits),
+    )
 
 
 def from_line(line: str) -> Problem:
     """A line in the format of ``freetrain allocate``."""
     data = json.loads(line)
-    return Problem(data['horizon_s'], data['nodes'], tuple(
-        Bid(t['name'], t['min_nodes'], t['max_nodes'], t['current_nodes'], t['rescale_up_s'], t['rescale_down_s'],
-            ScalingCurve(tuple(t['nodes']), tuple(t['rate']))) for t in data['trainers']))
+    return Problem(
+        data['horizon_s'],
+        data['nodes'],
+        tuple(
+            Bid(
+                t['name'],
+                t['min_nodes'],
+                t['max_nodes'],
+                t['current_nodes'],
+                t['rescale_up_s'],
+                t['rescale_down_s'],
+                ScalingCurve(tuple(t['nodes']), tuple(t['rate'])),
+            )
+            for t in data['trainers']
+        ),
+    )
 
 
 def recorded() -> list[tuple[str, Problem, float]]:
-    """Real decisions from the Summit trace: name, problem, optimum; none where the data are absent."""
+    """Real decisions from the Summit trace: name, problem, optimum; empty without the data."""
     files = DECISIONS / 'summit-decisions.jsonl.gz', DECISIONS / 'summit-decisions-answers.jsonl.gz'
     if not all(path.exists() for path in files):
         return []

@@ -1,4 +1,4 @@
-"""One after the other on a machine, whatever session of tests asks."""
+"""A lock for all test sessions on a machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Alone on this machine: for apt-get, and for whoever looks for free ports."""
+    """Hold the lock, for instance for apt-get or to look for free ports."""
     with Path(tempfile.gettempdir(), f'ft-alone-{os.getuid()}.lock').open('w') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,6 +1,8 @@
-"""What a machine's daemon does for one job: runs the script, sends it SIGTERM when told to, kills what is left, and writes how it ended.
+"""The daemon of one job on a test machine: runs the script, sends it SIGTERM on request, kills what
+is left, and writes how it ended.
 
-SIGTERM reaches the processes of the script's session only, as with PBS; what runs on other nodes hears of it from the launcher.
+SIGTERM reaches only the processes of the script's session, as with PBS; the launcher passes it on
+to other nodes.
 """
 
 from __future__ import annotations
@@ -21,8 +23,14 @@ def main(order: Path) -> None:
     given = json.loads(order.read_text())
     end = Path(given['end'])
     with open(given['out'], 'ab') as out, open(given['err'], 'ab') as err:
-        process = subprocess.Popen(['/bin/bash', given['script']], env={**os.environ, **given['environment']}, stdin=subprocess.DEVNULL,
-                                   stdout=out, stderr=err, start_new_session=True)
+        process = subprocess.Popen(
+            ['/bin/bash', given['script']],
+            env={**os.environ, **given['environment']},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
     kill_at = None
     while process.poll() is None:
         if kill_at is None and end.exists():
@@ -36,8 +44,11 @@ def main(order: Path) -> None:
     code = 256 - code if code < 0 else code
     if given['log'] is not None:
         with open(given['log'], 'a') as log:
-            log.write(f'Mon Nov 13 08:00:00 2017 +0000 (UTC) task completed normally with an exit code of {code}; '
-                      'initiating job cleanup and removal\n')
+            log.write(
+                'Mon Nov 13 08:00:00 2017 +0000 (UTC) task completed normally with an '
+                f'exit code of {code}; '
+                'initiating job cleanup and removal\n'
+            )
     part = Path(given['exit'] + '.part')
     part.write_text(str(code))
     part.rename(given['exit'])
@@ -64,7 +75,10 @@ def kill_all(mark: str) -> None:
 
 def belongs(process: psutil.Process, mark: str) -> bool:
     try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE and process.environ().get('MACHINE_JOB') == mark)
+        return bool(
+            process.status() != psutil.STATUS_ZOMBIE
+            and process.environ().get('MACHINE_JOB') == mark
+        )
     except (psutil.Error, OSError):
         return False
 

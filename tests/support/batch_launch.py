@@ -1,4 +1,6 @@
-"""mpiexec and aprun of a machine in a folder: one process for each node of the job, all of them on this computer."""
+"""mpiexec and aprun of a test machine: one process for each node of the job, all on this
+computer.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,15 @@ def launch(nodefile: str, arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, forward)
     for name in names:
-        # Sessions of their own, as on nodes of their own.
-        processes.append(subprocess.Popen(words, env={**os.environ, 'MACHINE_NODE': name}, stdin=subprocess.DEVNULL,
-                                          start_new_session=True))
+        # Separate sessions, as on separate nodes.
+        processes.append(
+            subprocess.Popen(
+                words,
+                env={**os.environ, 'MACHINE_NODE': name},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        )
     while any(process.poll() is None for process in processes):
         time.sleep(0.02)
     return max(128 - code if (code := process.returncode) < 0 else code for process in processes)

@@ -1,7 +1,9 @@
-"""A machine with a batch scheduler that lives in a folder: its commands are small programs, and its jobs are real processes.
+"""A test machine with a batch scheduler, in a folder: its commands are small programs, and its jobs
+are real processes.
 
-Each command loads the state under a lock, lets the scheduler act as it would have by now, does its own part and saves. Jobs of
-others hold nodes and run nothing; blocks run under a small program of their own (``batch_job.py``). The clock can be moved.
+Each command loads the state under a lock, brings the scheduler up to date, does its own work and
+saves the state. Jobs of other users hold nodes but run nothing; blocks run under a small program
+(``batch_job.py``). The clock can be moved.
 """
 
 from __future__ import annotations
@@ -25,20 +27,38 @@ Job = dict[str, Any]
 
 
 class Machine:
-    """The folder ``folder`` of one machine, from this process or from one of the machine's commands."""
+    """The machine in ``folder``, used by tests and by the machine's commands."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def create(self, nodes: dict[str, dict[str, Any]], queues: dict[str, dict[str, Any]], kill_delay_s: float = 5.0) -> None:
-        """Nodes by name with their attributes, queues by name with their limits (``preemptable``, ``least``, ``most``, ``longest_s``)."""
+    def create(
+        self,
+        nodes: dict[str, dict[str, Any]],
+        queues: dict[str, dict[str, Any]],
+        kill_delay_s: float = 5.0,
+    ) -> None:
+        """Nodes by name with their attributes, queues by name with their limits (``preemptable``,
+        ``least``, ``most``, ``longest_s``).
+        """
         (self.folder / 'jobs').mkdir(parents=True)
-        self._save({'offset': 0.0, 'next': 1, 'kill_delay_s': kill_delay_s, 'nodes': nodes, 'queues': queues, 'jobs': {},
-                    'reservations': [], 'faults': {}, 'calls': {}})
+        self._save(
+            {
+                'offset': 0.0,
+                'next': 1,
+                'kill_delay_s': kill_delay_s,
+                'nodes': nodes,
+                'queues': queues,
+                'jobs': {},
+                'reservations': [],
+                'faults': {},
+                'calls': {},
+            }
+        )
 
     @contextmanager
     def state(self) -> Iterator[State]:
-        """The state, after the scheduler has acted; changes are kept."""
+        """The state, after the scheduler has been brought up to date; changes are saved."""
         with (self.folder / 'lock').open('w') as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             state: State = json.loads((self.folder / 'state.json').read_text())
@@ -53,24 +73,41 @@ class Machine:
         part.replace(self.folder / 'state.json')
 
     def now(self) -> float:
-        """The machine's clock, in seconds of ``time.time()`` where it was never moved."""
+        """The machine's clock, in seconds; equal to ``time.time()`` until it is moved."""
         offset: float = json.loads((self.folder / 'state.json').read_text())['offset']
         return time.time() + offset
 
     # --- what happens there
 
     def submit(self, state: State, **job: Any) -> str:
-        """A job enters the queue; its number."""
+        """Add a job to the queue; return its number."""
         number = str(state['next'])
         state['next'] += 1
         state['jobs'][number] = {
-            'name': 'job', 'user': 'eve', 'queue': next(iter(state['queues'])), 'priority': 0, 'walltime_s': 600.0, 'least_s': None,
-            'seconds': None, 'script': None, 'state': WAITING, 'submitted': time.time() + state['offset'], 'names': [], 'start': None,
-            'how': '', 'exit': None, 'runs': 0, 'rerun': False, 'planned': None, 'account': None, **job}
+            'name': 'job',
+            'user': 'eve',
+            'queue': next(iter(state['queues'])),
+            'priority': 0,
+            'walltime_s': 600.0,
+            'least_s': None,
+            'seconds': None,
+            'script': None,
+            'state': WAITING,
+            'submitted': time.time() + state['offset'],
+            'names': [],
+            'start': None,
+            'how': '',
+            'exit': None,
+            'runs': 0,
+            'rerun': False,
+            'planned': None,
+            'account': None,
+            **job,
+        }
         return number
 
     def end(self, state: State, number: str, how: str) -> None:
-        """A job is taken off the machine, or out of the queue."""
+        """Remove a job from the machine or the queue."""
         job = state['jobs'][number]
         if job['state'] == WAITING:
             job.update(state=OVER, how=how, finished=time.time() + state['offset'])
@@ -85,11 +122,29 @@ class Machine:
             if job['state'] in (RUNNING, ENDING):
                 self._progress(state, number, job, now)
         free = {name for name, node in state['nodes'].items() if node.get('up', True)}
-        free -= {name for job in state['jobs'].values() if job['state'] in (RUNNING, ENDING) for name in job['names']}
-        windows = {name: min((r['start'] for r in state['reservations'] if name in r['nodes'] and r['end'] > now), default=float('inf'))
-                   for name in state['nodes']}
-        busy = {name: job['start'] + job['walltime_s'] for job in state['jobs'].values() if job['state'] in (RUNNING, ENDING)
-                for name in job['names']}
+        free -= {
+            name
+            for job in state['jobs'].values()
+            if job['state'] in (RUNNING, ENDING)
+            for name in job['names']
+        }
+        windows = {
+            name: min(
+                (
+                    r['start']
+                    for r in state['reservations']
+                    if name in r['nodes'] and r['end'] > now
+                ),
+                default=float('inf'),
+            )
+            for name in state['nodes']
+        }
+        busy = {
+            name: job['start'] + job['walltime_s']
+            for job in state['jobs'].values()
+            if job['state'] in (RUNNING, ENDING)
+            for name in job['names']
+        }
         for number in sorted(state['jobs'], key=lambda n: (-state['jobs'][n]['priority'], int(n))):
             job = state['jobs'][number]
             if job['state'] == WAITING:
@@ -112,31 +167,55 @@ class Machine:
         elif job['state'] == RUNNING and now >= job['start'] + job['walltime_s']:
             self.end(state, number, 'timeout')
 
-    def _consider(self, state: State, number: str, job: Job, free: set[str], windows: dict[str, float], busy: dict[str, float],
-                  now: float) -> None:
-        """Start a waiting job, make room for it, or plan it; what is planned bounds those that come after."""
+    def _consider(
+        self,
+        state: State,
+        number: str,
+        job: Job,
+        free: set[str],
+        windows: dict[str, float],
+        busy: dict[str, float],
+        now: float,
+    ) -> None:
+        """Start a waiting job, make room for it, or plan it; planned jobs constrain the later
+        ones.
+        """
         job['planned'] = None
         least = job['least_s'] or job['walltime_s']
-        fitting = sorted(name for name in free if now + least <= windows[name] and self._suits(state['nodes'][name], job))
+        fitting = sorted(
+            name
+            for name in free
+            if now + least <= windows[name] and self._suits(state['nodes'][name], job)
+        )
         if len(fitting) >= job['nodes']:
-            names = fitting[:job['nodes']]
-            walltime_s = min(job['walltime_s'], *(int(min(windows[name], 1e12) - now) for name in names))
+            names = fitting[: job['nodes']]
+            walltime_s = min(
+                job['walltime_s'], *(int(min(windows[name], 1e12) - now) for name in names)
+            )
             free -= set(names)
             self._start(state, number, job, names, walltime_s, now)
             return
         queue = state['queues'][job['queue']]
         if not queue.get('preemptable'):
-            victims = [n for n, other in state['jobs'].items() if other['state'] == RUNNING
-                       and state['queues'][other['queue']].get('preemptable')]
-            soon = len(fitting) + sum(len(other['names']) for other in state['jobs'].values()
-                                      if other['state'] == ENDING and other['how'] == 'preempted')
+            victims = [
+                n
+                for n, other in state['jobs'].items()
+                if other['state'] == RUNNING and state['queues'][other['queue']].get('preemptable')
+            ]
+            soon = len(fitting) + sum(
+                len(other['names'])
+                for other in state['jobs'].values()
+                if other['state'] == ENDING and other['how'] == 'preempted'
+            )
             for victim in victims:
                 if soon < job['nodes']:
                     soon += len(state['jobs'][victim]['names'])
                     self.end(state, victim, 'preempted')
         if job['priority'] > BLOCK_PRIORITY:
             up = [name for name, node in state['nodes'].items() if node.get('up', True)]
-            chosen = sorted(up, key=lambda name: (max(now, busy.get(name, now)), name))[:job['nodes']]
+            chosen = sorted(up, key=lambda name: (max(now, busy.get(name, now)), name))[
+                : job['nodes']
+            ]
             if len(chosen) == job['nodes']:
                 start = max(max(now + 1, busy.get(name, now)) for name in chosen)
                 job['planned'] = {'start': start, 'names': chosen}
@@ -149,30 +228,62 @@ class Machine:
         wanted = job.get('wants') or {}
         return all(str(node.get('has', {}).get(key)) == value for key, value in wanted.items())
 
-    def _start(self, state: State, number: str, job: Job, names: list[str], walltime_s: float, now: float) -> None:
-        job.update(state=RUNNING, names=names, start=now, walltime_s=walltime_s, runs=job['runs'] + 1)
+    def _start(
+        self, state: State, number: str, job: Job, names: list[str], walltime_s: float, now: float
+    ) -> None:
+        job.update(
+            state=RUNNING, names=names, start=now, walltime_s=walltime_s, runs=job['runs'] + 1
+        )
         if job['script'] is None:
             job['seconds'] = job['seconds'] if job['seconds'] is not None else walltime_s
             return
         folder = self.folder / 'jobs'
         (folder / f'{number}.nodes').write_text('\n'.join(names) + '\n')
-        order = {'script': job['script'], 'out': job['out'], 'err': job['err'], 'log': job.get('log'),
-                 'exit': str(folder / f'{number}.exit'), 'end': str(folder / f'{number}.end'), 'kill_delay_s': state['kill_delay_s'],
-                 'environment': {'PATH': f'{self.folder / "bin"}:{os.environ["PATH"]}', 'MACHINE_JOB': f'{self.folder}:{number}',
-                                 **self._environment(number, job, now)}}
+        order = {
+            'script': job['script'],
+            'out': job['out'],
+            'err': job['err'],
+            'log': job.get('log'),
+            'exit': str(folder / f'{number}.exit'),
+            'end': str(folder / f'{number}.end'),
+            'kill_delay_s': state['kill_delay_s'],
+            'environment': {
+                'PATH': f'{self.folder / "bin"}:{os.environ["PATH"]}',
+                'MACHINE_JOB': f'{self.folder}:{number}',
+                **self._environment(number, job, now),
+            },
+        }
         (folder / f'{number}.order').write_text(json.dumps(order))
-        process = subprocess.Popen([sys.executable, str(ROOT / 'tests' / 'support' / 'batch_job.py'), str(folder / f'{number}.order')],
-                                   stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-        process.returncode = 0    # it outlives this process
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                str(ROOT / 'tests' / 'support' / 'batch_job.py'),
+                str(folder / f'{number}.order'),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        process.returncode = 0  # it outlives this process
 
     def _environment(self, number: str, job: Job, now: float) -> dict[str, str]:
         nodes = str(self.folder / 'jobs' / f'{number}.nodes')
-        return {'PBS_JOBID': f'{number}.pbs', 'PBS_NODEFILE': nodes, 'COBALT_JOBID': number, 'COBALT_NODEFILE': nodes,
-                'COBALT_ENDTIME': str(int(now + job['walltime_s']))}
+        return {
+            'PBS_JOBID': f'{number}.pbs',
+            'PBS_NODEFILE': nodes,
+            'COBALT_JOBID': number,
+            'COBALT_NODEFILE': nodes,
+            'COBALT_ENDTIME': str(int(now + job['walltime_s'])),
+            'LSB_JOBID': number,
+            'LSB_HOSTS': ' '.join(job['names']),
+        }
 
 
 def as_command(machine: Machine, name: str) -> int | None:
-    """Count the call, and behave as badly as a fault says: a status to end with, or None to go on."""
+    """Count the call and apply the configured fault. Return a status to end with, or None to
+    continue.
+    """
     with machine.state() as state:
         state['calls'][name] = state['calls'].get(name, 0) + 1
         fault = state['faults'].get(name, state['faults'].get('all'))
@@ -191,8 +302,11 @@ def install(machine: Machine, module: str, names: tuple[str, ...]) -> Path:
     folder.mkdir()
     for name in names:
         program = folder / name
-        program.write_text(f'#!{sys.executable} -E\nimport sys\nfrom pathlib import Path\nsys.path[:0] = [{str(ROOT)!r}]\n'
-                           f'from tests.support.{module} import main\n'
-                           f'sys.exit(main(Path({str(machine.folder)!r}), {name!r}, sys.argv[1:]))\n')
+        program.write_text(
+            f'#!{sys.executable} -E\nimport sys\nfrom pathlib import Path\nsys.path[:0] '
+            f'= [{str(ROOT)!r}]\n'
+            f'from tests.support.{module} import main\n'
+            f'sys.exit(main(Path({str(machine.folder)!r}), {name!r}, sys.argv[1:]))\n'
+        )
         program.chmod(0o700)
     return folder

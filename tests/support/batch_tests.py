@@ -1,4 +1,6 @@
-"""A machine in a folder as tests use it: jobs of others, faults, nodes that fail, and the clock."""
+"""A test machine with the operations of tests: jobs of other users, faults, failing nodes, and the
+clock.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,15 @@ from typing import Any
 import pytest
 
 from tests.support.batch_machine import OVER, RUNNING, Machine, install
+from tests.support.waiting import LIMIT_S
 
-LIMIT_S = 60.0
 Job = dict[str, Any]
 
 
 class Rehearsal(Machine):
-    """Nodes ``x0001`` to ``x0004``, the queues batch, debug (at most 2 nodes, 10 minutes) and preemptable."""
+    """Nodes ``x0001`` to ``x0004``, the queues batch, debug (at most 2 nodes, 10 minutes) and
+    preemptable.
+    """
 
     def job(self, number: str) -> Job:
         with self.state() as state:
@@ -29,10 +33,18 @@ class Rehearsal(Machine):
         with self.state() as state:
             return dict(state['jobs'])
 
-    def others(self, nodes: int, walltime_s: float = 600.0, seconds: float | None = None, queue: str = 'batch') -> str:
-        """A job of somebody else; it lasts all of its walltime, or ``seconds``."""
+    def others(
+        self,
+        nodes: int,
+        walltime_s: float = 600.0,
+        seconds: float | None = None,
+        queue: str = 'batch',
+    ) -> str:
+        """Submit a job of another user; it lasts for its whole walltime, or for ``seconds``."""
         with self.state() as state:
-            return self.submit(state, nodes=nodes, walltime_s=walltime_s, seconds=seconds, queue=queue)
+            return self.submit(
+                state, nodes=nodes, walltime_s=walltime_s, seconds=seconds, queue=queue
+            )
 
     def finish(self, number: str, how: str = '') -> None:
         with self.state() as state:
@@ -44,7 +56,14 @@ class Rehearsal(Machine):
 
     def reserve(self, nodes: list[str], start: float, end: float) -> None:
         with self.state() as state:
-            state['reservations'].append({'name': f'R{len(state["reservations"]) + 1}', 'nodes': nodes, 'start': start, 'end': end})
+            state['reservations'].append(
+                {
+                    'name': f'R{len(state["reservations"]) + 1}',
+                    'nodes': nodes,
+                    'start': start,
+                    'end': end,
+                }
+            )
 
     def move_clock(self, seconds: float) -> None:
         with self.state() as state:
@@ -55,8 +74,10 @@ class Rehearsal(Machine):
             return dict(state['calls'])
 
     @contextmanager
-    def fault(self, name: str, status: int = 0, says: str = '', hang: bool = False) -> Iterator[None]:
-        """One command, or 'all', hangs or ends with a status."""
+    def fault(
+        self, name: str, status: int = 0, says: str = '', hang: bool = False
+    ) -> Iterator[None]:
+        """Make one command, or 'all', hang or end with a status."""
         with self.state() as state:
             state['faults'][name] = 'hang' if hang else {'status': status, 'says': says}
         try:
@@ -72,25 +93,39 @@ class Rehearsal(Machine):
             time.sleep(0.05)
 
     def clear(self) -> None:
-        """No jobs any more."""
+        """End all jobs."""
+
         def over() -> bool:
             with self.state() as state:
                 for number, job in state['jobs'].items():
                     if job['state'] != OVER:
                         self.end(state, number, 'deleted')
                 return all(job['state'] == OVER for job in state['jobs'].values())
+
         self.wait(over)
 
     def running(self) -> list[str]:
         return [number for number, job in self.jobs().items() if job['state'] == RUNNING]
 
 
-def rehearsal(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, names: tuple[str, ...],
-              nodes: dict[str, dict[str, Any]]) -> Iterator[Rehearsal]:
-    """A machine whose commands are the first on the path."""
+def rehearsal(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    names: tuple[str, ...],
+    nodes: dict[str, dict[str, Any]],
+) -> Iterator[Rehearsal]:
+    """A machine whose commands come first in PATH."""
     machine = Rehearsal(folder)
-    machine.create(nodes, {
-        'batch': {}, 'debug': {'most': 2, 'longest_s': 600}, 'preemptable': {'preemptable': True}, 'closed': {'enabled': 'False'}})
+    machine.create(
+        nodes,
+        {
+            'batch': {},
+            'debug': {'most': 2, 'longest_s': 600},
+            'preemptable': {'preemptable': True},
+            'closed': {'enabled': 'False'},
+        },
+    )
     monkeypatch.setenv('PATH', f'{install(machine, module, names)}{os.pathsep}{os.environ["PATH"]}')
     yield machine
     machine.clear()

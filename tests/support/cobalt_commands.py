@@ -1,4 +1,6 @@
-"""qsub, qstat, qdel, nodelist, showres and aprun of a machine in a folder, after Cobalt's source and the user guide of Theta."""
+"""qsub, qstat, qdel, nodelist, showres and aprun of a test machine, after Cobalt's source and the
+user guide of Theta.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.support.batch_launch import launch
-from tests.support.batch_machine import BLOCK_PRIORITY, ENDING, OVER, RUNNING, WAITING, Job, Machine, as_command
+from tests.support.batch_machine import (
+    BLOCK_PRIORITY,
+    ENDING,
+    OVER,
+    RUNNING,
+    WAITING,
+    Job,
+    Machine,
+    as_command,
+)
 
 NAMES = ('qsub', 'qstat', 'qdel', 'nodelist', 'showres', 'aprun', 'hostname')
 DATE = '%a %b %d %H:%M:%S %Y %z (%Z)'
@@ -37,20 +48,37 @@ def qsub(machine: Machine, arguments: list[str]) -> int:
     parser = argparse.ArgumentParser()
     for option in ('--jobname', '-o', '-e', '--debuglog', '-q', '-n', '-t', '-A', '--attrs'):
         parser.add_argument(option)
-    lines = [line[8:] for line in Path(script).read_text().splitlines() if line.startswith('#COBALT ')]
+    lines = [
+        line[8:] for line in Path(script).read_text().splitlines() if line.startswith('#COBALT ')
+    ]
     given = parser.parse_args([word for line in lines for word in shlex.split(line)])
     attrs = dict(part.split('=') for part in given.attrs.split(':')) if given.attrs else {}
     with machine.state() as state:
         queue = state['queues'].get(given.q)
         if queue is None:
             return complain(f"'{given.q}' is not a valid queue", 1)
-        if int(given.n) > queue.get('most', 10_000) or 60 * int(given.t) > queue.get('longest_s', 1e9):
+        if int(given.n) > queue.get('most', 10_000) or 60 * int(given.t) > queue.get(
+            'longest_s', 1e9
+        ):
             return complain('Walltime or nodecount greater than the limits of the queue', 1)
         number = machine.submit(
-            state, name=given.jobname, user=pwd.getpwuid(os.getuid()).pw_name, queue=given.q, priority=BLOCK_PRIORITY, nodes=int(given.n),
-            walltime_s=60.0 * int(given.t), script=script, out=given.o, err=given.e, log=given.debuglog, account=given.A,
-            wants={name: attrs[name] for name in ('mcdram', 'numa') if name in attrs})
-    Path(given.debuglog).write_text(f'{time.strftime(DATE)} submitted with cwd set to: {Path.cwd()}\n')
+            state,
+            name=given.jobname,
+            user=pwd.getpwuid(os.getuid()).pw_name,
+            queue=given.q,
+            priority=BLOCK_PRIORITY,
+            nodes=int(given.n),
+            walltime_s=60.0 * int(given.t),
+            script=script,
+            out=given.o,
+            err=given.e,
+            log=given.debuglog,
+            account=given.A,
+            wants={name: attrs[name] for name in ('mcdram', 'numa') if name in attrs},
+        )
+    Path(given.debuglog).write_text(
+        f'{time.strftime(DATE)} submitted with cwd set to: {Path.cwd()}\n'
+    )
     print('WARNING: no filesystems requested', file=sys.stderr)
     print(f'Job routed to queue "{given.q}".\n{number}')
     return 0
@@ -77,17 +105,36 @@ def vertical(records: list[dict[str, object]]) -> None:
 
 def table(heads: list[str], rows: list[list[str]]) -> None:
     widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
-    lines = ['  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [heads, *rows]]
+    lines = [
+        '  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in [heads, *rows]
+    ]
     print('\n'.join([lines[0], '=' * len(lines[0]), *lines[1:]]))
 
 
 def qstat(machine: Machine, arguments: list[str]) -> int:
+    if arguments == ['--version']:
+        print('Cobalt 1.0.30')
+        return 0
     assert '-l' in arguments
     with machine.state() as state:
         if '-Q' in arguments:
-            vertical([{'Name': name, 'Users': None, 'MinTime': None, 'MaxTime': clock(queue['longest_s']) if 'longest_s' in queue else None,
-                       'MaxRunning': 20, 'MaxQueued': queue.get('waiting'), 'MaxUserNodes': queue.get('most'), 'TotalNodes': None,
-                       'State': 'stopped' if queue.get('enabled') == 'False' else 'running'} for name, queue in state['queues'].items()])
+            vertical(
+                [
+                    {
+                        'Name': name,
+                        'Users': None,
+                        'MinTime': None,
+                        'MaxTime': clock(queue['longest_s']) if 'longest_s' in queue else None,
+                        'MaxRunning': 20,
+                        'MaxQueued': queue.get('waiting'),
+                        'MaxUserNodes': queue.get('most'),
+                        'TotalNodes': None,
+                        'State': 'stopped' if queue.get('enabled') == 'False' else 'running',
+                    }
+                    for name, queue in state['queues'].items()
+                ]
+            )
             return 0
         heads = arguments[arguments.index('--header') + 1].split(':')
         shown = [(number, job) for number, job in state['jobs'].items() if job['state'] != OVER]
@@ -98,10 +145,19 @@ def qstat(machine: Machine, arguments: list[str]) -> int:
 def fields(number: str, job: Job) -> dict[str, object]:
     numbers = [int(name[3:]) for name in job['names']]
     return {
-        'JobID': number, 'User': job['user'], 'Nodes': job['nodes'], 'Queue': job['queue'], 'WallTime': clock(job['walltime_s']),
-        'State': {WAITING: 'queued', RUNNING: 'running', ENDING: 'killing'}[job['state']], 'JobName': job['name'],
-        'Location': ranges(numbers) or 'None', 'TimeRemaining': 'N/A',
-        'StartTime': 'N/A' if job['start'] is None else time.strftime(DATE, time.localtime(job['start']))}
+        'JobID': number,
+        'User': job['user'],
+        'Nodes': job['nodes'],
+        'Queue': job['queue'],
+        'WallTime': clock(job['walltime_s']),
+        'State': {WAITING: 'queued', RUNNING: 'running', ENDING: 'killing'}[job['state']],
+        'JobName': job['name'],
+        'Location': ranges(numbers) or 'None',
+        'TimeRemaining': 'N/A',
+        'StartTime': 'N/A'
+        if job['start'] is None
+        else time.strftime(DATE, time.localtime(job['start'])),
+    }
 
 
 def ranges(numbers: list[int]) -> str:
@@ -116,7 +172,11 @@ def ranges(numbers: list[int]) -> str:
 
 def qdel(machine: Machine, arguments: list[str]) -> int:
     with machine.state() as state:
-        known = [number for number in arguments if number in state['jobs'] and state['jobs'][number]['state'] != OVER]
+        known = [
+            number
+            for number in arguments
+            if number in state['jobs'] and state['jobs'][number]['state'] != OVER
+        ]
         for number in known:
             job = state['jobs'][number]
             if job.get('log'):
@@ -133,16 +193,39 @@ def nodelist(machine: Machine, arguments: list[str]) -> int:
     assert not arguments
     now = machine.now()
     with machine.state() as state:
-        busy = {name: job for job in state['jobs'].values() if job['state'] in (RUNNING, ENDING) for name in job['names']}
-        drained = {name: job['planned']['start'] for job in reversed(state['jobs'].values()) if job['planned'] and job['state'] == WAITING
-                   for name in job['planned']['names']}
+        busy = {
+            name: job
+            for job in state['jobs'].values()
+            if job['state'] in (RUNNING, ENDING)
+            for name in job['names']
+        }
+        drained = {
+            name: job['planned']['start']
+            for job in reversed(state['jobs'].values())
+            if job['planned'] and job['state'] == WAITING
+            for name in job['planned']['names']
+        }
         rows = []
         for name, node in state['nodes'].items():
             number, has = int(name[3:]), node.get('has', {})
-            status = 'down' if not node.get('up', True) else 'idle' if name not in busy else (
-                'cleanup-pending' if busy[name]['state'] == ENDING else 'busy')
-            rows.append([str(number), f'c0-0c0s{number // 4}n{number % 4}', ':'.join(state['queues']), status, has['mcdram'], has['numa'],
-                         clock(drained[name] - now) if name in drained else '-'])
+            status = (
+                'down'
+                if not node.get('up', True)
+                else 'idle'
+                if name not in busy
+                else ('cleanup-pending' if busy[name]['state'] == ENDING else 'busy')
+            )
+            rows.append(
+                [
+                    str(number),
+                    f'c0-0c0s{number // 4}n{number % 4}',
+                    ':'.join(state['queues']),
+                    status,
+                    has['mcdram'],
+                    has['numa'],
+                    clock(drained[name] - now) if name in drained else '-',
+                ]
+            )
     table(['Node_id', 'Name', 'Queues', 'Status', 'MCDRAM', 'NUMA', 'Backfill'], rows)
     return 0
 
@@ -150,12 +233,27 @@ def nodelist(machine: Machine, arguments: list[str]) -> int:
 def showres(machine: Machine, arguments: list[str]) -> int:
     assert not arguments
     with machine.state() as state:
-        rows = [[r['name'], 'batch', 'None', time.strftime(DATE, time.localtime(r['start'])), clock(r['end'] - r['start'])[:5], 'Blocked',
-                 ranges([int(name[3:]) for name in r['nodes']])] for r in state['reservations']]
+        rows = [
+            [
+                r['name'],
+                'batch',
+                'None',
+                time.strftime(DATE, time.localtime(r['start'])),
+                clock(r['end'] - r['start'])[:5],
+                'Blocked',
+                ranges([int(name[3:]) for name in r['nodes']]),
+            ]
+            for r in state['reservations']
+        ]
     if rows:
         table(['Reservation', 'Queue', 'User', 'Start', 'Duration', 'Passthrough', 'Nodes'], rows)
     return 0
 
 
 COMMANDS: dict[str, Callable[[Machine, list[str]], int]] = {
-    'qsub': qsub, 'qstat': qstat, 'qdel': qdel, 'nodelist': nodelist, 'showres': showres}
+    'qsub': qsub,
+    'qstat': qstat,
+    'qdel': qdel,
+    'nodelist': nodelist,
+    'showres': showres,
+}

@@ -1,4 +1,6 @@
-"""A realistic ledger without any training: holes come and go, fragments chain through them."""
+"""A realistic ledger without training: holes open and close, and fragments use them one after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -61,26 +63,44 @@ def demo_ledger(
     ended: bool = True,
     seed: int = 0,
 ) -> Path:
-    """Write a ledger as a run of ``seconds`` on ``nodes`` nodes would; ``ended=False`` leaves the last run open, as if alive."""
+    """Write a ledger like a run of ``seconds`` on ``nodes`` nodes; with ``ended=False`` the last
+    run counts as running.
+    """
     rng = random.Random(seed)
     ledger = Ledger(path)
     jobs = [_Trainer(name, total) for name in trainers]
     for run in range(runs):
         start = begun_at + run * (seconds + 500.0)
-        _one_run(ledger, rng, f'run-{run}', jobs, nodes, start, seconds, hole_s, end=ended or run < runs - 1)
+        _one_run(
+            ledger,
+            rng,
+            f'run-{run}',
+            jobs,
+            nodes,
+            start,
+            seconds,
+            hole_s,
+            end=ended or run < runs - 1,
+        )
     ledger.close()
     return path
 
 
-def _holes(rng: random.Random, nodes: int, start: float, seconds: float, hole_s: tuple[float, float]) -> list[_Block]:
+def _holes(
+    rng: random.Random, nodes: int, start: float, seconds: float, hole_s: tuple[float, float]
+) -> list[_Block]:
     blocks: list[_Block] = []
     free_from = {f'node{i:02d}': start + rng.uniform(0, hole_s[0] / 2) for i in range(nodes)}
     while any(t < start + seconds for t in free_from.values()):
         first = min(free_from.values())
-        names = sorted(n for n, t in free_from.items() if t <= first + 2.0)[: rng.choice((1, 2, 3, max(3, nodes // 8)))]
+        names = sorted(n for n, t in free_from.items() if t <= first + 2.0)[
+            : rng.choice((1, 2, 3, max(3, nodes // 8)))
+        ]
         begin = max(free_from[n] for n in names)
         end = begin + rng.uniform(*hole_s)
-        blocks.append(_Block(f'block-{len(blocks)}', begin, end, names, rng.choice(('taken', 'expired'))))
+        blocks.append(
+            _Block(f'block-{len(blocks)}', begin, end, names, rng.choice(('taken', 'expired')))
+        )
         for name in names:
             free_from[name] = end + rng.uniform(0.5, hole_s[0])
     return blocks
@@ -100,10 +120,12 @@ def _one_run(
 ) -> None:
     ledger.begin_run(run, at=start, parsl_run_dir='runinfo/000', command='python demo.py')
     blocks = _holes(rng, nodes, start, seconds, hole_s)
-    ledger.offers((n, b.start, b.end) for b in blocks for n in b.nodes)
+    ledger.nodes.offered((n, b.start, b.end) for b in blocks for n in b.nodes)
     for job in jobs:
         spec = {'min_nodes': 1, 'max_nodes': nodes, 'curve': CURVE}
-        ledger.trainer(name=job.name, at=start, spec=spec, total_samples=job.total, samples=job.samples)
+        ledger.trainers.submitted(
+            name=job.name, at=start, spec=spec, total_samples=job.total, samples=job.samples
+        )
     free: list[str] = []
     at = start
     while at < start + seconds:
@@ -121,20 +143,27 @@ def _one_run(
             _end(ledger, job, at, 'stopped')
         for block in blocks:
             if block.state in ('booting', 'up'):
-                ledger.block_closed(block.name, at=at, how='returned')
+                ledger.nodes.block_closed(block.name, at=at, how='returned')
         ledger.end_run(run, at=at, how='done')
 
 
-def _move_block(ledger: Ledger, block: _Block, free: list[str], jobs: list[_Trainer], at: float) -> bool:
+def _move_block(
+    ledger: Ledger, block: _Block, free: list[str], jobs: list[_Trainer], at: float
+) -> bool:
     if block.state == 'offered' and block.start <= at:
         wall = block.end - at if block.how == 'expired' else None
-        ledger.block_opened(
-            block.name, at=at, job_id='4711', nodes=len(block.nodes), walltime_s=wall, names=block.nodes
+        ledger.nodes.block_opened(
+            block.name,
+            at=at,
+            job_id='4711',
+            nodes=len(block.nodes),
+            walltime_s=wall,
+            names=block.nodes,
         )
         block.state = 'booting'
     elif block.state == 'booting' and block.start + BOOT_S <= at:
         for name in block.nodes:
-            ledger.node_joined(f'{block.name}/{name}', at=at, block=block.name, name=name)
+            ledger.nodes.joined(f'{block.name}/{name}', at=at, block=block.name, name=name)
             free.append(f'{block.name}/{name}')
         block.state = 'up'
         return True
@@ -144,9 +173,9 @@ def _move_block(ledger: Ledger, block: _Block, free: list[str], jobs: list[_Trai
             if job.running and gone & set(job.running.nodes):
                 _end(ledger, job, at, 'preempted' if block.how == 'taken' else 'stopped')
         for node in sorted(gone):
-            ledger.node_left(node, at=at, how=block.how)
+            ledger.nodes.left(node, at=at, how=block.how)
             free.remove(node)
-        ledger.block_closed(block.name, at=at, how=block.how)
+        ledger.nodes.block_closed(block.name, at=at, how=block.how)
         ledger.event(at=at, kind='BlockClosed', block=block.name, detail={'how': block.how})
         block.state = 'over'
         return True
@@ -158,21 +187,28 @@ def _train(ledger: Ledger, job: _Trainer, at: float, rng: random.Random) -> bool
     if running is None or at < running.decided + WARM_S:
         return False
     if not running.started:
-        ledger.fragment_started(job.name, running.number, at=at, samples=running.from_samples)
+        ledger.trainers.fragment_started(
+            job.name, running.number, at=at, samples=running.from_samples
+        )
         running.started, running.saved_at = True, at
         return False
     rate = 280.0 * len(running.nodes) ** 0.9
     running.samples = min(job.total, running.samples + rate * TICK_S)
     job.metrics = {'loss': 2.3 / (1.0 + 6.0 * running.samples / job.total) + rng.uniform(0.0, 0.02)}
-    ledger.fragment_progress(
-        job.name, running.number, at=at, samples=int(running.samples), rate=rate, metrics=job.metrics
+    ledger.trainers.fragment_progress(
+        job.name,
+        running.number,
+        at=at,
+        samples=int(running.samples),
+        rate=rate,
+        metrics=job.metrics,
     )
     if at - running.saved_at > 6.0:
         _save(ledger, job, running, at)
     if running.samples >= job.total:
         _end(ledger, job, at, 'finished')
         job.state = 'finished'
-        ledger.trainer_state(job.name, at=at, state='finished')
+        ledger.trainers.state(job.name, at=at, state='finished')
         return True
     return False
 
@@ -180,8 +216,15 @@ def _train(ledger: Ledger, job: _Trainer, at: float, rng: random.Random) -> bool
 def _save(ledger: Ledger, job: _Trainer, running: _Fragment, at: float) -> None:
     running.kept, running.saved_at = int(running.samples), at
     where = f'checkpoints/{job.name}/{running.number}'
-    ledger.checkpoint(
-        job.name, running.number, at=at, samples=running.kept, path=where, seconds=0.2, metrics=job.metrics
+    ledger.trainers.checkpoint(
+        job.name,
+        running.number,
+        at=at,
+        samples=running.kept,
+        path=where,
+        seconds=0.2,
+        pause_s=0.1,
+        metrics=job.metrics,
     )
 
 
@@ -192,7 +235,9 @@ def _end(ledger: Ledger, job: _Trainer, at: float, ending: str) -> None:
     if ending != 'preempted' and running.started:
         _save(ledger, job, running, at)
     reached = max(int(running.samples), running.kept)
-    ledger.fragment_ended(job.name, running.number, at=at, ending=ending, samples=running.kept, reached=reached)
+    ledger.trainers.fragment_ended(
+        job.name, running.number, at=at, ending=ending, samples=running.kept, reached=reached
+    )
     job.samples, job.running = running.kept, None
 
 
@@ -217,7 +262,7 @@ def _share(ledger: Ledger, jobs: list[_Trainer], free: list[str], at: float) -> 
                 taken |= set(mine)
                 _start(ledger, job, mine, at)
     allocation = {j.name: len(j.running.nodes) if j.running else 0 for j in active}
-    ledger.decision(
+    ledger.decisions.decision(
         at=at,
         trigger='NodesJoined',
         nodes=len(free),
@@ -234,8 +279,16 @@ def _share(ledger: Ledger, jobs: list[_Trainer], free: list[str], at: float) -> 
 
 def _start(ledger: Ledger, job: _Trainer, nodes: tuple[str, ...], at: float) -> None:
     job.fragments += 1
-    job.running = _Fragment(job.fragments, nodes, at, job.samples, samples=float(job.samples), kept=job.samples)
-    ledger.trainer_state(job.name, at=at, state='running')
-    ledger.fragment_decided(
-        job.name, job.fragments, at=at, task_id=job.fragments, nodes=nodes, deadline=None, from_samples=job.samples
+    job.running = _Fragment(
+        job.fragments, nodes, at, job.samples, samples=float(job.samples), kept=job.samples
+    )
+    ledger.trainers.state(job.name, at=at, state='running')
+    ledger.trainers.fragment_decided(
+        job.name,
+        job.fragments,
+        at=at,
+        task_id=job.fragments,
+        nodes=nodes,
+        deadline=None,
+        from_samples=job.samples,
     )

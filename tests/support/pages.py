@@ -1,4 +1,6 @@
-"""The documentation as tests see it: its pages, the blocks of code in them, and what their commands say."""
+"""The documentation for tests: its pages, their code blocks, and the output that they show for
+commands.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ NUMBER = r'[\d.,:e+-]*\d[\d.,:e+-]*'
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its page, the number of its first line of code, its language and its text."""
+    """A fenced block: its page, the line number of its code, its language and its text."""
 
     page: str
     line: int
@@ -26,7 +28,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A line of a console after its ``$``, and what the page shows as said by it."""
+    """A console line after its ``$``, and the output that the page shows for it."""
 
     page: str
     line: int
@@ -38,26 +40,28 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """The command as a shell takes it apart, without its comment."""
+        """The words of the command as a shell splits them, without the comment."""
         return shlex.split(self.text, comments=True)
 
 
 def pages() -> list[Path]:
-    """README and CONTRIBUTING, and every page below ``docs/``."""
+    """README, CONTRIBUTING and every page in ``docs/``."""
     docs = [path for path in sorted((ROOT / 'docs').rglob('*.md')) if '_build' not in path.parts]
     return [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *docs]
 
 
 def name_of(page: Path) -> str:
-    """As in the lists of this folder's tests: ``README.md``, ``guides/first-site.md``."""
+    """The name in the lists of these tests: ``README.md``, ``guides/first-site.md``."""
     return str(page.relative_to(ROOT / 'docs' if page.is_relative_to(ROOT / 'docs') else ROOT))
 
 
 def blocks(page: Path, language: str) -> list[Block]:
     """The page's blocks in one language, in order."""
     text = page.read_text()
-    return [Block(name_of(page), text[: found.start(1)].count('\n') + 1, language, found[1])
-            for found in re.finditer(rf'^```{language}\n(.*?)^```', text, re.MULTILINE | re.DOTALL)]
+    return [
+        Block(name_of(page), text[: found.start(1)].count('\n') + 1, language, found[1])
+        for found in re.finditer(rf'^```{language}\n(.*?)^```', text, re.MULTILINE | re.DOTALL)
+    ]
 
 
 def all_blocks(language: str) -> list[Block]:
@@ -65,24 +69,44 @@ def all_blocks(language: str) -> list[Block]:
 
 
 def commands(page: Path) -> list[Command]:
-    """The commands of the page's consoles, in order. One that ends in a backslash goes on in the next line."""
+    """The commands of the page's consoles, in order. A backslash at the end of a line
+    continues it.
+    """
     found: list[Command] = []
     for block in blocks(page, 'console'):
         code = re.sub(r'\\\n +', '', block.code)
         for part in re.finditer(r'^\$ (.*)\n((?:(?!\$ ).*\n)*)', code, re.MULTILINE):
-            found.append(Command(block.page, block.line + block.code[: block.code.find(part[1][:20])].count('\n'), part[1], part[2]))
+            found.append(
+                Command(
+                    block.page,
+                    block.line + block.code[: block.code.find(part[1][:20])].count('\n'),
+                    part[1],
+                    part[2],
+                )
+            )
     return found
 
 
 def as_shown(shown: str, said: str, *, loosely: bool) -> bool:
-    """Whether a program said what a page shows; ``loosely``: with any numbers, and any width. A line ``...`` stands for any lines."""
+    """Whether a program's output is as the page shows it; ``loosely``: with any numbers and any
+    width. A line ``...`` stands for any lines.
+    """
     lines = [line.rstrip() for line in shown.strip('\n').splitlines()]
-    pattern = '\n'.join(r'(?s:.*?)' if line.strip() in ('...', '…') else _pattern(line, loosely) for line in lines)
-    return re.fullmatch(pattern, '\n'.join(line.rstrip() for line in said.strip('\n').splitlines())) is not None
+    pattern = '\n'.join(
+        r'(?s:.*?)' if line.strip() in ('...', '…') else _pattern(line, loosely) for line in lines
+    )
+    return (
+        re.fullmatch(pattern, '\n'.join(line.rstrip() for line in said.strip('\n').splitlines()))
+        is not None
+    )
 
 
 def _pattern(line: str, loosely: bool) -> str:
     if not loosely:
         return re.escape(line)
     parts = re.split(rf'({NUMBER}|\s+)', line)
-    return ''.join(NUMBER if re.fullmatch(NUMBER, part) else r'\s+' if part.isspace() else re.escape(part) for part in parts if part)
+    return ''.join(
+        NUMBER if re.fullmatch(NUMBER, part) else r'\s+' if part.isspace() else re.escape(part)
+        for part in parts
+        if part
+    )

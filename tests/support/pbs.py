@@ -1,4 +1,4 @@
-"""A machine with PBS that lives in a folder, as a fixture."""
+"""A test machine with PBS, as a fixture."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ NODES = {f'x{number:04}': {'has': {'ngpus': 2, 'system': 'rehearsal'}} for numbe
 
 @pytest.fixture
 def pbs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
-    """Four idle nodes; their commands are the ones on the path."""
+    """Four idle nodes; the machine's commands come first in PATH."""
     yield from rehearsal(tmp_path / 'pbs', monkeypatch, 'pbs_commands', NAMES, NODES)

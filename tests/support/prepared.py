@@ -1,4 +1,4 @@
-"""The files that the documentation's examples name, in the folder where they run."""
+"""Creates the files that the documentation's examples use."""
 
 from __future__ import annotations
 
@@ -14,15 +14,42 @@ TRAINERS = 12
 
 
 def prepare(folder: Path) -> None:
-    """A schedule, a record of idle nodes, trainers for it, problems of the pages, and the ledger of a run."""
-    write_schedule(generate(nodes=6, duration_s=600, seed=1, idle_share=0.5), str(folder / 'holes.csv'))
-    write_schedule(generate(nodes=64, duration_s=4 * 3600, seed=2, idle_share=0.3), str(folder / 'idle.csv'))
-    (folder / 'trainers.json').write_text(json.dumps([
-        {'name': f't{number}', 'min_nodes': 1, 'max_nodes': 8, 'rescale_up_s': 18, 'rescale_down_s': 12, 'total_samples': 2e6,
-         'nodes': [1, 2, 4, 8], 'samples_per_s': [100, 190, 350, 600]} for number in range(TRAINERS)]))
-    shown = [json.loads(block.code) for block in all_blocks('json') if block.page == 'command-line.md']
+    """Write a schedule, a record of idle nodes, trainers for it, the pages' problems, and the
+    ledger of a run.
+    """
+    write_schedule(
+        generate(nodes=6, duration_s=600, seed=1, idle_share=0.5), str(folder / 'holes.csv')
+    )
+    write_schedule(
+        generate(nodes=64, duration_s=4 * 3600, seed=2, idle_share=0.3), str(folder / 'idle.csv')
+    )
+    (folder / 'trainers.json').write_text(
+        json.dumps(
+            [
+                {
+                    'name': f't{number}',
+                    'min_nodes': 1,
+                    'max_nodes': 8,
+                    'rescale_up_s': 18,
+                    'rescale_down_s': 12,
+                    'total_samples': 2e6,
+                    'nodes': [1, 2, 4, 8],
+                    'samples_per_s': [100, 190, 350, 600],
+                }
+                for number in range(TRAINERS)
+            ]
+        )
+    )
+    shown = [
+        json.loads(block.code) for block in all_blocks('json') if block.page == 'command-line.md'
+    ]
     problems = [document for document in shown if 'horizon_s' in document]
-    (folder / 'problems.jsonl').write_text(''.join(json.dumps(problem) + '\n' for problem in problems))
-    wrong = problems[0] | {'id': 'p7', 'trainers': [problems[0]['trainers'][0] | {'name': 'b', 'rate': [0, 10, 19, -5, 70]}]}
+    (folder / 'problems.jsonl').write_text(
+        ''.join(json.dumps(problem) + '\n' for problem in problems)
+    )
+    wrong = problems[0] | {
+        'id': 'p7',
+        'trainers': [problems[0]['trainers'][0] | {'name': 'b', 'rate': [0, 10, 19, -5, 70]}],
+    }
     (folder / 'slip.jsonl').write_text(f'{json.dumps(problems[0])}\n{json.dumps(wrong)}\n')
     demo_ledger(folder / 'checkpoints' / 'ledger.sqlite')

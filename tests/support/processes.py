@@ -1,4 +1,4 @@
-"""What tests see of processes."""
+"""Processes that tests look for."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ from collections.abc import Iterable
 
 import psutil
 
-# How the processes of a node are told apart, by a part of their command line; of warm parents and ranks it is the same.
-KINDS = {'block': 'sites/slots.py', 'manager': 'process_worker_pool.py', 'rank': 'training.warm_server'}
+from tests.support import template
+
+# Parts of command lines that identify the processes of a node; fork servers and ranks have the same
+# one.
+KINDS = {
+    'block': 'sites/local/slots.py',
+    'manager': 'process_worker_pool.py',
+    'rank': 'training.process.fork_server',
+}
 
 
 def command_line(process: psutil.Process) -> str:
-    """Its words; empty for one that has ended, such as a child of an earlier test that nobody has asked about since."""
+    """The command line of a process; empty if it has ended, such as an unreaped child of an earlier
+    test.
+    """
     try:
         return ' '.join(process.cmdline())
     except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -35,27 +44,32 @@ def _begun(process: psutil.Process) -> float:
 
 
 class Started:
-    """What has been started, at first or second hand, since this was made: by one test, then, and nothing that others keep."""
+    """The descendants that were started since this object was created, thus by one test."""
 
     def __init__(self) -> None:
         self._before = set(psutil.Process().children(recursive=True))
 
     def processes(self) -> list[psutil.Process]:
-        """Those that live now, the oldest first."""
-        return sorted(set(psutil.Process().children(recursive=True)) - self._before, key=_begun)
+        """Those that are running, oldest first."""
+        started = set(psutil.Process().children(recursive=True)) - self._before
+        return sorted((p for p in started if p.pid not in template.pids()), key=_begun)
 
 
 def forks(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Warm parents and ranks, in the order given."""
+    """The fork servers and ranks among ``processes``, in their order."""
     return [process for process in processes if KINDS['rank'] in command_line(process)]
 
 
 def victims(kind: str, processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those of a kind, by process id, so that a seed picks the same one; of warm parents and ranks, those forked from another one."""
+    """The processes of a kind, by process id, so that a seed picks the same one. Of fork servers
+    and ranks, only those forked from another one.
+    """
     found = []
     for process in processes:
         with contextlib.suppress(psutil.Error):
             parent = process.parent()
-            if KINDS[kind] in command_line(process) and (kind != 'rank' or (parent is not None and KINDS[kind] in command_line(parent))):
+            if KINDS[kind] in command_line(process) and (
+                kind != 'rank' or (parent is not None and KINDS[kind] in command_line(parent))
+            ):
                 found.append(process)
     return sorted(found, key=lambda process: process.pid)

@@ -1,9 +1,12 @@
-"""Ranks of one fragment started through a real warm parent, and what they said: the member's part, for tests."""
+"""Starts the ranks of one fragment through a real fork server, and receives their messages, in
+place of a fragment's member.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,55 +14,122 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import cloudpickle
 import torch
+from msgspec import structs
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain.training.context import FragmentContext
-from parsl_freetrain.training.fragment import FragmentOrder, RankPlace
-from parsl_freetrain.training.warm import RankProcess, WarmParent
+from parsl_freetrain import (
+    Checkpoints,
+    Epochs,
+    FragmentContext,
+    Reproducible,
+    Samples,
+    Scaled,
+    Throughput,
+)
+from parsl_freetrain import Ranks as RankSettings
+from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.rank_process import RankProcess
+from parsl_freetrain.training.spec.codec import Decoder
+from parsl_freetrain.training.spec.messages import (
+    Exit,
+    FromRank,
+    Message,
+    Outcome,
+    Rendezvous,
+    ToRank,
+)
+from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
+from parsl_freetrain.training.spec.training import TrainingSpec
+from tests.support import template
+from tests.support.waiting import LIMIT_S
 
-Message = dict[str, Any]
+M = TypeVar('M', bound=Message)
+KILLED: Any = SimpleNamespace(how=None, left=None)
+"""The outcome of a rank that died without one."""
 
 
 def order(folder: Path, fragment: int = 1, **changes: Any) -> FragmentOrder:
-    """An order for tests, with its checkpoints in ``folder/store``."""
-    return FragmentOrder(**{
-        'trainer': 'digits', 'fragment': fragment, 'store': str(folder / 'store'), 'total_samples': 100, 'total_epochs': None,
-        'mode': 'reproducible', 'shards': 4, 'seed': 7, 'deadline': None, 'checkpoint_every_s': 3600.0, 'interface': 'lo', **changes})
+    """An order for tests, with its checkpoints in ``folder/store``. Fields of the specification are
+    given by name, and the mode as text.
+    """
+    modes: dict[str, type[Reproducible | Throughput | Scaled]] = {
+        'reproducible': Reproducible,
+        'throughput': Throughput,
+        'scaled': Scaled,
+    }
+    kind = modes[changes.pop('mode', 'reproducible')]
+    given = {'shards': 4, 'seed': 7, **changes}
+    mode = kind(**{name: given[name] for name in kind.__struct_fields__ if name in given})
+    if 'scaled' in changes:
+        mode = structs.replace(changes['scaled'], seed=given['seed'])
+    epochs = changes.get('total_epochs')
+    spec = TrainingSpec(
+        min_nodes=1,
+        max_nodes=1,
+        goal=Samples(changes.get('total_samples', 100)) if epochs is None else Epochs(epochs),
+        mode=mode,
+        checkpoints=Checkpoints(
+            every_s=changes.get('checkpoint_every_s', 3600.0), keep=changes.get('keep', 3)
+        ),
+        ranks=RankSettings(threads=changes.get('threads', 1)),
+    )
+    own = {name: changes[name] for name in FragmentOrder.__dataclass_fields__ if name in changes}
+    return FragmentOrder(
+        **{
+            'trainer': 'digits',
+            'fragment': fragment,
+            'store': str(folder / 'store'),
+            'spec': spec,
+            'deadline': None,
+            'interface': 'lo',
+            **own,
+        }
+    )
 
 
 @dataclass
 class Rank:
-    """One rank: its process, its messages, and its exit status once it is over."""
+    """One rank: its process, its messages, and its exit status after it has ended."""
 
     process: RankProcess
     place: RankPlace
     log: Path
-    messages: list[Message] = field(default_factory=list)
+    messages: list[FromRank] = field(default_factory=list)
     status: int | None = None
 
-    def said(self, kind: str) -> list[Message]:
+    def said(self, kind: type[M]) -> list[M]:
         """Its messages of a kind."""
-        return [message for message in self.messages if message['kind'] == kind]
+        return [message for message in self.messages if isinstance(message, kind)]
 
     @property
-    def outcome(self) -> Message:
-        """Its last word; fails with its log if there is none."""
-        found = self.said('outcome')
+    def outcome(self) -> Any:
+        """Its final message; fails with its log if there is none."""
+        found = self.said(Outcome)
         assert found, f'no outcome, status {self.status}:\n{self.log.read_text()}'
         return found[0]
 
 
 class Ranks:
-    """The ranks of one fragment; those of several warm parents are on as many nodes, one after the other."""
+    """The ranks of one fragment; each fork server stands for one node."""
 
-    def __init__(self, parent: WarmParent | Sequence[WarmParent], ordered: FragmentOrder, world_size: int, folder: Path,
-                 function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        # As from a notebook: the ranks cannot import what a test defines, nor what is defined here.
+    def __init__(
+        self,
+        parent: WarmParent | Sequence[WarmParent],
+        ordered: FragmentOrder,
+        world_size: int,
+        folder: Path,
+        function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        # As from a notebook: the ranks cannot import the modules of the test and this module.
         for name in (function.__module__, __name__):
             cloudpickle.register_pickle_by_value(sys.modules[name])
         payload = cloudpickle.dumps((function, args, kwargs))
@@ -70,42 +140,67 @@ class Ranks:
         for rank in range(world_size):
             log = folder / f'f{ordered.fragment}-r{rank}.log'
             place = RankPlace(rank, world_size, rank, 1, str(log))
-            self.ranks.append(Rank(parents[rank % len(parents)].launch(ordered, place, payload, {}), place, log))
+            self.ranks.append(
+                Rank(parents[rank % len(parents)].launch(ordered, place, payload, {}), place, log)
+            )
 
-    def hear(self, until: Callable[[], bool], timeout_s: float = 60.0) -> None:
-        """Pass messages on until a condition holds, or all ranks are over."""
+    def hear(self, until: Callable[[], bool], timeout_s: float = LIMIT_S) -> None:
+        """Pass messages on until a condition holds or all ranks have ended."""
         deadline = time.monotonic() + timeout_s
         while not until() and (running := [rank for rank in self.ranks if rank.status is None]):
-            ready = wait([rank.process.fileno() for rank in running], max(deadline - time.monotonic(), 0.0))
-            assert ready, 'nothing more was heard; logs:\n' + '\n'.join(rank.log.read_text() for rank in self.ranks)
+            ready = wait(
+                [rank.process.fileno() for rank in running], max(deadline - time.monotonic(), 0.0)
+            )
+            assert ready, 'nothing more was heard; logs:\n' + '\n'.join(
+                rank.log.read_text() for rank in self.ranks
+            )
             for rank in running:
                 if rank.process.fileno() in ready:
                     self._take(rank)
 
-    def run(self, timeout_s: float = 60.0) -> list[Message]:
-        """Pass messages on until all ranks are over; their outcomes (a killed rank's is empty)."""
+    def run(self, timeout_s: float = LIMIT_S) -> list[Any]:
+        """Pass messages on until all ranks have ended; return their outcomes (:data:`KILLED`:
+        none).
+        """
         self.hear(lambda: False, timeout_s)
-        return [(rank.said('outcome') or [{}])[0] for rank in self.ranks]
+        return [(rank.said(Outcome) or [KILLED])[0] for rank in self.ranks]
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """End all ranks."""
         for rank in self.ranks:
             rank.process.close()
 
     def _take(self, rank: Rank) -> None:
         message = rank.process.recv()
+        assert message is not None
         rank.messages.append(message)
-        if message['kind'] == 'exit':
-            rank.status = message['status']
-        if message['kind'] == 'rendezvous':
+        if isinstance(message, Exit):
+            rank.status = message.status
+        if isinstance(message, Rendezvous):
             for other in self.ranks[1:]:
                 other.process.send(message)
 
 
+def channel_pair() -> tuple[Channel[ToRank], Channel[FromRank]]:
+    """The rank's end and the node agent's end of a channel."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return (
+        Channel(ours, Decoder[ToRank](ToRank, 'the node agent')),
+        Channel(theirs, Decoder[FromRank](FromRank, 'a rank')),
+    )
+
+
 @contextmanager
-def ranks(parent: WarmParent | Sequence[WarmParent], ordered: FragmentOrder, world_size: int, folder: Path, function: Callable[..., Any],
-          *args: Any, **kwargs: Any) -> Iterator[Ranks]:
-    """Started ranks, ended on the way out."""
+def ranks(
+    parent: WarmParent | Sequence[WarmParent],
+    ordered: FragmentOrder,
+    world_size: int,
+    folder: Path,
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Iterator[Ranks]:
+    """Started ranks, which are ended at exit."""
     started = Ranks(parent, ordered, world_size, folder, function, *args, **kwargs)
     try:
         yield started
@@ -114,18 +209,27 @@ def ranks(parent: WarmParent | Sequence[WarmParent], ordered: FragmentOrder, wor
 
 
 @contextmanager
-def warm_parent(folder: Path, *options: str) -> Iterator[WarmParent]:
-    """A warm parent that has torch imported, with its log in ``folder``; ended on the way out."""
-    parent = WarmParent.start(f'tests-{secrets.token_hex(8)}', os.getpid(), str(folder / 'warm.log'), *options)
+def warm_parent(folder: Path, of: str | None = None) -> Iterator[WarmParent]:
+    """A fork server, forked from ``of`` or else from the session's template, with its log in
+    ``folder``; ended at exit.
+    """
+    parent = WarmParent.start(
+        f'tests-{secrets.token_hex(8)}',
+        os.getpid(),
+        str(folder / 'warm.log'),
+        of or template.name(),
+    )
     try:
-        parent.wait_ready(120)
+        parent.wait_ready(LIMIT_S)
         yield parent
     finally:
         parent.stop()
 
 
 def finish(ctx: FragmentContext) -> None:
-    """What a fragment has to do to end well; for functions of ranks that have something else to show."""
+    """The calls that a fragment needs to end successfully, for rank functions that test something
+    else.
+    """
     model = nn.Linear(1, 1)
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for (x,) in ctx.loop(TensorDataset(torch.ones(4, 1)), 4):

@@ -1,4 +1,4 @@
-"""A schedule seen from one moment."""
+"""Idle nodes of a schedule at one time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from parsl_freetrain.sites.schedule import Schedule
 
 
 def idle_at(schedule: Schedule, at_s: float) -> tuple[str, ...]:
-    """Names of the nodes idle at ``at_s`` seconds, sorted; a node is busy again at the end of its interval."""
+    """Names of the nodes idle at ``at_s`` seconds, sorted; a node is busy again at the end of its
+    interval.
+    """
     idle = schedule.node_index[(schedule.starts <= at_s) & (at_s < schedule.ends)]
     return tuple(schedule.nodes[i] for i in sorted(idle.tolist()))
 

@@ -1,4 +1,4 @@
-"""Allocators that go wrong in ways that only a process of their own survives."""
+"""Allocators that fail in ways that need a child process."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import time
 
 import psutil
 
-from parsl_freetrain.core.allocation import Answer, Problem
-from parsl_freetrain.core.dp import DpAllocator
+from parsl_freetrain.core.allocation.problem import Answer, Problem
+from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from tests.support.processes import command_line
 
 
 class Wayward:
-    """Does what the first bid is called: 'abort', 'segfault', 'hang', 'raise'; else it is a good allocator."""
+    """Fails in the way that the first bid's name says: 'abort', 'segfault', 'hang', 'raise';
+    otherwise it is correct.
+    """
 
     def allocate(self, problem: Problem) -> Answer:
         match problem.bids[0].name:
@@ -32,8 +34,13 @@ class Wayward:
             case 'pid':
                 return Answer('optimal', float(os.getpid()), 'test', 0.0)
             case 'open files':
-                return Answer('optimal', float(threading.active_count()), 'test', 0.0,
-                              {name: 0 for fd in os.listdir('/proc/self/fd') if (name := _target(fd))})
+                return Answer(
+                    'optimal',
+                    float(threading.active_count()),
+                    'test',
+                    0.0,
+                    {name: 0 for fd in os.listdir('/proc/self/fd') if (name := _target(fd))},
+                )
         return DpAllocator().allocate(problem)
 
 
@@ -45,5 +52,9 @@ def _target(fd: str) -> str:
 
 
 def children() -> list[psutil.Process]:
-    """Solvers that this process has started and that live, whatever else earlier tests have left to be asked about."""
-    return [process for process in psutil.Process().children() if 'parsl_freetrain.solver.child' in command_line(process)]
+    """The running solver processes that this process has started."""
+    return [
+        process
+        for process in psutil.Process().children()
+        if 'parsl_freetrain.solver.child' in command_line(process)
+    ]

@@ -1,4 +1,4 @@
-"""Small trainings for tests: a network that learns in seconds, and a Parsl configuration to run it in."""
+"""A small training for tests, which takes seconds, and a Parsl configuration to run it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from parsl.config import Config
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain.core.words import Checkpoint
-from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain import FreeTrainExecutor, HtexOptions, Policy, Timeouts
+from parsl_freetrain.core.model.settings import Settings
+from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.sites.protocols import Site
 from parsl_freetrain.sites.provider import BackfillProvider
-from parsl_freetrain.training.context import FragmentContext
-from parsl_freetrain.training.export import load_weights
+from parsl_freetrain.training.checkpoint.export import load_weights
+from parsl_freetrain.training.loop.context import FragmentContext
 
 
 def fit(ctx: FragmentContext, pause_s: float = 0.0, fail_at: int | None = None) -> None:
-    """Fit a line with dropout and momentum on 96 samples; slowed down by ``pause_s`` seconds per batch; raises at sample ``fail_at``."""
+    """Fit a line with dropout and momentum on 96 samples; it pauses for ``pause_s`` seconds per
+    batch, and raises at sample ``fail_at``.
+    """
     import time
 
     torch.manual_seed(3)
@@ -47,10 +50,35 @@ def weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 @contextmanager
-def freetrain(folder: Path, site: Site, *, retries: int = 0, **settings: Any) -> Iterator[FreeTrainExecutor]:
-    """A loaded Parsl configuration with one FreeTrainExecutor on ``site``, its files in ``folder``."""
+def freetrain(
+    folder: Path, site: Site, *, parsl_retries: int = 0, **settings: Any
+) -> Iterator[FreeTrainExecutor]:
+    """A loaded Parsl configuration with one FreeTrainExecutor on ``site``, its files in
+    ``folder``. Settings of a group may be given by name: ``hang_s=4`` is
+    ``timeouts=Timeouts(hang_s=4)``.
+    """
+    settings = {'max_workers_per_node': 0, 'horizon_s': 20.0, **settings}
+    groups: dict[str, type[Settings]] = {
+        'policy': Policy,
+        'timeouts': Timeouts,
+        'htex': HtexOptions,
+    }
+    grouped: dict[str, Any] = {
+        name: kind(**{f: settings.pop(f) for f in kind.__struct_fields__ if f in settings})
+        for name, kind in groups.items()
+    }
     executor = FreeTrainExecutor(
-        provider=BackfillProvider(site=site, min_hole_s=settings.pop('min_hole_s', 1.0)), checkpoint_dir=str(folder / 'checkpoints'),
-        **{'max_workers_per_node': 0, 'horizon_s': 20.0, **settings})
-    with parsl.load(Config(executors=[executor], strategy='none', retries=retries, run_dir=str(folder / 'runinfo'))):
+        provider=BackfillProvider(site=site, min_hole_s=settings.pop('min_hole_s', 1.0)),
+        checkpoint_dir=str(folder / 'checkpoints'),
+        **grouped,
+        **settings,
+    )
+    with parsl.load(
+        Config(
+            executors=[executor],
+            strategy='none',
+            retries=parsl_retries,
+            run_dir=str(folder / 'runinfo'),
+        )
+    ):
         yield executor

@@ -1,4 +1,4 @@
-"""The warm parent of the training tests."""
+"""The fork server of the training tests."""
 
 from __future__ import annotations
 

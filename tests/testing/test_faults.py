@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from parsl.jobs.states import JobState
 
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.core.words import BlockRequest
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.testing import (
@@ -30,12 +30,13 @@ from parsl_freetrain.testing import (
     stop_at,
     with_faults,
 )
-from parsl_freetrain.training.directories import directories
-from parsl_freetrain.training.manifest import is_committed
-from parsl_freetrain.training.store import PosixCheckpointStore
-from parsl_freetrain.training.warm import WarmParent
-from tests.support.ranks import Ranks, order, ranks
-from tests.training.test_fragments import BATCH, SIZE, train
+from parsl_freetrain.training.checkpoint.layout import directories
+from parsl_freetrain.training.checkpoint.manifest import is_committed
+from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.spec.messages import Outcome, Started
+from tests.support.ranks import KILLED, Ranks, order, ranks
+from tests.training.loop.test_fragments import BATCH, SIZE, train
 
 TOTAL = 3 * SIZE
 STEP = 4
@@ -45,22 +46,26 @@ def store(folder: Path) -> PosixCheckpointStore:
     return PosixCheckpointStore(folder / 'store', 'digits')
 
 
-def run(warm: WarmParent, folder: Path, *faults: Any, world_size: int = 2, fragment: int = 1) -> Ranks:
-    ordered = order(folder, fragment, total_samples=TOTAL, checkpoint_every_s=0.0)
+def run(
+    warm: WarmParent, folder: Path, *faults: Any, world_size: int = 2, fragment: int = 1
+) -> Ranks:
+    ordered = order(folder, fragment, total_samples=TOTAL, checkpoint_every_s=1e-9)
     with ranks(warm, ordered, world_size, folder, with_faults(train, *faults)) as gang:
         gang.run()
         return gang
 
 
 def hows(gang: Ranks) -> list[str | None]:
-    return [(rank.said('outcome') or [{}])[0].get('how') for rank in gang.ranks]
+    return [outcome.how for rank in gang.ranks for outcome in rank.said(Outcome) or [KILLED]]
 
 
-def test_it_fails_at_that_step_of_that_rank_in_that_fragment_alone(warm: WarmParent, tmp_path: Path) -> None:
+def test_it_fails_at_that_step_of_that_rank_in_that_fragment_alone(
+    warm: WarmParent, tmp_path: Path
+) -> None:
     gang = run(warm, tmp_path, fail_at(1, STEP))
     assert hows(gang) == ['peer-lost', 'error']
-    assert gang.ranks[1].outcome['error']['type'] == 'Injected'
-    assert gang.ranks[1].outcome['samples'] >= STEP * BATCH - BATCH
+    assert gang.ranks[1].outcome.error.type == 'Injected'
+    assert gang.ranks[1].outcome.samples >= STEP * BATCH - BATCH
     gang = run(warm, tmp_path, fail_at(1, STEP), fragment=2)
     assert hows(gang) == ['finished'] * 2
 
@@ -70,14 +75,16 @@ def test_it_kills_and_disconnects(warm: WarmParent, tmp_path: Path) -> None:
     assert gang.ranks[0].status == -signal.SIGKILL
     assert hows(gang) == [None, 'peer-lost']
     gang = run(warm, tmp_path / 'cut', disconnect_at(1, STEP))
-    assert gang.ranks[0].outcome['how'] == 'peer-lost'
+    assert gang.ranks[0].outcome.how == 'peer-lost'
     assert all(rank.status != 0 for rank in gang.ranks)
 
 
 def test_it_stops_and_slows(warm: WarmParent, tmp_path: Path) -> None:
     faults = [slow_rank(1, 0.2, step=STEP), stop_at(0, STEP)]
-    with ranks(warm, order(tmp_path, total_samples=TOTAL), 2, tmp_path, with_faults(train, *faults)) as gang:
-        gang.hear(lambda: bool(gang.ranks[0].said('started')))
+    with ranks(
+        warm, order(tmp_path, total_samples=TOTAL), 2, tmp_path, with_faults(train, *faults)
+    ) as gang:
+        gang.hear(lambda: bool(gang.ranks[0].said(Started)))
         pid = gang.ranks[0].process.pid
         while Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] != 'T':
             os.sched_yield()
@@ -88,17 +95,29 @@ def test_it_stops_and_slows(warm: WarmParent, tmp_path: Path) -> None:
 
 def test_a_preemption_with_a_grace_saves(warm: WarmParent, tmp_path: Path) -> None:
     ordered = order(tmp_path, total_samples=10_000_000)
-    with ranks(warm, ordered, 2, tmp_path, with_faults(train, preempt_at(0.5, grace_s=30.0))) as gang:
+    with ranks(
+        warm, ordered, 2, tmp_path, with_faults(train, preempt_at(0.5, grace_s=30.0))
+    ) as gang:
         gang.run()
     assert hows(gang) == ['stopped'] * 2
-    with ranks(warm, order(tmp_path / 'now', total_samples=10_000_000), 1, tmp_path, with_faults(train, preempt_at(0.5))) as gang:
+    with ranks(
+        warm,
+        order(tmp_path / 'now', total_samples=10_000_000),
+        1,
+        tmp_path,
+        with_faults(train, preempt_at(0.5)),
+    ) as gang:
         gang.run()
     assert gang.ranks[0].status == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(('after', 'before', 'committed'), [
-    ('begin', 'written', 1), ('written', 'committed', 1), ('before-commit', 'committed', 1)])
-def test_it_kills_between_writing_and_committing(warm: WarmParent, tmp_path: Path, after: str, before: str, committed: int) -> None:
+@pytest.mark.parametrize(
+    ('after', 'before', 'committed'),
+    [('begin', 'written', 1), ('written', 'committed', 1), ('before-commit', 'committed', 1)],
+)
+def test_it_kills_between_writing_and_committing(
+    warm: WarmParent, tmp_path: Path, after: str, before: str, committed: int
+) -> None:
     gang = run(warm, tmp_path, kill_between(after, before, checkpoint=committed + 1), world_size=1)
     assert gang.ranks[0].status == -signal.SIGKILL
     left = directories(tmp_path / 'store')
@@ -112,13 +131,15 @@ def test_stages_in_another_order_are_refused() -> None:
             kill_between(after, before)
 
 
-def test_a_full_disk_ends_the_fragment_with_a_sentence_and_costs_only_what_was_not_saved(warm: WarmParent, tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_fragment_with_a_sentence_and_costs_only_what_was_not_saved(
+    warm: WarmParent, tmp_path: Path
+) -> None:
     gang = run(warm, tmp_path, disk_full_at(1000, checkpoint=2), world_size=1)
-    error = gang.ranks[0].outcome['error']
-    assert 'cannot be written' in error['message']
+    error = gang.ranks[0].outcome.error
+    assert 'cannot be written' in error.message
     latest = store(tmp_path).latest()
     assert latest is not None
-    assert len(directories(tmp_path / 'store')) == 1   # nothing half-written takes up the room
+    assert len(directories(tmp_path / 'store')) == 1  # nothing half-written takes up the room
     assert hows(run(warm, tmp_path, world_size=1, fragment=2)) == ['finished']
 
 
@@ -141,7 +162,12 @@ def test_there_must_be_something_to_damage(tmp_path: Path) -> None:
 def test_a_disk_is_full_to_the_last_byte_and_empty_again(tmp_path: Path) -> None:
     small = tmp_path / 'small'
     small.mkdir()
-    if os.geteuid() or subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=1m', 'test', str(small)], check=False).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(
+            ['mount', '-t', 'tmpfs', '-o', 'size=1m', 'test', str(small)], check=False
+        ).returncode
+    ):
         pytest.skip('needs root, to make a small file system')
     try:
         with full_disk(small), pytest.raises(OSError, match='No space left'):
@@ -152,7 +178,10 @@ def test_a_disk_is_full_to_the_last_byte_and_empty_again(tmp_path: Path) -> None
 
 
 def test_a_large_disk_is_not_filled(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match='bytes free, more than limit=1'), full_disk(tmp_path, limit=1):
+    with (
+        pytest.raises(BadInput, match='bytes free, more than limit=1'),
+        full_disk(tmp_path, limit=1),
+    ):
         pass
 
 
@@ -161,7 +190,7 @@ def test_a_silent_scheduler_is_asked_in_vain_and_answers_again(tmp_path: Path) -
     provider = BackfillProvider(site=LocalSite(nodes=1))
     provider.script_dir = str(tmp_path)
     provider.site.start()
-    job = provider.open_block('sleep 100', BlockRequest(1), 'test')
+    job = provider.open_block(BlockRequest(1), 'sleep 100', 'test')
     try:
         asked = scheduler_silent_for(provider, 10.0, lambda: now[0])
         assert not asked.is_set()
@@ -170,6 +199,6 @@ def test_a_silent_scheduler_is_asked_in_vain_and_answers_again(tmp_path: Path) -
         assert 'does not answer' in str(status.message)
         now[0] = 10.0
         assert provider.status([job])[0].state is JobState.RUNNING
-        assert 'status' not in vars(provider.provider)
+        assert 'statuses' not in vars(provider.site)
     finally:
         provider.cancel([job])

@@ -1,4 +1,4 @@
-"""A warm parent for the tests of this folder."""
+"""A fork server for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from parsl_freetrain.training.warm import WarmParent
+from parsl_freetrain.training.process.fork_client import WarmParent
 from tests.support.ranks import warm_parent
 
 
 @pytest.fixture(scope='session')
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmParent]:
-    """A warm parent that has torch imported."""
+    """A fork server that has imported torch."""
     with warm_parent(tmp_path_factory.mktemp('warm')) as parent:
         yield parent

@@ -1,1 +1,3 @@
-"""What sites with a batch scheduler share; a scheduler adds its questions, its answers and its scripts."""
+"""What sites with a batch scheduler share; a scheduler adds its questions, its answers and its
+scripts.
+"""

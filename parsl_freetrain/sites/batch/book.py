@@ -1,4 +1,4 @@
-"""The blocks of this process and what is known of each: pure bookkeeping, no questions of its own."""
+"""The blocks of this process and what is known of each; it asks nothing itself."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.sites.batch import life
-from parsl_freetrain.sites.batch.life import Life, Seen, life_of
-from parsl_freetrain.sites.batch.records import Job
+from parsl_freetrain.sites.batch.life import BlockLife, Seen, life_of
+from parsl_freetrain.sites.batch.records import BatchJob, JobState
 from parsl_freetrain.sites.batch.shape import Place
 
 logger = logging.getLogger(__name__)
@@ -21,15 +21,15 @@ _SHORTENED_S = 30.0
 
 
 @dataclass(frozen=True)
-class Block:
+class BatchBlock:
     """A block that was submitted; times in seconds of ``time.time()``.
 
     Attributes
     ----------
     start_by_s
-        It is withdrawn if it has not started then.
+        If it has not started by then, it is withdrawn.
     latest_end_s
-        It is certainly over then.
+        By then it is certainly over.
     """
 
     job_id: str
@@ -41,7 +41,7 @@ class Block:
     seen: Seen = field(default_factory=Seen)
 
     @property
-    def life(self) -> Life:
+    def life(self) -> BlockLife:
         """Where it stands."""
         return life_of(self.seen)
 
@@ -50,9 +50,9 @@ class Book:
     """The blocks by job id, in order of submission. It belongs to one thread at a time."""
 
     def __init__(self) -> None:
-        self._blocks: dict[str, Block] = {}
+        self._blocks: dict[str, BatchBlock] = {}
 
-    def add(self, block: Block) -> None:
+    def add(self, block: BatchBlock) -> None:
         """A block was submitted."""
         self._blocks[block.job_id] = block
 
@@ -64,18 +64,30 @@ class Book:
         """Of every block."""
         return frozenset(self._blocks)
 
-    def waiting(self) -> list[Block]:
+    def waiting(self) -> list[BatchBlock]:
         """Those without nodes."""
-        return [block for block in self._blocks.values() if block.life in (Life.PENDING, Life.REQUEUED)]
+        return [
+            block
+            for block in self._blocks.values()
+            if block.life in (BlockLife.PENDING, BlockLife.REQUEUED)
+        ]
 
     def late(self, now: float) -> list[str]:
-        """Those that have not started in time, as far as the scheduler has said, and are to be withdrawn."""
-        return [b.job_id for b in self._blocks.values()
-                if b.life is Life.PENDING and now > b.start_by_s and not b.seen.withdrawn and not b.seen.missing]
+        """Those to be withdrawn: they have not started in time, as far as is known."""
+        return [
+            b.job_id
+            for b in self._blocks.values()
+            if b.life is BlockLife.PENDING
+            and now > b.start_by_s
+            and not b.seen.withdrawn
+            and not b.seen.missing
+        ]
 
     def missing(self) -> list[str]:
         """Those that the scheduler's last answer did not know."""
-        return [b.job_id for b in self._blocks.values() if b.seen.missing and not life.is_over(b.life)]
+        return [
+            b.job_id for b in self._blocks.values() if b.seen.missing and not life.is_over(b.life)
+        ]
 
     def place(self, job_id: str) -> Place:
         """Where a block's output goes."""
@@ -84,38 +96,70 @@ class Book:
     def end_of(self, job_id: str) -> float | None:
         """When the scheduler ends a block that runs; None if it does not, or while unknown."""
         block = self._blocks.get(job_id)
-        return block.seen.end_s if block is not None and block.life is Life.RUNNING else None
+        return block.seen.end_s if block is not None and block.life is BlockLife.RUNNING else None
 
-    def mark(self, job_ids: Iterable[str], *, cancelled: bool = False, withdrawn: bool = False) -> None:
+    def mark(
+        self, job_ids: Iterable[str], *, cancelled: bool = False, withdrawn: bool = False
+    ) -> None:
         """This process has ended these blocks; they are over when the scheduler says so."""
         for job_id in job_ids:
             if block := self._blocks.get(job_id):
-                self._see(block, replace(block.seen, cancelled=cancelled or block.seen.cancelled,
-                                         withdrawn=withdrawn or block.seen.withdrawn))
+                self._see(
+                    block,
+                    replace(
+                        block.seen,
+                        cancelled=cancelled or block.seen.cancelled,
+                        withdrawn=withdrawn or block.seen.withdrawn,
+                    ),
+                )
 
-    def take_in(self, jobs: Sequence[Job], at: float) -> None:
+    def take_in(self, jobs: Sequence[BatchJob], at: float) -> None:
         """The scheduler's answer to a question asked at this time."""
         known = {job.job_id: job for job in jobs}
         for job_id, block in list(self._blocks.items()):
             job = known.get(job_id)
             if job is not None:
-                running = job.state == 'RUNNING'
-                shortened = running and (block.seen.shortened or (
-                    block.seen.ran and (job.end_s or math.inf) < (block.seen.end_s or 0.0) - _SHORTENED_S))
-                self._see(block, replace(block.seen, state=job.state, end_s=job.end_s, ran=block.seen.ran or running, missing=0,
-                                         shortened=shortened or (block.seen.shortened and job.state != 'PENDING')),
-                          max(block.latest_end_s, job.end_s or 0.0) if running else block.latest_end_s)
+                running = job.state is JobState.RUNNING
+                shortened = running and (
+                    block.seen.shortened
+                    or (
+                        block.seen.ran
+                        and (job.end_s or math.inf) < (block.seen.end_s or 0.0) - _SHORTENED_S
+                    )
+                )
+                self._see(
+                    block,
+                    replace(
+                        block.seen,
+                        state=job.state,
+                        end_s=job.end_s,
+                        ran=block.seen.ran or running,
+                        missing=0,
+                        shortened=shortened
+                        or (block.seen.shortened and job.state is not JobState.PENDING),
+                    ),
+                    max(block.latest_end_s, job.end_s or 0.0) if running else block.latest_end_s,
+                )
             elif at > block.submitted_s and not life.is_over(block.life):
                 self._see(block, replace(block.seen, missing=block.seen.missing + 1))
 
-    def take_in_history(self, states: dict[str, str]) -> None:
+    def take_in_history(self, states: dict[str, JobState]) -> None:
         """What the accounting database says about jobs that the queue does not know."""
         for job_id, state in states.items():
             if block := self._blocks.get(job_id):
-                self._see(block, replace(block.seen, state=state, missing=0 if life.is_over(life_of(Seen(state))) else block.seen.missing))
+                self._see(
+                    block,
+                    replace(
+                        block.seen, state=state, missing=0 if state.is_over else block.seen.missing
+                    ),
+                )
 
-    def _see(self, block: Block, seen: Seen, latest_end_s: float | None = None) -> None:
-        changed = replace(block, seen=seen, latest_end_s=block.latest_end_s if latest_end_s is None else latest_end_s)
+    def _see(self, block: BatchBlock, seen: Seen, latest_end_s: float | None = None) -> None:
+        changed = replace(
+            block,
+            seen=seen,
+            latest_end_s=block.latest_end_s if latest_end_s is None else latest_end_s,
+        )
         if changed.life is not block.life:
             logger.info('Block %s of %d nodes %s', block.job_id, block.nodes, changed.life.value)
         self._blocks[block.job_id] = changed
@@ -124,13 +168,24 @@ class Book:
         """How a job is; ``silence`` says why the scheduler has not answered for long, if so."""
         block = self._blocks.get(job_id)
         if block is None:
-            return life.status_of(job_id, Life.UNREACHABLE, ': it is not a block of this process')
-        out, err = block.place.stdout or None, block.place.stderr or None   # where an adopted block writes is not known
+            return life.status_of(
+                job_id, BlockLife.UNREACHABLE, ': it is not a block of this process'
+            )
+        # Where an adopted block writes is not known.
+        out, err = block.place.stdout or None, block.place.stderr or None
         state = block.life
         if life.is_over(state):
-            return life.status_of(job_id, state, f'; its output is in {out} and {err}' if out else '', out, err)
+            return life.status_of(
+                job_id, state, f'; its output is in {out} and {err}' if out else '', out, err
+            )
         if life.forgotten(block.seen, block.latest_end_s, now):
-            return life.status_of(job_id, Life.FORGOTTEN, '', out, err)
+            return life.status_of(job_id, BlockLife.FORGOTTEN, '', out, err)
         if silence or block.seen.missing:
-            return life.status_of(job_id, Life.UNREACHABLE, f': {silence or "the scheduler does not know it"}', out, err)
+            return life.status_of(
+                job_id,
+                BlockLife.UNREACHABLE,
+                f': {silence or "the scheduler does not know it"}',
+                out,
+                err,
+            )
         return life.status_of(job_id, state, '', out, err)

@@ -1,11 +1,11 @@
-"""What is asked for against what a queue allows: refused before anything is submitted."""
+"""Compares what is asked for with what the queue allows, before anything is submitted."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.core.words import BlockRequest
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.sites.batch.options import BatchOptions
 from parsl_freetrain.sites.batch.records import Partition
 
@@ -16,22 +16,32 @@ def within(queue: Partition, options: BatchOptions, step_s: int) -> Partition:
     Parameters
     ----------
     step_s
-        Walltimes are whole multiples of so many seconds.
+        Walltimes are multiples of this, in seconds.
 
     Raises
     ------
     BadInput
         There is no block that fits them all.
     """
-    least, most = max(queue.least_nodes, options.least_nodes), _smaller(queue.most_nodes, options.most_nodes)
+    least, most = (
+        max(queue.least_nodes, options.least_nodes),
+        _smaller(queue.most_nodes, options.most_nodes),
+    )
     if most is not None and least > most:
-        raise BadInput(f'The queue {queue.name!r} takes {queue.least_nodes} to {queue.most_nodes or "any number of"} nodes, and the site '
-                       f'config asks for {options.least_nodes} to {options.most_nodes or "any number of"}; name another queue.')
+        raise BadInput(
+            f'The queue {queue.name!r} takes {queue.least_nodes} to '
+            f'{queue.most_nodes or "any number of"} nodes, and the site '
+            f'config asks for {options.least_nodes} to '
+            f'{options.most_nodes or "any number of"}; name another queue.'
+        )
     shortest_s = max(float(step_s), queue.shortest_s, options.shortest_s)
     if shortest_s > (queue.longest_s or shortest_s) or shortest_s > options.longest_s:
         limit = '' if queue.longest_s is None else f' and its time limit {queue.longest_s:g} s'
-        raise BadInput(f'The shortest block in the queue {queue.name!r} is {shortest_s:g} s{limit}, and longest_s in the site config is '
-                       f'{options.longest_s:g}; name another queue, or change shortest_s or longest_s.')
+        raise BadInput(
+            f'The shortest block in the queue {queue.name!r} is {shortest_s:g} s{limit}, '
+            'and longest_s in the site config is '
+            f'{options.longest_s:g}; name another queue, or change shortest_s or longest_s.'
+        )
     return replace(queue, least_nodes=least, most_nodes=most, shortest_s=shortest_s)
 
 
@@ -48,11 +58,18 @@ def check_request(request: BlockRequest, queue: Partition) -> None:
         No node, too few or too many nodes, other names than nodes, or too short a walltime.
     """
     if request.nodes < 1 or (request.names and len(request.names) != request.nodes):
-        raise BadInput(f'A block of {request.nodes} nodes with the names {list(request.names)} was asked for; '
-                       f'it must have at least one node, and as many names as nodes, or none.')
+        raise BadInput(
+            f'A block of {request.nodes} nodes with the names {list(request.names)} was asked for; '
+            f'it must have at least one node, and as many names as nodes, or none.'
+        )
     if request.nodes < queue.least_nodes or request.nodes > (queue.most_nodes or request.nodes):
-        raise BadInput(f'A block of {request.nodes} nodes was asked for; the queue {queue.name!r} allows '
-                       f'{queue.least_nodes} to {queue.most_nodes or "any number of"} nodes.')
+        raise BadInput(
+            f'A block of {request.nodes} nodes was asked for; the queue {queue.name!r} allows '
+            f'{queue.least_nodes} to {queue.most_nodes or "any number of"} nodes.'
+        )
     if request.walltime_s is not None and request.walltime_s < queue.shortest_s:
-        raise BadInput(f'A block of {request.walltime_s:g} s was asked for; the shortest in the queue {queue.name!r} needs '
-                       f'{queue.shortest_s:g} s or more.')
+        raise BadInput(
+            f'A block of {request.walltime_s:g} s was asked for; the shortest in the '
+            f'queue {queue.name!r} needs '
+            f'{queue.shortest_s:g} s or more.'
+        )

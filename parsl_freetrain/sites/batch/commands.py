@@ -1,4 +1,6 @@
-"""A scheduler's commands, run one at a time, each with a time limit; nothing passes through a shell."""
+"""A scheduler's commands, run one at a time, each with a time limit; nothing passes through a
+shell.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,14 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from parsl_freetrain.core.errors import BadInput, FreeTrainError
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 
 
 class SchedulerSilent(FreeTrainError, RuntimeError):
-    """The scheduler did not answer, or not as it should: nothing is known, and nothing follows from that."""
+    """The scheduler did not answer, or its command failed: nothing can be concluded from that."""
 
 
-class Refused(FreeTrainError, RuntimeError):
+class SchedulerRefused(FreeTrainError, RuntimeError):
     """The scheduler answered, and the answer is no."""
 
 
@@ -27,11 +29,12 @@ class Commands:
     scheduler
         Its name, for sentences.
     timeout_s
-        A command that takes longer, in seconds, has not answered.
+        Maximum time that a command may take, in seconds.
     environment
-        Variables that commands get beside those of this process.
+        Variables that commands get in addition to those of this process.
     meddling
-        Beginnings of variables that commands do not get, because they would change what is asked, answered or submitted.
+        Prefixes of variables that commands do not get, because these would change what is asked,
+        answered or submitted.
 
     Attributes
     ----------
@@ -39,8 +42,13 @@ class Commands:
         How often each command was run, by its name.
     """
 
-    def __init__(self, scheduler: str, timeout_s: float, environment: Mapping[str, str] | None = None,
-                 meddling: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        scheduler: str,
+        timeout_s: float,
+        environment: Mapping[str, str] | None = None,
+        meddling: tuple[str, ...] = (),
+    ) -> None:
         self._scheduler = scheduler
         self._timeout_s = timeout_s
         self._environment = {**(environment or {}), 'LC_ALL': 'C'}
@@ -49,12 +57,12 @@ class Commands:
         self.commands: Counter[str] = Counter()
 
     def ask(self, command: Sequence[str], accepted: Collection[int] = (0,)) -> str:
-        """What a command says on standard output.
+        """Run a command; returns its standard output.
 
         Parameters
         ----------
         accepted
-            Statuses with which it may end.
+            Exit statuses that are no failure.
 
         Raises
         ------
@@ -65,11 +73,14 @@ class Commands:
         """
         done = self.run(command)
         if done.returncode not in accepted:
-            raise SchedulerSilent(f'{" ".join(command[:3])} failed with status {done.returncode}: {in_one_line(done.stderr)}')
+            raise SchedulerSilent(
+                f'{" ".join(command[:3])} failed with status {done.returncode}: '
+                f'{in_one_line(done.stderr)}'
+            )
         return done.stdout
 
     def run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        """The command, ended, whatever its status.
+        """Run a command to its end, whatever its exit status.
 
         Raises
         ------
@@ -80,17 +91,82 @@ class Commands:
         """
         with self._lock:
             self.commands[command[0]] += 1
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(self._meddling)}
+        kept = {
+            name: value for name, value in os.environ.items() if not name.startswith(self._meddling)
+        }
         try:
-            return subprocess.run(command, env={**kept, **self._environment}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                                  errors='replace', timeout=self._timeout_s, check=False)
+            return subprocess.run(
+                command,
+                env={**kept, **self._environment},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors='replace',
+                timeout=self._timeout_s,
+                check=False,
+            )
         except FileNotFoundError:
-            raise BadInput(f'There is no {self._scheduler} here: the command {command[0]} is not on the PATH; run this on a login node of '
-                           f'the machine, perhaps after loading a module.') from None
+            raise BadInput(
+                f'There is no {self._scheduler} here: the command {command[0]} is not on '
+                'the PATH; run this on a login node of '
+                f'the machine, perhaps after loading a module.'
+            ) from None
         except subprocess.TimeoutExpired:
-            raise SchedulerSilent(f'{command[0]} did not answer within {self._timeout_s:g} s') from None
+            raise SchedulerSilent(
+                f'{command[0]} did not answer within {self._timeout_s:g} s'
+            ) from None
+
+    def submit(self, command: Sequence[str], unreached: Collection[str] = ()) -> str:
+        """Run a command that submits the script in its last word; returns its standard output.
+
+        Parameters
+        ----------
+        unreached
+            What standard error says if the scheduler could not be reached; in lower case.
+
+        Raises
+        ------
+        SchedulerRefused
+            The scheduler said no; the message has its own words.
+        SchedulerSilent
+            It was not reached, or took too long: the job may have been submitted all the same.
+        """
+        done = self.run(command)
+        said = in_one_line(done.stderr, command[0])
+        if any(words in said.lower() for words in unreached):
+            raise SchedulerSilent(f'{command[0]} did not reach {self._scheduler}: {said}')
+        if done.returncode or not done.stdout.strip():
+            raise SchedulerRefused(
+                f'{command[0]} refused the script {command[-1]}: {said or "it gave no job id"}'
+            )
+        return done.stdout.strip()
+
+    def cancel(self, command: Sequence[str], over: Collection[str] = ()) -> None:
+        """Run a command that ends jobs.
+
+        Parameters
+        ----------
+        over
+            What a line of standard error says, in lower case, about a job that is over already.
+
+        Raises
+        ------
+        SchedulerSilent
+            It failed: the jobs may still run.
+        """
+        done = self.run(command)
+        lines = [line.lower() for line in done.stderr.splitlines() if line.strip()]
+        harmless = lines and all(any(words in line for words in over) for line in lines)
+        if done.returncode and not harmless:
+            raise SchedulerSilent(
+                f'{" ".join(command)} failed with status {done.returncode}: '
+                f'{in_one_line(done.stderr, command[0])}'
+            )
 
 
-def in_one_line(stderr: str) -> str:
-    """What a command complains about."""
-    return '; '.join(line.strip() for line in stderr.splitlines() if line.strip())[:1000]
+def in_one_line(stderr: str, command: str = '') -> str:
+    """The lines of standard error, joined, without the name of the command that each begins
+    with.
+    """
+    lines = (line.strip().removeprefix(f'{command}: ') for line in stderr.splitlines())
+    return '; '.join(line.removeprefix('error: ') for line in lines if line)[:1000]

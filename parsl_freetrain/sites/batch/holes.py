@@ -1,7 +1,8 @@
 """Which nodes can be had until when: pure arithmetic on what the scheduler has said.
 
-A node that is idle, or planned for a job that waits, can be had until the first of: the start that the scheduler plans for a
-waiting job on it, and the start of a reservation of it. Nodes that can be had equally long make one hole.
+A node that is idle, or planned for a job that waits, can be had until the first of: the start that
+the scheduler plans for a waiting job on it, and the start of a reservation of it. Nodes that can be
+had equally long make one hole.
 """
 
 from __future__ import annotations
@@ -11,8 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from parsl_freetrain.core.words import Hole
-from parsl_freetrain.sites.batch.records import Job, Nodes, Partition, Reservation
+from parsl_freetrain.core.model.types import Hole
+from parsl_freetrain.sites.batch.records import (
+    BatchJob,
+    JobState,
+    NodeReservation,
+    Nodes,
+    Partition,
+)
 
 USABLE = ('idle', 'planned')
 # A planned node is idle; older versions mark it so instead of naming the state.
@@ -21,45 +28,70 @@ _HARMLESS_MARKS = '-'
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which nodes blocks can use: ``features`` is a choice of sets of which one must be there; ``gpus`` on each node."""
+    """Which nodes blocks can use.
+
+    A node must have all features of one of the sets in ``features``, and ``gpus`` GPUs.
+    """
 
     partition: str
     features: tuple[frozenset[str], ...] = ()
     gpus: int = 0
 
     def fits(self, nodes: Nodes) -> bool:
-        return (nodes.partition == self.partition and nodes.state in USABLE and not nodes.marks.strip(_HARMLESS_MARKS)
-                and nodes.gpus >= self.gpus and (not self.features or any(f <= set(nodes.features) for f in self.features)))
+        return (
+            nodes.partition == self.partition
+            and nodes.state in USABLE
+            and not nodes.marks.strip(_HARMLESS_MARKS)
+            and nodes.gpus >= self.gpus
+            and (not self.features or any(f <= set(nodes.features) for f in self.features))
+        )
 
 
 @dataclass(frozen=True)
 class OnTheWay:
-    """A block that was asked for and has no nodes yet; ``end_s``: when it ends at the latest, infinite if it may last."""
+    """A block that has no nodes yet.
+
+    ``end_s`` is when it ends at the latest; infinite if nothing ends it.
+    """
 
     nodes: int
     end_s: float
 
 
-def windows(nodes: Iterable[Nodes], jobs: Iterable[Job], reservations: Iterable[Reservation], wanted: Wanted,
-            ours: frozenset[str], now: float) -> dict[str, float]:
-    """Until when each usable node can be had, in seconds of ``time.time()``; infinite where nothing is planned.
+def windows(
+    nodes: Iterable[Nodes],
+    jobs: Iterable[BatchJob],
+    reservations: Iterable[NodeReservation],
+    wanted: Wanted,
+    ours: frozenset[str],
+    now: float,
+) -> dict[str, float]:
+    """Until when each usable node can be had, in seconds of ``time.time()``.
+
+    Infinite where nothing is planned.
 
     Parameters
     ----------
     ours
-        Ids of our own jobs, which stand in nobody's way.
+        Ids of our own jobs, which do not limit holes.
     now
-        A node whose time is up is left out.
+        Nodes that can only be had until then are left out.
 
     Notes
     -----
-    A waiting job with an expected start but without planned nodes (it waits for a date, or another version of Slurm) may
-    get any node of its partition: it bounds them all.
+    A waiting job with an expected start but without planned nodes may get any node of its
+    partition, so it limits them all. Such a job waits for a date, or the scheduler does not show
+    its plan.
     """
     members: dict[str, set[str]] = defaultdict(set)
-    until = {name: math.inf if group.until_s is None else group.until_s for group in nodes if wanted.fits(group) for name in group.names}
+    until = {
+        name: math.inf if group.until_s is None else group.until_s
+        for group in nodes
+        if wanted.fits(group)
+        for name in group.names
+    }
     for job in jobs:
-        if job.state != 'PENDING' or job.start_s is None or job.job_id in ours:
+        if job.state is not JobState.PENDING or job.start_s is None or job.job_id in ours:
             continue
         if job.planned:
             bounded: Iterable[str] = job.planned
@@ -85,21 +117,28 @@ def _members(nodes: Iterable[Nodes]) -> Mapping[str, set[str]]:
     return members
 
 
-def holes(windows: Mapping[str, float], on_the_way: Sequence[OnTheWay], partition: Partition, now: float,
-          margin_s: float, least_s: float) -> tuple[Hole, ...]:
-    """The holes that are left beside the blocks on their way, the longest first.
+def holes(
+    windows: Mapping[str, float],
+    on_the_way: Sequence[OnTheWay],
+    partition: Partition,
+    now: float,
+    margin_s: float,
+    least_s: float,
+) -> tuple[Hole, ...]:
+    """The holes that the blocks on their way leave free, the longest first.
 
     Parameters
     ----------
     margin_s
-        Holes end so long before their nodes are needed, in seconds.
+        How long before its nodes are needed a hole ends, in seconds.
     least_s
-        Shorter holes are left out, in seconds.
+        Minimum length of a hole, in seconds.
 
     Returns
     -------
     tuple of Hole
-        ``until_s`` is None where nothing is planned; no hole has more nodes than a job of the partition may have.
+        ``until_s`` is None where nothing is planned; no hole has more nodes than a job of the
+        partition may have.
     """
     if not partition.up:
         return ()
@@ -117,17 +156,24 @@ def holes(windows: Mapping[str, float], on_the_way: Sequence[OnTheWay], partitio
             continue
         most = partition.most_nodes or max(1, len(names))
         for first in range(0, len(names), most):
-            part = tuple(names[first:first + most])
+            part = tuple(names[first : first + most])
             if len(part) >= partition.least_nodes:
-                found.append(Hole(len(part), until if math.isfinite(until) else None, partition.name, part))
+                found.append(
+                    Hole(len(part), until if math.isfinite(until) else None, partition.name, part)
+                )
     return tuple(found)
 
 
 def _take(groups: dict[float, list[str]], block: OnTheWay) -> None:
-    """The scheduler may place a block on any node that is free long enough: count the shortest such windows as taken."""
+    """Count as taken the shortest windows that are long enough for a block.
+
+    The scheduler may choose any of them.
+    """
     missing = block.nodes
     ends = sorted(groups)
-    for end in [e for e in ends if e >= block.end_s] + [e for e in reversed(ends) if e < block.end_s]:
+    for end in [e for e in ends if e >= block.end_s] + [
+        e for e in reversed(ends) if e < block.end_s
+    ]:
         while missing and groups[end]:
             groups[end].pop()
             missing -= 1

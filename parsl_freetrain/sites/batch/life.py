@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from parsl.jobs.states import JobState, JobStatus
+from parsl.jobs.states import TERMINAL_STATES, JobStatus
+from parsl.jobs.states import JobState as ParslState
+
+from parsl_freetrain.sites.batch.records import JobState
 
 
-class Life(StrEnum):
+class BlockLife(StrEnum):
     """Where a block stands; each member's text says it in words."""
 
     PENDING = 'waits for its nodes'
@@ -31,27 +34,47 @@ class Life(StrEnum):
     FORGOTTEN = 'is over: its time is up and the scheduler does not know it any more'
 
 
-# States in Slurm's words and what they mean for a block (man squeue, JOB STATE CODES).
+# What a job's state means for its block.
 _MEANING = {
-    'PENDING': Life.PENDING, 'CONFIGURING': Life.PENDING, 'RESV_DEL_HOLD': Life.PENDING, 'REQUEUE_FED': Life.PENDING,
-    'REQUEUED': Life.PENDING, 'REQUEUE_HOLD': Life.PENDING, 'SPECIAL_EXIT': Life.PENDING, 'EXPEDITING': Life.PENDING,
-    'RUNNING': Life.RUNNING, 'SUSPENDED': Life.RUNNING, 'STOPPED': Life.RUNNING, 'RESIZING': Life.RUNNING, 'SIGNALING': Life.RUNNING,
-    'COMPLETING': Life.ENDING, 'STAGE_OUT': Life.ENDING,
-    'COMPLETED': Life.COMPLETED, 'FAILED': Life.FAILED, 'TIMEOUT': Life.TIME_LIMIT, 'PREEMPTED': Life.PREEMPTED,
-    'CANCELLED': Life.CANCELLED_BY_OTHERS, 'REVOKED': Life.CANCELLED_BY_OTHERS, 'DEADLINE': Life.DEADLINE,
-    'NODE_FAIL': Life.NODE_FAILED, 'LAUNCH_FAILED': Life.NODE_FAILED, 'RECONFIG_FAIL': Life.NODE_FAILED,
-    'BOOT_FAIL': Life.BOOT_FAILED, 'OUT_OF_MEMORY': Life.OUT_OF_MEMORY, 'POWER_UP_NODE': Life.PENDING,
+    JobState.PENDING: BlockLife.PENDING,
+    JobState.HELD: BlockLife.PENDING,
+    JobState.STARTING: BlockLife.PENDING,
+    JobState.RUNNING: BlockLife.RUNNING,
+    JobState.SUSPENDED: BlockLife.RUNNING,
+    JobState.ENDING: BlockLife.ENDING,
+    JobState.COMPLETED: BlockLife.COMPLETED,
+    JobState.FAILED: BlockLife.FAILED,
+    JobState.TIMED_OUT: BlockLife.TIME_LIMIT,
+    JobState.PREEMPTED: BlockLife.PREEMPTED,
+    JobState.CANCELLED: BlockLife.CANCELLED_BY_OTHERS,
+    JobState.DEADLINE: BlockLife.DEADLINE,
+    JobState.NODE_FAILED: BlockLife.NODE_FAILED,
+    JobState.BOOT_FAILED: BlockLife.BOOT_FAILED,
+    JobState.OUT_OF_MEMORY: BlockLife.OUT_OF_MEMORY,
+    JobState.UNKNOWN: BlockLife.UNREACHABLE,
 }
 
-# TIMEOUT: nodes were taken, which is normal life. FAILED: asking for the same again at once would not help.
+# TIMEOUT: nodes were taken, which is normal life. FAILED: asking for the same again at once would
+# not help.
 _PARSL = {
-    Life.PENDING: JobState.PENDING, Life.REQUEUED: JobState.PENDING, Life.RUNNING: JobState.RUNNING, Life.ENDING: JobState.RUNNING,
-    Life.COMPLETED: JobState.COMPLETED, Life.FAILED: JobState.FAILED, Life.TIME_LIMIT: JobState.TIMEOUT,
-    Life.PREEMPTED: JobState.TIMEOUT, Life.GIVEN_BACK: JobState.TIMEOUT,
-    Life.WITHDRAWN: JobState.CANCELLED, Life.CANCELLED: JobState.CANCELLED,
-    Life.CANCELLED_BY_OTHERS: JobState.CANCELLED, Life.DEADLINE: JobState.CANCELLED, Life.NODE_FAILED: JobState.TIMEOUT,
-    Life.BOOT_FAILED: JobState.FAILED, Life.OUT_OF_MEMORY: JobState.FAILED, Life.UNREACHABLE: JobState.UNKNOWN,
-    Life.FORGOTTEN: JobState.TIMEOUT,
+    BlockLife.PENDING: ParslState.PENDING,
+    BlockLife.REQUEUED: ParslState.PENDING,
+    BlockLife.RUNNING: ParslState.RUNNING,
+    BlockLife.ENDING: ParslState.RUNNING,
+    BlockLife.COMPLETED: ParslState.COMPLETED,
+    BlockLife.FAILED: ParslState.FAILED,
+    BlockLife.TIME_LIMIT: ParslState.TIMEOUT,
+    BlockLife.PREEMPTED: ParslState.TIMEOUT,
+    BlockLife.GIVEN_BACK: ParslState.TIMEOUT,
+    BlockLife.WITHDRAWN: ParslState.CANCELLED,
+    BlockLife.CANCELLED: ParslState.CANCELLED,
+    BlockLife.CANCELLED_BY_OTHERS: ParslState.CANCELLED,
+    BlockLife.DEADLINE: ParslState.CANCELLED,
+    BlockLife.NODE_FAILED: ParslState.TIMEOUT,
+    BlockLife.BOOT_FAILED: ParslState.FAILED,
+    BlockLife.OUT_OF_MEMORY: ParslState.FAILED,
+    BlockLife.UNREACHABLE: ParslState.UNKNOWN,
+    BlockLife.FORGOTTEN: ParslState.TIMEOUT,
 }
 
 
@@ -61,8 +84,6 @@ class Seen:
 
     Attributes
     ----------
-    state
-        The scheduler's word, translated into Slurm's; empty while it has not been seen.
     end_s
         When it ends, in seconds of ``time.time()``; None while unknown.
     ran
@@ -75,7 +96,7 @@ class Seen:
         Answers in a row that did not know it.
     """
 
-    state: str = ''
+    state: JobState = JobState.PENDING
     end_s: float | None = None
     ran: bool = False
     shortened: bool = False
@@ -84,33 +105,45 @@ class Seen:
     missing: int = 0
 
 
-def life_of(seen: Seen) -> Life:
-    """Where a block stands. A state that nobody has documented counts as unreachable, never as an end."""
-    if not seen.state:
-        return Life.PENDING
-    meaning = _MEANING.get(seen.state, Life.UNREACHABLE)
-    if meaning is Life.PENDING and seen.ran:
-        return Life.REQUEUED
-    if seen.shortened and meaning in (Life.COMPLETED, Life.FAILED):
-        return Life.GIVEN_BACK
-    ended = meaning in (Life.CANCELLED_BY_OTHERS, Life.PREEMPTED)     # some schedulers do not tell one from the other
+def life_of(seen: Seen) -> BlockLife:
+    """Where a block stands."""
+    meaning = _MEANING[seen.state]
+    if meaning is BlockLife.PENDING and seen.ran:
+        return BlockLife.REQUEUED
+    if seen.shortened and meaning in (BlockLife.COMPLETED, BlockLife.FAILED):
+        return BlockLife.GIVEN_BACK
+    ended = meaning in (
+        BlockLife.CANCELLED_BY_OTHERS,
+        BlockLife.PREEMPTED,
+    )  # some schedulers do not tell one from the other
     if ended and seen.withdrawn:
-        return Life.WITHDRAWN
+        return BlockLife.WITHDRAWN
     if ended and seen.cancelled:
-        return Life.CANCELLED
+        return BlockLife.CANCELLED
     return meaning
 
 
-def is_over(life: Life) -> bool:
+def is_over(life: BlockLife) -> bool:
     """Whether the block's nodes are free, for good."""
-    return _PARSL[life].name in ('COMPLETED', 'FAILED', 'TIMEOUT', 'CANCELLED')
+    return _PARSL[life] in TERMINAL_STATES
 
 
-def status_of(job_id: str, life: Life, detail: str = '', stdout: str | None = None, stderr: str | None = None) -> JobStatus:
+def status_of(
+    job_id: str,
+    life: BlockLife,
+    detail: str = '',
+    stdout: str | None = None,
+    stderr: str | None = None,
+) -> JobStatus:
     """For Parsl, with a sentence that keeps apart what Parsl's states fold together."""
-    return JobStatus(_PARSL[life], f'job {job_id} {life.value}{detail}', stdout_path=stdout, stderr_path=stderr)
+    return JobStatus(
+        _PARSL[life], f'job {job_id} {life.value}{detail}', stdout_path=stdout, stderr_path=stderr
+    )
 
 
 def forgotten(seen: Seen, latest_end_s: float, now: float, answers: int = 3) -> bool:
-    """Whether a block that the scheduler does not know any more is over: it must have ended by now, and several answers agree."""
+    """Whether a block that the scheduler does not know any more is over.
+
+    It must have ended by now, and several answers must agree.
+    """
     return seen.missing >= answers and now > latest_end_s

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.batch.options import Mode
 
 
@@ -17,9 +17,9 @@ class QueueLimits:
     Attributes
     ----------
     nodes, walltime_s
-        Least and most of a job; walltimes in seconds.
+        Minimum and maximum of a job; walltimes in seconds.
     jobs
-        So many may wait at a time.
+        Maximum number of one user's jobs that wait.
     preemptible
         Whether its jobs may be preempted.
     """
@@ -30,14 +30,29 @@ class QueueLimits:
     preemptible: bool = False
 
     def __post_init__(self) -> None:
-        if not (1 <= self.nodes[0] <= self.nodes[1] and 1 <= self.walltime_s[0] <= self.walltime_s[1] and self.jobs >= 1):
-            raise BadInput(f'{self} is no queue: there must be at least 1 node, 1 second and 1 job, and no least above its most.')
+        if not (
+            1 <= self.nodes[0] <= self.nodes[1]
+            and 1 <= self.walltime_s[0] <= self.walltime_s[1]
+            and self.jobs >= 1
+        ):
+            raise BadInput(
+                f'{self} is no queue: there must be at least 1 node, 1 second and 1 job, '
+                'and no least above its most.'
+            )
 
     def settings(self, longest_s: float) -> dict[str, Any]:
-        """Settings of the site's options; blocks take ``longest_s`` seconds where nothing is planned, if the queue lets them."""
-        return {'least_nodes': self.nodes[0], 'most_nodes': self.nodes[1], 'shortest_s': self.walltime_s[0],
-                'longest_s': min(longest_s, self.walltime_s[1]), 'max_waiting': min(4, self.jobs),
-                'mode': Mode.PREEMPTIBLE if self.preemptible else Mode.BACKFILL}
+        """Settings for the site's options.
+
+        ``longest_s``, in seconds, is the maximum walltime of a block, unless the queue's is less.
+        """
+        return {
+            'least_nodes': self.nodes[0],
+            'most_nodes': self.nodes[1],
+            'shortest_s': self.walltime_s[0],
+            'longest_s': min(longest_s, self.walltime_s[1]),
+            'max_waiting': min(4, self.jobs),
+            'mode': Mode.PREEMPTIBLE if self.preemptible else Mode.BACKFILL,
+        }
 
 
 def limits_of(machine: str, queues: Mapping[str, QueueLimits], queue: str) -> QueueLimits:

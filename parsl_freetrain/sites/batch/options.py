@@ -1,4 +1,4 @@
-"""What every site config with a batch scheduler says: how blocks are asked for, and how politely."""
+"""The settings that all batch schedulers share: which blocks are asked for, and how often."""
 
 from __future__ import annotations
 
@@ -7,13 +7,25 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Word = Annotated[str, Field(pattern=r'^[^\s\x00-\x1f]+$')]
 Line = Annotated[str, Field(pattern=r'^[^\n\r\x00]+$')]
+
+
+def _whole(option: str) -> str:
+    if not option.startswith('-'):
+        raise ValueError(
+            'it is not an option; write each as one text, such as "--licenses=scratch" or '
+            '"-l place=scatter"'
+        )
+    return option
+
+
+Option = Annotated[Line, AfterValidator(_whole)]
 
 
 class Mode(StrEnum):
@@ -22,50 +34,56 @@ class Mode(StrEnum):
 
 
 class BatchOptions(BaseModel):
-    """What all batch schedulers have in common.
+    """The settings of one queue that all batch schedulers share; times in seconds.
 
     Attributes
     ----------
     mode
-        'backfill': blocks end before their nodes are needed. 'preemptible': the queue may be preempted too.
+        'backfill': blocks end before their nodes are needed. 'preemptible': the scheduler may also
+        preempt them.
     account
-        Who pays; None: the user's default.
+        The account that pays; None: the user's default.
     gpus_per_node
         GPUs to ask for on each node.
     requeue
-        A preempted block goes back to the queue instead of ending.
+        Whether a preempted block goes back to the queue instead of ending.
     worker_init
         Shell lines at the beginning of each block.
     shrink
-        The scheduler may start a block with as little as this share of its walltime; 1: with no less than all.
+        The minimum share of its walltime with which the scheduler may start a block.
     shortest_s
-        Shorter blocks are not worth a submission, in seconds.
+        Minimum walltime of a block.
     longest_s
-        Walltime of a block where nothing is planned, in seconds.
+        Maximum walltime of a block; blocks where nothing is planned ask for it.
     least_nodes, most_nodes
-        Of a block, where the queue alone does not say it; most None: no limit.
+        Minimum and maximum number of nodes of a block, in addition to the queue's limits.
     margin_s
-        Blocks end so long before their nodes are needed, in seconds.
+        How long before its nodes are needed a block ends.
     ending_s
-        A block ends itself so long before its time limit, in seconds, because the scheduler's own end of it comes late.
+        How long before its time limit a block ends itself; the scheduler would end it too late.
     start_s
-        How long the scheduler usually takes to start a job that fits, in seconds.
+        How long the scheduler usually takes to start a job that fits.
     withdraw_s
-        A block without a known end of its hole is withdrawn if it has not started after so many seconds.
+        How long a block may wait in the queue if the end of its hole is not known; then it is
+        withdrawn.
     max_waiting
-        At most so many blocks wait in the queue.
-    submit_every_s, poll_s
-        At least so many seconds are between two submissions, and between two questions.
+        Maximum number of blocks that wait in the queue.
+    submit_every_s
+        Minimum time between two submissions.
+    poll_s
+        Time between two questions to the scheduler.
     longest_backoff_s
-        After failures the wait doubles up to so many seconds.
+        Maximum time between two questions after failures; each failure doubles the time.
     command_s
-        A command of the scheduler's that takes longer, in seconds, has not answered.
+        Maximum time that a command of the scheduler may take to answer.
     unreachable_s
-        Without an answer for so many seconds blocks count as unreachable instead of as last seen.
+        After this time without an answer, blocks count as unreachable; before, as last seen.
     pin_nodes
-        Ask for the very nodes that were seen idle instead of for their number.
-    spans_blocks, interface
-        As of the site: whether fragments may use several blocks, and the network interface of ranks.
+        Whether to ask for the very nodes that were seen idle, instead of for their number.
+    spans_blocks
+        Whether one fragment may use nodes of several blocks.
+    interface
+        The network interface that ranks use; None lets them choose.
     """
 
     model_config = ConfigDict(extra='forbid', frozen=True)
@@ -111,9 +129,14 @@ def options_from(kind: type[Kind], where: str, values: dict[str, object]) -> Kin
     except ValidationError as error:
         known = ', '.join(sorted(kind.model_fields))
         wrong = '; '.join(
-            f'{".".join(map(str, e["loc"]))}: ' + (f'there is no such setting (there are {known})' if e['type'] == 'extra_forbidden' else
-                                                   f'{e["msg"]}' + ('' if e['type'] == 'missing' else f', and not {e["input"]!r}'))
-            for e in error.errors())
+            f'{".".join(map(str, e["loc"]))}: '
+            + (
+                f'there is no such setting (there are {known})'
+                if e['type'] == 'extra_forbidden'
+                else f'{e["msg"]}' + ('' if e['type'] == 'missing' else f', and not {e["input"]!r}')
+            )
+            for e in error.errors()
+        )
         raise BadInput(f'{where}: {wrong}.') from None
 
 
@@ -128,12 +151,17 @@ def read_table(path: str | Path) -> dict[str, object]:
     try:
         return tomllib.loads(Path(path).read_text())
     except OSError as error:
-        raise BadInput(f'The site file {path} cannot be read: {error.strerror}; name a TOML file with the settings of a site.') from None
+        raise BadInput(
+            f'The site file {path} cannot be read: {error.strerror}; name a TOML file '
+            'with the settings of a site.'
+        ) from None
     except ValueError as error:
         raise BadInput(f'The site file {path} is not TOML: {error}.') from None
 
 
-def given_options(kind: type[Kind], site: str, options: Kind | None, settings: dict[str, object]) -> Kind:
+def given_options(
+    kind: type[Kind], site: str, options: Kind | None, settings: dict[str, object]
+) -> Kind:
     """The options of a site that was given either options or settings.
 
     Raises
@@ -142,5 +170,8 @@ def given_options(kind: type[Kind], site: str, options: Kind | None, settings: d
         It was given both, or a setting that cannot be used.
     """
     if options is not None and settings:
-        raise BadInput(f'{site} was given options and the settings {", ".join(settings)}; give one or the other.')
+        raise BadInput(
+            f'{site} was given options and the settings {", ".join(settings)}; give one '
+            'or the other.'
+        )
     return options_from(kind, site, settings) if options is None else options

@@ -1,37 +1,83 @@
-"""What schedulers say, as frozen records: jobs, nodes, reservations and queues. Times in seconds of ``time.time()``.
+"""What schedulers say, as frozen records: jobs, nodes, reservations and queues.
 
-The words are Slurm's, which has the most of them; other schedulers' are translated.
+Times are in seconds of ``time.time()``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class JobState(StrEnum):
+    """Where a job stands; each scheduler's adapter translates its own words into these.
+
+    PENDING waits for nodes; HELD waits for something else; STARTING has nodes that are being made
+    ready; ENDING still holds its nodes. DEADLINE was dropped because it could not end in time.
+    UNKNOWN is a word that nobody has documented; it never means that a job is over.
+    """
+
+    PENDING = 'PENDING'
+    HELD = 'HELD'
+    STARTING = 'STARTING'
+    RUNNING = 'RUNNING'
+    SUSPENDED = 'SUSPENDED'
+    ENDING = 'ENDING'
+    COMPLETED = 'COMPLETED'
+    FAILED = 'FAILED'
+    TIMED_OUT = 'TIMED_OUT'
+    PREEMPTED = 'PREEMPTED'
+    CANCELLED = 'CANCELLED'
+    DEADLINE = 'DEADLINE'
+    NODE_FAILED = 'NODE_FAILED'
+    BOOT_FAILED = 'BOOT_FAILED'
+    OUT_OF_MEMORY = 'OUT_OF_MEMORY'
+    UNKNOWN = 'UNKNOWN'
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has ended for good and its nodes are free."""
+        return self in _OVER
+
+
+_OVER = frozenset(
+    {
+        JobState.COMPLETED,
+        JobState.FAILED,
+        JobState.TIMED_OUT,
+        JobState.PREEMPTED,
+        JobState.CANCELLED,
+        JobState.DEADLINE,
+        JobState.NODE_FAILED,
+        JobState.BOOT_FAILED,
+        JobState.OUT_OF_MEMORY,
+    }
+)
 
 
 @dataclass(frozen=True)
-class Job:
-    """One line of the queue.
+class BatchJob:
+    """One job in the queue.
 
     Attributes
     ----------
-    state
-        Slurm's word, such as ``'PENDING'``, ``'COMPLETING'`` or ``'NODE_FAIL'``.
     nodes
-        How many nodes it has or asks for.
+        Number of nodes that it has or asks for.
     start_s, end_s
-        When it started or is expected to, and when it ends at the latest; None where Slurm does not know.
+        When it started or is expected to, and when it ends at the latest; None where the scheduler
+        does not know.
     planned
         The nodes that the scheduler means to give a pending job; empty where it has no plan.
     names
         The nodes it has; empty while pending.
     reason
-        Why it waits, in Slurm's word.
+        Why it waits, in the scheduler's words.
     restarts
         How often it was requeued; 0 where the form of the answer does not tell.
     """
 
     job_id: str
-    state: str
+    state: JobState
     partition: str
     nodes: int
     start_s: float | None = None
@@ -51,10 +97,12 @@ class Nodes:
     Attributes
     ----------
     state
-        Slurm's word in lower case, without marks: ``'idle'``, ``'planned'``, ``'allocated'``, ...
+        The scheduler's word in lower case. Blocks can use nodes that are ``'idle'`` or
+        ``'planned'`` (idle, but meant for a waiting job), and no others.
     marks
-        What stands behind the state: ``'*'`` does not answer, ``'~'`` powered down, ``'$'`` maintenance, and so on;
-        ``'?'`` for each such thing in a document.
+        What Slurm writes behind the state: ``'*'`` does not answer, ``'~'`` powered down, ``'$'``
+        maintenance, and so on; ``'?'`` for each such thing in a document. A node with marks other
+        than ``'-'`` is not used.
     gpus
         GPUs on each.
     until_s
@@ -71,8 +119,10 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class Reservation:
-    """Nodes that are set aside from ``start_s`` to ``end_s``, for maintenance or for somebody else."""
+class NodeReservation:
+    """Nodes that are set aside from ``start_s`` to ``end_s``, for maintenance or for
+    somebody else.
+    """
 
     name: str
     start_s: float
@@ -89,11 +139,11 @@ class Partition:
     longest_s
         Its time limit in seconds; None: unlimited.
     shortest_s
-        A job must ask for so many seconds at least.
+        The minimum walltime of a job, in seconds.
     least_nodes, most_nodes
-        Size of a job; most None: unlimited.
+        Minimum and maximum number of nodes of a job; most None: unlimited.
     most_waiting
-        So many jobs of one user may wait; None: unlimited.
+        Maximum number of one user's jobs that wait; None: unlimited.
     preempt_mode
         ``'OFF'``, ``'CANCEL'``, ``'REQUEUE'``, ...
     grace_s

@@ -1,4 +1,4 @@
-"""The seam between what all batch schedulers have in common and what each of them has of its own."""
+"""What each batch scheduler has of its own; all else in this folder is the same for all."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from parsl_freetrain.core.errors import FreeTrainError
+from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.sites.batch.commands import Commands
 from parsl_freetrain.sites.batch.holes import Wanted
-from parsl_freetrain.sites.batch.records import Job, Nodes, Partition, Reservation
+from parsl_freetrain.sites.batch.records import (
+    BatchJob,
+    JobState,
+    NodeReservation,
+    Nodes,
+    Partition,
+)
 from parsl_freetrain.sites.batch.shape import BlockShape, Place
 
 
@@ -20,18 +26,19 @@ class NoHistory(FreeTrainError, RuntimeError):
 class Scheduler(Protocol):
     """One kind of batch scheduler, as its users see it: commands, their answers, and batch scripts.
 
-    All questions may raise SchedulerSilent, and NotUnderstood for an answer that is not as documented.
+    All questions may raise SchedulerSilent if there is no answer, and NotUnderstood for one that is
+    not as documented.
 
     Attributes
     ----------
     label
         Its name, for sentences.
     step_s
-        Walltimes are whole multiples of so many seconds.
+        Walltimes are multiples of this, in seconds.
     script_mode
         Permissions of batch scripts.
     history_every_s
-        At least so many seconds are between two questions for :meth:`history`.
+        Minimum time between two questions for :meth:`history`, in seconds.
     """
 
     label: str
@@ -45,41 +52,55 @@ class Scheduler(Protocol):
         ...
 
     def queue(self) -> Partition:
-        """What the queue of the site config allows; raises BadInput where that is not what the site config asks for."""
+        """What the queue allows; raises BadInput if that is not what the site config asks for."""
         ...
 
     def wanted(self) -> Wanted:
         """Which nodes blocks can use."""
         ...
 
-    def jobs(self) -> tuple[Job, ...]:
-        """Everybody's jobs that are not over, as far as they may be seen; some that are over may be among them."""
+    def jobs(self) -> tuple[BatchJob, ...]:
+        """Everybody's jobs that are not over, as far as they may be seen.
+
+        Some that are over may be among them.
+        """
         ...
 
     def nodes(self) -> tuple[Nodes, ...]:
         """The machine's nodes."""
         ...
 
-    def reservations(self) -> tuple[Reservation, ...]:
+    def reservations(self) -> tuple[NodeReservation, ...]:
         """Nodes that are set aside, now or later."""
         ...
 
-    def history(self, places: dict[str, Place]) -> dict[str, str]:
-        """States of these jobs, which the queue does not know any more, as far as they are over; raises NoHistory."""
+    def history(self, places: dict[str, Place]) -> dict[str, JobState]:
+        """The states of those of these jobs that are over; raises NoHistory.
+
+        The queue does not know these jobs any more.
+        """
         ...
 
     def render(self, shape: BlockShape, place: Place, command: str, worker_init: str = '') -> str:
-        """The batch script of a block; each node runs ``command``, after the shell lines ``worker_init``."""
+        """The batch script of a block: the shell lines ``worker_init``, then ``command`` on each
+        node.
+        """
         ...
 
     def test(self, script: Path) -> None:
-        """Ask whether a script would be accepted, where that can be asked; submits nothing. Raises Refused."""
+        """Ask whether a script would be accepted, if that can be asked. Raises SchedulerRefused."""
         ...
 
     def submit(self, script: Path) -> str:
-        """Submit a script; the job's id. Raises Refused; after SchedulerSilent it may have been submitted all the same."""
+        """Submit a script; returns the job's id.
+
+        Raises SchedulerRefused. After SchedulerSilent the job may have been submitted all the same.
+        """
         ...
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """End jobs; those that are over already are no error. After SchedulerSilent they may still run."""
+        """End jobs; those that are over are no error.
+
+        After SchedulerSilent they may still run.
+        """
         ...

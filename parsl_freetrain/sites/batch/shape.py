@@ -18,11 +18,13 @@ class BlockShape:
     Attributes
     ----------
     nodes
-        How many.
+        Their number.
     walltime_s, least_s
-        Walltime, and the least with which the scheduler may start it; in seconds, in steps that the scheduler knows.
+        Walltime, and the minimum with which the scheduler may start it; in seconds, as multiples of
+        the scheduler's steps.
     deadline
-        When it must have ended, in whole seconds of ``time.time()``; None: the walltime says it all.
+        When it must have ended, in whole seconds of ``time.time()``; None: the walltime alone
+        limits it.
     names
         Which nodes; empty: any.
     """
@@ -43,12 +45,21 @@ class Place:
     stderr: str
 
 
-def shape_for(nodes: int, hole_s: float | None, names: tuple[str, ...], options: BatchOptions, limit_s: float | None,
-              now: float, step_s: int = 60, shortest_s: float = 0.0) -> BlockShape:
+def shape_for(
+    nodes: int,
+    hole_s: float | None,
+    names: tuple[str, ...],
+    options: BatchOptions,
+    limit_s: float | None,
+    now: float,
+    step_s: int = 60,
+    shortest_s: float = 0.0,
+) -> BlockShape:
     """The block that fits a hole of ``hole_s`` seconds from ``now`` on.
 
-    Walltimes are rounded down to the scheduler's steps after what it takes to start a job, and the scheduler is told when the hole
-    ends: it drops a block that could not end before, and shortens one that could.
+    Walltimes are rounded down to the scheduler's steps after what it takes to start a job, and the
+    scheduler is told when the hole ends: it drops a block that could not end before, and shortens
+    one that could.
 
     Parameters
     ----------
@@ -63,10 +74,19 @@ def shape_for(nodes: int, hole_s: float | None, names: tuple[str, ...], options:
     """
     least = max(step_s, math.ceil(shortest_s / step_s) * step_s)
     wanted = options.longest_s if hole_s is None else max(float(least), hole_s - options.start_s)
-    walltime_s = max(least, math.floor(min(wanted, math.inf if limit_s is None else limit_s) / step_s) * step_s)
-    deadline = None if hole_s is None or options.mode is Mode.PREEMPTIBLE else math.floor(now + hole_s)
-    return BlockShape(nodes, walltime_s, max(least, math.floor(walltime_s / step_s * options.shrink) * step_s), deadline,
-                      names if options.pin_nodes else ())
+    walltime_s = max(
+        least, math.floor(min(wanted, math.inf if limit_s is None else limit_s) / step_s) * step_s
+    )
+    deadline = (
+        None if hole_s is None or options.mode is Mode.PREEMPTIBLE else math.floor(now + hole_s)
+    )
+    return BlockShape(
+        nodes,
+        walltime_s,
+        max(least, math.floor(walltime_s / step_s * options.shrink) * step_s),
+        deadline,
+        names if options.pin_nodes else (),
+    )
 
 
 def job_name(run: str, block: str) -> str:

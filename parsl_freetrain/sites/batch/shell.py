@@ -1,6 +1,78 @@
-"""Shell text that the batch scripts of all schedulers share."""
+"""What the batch scripts of all schedulers have in common, as shell text."""
 
 from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Sequence
+
+from parsl_freetrain.sites.batch.options import BatchOptions
+
+
+def batch_script(
+    directives: Iterable[str], options: BatchOptions, worker_init: str, lifetime: str, run: str
+) -> str:
+    """The batch script of one block.
+
+    Parameters
+    ----------
+    directives
+        Complete lines for the scheduler, such as ``#SBATCH --nodes=2``.
+    worker_init
+        Shell lines to run after those of the options.
+    lifetime
+        Shell lines that set ``left``, the number of seconds until the scheduler ends the job;
+        ``SECONDS`` counts from its beginning.
+    run
+        Shell lines that run the block for ``left`` seconds, by ``timeout``, and set ``status``.
+    """
+    head = '\n'.join(directives)
+    init = ''.join(
+        f'{lines.strip()}\n' for lines in (options.worker_init, worker_init) if lines.strip()
+    )
+    return f"""#!/bin/bash
+{head}
+
+SECONDS=0
+{init}
+{lifetime}left=$((left - {math.ceil(options.ending_s)}))
+[ "$left" -gt 0 ] || exit 0
+
+{run}[ "$status" != 124 ] || status=0
+exit "$status"
+"""
+
+
+def until_deadline(deadline: int | None) -> str:
+    """Shell lines that shorten ``left`` so that the block ends by a time of ``time.time()``."""
+    if deadline is None:
+        return ''
+    return f"""hole=$(({deadline} - $(date +%s)))
+[ "$hole" -ge "$left" ] || left=$hole
+"""
+
+
+def run_with_launcher(launch: Sequence[str], command: str, grace_s: float) -> str:
+    """Shell lines that run a command on each node where only the batch script gets signals.
+
+    At a SIGTERM the script passes it on and waits, so that the nodes have time to save: the
+    scheduler ends the job as soon as its first process ends.
+
+    Parameters
+    ----------
+    launch
+        Starts one process on each node.
+    grace_s
+        What the nodes get between SIGTERM and SIGKILL, in seconds.
+    """
+    return f"""node={shlex.quote(on_each_node('"$(hostname -s)"', forwards=True))}
+trap '[ -z "$running" ] || kill -TERM "$running" 2>/dev/null' TERM
+timeout --kill-after={math.ceil(grace_s)} "$left" {shlex.join(launch)} \
+/bin/bash -c "$node" freetrain-node {shlex.quote(command)} </dev/null &
+running=$!
+while kill -0 "$running" 2>/dev/null; do wait "$running"; done
+wait "$running"; status=$?
+"""
 
 
 def on_each_node(name: str, forwards: bool = False) -> str:
@@ -11,16 +83,24 @@ def on_each_node(name: str, forwards: bool = False) -> str:
     name
         A shell word that is the node's name there.
     forwards
-        Whether the scheduler's signals reach only the first process of a node, which passes them on then.
+        Whether the scheduler's signals reach only the first process of a node, which then passes
+        them on.
 
     Notes
     -----
-    The command has a process group of its own, so that nothing that it started outlives it and holds the node. At a preemption
-    it gets SIGTERM and knows what to do then; this waits for it. A signal interrupts a ``wait``, and the command may be over before the
-    first one: its status is asked for once it is gone.
+    The command has a process group of its own, so that nothing that it started outlives it and
+    holds the node. At a preemption it gets SIGTERM and knows what to do; this shell waits for it. A
+    signal interrupts a ``wait``, and the command may be over before the first one, so its status is
+    asked for once it is gone.
     """
-    traps = 'trap : TERM USR1' if not forwards else '\n'.join(
-        f'trap \'[ -z "$command" ] || kill -{signal} -- "-$command" 2>/dev/null\' {signal}' for signal in ('TERM', 'USR1'))
+    traps = (
+        'trap : TERM USR1'
+        if not forwards
+        else '\n'.join(
+            f'trap \'[ -z "$command" ] || kill -{signal} -- "-$command" 2>/dev/null\' {signal}'
+            for signal in ('TERM', 'USR1')
+        )
+    )
     return f"""export FREETRAIN_NODE={name}
 {traps}
 setsid /bin/bash -c "$1" &

@@ -11,19 +11,42 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 
-from parsl_freetrain.sites.batch.records import Job, Nodes, NotUnderstood, Partition, Reservation
+from parsl_freetrain.sites.batch.records import (
+    BatchJob,
+    JobState,
+    NodeReservation,
+    Nodes,
+    NotUnderstood,
+    Partition,
+)
 
-_FIELDS = ('JobID', 'User', 'State', 'Nodes', 'Location', 'Queue', 'WallTime', 'StartTime', 'JobName')
+_FIELDS = (
+    'JobID',
+    'User',
+    'State',
+    'Nodes',
+    'Location',
+    'Queue',
+    'WallTime',
+    'StartTime',
+    'JobName',
+)
 JOBS = ('qstat', '--header', ':'.join(_FIELDS), '-l')
 NODES = ('nodelist',)
 QUEUES = ('qstat', '-Q', '-l')
 RESERVATIONS = ('showres',)
 
-_STATES = {'running': 'RUNNING', 'starting': 'CONFIGURING', 'killing': 'COMPLETING', 'exiting': 'COMPLETING'}
+_STATES = {
+    'queued': JobState.PENDING,
+    'running': JobState.RUNNING,
+    'starting': JobState.STARTING,
+    'killing': JobState.ENDING,
+    'exiting': JobState.ENDING,
+}
 
 
-def parse_jobs(answer: str, pool: str) -> tuple[Job, ...]:
-    """Jobs in the answer to :data:`JOBS`; whatever is queued or held is pending.
+def parse_jobs(answer: str, pool: str) -> tuple[BatchJob, ...]:
+    """Jobs in the answer to :data:`JOBS`.
 
     Parameters
     ----------
@@ -38,19 +61,35 @@ def parse_jobs(answer: str, pool: str) -> tuple[Job, ...]:
     found = []
     for job in _vertical(answer, 'JobID'):
         try:
-            state = _STATES.get(job['State'], 'PENDING' if job['State'] == 'queued' or 'hold' in job['State'] or 'dep_' in job['State']
-                                else job['State'].upper())
+            held = 'hold' in job['State'] or 'dep_' in job['State']
+            state = _STATES.get(job['State'], JobState.HELD if held else JobState.UNKNOWN)
             start_s = _time(job['StartTime']) if job['StartTime'] != 'N/A' else None
             end_s = start_s + duration_s(job['WallTime']) if start_s is not None else None
-            found.append(Job(job['JobID'], state, pool, int(job['Nodes']), start_s, end_s, (), nodes_in(job['Location']), job['User'],
-                             job['State'], job['JobName']))
+            found.append(
+                BatchJob(
+                    job['JobID'],
+                    state,
+                    pool,
+                    int(job['Nodes']),
+                    start_s,
+                    end_s,
+                    (),
+                    nodes_in(job['Location']),
+                    job['User'],
+                    job['State'],
+                    job['JobName'],
+                )
+            )
         except (KeyError, ValueError) as error:
-            raise NotUnderstood(f'qstat answered {job}, which does not have the fields {":".join(_FIELDS)}: {error}') from error
+            raise NotUnderstood(
+                f'qstat answered {job}, which does not have the fields {":".join(_FIELDS)}: {error}'
+            ) from error
     return tuple(found)
 
 
 def parse_nodes(answer: str, queue: str, now: float) -> tuple[Nodes, ...]:
-    """Nodes of a queue in the answer to :data:`NODES`, with the time until which the scheduler lets jobs be backfilled there.
+    """Nodes of a queue in the answer to :data:`NODES`, with the time until which the scheduler lets
+    jobs be backfilled there.
 
     Parameters
     ----------
@@ -66,14 +105,25 @@ def parse_nodes(answer: str, queue: str, now: float) -> tuple[Nodes, ...]:
     for row in _table(answer, 'Node_id'):
         try:
             if queue in row['Queues'].split(':'):
-                features = tuple(f'{name.lower()}={row[name]}' for name in ('MCDRAM', 'NUMA') if row.get(name, '-') != '-')
+                features = tuple(
+                    f'{name.lower()}={row[name]}'
+                    for name in ('MCDRAM', 'NUMA')
+                    if row.get(name, '-') != '-'
+                )
                 backfill = row.get('Backfill', '-')
                 # To the minute: two nodes that are drained for one job make one hole.
                 until_s = (now + duration_s(backfill)) // 60 * 60 if ':' in backfill else None
-                alike[row['Status'], features, until_s].append(f'nid{int(row["Node_id"].strip("[]")):05}')
+                alike[row['Status'], features, until_s].append(
+                    f'nid{int(row["Node_id"].strip("[]")):05}'
+                )
         except (KeyError, ValueError) as error:
-            raise NotUnderstood(f'nodelist answered {row}, which is not as documented: {error}') from error
-    return tuple(Nodes(queue, tuple(names), state, '', features, until_s=until_s) for (state, features, until_s), names in alike.items())
+            raise NotUnderstood(
+                f'nodelist answered {row}, which is not as documented: {error}'
+            ) from error
+    return tuple(
+        Nodes(queue, tuple(names), state, '', features, until_s=until_s)
+        for (state, features, until_s), names in alike.items()
+    )
 
 
 def parse_queues(answer: str) -> dict[str, Partition]:
@@ -89,16 +139,21 @@ def parse_queues(answer: str) -> dict[str, Partition]:
         limit = {name: value for name, value in queue.items() if value not in ('None', '-', '')}
         try:
             found[queue['Name']] = Partition(
-                queue['Name'], queue.get('State') == 'running', duration_s(limit['MaxTime']) if 'MaxTime' in limit else None,
+                queue['Name'],
+                queue.get('State') == 'running',
+                duration_s(limit['MaxTime']) if 'MaxTime' in limit else None,
                 most_nodes=int(limit['MaxUserNodes']) if 'MaxUserNodes' in limit else None,
                 shortest_s=duration_s(limit.get('MinTime', '0')),
-                most_waiting=int(limit['MaxQueued']) if 'MaxQueued' in limit else None)
+                most_waiting=int(limit['MaxQueued']) if 'MaxQueued' in limit else None,
+            )
         except ValueError as error:
-            raise NotUnderstood(f'qstat -Q answered {queue}, which is not as documented: {error}') from error
+            raise NotUnderstood(
+                f'qstat -Q answered {queue}, which is not as documented: {error}'
+            ) from error
     return found
 
 
-def parse_reservations(answer: str) -> tuple[Reservation, ...]:
+def parse_reservations(answer: str) -> tuple[NodeReservation, ...]:
     """Reservations in the answer to :data:`RESERVATIONS`, those without nodes left out.
 
     Raises
@@ -113,29 +168,42 @@ def parse_reservations(answer: str) -> tuple[Reservation, ...]:
             hours, minutes = row['Duration'].split(':')[:2]
             nodes = nodes_in(row.get('Nodes', row.get('Partitions', '')))
         except (KeyError, ValueError) as error:
-            raise NotUnderstood(f'showres answered {row}, which is not as documented: {error}') from error
+            raise NotUnderstood(
+                f'showres answered {row}, which is not as documented: {error}'
+            ) from error
         if nodes:
-            found.append(Reservation(row['Reservation'], start_s, start_s + 3600 * int(hours) + 60 * int(minutes), nodes))
+            found.append(
+                NodeReservation(
+                    row['Reservation'],
+                    start_s,
+                    start_s + 3600 * int(hours) + 60 * int(minutes),
+                    nodes,
+                )
+            )
     return tuple(found)
 
 
-def ended(log: str) -> str | None:
-    """How a job has ended, in Slurm's words, from its log; None where that does not tell."""
+def ended(log: str) -> JobState | None:
+    """How a job has ended, from its log; None where that does not tell."""
     if 'maximum execution time exceeded' in log:
-        return 'TIMEOUT'
+        return JobState.TIMED_OUT
     if re.search(r'user delete|delet(?:ed|ion) (?:by|requested)|qdel', log):
-        return 'CANCELLED'
+        return JobState.CANCELLED
     if codes := re.findall(r'task completed \w+ with an exit code of (-?\d+)', log):
-        return 'COMPLETED' if codes[-1] == '0' else 'FAILED'
+        return JobState.COMPLETED if codes[-1] == '0' else JobState.FAILED
     return None
 
 
 def nodes_in(location: str) -> tuple[str, ...]:
-    """Names of the nodes ``20-22,24``; none for what is no list of node numbers."""
+    """Names of the nodes ``20-22,24``; empty if this is no list of node numbers."""
     if not re.fullmatch(r'\d+(-\d+)?(,\d+(-\d+)?)*', location):
         return ()
     ranges = (part.partition('-') for part in location.split(','))
-    return tuple(f'nid{number:05}' for first, _, last in ranges for number in range(int(first), int(last or first) + 1))
+    return tuple(
+        f'nid{number:05}'
+        for first, _, last in ranges
+        for number in range(int(first), int(last or first) + 1)
+    )
 
 
 def duration_s(text: str) -> float:
@@ -185,10 +253,15 @@ def _table(answer: str, first: str) -> Iterator[dict[str, str]]:
     top = next((number for number, line in enumerate(lines) if line.startswith(first)), None)
     if top is None:
         if answer.strip():
-            raise NotUnderstood(f'the answer {answer[:80]!r} is not a table with the column {first}')
+            raise NotUnderstood(
+                f'the answer {answer[:80]!r} is not a table with the column {first}'
+            )
         return
     heads = [(found.start(), found[0]) for found in re.finditer(r'\S+(?: \S+)*', lines[top])]
     ends = [start for start, _ in heads[1:]] + [10_000]
-    for line in lines[top + 1:]:
+    for line in lines[top + 1 :]:
         if line.strip() and not line.startswith('='):
-            yield {name: line[start:end].strip() for (start, name), end in zip(heads, ends, strict=True)}
+            yield {
+                name: line[start:end].strip()
+                for (start, name), end in zip(heads, ends, strict=True)
+            }

@@ -1,4 +1,4 @@
-"""What a site config says about a machine with Cobalt beside what holds for every batch scheduler."""
+"""The settings of a queue of Cobalt, in addition to those of every batch scheduler."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from parsl_freetrain.sites.batch.options import BatchOptions, Line, Word
+from parsl_freetrain.sites.batch.options import BatchOptions, Line, Option, Word
 
 Attribute = Annotated[str, Field(pattern=r'^[^\s:=\x00-\x1f]+$')]
 
 
 class CobaltOptions(BatchOptions):
-    """One queue of a machine with Cobalt, and how blocks are asked for there; see also BatchOptions.
+    """One queue of a machine with Cobalt; see also BatchOptions.
 
     Attributes
     ----------
     queue
         Where blocks are submitted.
     mcdram, numa
-        Memory mode of KNL nodes, such as 'cache' or 'flat' and 'quad': only nodes that are in this mode count as part of a hole, as
-        a change reboots them. None: any, and not asked for.
+        Memory mode of KNL nodes, such as 'cache' or 'flat' and 'quad'. Only nodes in this mode
+        count as part of a hole, since a change reboots them. None: any mode.
     filesystems
         As for ``--attrs filesystems=``.
     attrs
@@ -34,7 +34,7 @@ class CobaltOptions(BatchOptions):
     numa: Attribute | None = None
     filesystems: tuple[Attribute, ...] = ()
     attrs: dict[Attribute, Attribute] = Field(default_factory=dict)
-    cobalt_options: tuple[Line, ...] = ()
+    cobalt_options: tuple[Option, ...] = ()
     aprun_options: tuple[Line, ...] = ('-cc', 'none')
 
     @field_validator('requeue')
@@ -46,4 +46,8 @@ class CobaltOptions(BatchOptions):
 
     def modes(self) -> dict[str, str]:
         """Attributes that a node must have."""
-        return {name: value for name, value in (('mcdram', self.mcdram), ('numa', self.numa)) if value is not None}
+        return {
+            name: value
+            for name, value in (('mcdram', self.mcdram), ('numa', self.numa))
+            if value is not None
+        }

@@ -6,10 +6,16 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.sites.batch.commands import Commands, Refused, SchedulerSilent, in_one_line
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.sites.batch.commands import Commands, SchedulerRefused
 from parsl_freetrain.sites.batch.holes import Wanted
-from parsl_freetrain.sites.batch.records import Job, Nodes, Partition, Reservation
+from parsl_freetrain.sites.batch.records import (
+    BatchJob,
+    JobState,
+    NodeReservation,
+    Nodes,
+    Partition,
+)
 from parsl_freetrain.sites.batch.shape import BlockShape, Place
 from parsl_freetrain.sites.cobalt import answers
 from parsl_freetrain.sites.cobalt.options import CobaltOptions
@@ -19,12 +25,14 @@ _UNREACHED = ('failed to connect', 'unable to connect', 'connection refused')
 
 
 class Cobalt:
-    """One queue of a machine with Cobalt; a :class:`~parsl_freetrain.sites.batch.scheduler.Scheduler`."""
+    """One queue of a machine with Cobalt; a
+    :class:`~parsl_freetrain.sites.batch.scheduler.Scheduler`.
+    """
 
     label = 'Cobalt'
     step_s = 60
-    script_mode = 0o700     # Cobalt runs the script itself, and not a copy
-    history_every_s = 0.0   # it is in files of the block's own
+    script_mode = 0o700  # Cobalt runs the script itself, and not a copy
+    history_every_s = 0.0  # it is in files of the block's own
 
     def __init__(self, options: CobaltOptions, clock: Callable[[], float] = time.time) -> None:
         self._options = options
@@ -35,7 +43,10 @@ class Cobalt:
         """The queue."""
         queues = answers.parse_queues(self.client.ask(answers.QUEUES))
         if self._options.queue not in queues:
-            raise BadInput(f'Cobalt has no queue {self._options.queue!r}; it has {", ".join(sorted(queues)) or "none that you may see"}.')
+            raise BadInput(
+                f'Cobalt has no queue {self._options.queue!r}; it has '
+                f'{", ".join(sorted(queues)) or "none that you may see"}.'
+            )
         return queues[self._options.queue]
 
     def wanted(self) -> Wanted:
@@ -43,24 +54,30 @@ class Cobalt:
         modes = frozenset(f'{name}={value}' for name, value in self._options.modes().items())
         return Wanted(self._options.queue, (modes,) if modes else ())
 
-    def jobs(self) -> tuple[Job, ...]:
+    def jobs(self) -> tuple[BatchJob, ...]:
         """``qstat``."""
         return answers.parse_jobs(self.client.ask(answers.JOBS), self._options.queue)
 
     def nodes(self) -> tuple[Nodes, ...]:
         """``nodelist``."""
-        return answers.parse_nodes(self.client.ask(answers.NODES), self._options.queue, self._clock())
+        return answers.parse_nodes(
+            self.client.ask(answers.NODES), self._options.queue, self._clock()
+        )
 
-    def reservations(self) -> tuple[Reservation, ...]:
+    def reservations(self) -> tuple[NodeReservation, ...]:
         """``showres``."""
         return answers.parse_reservations(self.client.ask(answers.RESERVATIONS))
 
-    def history(self, places: dict[str, Place]) -> dict[str, str]:
+    def history(self, places: dict[str, Place]) -> dict[str, JobState]:
         """What each job's own log says; Cobalt itself forgets a job that is over."""
         found = {}
         for job_id, place in places.items():
             try:
-                state = answers.ended(Path(log_of(place)).read_text(errors='replace')) if place.stdout else None
+                state = (
+                    answers.ended(Path(log_of(place)).read_text(errors='replace'))
+                    if place.stdout
+                    else None
+                )
             except OSError:
                 continue
             if state is not None:
@@ -76,16 +93,13 @@ class Cobalt:
 
     def submit(self, script: Path) -> str:
         """``qsub``, whose options stand in the script."""
-        done = self.client.run(('qsub', str(script)))
-        if any(words in done.stderr.lower() for words in _UNREACHED):
-            raise SchedulerSilent(f'qsub did not reach Cobalt: {in_one_line(done.stderr)}')
-        words = done.stdout.split()
-        if done.returncode or not words or not words[-1].isdigit():
-            raise Refused(f'qsub refused the script {script}: {in_one_line(done.stderr) or "it gave no job id"}')
-        return words[-1]
+        job_id = self.client.submit(('qsub', str(script)), _UNREACHED).split()[-1]
+        if not job_id.isdigit():
+            raise SchedulerRefused(
+                f'qsub refused the script {script}: it gave the job id {job_id!r}'
+            )
+        return job_id
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         """``qdel``; jobs that it does not find are over."""
-        done = self.client.run(('qdel', *job_ids))
-        if done.returncode and 'not found' not in done.stderr.lower() and 'no jobs' not in done.stderr.lower():
-            raise SchedulerSilent(f'qdel of {", ".join(job_ids)} failed with status {done.returncode}: {in_one_line(done.stderr)}')
+        self.client.cancel(('qdel', *job_ids), ('not found', 'no jobs'))

@@ -1,19 +1,23 @@
-"""Batch scripts for Cobalt's qsub: pure text, every value of a user's quoted."""
+"""Batch scripts for qsub of Cobalt; every value of a user is quoted."""
 
 from __future__ import annotations
 
-import math
 import re
-import shlex
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.batch.shape import BlockShape, Place
-from parsl_freetrain.sites.batch.shell import on_each_node
+from parsl_freetrain.sites.batch.shell import batch_script, run_with_launcher, until_deadline
 from parsl_freetrain.sites.cobalt.options import CobaltOptions
 
+_GRACE_S = 10.0
 
-def render(options: CobaltOptions, shape: BlockShape, place: Place, command: str, worker_init: str = '') -> str:
-    """The batch script of one block; it runs on a service node, and aprun starts one process on each compute node.
+
+def render(
+    options: CobaltOptions, shape: BlockShape, place: Place, command: str, worker_init: str = ''
+) -> str:
+    """The batch script of one block.
+
+    It runs on a service node, and aprun starts one process on each compute node.
 
     Parameters
     ----------
@@ -27,12 +31,14 @@ def render(options: CobaltOptions, shape: BlockShape, place: Place, command: str
     BadInput
         A path with a space or a quote, which Cobalt's directives cannot hold.
     """
-    head = '\n'.join(f'#COBALT {line}' for line in _directives(options, shape, place))
-    init = ''.join(f'{lines.strip()}\n' for lines in (options.worker_init, worker_init) if lines.strip())
-    aprun = shlex.join(['aprun', '-n', str(shape.nodes), '-N', '1', *options.aprun_options])
-    deadline = '' if shape.deadline is None else _DEADLINE.format(deadline=shape.deadline)
-    return _SCRIPT.format(head=head, init=init, aprun=aprun, node=shlex.quote(on_each_node('"$(hostname -s)"', forwards=True)),
-                          command=shlex.quote(command), limit=shape.walltime_s, ending=math.ceil(options.ending_s), deadline=deadline)
+    launch = ['aprun', '-n', str(shape.nodes), '-N', '1', *options.aprun_options]
+    return batch_script(
+        (f'#COBALT {line}' for line in _directives(options, shape, place)),
+        options,
+        worker_init,
+        _LIFETIME.format(limit=shape.walltime_s) + until_deadline(shape.deadline),
+        run_with_launcher(launch, command, _GRACE_S),
+    )
 
 
 def _directives(options: CobaltOptions, shape: BlockShape, place: Place) -> list[str]:
@@ -41,8 +47,15 @@ def _directives(options: CobaltOptions, shape: BlockShape, place: Place) -> list
         attrs['filesystems'] = ','.join(options.filesystems)
     if shape.names:
         attrs['location'] = ','.join(str(int(name.removeprefix('nid'))) for name in shape.names)
-    said = [f'--jobname {place.name}', f'-o {_path(place.stdout)}', f'-e {_path(place.stderr)}', f'--debuglog {_path(log_of(place))}',
-            f'-q {options.queue}', f'-n {shape.nodes}', f'-t {shape.walltime_s // 60}']
+    said = [
+        f'--jobname {place.name}',
+        f'-o {_path(place.stdout)}',
+        f'-e {_path(place.stderr)}',
+        f'--debuglog {_path(log_of(place))}',
+        f'-q {options.queue}',
+        f'-n {shape.nodes}',
+        f'-t {shape.walltime_s // 60}',
+    ]
     if options.account is not None:
         said.append(f'-A {options.account}')
     if attrs:
@@ -57,33 +70,15 @@ def log_of(place: Place) -> str:
 
 def _path(path: str) -> str:
     if re.search(r'[\s\'"\\]', path):
-        raise BadInput(f'Cobalt cannot write to {path!r}, because of a space, a quote or a backslash in it; '
-                       f'use a folder with another name.')
+        raise BadInput(
+            f'Cobalt cannot write to {path!r}, because of a space, a quote or a backslash in it; '
+            f'use a folder with another name.'
+        )
     return path
 
 
-_SCRIPT = """#!/bin/bash
-{head}
-
-SECONDS=0
-{init}
-case $COBALT_ENDTIME in
+_LIFETIME = """case $COBALT_ENDTIME in
     ''|*[!0-9]*) left=$(({limit} - SECONDS)) ;;
     *) left=$((COBALT_ENDTIME - $(date +%s))) ;;
 esac
-{deadline}left=$((left - {ending}))
-[ "$left" -gt 0 ] || exit 0
-
-node={node}
-trap '[ -z "$running" ] || kill -TERM "$running" 2>/dev/null' TERM
-timeout --kill-after=10 "$left" {aprun} /bin/bash -c "$node" freetrain-node {command} </dev/null &
-running=$!
-while kill -0 "$running" 2>/dev/null; do wait "$running"; done
-wait "$running"; status=$?
-[ "$status" != 124 ] || status=0
-exit "$status"
-"""
-
-_DEADLINE = """hole=$(({deadline} - $(date +%s)))
-[ "$hole" -ge "$left" ] || left=$hole
 """

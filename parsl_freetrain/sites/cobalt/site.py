@@ -8,12 +8,14 @@ from parsl_freetrain.sites.batch.scheduler import Scheduler
 from parsl_freetrain.sites.batch.site import BatchSite
 from parsl_freetrain.sites.cobalt.options import CobaltOptions
 from parsl_freetrain.sites.cobalt.scheduler import Cobalt
+from parsl_freetrain.sites.registry import SiteType
 
 
 class CobaltSite(BatchSite):
     """One queue of a machine with Cobalt.
 
-    The parameters are those of :class:`~parsl_freetrain.sites.batch.site.BatchSite`, the settings those of
+    The parameters are those of :class:`~parsl_freetrain.sites.batch.site.BatchSite`, the settings
+    those of
     :class:`~parsl_freetrain.sites.cobalt.options.CobaltOptions`.
     """
 
@@ -24,3 +26,13 @@ class CobaltSite(BatchSite):
 
     def scheduler(self, clock: Callable[[], float]) -> Scheduler:
         return Cobalt(self.options, clock)
+
+
+SITE_TYPE = SiteType(
+    'cobalt',
+    'Cobalt',
+    CobaltSite,
+    CobaltOptions,
+    programs=('qsub', 'qstat', 'qdel', 'nodelist', 'showres'),
+    version=('qstat', '--version'),
+)

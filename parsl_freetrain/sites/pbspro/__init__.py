@@ -1,9 +1,11 @@
-"""PBS Pro and OpenPBS: holes between other people's jobs, and blocks that the scheduler shrinks to fit them."""
+"""PBS Pro and OpenPBS: holes between other people's jobs, and blocks that the scheduler shrinks to
+fit them.
+"""
 
 from __future__ import annotations
 
 from parsl_freetrain.sites.batch.options import Mode
 from parsl_freetrain.sites.pbspro.options import PbsOptions
-from parsl_freetrain.sites.pbspro.site import PbsSite
+from parsl_freetrain.sites.pbspro.site import SITE_TYPE, PbsSite
 
-__all__ = ['Mode', 'PbsOptions', 'PbsSite']
+__all__ = ['SITE_TYPE', 'Mode', 'PbsOptions', 'PbsSite']

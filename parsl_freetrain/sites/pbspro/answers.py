@@ -1,6 +1,7 @@
 """What PBS answers, as records: documents of qstat and pbsnodes, and the text of pbs_rstat.
 
-Documented in the PBS Reference Guide; exit statuses and substates of finished jobs are those of OpenPBS's ``job.h``.
+Documented in the PBS Reference Guide; exit statuses and substates of finished jobs are those of
+OpenPBS's ``job.h``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from parsl_freetrain.sites.batch.records import Job, Nodes, NotUnderstood, Partition, Reservation
+from parsl_freetrain.sites.batch.records import (
+    BatchJob,
+    JobState,
+    NodeReservation,
+    Nodes,
+    NotUnderstood,
+    Partition,
+)
 from parsl_freetrain.sites.pbspro.documents import document
 
 JOBS = ('qstat', '-f', '-F', 'json')
@@ -19,10 +27,21 @@ NODES = ('pbsnodes', '-a', '-F', 'json')
 QUEUES = ('qstat', '-Q', '-f', '-F', 'json')
 RESERVATIONS = ('pbs_rstat', '-f')
 
-# Letters of job_state in Slurm's words. H: held, W: waits for a date, T: on its way to another queue, M: moved to another server.
-_STATES = {'Q': 'PENDING', 'H': 'PENDING', 'W': 'PENDING', 'T': 'PENDING', 'B': 'PENDING', 'R': 'RUNNING', 'E': 'COMPLETING',
-           'S': 'SUSPENDED', 'U': 'SUSPENDED', 'M': 'MOVED'}
-_DELETED = 91               # substate: ended by qdel, or by a preemption that deletes
+# Letters of job_state. W: waits for a date, T: on its way to another queue, B: an array that has
+# begun, U: suspended because its workstation is in use. M, moved to another server, is not ours.
+_STATES = {
+    'Q': JobState.PENDING,
+    'H': JobState.HELD,
+    'W': JobState.HELD,
+    'T': JobState.HELD,
+    'B': JobState.HELD,
+    'R': JobState.RUNNING,
+    'E': JobState.ENDING,
+    'S': JobState.SUSPENDED,
+    'U': JobState.SUSPENDED,
+}
+_WITH_NODES = (JobState.RUNNING, JobState.ENDING, JobState.SUSPENDED)
+_DELETED = 91  # substate: ended by qdel, or by a preemption that deletes
 _OVER_WALLTIME = -29
 _OVER_MEMORY = (-26, -27)
 _ON_SIGTERM = (128 + 15, 256 + 15)
@@ -33,13 +52,14 @@ def history_of(job_ids: list[str]) -> tuple[str, ...]:
     return ('qstat', '-x', '-f', '-F', 'json', *job_ids)
 
 
-def parse_jobs(answer: str, pool: str) -> tuple[Job, ...]:
+def parse_jobs(answer: str, pool: str) -> tuple[BatchJob, ...]:
     """Jobs in the answer to :data:`JOBS` or :func:`history_of`.
 
     Parameters
     ----------
     pool
-        What is called the partition of every job: queues share the nodes, so a planned job without planned nodes may get any.
+        What is called the partition of every job: queues share the nodes, so a planned job without
+        planned nodes may get any.
 
     Raises
     ------
@@ -47,50 +67,69 @@ def parse_jobs(answer: str, pool: str) -> tuple[Job, ...]:
         It is not such a document.
     """
     try:
-        return tuple(_job(job_id, job, pool) for job_id, job in document(answer, 'qstat').get('Jobs', {}).items() if 'job_state' in job)
+        return tuple(
+            _job(job_id, job, pool)
+            for job_id, job in document(answer, 'qstat').get('Jobs', {}).items()
+            if 'job_state' in job
+        )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise NotUnderstood(f'the document of qstat is not as expected: {type(error).__name__} {error}') from error
+        raise NotUnderstood(
+            f'the document of qstat is not as expected: {type(error).__name__} {error}'
+        ) from error
 
 
-def _job(job_id: str, job: Mapping[str, Any], pool: str) -> Job:
+def _job(job_id: str, job: Mapping[str, Any], pool: str) -> BatchJob:
     letter, resources = job['job_state'], job.get('Resource_List', {})
-    state = _ended(job) if letter in ('F', 'X') else _STATES.get(letter, f'LETTER_{letter}')
+    state = _ended(job) if letter in ('F', 'X') else _STATES.get(letter, JobState.UNKNOWN)
     start_s = end_s = None
     planned: tuple[str, ...] = ()
     if letter == 'Q' and 'start_time' in (estimate := job.get('estimated', {})):
         start_s, planned = _time(estimate['start_time']), _hosts(estimate.get('exec_vnode', ''))
-    elif state in ('RUNNING', 'COMPLETING', 'SUSPENDED') and 'stime' in job:
+    elif state in _WITH_NODES and 'stime' in job:
         start_s = _time(job['stime'])
         end_s = start_s + seconds(resources['walltime']) if 'walltime' in resources else None
-    names = _hosts(job.get('exec_vnode', '')) if state in ('RUNNING', 'COMPLETING', 'SUSPENDED') else ()
-    return Job(job_id, state, pool, int(resources.get('nodect', len(names) or 1)), start_s, end_s, planned, names,
-               str(job.get('Job_Owner', '')).split('@')[0], str(job.get('comment', '')), str(job.get('Job_Name', '')),
-               int(job.get('run_count', 0)))
+    names = _hosts(job.get('exec_vnode', '')) if state in _WITH_NODES else ()
+    return BatchJob(
+        job_id,
+        state,
+        pool,
+        int(resources.get('nodect', len(names) or 1)),
+        start_s,
+        end_s,
+        planned,
+        names,
+        str(job.get('Job_Owner', '')).split('@')[0],
+        str(job.get('comment', '')),
+        str(job.get('Job_Name', '')),
+        int(job.get('run_count', 0)),
+    )
 
 
-def _ended(job: Mapping[str, Any]) -> str:
-    """How a finished job has ended, in Slurm's words.
+def _ended(job: Mapping[str, Any]) -> JobState:
+    """How a finished job has ended.
 
-    A preemption that deletes looks like a qdel, but for the comment, and a job that ends itself on SIGTERM was preempted or told to.
+    A preemption that deletes looks like a qdel, but for the comment, and a job that ends itself on
+    SIGTERM was preempted or told to.
     """
     if 'preempt' in str(job.get('comment', '')).lower():
-        return 'PREEMPTED'
+        return JobState.PREEMPTED
     status = int(job['Exit_status']) if 'Exit_status' in job else None
     if job.get('substate') == _DELETED or status is None:
-        return 'CANCELLED'
+        return JobState.CANCELLED
     if status == 0:
-        return 'COMPLETED'
+        return JobState.COMPLETED
     if status == _OVER_WALLTIME:
-        return 'TIMEOUT'
+        return JobState.TIMED_OUT
     if status in _OVER_MEMORY:
-        return 'OUT_OF_MEMORY'
+        return JobState.OUT_OF_MEMORY
     if status in _ON_SIGTERM:
-        return 'PREEMPTED'
-    return 'BOOT_FAIL' if status < 0 else 'FAILED'
+        return JobState.PREEMPTED
+    return JobState.BOOT_FAILED if status < 0 else JobState.FAILED
 
 
 def parse_nodes(answer: str, queue: str, resources: Mapping[str, str]) -> tuple[Nodes, ...]:
-    """Hosts in the answer to :data:`NODES` that have these resources; one counts as idle if all of its vnodes are.
+    """Hosts in the answer to :data:`NODES` that have these resources; one counts as idle if all of
+    its vnodes are.
 
     Raises
     ------
@@ -104,13 +143,22 @@ def parse_nodes(answer: str, queue: str, resources: Mapping[str, str]) -> tuple[
         alike: dict[tuple[str, int], list[str]] = defaultdict(list)
         for name, vnodes in hosts.items():
             # The natural vnode of a host that is divided into several has nothing to give.
-            useful = [v for v in vnodes if _count(v.get('resources_available', {}).get('ncpus', 0))] or vnodes
-            if all(v.get('queue', queue) == queue and _has(v.get('resources_available', {}), resources) for v in useful):
+            useful = [
+                v for v in vnodes if _count(v.get('resources_available', {}).get('ncpus', 0))
+            ] or vnodes
+            if all(
+                v.get('queue', queue) == queue and _has(v.get('resources_available', {}), resources)
+                for v in useful
+            ):
                 gpus = sum(_count(v.get('resources_available', {}).get('ngpus', 0)) for v in useful)
                 alike[_node_state(useful), gpus].append(name)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise NotUnderstood(f'the document of pbsnodes is not as expected: {type(error).__name__} {error}') from error
-    return tuple(Nodes(queue, tuple(names), state, gpus=gpus) for (state, gpus), names in alike.items())
+        raise NotUnderstood(
+            f'the document of pbsnodes is not as expected: {type(error).__name__} {error}'
+        ) from error
+    return tuple(
+        Nodes(queue, tuple(names), state, gpus=gpus) for (state, gpus), names in alike.items()
+    )
 
 
 def _node_state(vnodes: list[Mapping[str, Any]]) -> str:
@@ -123,7 +171,9 @@ def _node_state(vnodes: list[Mapping[str, Any]]) -> str:
 
 def _has(available: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:
     for name, value in wanted.items():
-        here = str(available.get(name, 'False'))    # a boolean that a node does not have counts as false
+        here = str(
+            available.get(name, 'False')
+        )  # a boolean that a node does not have counts as false
         if value.isdigit():
             if _count(here) < int(value):
                 return False
@@ -156,16 +206,26 @@ def limits(name: str, queue: Mapping[str, Any]) -> Partition:
     """
     least, most = queue.get('resources_min', {}), queue.get('resources_max', {})
     try:
-        waiting = [int(count) for count in re.findall(r'[uo]:PBS_(?:GENERIC|ALL)=(\d+)', str(queue.get('max_queued', '')))]
+        waiting = [
+            int(count)
+            for count in re.findall(
+                r'[uo]:PBS_(?:GENERIC|ALL)=(\d+)', str(queue.get('max_queued', ''))
+            )
+        ]
         return Partition(
-            name, queue.get('started', 'True') == 'True', seconds(most['walltime']) if 'walltime' in most else None,
-            int(least.get('nodect', 0)), int(most['nodect']) if 'nodect' in most else None,
-            shortest_s=seconds(least.get('walltime', 0)), most_waiting=min(waiting, default=None))
+            name,
+            queue.get('started', 'True') == 'True',
+            seconds(most['walltime']) if 'walltime' in most else None,
+            int(least.get('nodect', 0)),
+            int(most['nodect']) if 'nodect' in most else None,
+            shortest_s=seconds(least.get('walltime', 0)),
+            most_waiting=min(waiting, default=None),
+        )
     except (ValueError, TypeError) as error:
         raise NotUnderstood(f'a limit of the queue {name!r} is not as expected: {error}') from error
 
 
-def parse_reservations(answer: str) -> tuple[Reservation, ...]:
+def parse_reservations(answer: str) -> tuple[NodeReservation, ...]:
     """Reservations in the answer to :data:`RESERVATIONS`, those without nodes left out.
 
     Raises
@@ -180,9 +240,11 @@ def parse_reservations(answer: str) -> tuple[Reservation, ...]:
         try:
             start_s, end_s = _time(fields['reserve_start']), _time(fields['reserve_end'])
         except (KeyError, ValueError) as error:
-            raise NotUnderstood(f'pbs_rstat answered for {name[:80]!r} without times: {error}') from error
+            raise NotUnderstood(
+                f'pbs_rstat answered for {name[:80]!r} without times: {error}'
+            ) from error
         if nodes := _hosts(fields.get('resv_nodes', '')):
-            found.append(Reservation(name.strip(), start_s, end_s, nodes))
+            found.append(NodeReservation(name.strip(), start_s, end_s, nodes))
     return tuple(found)
 
 

@@ -1,7 +1,8 @@
 """JSON as PBS writes it, which is not always JSON.
 
-qstat copies environment variables, comments and arguments into its documents with little care: line ends and tabs, quotes,
-lone backslashes, and values that look like numbers but are none, such as 007. All else keeps to one ``"name":value`` on each line.
+qstat copies environment variables, comments and arguments into its documents with little care: line
+ends and tabs, quotes, lone backslashes, and values that look like numbers but are none, such as
+007. All else keeps to one ``"name":value`` on each line.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _VARIABLES = re.compile(r'^( *)"Variable_List":\{$.*?^\1\},?$\n?', re.MULTILINE 
 
 
 def document(answer: str, command: str) -> dict[str, Any]:
-    """The document in an answer; environment variables are left out where it cannot be read with them.
+    """The document in an answer; environment variables are left out where it cannot be read with
+    them.
 
     Raises
     ------
@@ -43,7 +45,9 @@ def _attempts(answer: str) -> list[str]:
 
 
 def _mended(text: str) -> str:
-    """Every value that is no JSON becomes a text; lines that cannot begin a pair belong to the one before."""
+    """Every value that is no JSON becomes a text; lines that cannot begin a pair belong to the one
+    before.
+    """
     lines: list[str] = []
     for line in text.splitlines():
         if lines and not _NEW.match(line):
@@ -61,6 +65,10 @@ def _mended_pair(line: str) -> str:
     try:
         json.loads(value, strict=False)
     except ValueError:
-        inner = value[1:-1] if len(value) > 1 and value.startswith('"') and value.endswith('"') else value
+        inner = (
+            value[1:-1]
+            if len(value) > 1 and value.startswith('"') and value.endswith('"')
+            else value
+        )
         value = json.dumps(inner)
     return name + value + comma

@@ -1,4 +1,4 @@
-"""What a site config says about a machine with PBS Pro beside what holds for every batch scheduler."""
+"""The settings of a queue of PBS, in addition to those of every batch scheduler."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from parsl_freetrain.sites.batch.options import BatchOptions, Line, Seconds, Word
+from parsl_freetrain.sites.batch.options import BatchOptions, Line, Option, Seconds, Word
 
 # Users may lower the priority of their jobs down to this (man qsub, -p).
 LOWEST = -1024
@@ -16,24 +16,25 @@ Value = Annotated[str, Field(pattern=r'^[^\s:+=,\x00-\x1f]+$')]
 
 
 class PbsOptions(BatchOptions):
-    """One queue of a machine with PBS Pro or OpenPBS, and how blocks are asked for there; see also BatchOptions.
+    """One queue of a machine with PBS Pro or OpenPBS; see also BatchOptions.
 
     Attributes
     ----------
     queue
         Where blocks are submitted.
     node_resources
-        What every chunk asks for, and a node must have to count as part of a hole, such as ``{'system': 'polaris'}``.
+        Resources of every chunk, such as ``{'system': 'polaris'}``. Only nodes that have them count
+        as part of a hole.
     ncpus
-        CPUs to ask for on each node; None: left out.
+        CPUs to ask for on each node; None: not asked for.
     place
         As for ``-l place``.
     filesystems
         As for ``-l filesystems``, where the site wants to know them.
     priority
-        As for ``-p``; the default is the lowest. None leaves it out.
+        As for ``-p``; the default is the lowest. None: not asked for.
     grace_s
-        What a preempted block gets between SIGTERM and SIGKILL, the queue's ``kill_delay``, in seconds.
+        Time between SIGTERM and SIGKILL at a preemption, the queue's ``kill_delay``, in seconds.
     launch
         Starts one process on each node; ``{nodes}`` stands for their number.
     pbs_options
@@ -48,14 +49,7 @@ class PbsOptions(BatchOptions):
     priority: int | None = Field(LOWEST, ge=LOWEST, le=1023)
     grace_s: Seconds = 10.0
     launch: tuple[Line, ...] = ('mpiexec', '-n', '{nodes}', '--ppn', '1', '--cpu-bind', 'none')
-    pbs_options: tuple[Line, ...] = ()
-
-    @field_validator('pbs_options')
-    @classmethod
-    def _whole_options(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if strange := [option for option in value if not option.startswith('-')]:
-            raise ValueError(f'{strange[0]!r} is not an option; write each as one text, such as "-l place=scatter"')
-        return value
+    pbs_options: tuple[Option, ...] = ()
 
     @field_validator('pin_nodes')
     @classmethod

@@ -1,17 +1,16 @@
-"""Batch scripts for qsub: pure text, every value of a user's quoted."""
+"""Batch scripts for qsub of PBS; every value of a user is quoted."""
 
 from __future__ import annotations
 
-import math
-import shlex
-
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.batch.shape import BlockShape, Place
-from parsl_freetrain.sites.batch.shell import on_each_node
+from parsl_freetrain.sites.batch.shell import batch_script, run_with_launcher, until_deadline
 from parsl_freetrain.sites.pbspro.options import PbsOptions
 
 
-def render(options: PbsOptions, shape: BlockShape, place: Place, command: str, worker_init: str = '') -> str:
+def render(
+    options: PbsOptions, shape: BlockShape, place: Place, command: str, worker_init: str = ''
+) -> str:
     """The batch script of one block.
 
     Parameters
@@ -26,13 +25,14 @@ def render(options: PbsOptions, shape: BlockShape, place: Place, command: str, w
     BadInput
         A path with a quote or a line's end, which qsub's directives cannot hold.
     """
-    head = '\n'.join(f'#PBS {line}' for line in _directives(options, shape, place))
-    init = ''.join(f'{lines.strip()}\n' for lines in (options.worker_init, worker_init) if lines.strip())
-    launch = shlex.join(word.replace('{nodes}', str(shape.nodes)) for word in options.launch)
-    deadline = '' if shape.deadline is None else _DEADLINE.format(deadline=shape.deadline)
-    return _SCRIPT.format(head=head, init=init, launch=launch, node=shlex.quote(on_each_node('"$(hostname -s)"', forwards=True)),
-                          command=shlex.quote(command), least=shape.least_s, ending=math.ceil(options.ending_s),
-                          grace=math.ceil(options.grace_s), deadline=deadline)
+    launch = [word.replace('{nodes}', str(shape.nodes)) for word in options.launch]
+    return batch_script(
+        (f'#PBS {line}' for line in _directives(options, shape, place)),
+        options,
+        worker_init,
+        _LIFETIME.format(least=shape.least_s) + until_deadline(shape.deadline),
+        run_with_launcher(launch, command, options.grace_s),
+    )
 
 
 def _directives(options: PbsOptions, shape: BlockShape, place: Place) -> list[str]:
@@ -45,8 +45,17 @@ def _directives(options: PbsOptions, shape: BlockShape, place: Place) -> list[st
         walltime = f'min_walltime={clock(shape.least_s)},max_walltime={clock(shape.walltime_s)}'
     else:
         walltime = f'walltime={clock(shape.walltime_s)}'
-    said = [f'-N {place.name}', f'-o {_path(place.stdout)}', f'-e {_path(place.stderr)}', '-k doe', '-W umask=0077', f'-q {options.queue}',
-            f'-l select={shape.nodes}{chunk}', f'-l place={options.place}', f'-l {walltime}']
+    said = [
+        f'-N {place.name}',
+        f'-o {_path(place.stdout)}',
+        f'-e {_path(place.stderr)}',
+        '-k doe',
+        '-W umask=0077',
+        f'-q {options.queue}',
+        f'-l select={shape.nodes}{chunk}',
+        f'-l place={options.place}',
+        f'-l {walltime}',
+    ]
     if options.filesystems:
         said.append(f'-l filesystems={":".join(options.filesystems)}')
     if options.account is not None:
@@ -57,9 +66,12 @@ def _directives(options: PbsOptions, shape: BlockShape, place: Place) -> list[st
 
 
 def _path(path: str) -> str:
-    # qsub takes quotes away, but knows none within quotes; what stands before a colon is a host to it.
+    # qsub removes quotes, and cannot escape one. It takes what stands before a colon for a host.
     if "'" in path or '"' in path or '\n' in path or ':' in path:
-        raise BadInput(f'PBS cannot write to {path!r}, because of a quote, a colon or a line end in it; use a folder with another name.')
+        raise BadInput(
+            f'PBS cannot write to {path!r}, because of a quote, a colon or a line end in '
+            'it; use a folder with another name.'
+        )
     return f'"{path}"' if ' ' in path else path
 
 
@@ -68,33 +80,13 @@ def clock(seconds: int) -> str:
     return f'{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}'
 
 
-# PBS ends a job as soon as its first process does: at a SIGTERM the script waits, so that the nodes have time to save.
-_SCRIPT = """#!/bin/bash
-{head}
-
-SECONDS=0
-{init}
-# The scheduler may have shortened the walltime so that the block fits: ask.
-walltime=$(timeout 20 qstat -f "$PBS_JOBID" 2>/dev/null | sed -n 's/^ *Resource_List\\.walltime = //p')
+_LIFETIME = """# The scheduler may have shortened the walltime so that the block fits: ask.
+walltime=$(timeout 20 qstat -f "$PBS_JOBID" 2>/dev/null |
+    sed -n 's/^ *Resource_List\\.walltime = //p')
 case $walltime in
     *[!0-9:]*|''|*:*:*:*) left={least} ;;
     *:*:*) IFS=: read -r h m s <<<"$walltime"; left=$((10#$h * 3600 + 10#$m * 60 + 10#$s)) ;;
     *) left={least} ;;
 esac
 left=$((left - SECONDS))
-{deadline}left=$((left - {ending}))
-[ "$left" -gt 0 ] || exit 0
-
-node={node}
-trap '[ -z "$running" ] || kill -TERM "$running" 2>/dev/null' TERM
-timeout --kill-after={grace} "$left" {launch} /bin/bash -c "$node" freetrain-node {command} </dev/null &
-running=$!
-while kill -0 "$running" 2>/dev/null; do wait "$running"; done
-wait "$running"; status=$?
-[ "$status" != 124 ] || status=0
-exit "$status"
-"""
-
-_DEADLINE = """hole=$(({deadline} - $(date +%s)))
-[ "$hole" -ge "$left" ] || left=$hole
 """

@@ -8,12 +8,14 @@ from parsl_freetrain.sites.batch.scheduler import Scheduler
 from parsl_freetrain.sites.batch.site import BatchSite
 from parsl_freetrain.sites.pbspro.options import PbsOptions
 from parsl_freetrain.sites.pbspro.scheduler import Pbs
+from parsl_freetrain.sites.registry import SiteType
 
 
 class PbsSite(BatchSite):
     """One queue of a machine with PBS Pro or OpenPBS.
 
-    The parameters are those of :class:`~parsl_freetrain.sites.batch.site.BatchSite`, the settings those of
+    The parameters are those of :class:`~parsl_freetrain.sites.batch.site.BatchSite`, the settings
+    those of
     :class:`~parsl_freetrain.sites.pbspro.options.PbsOptions`.
     """
 
@@ -24,3 +26,13 @@ class PbsSite(BatchSite):
 
     def scheduler(self, clock: Callable[[], float]) -> Scheduler:
         return Pbs(self.options)
+
+
+SITE_TYPE = SiteType(
+    'pbspro',
+    'PBS',
+    PbsSite,
+    PbsOptions,
+    programs=('qsub', 'qstat', 'qdel', 'pbsnodes', 'pbs_rstat'),
+    version=('qstat', '--version'),
+)

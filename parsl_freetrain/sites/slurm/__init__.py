@@ -1,8 +1,11 @@
-"""Slurm: holes between other people's jobs, blocks that fit them, and what becomes of the blocks."""
+"""Slurm: holes between other people's jobs, blocks that fit them, and what becomes of
+the blocks.
+"""
 
 from __future__ import annotations
 
-from parsl_freetrain.sites.slurm.options import Mode, SlurmOptions, read_options
-from parsl_freetrain.sites.slurm.site import SlurmSite
+from parsl_freetrain.sites.batch.options import Mode
+from parsl_freetrain.sites.slurm.options import SlurmOptions
+from parsl_freetrain.sites.slurm.site import SITE_TYPE, SlurmSite
 
-__all__ = ['Mode', 'SlurmOptions', 'SlurmSite', 'read_options']
+__all__ = ['SITE_TYPE', 'Mode', 'SlurmOptions', 'SlurmSite']

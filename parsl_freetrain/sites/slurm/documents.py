@@ -1,7 +1,8 @@
-"""The same answers as JSON documents, in the shapes of Slurm 22.05 and later.
+"""Questions to Slurm with answers as JSON documents, and what they say; for Slurm 22.05 and later.
 
-22.05 gives plain numbers and one word as state; 23.02 and later wrap numbers in ``{"set", "infinite", "number"}``, and
-since 23.11 a state is a list of words. A document says by its own shape which it is.
+22.05 gives plain numbers, and a state is one word. 23.02 and later wrap numbers in
+``{"set", "infinite", "number"}``. Since 23.11 a state is a list of words. The shape of a document
+shows which it is.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import json
 from collections import defaultdict
 from typing import Any
 
-from parsl_freetrain.sites.batch.records import Job, Nodes, NotUnderstood
+from parsl_freetrain.sites.batch.records import BatchJob, Nodes, NotUnderstood
 from parsl_freetrain.sites.slurm.hostlist import expand
+from parsl_freetrain.sites.slurm.states import state_of
 from parsl_freetrain.sites.slurm.text import features_of, gpus_of
 
 JOBS = ('squeue', '--json')
@@ -24,7 +26,7 @@ FIRST_COMPLETE = (23, 2)
 _HARMLESS_FLAGS = {'PLANNED', 'CLOUD', 'DYNAMIC_NORM', 'DYNAMIC_FUTURE'}
 
 
-def parse_jobs(answer: str) -> tuple[Job, ...]:
+def parse_jobs(answer: str) -> tuple[BatchJob, ...]:
     """Jobs of a ``squeue --json`` document.
 
     Raises
@@ -35,25 +37,47 @@ def parse_jobs(answer: str) -> tuple[Job, ...]:
     try:
         return tuple(_job(job) for job in _document(answer, 'squeue --json')['jobs'])
     except (KeyError, TypeError, AttributeError) as error:
-        raise NotUnderstood(f'the document of squeue --json is not as expected: {type(error).__name__} {error}') from error
+        raise NotUnderstood(
+            f'the document of squeue --json is not as expected: {type(error).__name__} {error}'
+        ) from error
 
 
-def _job(job: dict[str, Any]) -> Job:
+def _job(job: dict[str, Any]) -> BatchJob:
     state = _words(job['job_state'])
     if state[0] == 'PENDING' and 'scheduled_nodes' not in job:
-        raise NotUnderstood('the document of squeue --json does not tell the planned nodes of pending jobs')
+        raise NotUnderstood(
+            'the document of squeue --json does not tell the planned nodes of pending jobs'
+        )
     # COMPLETING, CONFIGURING and the like stand behind the base state, and say more.
-    word = next((extra for extra in state[1:] if extra in ('COMPLETING', 'CONFIGURING', 'STAGE_OUT', 'SIGNALING')), state[0])
+    word = next(
+        (
+            extra
+            for extra in state[1:]
+            if extra in ('COMPLETING', 'CONFIGURING', 'STAGE_OUT', 'SIGNALING')
+        ),
+        state[0],
+    )
     end = _number(job['end_time'])
     preempted = _number(job.get('preempt_time', 0))
-    return Job(
-        str(job['job_id']), word, job['partition'], int(_number(job['node_count']) or 0), _number(job['start_time']), end,
-        expand(job.get('scheduled_nodes') or ''), expand(job.get('nodes') or ''), job['user_name'],
-        'Preempted' if preempted else job['state_reason'], job['name'], int(_number(job.get('restart_cnt', 0)) or 0))
+    return BatchJob(
+        str(job['job_id']),
+        state_of(word),
+        job['partition'],
+        int(_number(job['node_count']) or 0),
+        _number(job['start_time']),
+        end,
+        expand(job.get('scheduled_nodes') or ''),
+        expand(job.get('nodes') or ''),
+        job['user_name'],
+        'Preempted' if preempted else job['state_reason'],
+        job['name'],
+        int(_number(job.get('restart_cnt', 0)) or 0),
+    )
 
 
 def parse_nodes(answer: str) -> tuple[Nodes, ...]:
-    """Nodes of a ``sinfo --json`` document: a list of nodes in 22.05, of groups of nodes in 23.02 and later.
+    """Nodes of a ``sinfo --json`` document: a list of nodes in 22.05, of groups of nodes in 23.02
+    and later.
 
     Raises
     ------
@@ -66,13 +90,21 @@ def parse_nodes(answer: str) -> tuple[Nodes, ...]:
             return tuple(_group(group) for group in document['sinfo'])
         return _merged(document['nodes'])
     except (KeyError, TypeError, AttributeError) as error:
-        raise NotUnderstood(f'the document of sinfo --json is not as expected: {type(error).__name__} {error}') from error
+        raise NotUnderstood(
+            f'the document of sinfo --json is not as expected: {type(error).__name__} {error}'
+        ) from error
 
 
 def _group(group: dict[str, Any]) -> Nodes:
     state, marks = _state(_words(group['node']['state']))
-    return Nodes(group['partition']['name'], tuple(group['nodes']['nodes']), state, marks,
-                 features_of(group['features']['active'] or group['features']['total']), gpus_of(group['gres']['total']))
+    return Nodes(
+        group['partition']['name'],
+        tuple(group['nodes']['nodes']),
+        state,
+        marks,
+        features_of(group['features']['active'] or group['features']['total']),
+        gpus_of(group['gres']['total']),
+    )
 
 
 def _merged(nodes: list[dict[str, Any]]) -> tuple[Nodes, ...]:
@@ -82,8 +114,10 @@ def _merged(nodes: list[dict[str, Any]]) -> tuple[Nodes, ...]:
         features = features_of(node['active_features'] or node['features'])
         for partition in node['partitions']:
             alike[partition, state, marks, features, gpus_of(node['gres'])].append(node['name'])
-    return tuple(Nodes(partition, tuple(names), state, marks, features, gpus)
-                 for (partition, state, marks, features, gpus), names in alike.items())
+    return tuple(
+        Nodes(partition, tuple(names), state, marks, features, gpus)
+        for (partition, state, marks, features, gpus), names in alike.items()
+    )
 
 
 def _state(words: list[str]) -> tuple[str, str]:
@@ -101,7 +135,9 @@ def _words(state: str | list[str]) -> list[str]:
 
 
 def _number(value: Any) -> float | None:
-    """A plain number, or one that says whether it is set; 0 counts as not set, as no time and no count is 0."""
+    """A plain number, or one that says whether it is set; 0 counts as not set, as no time and no
+    count is 0.
+    """
     if isinstance(value, dict):
         value = value['number'] if value['set'] and not value['infinite'] else None
     return float(value) if value else None

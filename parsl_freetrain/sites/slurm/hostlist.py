@@ -39,7 +39,7 @@ def _words(text: str) -> list[str]:
 
 
 def _names(word: str) -> list[str]:
-    parts = re.split(r'\[([^\]]*)\]', word)   # text, numbers, text, numbers, ..., text
+    parts = re.split(r'\[([^\]]*)\]', word)  # text, numbers, text, numbers, ..., text
     if len(parts) == 1:
         return [word]
     choices = [_numbers(part) if i % 2 else [part] for i, part in enumerate(parts)]
@@ -51,6 +51,8 @@ def _numbers(text: str) -> list[str]:
     for part in text.split(','):
         first, dash, last = part.partition('-')
         if not first.isdigit() or (dash and not last.isdigit()):
-            raise NotUnderstood(f'{part!r} in the node list [{text[:80]}] is not a number or a range of numbers')
+            raise NotUnderstood(
+                f'{part!r} in the node list [{text[:80]}] is not a number or a range of numbers'
+            )
         numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1)]
     return numbers

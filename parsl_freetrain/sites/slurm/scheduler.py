@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.sites.batch.commands import SchedulerSilent
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.sites.batch.commands import (
+    Commands,
+    SchedulerRefused,
+    SchedulerSilent,
+    in_one_line,
+)
 from parsl_freetrain.sites.batch.holes import Wanted
-from parsl_freetrain.sites.batch.records import Job, Nodes, NotUnderstood, Partition, Reservation
+from parsl_freetrain.sites.batch.records import (
+    BatchJob,
+    JobState,
+    NodeReservation,
+    Nodes,
+    NotUnderstood,
+    Partition,
+)
 from parsl_freetrain.sites.batch.scheduler import NoHistory
 from parsl_freetrain.sites.batch.shape import BlockShape, Place
 from parsl_freetrain.sites.slurm import documents, text
 from parsl_freetrain.sites.slurm.checks import partition_for
-from parsl_freetrain.sites.slurm.client import SlurmClient
 from parsl_freetrain.sites.slurm.options import Form, SlurmOptions
 from parsl_freetrain.sites.slurm.script import render
 
@@ -23,9 +35,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar('T')
 
+# The site config replaces these variables. An account is kept, since users set it for all jobs.
+_MEDDLING = ('SQUEUE_', 'SINFO_', 'SBATCH_', 'SCANCEL_', 'SACCT_')
+_KEPT = ('SBATCH_ACCOUNT',)
+
 
 class Slurm:
-    """One partition of a machine with Slurm; a :class:`~parsl_freetrain.sites.batch.scheduler.Scheduler`."""
+    """One partition of a machine with Slurm; a
+    :class:`~parsl_freetrain.sites.batch.scheduler.Scheduler`.
+    """
 
     label = 'Slurm'
     step_s = 60
@@ -34,7 +52,10 @@ class Slurm:
 
     def __init__(self, options: SlurmOptions) -> None:
         self._options = options
-        self.client = SlurmClient(options.command_s)
+        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        self.client = Commands(
+            'Slurm', options.command_s, {**kept, 'SLURM_TIME_FORMAT': '%s'}, _MEDDLING
+        )
         self._form: Form | None = None
 
     def queue(self) -> Partition:
@@ -43,25 +64,36 @@ class Slurm:
 
     def wanted(self) -> Wanted:
         """Its nodes with the features and GPUs of the options."""
-        return Wanted(self._options.partition, self._options.features(), self._options.gpus_per_node)
+        return Wanted(
+            self._options.partition, self._options.features(), self._options.gpus_per_node
+        )
 
-    def jobs(self) -> tuple[Job, ...]:
+    def jobs(self) -> tuple[BatchJob, ...]:
         """The queue, in the form that the options and the version say."""
         return self._in_form(
-            lambda: documents.parse_jobs(self.client.ask(documents.JOBS)), lambda: text.parse_jobs(self.client.ask(text.JOBS)))
+            lambda: documents.parse_jobs(self.client.ask(documents.JOBS)),
+            lambda: text.parse_jobs(self.client.ask(text.JOBS)),
+        )
 
     def nodes(self) -> tuple[Nodes, ...]:
         """All nodes, in the same form."""
         return self._in_form(
-            lambda: documents.parse_nodes(self.client.ask(documents.NODES)), lambda: text.parse_nodes(self.client.ask(text.NODES)))
+            lambda: documents.parse_nodes(self.client.ask(documents.NODES)),
+            lambda: text.parse_nodes(self.client.ask(text.NODES)),
+        )
 
     def _in_form(self, as_document: Callable[[], T], as_text: Callable[[], T]) -> T:
         if self._form is None:
-            self._form = self._options.form if self._options.form is not Form.AUTO else self._best_form()
+            self._form = (
+                self._options.form if self._options.form is not Form.AUTO else self._best_form()
+            )
         if self._form is Form.JSON:
             try:
                 return as_document()
-            except (NotUnderstood, SchedulerSilent) as error:   # Slurm may have been built without JSON, too
+            except (
+                NotUnderstood,
+                SchedulerSilent,
+            ) as error:  # Slurm may have been built without JSON, too
                 if self._options.form is Form.JSON:
                     raise
                 answer = as_text()
@@ -74,11 +106,11 @@ class Slurm:
         version = text.parse_version(self.client.ask(text.VERSION))
         return Form.JSON if version >= documents.FIRST_COMPLETE else Form.TEXT
 
-    def reservations(self) -> tuple[Reservation, ...]:
+    def reservations(self) -> tuple[NodeReservation, ...]:
         """All of them."""
         return text.parse_reservations(self.client.ask(text.RESERVATIONS))
 
-    def history(self, places: dict[str, Place]) -> dict[str, str]:
+    def history(self, places: dict[str, Place]) -> dict[str, JobState]:
         """What the accounting database says, where there is one."""
         try:
             return text.parse_history(self.client.ask(text.history_of(list(places))))
@@ -93,12 +125,14 @@ class Slurm:
 
     def test(self, script: Path) -> None:
         """``sbatch --test-only``."""
-        self.client.test(script)
+        done = self.client.run(('sbatch', '--test-only', str(script)))
+        if done.returncode:
+            raise SchedulerRefused(in_one_line(done.stderr, 'sbatch'))
 
     def submit(self, script: Path) -> str:
         """``sbatch``."""
-        return self.client.submit(script)
+        return self.client.submit(('sbatch', '--parsable', str(script))).split(';')[0]
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """``scancel``."""
-        self.client.cancel(job_ids)
+        """``scancel``, which does not complain about jobs that are over."""
+        self.client.cancel(('scancel', '--quiet', *job_ids))

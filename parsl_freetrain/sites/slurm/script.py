@@ -1,17 +1,18 @@
-"""Batch scripts of blocks: pure text, every value of a user's quoted."""
+"""Batch scripts for sbatch; every value of a user is quoted."""
 
 from __future__ import annotations
 
-import math
 import shlex
 import time
 
 from parsl_freetrain.sites.batch.shape import BlockShape, Place
-from parsl_freetrain.sites.batch.shell import on_each_node
+from parsl_freetrain.sites.batch.shell import batch_script, on_each_node
 from parsl_freetrain.sites.slurm.options import SlurmOptions
 
 
-def render(options: SlurmOptions, shape: BlockShape, place: Place, command: str, worker_init: str = '') -> str:
+def render(
+    options: SlurmOptions, shape: BlockShape, place: Place, command: str, worker_init: str = ''
+) -> str:
     """The batch script of one block.
 
     Parameters
@@ -21,25 +22,61 @@ def render(options: SlurmOptions, shape: BlockShape, place: Place, command: str,
     worker_init
         Shell lines after those of the options.
     """
-    head = '\n'.join(f'#SBATCH {shlex.quote(option)}' for option in _options(options, shape, place))
-    init = ''.join(f'{lines.strip()}\n' for lines in (options.worker_init, worker_init) if lines.strip())
-    srun = shlex.join(['srun', f'--nodes={shape.nodes}', f'--ntasks={shape.nodes}', '--ntasks-per-node=1', '--wait=0',
-                       '--kill-on-bad-exit=0', '--input=none', '--cpu-bind=none', '--mpi=none', *options.srun_options])
-    return _SCRIPT.format(head=head, init=init, srun=srun, node=shlex.quote(on_each_node('"$SLURMD_NODENAME"')),
-                          command=shlex.quote(command), limit=shape.walltime_s, ending=math.ceil(options.ending_s),
-                          requeue=_REQUEUE if options.requeue else '')
+    srun = shlex.join(
+        [
+            'srun',
+            f'--nodes={shape.nodes}',
+            f'--ntasks={shape.nodes}',
+            '--ntasks-per-node=1',
+            '--wait=0',
+            '--kill-on-bad-exit=0',
+            '--input=none',
+            '--cpu-bind=none',
+            '--mpi=none',
+            *options.srun_options,
+        ]
+    )
+    node = shlex.quote(on_each_node('"$SLURMD_NODENAME"'))
+    run = f"""node={node}
+timeout --kill-after=10 "$left" {srun} /bin/bash -c "$node" freetrain-node {shlex.quote(command)}
+status=$?
+"""
+    return batch_script(
+        (f'#SBATCH {shlex.quote(option)}' for option in _options(options, shape, place)),
+        options,
+        worker_init,
+        _LIFETIME.format(limit=shape.walltime_s),
+        run + (_REQUEUE if options.requeue else ''),
+    )
 
 
 def _options(options: SlurmOptions, shape: BlockShape, place: Place) -> list[str]:
-    said = [f'--job-name={place.name}', f'--output={_path(place.stdout)}', f'--error={_path(place.stderr)}', '--open-mode=append',
-            f'--partition={options.partition}', f'--nodes={shape.nodes}', '--ntasks-per-node=1', f'--time={shape.walltime_s // 60}']
+    said = [
+        f'--job-name={place.name}',
+        f'--output={_path(place.stdout)}',
+        f'--error={_path(place.stderr)}',
+        '--open-mode=append',
+        f'--partition={options.partition}',
+        f'--nodes={shape.nodes}',
+        '--ntasks-per-node=1',
+        f'--time={shape.walltime_s // 60}',
+    ]
     if shape.least_s < shape.walltime_s:
         said.append(f'--time-min={shape.least_s // 60}')
     if shape.deadline is not None:
-        said.append('--deadline=' + time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(shape.deadline)))
-    for name, value in (('account', options.account), ('qos', options.qos), ('constraint', options.constraint),
-                        ('gres', f'gpu:{options.gpus_per_node}' if options.gpus_per_node else None), ('nice', options.nice),
-                        ('mem', options.memory), ('signal', options.signal), ('nodelist', ','.join(shape.names) or None)):
+        said.append(
+            '--deadline=' + time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(shape.deadline))
+        )
+    for name, value in (
+        ('account', options.account),
+        ('qos', options.qos),
+        ('constraint', options.constraint),
+        ('gres', f'gpu:{options.gpus_per_node}' if options.gpus_per_node else None),
+        ('nice', options.nice),
+        ('mem', options.memory),
+        ('signal', options.signal),
+        ('nodelist', ','.join(shape.names) or None),
+    ):
         if value is not None:
             said.append(f'--{name}={value}')
     if options.exclusive:
@@ -48,29 +85,20 @@ def _options(options: SlurmOptions, shape: BlockShape, place: Place) -> list[str
 
 
 def _path(path: str) -> str:
-    return path.replace('%', '%%')   # Slurm replaces patterns such as %j
+    return path.replace('%', '%%')  # Slurm replaces patterns such as %j
 
 
-_SCRIPT = """#!/bin/bash
-{head}
-
-{init}
-# Slurm ends a job up to a minute late. The scheduler may also have shortened the limit, or an administrator changed it: ask.
+_LIFETIME = """\
+# Slurm ends a job up to a minute late. The scheduler may also have shortened the limit,
+# or an administrator changed it: ask.
 end=$(SLURM_TIME_FORMAT=%s timeout 20 squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)
 case $end in
     ''|*[!0-9]*) left={limit} ;;
     *) left=$((end - $(date +%s))) ;;
 esac
-left=$((left - {ending}))
-[ "$left" -gt 0 ] || exit 0
-
-node={node}
-timeout --kill-after=10 "$left" {srun} /bin/bash -c "$node" freetrain-node {command}
-status=$?
-[ "$status" != 124 ] || status=0
-{requeue}exit "$status"
 """
 
-# Ended on SIGTERM: a block that has given its nodes back within the grace time would count as done, and not be requeued.
+# A block that was ended by SIGTERM, and has given its nodes back within the grace time, would count
+# as done otherwise.
 _REQUEUE = """if [ "$status" = 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 """

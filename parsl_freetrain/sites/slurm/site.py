@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from parsl_freetrain.sites.batch.scheduler import Scheduler
 from parsl_freetrain.sites.batch.site import BatchSite
+from parsl_freetrain.sites.registry import SiteType
 from parsl_freetrain.sites.slurm.options import SlurmOptions
 from parsl_freetrain.sites.slurm.scheduler import Slurm
 
@@ -13,7 +14,8 @@ from parsl_freetrain.sites.slurm.scheduler import Slurm
 class SlurmSite(BatchSite):
     """One partition of a machine with Slurm.
 
-    The parameters are those of :class:`~parsl_freetrain.sites.batch.site.BatchSite`, the settings those of
+    The parameters are those of :class:`~parsl_freetrain.sites.batch.site.BatchSite`, the settings
+    those of
     :class:`~parsl_freetrain.sites.slurm.options.SlurmOptions`.
     """
 
@@ -24,3 +26,13 @@ class SlurmSite(BatchSite):
 
     def scheduler(self, clock: Callable[[], float]) -> Scheduler:
         return Slurm(self.options)
+
+
+SITE_TYPE = SiteType(
+    'slurm',
+    'Slurm',
+    SlurmSite,
+    SlurmOptions,
+    programs=('sinfo', 'squeue', 'sbatch', 'scancel', 'scontrol'),
+    version=('sinfo', '--version'),
+)

@@ -1,14 +1,23 @@
-"""Questions to Slurm whose answers are text, and what the answers say. Same in every version since 22.05.
+"""Questions to Slurm with answers as text, and what the answers say; for Slurm 22.05 and later.
 
-The commands run with ``SLURM_TIME_FORMAT=%s``, so that times are seconds since the epoch, whatever the time zone.
+The commands run with ``SLURM_TIME_FORMAT=%s``, so that times are seconds since the epoch in every
+time zone.
 """
 
 from __future__ import annotations
 
 import re
 
-from parsl_freetrain.sites.batch.records import Job, Nodes, NotUnderstood, Partition, Reservation
+from parsl_freetrain.sites.batch.records import (
+    BatchJob,
+    JobState,
+    NodeReservation,
+    Nodes,
+    NotUnderstood,
+    Partition,
+)
 from parsl_freetrain.sites.slurm.hostlist import expand
+from parsl_freetrain.sites.slurm.states import state_of
 
 # Names of jobs may hold any character but a line's end: they come last.
 _JOB_FIELDS = '%i|%T|%P|%D|%S|%e|%Y|%N|%u|%r|%j'
@@ -25,10 +34,17 @@ VERSION = ('squeue', '--version')
 
 def history_of(job_ids: list[str]) -> tuple[str, ...]:
     """The question to the accounting database about jobs that the queue has forgotten."""
-    return ('sacct', '--allocations', '--noheader', '--parsable2', f'--jobs={",".join(job_ids)}', '--format=JobIDRaw,State')
+    return (
+        'sacct',
+        '--allocations',
+        '--noheader',
+        '--parsable2',
+        f'--jobs={",".join(job_ids)}',
+        '--format=JobIDRaw,State',
+    )
 
 
-def parse_jobs(answer: str) -> tuple[Job, ...]:
+def parse_jobs(answer: str) -> tuple[BatchJob, ...]:
     """Jobs in the answer to :data:`JOBS`.
 
     Raises
@@ -39,13 +55,26 @@ def parse_jobs(answer: str) -> tuple[Job, ...]:
     return tuple(_job(line) for line in answer.splitlines() if line.strip())
 
 
-def _job(line: str) -> Job:
+def _job(line: str) -> BatchJob:
     fields = line.split('|', _JOB_FIELDS.count('|'))
     if len(fields) <= _JOB_FIELDS.count('|'):
-        raise NotUnderstood(f'squeue answered {line[:200]!r}, which does not have the fields {_JOB_FIELDS}')
+        raise NotUnderstood(
+            f'squeue answered {line[:200]!r}, which does not have the fields {_JOB_FIELDS}'
+        )
     job_id, state, partition, nodes, start, end, planned, names, user, reason, name = fields
-    return Job(job_id.strip(), state, partition, _count(nodes), _time(start), _time(end), expand(planned), expand(names), user, reason,
-               name)
+    return BatchJob(
+        job_id.strip(),
+        state_of(state),
+        partition,
+        _count(nodes),
+        _time(start),
+        _time(end),
+        expand(planned),
+        expand(names),
+        user,
+        reason,
+        name,
+    )
 
 
 def parse_nodes(answer: str) -> tuple[Nodes, ...]:
@@ -62,14 +91,25 @@ def parse_nodes(answer: str) -> tuple[Nodes, ...]:
         if fields == ['']:
             continue
         if len(fields) != 5:
-            raise NotUnderstood(f'sinfo answered {line[:200]!r}, which does not have the fields {_NODE_FIELDS}')
+            raise NotUnderstood(
+                f'sinfo answered {line[:200]!r}, which does not have the fields {_NODE_FIELDS}'
+            )
         partition, state, gres, features, names = fields
         bare = state.rstrip(_MARKS)
-        found.append(Nodes(partition, expand(names), bare.lower(), state[len(bare):], features_of(features), gpus_of(gres)))
+        found.append(
+            Nodes(
+                partition,
+                expand(names),
+                bare.lower(),
+                state[len(bare) :],
+                features_of(features),
+                gpus_of(gres),
+            )
+        )
     return tuple(found)
 
 
-def parse_reservations(answer: str) -> tuple[Reservation, ...]:
+def parse_reservations(answer: str) -> tuple[NodeReservation, ...]:
     """Reservations in the answer to :data:`RESERVATIONS`, those without nodes left out.
 
     Raises
@@ -79,14 +119,16 @@ def parse_reservations(answer: str) -> tuple[Reservation, ...]:
     """
     found = []
     for line in answer.splitlines():
-        if not line.startswith('ReservationName='):   # "No reservations in the system"
+        if not line.startswith('ReservationName='):  # "No reservations in the system"
             continue
         fields = _pairs(line)
         start, end = _time(fields.get('StartTime', '')), _time(fields.get('EndTime', ''))
         if start is None or end is None:
-            raise NotUnderstood(f'scontrol answered {line[:200]!r}, which has no StartTime and EndTime in seconds')
+            raise NotUnderstood(
+                f'scontrol answered {line[:200]!r}, which has no StartTime and EndTime in seconds'
+            )
         if nodes := expand(fields.get('Nodes', '')):
-            found.append(Reservation(fields['ReservationName'], start, end, nodes))
+            found.append(NodeReservation(fields['ReservationName'], start, end, nodes))
     return tuple(found)
 
 
@@ -99,16 +141,23 @@ def parse_partitions(answer: str) -> dict[str, Partition]:
 def _partition(fields: dict[str, str]) -> Partition:
     most = fields.get('MaxNodes', '')
     return Partition(
-        fields['PartitionName'], fields.get('State', 'UP') == 'UP', duration_s(fields.get('MaxTime', '')),
-        _count(fields.get('MinNodes', '0')), None if most in _UNLIMITED else _count(most),
-        fields.get('PreemptMode', 'OFF').split(',')[0], float(_count(fields.get('GraceTime', '0'))),
-        _listed(fields.get('AllowAccounts', '')), _listed(fields.get('DenyAccounts', '')), _listed(fields.get('AllowQos', '')))
+        fields['PartitionName'],
+        fields.get('State', 'UP') == 'UP',
+        duration_s(fields.get('MaxTime', '')),
+        _count(fields.get('MinNodes', '0')),
+        None if most in _UNLIMITED else _count(most),
+        fields.get('PreemptMode', 'OFF').split(',')[0],
+        float(_count(fields.get('GraceTime', '0'))),
+        _listed(fields.get('AllowAccounts', '')),
+        _listed(fields.get('DenyAccounts', '')),
+        _listed(fields.get('AllowQos', '')),
+    )
 
 
-def parse_history(answer: str) -> dict[str, str]:
-    """Final states in the answer to :func:`history_of`, by job id: ``'CANCELLED by 0'`` is ``'CANCELLED'``."""
+def parse_history(answer: str) -> dict[str, JobState]:
+    """Final states in the answer to :func:`history_of`, by job id."""
     lines = (line.split('|', 1) for line in answer.splitlines() if '|' in line)
-    return {job_id: state.split()[0].rstrip('+') for job_id, state in lines if state.strip()}
+    return {job_id: state_of(state) for job_id, state in lines if state.strip()}
 
 
 def parse_version(answer: str) -> tuple[int, int]:
@@ -138,7 +187,7 @@ def duration_s(text: str) -> float | None:
     days, dash, rest = text.rpartition('-')
     try:
         parts = [int(part) for part in rest.split(':')]
-        if dash:    # days-hours[:minutes[:seconds]]
+        if dash:  # days-hours[:minutes[:seconds]]
             hours, minutes, seconds = (*parts, 0, 0)[:3]
         elif len(parts) == 1:
             hours, minutes, seconds = 0, parts[0], 0
@@ -146,12 +195,17 @@ def duration_s(text: str) -> float | None:
             hours, minutes, seconds = (0, *parts)[-3:]
         return float(int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds)
     except ValueError:
-        raise NotUnderstood(f'{text[:40]!r} is not a duration as Slurm writes it, days-hours:minutes:seconds') from None
+        raise NotUnderstood(
+            f'{text[:40]!r} is not a duration as Slurm writes it, days-hours:minutes:seconds'
+        ) from None
 
 
 def gpus_of(gres: str) -> int:
     """GPUs in ``gpu:a100:4(S:0-1),gpu:2,craynetwork:4``."""
-    return sum(int(found[1]) for found in re.finditer(r'(?:^|,)(?:gres[:/])?gpu(?::[^:,()]+)*?:(\d+)', gres))
+    return sum(
+        int(found[1])
+        for found in re.finditer(r'(?:^|,)(?:gres[:/])?gpu(?::[^:,()]+)*?:(\d+)', gres)
+    )
 
 
 def features_of(text: str) -> tuple[str, ...]:

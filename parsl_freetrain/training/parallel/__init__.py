@@ -1,1 +1,3 @@
-"""Networks that are divided among ranks: space (this sample's parts on several ranks) and pipelines (its layers)."""
+"""Networks that are divided among ranks: in space (parts of a sample on several ranks) and in
+pipelines (layers on several ranks).
+"""

@@ -1,6 +1,8 @@
-"""The Globus Compute web service, of which only the wire is real: task and result messages, and the SDK's serializers.
+"""The Globus Compute web service, of which only the wire is real: task and result messages, and the
+SDK's serializers.
 
-What cannot be had without an account is left out: login, REST and AMQP. Everything on both sides of it is what users run.
+What cannot be had without an account is left out: login, REST and AMQP. Everything on both sides of
+it is what users run.
 """
 
 from __future__ import annotations
@@ -25,14 +27,16 @@ from globus_compute_endpoint.engines.base import GCFuture
 from globus_compute_sdk.errors import TaskExecutionFailed
 from globus_compute_sdk.serialize import ComputeSerializer
 
-from parsl_freetrain.executor.globus_registration import FOLDER
+from parsl_freetrain.executor.globus.registration import FOLDER
+from tests.support.waiting import LIMIT_S
 
 Deliver = Callable[[str, bytes, dict[str, Any], Callable[[bytes], None]], None]
-START_S = 120
 
 
-class OfflineExecutor(globus_compute_sdk.Executor):     # type: ignore[misc]
-    """An SDK executor whose tasks go to ``deliver``; with ``away`` everything is lost, as when the laptop sleeps."""
+class OfflineExecutor(globus_compute_sdk.Executor):  # type: ignore[misc]
+    """An SDK executor whose tasks go to ``deliver``; with ``away`` everything is lost, as when the
+    laptop sleeps.
+    """
 
     def __init__(self, deliver: Deliver) -> None:
         self.deliver = deliver
@@ -43,16 +47,20 @@ class OfflineExecutor(globus_compute_sdk.Executor):     # type: ignore[misc]
         self.open: dict[str, Future[Any]] = {}
         self.sent = 0
         self.away = False
-        self.engine: Any = None     # where there is one in this process
+        self.engine: Any = None  # where there is one in this process
 
     def submit(self, fn: Any, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         if self.away:
             raise ConnectionError('no network')
         task_id = str(uuid.uuid4())
-        buffer = self.serde.pack_buffers([self.serde.serialize(fn), self.serde.serialize(args), self.serde.serialize(kwargs)])
+        buffer = self.serde.pack_buffers(
+            [self.serde.serialize(fn), self.serde.serialize(args), self.serde.serialize(kwargs)]
+        )
         packed = messagepack.pack(Task(task_id=task_id, task_buffer=buffer))
-        specification = json.loads(json.dumps(self.resource_specification or {}))   # it travels in a header, as JSON
+        specification = json.loads(
+            json.dumps(self.resource_specification or {})
+        )  # it travels in a header, as JSON
         self.open[task_id] = future
         self.sent += 1
         self.deliver(task_id, packed, specification, lambda body: self._came(task_id, body))
@@ -63,7 +71,7 @@ class OfflineExecutor(globus_compute_sdk.Executor):     # type: ignore[misc]
         assert isinstance(result, Result)
         future = self.open.pop(task_id, None)
         if future is None:
-            return      # nobody listens any more
+            return  # nobody listens any more
         if result.is_error:
             future.set_exception(TaskExecutionFailed(result.data))
         else:
@@ -81,7 +89,9 @@ class OfflineExecutor(globus_compute_sdk.Executor):     # type: ignore[misc]
 def to_engine(engine: Any) -> Deliver:
     """Deliver to an engine in this process, as the endpoint's interchange does."""
 
-    def deliver(task_id: str, packed: bytes, specification: dict[str, Any], came: Callable[[bytes], None]) -> None:
+    def deliver(
+        task_id: str, packed: bytes, specification: dict[str, Any], came: Callable[[bytes], None]
+    ) -> None:
         future = GCFuture(task_id)
         future.add_done_callback(lambda done: came(done.result()))
         engine.submit(task_f=future, packed_task=packed, resource_specification=specification)
@@ -90,7 +100,8 @@ def to_engine(engine: Any) -> Deliver:
 
 
 class EndpointProcess:
-    """A user endpoint process: started anew for each life, with the environment of its ``user_environment.yaml`` and nothing else.
+    """A user endpoint process: started anew for each life, with the environment of its
+    ``user_environment.yaml`` and nothing else.
 
     Parameters
     ----------
@@ -116,16 +127,29 @@ class EndpointProcess:
         (life / 'config.yaml').write_text(self.config)
         with (life / 'output.txt').open('wb') as output:
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name('process.py')), str(life)], stdout=output, stderr=output,
-                stdin=subprocess.DEVNULL, env={**os.environ, 'PYTHONPATH': FOLDER}, cwd='/')
-        end = time.monotonic() + START_S
+                [sys.executable, str(Path(__file__).with_name('process.py')), str(life)],
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, 'PYTHONPATH': FOLDER},
+                cwd='/',
+            )
+        end = time.monotonic() + LIMIT_S
         while not (life / 'ready').exists():
-            assert self._process.poll() is None and time.monotonic() < end, (life / 'output.txt').read_text()
+            assert self._process.poll() is None and time.monotonic() < end, (
+                life / 'output.txt'
+            ).read_text()
             time.sleep(0.05)
         self._wire = Client(str(life / 'socket'))
         threading.Thread(target=self._listen, args=(self._wire,), daemon=True).start()
 
-    def deliver(self, task_id: str, packed: bytes, specification: dict[str, Any], came: Callable[[bytes], None]) -> None:
+    def deliver(
+        self,
+        task_id: str,
+        packed: bytes,
+        specification: dict[str, Any],
+        came: Callable[[bytes], None],
+    ) -> None:
         self._waiting[task_id] = came
         with self._sending:
             if self._wire is None:
@@ -152,4 +176,6 @@ class EndpointProcess:
         """In order, as on SIGTERM."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
-            assert self._process.wait(60) == 0, (self.folder / f'life-{self.lives}' / 'output.txt').read_text()
+            assert self._process.wait(LIMIT_S) == 0, (
+                self.folder / f'life-{self.lives}' / 'output.txt'
+            ).read_text()

@@ -1,4 +1,6 @@
-"""Run as a program: a user endpoint process as Globus Compute makes it, behind a socket in place of its message broker."""
+"""Run as a program: a user endpoint process as Globus Compute makes it, behind a socket in place of
+its message broker.
+"""
 
 from __future__ import annotations
 

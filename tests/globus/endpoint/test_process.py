@@ -13,14 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from parsl_freetrain.executor.globus_registration import FOLDER
-from parsl_freetrain.remote import FreeTrainClient
-from parsl_freetrain.sites.local import LocalSite
-from parsl_freetrain.training.export import same_weights
+from parsl_freetrain import Checkpoints, FreeTrainClient, LocalSite, Reproducible, same_weights
+from parsl_freetrain.executor.globus.registration import FOLDER
 from tests.globus.endpoint.cloud import EndpointProcess, OfflineExecutor
-from tests.globus.endpoint.test_engine import LONG, trainer
+from tests.globus.endpoint.test_engine import trainer
 from tests.support.training import freetrain
-from tests.support.waiting import wait_until
+from tests.support.waiting import LIMIT_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -34,37 +32,72 @@ def short() -> Iterator[Path]:
 
 
 def test_an_endpoint_that_is_killed_and_started_anew_goes_on(tmp_path: Path, short: Path) -> None:
-    config = {'engine': {'type': 'FreeTrainEngine', 'site': {'type': 'local', 'nodes': 1, 'poll_s': 0.2}, 'max_workers_per_node': 0,
-                         'min_hole_s': 1.0, 'checkpoint_dir': str(tmp_path / 'checkpoints'), 'label': 'killed'}}
+    config = {
+        'engine': {
+            'type': 'FreeTrainEngine',
+            'site': {'type': 'local', 'nodes': 1, 'poll_s': 0.2},
+            'max_workers_per_node': 0,
+            'min_hole_s': 1.0,
+            'checkpoint_dir': str(tmp_path / 'checkpoints'),
+            'label': 'killed',
+        }
+    }
     endpoint = EndpointProcess(json.dumps(config), short)
-    settings = {'total_epochs': 20, 'checkpoint_every_s': 0.5, 'shards': 4, 'resume': 'never'}
+    settings = {
+        'total_epochs': 20,
+        'checkpoints': Checkpoints(every_s=0.5, resume='never'),
+        'mode': Reproducible(shards=4),
+    }
     endpoint.start()
     try:
-        with FreeTrainClient(executor=OfflineExecutor(endpoint.deliver), look_every_s=0.5, first_backoff_s=0.1) as remote:
+        with FreeTrainClient(
+            executor=OfflineExecutor(endpoint.deliver), look_every_s=0.5, first_backoff_s=0.1
+        ) as remote:
             training = remote.submit(trainer(**settings), pause_s=0.02)
-            wait_until(lambda: training.checkpoint is not None and training.progress().samples > training.checkpoint.samples > 0)
+            wait_until(
+                lambda: (
+                    training.checkpoint is not None
+                    and training.progress().samples > training.checkpoint.samples > 0
+                )
+            )
             endpoint.kill()
             begun = training.checkpoint
             assert begun is not None
             endpoint.start()
-            far = training.result(LONG)
+            far = training.result(LIMIT_S)
             assert remote.trainers()['fit'][1].fragments >= 1
     finally:
         endpoint.stop()
     assert endpoint.lives == 2
     assert far.fragment > begun.fragment
-    assert not list((tmp_path / 'checkpoints').glob('fit/old-*')), "'never' was meant for the first submission"
+    assert not list((tmp_path / 'checkpoints').glob('fit/old-*')), (
+        "'never' was meant for the first submission"
+    )
     with freetrain(tmp_path / 'near', LocalSite(nodes=1, poll_s=0.2)):
-        near = trainer(**settings)().result(LONG)
+        near = trainer(**settings)().result(LIMIT_S)
     assert far.samples == near.samples == 20 * 96
     assert same_weights(far, near)
 
 
-def test_a_fresh_python_knows_the_engine_and_still_runs_a_sitecustomize_behind_it(tmp_path: Path) -> None:
+def test_a_fresh_python_knows_the_engine_and_still_runs_a_sitecustomize_behind_it(
+    tmp_path: Path,
+) -> None:
     (tmp_path / 'sitecustomize.py').write_text('import builtins\nbuiltins.hidden_one = True\n')
-    program = ('import sys, globus_compute_endpoint.engines as e; assert "parsl" not in sys.modules or True; '
-               'print(getattr(e, "NoSuchEngine", None), e.FreeTrainEngine.__name__, hidden_one)')
+    program = (
+        'import sys, globus_compute_endpoint.engines as e; assert "parsl" not in '
+        'sys.modules or True; '
+        'print(getattr(e, "NoSuchEngine", None), e.FreeTrainEngine.__name__, hidden_one)'
+    )
     begun = time.monotonic()
-    done = subprocess.run([sys.executable, '-c', program], env={'PYTHONPATH': f'{FOLDER}:{tmp_path}', 'HOME': str(tmp_path)}, cwd=tmp_path,
-                          capture_output=True, text=True, timeout=LONG, check=True)
-    assert done.stdout.split() == ['None', 'FreeTrainEngine', 'True'], f'{done.stderr} {time.monotonic() - begun}'
+    done = subprocess.run(
+        [sys.executable, '-c', program],
+        env={'PYTHONPATH': f'{FOLDER}:{tmp_path}', 'HOME': str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    assert done.stdout.split() == ['None', 'FreeTrainEngine', 'True'], (
+        f'{done.stderr} {time.monotonic() - begun}'
+    )

@@ -13,10 +13,11 @@ import pytest
 from click import ClickException
 from globus_compute_endpoint.endpoint.config.utils import load_config_yaml
 
-from parsl_freetrain.core.errors import BadInput
-from parsl_freetrain.executor.globus_engine import FreeTrainEngine
-from parsl_freetrain.executor.globus_registration import register
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.executor.globus.engine import FreeTrainEngine
+from parsl_freetrain.executor.globus.registration import register
 from parsl_freetrain.sites.pbspro import PbsSite
+from tests.support.waiting import LIMIT_S
 
 TEMPLATE = Path(__file__).resolve().parents[3] / 'site_configs' / 'globus'
 RIGHT = {'account': 'climate', 'checkpoint_dir': '/eagle/climate/checkpoints'}
@@ -25,20 +26,47 @@ RIGHT = {'account': 'climate', 'checkpoint_dir': '/eagle/climate/checkpoints'}
 def render(folder: Path, options: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     (folder / 'options.json').write_text(json.dumps(options))
     return subprocess.run(
-        [Path(sys.executable).with_name('globus-compute-endpoint'), 'render-user-config', '-t', TEMPLATE / 'user_config_template.yaml.j2',
-         '-s', TEMPLATE / 'user_config_schema.json', '-o', folder / 'options.json'],
-        capture_output=True, text=True, timeout=120, check=False)
+        [
+            Path(sys.executable).with_name('globus-compute-endpoint'),
+            'render-user-config',
+            '-t',
+            TEMPLATE / 'user_config_template.yaml.j2',
+            '-s',
+            TEMPLATE / 'user_config_schema.json',
+            '-o',
+            folder / 'options.json',
+        ],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
 
 
-@pytest.mark.parametrize('options', [
-    RIGHT,
-    {**RIGHT, 'queue': 'debug', 'filesystems': ['home', 'flare'], 'longest_s': 3600, 'max_blocks': 1, 'retries': 2, 'metric': 'speedup',
-     'worker_init': 'module load conda\nconda activate "my env"; echo {{ account }}'}], ids=['least', 'all'])
-def test_what_it_renders_is_an_engine(tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    'options',
+    [
+        RIGHT,
+        {
+            **RIGHT,
+            'queue': 'debug',
+            'filesystems': ['home', 'flare'],
+            'longest_s': 3600,
+            'max_blocks': 1,
+            'retries': 2,
+            'metric': 'speedup',
+            'worker_init': 'module load conda\nconda activate "my env"; echo {{ account }}',
+        },
+    ],
+    ids=['least', 'all'],
+)
+def test_what_it_renders_is_an_engine(
+    tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = render(tmp_path, options)
     assert done.returncode == 0, done.stderr
     register()
-    monkeypatch.chdir(tmp_path)     # an endpoint is started anywhere
+    monkeypatch.chdir(tmp_path)  # an endpoint is started anywhere
     engine = load_config_yaml(done.stdout).engine
     assert isinstance(engine, FreeTrainEngine)
     provider = engine.executor.provider
@@ -46,21 +74,27 @@ def test_what_it_renders_is_an_engine(tmp_path: Path, options: dict[str, Any], m
     assert engine.executor.checkpoint_dir == '/eagle/climate/checkpoints'
     assert provider.max_blocks == options.get('max_blocks', 4)
     options_of_site = provider.site.options
-    assert (options_of_site.account, options_of_site.queue) == ('climate', options.get('queue', 'preemptable'))
+    assert (options_of_site.account, options_of_site.queue) == (
+        'climate',
+        options.get('queue', 'preemptable'),
+    )
     assert list(options_of_site.filesystems) == options.get('filesystems', ['home', 'eagle'])
     if 'worker_init' in options:
         assert options_of_site.worker_init == options['worker_init']
 
 
-@pytest.mark.parametrize(('wrong', 'words'), [
-    ({'account': None}, 'None is not of type'),
-    ({'account': 'a; rm -rf /'}, 'does not match'),
-    ({'queue': 'largest'}, 'is not one of'),
-    ({'filesystems': ['home eagle']}, 'does not match'),
-    ({'checkpoint_dir': 'checkpoints'}, 'does not match'),
-    ({'max_blocks': 1000}, 'maximum'),
-    ({'engine': 'ThreadPoolEngine'}, 'Additional properties'),
-])
+@pytest.mark.parametrize(
+    ('wrong', 'words'),
+    [
+        ({'account': None}, 'None is not of type'),
+        ({'account': 'a; rm -rf /'}, 'does not match'),
+        ({'queue': 'largest'}, 'is not one of'),
+        ({'filesystems': ['home eagle']}, 'does not match'),
+        ({'checkpoint_dir': 'checkpoints'}, 'does not match'),
+        ({'max_blocks': 1000}, 'maximum'),
+        ({'engine': 'ThreadPoolEngine'}, 'Additional properties'),
+    ],
+)
 def test_options_that_cannot_be_used_are_refused(wrong: dict[str, Any], words: str) -> None:
     schema = json.loads((TEMPLATE / 'user_config_schema.json').read_text())
     jsonschema.validate(RIGHT, schema)
@@ -74,16 +108,22 @@ def test_the_program_refuses_them_too(tmp_path: Path) -> None:
     assert 'is not one of' in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(('wrong', 'words'), [
-    ({'site': {'type': 'polaris'}}, "the site's type is 'polaris'; it must be one of 'local', 'slurm'"),
-    ({'site': 'nowhere'}, "there is no site 'nowhere'"),
-    ({'site': {'type': 'local', 'nodes': 2, 'nods': 3}}, 'site local: .*nods'),
-    ({'site': {'name': 'polaris', 'account': 'a', 'queue': 'largest'}}, 'largest'),
-    ({'checkpoint_dir': 'here'}, "checkpoint_dir is 'here'; it must be an absolute path"),
-    ({'horizon_s': 0.0}, 'horizon_s is 0.0'),
-    ({'horizon': 3}, 'horizon'),
-    ({'max_blocks': 0}, 'max_blocks is 0'),
-])
+@pytest.mark.parametrize(
+    ('wrong', 'words'),
+    [
+        (
+            {'site': {'type': 'polaris'}},
+            "the site's type is 'polaris'; it must be one of 'local', 'slurm'",
+        ),
+        ({'site': 'nowhere'}, "there is no site 'nowhere'"),
+        ({'site': {'type': 'local', 'nodes': 2, 'nods': 3}}, 'site local: .*nods'),
+        ({'site': {'name': 'polaris', 'account': 'a', 'queue': 'largest'}}, 'largest'),
+        ({'checkpoint_dir': 'here'}, "checkpoint_dir is 'here'; it must be an absolute path"),
+        ({'policy': {'horizon_s': 0.0}}, 'horizon_s is 0.0'),
+        ({'horizon': 3}, "no argument 'horizon'"),
+        ({'max_blocks': 0}, 'max_blocks is 0'),
+    ],
+)
 def test_settings_that_cannot_be_used_are_refused(wrong: dict[str, Any], words: str) -> None:
     settings = {'site': {'type': 'local'}, 'checkpoint_dir': '/checkpoints', **wrong}
     with pytest.raises(BadInput, match=words):

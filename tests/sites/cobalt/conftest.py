@@ -19,7 +19,9 @@ def blocks(cobalt: Rehearsal, tmp_path: Path) -> Callable[..., Blocks]:
     made: list[Blocks] = []
 
     def make(queue: str = 'batch', **settings: Any) -> Blocks:
-        made.append(Blocks(tmp_path / f'run{len(made)}', CobaltSite(queue=queue, **{**QUICK, **settings})))
+        made.append(
+            Blocks(tmp_path / f'run{len(made)}', CobaltSite(queue=queue, **{**QUICK, **settings}))
+        )
         return made[-1]
 
     return make

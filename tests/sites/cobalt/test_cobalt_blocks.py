@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from parsl.jobs.states import JobState
 
-from parsl_freetrain.core.errors import BadInput, FreeTrainError
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.sites.cobalt import CobaltSite
 from tests.sites.batch_blocks import QUICK, Blocks
 from tests.support.batch_tests import Rehearsal
@@ -23,7 +23,9 @@ def running(cobalt: Rehearsal, mine: Blocks, nodes: int = 1, **more: object) -> 
     return job
 
 
-def test_a_block_fits_the_window_in_which_the_scheduler_lets_jobs_be_backfilled(cobalt: Rehearsal, blocks: Make) -> None:
+def test_a_block_fits_the_window_in_which_the_scheduler_lets_jobs_be_backfilled(
+    cobalt: Rehearsal, blocks: Make
+) -> None:
     cobalt.others(1, walltime_s=600)
     wide = cobalt.others(4, walltime_s=600)
     planned = cobalt.job(wide)['planned']['start']
@@ -31,7 +33,7 @@ def test_a_block_fits_the_window_in_which_the_scheduler_lets_jobs_be_backfilled(
     [hole] = mine.holes()
     assert (hole.nodes, hole.names) == (3, ('nid00021', 'nid00022', 'nid00023'))
     assert hole.until_s is not None
-    assert planned - 66 <= hole.until_s <= planned - 2      # to the minute
+    assert planned - 66 <= hole.until_s <= planned - 2  # to the minute
     job = mine.open(hole.nodes, hole.until_s - time.time())
     cobalt.wait(lambda: mine.status(job).state is JobState.RUNNING)
     assert cobalt.job(job)['walltime_s'] % 60 == 0
@@ -44,7 +46,9 @@ def test_a_block_fits_the_window_in_which_the_scheduler_lets_jobs_be_backfilled(
 def test_nodes_in_another_memory_mode_are_no_hole(cobalt: Rehearsal, blocks: Make) -> None:
     cobalt.set_node('nid00020', has={'mcdram': 'flat', 'numa': 'quad'})
     cobalt.set_node('nid00021', up=False)
-    assert [hole.names for hole in blocks(mcdram='cache', numa='quad').holes()] == [('nid00022', 'nid00023')]
+    assert [hole.names for hole in blocks(mcdram='cache', numa='quad').holes()] == [
+        ('nid00022', 'nid00023')
+    ]
     assert [hole.names for hole in blocks(mcdram='flat').holes()] == [('nid00020',)]
 
 
@@ -58,7 +62,9 @@ def test_every_node_runs_the_command(cobalt: Rehearsal, blocks: Make) -> None:
     mine = blocks(mcdram='cache')
     job = mine.open(2, command='echo "$FREETRAIN_NODE says $GREETING"')
     cobalt.wait(lambda: mine.status(job).terminal)
-    assert mine.status(job).state is JobState.COMPLETED     # its own log tells; the queue has forgotten it
+    assert (
+        mine.status(job).state is JobState.COMPLETED
+    )  # its own log tells; the queue has forgotten it
     assert sorted(mine.output().splitlines()) == ["nid00020 says it's 2", "nid00021 says it's 2"]
 
 
@@ -70,10 +76,12 @@ def test_a_command_that_fails_fails_its_block(cobalt: Rehearsal, blocks: Make) -
 
 
 def test_named_nodes_are_asked_for(cobalt: Rehearsal, blocks: Make) -> None:
-    from parsl_freetrain.core.words import BlockRequest
+    from parsl_freetrain.core.model.types import BlockRequest
 
     mine = blocks(pin_nodes=True)
-    mine.provider.open_block('true', BlockRequest(2, 300.0, names=('nid00021', 'nid00023')), 'pinned')
+    mine.provider.open_block(
+        BlockRequest(2, 300.0, names=('nid00021', 'nid00023')), 'true', 'pinned'
+    )
     [script] = mine.folder.glob('*.sh')
     assert '#COBALT --attrs location=21,23\n' in script.read_text()
 
@@ -99,8 +107,12 @@ def test_a_block_without_a_trace_is_not_over(cobalt: Rehearsal, blocks: Make) ->
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize('fault', [{'status': 1, 'says': 'failed to connect to system component'}, {'hang': True}])
-def test_a_scheduler_that_does_not_answer_ends_nothing(cobalt: Rehearsal, blocks: Make, fault: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    'fault', [{'status': 1, 'says': 'failed to connect to system component'}, {'hang': True}]
+)
+def test_a_scheduler_that_does_not_answer_ends_nothing(
+    cobalt: Rehearsal, blocks: Make, fault: dict[str, object]
+) -> None:
     mine = blocks(command_s=5.0, unreachable_s=1.0, longest_backoff_s=0.5)
     job = running(cobalt, mine)
     with cobalt.fault('all', **fault):  # type: ignore[arg-type]
@@ -117,14 +129,18 @@ def test_a_scheduler_that_does_not_answer_ends_nothing(cobalt: Rehearsal, blocks
     cobalt.wait(lambda: mine.status(job).state is JobState.RUNNING)
 
 
-@pytest.mark.parametrize(('settings', 'sentence'), [
-    ({'queue': 'nosuch'}, r"no queue 'nosuch'; it has batch, closed, debug, preemptable\."),
-    ({'queue': 'debug', 'least_nodes': 3}, 'takes 0 to 2 nodes'),
-    ({'queue': 'batch', 'requeue': True}, 'does not put jobs back'),
-    ({'queue': 'batch', 'mcdram': 'a:b'}, 'mcdram'),
-])
+@pytest.mark.parametrize(
+    ('settings', 'sentence'),
+    [
+        ({'queue': 'nosuch'}, r"no queue 'nosuch'; it has batch, closed, debug, preemptable\."),
+        ({'queue': 'debug', 'least_nodes': 3}, 'takes 0 to 2 nodes'),
+        ({'queue': 'batch', 'requeue': True}, 'does not put jobs back'),
+        ({'queue': 'batch', 'mcdram': 'a:b'}, 'mcdram'),
+    ],
+)
 def test_what_the_machine_does_not_give_is_refused_before_anything_is_submitted(
-        cobalt: Rehearsal, settings: dict[str, object], sentence: str) -> None:
+    cobalt: Rehearsal, settings: dict[str, object], sentence: str
+) -> None:
     with pytest.raises(BadInput, match=sentence):
         CobaltSite(**{**QUICK, **settings}).start()
     assert cobalt.jobs() == {}

@@ -19,7 +19,12 @@ def blocks(pbs: Rehearsal, tmp_path: Path) -> Callable[..., Blocks]:
     made: list[Blocks] = []
 
     def make(queue: str = 'batch', **settings: Any) -> Blocks:
-        made.append(Blocks(tmp_path / f'a run with $HOME %j {len(made)}', PbsSite(queue=queue, **{**QUICK, **settings})))
+        made.append(
+            Blocks(
+                tmp_path / f'a run with $HOME %j {len(made)}',
+                PbsSite(queue=queue, **{**QUICK, **settings}),
+            )
+        )
         return made[-1]
 
     return make

@@ -1,4 +1,6 @@
-"""What PBS's answers say. The documents were written after those of PBS 2022.1 on Polaris; nothing was recorded there."""
+"""What PBS's answers say. The documents were written after those of PBS 2022.1 on Polaris; nothing
+was recorded there.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsl_freetrain.sites.batch.records import Job, Nodes, NotUnderstood, Partition, Reservation
+from parsl_freetrain.sites.batch.records import (
+    BatchJob,
+    JobState,
+    NodeReservation,
+    Nodes,
+    NotUnderstood,
+    Partition,
+)
 from parsl_freetrain.sites.pbspro import answers
 from parsl_freetrain.sites.pbspro.documents import document
 
@@ -24,42 +33,94 @@ def utc() -> Iterator[None]:
     time.tzset()
 
 
-def jobs(**job: object) -> tuple[Job, ...]:
-    said = {'Job_Name': 'n', 'Job_Owner': 'eve@login', 'queue': 'small', 'Resource_List': {'nodect': 2, 'walltime': '01:00:00'}, **job}
+def jobs(**job: object) -> tuple[BatchJob, ...]:
+    said = {
+        'Job_Name': 'n',
+        'Job_Owner': 'eve@login',
+        'queue': 'small',
+        'Resource_List': {'nodect': 2, 'walltime': '01:00:00'},
+        **job,
+    }
     return answers.parse_jobs(json.dumps({'Jobs': {'7.polaris': said}}), 'pool')
 
 
 def test_a_running_job_has_nodes_and_an_end() -> None:
-    [job] = jobs(job_state='R', stime='Thu Nov  9 13:05:50 2023', run_count=2,
-                 exec_vnode='(x1:ncpus=64:ngpus=4)+(x2[0]:ncpus=1+x2[1]:ncpus=1)', estimated={'start_time': 'Thu Nov  9 13:00:00 2023'})
-    assert job == Job('7.polaris', 'RUNNING', 'pool', 2, 1699535150.0, 1699538750.0, (), ('x1', 'x2'), 'eve', '', 'n', 2)
+    [job] = jobs(
+        job_state='R',
+        stime='Thu Nov  9 13:05:50 2023',
+        run_count=2,
+        exec_vnode='(x1:ncpus=64:ngpus=4)+(x2[0]:ncpus=1+x2[1]:ncpus=1)',
+        estimated={'start_time': 'Thu Nov  9 13:00:00 2023'},
+    )
+    assert job == BatchJob(
+        '7.polaris',
+        JobState.RUNNING,
+        'pool',
+        2,
+        1699535150.0,
+        1699538750.0,
+        (),
+        ('x1', 'x2'),
+        'eve',
+        '',
+        'n',
+        2,
+    )
 
 
 def test_a_planned_job_has_a_start() -> None:
-    [job] = jobs(job_state='Q', estimated={'start_time': 'Thu Nov  9 13:05:50 2023', 'exec_vnode': '(x1:ncpus=64)+(x2:ncpus=64)'})
-    assert (job.state, job.start_s, job.planned, job.names) == ('PENDING', 1699535150.0, ('x1', 'x2'), ())
+    [job] = jobs(
+        job_state='Q',
+        estimated={
+            'start_time': 'Thu Nov  9 13:05:50 2023',
+            'exec_vnode': '(x1:ncpus=64)+(x2:ncpus=64)',
+        },
+    )
+    assert (job.state, job.start_s, job.planned, job.names) == (
+        'PENDING',
+        1699535150.0,
+        ('x1', 'x2'),
+        (),
+    )
     [job] = jobs(job_state='H', estimated={'start_time': 'Thu Nov  9 13:05:50 2023'})
-    assert (job.state, job.start_s) == ('PENDING', None)
+    assert (job.state, job.start_s) == ('HELD', None)
 
 
-@pytest.mark.parametrize(('job', 'state'), [
-    ({'job_state': 'F', 'substate': 92, 'Exit_status': 0}, 'COMPLETED'),
-    ({'job_state': 'F', 'substate': 93, 'Exit_status': 3}, 'FAILED'),
-    ({'job_state': 'F', 'substate': 93, 'Exit_status': -29}, 'TIMEOUT'),
-    ({'job_state': 'F', 'substate': 93, 'Exit_status': -27}, 'OUT_OF_MEMORY'),
-    ({'job_state': 'F', 'substate': 93, 'Exit_status': -3}, 'BOOT_FAIL'),
-    ({'job_state': 'F', 'substate': 93, 'Exit_status': 271}, 'PREEMPTED'),
-    ({'job_state': 'F', 'substate': 91, 'Exit_status': 271}, 'CANCELLED'),
-    ({'job_state': 'F', 'substate': 91, 'Exit_status': 271, 'comment': 'Job preempted by 12.polaris'}, 'PREEMPTED'),
-    ({'job_state': 'F', 'substate': 91}, 'CANCELLED'),
-    ({'job_state': 'E'}, 'COMPLETING'), ({'job_state': 'S'}, 'SUSPENDED'), ({'job_state': 'T'}, 'PENDING'),
-    ({'job_state': 'M'}, 'MOVED'), ({'job_state': 'Y'}, 'LETTER_Y'),
-])
+@pytest.mark.parametrize(
+    ('job', 'state'),
+    [
+        ({'job_state': 'F', 'substate': 92, 'Exit_status': 0}, 'COMPLETED'),
+        ({'job_state': 'F', 'substate': 93, 'Exit_status': 3}, 'FAILED'),
+        ({'job_state': 'F', 'substate': 93, 'Exit_status': -29}, 'TIMED_OUT'),
+        ({'job_state': 'F', 'substate': 93, 'Exit_status': -27}, 'OUT_OF_MEMORY'),
+        ({'job_state': 'F', 'substate': 93, 'Exit_status': -3}, 'BOOT_FAILED'),
+        ({'job_state': 'F', 'substate': 93, 'Exit_status': 271}, 'PREEMPTED'),
+        ({'job_state': 'F', 'substate': 91, 'Exit_status': 271}, 'CANCELLED'),
+        (
+            {
+                'job_state': 'F',
+                'substate': 91,
+                'Exit_status': 271,
+                'comment': 'Job preempted by 12.polaris',
+            },
+            'PREEMPTED',
+        ),
+        ({'job_state': 'F', 'substate': 91}, 'CANCELLED'),
+        ({'job_state': 'E'}, 'ENDING'),
+        ({'job_state': 'S'}, 'SUSPENDED'),
+        ({'job_state': 'T'}, 'HELD'),
+        ({'job_state': 'M'}, 'UNKNOWN'),
+        ({'job_state': 'Y'}, 'UNKNOWN'),
+    ],
+)
 def test_states(job: dict[str, object], state: str) -> None:
     assert [found.state for found in jobs(**job)] == [state]
 
 
-VNODE = {'state': 'free', 'resources_available': {'ncpus': 64, 'ngpus': 4, 'system': 'polaris', 'debug': 'True'}}
+VNODE = {
+    'state': 'free',
+    'resources_available': {'ncpus': 64, 'ngpus': 4, 'system': 'polaris', 'debug': 'True'},
+}
 
 
 def nodes(vnodes: dict[str, object], **wanted: str) -> dict[str, str]:
@@ -69,64 +130,139 @@ def nodes(vnodes: dict[str, object], **wanted: str) -> dict[str, str]:
 
 
 def test_states_of_nodes() -> None:
-    assert nodes({'a': VNODE, 'b': {**VNODE, 'state': 'job-exclusive'}, 'c': {**VNODE, 'state': 'free', 'jobs': ['1.s']},
-                  'd': {**VNODE, 'state': 'down,offline'}, 'e': {**VNODE, 'state': 'resv-exclusive'}}) == {
-        'a': 'idle', 'b': 'job-exclusive', 'c': 'mixed', 'd': 'down+offline', 'e': 'resv-exclusive'}
+    assert nodes(
+        {
+            'a': VNODE,
+            'b': {**VNODE, 'state': 'job-exclusive'},
+            'c': {**VNODE, 'state': 'free', 'jobs': ['1.s']},
+            'd': {**VNODE, 'state': 'down,offline'},
+            'e': {**VNODE, 'state': 'resv-exclusive'},
+        }
+    ) == {
+        'a': 'idle',
+        'b': 'job-exclusive',
+        'c': 'mixed',
+        'd': 'down+offline',
+        'e': 'resv-exclusive',
+    }
 
 
 def test_a_divided_host_is_idle_if_all_of_it_is() -> None:
     part = {'state': 'free', 'resources_available': {'ncpus': 32, 'ngpus': 2}}
     natural = {'state': 'free', 'resources_available': {'ncpus': 0}}
-    assert nodes({'a': natural, 'a[0]': part, 'a[1]': part, 'b': natural, 'b[0]': part, 'b[1]': {**part, 'state': 'job-busy'}}) == {
-        'a': 'idle', 'b': 'job-busy'}
-    [group] = answers.parse_nodes(json.dumps({'nodes': {'a': natural, 'a[0]': part, 'a[1]': part}}), 'prod', {})
+    assert nodes(
+        {
+            'a': natural,
+            'a[0]': part,
+            'a[1]': part,
+            'b': natural,
+            'b[0]': part,
+            'b[1]': {**part, 'state': 'job-busy'},
+        }
+    ) == {'a': 'idle', 'b': 'job-busy'}
+    [group] = answers.parse_nodes(
+        json.dumps({'nodes': {'a': natural, 'a[0]': part, 'a[1]': part}}), 'prod', {}
+    )
     assert group == Nodes('prod', ('a',), 'idle', gpus=4)
 
 
 def test_only_nodes_with_the_resources_of_a_chunk_count() -> None:
-    machine: dict[str, object] = {'a': VNODE, 'b': {'state': 'free', 'resources_available': {'ncpus': 32, 'system': 'polaris,other'}},
-                                  'c': {**VNODE, 'queue': 'other'}}
+    machine: dict[str, object] = {
+        'a': VNODE,
+        'b': {'state': 'free', 'resources_available': {'ncpus': 32, 'system': 'polaris,other'}},
+        'c': {**VNODE, 'queue': 'other'},
+    }
     assert set(nodes(machine)) == {'a', 'b'}
     assert set(nodes(machine, system='other')) == {'b'}
-    assert set(nodes(machine, debug='False')) == {'b'}       # what a node does not have is false
+    assert set(nodes(machine, debug='False')) == {'b'}  # what a node does not have is false
     assert set(nodes(machine, ncpus='64')) == {'a'}
 
 
 def test_limits_of_a_queue() -> None:
-    text = json.dumps({'Queue': {'small': {
-        'queue_type': 'Execution', 'enabled': 'True', 'started': 'False', 'max_queued': '[p:PBS_GENERIC=10],[u:PBS_GENERIC=3]',
-        'resources_max': {'nodect': 24, 'walltime': '03:00:00'}, 'resources_min': {'nodect': 10, 'walltime': '00:05:00'}}}})
+    text = json.dumps(
+        {
+            'Queue': {
+                'small': {
+                    'queue_type': 'Execution',
+                    'enabled': 'True',
+                    'started': 'False',
+                    'max_queued': '[p:PBS_GENERIC=10],[u:PBS_GENERIC=3]',
+                    'resources_max': {'nodect': 24, 'walltime': '03:00:00'},
+                    'resources_min': {'nodect': 10, 'walltime': '00:05:00'},
+                }
+            }
+        }
+    )
     assert answers.limits('small', answers.parse_queues(text)['small']) == Partition(
-        'small', False, 10800.0, 10, 24, shortest_s=300.0, most_waiting=3)
+        'small', False, 10800.0, 10, 24, shortest_s=300.0, most_waiting=3
+    )
     with pytest.raises(NotUnderstood, match='small'):
         answers.limits('small', {'resources_max': {'walltime': 'soon'}})
 
 
 def test_reservations() -> None:
-    text = ('Resv ID: M12.polaris\nReserve_Name = maintenance\nreserve_start = Thu Nov  9 13:05:50 2023\n'
-            'reserve_end = Thu Nov  9 14:05:50 2023\nresv_nodes = (x1:ncpus=64)+(x2\n\t:ncpus=64)\n\nResv ID: R13.polaris\n'
-            'reserve_start = Thu Nov  9 13:05:50 2023\nreserve_end = Thu Nov  9 14:05:50 2023\n')
-    assert answers.parse_reservations(text) == (Reservation('M12.polaris', 1699535150.0, 1699538750.0, ('x1', 'x2')),)
+    text = (
+        'Resv ID: M12.polaris\nReserve_Name = maintenance\nreserve_start = Thu Nov  9 '
+        '13:05:50 2023\n'
+        'reserve_end = Thu Nov  9 14:05:50 2023\nresv_nodes = '
+        '(x1:ncpus=64)+(x2\n\t:ncpus=64)\n\nResv ID: R13.polaris\n'
+        'reserve_start = Thu Nov  9 13:05:50 2023\nreserve_end = Thu Nov  9 14:05:50 2023\n'
+    )
+    assert answers.parse_reservations(text) == (
+        NodeReservation('M12.polaris', 1699535150.0, 1699538750.0, ('x1', 'x2')),
+    )
     with pytest.raises(NotUnderstood, match='R1'):
         answers.parse_reservations('Resv ID: R1\nReserve_Name = x\n')
 
 
-@given(st.lists(st.text(st.characters(blacklist_categories=['Cs'], blacklist_characters='\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029')),
-                max_size=4))
+@given(
+    st.lists(
+        st.text(
+            st.characters(
+                blacklist_categories=['Cs'],
+                blacklist_characters='\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029',
+            )
+        ),
+        max_size=4,
+    )
+)
 def test_whatever_users_have_in_their_environment_the_jobs_are_read(values: list[str]) -> None:
-    variables = ''.join(f'                "V{number}":"{value}",\n' for number, value in enumerate(values))
-    text = ('{\n    "Jobs":{\n        "7.s":{\n            "job_state":"R",\n            "Variable_List":{\n' + variables
-            + '                "LAST":007\n            },\n            "comment":"he said "go" \\[x\\]",\n            "run_count":1\n'
-              '        }\n    }\n}\n')
+    variables = ''.join(
+        f'                "V{number}":"{value}",\n' for number, value in enumerate(values)
+    )
+    text = (
+        '{\n    "Jobs":{\n        "7.s":{\n            "job_state":"R",\n            '
+        '"Variable_List":{\n'
+        + variables
+        + '                "LAST":007\n            },\n            "comment":"he said "go" '
+        '\\[x\\]",\n            "run_count":1\n'
+        '        }\n    }\n}\n'
+    )
     if '            }' in variables:
-        return      # a value that looks like the end of the list
+        return  # a value that looks like the end of the list
     [job] = answers.parse_jobs(text, 'pool')
     assert (job.state, job.restarts) == ('RUNNING', 1)
 
 
-@pytest.mark.parametrize('value', ['"a "quoted" word"', '"back\\slash \\[ \\033"', '"two\nlines"', '"tab\t"', '007', '1e', '"', '0x1F'])
+@pytest.mark.parametrize(
+    'value',
+    [
+        '"a "quoted" word"',
+        '"back\\slash \\[ \\033"',
+        '"two\nlines"',
+        '"tab\t"',
+        '007',
+        '1e',
+        '"',
+        '0x1F',
+    ],
+)
 def test_values_that_are_no_json_become_texts(value: str) -> None:
-    text = '{\n    "Jobs":{\n        "7.s":{\n            "comment":' + value + ',\n            "run_count":1\n        }\n    }\n}'
+    text = (
+        '{\n    "Jobs":{\n        "7.s":{\n            "comment":'
+        + value
+        + ',\n            "run_count":1\n        }\n    }\n}'
+    )
     found = document(text, 'qstat')['Jobs']['7.s']
     assert found['run_count'] == 1
     assert isinstance(found['comment'], str)

@@ -1,4 +1,6 @@
-"""Scripts for qsub: golden files of the site config, what is asked for which hole, and what a user's words cannot do."""
+"""Scripts for qsub: golden files of the site config, what is asked for which hole, and what a
+user's words cannot do.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.batch.shape import BlockShape, Place, shape_for
 from parsl_freetrain.sites.named import load_site_file, site_files
 from parsl_freetrain.sites.pbspro import PbsOptions, PbsSite
 from parsl_freetrain.sites.pbspro.script import render
+from tests.support.waiting import LIMIT_S
 
 GOLDEN = Path(__file__).with_name('golden')
 NOW = 1_800_000_000.0
@@ -38,7 +41,9 @@ def test_walltimes_are_in_seconds_and_fit_the_hole() -> None:
     assert shape == BlockShape(2, 970, 485, 1_800_001_000)
     script = render(options(), shape, PLACE, 'true')
     assert '#PBS -l min_walltime=00:08:05,max_walltime=00:16:10\n' in script
-    assert '#PBS -l walltime=00:16:10\n' in render(options(), BlockShape(2, 970, 970), PLACE, 'true')
+    assert '#PBS -l walltime=00:16:10\n' in render(
+        options(), BlockShape(2, 970, 970), PLACE, 'true'
+    )
 
 
 def test_blocks_are_asked_for_at_the_lowest_priority() -> None:
@@ -53,12 +58,19 @@ def test_what_a_user_writes_stays_one_word(tmp_path: Path) -> None:
     assert f'#PBS -o "/a b/$(touch {marker})/%j.out"\n' in script
     fakes = tmp_path / 'bin'
     fakes.mkdir()
-    for name, text in (('qstat', 'echo'), ('mpiexec', 'shift $(($# - 1)); printf %s "$1" >"$SAID"')):
+    for name, text in (
+        ('qstat', 'echo'),
+        ('mpiexec', 'shift $(($# - 1)); printf %s "$1" >"$SAID"'),
+    ):
         (fakes / name).write_text(f'#!/bin/bash\n{text}\n')
         (fakes / name).chmod(0o700)
     (tmp_path / 'script').write_text(script)
-    subprocess.run(['/bin/bash', str(tmp_path / 'script')], check=True, timeout=60,
-                   env={'PATH': f'{fakes}:/usr/bin:/bin', 'PBS_JOBID': '1', 'SAID': str(tmp_path / 'said')})
+    subprocess.run(
+        ['/bin/bash', str(tmp_path / 'script')],
+        check=True,
+        timeout=LIMIT_S,
+        env={'PATH': f'{fakes}:/usr/bin:/bin', 'PBS_JOBID': '1', 'SAID': str(tmp_path / 'said')},
+    )
     assert (tmp_path / 'said').read_text() == command
     assert not marker.exists()
 

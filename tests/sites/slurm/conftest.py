@@ -1,4 +1,6 @@
-"""What the tests on a real cluster share: a site that asks often, and blocks that are cancelled at the end."""
+"""What the tests on a real cluster share: a site that asks often, and blocks that are cancelled at
+the end.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ def blocks(slurm: Cluster, tmp_path: Path) -> Iterator[Callable[..., Blocks]]:
     made: list[Blocks] = []
 
     def make(partition: str = 'batch', **settings: Any) -> Blocks:
-        made.append(Blocks(tmp_path / f"a run's $HOME %j folder {len(made)}", slurm_site(partition, **settings)))
+        made.append(
+            Blocks(
+                tmp_path / f"a run's $HOME %j folder {len(made)}", slurm_site(partition, **settings)
+            )
+        )
         return made[-1]
 
     yield make

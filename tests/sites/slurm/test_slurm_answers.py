@@ -1,4 +1,6 @@
-"""What Slurm's answers say: recorded from 22.05, and written after the documentation for later versions."""
+"""What Slurm's answers say: recorded from 22.05, and written after the documentation for later
+versions.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsl_freetrain.sites.batch.records import Job, Nodes, NotUnderstood, Partition
+from parsl_freetrain.sites.batch.records import BatchJob, JobState, Nodes, NotUnderstood, Partition
 from parsl_freetrain.sites.slurm import documents, text
 from parsl_freetrain.sites.slurm.hostlist import expand
+from parsl_freetrain.sites.slurm.states import state_of
 
 RECORDED = Path(__file__).with_name('recorded')
-NOW = 1795247731   # when they were recorded
+NOW = 1795247731  # when they were recorded
 
 
 def recorded(name: str) -> str:
@@ -31,15 +34,42 @@ def number(value: float | None) -> dict[str, object]:
 
 def job_document(**changes: object) -> str:
     """The shape of 23.11 and later."""
-    job = {'job_id': 9, 'job_state': ['PENDING'], 'partition': 'batch', 'node_count': number(6), 'start_time': number(1795248170),
-           'end_time': number(1795248770), 'preempt_time': number(0), 'scheduled_nodes': 'node[01-05,07]', 'nodes': '', 'user_name': 'eve',
-           'state_reason': 'Resources', 'name': 'next', 'restart_cnt': 0, **changes}
-    return json.dumps({'jobs': [job], 'meta': {'slurm': {'version': {'major': '23', 'minor': '11'}}}})
+    job = {
+        'job_id': 9,
+        'job_state': ['PENDING'],
+        'partition': 'batch',
+        'node_count': number(6),
+        'start_time': number(1795248170),
+        'end_time': number(1795248770),
+        'preempt_time': number(0),
+        'scheduled_nodes': 'node[01-05,07]',
+        'nodes': '',
+        'user_name': 'eve',
+        'state_reason': 'Resources',
+        'name': 'next',
+        'restart_cnt': 0,
+        **changes,
+    }
+    return json.dumps(
+        {'jobs': [job], 'meta': {'slurm': {'version': {'major': '23', 'minor': '11'}}}}
+    )
 
 
 def test_jobs_as_text() -> None:
     jobs = {job.job_id: job for job in text.parse_jobs(recorded('squeue-22.05.txt'))}
-    assert jobs['3'] == Job('3', 'PENDING', 'batch', 6, 1795248170.0, 1795248770.0, PLANNED, (), 'root', 'Resources', 'next')
+    assert jobs['3'] == BatchJob(
+        '3',
+        JobState.PENDING,
+        'batch',
+        6,
+        1795248170.0,
+        1795248770.0,
+        PLANNED,
+        (),
+        'root',
+        'Resources',
+        'next',
+    )
     assert jobs['1'].name == 'wide|name, "x"'
     assert jobs['1'].names == ('node01', 'node02', 'node03')
     assert (jobs['5_[0-3]'].start_s, jobs['5_[0-3]'].nodes) == (None, 8)
@@ -55,42 +85,117 @@ def test_jobs_as_a_document_of_22_05_lack_planned_nodes() -> None:
 def test_running_jobs_are_the_same_as_text_and_as_document() -> None:
     document = json.loads(recorded('squeue-22.05.json'))
     document['jobs'] = [job for job in document['jobs'] if job['job_state'] == 'RUNNING']
-    as_text = [job for job in text.parse_jobs(recorded('squeue-22.05.txt')) if job.state == 'RUNNING']
+    as_text = [
+        job for job in text.parse_jobs(recorded('squeue-22.05.txt')) if job.state == 'RUNNING'
+    ]
     assert list(documents.parse_jobs(json.dumps(document))) == as_text
     assert len(as_text) == 2
 
 
 def test_jobs_as_a_document_of_23_11() -> None:
     [job] = documents.parse_jobs(job_document())
-    assert job == Job('9', 'PENDING', 'batch', 6, 1795248170.0, 1795248770.0, PLANNED, (), 'eve', 'Resources', 'next')
-    [job] = documents.parse_jobs(job_document(job_state=['RUNNING', 'COMPLETING'], end_time=number(None), preempt_time=number(1795248000)))
-    assert (job.state, job.end_s, job.reason) == ('COMPLETING', None, 'Preempted')
-    [job] = documents.parse_jobs(job_document(start_time={'set': True, 'infinite': True, 'number': 0}))
+    assert job == BatchJob(
+        '9',
+        JobState.PENDING,
+        'batch',
+        6,
+        1795248170.0,
+        1795248770.0,
+        PLANNED,
+        (),
+        'eve',
+        'Resources',
+        'next',
+    )
+    [job] = documents.parse_jobs(
+        job_document(
+            job_state=['RUNNING', 'COMPLETING'],
+            end_time=number(None),
+            preempt_time=number(1795248000),
+        )
+    )
+    assert (job.state, job.end_s, job.reason) == ('ENDING', None, 'Preempted')
+    [job] = documents.parse_jobs(
+        job_document(start_time={'set': True, 'infinite': True, 'number': 0})
+    )
     assert job.start_s is None
 
 
 def test_nodes_are_the_same_as_text_and_as_document() -> None:
-    def sorted_names(groups: tuple[Nodes, ...]) -> set[tuple[str, str, str, bool, tuple[str, ...], int]]:
-        return {(name, group.partition, group.state.replace('drained', 'idle'), bool(group.marks), group.features, group.gpus)
-                for group in groups for name in group.names}
-    as_text, as_document = text.parse_nodes(recorded('sinfo-22.05.txt')), documents.parse_nodes(recorded('sinfo-22.05.json'))
+    def sorted_names(
+        groups: tuple[Nodes, ...],
+    ) -> set[tuple[str, str, str, bool, tuple[str, ...], int]]:
+        return {
+            (
+                name,
+                group.partition,
+                group.state.replace('drained', 'idle'),
+                bool(group.marks),
+                group.features,
+                group.gpus,
+            )
+            for group in groups
+            for name in group.names
+        }
+
+    as_text, as_document = (
+        text.parse_nodes(recorded('sinfo-22.05.txt')),
+        documents.parse_nodes(recorded('sinfo-22.05.json')),
+    )
     assert sorted_names(as_text) == sorted_names(as_document)
     assert Nodes('batch', ('node07',), 'planned', '', (), 2) in as_text
-    assert Nodes('batch', ('node01', 'node02', 'node03', 'node04'), 'allocated', '', ('a100', 'hbm80g'), 2) in as_text
+    assert (
+        Nodes(
+            'batch',
+            ('node01', 'node02', 'node03', 'node04'),
+            'allocated',
+            '',
+            ('a100', 'hbm80g'),
+            2,
+        )
+        in as_text
+    )
 
 
 def test_nodes_as_a_document_of_23_11() -> None:
     def group(*state: str) -> dict[str, object]:
-        return {'node': {'state': list(state)}, 'nodes': {'nodes': ['cn1', 'cn2']}, 'partition': {'name': 'gpu'},
-                'features': {'total': 'a100,ib', 'active': 'a100'}, 'gres': {'total': 'gpu:a100:4(S:0-1)', 'used': 'gpu:0'}}
-    document = json.dumps({'sinfo': [group('IDLE'), group('IDLE', 'PLANNED'), group('IDLE', 'NO_RESPOND'), group('MIXED', 'PLANNED')]})
+        return {
+            'node': {'state': list(state)},
+            'nodes': {'nodes': ['cn1', 'cn2']},
+            'partition': {'name': 'gpu'},
+            'features': {'total': 'a100,ib', 'active': 'a100'},
+            'gres': {'total': 'gpu:a100:4(S:0-1)', 'used': 'gpu:0'},
+        }
+
+    document = json.dumps(
+        {
+            'sinfo': [
+                group('IDLE'),
+                group('IDLE', 'PLANNED'),
+                group('IDLE', 'NO_RESPOND'),
+                group('MIXED', 'PLANNED'),
+            ]
+        }
+    )
     found = documents.parse_nodes(document)
-    assert [(g.state, g.marks) for g in found] == [('idle', ''), ('planned', ''), ('idle', '?'), ('mixed', '')]
+    assert [(g.state, g.marks) for g in found] == [
+        ('idle', ''),
+        ('planned', ''),
+        ('idle', '?'),
+        ('mixed', ''),
+    ]
     assert found[0] == Nodes('gpu', ('cn1', 'cn2'), 'idle', '', ('a100',), 4)
 
 
-@pytest.mark.parametrize(('state', 'bare', 'marks'), [
-    ('idle*', 'idle', '*'), ('idle~', 'idle', '~'), ('maint', 'maint', ''), ('idle-', 'idle', '-')])
+@pytest.mark.parametrize(
+    ('state', 'bare', 'marks'),
+    [
+        ('idle*', 'idle', '*'),
+        ('idle~', 'idle', '~'),
+        ('maint', 'maint', ''),
+        ('idle-', 'idle', '-'),
+    ],
+)
 def test_marks_of_states(state: str, bare: str, marks: str) -> None:
     [nodes] = text.parse_nodes(f'gpu|{state}|(null)|(null)|a1\n')
     assert (nodes.state, nodes.marks) == (bare, marks)
@@ -99,59 +204,112 @@ def test_marks_of_states(state: str, bare: str, marks: str) -> None:
 def test_reservations() -> None:
     found = text.parse_reservations(recorded('reservation-22.05.txt'))
     assert [(r.name, r.start_s, r.end_s, r.nodes) for r in found] == [
-        ('maint1', 1795249490.0, 1795253090.0, ('node07', 'node08')), ('now1', 1795247690.0, 1795251290.0, ('node06',))]
+        ('maint1', 1795249490.0, 1795253090.0, ('node07', 'node08')),
+        ('now1', 1795247690.0, 1795251290.0, ('node06',)),
+    ]
     assert text.parse_reservations('No reservations in the system\n') == ()
     assert text.parse_reservations('ReservationName=lic StartTime=5 EndTime=9 Nodes=(null)\n') == ()
     with pytest.raises(NotUnderstood, match='StartTime'):
-        text.parse_reservations('ReservationName=x StartTime=2026-11-21T07:00:00 EndTime=9 Nodes=a1')
+        text.parse_reservations(
+            'ReservationName=x StartTime=2026-11-21T07:00:00 EndTime=9 Nodes=a1'
+        )
 
 
 def test_partitions() -> None:
     found = text.parse_partitions(recorded('partition-22.05.txt'))
     assert found['debug'] == Partition('debug', True, 600.0, 0, 2, 'OFF', 0.0)
-    assert (found['scavenger'].preempt_mode, found['scavenger'].grace_s, found['batch'].longest_s) == ('CANCEL', 10.0, 172800.0)
-    line = 'PartitionName=p AllowAccounts=a,b AllowQos=q DenyAccounts=c MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNodes=2 State=DRAIN'
-    assert text.parse_partitions(line)['p'] == Partition('p', False, None, 2, None, accounts=('a', 'b'), denied_accounts=('c',), qos=('q',))
+    assert (
+        found['scavenger'].preempt_mode,
+        found['scavenger'].grace_s,
+        found['batch'].longest_s,
+    ) == ('CANCEL', 10.0, 172800.0)
+    line = (
+        'PartitionName=p AllowAccounts=a,b AllowQos=q DenyAccounts=c MaxNodes=UNLIMITED '
+        'MaxTime=UNLIMITED MinNodes=2 State=DRAIN'
+    )
+    assert text.parse_partitions(line)['p'] == Partition(
+        'p', False, None, 2, None, accounts=('a', 'b'), denied_accounts=('c',), qos=('q',)
+    )
 
 
 def test_history_and_versions() -> None:
-    assert text.parse_history('7|CANCELLED by 0\n8|OUT_OF_ME+\n9|\n') == {'7': 'CANCELLED', '8': 'OUT_OF_ME'}
+    assert text.parse_history('7|CANCELLED by 0\n8|OUT_OF_ME+\n9|\n') == {
+        '7': JobState.CANCELLED,
+        '8': JobState.OUT_OF_MEMORY,
+    }
     assert text.parse_version('slurm-wlm 22.05.8') == (22, 5)
     assert text.parse_version('slurm 24.11.1\n') == (24, 11)
     with pytest.raises(NotUnderstood):
         text.parse_version('none')
 
 
-@pytest.mark.parametrize(('written', 'seconds'), [
-    ('2-00:00:00', 172800), ('10:00', 600), ('1:02:03', 3723), ('30', 1800), ('1-12', 129600), ('UNLIMITED', None)])
+@pytest.mark.parametrize(
+    ('written', 'seconds'),
+    [
+        ('2-00:00:00', 172800),
+        ('10:00', 600),
+        ('1:02:03', 3723),
+        ('30', 1800),
+        ('1-12', 129600),
+        ('UNLIMITED', None),
+    ],
+)
 def test_durations(written: str, seconds: float | None) -> None:
     assert text.duration_s(written) == seconds
 
 
-@pytest.mark.parametrize(('gres', 'gpus'), [
-    ('gpu:2', 2), ('gpu:a100:4(S:0-1)', 4), ('gpu:a100:2,gpu:v100:1', 3), ('(null)', 0), ('craynetwork:4', 0), ('gres/gpu:8', 8), ('', 0)])
+@pytest.mark.parametrize(
+    ('gres', 'gpus'),
+    [
+        ('gpu:2', 2),
+        ('gpu:a100:4(S:0-1)', 4),
+        ('gpu:a100:2,gpu:v100:1', 3),
+        ('(null)', 0),
+        ('craynetwork:4', 0),
+        ('gres/gpu:8', 8),
+        ('', 0),
+    ],
+)
 def test_gpus(gres: str, gpus: int) -> None:
     assert text.gpus_of(gres) == gpus
 
 
-@pytest.mark.parametrize('answer', ['1|RUNNING|x', 'slurm_load_jobs error: Unable to contact slurm controller'])
+@pytest.mark.parametrize(
+    'answer', ['1|RUNNING|x', 'slurm_load_jobs error: Unable to contact slurm controller']
+)
 def test_what_is_no_answer_is_not_read_as_one(answer: str) -> None:
     for parse in (text.parse_jobs, text.parse_nodes, documents.parse_jobs, documents.parse_nodes):
         with pytest.raises(NotUnderstood):
             parse(answer)
 
 
-@pytest.mark.parametrize('answer', [
-    '{}', '[]', '{"jobs": [{"job_id": 1}]}', '{"jobs": 5}', '{"sinfo": [{}]}', '{"nodes": [{"name": "a"}]}'])
+@pytest.mark.parametrize(
+    'answer',
+    [
+        '{}',
+        '[]',
+        '{"jobs": [{"job_id": 1}]}',
+        '{"jobs": 5}',
+        '{"sinfo": [{}]}',
+        '{"nodes": [{"name": "a"}]}',
+    ],
+)
 def test_documents_of_another_shape(answer: str) -> None:
     for parse in (documents.parse_jobs, documents.parse_nodes):
         with pytest.raises(NotUnderstood):
             parse(answer)
 
 
-@pytest.mark.parametrize(('written', 'names'), [
-    ('node[01-03,7],login1', ['node01', 'node02', 'node03', 'node7', 'login1']), ('r[1-2]n[09-10]', ['r1n09', 'r1n10', 'r2n09', 'r2n10']),
-    ('(null)', []), ('', []), ('nid000[098-101]', ['nid000098', 'nid000099', 'nid000100', 'nid000101'])])
+@pytest.mark.parametrize(
+    ('written', 'names'),
+    [
+        ('node[01-03,7],login1', ['node01', 'node02', 'node03', 'node7', 'login1']),
+        ('r[1-2]n[09-10]', ['r1n09', 'r1n10', 'r2n09', 'r2n10']),
+        ('(null)', []),
+        ('', []),
+        ('nid000[098-101]', ['nid000098', 'nid000099', 'nid000100', 'nid000101']),
+    ],
+)
 def test_node_lists(written: str, names: list[str]) -> None:
     assert list(expand(written)) == names
 
@@ -164,4 +322,25 @@ def test_broken_node_lists(written: str) -> None:
 
 @given(st.lists(st.integers(0, 9999), min_size=1, max_size=30, unique=True))
 def test_node_lists_name_every_node_once(numbers: list[int]) -> None:
-    assert expand(f'cn[{",".join(f"{n:04d}" for n in numbers)}]') == tuple(f'cn{n:04d}' for n in numbers)
+    assert expand(f'cn[{",".join(f"{n:04d}" for n in numbers)}]') == tuple(
+        f'cn{n:04d}' for n in numbers
+    )
+
+
+@pytest.mark.parametrize(
+    ('words', 'state'),
+    [
+        ('PENDING', JobState.PENDING),
+        ('CONFIGURING', JobState.STARTING),
+        ('REQUEUE_HOLD', JobState.HELD),
+        ('COMPLETING', JobState.ENDING),
+        ('TIMEOUT', JobState.TIMED_OUT),
+        ('CANCELLED by 0', JobState.CANCELLED),
+        ('CANCELLED+', JobState.CANCELLED),
+        ('A_NEW_STATE', JobState.UNKNOWN),
+        ('', JobState.UNKNOWN),
+    ],
+)
+def test_slurms_words_for_states(words: str, state: JobState) -> None:
+    assert state_of(words) is state
+    assert not JobState.UNKNOWN.is_over

@@ -13,11 +13,10 @@ from contextlib import contextmanager
 import pytest
 from parsl.jobs.states import JobState
 
-from parsl_freetrain.core.errors import BadInput, FreeTrainError
-from parsl_freetrain.core.words import BlockRequest
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
+from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.sites.protocols import HoleGone
-from parsl_freetrain.sites.provider import BackfillProvider
-from parsl_freetrain.sites.slurm.client import SlurmClient
+from parsl_freetrain.sites.slurm.scheduler import Slurm
 from tests.sites.batch_blocks import Blocks
 from tests.sites.slurm.conftest import slurm_site
 from tests.support.slurm import Cluster
@@ -28,7 +27,9 @@ Make = Callable[..., Blocks]
 
 
 def test_a_block_fits_between_the_jobs_of_others(slurm: Cluster, blocks: Make) -> None:
-    """Three nodes are free until a wide job's turn; a block there does not move that, and Slurm agrees on when it ends."""
+    """Three nodes are free until a wide job's turn; a block there does not move that, and Slurm
+    agrees on when it ends.
+    """
     slurm.submit('--nodes=1', '--time=5')
     wide = slurm.submit('--nodes=4', '--time=5')
     slurm.wait(lambda: slurm.run('squeue', '-h', '-j', wide, '-o', '%Y').strip() == 'node[01-04]')
@@ -40,8 +41,15 @@ def test_a_block_fits_between_the_jobs_of_others(slurm: Cluster, blocks: Make) -
     assert planned - 2 == hole.until_s
     job = mine.open(hole.nodes, hole.until_s - time.time())
     slurm.wait(lambda: mine.status(job).state is JobState.RUNNING)
-    limit = float(subprocess.run(['squeue', '-h', '-j', job, '-o', '%e'], env={**os.environ, 'SLURM_TIME_FORMAT': '%s'}, check=True,
-                                 capture_output=True, text=True).stdout)
+    limit = float(
+        subprocess.run(
+            ['squeue', '-h', '-j', job, '-o', '%e'],
+            env={**os.environ, 'SLURM_TIME_FORMAT': '%s'},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+    )
     assert limit <= hole.until_s
     assert mine.provider.end_of(job) == limit - 3
     assert mine.site.holes() == ()
@@ -108,7 +116,9 @@ def test_a_node_fails(slurm: Cluster, blocks: Make) -> None:
     mine = blocks()
     job = running(slurm, mine)
     node = slurm.run('squeue', '-h', '-j', job, '-o', '%N').strip()
-    slurm.run('scontrol', 'update', f'nodename={node}', 'state=down', 'reason=test')   # it comes back by itself
+    slurm.run(
+        'scontrol', 'update', f'nodename={node}', 'state=down', 'reason=test'
+    )  # it comes back by itself
     slurm.wait(lambda: mine.status(job).terminal)
     assert mine.status(job).state is JobState.TIMEOUT
     assert 'lost a node' in str(mine.status(job).message)
@@ -137,10 +147,18 @@ def test_an_administrator_moves_the_end(slurm: Cluster, blocks: Make) -> None:
 
 
 @pytest.mark.parametrize('requeue', [False, True])
-def test_a_preemption_is_told_at_once_and_ends_or_requeues_the_block(slurm: Cluster, blocks: Make, requeue: bool) -> None:
+def test_a_preemption_is_told_at_once_and_ends_or_requeues_the_block(
+    slurm: Cluster, blocks: Make, requeue: bool
+) -> None:
     mine = blocks('requeue' if requeue else 'scavenger', mode='preemptible', requeue=requeue)
-    job = running(slurm, mine, 4, walltime_s=None,
-                  command='trap "echo told; sleep 2; exit 143" TERM; echo ready; while true; do sleep 600; done')
+    job = running(
+        slurm,
+        mine,
+        4,
+        walltime_s=None,
+        command='trap "echo told; sleep 2; exit 143" TERM; echo ready; while true; do sleep 600; '
+        'done',
+    )
     slurm.wait(lambda: mine.output().count('ready') == 4)
     before = mine.provider.end_of(job)
     assert before is not None
@@ -156,7 +174,7 @@ def test_a_preemption_is_told_at_once_and_ends_or_requeues_the_block(slurm: Clus
         # Slurm calls a job that has ended by itself within the grace time PREEMPTED now and then.
         message = str(mine.status(job).message)
         assert 'gave them back in time' in message or 'was preempted' in message
-    assert mine.output().count('told') >= 4     # those that a second SIGTERM still finds say it again
+    assert mine.output().count('told') >= 4  # those that a second SIGTERM still finds say it again
     slurm.wait(lambda: slurm.state(other) == 'COMPLETED')
 
 
@@ -171,7 +189,9 @@ def hung(slurm: Cluster) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def test_a_scheduler_that_hangs_keeps_nobody_waiting_and_ends_nothing(slurm: Cluster, blocks: Make) -> None:
+def test_a_scheduler_that_hangs_keeps_nobody_waiting_and_ends_nothing(
+    slurm: Cluster, blocks: Make
+) -> None:
     mine = blocks(command_s=3.0, unreachable_s=2.0, longest_backoff_s=1.0)
     job = running(slurm, mine)
     end = mine.provider.end_of(job)
@@ -189,7 +209,9 @@ def test_a_scheduler_that_hangs_keeps_nobody_waiting_and_ends_nothing(slurm: Clu
         assert slurm_is_silent[-1] == ()
     slurm.wait(lambda: mine.status(job).state is JobState.RUNNING)
     with hung(slurm):
-        assert mine.provider.cancel([job]) == [False]   # which Slurm may still do when it wakes up, so that it is the last thing
+        assert mine.provider.cancel([job]) == [
+            False
+        ]  # which Slurm may still do when it wakes up, so that it is the last thing
 
 
 def test_a_restarted_scheduler_finds_the_blocks_again(slurm: Cluster, blocks: Make) -> None:
@@ -206,18 +228,20 @@ def test_a_restarted_scheduler_finds_the_blocks_again(slurm: Cluster, blocks: Ma
     slurm.wait(lambda: mine.status(job).state is JobState.RUNNING)
 
 
-def test_a_submission_without_an_answer_leaves_no_block_behind(slurm: Cluster, blocks: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_submission_without_an_answer_leaves_no_block_behind(
+    slurm: Cluster, blocks: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """sbatch was heard, but its answer was lost: the job is found by its name and cancelled."""
     from parsl_freetrain.sites.batch.commands import SchedulerSilent
 
     mine = blocks()
-    submit = SlurmClient.submit
+    submit = Slurm.submit
 
-    def lost(self: SlurmClient, script: object) -> str:
+    def lost(self: Slurm, script: object) -> str:
         submit(self, script)  # type: ignore[arg-type]
         raise SchedulerSilent('sbatch did not answer within 10 s')
 
-    monkeypatch.setattr(SlurmClient, 'submit', lost)
+    monkeypatch.setattr(Slurm, 'submit', lost)
     with pytest.raises(FreeTrainError, match='did not answer'):
         mine.open(1)
     assert len(mine.site.find_blocks()) == 1
@@ -228,7 +252,7 @@ def test_blocks_are_found_by_the_name_of_their_run(slurm: Cluster, blocks: Make)
     mine, other = blocks(run='my run/1'), blocks(run='my run/2')
     job = running(slurm, mine)
     running(slurm, other)
-    again = slurm_site(run='my run/1')     # another process, later
+    again = slurm_site(run='my run/1')  # another process, later
     assert [found.job_id for found in again.find_blocks()] == [job]
     assert [found.job_id for found in again.find_blocks('my run/2')] == other.jobs
 
@@ -244,30 +268,48 @@ def test_it_is_polite(slurm: Cluster, blocks: Make) -> None:
     assert mine.site.holes() == ()
     with pytest.raises(HoleGone, match='one submission at a time'):
         mine.open(1)
-    assert mine.site.client.commands['sbatch'] == 2     # the test at the beginning, and one
+    assert mine.site.client.commands['sbatch'] == 2  # the test at the beginning, and one
 
 
-@pytest.mark.parametrize(('settings', 'sentence'), [
-    ({'partition': 'nosuch'}, r"no partition 'nosuch'; it has batch, debug, requeue, scavenger\."),
-    ({'partition': 'batch', 'mode': 'preemptible'}, 'not preemptible'),
-    ({'partition': 'debug', 'longest_s': 7200}, 'time limit of 600 s'),
-    ({'partition': 'batch', 'constraint': 'h100'}, 'would refuse every block.*feature'),
-    ({'partition': 'batch', 'sbatch_options': ('--nosuch=1',)}, 'would refuse every block.*nosuch'),
-])
+@pytest.mark.parametrize(
+    ('settings', 'sentence'),
+    [
+        (
+            {'partition': 'nosuch'},
+            r"no partition 'nosuch'; it has batch, debug, requeue, scavenger\.",
+        ),
+        ({'partition': 'batch', 'mode': 'preemptible'}, 'not preemptible'),
+        ({'partition': 'debug', 'longest_s': 7200}, 'time limit of 600 s'),
+        ({'partition': 'batch', 'constraint': 'h100'}, 'would refuse every block.*feature'),
+        (
+            {'partition': 'batch', 'sbatch_options': ('--nosuch=1',)},
+            'would refuse every block.*nosuch',
+        ),
+    ],
+)
 def test_what_the_machine_does_not_give_is_refused_before_anything_is_submitted(
-        slurm: Cluster, settings: dict[str, object], sentence: str) -> None:
+    slurm: Cluster, settings: dict[str, object], sentence: str
+) -> None:
     with pytest.raises(BadInput, match=sentence):
         slurm_site(**settings).start()  # type: ignore[arg-type]
     assert slurm.run('squeue', '-h', '-a', '--name=freetrain') == ''
 
 
-@pytest.mark.parametrize(('request_', 'sentence'), [
-    (BlockRequest(3, 300.0), '1 to 2 nodes'), (BlockRequest(1, 59.0), '60 s or more'), (BlockRequest(0, 300.0), 'at least one node'),
-    (BlockRequest(2, 300.0, names=('node01',)), 'as many names')])
-def test_requests_that_can_never_be_met(slurm: Cluster, blocks: Make, request_: BlockRequest, sentence: str) -> None:
+@pytest.mark.parametrize(
+    ('request_', 'sentence'),
+    [
+        (BlockRequest(3, 300.0), '1 to 2 nodes'),
+        (BlockRequest(1, 59.0), '60 s or more'),
+        (BlockRequest(0, 300.0), 'at least one node'),
+        (BlockRequest(2, 300.0, names=('node01',)), 'as many names'),
+    ],
+)
+def test_requests_that_can_never_be_met(
+    slurm: Cluster, blocks: Make, request_: BlockRequest, sentence: str
+) -> None:
     mine = blocks('debug')
     with pytest.raises(BadInput, match=sentence):
-        mine.provider.open_block('true', request_, 'never')
+        mine.provider.open_block(request_, 'true', 'never')
 
 
 def test_sbatchs_own_words_are_passed_on(slurm: Cluster, blocks: Make) -> None:
@@ -276,7 +318,9 @@ def test_sbatchs_own_words_are_passed_on(slurm: Cluster, blocks: Make) -> None:
     slurm.run('scontrol', 'update', 'partitionname=batch', 'maxnodes=1')
     slurm.run('scontrol', 'update', 'partitionname=batch', 'state=inactive')
     try:
-        with pytest.raises(FreeTrainError, match=r'sbatch refused the script /.*\.sh: .*[Pp]artition'):
+        with pytest.raises(
+            FreeTrainError, match=r'sbatch refused the script /.*\.sh: .*[Pp]artition'
+        ):
             mine.open(1)
     finally:
         slurm.run('scontrol', 'update', 'partitionname=batch', 'state=up', 'maxnodes=unlimited')
@@ -286,12 +330,3 @@ def test_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('PATH', '/nowhere')
     with pytest.raises(BadInput, match='no Slurm here'):
         slurm_site().start()
-
-
-def test_another_provider_is_refused(slurm: Cluster) -> None:
-    from parsl.providers import SlurmProvider
-
-    site = slurm_site()
-    site.start()
-    with pytest.raises(BadInput, match='only through its own provider'):
-        BackfillProvider(site, SlurmProvider()).open_block('true', BlockRequest(1, 300.0), 'other')

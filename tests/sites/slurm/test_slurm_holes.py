@@ -8,9 +8,15 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsl_freetrain.core.words import Hole
+from parsl_freetrain.core.model.types import Hole
 from parsl_freetrain.sites.batch.holes import OnTheWay, Wanted, holes, windows
-from parsl_freetrain.sites.batch.records import Job, Nodes, Partition, Reservation
+from parsl_freetrain.sites.batch.records import (
+    BatchJob,
+    JobState,
+    NodeReservation,
+    Nodes,
+    Partition,
+)
 from parsl_freetrain.sites.slurm import text
 
 RECORDED = Path(__file__).with_name('recorded')
@@ -19,17 +25,30 @@ BATCH = Partition('batch')
 ANY = Wanted('batch')
 
 
-def idle(*names: str, state: str = 'idle', marks: str = '', features: tuple[str, ...] = (), gpus: int = 0,
-         partition: str = 'batch') -> Nodes:
+def idle(
+    *names: str,
+    state: str = 'idle',
+    marks: str = '',
+    features: tuple[str, ...] = (),
+    gpus: int = 0,
+    partition: str = 'batch',
+) -> Nodes:
     return Nodes(partition, names, state, marks, features, gpus)
 
 
-def planned(start_s: float, *names: str, job_id: str = '7', partition: str = 'batch') -> Job:
-    return Job(job_id, 'PENDING', partition, len(names) or 1, start_s, start_s + 60, names)
+def planned(start_s: float, *names: str, job_id: str = '7', partition: str = 'batch') -> BatchJob:
+    return BatchJob(
+        job_id, JobState.PENDING, partition, len(names) or 1, start_s, start_s + 60, names
+    )
 
 
-def until(nodes: list[Nodes], jobs: list[Job] | None = None, reservations: list[Reservation] | None = None, wanted: Wanted = ANY,
-          ours: frozenset[str] = frozenset()) -> dict[str, float]:
+def until(
+    nodes: list[Nodes],
+    jobs: list[BatchJob] | None = None,
+    reservations: list[NodeReservation] | None = None,
+    wanted: Wanted = ANY,
+    ours: frozenset[str] = frozenset(),
+) -> dict[str, float]:
     return windows(nodes, jobs or [], reservations or [], wanted, ours, NOW)
 
 
@@ -38,28 +57,56 @@ def test_recorded_answers_give_the_holes_that_were_there() -> None:
     partitions = text.parse_partitions((RECORDED / 'partition-22.05.txt').read_text())
     now = 1795247731.0
     found = holes(
-        windows(text.parse_nodes((RECORDED / 'sinfo-22.05.txt').read_text()), text.parse_jobs((RECORDED / 'squeue-22.05.txt').read_text()),
-                text.parse_reservations((RECORDED / 'reservation-22.05.txt').read_text()), ANY, frozenset(), now),
-        [], partitions['batch'], now, 10.0, 60.0)
-    assert found == (Hole(1, 1795249490.0 - 10, 'batch', ('node08',)), Hole(1, 1795248170.0 - 10, 'batch', ('node07',)))
+        windows(
+            text.parse_nodes((RECORDED / 'sinfo-22.05.txt').read_text()),
+            text.parse_jobs((RECORDED / 'squeue-22.05.txt').read_text()),
+            text.parse_reservations((RECORDED / 'reservation-22.05.txt').read_text()),
+            ANY,
+            frozenset(),
+            now,
+        ),
+        [],
+        partitions['batch'],
+        now,
+        10.0,
+        60.0,
+    )
+    assert found == (
+        Hole(1, 1795249490.0 - 10, 'batch', ('node08',)),
+        Hole(1, 1795248170.0 - 10, 'batch', ('node07',)),
+    )
 
 
 def test_the_first_of_plans_and_reservations_ends_a_window() -> None:
-    found = until([idle('a', 'b'), idle('c', state='planned')], [planned(1500, 'a'), planned(1300, 'a', 'c'), planned(2000, 'c')],
-                  [Reservation('m', 1200, 5000, ('b',)), Reservation('over', 0, 900, ('a',))])
+    found = until(
+        [idle('a', 'b'), idle('c', state='planned')],
+        [planned(1500, 'a'), planned(1300, 'a', 'c'), planned(2000, 'c')],
+        [NodeReservation('m', 1200, 5000, ('b',)), NodeReservation('over', 0, 900, ('a',))],
+    )
     assert found == {'a': 1300, 'b': 1200, 'c': 1300}
 
 
 def test_nodes_that_are_needed_now_are_no_hole() -> None:
-    assert until([idle('a', 'b', 'c')], [planned(NOW, 'a')], [Reservation('on', 500, 5000, ('b',))]) == {'c': math.inf}
+    assert until(
+        [idle('a', 'b', 'c')], [planned(NOW, 'a')], [NodeReservation('on', 500, 5000, ('b',))]
+    ) == {'c': math.inf}
 
 
 def test_only_nodes_that_fit_count() -> None:
-    groups = [idle('a', features=('x', 'y'), gpus=4), idle('b', features=('x',), gpus=4), idle('c', features=('z',), gpus=4),
-              idle('d', features=('x', 'y')), idle('e', marks='*'), idle('f', state='mixed'), idle('g', partition='other'),
-              idle('h', marks='-')]
+    groups = [
+        idle('a', features=('x', 'y'), gpus=4),
+        idle('b', features=('x',), gpus=4),
+        idle('c', features=('z',), gpus=4),
+        idle('d', features=('x', 'y')),
+        idle('e', marks='*'),
+        idle('f', state='mixed'),
+        idle('g', partition='other'),
+        idle('h', marks='-'),
+    ]
     assert set(until(groups)) == {'a', 'b', 'c', 'd', 'h'}
-    assert set(until(groups, wanted=Wanted('batch', (frozenset({'x', 'y'}), frozenset({'z'})), 1))) == {'a', 'c'}
+    assert set(
+        until(groups, wanted=Wanted('batch', (frozenset({'x', 'y'}), frozenset({'z'})), 1))
+    ) == {'a', 'c'}
 
 
 def test_a_plan_without_nodes_bounds_its_whole_partition() -> None:
@@ -69,36 +116,69 @@ def test_a_plan_without_nodes_bounds_its_whole_partition() -> None:
 
 
 def test_our_own_waiting_blocks_stand_in_nobodys_way() -> None:
-    assert until([idle('a')], [planned(1400, 'a', job_id='5')], ours=frozenset({'5'})) == {'a': math.inf}
+    assert until([idle('a')], [planned(1400, 'a', job_id='5')], ours=frozenset({'5'})) == {
+        'a': math.inf
+    }
 
 
 def test_holes_are_grouped_by_their_end_and_end_a_margin_earlier() -> None:
-    found = holes({'d': math.inf, 'a': 1500, 'c': 1300, 'b': 1500, 'e': 1079}, [], BATCH, NOW, 20.0, 60.0)
-    assert found == (Hole(1, None, 'batch', ('d',)), Hole(2, 1480, 'batch', ('a', 'b')), Hole(1, 1280, 'batch', ('c',)))
+    found = holes(
+        {'d': math.inf, 'a': 1500, 'c': 1300, 'b': 1500, 'e': 1079}, [], BATCH, NOW, 20.0, 60.0
+    )
+    assert found == (
+        Hole(1, None, 'batch', ('d',)),
+        Hole(2, 1480, 'batch', ('a', 'b')),
+        Hole(1, 1280, 'batch', ('c',)),
+    )
 
 
 def test_a_partition_bounds_holes() -> None:
     five = dict.fromkeys('abcde', 2000.0)
-    assert [hole.nodes for hole in holes(five, [], Partition('p', most_nodes=2), NOW, 0, 60)] == [2, 2, 1]
-    assert [hole.nodes for hole in holes(five, [], Partition('p', most_nodes=2, least_nodes=2), NOW, 0, 60)] == [2, 2]
+    assert [hole.nodes for hole in holes(five, [], Partition('p', most_nodes=2), NOW, 0, 60)] == [
+        2,
+        2,
+        1,
+    ]
+    assert [
+        hole.nodes
+        for hole in holes(five, [], Partition('p', most_nodes=2, least_nodes=2), NOW, 0, 60)
+    ] == [2, 2]
     assert holes(five, [], Partition('p', up=False), NOW, 0, 60) == ()
 
 
 def test_blocks_on_their_way_take_the_shortest_windows_that_fit_them() -> None:
     free = {'a': 1500.0, 'b': 1500.0, 'c': 3000.0, 'd': math.inf}
     assert holes(free, [OnTheWay(1, 1400)], BATCH, NOW, 0, 60) == (
-        Hole(1, None, 'batch', ('d',)), Hole(1, 3000, 'batch', ('c',)), Hole(1, 1500, 'batch', ('a',)))
-    assert [h.names for h in holes(free, [OnTheWay(1, 2500)], BATCH, NOW, 0, 60)] == [('d',), ('a', 'b')]
+        Hole(1, None, 'batch', ('d',)),
+        Hole(1, 3000, 'batch', ('c',)),
+        Hole(1, 1500, 'batch', ('a',)),
+    )
+    assert [h.names for h in holes(free, [OnTheWay(1, 2500)], BATCH, NOW, 0, 60)] == [
+        ('d',),
+        ('a', 'b'),
+    ]
     assert holes(free, [OnTheWay(9, 1400)], BATCH, NOW, 0, 60) == ()
 
 
-@given(st.dictionaries(st.text('abcdef', min_size=1, max_size=3), st.one_of(st.just(math.inf), st.floats(900, 5000)), max_size=20),
-       st.lists(st.builds(OnTheWay, st.integers(1, 4), st.floats(1000, 5000)), max_size=5), st.integers(1, 5))
-def test_no_node_is_offered_twice_nor_beyond_its_window(free: dict[str, float], blocks: list[OnTheWay], most: int) -> None:
+@given(
+    st.dictionaries(
+        st.text('abcdef', min_size=1, max_size=3),
+        st.one_of(st.just(math.inf), st.floats(900, 5000)),
+        max_size=20,
+    ),
+    st.lists(st.builds(OnTheWay, st.integers(1, 4), st.floats(1000, 5000)), max_size=5),
+    st.integers(1, 5),
+)
+def test_no_node_is_offered_twice_nor_beyond_its_window(
+    free: dict[str, float], blocks: list[OnTheWay], most: int
+) -> None:
     found = holes(free, blocks, Partition('batch', most_nodes=most), NOW, 15.0, 60.0)
     names = [name for hole in found for name in hole.names]
     assert len(names) == len(set(names)) <= max(0, len(free) - sum(block.nodes for block in blocks))
     for hole in found:
         assert hole.nodes == len(hole.names) <= most
-        assert all(math.inf if hole.until_s is None else hole.until_s <= free[name] - 15.0 for name in hole.names)
+        assert all(
+            math.inf if hole.until_s is None else hole.until_s <= free[name] - 15.0
+            for name in hole.names
+        )
         assert hole.until_s is None or hole.until_s - NOW >= 60

@@ -1,4 +1,6 @@
-"""Trainings on a real Slurm cluster: preempted, with a dead node, and while the scheduler is gone."""
+"""Trainings on a real Slurm cluster: preempted, with a dead node, and while the
+scheduler is gone.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from parsl_freetrain.app import TrainingFuture, freetrain_app
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain import BadInput, Checkpoints, Scaling, TrainingFuture, freetrain_app
 from parsl_freetrain.ledger.reader import Reader
 from tests.sites.slurm.conftest import slurm_site
 from tests.support.slurm import Cluster
 from tests.support.training import fit, freetrain
+from tests.support.waiting import LIMIT_S
 
 pytestmark = pytest.mark.slurm
-
-LONG = 240   # seconds; a bound for what takes a few
 
 
 def until_training(future: TrainingFuture, samples: int = 0) -> None:
@@ -26,8 +26,12 @@ def until_training(future: TrainingFuture, samples: int = 0) -> None:
 
 
 @pytest.mark.slow
-def test_a_training_goes_on_while_the_scheduler_is_restarted(slurm: Cluster, tmp_path: Path) -> None:
-    trainer = freetrain_app(max_nodes=2, total_epochs=12, scaling={1: 1.0, 2: 1.9})(fit)
+def test_a_training_goes_on_while_the_scheduler_is_restarted(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    trainer = freetrain_app(max_nodes=2, total_epochs=12, scaling=Scaling(rate={1: 1.0, 2: 1.9}))(
+        fit
+    )
     site = slurm_site(command_s=5.0, longest_backoff_s=1.0)
     with freetrain(tmp_path, site, address='127.0.0.1') as executor:
         future = trainer(pause_s=0.03)
@@ -37,23 +41,32 @@ def test_a_training_goes_on_while_the_scheduler_is_restarted(slurm: Cluster, tmp
             until_training(future, future.progress().samples)
         finally:
             slurm.start_scheduler()
-        assert future.result(LONG).samples == 12 * 96
+        assert future.result(LIMIT_S).samples == 12 * 96
         assert future.progress().preempted == 0
     with Reader(executor.ledger_path) as ledger:
-        assert {node.name for node in ledger.story().nodes} <= {'node01', 'node02', 'node03', 'node04'}
+        assert {node.name for node in ledger.story().nodes} <= {
+            'node01',
+            'node02',
+            'node03',
+            'node04',
+        }
 
 
 @pytest.mark.slow
 def test_a_preempted_block_loses_no_step(slurm: Cluster, tmp_path: Path) -> None:
-    """A wide job takes the nodes; the fragment writes its checkpoint in the grace time, and the next one repeats nothing."""
-    trainer = freetrain_app(max_nodes=1, total_epochs=60, checkpoint_every_s=1000.0)(fit)
+    """A wide job takes the nodes; the fragment writes its checkpoint in the grace time, and the
+    next one repeats nothing.
+    """
+    trainer = freetrain_app(max_nodes=1, total_epochs=60, checkpoints=Checkpoints(every_s=1000.0))(
+        fit
+    )
     site = slurm_site('scavenger', mode='preemptible')
     with freetrain(tmp_path, site, address='127.0.0.1') as executor:
         future = trainer(pause_s=0.02)
         until_training(future)
         wide = slurm.submit('--nodes=4', '--time=1', '--partition=batch', seconds=2)
         slurm.wait(lambda: slurm.state(wide) == 'COMPLETED')
-        assert future.result(LONG).samples == 60 * 96
+        assert future.result(LIMIT_S).samples == 60 * 96
     with Reader(executor.ledger_path) as ledger:
         story = ledger.story()
     fragments = story.fragments
@@ -63,22 +76,31 @@ def test_a_preempted_block_loses_no_step(slurm: Cluster, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_node_that_crashes_costs_no_more_than_the_work_since_the_last_checkpoint(slurm: Cluster, tmp_path: Path) -> None:
-    trainer = freetrain_app(max_nodes=1, total_epochs=40, checkpoint_every_s=1.0)(fit)
-    with freetrain(tmp_path, slurm_site(), address='127.0.0.1', heartbeat_period=1, heartbeat_threshold=4) as executor:
+def test_a_node_that_crashes_costs_no_more_than_the_work_since_the_last_checkpoint(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    trainer = freetrain_app(max_nodes=1, total_epochs=40, checkpoints=Checkpoints(every_s=1.0))(fit)
+    with freetrain(
+        tmp_path, slurm_site(), address='127.0.0.1', heartbeat_period=1, heartbeat_threshold=4
+    ) as executor:
         future = trainer(pause_s=0.02)
         until_training(future)
         with Reader(executor.ledger_path) as ledger:
             node = ledger.story().nodes[0].name
         slurm.kill_node(node)
         try:
-            assert future.result(LONG).samples == 40 * 96
+            assert future.result(LIMIT_S).samples == 40 * 96
             assert future.progress().fragments >= 2
         finally:
             slurm.start_node(node)
 
 
-def test_a_site_config_that_cannot_work_ends_before_anything_is_submitted(slurm: Cluster, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match='no partition'), freetrain(tmp_path, slurm_site('nosuch'), address='127.0.0.1'):
+def test_a_site_config_that_cannot_work_ends_before_anything_is_submitted(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    with (
+        pytest.raises(BadInput, match='no partition'),
+        freetrain(tmp_path, slurm_site('nosuch'), address='127.0.0.1'),
+    ):
         pytest.fail('it was loaded')
     assert slurm.run('squeue', '-h') == ''

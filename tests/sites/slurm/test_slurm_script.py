@@ -1,4 +1,6 @@
-"""Batch scripts: golden files of the site configs, what is asked for which hole, and what a user's words cannot do."""
+"""Batch scripts: golden files of the site configs, what is asked for which hole, and what a user's
+words cannot do.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsl_freetrain.core.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.batch.shape import BlockShape, Place, is_block_of, job_name, shape_for
+from parsl_freetrain.sites.named import site_in_table
 from parsl_freetrain.sites.provider import BackfillProvider
-from parsl_freetrain.sites.slurm import Mode, SlurmOptions, SlurmSite, read_options
+from parsl_freetrain.sites.slurm import Mode, SlurmOptions, SlurmSite
 from parsl_freetrain.sites.slurm.script import render
+from tests.support.waiting import LIMIT_S
 
 GOLDEN = Path(__file__).with_name('golden')
 CONFIGS = Path(__file__).resolve().parents[3] / 'site_configs'
@@ -53,7 +57,12 @@ def utc() -> Iterator[None]:
 @pytest.mark.usefixtures('utc')
 def test_the_script_of_a_site_config_is_the_golden_one(name: str, hole_s: float | None) -> None:
     given = site_of(name).options
-    script = render(given, shape_for(4, hole_s, (), given, 172800.0, NOW), PLACE, "process_worker_pool.py --cert_dir '/a b'")
+    script = render(
+        given,
+        shape_for(4, hole_s, (), given, 172800.0, NOW),
+        PLACE,
+        "process_worker_pool.py --cert_dir '/a b'",
+    )
     assert script == (GOLDEN / f'{name}.sh').read_text()
 
 
@@ -62,16 +71,21 @@ def test_golden_scripts_are_good_shell(name: str) -> None:
     subprocess.run(['/bin/bash', '-n', str(GOLDEN / f'{name}.sh')], check=True)
 
 
-@pytest.mark.parametrize(('hole_s', 'settings', 'shape'), [
-    (1000.0, {}, BlockShape(2, 960, 480, 1_800_001_000)),
-    (60.0, {}, BlockShape(2, 60, 60, 1_800_000_060)),
-    (149.9, {'shrink': 1.0}, BlockShape(2, 60, 60, 1_800_000_149)),
-    (None, {}, BlockShape(2, 3600, 1800)),
-    (None, {'longest_s': 119.0}, BlockShape(2, 60, 60)),
-    (1000.0, {'mode': Mode.PREEMPTIBLE}, BlockShape(2, 960, 480)),
-    (90000.0, {}, BlockShape(2, 36000, 18000, 1_800_090_000)),
-])
-def test_a_block_fits_its_hole(hole_s: float | None, settings: dict[str, object], shape: BlockShape) -> None:
+@pytest.mark.parametrize(
+    ('hole_s', 'settings', 'shape'),
+    [
+        (1000.0, {}, BlockShape(2, 960, 480, 1_800_001_000)),
+        (60.0, {}, BlockShape(2, 60, 60, 1_800_000_060)),
+        (149.9, {'shrink': 1.0}, BlockShape(2, 60, 60, 1_800_000_149)),
+        (None, {}, BlockShape(2, 3600, 1800)),
+        (None, {'longest_s': 119.0}, BlockShape(2, 60, 60)),
+        (1000.0, {'mode': Mode.PREEMPTIBLE}, BlockShape(2, 960, 480)),
+        (90000.0, {}, BlockShape(2, 36000, 18000, 1_800_090_000)),
+    ],
+)
+def test_a_block_fits_its_hole(
+    hole_s: float | None, settings: dict[str, object], shape: BlockShape
+) -> None:
     assert shape_for(2, hole_s, ('a', 'b'), options(**settings), 36000.0, NOW) == shape
 
 
@@ -86,11 +100,15 @@ def test_no_block_outlives_its_hole(hole_s: float, start_s: float, shrink: float
 
 def test_nodes_are_named_only_where_asked() -> None:
     assert shape_for(2, 600.0, ('a', 'b'), options(pin_nodes=True), None, NOW).names == ('a', 'b')
-    assert '--nodelist=a,b' in render(options(), BlockShape(2, 300, 300, names=('a', 'b')), PLACE, 'true')
+    assert '--nodelist=a,b' in render(
+        options(), BlockShape(2, 300, 300, names=('a', 'b')), PLACE, 'true'
+    )
 
 
 def test_what_a_user_writes_stays_one_word(tmp_path: Path) -> None:
-    """Neither a folder nor a command can leave its quotes: bash sees the same words that went in."""
+    """Neither a folder nor a command can leave its quotes: bash sees the same words
+    that went in.
+    """
     marker = tmp_path / 'was run'
     command = f"""echo 'it''s' "$(touch '{marker}')" ; `touch '{marker}'`"""
     place = Place('n', f'/a b/$(touch {marker})/%j.out', "/it's.err")
@@ -103,8 +121,12 @@ def test_what_a_user_writes_stays_one_word(tmp_path: Path) -> None:
         (fakes / name).write_text(f'#!/bin/bash\n{text}\n')
         (fakes / name).chmod(0o700)
     (tmp_path / 'script').write_text(script)
-    subprocess.run(['/bin/bash', str(tmp_path / 'script')], check=True, timeout=60,
-                   env={'PATH': f'{fakes}:/usr/bin:/bin', 'SLURM_JOB_ID': '1', 'SAID': str(tmp_path / 'said')})
+    subprocess.run(
+        ['/bin/bash', str(tmp_path / 'script')],
+        check=True,
+        timeout=LIMIT_S,
+        env={'PATH': f'{fakes}:/usr/bin:/bin', 'SLURM_JOB_ID': '1', 'SAID': str(tmp_path / 'said')},
+    )
     assert (tmp_path / 'said').read_text() == command
     assert not marker.exists()
 
@@ -116,31 +138,39 @@ def test_jobs_are_known_by_their_run() -> None:
     assert not is_block_of('my', name)
 
 
-@pytest.mark.parametrize(('text', 'sentence'), [
-    ('partition = "batch"\nnise = 4', 'nise: there is no such setting'),
-    ('nice = 4', 'partition: Field required'),
-    ('partition = "a b"', "partition: .*'a b'"),
-    ('partition = "batch"\nlongest_s = 30', 'longest_s: .*60'),
-    ('partition = "batch"\nconstraint = "[a*2]"', 'without brackets'),
-    ('partition = "batch"\nsbatch_options = ["licenses=x"]', 'is not an option'),
-    ('partition = "batch"\nmode = "greedy"', 'backfill'),
-    ('partition = ', 'is not TOML'),
-])
+@pytest.mark.parametrize(
+    ('text', 'sentence'),
+    [
+        ('partition = "batch"\nnise = 4', 'nise: there is no such setting'),
+        ('nice = 4', 'partition: Field required'),
+        ('partition = "a b"', "partition: .*'a b'"),
+        ('partition = "batch"\nlongest_s = 30', 'longest_s: .*60'),
+        ('partition = "batch"\nconstraint = "[a*2]"', 'without brackets'),
+        ('partition = "batch"\nsbatch_options = ["licenses=x"]', 'is not an option'),
+        ('partition = "batch"\nmode = "greedy"', 'backfill'),
+        ('partition = ', 'is not TOML'),
+    ],
+)
 def test_site_files_that_cannot_be_used(tmp_path: Path, text: str, sentence: str) -> None:
     file = tmp_path / 'site.toml'
     file.write_text(text)
     with pytest.raises(BadInput, match=f'The site file {file}.*{sentence}'):
-        read_options(file)
+        site_in_table(file)
 
 
 def test_site_files(tmp_path: Path) -> None:
     file = tmp_path / 'site.toml'
-    file.write_text('[slurm]\npartition = "gpu"\nconstraint = "a100&hbm|h100"\nsbatch_options = ["--licenses=x"]\n')
-    read = read_options(file)
+    file.write_text(
+        '[slurm]\npartition = "gpu"\nconstraint = "a100&hbm|h100"\nsbatch_options = '
+        '["--licenses=x"]\n'
+    )
+    site = site_in_table(file)
+    assert isinstance(site, SlurmSite)
+    read = site.options
     assert (read.partition, read.sbatch_options) == ('gpu', ('--licenses=x',))
     assert read.features() == (frozenset({'a100', 'hbm'}), frozenset({'h100'}))
     with pytest.raises(BadInput, match='cannot be read'):
-        read_options(tmp_path / 'nosuch.toml')
+        site_in_table(tmp_path / 'nosuch.toml')
 
 
 def test_settings_and_options_exclude_each_other() -> None:

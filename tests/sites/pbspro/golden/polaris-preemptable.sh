@@ -19,7 +19,8 @@ module load conda
 conda activate
 
 # The scheduler may have shortened the walltime so that the block fits: ask.
-walltime=$(timeout 20 qstat -f "$PBS_JOBID" 2>/dev/null | sed -n 's/^ *Resource_List\.walltime = //p')
+walltime=$(timeout 20 qstat -f "$PBS_JOBID" 2>/dev/null |
+    sed -n 's/^ *Resource_List\.walltime = //p')
 case $walltime in
     *[!0-9:]*|''|*:*:*:*) left=5400 ;;
     *:*:*) IFS=: read -r h m s <<<"$walltime"; left=$((10#$h * 3600 + 10#$m * 60 + 10#$s)) ;;

@@ -16,8 +16,10 @@
 #SBATCH --exclusive
 #SBATCH --requeue
 
+SECONDS=0
 
-# Slurm ends a job up to a minute late. The scheduler may also have shortened the limit, or an administrator changed it: ask.
+# Slurm ends a job up to a minute late. The scheduler may also have shortened the limit,
+# or an administrator changed it: ask.
 end=$(SLURM_TIME_FORMAT=%s timeout 20 squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)
 case $end in
     ''|*[!0-9]*) left=28800 ;;
@@ -37,6 +39,6 @@ exit "$status"
 '
 timeout --kill-after=10 "$left" srun --nodes=4 --ntasks=4 --ntasks-per-node=1 --wait=0 --kill-on-bad-exit=0 --input=none --cpu-bind=none --mpi=none /bin/bash -c "$node" freetrain-node 'process_worker_pool.py --cert_dir '"'"'/a b'"'"''
 status=$?
-[ "$status" != 124 ] || status=0
 if [ "$status" = 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+[ "$status" != 124 ] || status=0
 exit "$status"

@@ -14,8 +14,10 @@
 #SBATCH --exclusive
 #SBATCH --no-requeue
 
+SECONDS=0
 
-# Slurm ends a job up to a minute late. The scheduler may also have shortened the limit, or an administrator changed it: ask.
+# Slurm ends a job up to a minute late. The scheduler may also have shortened the limit,
+# or an administrator changed it: ask.
 end=$(SLURM_TIME_FORMAT=%s timeout 20 squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)
 case $end in
     ''|*[!0-9]*) left=960 ;;

@@ -1,0 +1,144 @@
+"""``freetrain doctor``: measures what training needs, and writes the results into one file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from parsl_freetrain import __version__
+from parsl_freetrain.cli.where import JsonOption
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.host import files
+
+PORTS = {'54000-55000': (54000, 55000), '55000-56000': (55000, 56000)}
+"""The executor's default ranges: for workers, and for its interchange and control channel."""
+
+STYLES = {'ok': 'green', 'note': 'yellow', 'bad': 'bold red'}
+
+
+def doctor(
+    checkpoints: Annotated[
+        Path, typer.Option(metavar='DIR', help='The folder where checkpoints will go.')
+    ] = Path(),
+    through: Annotated[
+        str,
+        typer.Option(
+            metavar='COMMAND', help='Also examine a node, reached by a command such as "srun -N1".'
+        ),
+    ] = '',
+    endpoint: Annotated[
+        str,
+        typer.Option(metavar='ID', help='Also compare versions with this Globus Compute endpoint.'),
+    ] = '',
+    endpoint_options: Annotated[
+        Path | None, typer.Option(metavar='FILE', help="JSON options for the endpoint's template.")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar='FILE', help='The file to write.')] = Path(
+        'freetrain-doctor.json'
+    ),
+    as_json: JsonOption = False,
+) -> int:
+    """Examine this computer, and a compute node if you like, and write the result into a file.
+
+    Examined are versions, torch, GPUs, the batch system, the file system, ports and clocks. The
+    file system is measured in a new folder in DIR, which is removed afterwards. The file is meant
+    for bug reports; it names hosts, paths and users. The exit status is 1 if something was found
+    that keeps trainings from working.
+    """
+    from parsl_freetrain.cli.doctor.findings import (
+        findings,
+    )  # imported here, so that --help is fast
+
+    if not checkpoints.is_dir() or not os.access(checkpoints, os.W_OK):
+        raise BadInput(
+            f'{checkpoints} is not a folder that can be written to; name one with --checkpoints.'
+        )
+    facts = _facts(checkpoints.absolute(), through)
+    found = findings(facts)
+    if endpoint:
+        from parsl_freetrain.cli.doctor.endpoint import ask_endpoint, of_endpoint
+
+        facts['endpoint'] = ask_endpoint(endpoint, endpoint_options)
+        found.append(of_endpoint(facts['endpoint']))
+    document = {**facts, 'findings': [vars(finding) for finding in found]}
+    _write(out, document)
+    if as_json:
+        print(json.dumps(document))
+    else:
+        _show(found)
+        print(f'All of it is in {out}.')
+    return int(any(finding.state == 'bad' for finding in found))
+
+
+def _facts(folder: Path, through: str) -> dict[str, Any]:
+    from parsl.addresses import get_all_addresses
+
+    from parsl_freetrain.cli.doctor.measuring import (
+        ask_here,
+        ask_there,
+        file_system,
+        free_ports,
+        programs,
+    )
+    from parsl_freetrain.sites.registry import site_types
+
+    try:
+        command = shlex.split(through)
+    except ValueError as error:
+        raise BadInput(f'--through {through!r} is not a command: {error}.') from error
+    addresses = sorted(get_all_addresses())
+    types = site_types().values()
+    facts: dict[str, Any] = {
+        'freetrain': __version__,
+        'at': time.time(),
+        'system': ' '.join(platform.uname()),
+        'command': sys.orig_argv,
+        'here': ask_here(),
+        'schedulers': {kind.label: list(kind.programs) for kind in types if kind.programs},
+        'programs': programs(types),
+        'file_system': file_system(folder),
+        'ports': {
+            'addresses': addresses,
+            'free': {span: free_ports(*ends) for span, ends in PORTS.items()},
+        },
+    }
+    if command:
+        facts['node'] = ask_there(
+            command, folder, [a for a in addresses if not a.startswith('127.')] or addresses
+        )
+    return facts
+
+
+def _write(out: Path, document: dict[str, Any]) -> None:
+    try:
+        files.replace(out, json.dumps(document, indent=1).encode())
+    except OSError as error:
+        raise BadInput(
+            f'The file {out} cannot be written ({error.strerror}); name another one with --out.'
+        ) from error
+
+
+def _show(found: list[Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from parsl_freetrain.cli.live.view import clean
+
+    console = Console()
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(3):
+        table.add_column(overflow='fold')
+    for finding in found:
+        table.add_row(
+            Text(finding.state, STYLES[finding.state]), finding.what, Text(clean(finding.says))
+        )
+    console.print(table)

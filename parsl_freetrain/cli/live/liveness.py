@@ -1,0 +1,110 @@
+"""Whether a run is running, has ended or has died, and how to resume it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from parsl_freetrain.ledger.rows import RunHistory, RunRow
+
+SILENT_S = 90.0
+"""Seconds without a ledger entry after which a run counts as silent; a live run makes an entry
+every 30 s.
+"""
+
+SAME_START_S = 2.0
+"""Maximum difference in seconds between the start times of a run and its process; a process with a
+larger difference has reused the process id.
+"""
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """The state of a run.
+
+    Attributes
+    ----------
+    state
+        'running', 'ended', 'silent' (it may have died, or cannot write) or 'died'.
+    sentence
+        An explanation if the run is silent or has died; otherwise empty.
+    """
+
+    state: str
+    sentence: str = ''
+
+
+def gone_here(about: Mapping[str, Any]) -> bool:
+    """Whether the run's process was on this computer and has ended."""
+    if about.get('host') != platform.node() or 'pid' not in about:
+        return False
+    try:
+        process = psutil.Process(int(about['pid']))
+        return bool(
+            abs(process.create_time() - float(about['started'])) > SAME_START_S
+            or process.status() == psutil.STATUS_ZOMBIE
+        )
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
+
+
+def life_of(
+    story: RunHistory,
+    run: RunRow,
+    about: Mapping[str, Any],
+    now: float,
+    gone: Callable[[Mapping[str, Any]], bool] = gone_here,
+) -> Liveness:
+    """The state of a run.
+
+    Parameters
+    ----------
+    about
+        User, host and process of the run; see :meth:`parsl_freetrain.ledger.reader.Reader.about`.
+    now
+        Epoch seconds.
+    gone
+        Whether that process is known to have ended.
+    """
+    if run.ended_at is not None:
+        return Liveness('ended')
+    process = (
+        f'its process {about["pid"]} on {about["host"]}'
+        if {'pid', 'host'} <= about.keys()
+        else 'its process'
+    )
+    if not story.alive(run):
+        return Liveness(
+            'died',
+            f'This run died: {process} ended without a word, and another run has begun since.',
+        )
+    if gone(about):
+        return Liveness(
+            'died',
+            f'This run died: {process} is gone, and did not end it. {how_to_resume(run, about)}',
+        )
+    silent_s = now - run.last_at
+    if silent_s > SILENT_S:
+        return Liveness(
+            'silent',
+            f'This run has noted nothing for {silent_s:.0f} s: {process} may have died, '
+            'or cannot write its ledger. '
+            f'If it is gone: {how_to_resume(run, about)}',
+        )
+    return Liveness('running')
+
+
+def how_to_resume(run: RunRow, about: Mapping[str, Any]) -> str:
+    """A sentence on how to resume a run that is over."""
+    where = (
+        f'in {about["folder"]} ' if about.get('folder') and about['folder'] != os.getcwd() else ''
+    )
+    again = f'run {run.command} {where}again' if run.command else 'run the same program again'
+    return f'To resume, {again}; it goes on from the checkpoints.'

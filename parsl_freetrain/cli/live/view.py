@@ -1,0 +1,395 @@
+"""The live view of a run, read from its ledger: in the run's own terminal or another one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.measure import Measurement
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from parsl_freetrain.cli.live.snapshot import BlockNow, RunStatus, TrainerNow, snapshot
+from parsl_freetrain.core.allocation.problem import Allocator
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.ledger.summary import Remembering
+
+MOST_BLOCKS = 12
+"""Maximum number of open blocks to list; the others are counted."""
+
+CELLS = ('nodes', 'samples', 'loss', 'rate', 'U', 'frag', 'pre', 'resc', 'done in')
+"""The columns of a trainer, beside its name, state and progress."""
+
+STATE_STYLES = {
+    'running': 'green',
+    'finished': 'bold green',
+    'failed': 'bold red',
+    'cancelled': 'yellow',
+}
+
+
+class LiveView:
+    """Renders the present state of a ledger.
+
+    Parameters
+    ----------
+    reader
+        The ledger; this view does not close it.
+    allocator
+        An exact allocator, for the efficiency U; without it U is not shown.
+    run
+        The beginning of a run's name; None: the newest run.
+    """
+
+    def __init__(
+        self, reader: Reader, allocator: Allocator | None = None, run: str | None = None
+    ) -> None:
+        self._reader = reader
+        self._run = run
+        self._allocator = None if allocator is None else Remembering(allocator)
+
+    def snapshot(self, now: float) -> RunStatus:
+        """The data of :meth:`render`; ``now`` in epoch seconds."""
+        return snapshot(self._reader, now, self._allocator, self._run)
+
+    def render(self, now: float) -> RenderableType:
+        """The view at ``now`` (epoch seconds); fits any console from 40 columns on."""
+        return screen(self.snapshot(now))
+
+    def lines(self, now: float) -> list[str]:
+        """One plain line per trainer, without any control character."""
+        return plain_lines(self.snapshot(now))
+
+
+def screen(seen: RunStatus) -> RenderableType:
+    """A snapshot for a console; fits any from 40 columns on."""
+    return _Screen(seen)
+
+
+def plain_lines(seen: RunStatus) -> list[str]:
+    """One plain line per trainer, without any control character."""
+    return [_plain_line(t, seen.elapsed_s) for t in seen.trainers]
+
+
+def trainer_cells(t: TrainerNow) -> dict[str, str]:
+    """The texts for a trainer in all views, by :data:`CELLS`."""
+    values = (
+        str(t.nodes),
+        _samples(t),
+        _value(t.loss, '.4g'),
+        _rate(t.rate),
+        _value(t.efficiency, '.2f'),
+        str(t.fragments),
+        str(t.preempted),
+        str(t.rescaled),
+        _finish(t),
+    )
+    return dict(zip(CELLS, values, strict=True))
+
+
+def block_cells(block: BlockNow) -> dict[str, str]:
+    """The texts for a block in all views, by title of the column."""
+    return {
+        'block': block.name,
+        'nodes': str(block.nodes),
+        'time left': _left(block),
+        'trainers': ', '.join(block.trainers) or 'idle',
+    }
+
+
+def heading_words(seen: RunStatus) -> str:
+    """The run's duration, number of nodes and state."""
+    words = [_duration(seen.elapsed_s), _nodes(sum(b.nodes for b in seen.blocks))]
+    if seen.ended is not None:
+        words.append(f'ended: {clean(seen.ended)}')
+    elif seen.life.state == 'died':
+        words.append('died')
+    elif seen.life.state == 'silent':
+        words.append(f'silent for {_duration(seen.silent_s)}')
+    return '  '.join(words)
+
+
+def run_live(
+    path: str | Path,
+    stop: threading.Event,
+    console: Console,
+    allocator: Allocator | None = None,
+    *,
+    refresh_s: float = 0.5,
+    plain_s: float = 10.0,
+    clock: Callable[[], float] = time.time,
+) -> None:
+    """Show a ledger until ``stop`` is set; the ledger need not exist yet.
+
+    On a terminal the view is redrawn every ``refresh_s`` seconds. Elsewhere one plain line per
+    trainer is printed every ``plain_s`` seconds, and once at the end.
+
+    Raises
+    ------
+    BadInput
+        The file is not a ledger, or is one of a newer version.
+    """
+    reader = _wait_for(Path(path), stop, refresh_s)
+    if reader is None:
+        return
+    with reader:
+        view = LiveView(reader, allocator)
+        if not console.is_terminal:
+            while not stop.wait(plain_s):
+                _print_lines(console, view.lines(clock()))
+            _print_lines(console, view.lines(clock()))
+            return
+        with Live(
+            view.render(clock()), console=console, auto_refresh=False, vertical_overflow='ellipsis'
+        ) as live:
+            while not stop.wait(refresh_s):
+                live.update(view.render(clock()), refresh=True)
+            live.update(view.render(clock()), refresh=True)
+
+
+def closing_table(summary: Mapping[str, Any]) -> RenderableType:
+    """The closing table of a summary from :func:`parsl_freetrain.ledger.summary.summary`.
+
+    Accuracies (``accuracy``, ``accuracy_undisturbed``, ``weights_equal``) are shown if a workflow
+    added them.
+    """
+    return _Closing(summary)
+
+
+def _wait_for(path: Path, stop: threading.Event, every_s: float) -> Reader | None:
+    while True:
+        try:
+            return Reader(path)
+        except BadInput:
+            # A new ledger is empty for a moment until its writer creates the tables.
+            if path.exists() and path.stat().st_size > 0:
+                raise
+        if stop.wait(every_s):
+            return None
+
+
+def _print_lines(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+
+
+class _Screen:
+    def __init__(self, seen: RunStatus) -> None:
+        self._seen = seen
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        seen = self._seen
+        yield _heading(seen)
+        table = _trainer_table(seen.trainers, bar=6 if options.max_width < 90 else 12)
+        if _fits(table, console, options):
+            yield table
+        else:
+            yield from (_trainer_lines(trainer) for trainer in seen.trainers)
+        shown = seen.blocks[:MOST_BLOCKS]
+        table = _block_table(shown)
+        if shown and _fits(table, console, options):
+            yield table
+        else:
+            for block in shown:
+                yield _cut(
+                    f'{block.name}: {_nodes(block.nodes)}, {_left(block)}, '
+                    f'{", ".join(block.trainers) or "idle"}'
+                )
+        if len(seen.blocks) > MOST_BLOCKS:
+            yield _cut(f'and {len(seen.blocks) - MOST_BLOCKS} more blocks', 'dim')
+        if seen.life.sentence:
+            yield Text(clean(seen.life.sentence), 'yellow')
+
+
+def _fits(table: Table, console: Console, options: ConsoleOptions) -> bool:
+    # If a table had to cut its columns, a few short lines are better.
+    return (
+        Measurement.get(console, options.update(max_width=1000), table).maximum <= options.max_width
+    )
+
+
+class _Closing:
+    def __init__(self, summary: Mapping[str, Any]) -> None:
+        self._summary = summary
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        trainers: Mapping[str, Mapping[str, Any]] = self._summary['trainers']
+        rows = {name: _closing_cells(t) for name, t in trainers.items()}
+        titles = list(dict.fromkeys(title for cells in rows.values() for title in cells))
+        table = _table('trainer', *titles)
+        for name, cells in rows.items():
+            table.add_row(Text(clean(name)), *(cells.get(title, '') for title in titles))
+        if _fits(table, console, options):
+            yield table
+        else:
+            for name, cells in rows.items():
+                yield _cut(clean(name), 'bold')
+                for title, cell in cells.items():
+                    yield _cut(f'  {title}: {cell}')
+        node_s = self._summary['node_s']
+        whole = node_s['offered'] or 1.0
+        shares = ', '.join(
+            f'{kind} {100 * s / whole:.0f}%' for kind, s in node_s.items() if kind != 'offered'
+        )
+        yield Text(f'node-seconds: {node_s["offered"]:.0f} offered, of these {shares}')
+        yield Text(
+            f'blocks: {self._summary["blocks"]}, killed while training: '
+            f'{self._summary["blocks_killed"]}; '
+            f'{_duration(self._summary["wall_s"])} in all'
+        )
+
+
+def _closing_cells(trainer: Mapping[str, Any]) -> dict[str, str]:
+    expected = trainer['samples_expected']
+    cells = {
+        'frag': str(trainer['fragments']),
+        'pre': str(trainer['preempted']),
+        'resc': str(trainer['rescaled']),
+        'samples': f'{trainer["samples"]:,}' + (f'/{expected:,}' if expected is not None else ''),
+        'repeated': f'{trainer["samples_repeated"]:,}',
+    }
+    if trainer.get('accuracy') is not None:
+        cells['accuracy'] = f'{100 * trainer["accuracy"]:.2f}%'
+    if trainer.get('accuracy_undisturbed') is not None:
+        cells['undist.'] = f'{100 * trainer["accuracy_undisturbed"]:.2f}%'
+    if trainer.get('weights_equal') is not None:
+        cells['weights'] = 'equal' if trainer['weights_equal'] else 'DIFFER'
+    return cells
+
+
+def _heading(seen: RunStatus) -> Text:
+    text = Text('FreeTrain', 'bold', no_wrap=True, overflow='ellipsis')
+    style = (
+        'dim'
+        if seen.ended is not None
+        else {'died': 'bold red', 'silent': 'yellow'}.get(seen.life.state, 'not bold')
+    )
+    return text.append(f'  {heading_words(seen)}', style)
+
+
+def _trainer_table(trainers: Sequence[TrainerNow], bar: int) -> Table:
+    table = _table('trainer', 'state', 'nodes', 'progress', *list(CELLS)[1:])
+    for column in (0, 1, 3):
+        table.columns[column].justify = 'left'
+    for t in trainers:
+        table.add_row(
+            Text(clean(t.name), overflow='ellipsis'),
+            Text(clean(t.state), STATE_STYLES.get(t.state, '')),
+            str(t.nodes),
+            ProgressBar(
+                total=t.total or 1, completed=min(t.samples, t.total) if t.total else 0, width=bar
+            ),
+            *list(trainer_cells(t).values())[1:],
+        )
+    return table
+
+
+def _trainer_lines(t: TrainerNow) -> RenderableType:
+    name = Text(no_wrap=True, overflow='ellipsis')
+    name.append(clean(t.name), 'bold')
+    name.append(f' {clean(t.state)}', STATE_STYLES.get(t.state, ''))
+    name.append(clean(f', {_nodes(t.nodes)}{_in_shape(t)}'))
+    parts: list[RenderableType] = [name]
+    if t.total:
+        bar = Table.grid()  # a bar alone does not end its line
+        bar.add_row(ProgressBar(total=t.total, completed=min(t.samples, t.total), width=38))
+        parts.append(bar)
+    parts.append(_cut(f'  {_samples(t)} at {_rate(t.rate)}, loss {_value(t.loss, ".4g")}'))
+    parts.append(
+        _cut(
+            f'  U {_value(t.efficiency, ".2f")}, frag {t.fragments}, pre {t.preempted}, '
+            f'resc {t.rescaled}'
+        )
+    )
+    if t.finish_s is not None:
+        parts.append(_cut(f'  done in {_finish(t)}'))
+    return Group(*parts)
+
+
+def _block_table(blocks: Sequence[BlockNow]) -> Table:
+    table = _table('block', 'nodes', 'time left', 'trainers')
+    table.columns[3].justify = 'left'
+    for block in blocks:
+        table.add_row(
+            *(Text(clean(cell), overflow='ellipsis') for cell in block_cells(block).values())
+        )
+    return table
+
+
+def _plain_line(t: TrainerNow, elapsed_s: float) -> str:
+    return clean(
+        f'{_duration(elapsed_s)} {t.name}: {t.state}, {_nodes(t.nodes)}{_in_shape(t)}, '
+        f'{_samples(t)} samples, '
+        f'loss {_value(t.loss, ".4g")}, '
+        f'{_rate(t.rate)}, U {_value(t.efficiency, ".2f")}, fragments {t.fragments}, '
+        f'preempted {t.preempted}, '
+        f'rescaled {t.rescaled}' + (f', done in {_finish(t)}' if t.finish_s is not None else '')
+    )
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style='dim')
+    for i, title in enumerate(titles):
+        table.add_column(
+            title, justify='left' if i == 0 else 'right', no_wrap=True, overflow='ellipsis'
+        )
+    return table
+
+
+def _cut(line: str, style: str = '') -> Text:
+    return Text(clean(line), style, no_wrap=True, overflow='ellipsis')
+
+
+def _in_shape(t: TrainerNow) -> str:
+    return f' ({t.shape})' if t.shape else ''
+
+
+def _nodes(count: int) -> str:
+    return '1 node' if count == 1 else f'{count} nodes'
+
+
+def _samples(t: TrainerNow) -> str:
+    return f'{_count(t.samples)}/{_count(t.total)}' if t.total else _count(t.samples)
+
+
+def _count(n: int) -> str:
+    for size, unit in ((10**9, 'G'), (10**6, 'M'), (10**3, 'k')):
+        if n >= 10 * size:
+            return f'{n / size:.1f}'.removesuffix('.0') + unit
+    return str(n)
+
+
+def _rate(rate: float | None) -> str:
+    return '–' if rate is None else f'{_count(round(rate))}/s'
+
+
+def _value(value: float | None, how: str) -> str:
+    return '–' if value is None else format(value, how)
+
+
+def _finish(t: TrainerNow) -> str:
+    return '–' if t.finish_s is None else _duration(t.finish_s)
+
+
+def _left(block: BlockNow) -> str:
+    if block.joined == 0:
+        return 'starting'
+    return 'unknown' if block.left_s is None else _duration(max(0.0, block.left_s))
+
+
+def _duration(seconds: float) -> str:
+    whole = max(0, round(seconds))
+    hours, rest = divmod(whole, 3600)
+    return f'{hours}:{rest // 60:02d}:{rest % 60:02d}' if hours else f'{rest // 60}:{rest % 60:02d}'
+
+
+def clean(text: str) -> str:
+    """The text without control characters, which names and metrics must not send to a terminal."""
+    return ''.join(c if c.isprintable() else '?' for c in text)

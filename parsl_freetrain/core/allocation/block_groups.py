@@ -1,0 +1,99 @@
+"""Merges blocks that end at the same time for the solvers, and deals out their nodes afterwards.
+
+Merging is exact. :meth:`Problem.value` distinguishes two such blocks only by the cost of moving to
+other nodes. Where all held nodes fit (:attr:`Problem.held_fits`), the nodes can always be dealt
+out so that nobody moves without need: a trainer whose count in the group stays keeps its nodes, one
+that shrinks keeps some of them, and one that grows keeps all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from parsl_freetrain.core.allocation.problem import Block, Problem
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def groups_of(problem: Problem) -> Groups:
+    """Indices of :attr:`Problem.places` by group, those that end first first; each alone where
+    grouping would not be exact.
+    """
+    places = problem.places
+    if len(places) == 1 or not (problem.spans_blocks and problem.held_fits):
+        return tuple((b,) for b in range(len(places)))
+    reach_s = (
+        max(problem.horizon_s, *(bid.shortest_s for bid in problem.bids))
+        if problem.bids
+        else problem.horizon_s
+    )
+    by_end: dict[float, list[int]] = {}
+    for b, block in enumerate(places):
+        by_end.setdefault(min(block.remaining_s, reach_s), []).append(b)
+    return tuple(tuple(by_end[end]) for end in sorted(by_end))
+
+
+def grouped(problem: Problem, groups: Groups) -> Problem:
+    """The same problem with each group as one block."""
+    if _as_they_are(problem, groups):
+        return problem
+    blocks = tuple(
+        Block(
+            problem.places[group[0]].name,
+            sum(problem.places[b].nodes for b in group),
+            problem.places[group[0]].remaining_s,
+        )
+        for group in groups
+    )
+    bids = []
+    for bid in problem.bids:
+        held = problem.held(bid)
+        bids.append(replace(bid, held=tuple(sum(held[b] for b in group) for group in groups)))
+    return replace(problem, blocks=blocks, bids=tuple(bids))
+
+
+def spread(
+    problem: Problem, groups: Groups, allocation: Mapping[str, Sequence[int]]
+) -> dict[str, tuple[int, ...]]:
+    """Deal out counts by group to the places: nobody gives up nodes in a group where it does not
+    shrink.
+
+    Who shrinks keeps the nodes of the blocks that last longest. Who grows gets nodes from blocks
+    where it has some already, then from those that last longest, then from those with most free
+    nodes, so that few blocks are enough.
+    """
+    if _as_they_are(problem, groups):
+        return {name: tuple(nodes) for name, nodes in allocation.items()}
+    places = problem.places
+    free = [block.nodes for block in places]
+    dealt: dict[str, list[int]] = {}
+    for bid in problem.bids:
+        held, nodes = problem.held(bid), [0] * len(places)
+        for group, count in zip(groups, allocation[bid.name], strict=True):
+            for b in (
+                sorted(group, key=lambda b: (-places[b].remaining_s, -held[b], b)) if count else ()
+            ):
+                nodes[b] = min(held[b], count)
+                free[b] -= nodes[b]
+                count -= nodes[b]
+        dealt[bid.name] = nodes
+    for bid in problem.bids:
+        nodes = dealt[bid.name]
+        for group, count in zip(groups, allocation[bid.name], strict=True):
+            count -= sum(nodes[b] for b in group) if count else 0
+            while count:
+                b = min(
+                    (b for b in group if free[b]),
+                    key=lambda b: (not nodes[b], -places[b].remaining_s, -free[b], b),
+                )
+                more = min(free[b], count)
+                nodes[b] += more
+                free[b] -= more
+                count -= more
+    return {name: tuple(nodes) for name, nodes in dealt.items()}
+
+
+def _as_they_are(problem: Problem, groups: Groups) -> bool:
+    """Whether each place is its own group, in the problem's order."""
+    return groups == tuple((b,) for b in range(len(problem.places)))

@@ -1,0 +1,182 @@
+"""Limits on what trainers hold together: caps, minimum shares and budgets of users and groups.
+
+Users state such a limit by whom it holds for: ``{'user anna': 8, 'group physics': 64}``. A key is
+the kind of owner, a space, and the owner's name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from parsl_freetrain.core.allocation.problem import Limit
+from parsl_freetrain.core.model.errors import BadInput
+
+OWNERS = ('user', 'group')
+EVERYBODY = 'total'
+"""The key of a budget that holds for all trainers together."""
+
+SHARE_OF = 'share of '
+"""What the ``why`` of a minimum share begins with; its key follows."""
+
+KEPT_FREE = 'nodes kept free'
+
+
+class Owned(Protocol):
+    """A trainer, as far as limits are concerned; an empty name or None: nobody's."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def user(self) -> str | None: ...
+    @property
+    def group(self) -> str | None: ...
+
+
+def keys_of(trainer: Owned) -> tuple[str, ...]:
+    """The keys under which limits hold for a trainer."""
+    owners = [f'{kind} {owner}' for kind in OWNERS if (owner := getattr(trainer, kind))]
+    return (EVERYBODY, f'trainer {trainer.name}', *owners)
+
+
+def members_by_key(trainers: Iterable[Owned]) -> dict[str, list[str]]:
+    """The names of the trainers for which the limits under each key hold."""
+    members: dict[str, list[str]] = {}
+    for trainer in trainers:
+        for key in keys_of(trainer):
+            members.setdefault(key, []).append(trainer.name)
+    return members
+
+
+def check_keys(
+    values: Mapping[str, float], what: str, unit: str, kinds: Collection[str] = OWNERS
+) -> None:
+    """Check a setting that is stated by owner.
+
+    Parameters
+    ----------
+    what, unit
+        The setting's name and its values' unit, for error messages.
+    kinds
+        The kinds of owner that it may be stated for.
+
+    Raises
+    ------
+    BadInput
+        If a key names nobody, or a value is not a number, 0 or more.
+    """
+    for key, value in values.items():
+        kind, _, owner = key.partition(' ')
+        if kind not in kinds or (not owner) != (kind == EVERYBODY):
+            allowed = [repr(k if k == EVERYBODY else f'{k} NAME') for k in kinds]
+            raise BadInput(
+                f'The {what} {key!r} is about nobody; write '
+                f'{", ".join(allowed[:-1])} or {allowed[-1]}, with a space before the name.'
+            )
+        if not 0 <= value < math.inf:
+            raise BadInput(f'The {what} of {key} is {value} {unit}; it must be 0 or more.')
+
+
+def pool_limits(pool: int, max_nodes: int | None, keep_free: int) -> list[Limit]:
+    """Limits on all trainers together.
+
+    Parameters
+    ----------
+    pool
+        Number of available nodes.
+    max_nodes
+        Maximum number of nodes in use at once; None: all.
+    keep_free
+        Number of available nodes to leave idle.
+    """
+    limits = [Limit(most=max_nodes, why='max_nodes')] if max_nodes is not None else []
+    return limits + ([Limit(most=max(pool - keep_free, 0), why=KEPT_FREE)] if keep_free else [])
+
+
+def owner_limits(
+    members: Mapping[str, Sequence[str]],
+    most: Mapping[str, int],
+    node_s: Mapping[str, float] | None = None,
+) -> list[Limit]:
+    """Caps and budgets of owners who have any trainer.
+
+    Parameters
+    ----------
+    members
+        Trainers by key; see :func:`members_by_key`.
+    most, node_s
+        By key: the maximum number of nodes at once, and of node-seconds within the horizon.
+    """
+    budgets = node_s or {}
+    return [
+        Limit(tuple(members[key]), most=most.get(key), node_s=budgets.get(key), why=key)
+        for key in dict.fromkeys((*most, *budgets))
+        if key in members
+    ]
+
+
+def share_limits(
+    members: Mapping[str, Sequence[str]],
+    shares: Mapping[str, int],
+    counts: Mapping[str, Sequence[int]],
+    nodes: int,
+) -> list[Limit]:
+    """Minimum shares, as far as the trainers can use them and there are nodes for all of them.
+
+    Where the nodes do not suffice for all shares, those that were stated first go first.
+
+    Parameters
+    ----------
+    members
+        Trainers by key; see :func:`members_by_key`.
+    shares
+        Minimum number of nodes by key.
+    counts
+        The node counts that each trainer can use.
+    nodes
+        Number of nodes that may be used.
+    """
+    limits, left = [], nodes
+    for key, share in shares.items():
+        if key not in members:
+            continue
+        sums = reachable_sums([counts[name] for name in members[key]], left)
+        enough = sums >> share
+        if enough:
+            least, used = share, share + (enough & -enough).bit_length() - 1
+        else:
+            least = used = sums.bit_length() - 1
+        left -= used
+        if least:
+            limits.append(Limit(tuple(members[key]), least=least, why=SHARE_OF + key))
+    return limits
+
+
+def reachable_sums(counts: Iterable[Sequence[int]], most: int) -> int:
+    """The node counts, up to ``most``, that trainers can hold together.
+
+    Parameters
+    ----------
+    counts
+        For each trainer the counts above 0 that it may hold; it may also hold none.
+
+    Returns
+    -------
+    int
+        Bit n is set if they can hold n nodes together.
+    """
+    sums = 1
+    for of_one in counts:
+        more = 0
+        if isinstance(of_one, range) and of_one:  # all shifts of a range, in steps that double
+            more, width = sums << of_one[0], 1
+            while width < len(of_one):
+                step = min(width, len(of_one) - width)
+                more |= more << step
+                width += step
+        else:
+            for count in of_one:
+                more |= sums << count
+        sums = (sums | more) & ((2 << max(most, 0)) - 1)
+    return sums

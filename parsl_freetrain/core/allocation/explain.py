@@ -1,0 +1,183 @@
+"""Explains an allocation: the gain and rescale cost of each trainer, and its next best choice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from parsl_freetrain.core.allocation.feasibility import by_place
+from parsl_freetrain.core.allocation.incumbent import pinned
+from parsl_freetrain.core.allocation.problem import Allocator, Answer, Bid, Limit, Problem
+
+NOISE = 1e-9
+"""Objectives that differ by so small a part are the same."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The best allocation of all in which one trainer gets another node count than it got.
+
+    Attributes
+    ----------
+    nodes
+        What the trainer gets in it.
+    objective
+        Its value.
+    worse_by
+        By how much less than the chosen one's; 0: as good; below 0: better, as it can be where the
+        answer is not optimal.
+    """
+
+    nodes: int
+    objective: float
+    worse_by: float
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One trainer's part of an allocation. All worths are over the horizon, in the objective's unit
+    x seconds.
+
+    Attributes
+    ----------
+    trainer
+        Its name.
+    nodes_before, nodes
+        What it held and what it gets.
+    worth_before
+        What keeping its nodes would be worth.
+    worth
+        What its new nodes are worth, the cost of the rescale taken off.
+    gain
+        The difference.
+    rescale_cost
+        What changes of its node count cost it: now, and when blocks end within the horizon.
+    alternative
+        None: there is no allocation that gives it another count.
+    """
+
+    trainer: str
+    nodes_before: int
+    nodes: int
+    worth_before: float
+    worth: float
+    gain: float
+    rescale_cost: float
+    alternative: Alternative | None
+
+
+@dataclass(frozen=True)
+class LimitUse:
+    """How far a side constraint is used.
+
+    Attributes
+    ----------
+    why
+        Where the constraint comes from.
+    nodes, node_s
+        What its trainers get within the horizon: nodes, and node-seconds.
+    least, most, most_node_s
+        What is allowed; None: no bound.
+    """
+
+    why: str
+    nodes: int
+    least: int
+    most: int | None
+    node_s: float
+    most_node_s: float | None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Reasons in the order of the problem's bids, and the use of its limits."""
+
+    reasons: tuple[Reason, ...]
+    limits: tuple[LimitUse, ...]
+
+
+def explain(
+    problem: Problem, answer: Answer, allocator: Allocator, only: str | None = None
+) -> Explanation:
+    """Explain ``answer``; the problem is solved again for every trainer, but only once for trainers
+    that are alike.
+
+    Parameters
+    ----------
+    allocator
+        For the alternatives; an exact one makes them exact.
+    only
+        The one trainer to give a reason for; None: all.
+    """
+    chosen = by_place(problem, answer)
+    keep = pinned(problem)
+    known: dict[tuple[Bid, tuple[int, ...], bool], Alternative | None] = {}
+    reasons = []
+    for bid in problem.bids if only is None else [bid for bid in problem.bids if bid.name == only]:
+        nodes = chosen[bid.name]
+        fixed = bid.name in keep or answer.status == 'infeasible'
+        # Limits are about names; without them only what is bid counts.
+        alike = (bid if problem.limits else replace(bid, name=''), nodes, fixed)
+        if alike not in known:
+            known[alike] = (
+                None
+                if fixed
+                else _alternative(problem, bid, sum(nodes), answer.objective, allocator)
+            )
+        reasons.append(_reason(problem, bid, nodes, known[alike]))
+    return Explanation(
+        tuple(reasons), tuple(_use(problem, limit, chosen) for limit in problem.limits)
+    )
+
+
+def _reason(
+    problem: Problem, bid: Bid, nodes: Sequence[int], alternative: Alternative | None
+) -> Reason:
+    before, worth = problem.value(bid, problem.held(bid)), problem.value(bid, nodes)
+    free = problem.value(replace(bid, rescale_up_s=0.0, rescale_down_s=0.0), nodes)
+    return Reason(
+        bid.name,
+        bid.current_nodes,
+        sum(nodes),
+        before,
+        worth,
+        worth - before,
+        free - worth,
+        alternative,
+    )
+
+
+def _alternative(
+    problem: Problem, bid: Bid, count: int, objective: float, allocator: Allocator
+) -> Alternative | None:
+    """The better of: the best allocation that gives the bid fewer nodes, the best one that gives it
+    more.
+    """
+    bounds = [Limit((bid.name,), least=count + 1)] if count < bid.usable(problem.nodes) else []
+    if count:
+        bounds.append(Limit((bid.name,), most=count - 1))
+    best: Alternative | None = None
+    for bound in bounds:
+        answer = allocator.allocate(replace(problem, limits=(*problem.limits, bound)))
+        nodes = answer.allocation[bid.name]
+        if (
+            answer.status != 'infeasible'
+            and nodes != count
+            and (best is None or answer.objective > best.objective)
+        ):
+            worse_by = objective - answer.objective
+            best = Alternative(
+                nodes,
+                answer.objective,
+                worse_by if abs(worse_by) > NOISE * max(1.0, abs(objective)) else 0.0,
+            )
+    return best
+
+
+def _use(problem: Problem, limit: Limit, chosen: Mapping[str, Sequence[int]]) -> LimitUse:
+    members = [chosen[name] for name in limit.members or chosen]
+    seconds = [min(problem.horizon_s, block.remaining_s) for block in problem.places]
+    node_s = sum(n * s for counts in members for n, s in zip(counts, seconds, strict=True))
+    return LimitUse(
+        limit.why, sum(map(sum, members)), limit.least, limit.most, node_s, limit.node_s
+    )

@@ -1,0 +1,250 @@
+"""Objectives: what each node count is worth to a trainer per second.
+
+The allocator maximises the sum over all trainers of this worth times the horizon, less the cost of
+rescaling. Having no nodes is worth 0 under every objective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.expression import Expression, parse
+from parsl_freetrain.core.model.types import Efficiency, ScalingCurve
+
+MOST_WORTH = 1e18
+"""More than this per second is refused: solvers calculate in floats."""
+
+SPEED_SHARE = 0.01
+"""What full speed adds to the worth of a trainer under ``deadline``, so that nodes beyond what
+deadlines need are used.
+"""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A trainer as an objective sees it.
+
+    Attributes
+    ----------
+    name
+        For error messages.
+    curve
+        Samples per second by node count.
+    min_nodes, max_nodes
+        The counts that its worth is asked for; ``max_nodes`` need not exceed the nodes that there
+        are.
+    priority
+        How much it counts, relative to 1.
+    deadline_s
+        Seconds from now until it should be finished; None: no deadline.
+    remaining_samples
+        What is left to train; None: unknown.
+    efficiency
+        Statistical efficiency; None: 1 at every count.
+    waited_s
+        Seconds since it had nodes last.
+    """
+
+    name: str
+    curve: ScalingCurve
+    min_nodes: int
+    max_nodes: int
+    priority: float = 1.0
+    deadline_s: float | None = None
+    remaining_samples: float | None = None
+    efficiency: Efficiency | None = None
+    waited_s: float = 0.0
+
+    @property
+    def one_node_rate(self) -> float:
+        """Rate on one node; where that is 0, rate per node at the first point above 0; 1 if there
+        is none.
+        """
+        return self.curve.rate_at(1) or next(
+            (r / n for n, r in zip(self.curve.nodes, self.curve.rate, strict=True) if r > 0), 1.0
+        )
+
+
+Metric = Callable[[Candidate], ScalingCurve]
+
+
+def throughput(candidate: Candidate) -> ScalingCurve:
+    """Samples per second: what the scaling curve says."""
+    return candidate.curve
+
+
+def speedup(candidate: Candidate) -> ScalingCurve:
+    """Speed relative to one node, rate(n) / rate(1), so that trainers of unlike sample sizes
+    compare.
+    """
+    return _scaled(candidate, 1.0)
+
+
+def priority(candidate: Candidate) -> ScalingCurve:
+    """Speed-up weighted by priority: priority x rate(n) / rate(1)."""
+    return _scaled(candidate, candidate.priority)
+
+
+def deadline(candidate: Candidate) -> ScalingCurve:
+    """Finish by: priority x (done + 0.01 x rate(n) / best rate).
+
+    ``done`` is the share of the remaining samples that is trained by the deadline at this rate,
+    min(1, rate(n) x deadline_s / remaining_samples): it rises until the rate suffices to finish in
+    time, and no further. It is 0 where there is no deadline and where it has passed. The best rate
+    is that of the fastest count the trainer may have.
+
+    Raises
+    ------
+    BadInput
+        If there is a deadline and the remaining samples are not known.
+    """
+    left_s = max(candidate.deadline_s or 0.0, 0.0)
+    if candidate.deadline_s is not None and not candidate.remaining_samples:
+        raise BadInput(
+            f'Trainer {candidate.name!r} has a deadline_s but no remaining_samples, '
+            'which the objective deadline needs.'
+        )
+    per_rate = left_s / candidate.remaining_samples if candidate.remaining_samples else 0.0
+    best = max((candidate.curve.rate_at(n) for n in _counts(candidate)), default=0.0) or 1.0
+
+    def worth(nodes: int) -> float:
+        rate = candidate.curve.rate_at(nodes)
+        return candidate.priority * (min(1.0, rate * per_rate) + SPEED_SHARE * rate / best)
+
+    return _tabulated(candidate, worth)
+
+
+def goodput(candidate: Candidate) -> ScalingCurve:
+    """Throughput x statistical efficiency (Pollux, OSDI 2021), in samples per second as useful as
+    those of one node.
+    """
+    efficiency = candidate.efficiency
+    if efficiency is None:
+        return candidate.curve
+    return _tabulated(candidate, lambda n: candidate.curve.rate_at(n) * efficiency.at(n))
+
+
+METRICS: dict[str, Metric] = {
+    f.__name__: f for f in (throughput, speedup, priority, deadline, goodput)
+}
+
+FIELDS = {
+    'rate': 'samples per second on this number of nodes',
+    'rate1': 'samples per second on one node',
+    'nodes': 'the node count',
+    'min_nodes': 'the fewest nodes that it runs on',
+    'priority': '1 if none is given',
+    'deadline_s': 'seconds until it should be finished; infinite if no deadline is given',
+    'remaining_samples': 'what is left to train; it must be known',
+    'efficiency': 'statistical efficiency on this number of nodes; 1 if none is given',
+    'waited_s': 'seconds that it has waited; 0 if not given',
+}
+"""What an expression may ask for, by name."""
+
+
+CHANGING = ('deadline_s', 'remaining_samples', 'waited_s')
+"""Fields that change by themselves as time passes."""
+
+
+def objective_named(text: str, what: str = 'objective') -> Metric:
+    """The objective of that name, or the one that an expression over :data:`FIELDS` describes.
+
+    Parameters
+    ----------
+    what
+        What it is called in sentences.
+
+    Raises
+    ------
+    BadInput
+        If it is neither.
+    """
+    if text in METRICS:
+        return METRICS[text]
+    word = text.strip()
+    if not word or (word.isidentifier() and word not in FIELDS):
+        raise BadInput(
+            f'There is no {what} {text!r} to allocate nodes by; choose one of '
+            f'{", ".join(METRICS)}, '
+            f'or write an expression of {", ".join(FIELDS)}.'
+        )
+    expression = parse(text, FIELDS)
+    return lambda candidate: _tabulated(candidate, lambda n: _evaluated(expression, candidate, n))
+
+
+def follows_time(text: str) -> bool:
+    """Whether the objective of that name, or expression, changes by itself as time passes.
+
+    Raises
+    ------
+    BadInput
+        If it is neither.
+    """
+    if text in METRICS:
+        return text == deadline.__name__
+    return not parse(text, FIELDS).uses.isdisjoint(CHANGING)
+
+
+def _evaluated(expression: Expression, candidate: Candidate, nodes: int) -> float:
+    if 'remaining_samples' in expression.uses and candidate.remaining_samples is None:
+        raise BadInput(
+            f'Trainer {candidate.name!r} has no remaining_samples, which the objective '
+            f'{expression.text!r} needs.'
+        )
+    fields = {
+        'rate': candidate.curve.rate_at(nodes),
+        'rate1': candidate.one_node_rate,
+        'nodes': float(nodes),
+        'min_nodes': float(candidate.min_nodes),
+        'priority': candidate.priority,
+        'deadline_s': math.inf if candidate.deadline_s is None else candidate.deadline_s,
+        'remaining_samples': candidate.remaining_samples or 0.0,
+        'efficiency': candidate.efficiency.at(nodes) if candidate.efficiency else 1.0,
+        'waited_s': candidate.waited_s,
+    }
+    try:
+        return expression.value(fields)
+    except (ArithmeticError, ValueError) as error:
+        raise BadInput(
+            f'Trainer {candidate.name!r}: the objective {expression.text!r} has no value '
+            f'at {_nodes(nodes)} ({error}).'
+        ) from None
+
+
+def _scaled(candidate: Candidate, factor: float) -> ScalingCurve:
+    one = candidate.one_node_rate
+    return ScalingCurve(
+        candidate.curve.nodes,
+        tuple(
+            _checked(candidate, n, factor * r / one)
+            for n, r in zip(candidate.curve.nodes, candidate.curve.rate, strict=True)
+        ),
+    )
+
+
+def _tabulated(candidate: Candidate, worth: Callable[[int], float]) -> ScalingCurve:
+    """A curve with a point at every count that the trainer may get, since ``worth`` need not be
+    linear in between.
+    """
+    points = {n: _checked(candidate, n, worth(n)) for n in _counts(candidate)}
+    return ScalingCurve.from_points(points)
+
+
+def _counts(candidate: Candidate) -> Collection[int]:
+    return range(max(candidate.min_nodes, 1), candidate.max_nodes + 1)
+
+
+def _checked(candidate: Candidate, nodes: int, worth: float) -> float:
+    if not 0 <= worth <= MOST_WORTH:
+        raise BadInput(
+            f'Trainer {candidate.name!r}: the objective is {worth:g} at {_nodes(nodes)}; '
+            f'it must be a number from 0 to {MOST_WORTH:g}.'
+        )
+    return worth
+
+
+def _nodes(count: int) -> str:
+    return '1 node' if count == 1 else f'{count} nodes'

@@ -1,0 +1,314 @@
+"""The allocation problem, the value of an allocation, and the interface of its solvers.
+
+Solvers, tests and explanations share these definitions. :meth:`Problem.objective` defines what is
+maximised; docs/allocation.md states it as mathematics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+from parsl_freetrain.core.model.types import ScalingCurve
+
+
+@dataclass(frozen=True)
+class Block:
+    """Interchangeable nodes that are there for the same time.
+
+    Attributes
+    ----------
+    name
+        Unique within a problem.
+    nodes
+        How many.
+    remaining_s
+        Seconds until they leave; infinite where no end is known.
+    """
+
+    name: str
+    nodes: int
+    remaining_s: float = math.inf
+
+
+@dataclass(frozen=True)
+class Bid:
+    """One trainer as the allocator sees it.
+
+    Attributes
+    ----------
+    name
+        The trainer.
+    min_nodes, max_nodes
+        It gets 0 nodes or a count in this range.
+    current_nodes
+        What it holds now; leaving this count costs ``rescale_up_s`` or ``rescale_down_s`` seconds
+        of the current rate.
+    curve
+        What a node count is worth per second: the objective's view of the trainer's scaling curve.
+    held
+        ``current_nodes`` by block, in the order of :attr:`Problem.blocks`; empty where there is one
+        block or nothing is held.
+    sizes
+        The only counts it may get, besides 0; empty: every one in the range.
+    fixed
+        Whether it was rescaled too recently to be rescaled again. It keeps what it holds, even if
+        that is nothing; if it cannot (nodes are gone, the count is not allowed), it may change.
+    shortest_s
+        Minimum time, in seconds, for which nodes must stay for it to start on them; it may go on
+        with what it holds.
+    """
+
+    name: str
+    min_nodes: int
+    max_nodes: int
+    current_nodes: int
+    rescale_up_s: float
+    rescale_down_s: float
+    curve: ScalingCurve
+    held: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    fixed: bool = False
+    shortest_s: float = 0.0
+
+    def counts(self, nodes: int) -> list[int]:
+        """The counts above 0, increasing, that it may get out of ``nodes``."""
+        most = min(self.max_nodes, nodes)
+        if self.sizes:
+            return [n for n in sorted(set(self.sizes)) if max(self.min_nodes, 1) <= n <= most]
+        return list(range(max(self.min_nodes, 1), most + 1))
+
+    def usable(self, nodes: int) -> int:
+        """The largest allowed count that ``nodes`` suffice for; 0 if they are too few."""
+        if not self.sizes:
+            return min(nodes, self.max_nodes) if nodes >= max(self.min_nodes, 1) else 0
+        return max(
+            (n for n in self.sizes if max(self.min_nodes, 1) <= n <= min(nodes, self.max_nodes)),
+            default=0,
+        )
+
+    @property
+    def current_rate(self) -> float:
+        """Value per second of the nodes that it holds; 0 below ``min_nodes``."""
+        return (
+            self.curve.rate_at(self.current_nodes) if self.current_nodes >= self.min_nodes else 0.0
+        )
+
+    def value(self, nodes: int, horizon_s: float) -> float:
+        """Worth of ``nodes`` that all stay for the horizon: horizon x rate(nodes) - rescale cost x
+        rate(current).
+
+        The cost is charged at the current rate, as published (BFTrainer, arXiv 2106.12091); a
+        current count below ``min_nodes`` has rate 0.
+        """
+        cost_s = 0.0
+        if nodes > self.current_nodes:
+            cost_s = self.rescale_up_s
+        elif nodes < self.current_nodes:
+            cost_s = self.rescale_down_s
+        return horizon_s * self.curve.rate_at(nodes) - cost_s * self.current_rate
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A side constraint on some trainers together.
+
+    Attributes
+    ----------
+    members
+        Names of the bids that it is about; empty: all.
+    least, most
+        Minimum and maximum number of nodes that they hold in total; ``most`` None: no cap.
+    node_s
+        Maximum node-seconds that they use within the horizon; None: no budget. A node of a block
+        uses min(horizon, remaining) seconds.
+    why
+        Where it comes from, for explanations: 'user anna', 'group physics', 'nodes kept free'.
+    """
+
+    members: tuple[str, ...] = ()
+    least: int = 0
+    most: int | None = None
+    node_s: float | None = None
+    why: str = ''
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Which trainer gets how many of ``nodes`` nodes for the next ``horizon_s`` seconds?
+
+    Attributes
+    ----------
+    horizon_s
+        How far the decision looks ahead, in seconds.
+    nodes
+        How many nodes there are to give away, in all blocks.
+    bids
+        The trainers; names are unique.
+    blocks
+        Where the nodes are; empty: in one block without a known end.
+    spans_blocks
+        Whether a trainer may hold nodes of several blocks at once.
+    limits
+        Side constraints.
+    """
+
+    horizon_s: float
+    nodes: int
+    bids: tuple[Bid, ...]
+    blocks: tuple[Block, ...] = ()
+    spans_blocks: bool = True
+    limits: tuple[Limit, ...] = ()
+
+    @cached_property
+    def places(self) -> tuple[Block, ...]:
+        """The blocks; where none were named, the one that holds all nodes."""
+        return self.blocks or (Block('', self.nodes),)
+
+    @cached_property
+    def pooled(self) -> bool:
+        """Whether counts alone matter: nodes of all blocks stay for the horizon and can
+        be mixed.
+        """
+        if len(self.places) == 1:
+            return self.places[0].remaining_s >= self.horizon_s
+        return (
+            self.spans_blocks
+            and self.held_fits
+            and all(block.remaining_s >= self.horizon_s for block in self.places)
+        )
+
+    @cached_property
+    def held_fits(self) -> bool:
+        """Whether each block has the nodes that are held in it, so that everything can stay where
+        it is.
+        """
+        held = [bid.held for bid in self.bids if bid.held]
+        in_first = sum(bid.current_nodes for bid in self.bids if not bid.held)
+        totals = [sum(counts) for counts in zip(*held, strict=True)] or [0] * len(self.places)
+        return all(
+            total <= block.nodes
+            for total, block in zip([totals[0] + in_first, *totals[1:]], self.places, strict=True)
+        )
+
+    def held(self, bid: Bid) -> tuple[int, ...]:
+        """What a bid holds now in each of :attr:`places`."""
+        return bid.held or (bid.current_nodes, *(0 for _ in self.places[1:]))
+
+    def too_short(self, bid: Bid) -> tuple[int, ...]:
+        """Indices of those of :attr:`places` that end too soon for the bid to start on."""
+        if bid.shortest_s <= self._first_end:
+            return ()
+        return tuple(b for b, block in enumerate(self.places) if block.remaining_s < bid.shortest_s)
+
+    def can_go_on(self, bid: Bid) -> bool:
+        """Whether a bid may keep exactly what it holds, as far as that is its own matter."""
+        return bid.usable(bid.current_nodes) == bid.current_nodes and (
+            self.spans_blocks or sum(1 for n in self.held(bid) if n) <= 1
+        )
+
+    def value(self, bid: Bid, nodes: Sequence[int]) -> float:
+        """Worth of ``nodes`` (a count for each of :attr:`places`) to a bid over the horizon, in the
+        curve's unit x seconds.
+
+        The horizon falls into intervals between the ends of blocks. In each the trainer runs on
+        whatever of its nodes is still there, as far as it can use them (:meth:`Bid.usable`). An end
+        that takes some of its nodes costs ``rescale_down_s`` seconds of its rate until then; the
+        change from what it holds now costs as in :meth:`Bid.value`, and as a change to more nodes
+        where it gets as many but others.
+        """
+        total = sum(nodes)
+        cost_s = 0.0
+        if total > bid.current_nodes or (
+            total == bid.current_nodes and tuple(nodes) != self.held(bid)
+        ):
+            cost_s = bid.rescale_up_s
+        elif total < bid.current_nodes:
+            cost_s = bid.rescale_down_s
+        worth = -cost_s * bid.current_rate
+        since, left = 0.0, total
+        for end in self._ends:
+            going = sum(
+                n for n, block in zip(nodes, self.places, strict=True) if block.remaining_s == end
+            )
+            if going:
+                rate = bid.curve.rate_at(bid.usable(left))
+                worth += (end - since - bid.rescale_down_s) * rate
+                since, left = end, left - going
+        return worth + (self.horizon_s - since) * bid.curve.rate_at(bid.usable(left))
+
+    @cached_property
+    def _first_end(self) -> float:
+        return min(block.remaining_s for block in self.places)
+
+    @cached_property
+    def _ends(self) -> tuple[float, ...]:
+        return tuple(
+            sorted(
+                {block.remaining_s for block in self.places if block.remaining_s < self.horizon_s}
+            )
+        )
+
+    def objective(self, allocation: Mapping[str, int | Sequence[int]]) -> float:
+        """Value of an allocation, in the curves' unit x seconds.
+
+        Parameters
+        ----------
+        allocation
+            By trainer, its nodes (where :attr:`pooled`) or its nodes in each of :attr:`places`; a
+            trainer that is absent gets none.
+        """
+        worth = 0.0
+        nothing = (0,) * len(self.places)
+        for bid in self.bids:
+            nodes = allocation.get(bid.name, nothing)
+            worth += (
+                bid.value(nodes, self.horizon_s)
+                if isinstance(nodes, int)
+                else self.value(bid, nodes)
+            )
+        return worth
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An allocation.
+
+    Attributes
+    ----------
+    status
+        'optimal', 'feasible' (time ran out; never worse than staying) or 'infeasible' (no
+        allocation that keeps all limits exists, or none was found in time: what runs is kept).
+    objective
+        Its value, by :meth:`Problem.objective`.
+    solver
+        Who found it.
+    seconds
+        How long that took.
+    allocation
+        Nodes by trainer; every bid's name is a key.
+    by_block
+        Nodes by trainer and block, zeros left out; every bid's name is a key. Empty where the
+        problem names no blocks.
+    staying
+        The objective of keeping what runs, as far as it can be kept.
+    """
+
+    status: str
+    objective: float
+    solver: str
+    seconds: float
+    allocation: dict[str, int] = field(default_factory=dict)
+    by_block: dict[str, dict[str, int]] = field(default_factory=dict)
+    staying: float = 0.0
+
+
+class Allocator(Protocol):
+    """Anything that solves a :class:`Problem`."""
+
+    def allocate(self, problem: Problem) -> Answer:
+        """The best allocation found; every bid's name is a key."""
+        ...

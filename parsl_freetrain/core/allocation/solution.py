@@ -1,0 +1,99 @@
+"""From a solver's result to an :class:`Answer`: compared with the incumbent, and timed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from time import perf_counter
+
+from parsl_freetrain.core.allocation.feasibility import objections
+from parsl_freetrain.core.allocation.incumbent import stay_put
+from parsl_freetrain.core.allocation.problem import Answer, Problem
+
+# What gains less than this share of the objective is rounding, and no reason to move anything.
+NO_GAIN = 1e-10
+
+
+class Asked:
+    """A problem on its way through a solver.
+
+    Parameters
+    ----------
+    problem
+        What is asked.
+    solver
+        Who is asked.
+    """
+
+    def __init__(self, problem: Problem, solver: str) -> None:
+        self._started = perf_counter()
+        self._problem = problem
+        self._solver = solver
+
+    @cached_property
+    def staying(self) -> dict[str, tuple[int, ...]]:
+        """Nodes in each place of what goes on as it is, by trainer."""
+        return stay_put(self._problem)
+
+    @property
+    def seconds(self) -> float:
+        """Since it was asked."""
+        return perf_counter() - self._started
+
+    def best_of(
+        self,
+        status: str,
+        found: Mapping[str, Sequence[int]],
+        worth: float | None = None,
+        staying_worth: float | None = None,
+    ) -> Answer:
+        """The answer ``found``, or staying put where that is worth no less and keeps all limits.
+
+        Parameters
+        ----------
+        status
+            How sure the solver is, see :class:`Answer`.
+        found
+            Nodes in each place by trainer.
+        worth, staying_worth
+            The objectives of both, where the solver knows them.
+        """
+        worth = self._problem.objective(found) if worth is None else worth
+        before = self._problem.objective(self.staying) if staying_worth is None else staying_worth
+        if worth <= before + NO_GAIN * abs(before) and self._staying_is_allowed():
+            found, worth = self.staying, before
+        return self._answer(status, worth, before, found)
+
+    def of(self, status: str, found: Mapping[str, Sequence[int]]) -> Answer:
+        """The answer ``found``, whatever staying put is worth."""
+        return self._answer(
+            status, self._problem.objective(found), self._problem.objective(self.staying), found
+        )
+
+    def stay(self, status: str | None = None) -> Answer:
+        """What runs is kept; by default 'feasible' where that keeps all limits, else
+        'infeasible'.
+        """
+        worth = self._problem.objective(self.staying)
+        return self._answer(
+            status or ('feasible' if self._staying_is_allowed() else 'infeasible'),
+            worth,
+            worth,
+            self.staying,
+        )
+
+    def _staying_is_allowed(self) -> bool:
+        return not self._problem.limits or not objections(self._problem, self.staying)
+
+    def _answer(
+        self, status: str, worth: float, before: float, nodes: Mapping[str, Sequence[int]]
+    ) -> Answer:
+        allocation = {name: sum(counts) for name, counts in nodes.items()}
+        by_block: dict[str, dict[str, int]] = {}
+        if self._problem.blocks:
+            blocks = [block.name for block in self._problem.blocks]
+            by_block = {
+                name: {block: n for block, n in zip(blocks, counts, strict=True) if n}
+                for name, counts in nodes.items()
+            }
+        return Answer(status, worth, self._solver, self.seconds, allocation, by_block, before)

@@ -1,0 +1,241 @@
+"""The exact allocation in about a millisecond, where only node counts matter.
+
+It applies where all nodes leave at the same time, or stay for the horizon, and every limit is on
+one trainer or a cap on all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsl_freetrain.core.allocation.block_groups import groups_of, spread
+from parsl_freetrain.core.allocation.incumbent import pinned
+from parsl_freetrain.core.allocation.problem import Answer, Bid, Limit, Problem
+from parsl_freetrain.core.allocation.solution import Asked
+from parsl_freetrain.core.allocation.solvers.knapsack import Floats, best_counts
+from parsl_freetrain.core.model.errors import BadInput
+
+_REMEMBERED = 8192
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """Worth of the last problem's bids at each count, and the nodes they hold. The table is wider
+    than the problem needs, since pools grow.
+    """
+
+    bids: tuple[Bid, ...]
+    horizon_s: float
+    stay_s: float
+    most: int  # the largest of their max_nodes
+    values: Floats
+    current: NDArray[np.int64]
+    fixed: NDArray[np.bool_]
+
+    @property
+    def width(self) -> int:
+        """One more than the largest count in the table."""
+        return int(self.values.shape[1])
+
+
+class DpAllocator:
+    """Exact allocation by a price per node and a dynamic programme; see
+    :mod:`parsl_freetrain.core.allocation.solvers.knapsack`.
+
+    The worth of a bid at each count is cached by the identity of the bid object: pass the same
+    object again while the bid has not changed.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[int, float, float, bool], tuple[Bid, Floats]] = {}
+        self._table = _Table(
+            (),
+            0.0,
+            0.0,
+            0,
+            np.zeros((0, 0)),
+            np.zeros(0, dtype=np.int64),
+            np.zeros(0, dtype=np.bool_),
+        )
+
+    def applies(self, problem: Problem) -> bool:
+        """Whether this solver can solve the problem: all nodes leave at the same time, and each
+        limit is on one trainer or is a cap on all of them.
+        """
+        return len(groups_of(problem)) == 1 and all(
+            _is_simple(problem, limit) for limit in problem.limits
+        )
+
+    def allocate(self, problem: Problem) -> Answer:
+        """The optimum.
+
+        Raises
+        ------
+        BadInput
+            If :meth:`applies` is false.
+        """
+        asked = Asked(problem, 'dp')
+        groups = groups_of(problem)
+        if len(groups) != 1 or not all(_is_simple(problem, limit) for limit in problem.limits):
+            raise BadInput(
+                'Blocks with several ends, blocks that cannot be mixed and limits on '
+                'some trainers together are not for '
+                'the dynamic programme; use auto or milp.'
+            )
+        values = self._values(problem)
+        every = np.arange(len(problem.bids))
+        staying = self._table.current
+        if not self._all_can_stay(problem, values):
+            staying = np.fromiter(
+                (sum(asked.staying[bid.name]) for bid in problem.bids), np.int64, len(problem.bids)
+            )
+        before = float(values[every, staying].sum())
+        counts = best_counts(
+            *_limited(problem, values, pinned(problem) if self._table.fixed.any() else {})
+        )
+        if counts is None:
+            return asked.stay('infeasible')
+        found = {
+            bid.name: (count,) for bid, count in zip(problem.bids, counts.tolist(), strict=True)
+        }
+        return asked.best_of(
+            'optimal', spread(problem, groups, found), float(values[every, counts].sum()), before
+        )
+
+    def _values(self, problem: Problem) -> Floats:
+        """Shape (bids, counts): worth of each count from 0; minus infinity where it is not
+        allowed.
+        """
+        nodes, stay_s = sum(block.nodes for block in problem.places), problem.places[0].remaining_s
+        old, bids = self._table, problem.bids
+        if (len(old.bids), old.horizon_s, old.stay_s) == (len(bids), problem.horizon_s, stay_s):
+            # From one decision to the next, few bids change.
+            changed = [
+                j
+                for j, (before, bid) in enumerate(zip(old.bids, bids, strict=True))
+                if bid is not before
+            ]
+            if (
+                nodes < old.width
+                or max((bids[j].max_nodes for j in changed), default=0) < old.width > old.most
+            ):
+                for j in changed:
+                    row = self._row(bids[j], old.width - 1, problem.horizon_s, stay_s)
+                    old.values[j] = -np.inf
+                    old.values[j, : len(row)] = row
+                    old.current[j], old.fixed[j] = bids[j].current_nodes, bids[j].fixed
+                most = max(old.most, max((bids[j].max_nodes for j in changed), default=0))
+                self._table = replace(old, bids=bids, most=most)
+                return old.values[:, : nodes + 1]
+        most = max((bid.max_nodes for bid in bids), default=0)
+        values = np.full((len(bids), min(most, 2 * nodes) + 1), -np.inf)
+        for line, bid in zip(values, bids, strict=True):
+            row = self._row(bid, len(line) - 1, problem.horizon_s, stay_s)
+            line[: len(row)] = row
+        current = np.fromiter((bid.current_nodes for bid in bids), np.int64, len(bids))
+        fixed = np.fromiter((bid.fixed for bid in bids), np.bool_, len(bids))
+        self._table = _Table(bids, problem.horizon_s, stay_s, most, values, current, fixed)
+        return values[:, : nodes + 1]
+
+    def _all_can_stay(self, problem: Problem, values: Floats) -> bool:
+        """Whether all trainers may keep their nodes."""
+        current = self._table.current
+        return bool(
+            current.sum() <= sum(block.nodes for block in problem.places)
+            and current.max(initial=0) < values.shape[1]
+            and np.isfinite(values[np.arange(len(current)), current]).all()
+            and not self._table.fixed.any()
+        )
+
+    def _row(self, bid: Bid, nodes: int, horizon_s: float, stay_s: float) -> Floats:
+        size = min(bid.max_nodes, nodes) + 1
+        key = id(bid), horizon_s, min(stay_s, horizon_s), stay_s < bid.shortest_s
+        known = self._rows.get(key)
+        if known is None or known[0] is not bid or len(known[1]) < size:
+            if len(self._rows) >= _REMEMBERED:
+                self._rows.clear()
+            known = self._rows[key] = bid, worth_by_count(bid, size - 1, horizon_s, stay_s)
+        return known[1][:size]
+
+
+def worth_by_count(bid: Bid, most: int, horizon_s: float, stay_s: float) -> Floats:
+    """:meth:`Problem.value` at each count 0..``most``, shape (most + 1,), of nodes that stay for
+    ``stay_s`` seconds.
+
+    Minus infinity where the bid may not have that count.
+    """
+    counts = np.arange(most + 1)
+    points, rates = bid.curve.nodes, bid.curve.rate
+    rate = (
+        np.interp(counts, (0, *points), (0.0, *rates))
+        if points[0]
+        else np.interp(counts, points, rates)
+    )
+    seconds = horizon_s if stay_s >= horizon_s else stay_s - bid.rescale_down_s
+    now = bid.current_nodes
+    worth = seconds * rate
+    worth[:now] -= bid.rescale_down_s * bid.current_rate
+    worth[now + 1 :] -= bid.rescale_up_s * bid.current_rate
+    if bid.sizes:
+        banned = np.ones(most + 1, dtype=bool)
+        banned[[0, *bid.counts(most)]] = False
+        worth[banned] = -np.inf
+    else:
+        worth[1 : bid.min_nodes] = -np.inf
+    if stay_s < bid.shortest_s:
+        worth[1:now] = -np.inf
+        worth[now + 1 :] = -np.inf
+    return worth
+
+
+def _limited(
+    problem: Problem, values: Floats, kept: Mapping[str, tuple[int, ...]]
+) -> tuple[Floats, int]:
+    """The values under the limits: minus infinity at counts that are ruled out; and the number of
+    nodes that may be used.
+    """
+    nodes = sum(block.nodes for block in problem.places)
+    if not kept and not problem.limits:
+        return values, nodes
+    values = values.copy()
+    index = {bid.name: j for j, bid in enumerate(problem.bids)}
+    for name, held in kept.items():
+        value = values[index[name], sum(held)]
+        values[index[name]] = -np.inf
+        values[index[name], sum(held)] = value
+    for limit in problem.limits:
+        members = _members(problem, limit)
+        most = _most(problem, limit)
+        if len(members) == 1:
+            row = values[index[members[0]]]
+            row[: max(limit.least, 0)] = -np.inf
+            row[min(max(most + 1, 0), len(row)) :] = -np.inf
+        elif members:
+            nodes = min(nodes, most)
+        elif limit.least > 0:
+            nodes = -1
+    return values, nodes
+
+
+def _members(problem: Problem, limit: Limit) -> list[str]:
+    return [bid.name for bid in problem.bids if not limit.members or bid.name in limit.members]
+
+
+def _is_simple(problem: Problem, limit: Limit) -> bool:
+    members = _members(problem, limit)
+    return len(members) <= 1 or (len(members) == len(problem.bids) and limit.least <= 0)
+
+
+def _most(problem: Problem, limit: Limit) -> int:
+    """Maximum number of nodes of the limit's members together."""
+    nodes = sum(block.nodes for block in problem.places)
+    most = nodes if limit.most is None else limit.most
+    seconds = min(problem.horizon_s, problem.places[0].remaining_s)
+    if limit.node_s is not None and seconds > 0:
+        most = min(most, math.floor((limit.node_s + 1e-9 * max(1.0, abs(limit.node_s))) / seconds))
+    return most

@@ -1,0 +1,115 @@
+"""Equal shares, then first come, first served: a heuristic, for comparison."""
+
+from __future__ import annotations
+
+from parsl_freetrain.core.allocation.feasibility import objections
+from parsl_freetrain.core.allocation.incumbent import pinned
+from parsl_freetrain.core.allocation.problem import Answer, Bid, Problem
+from parsl_freetrain.core.allocation.solution import Asked
+
+
+class EqualShareAllocator:
+    """The heuristic that BFTrainer (arXiv 2106.12091) is compared with.
+
+    Each of J trainers gets N // J of N nodes; the rest goes first come, first served. Caps and the
+    trainers' node counts are obeyed; scaling curves and ends of blocks are ignored, so an answer
+    may be worse than staying put.
+    """
+
+    def allocate(self, problem: Problem) -> Answer:
+        """Equal shares; where they break a limit, staying put with status 'infeasible'."""
+        asked = Asked(problem, 'equal-share')
+        found = _Dealing(problem).deal()
+        return (
+            asked.stay('infeasible') if objections(problem, found) else asked.of('feasible', found)
+        )
+
+
+class _Dealing:
+    """The nodes of each place, given out step by step."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._free = [block.nodes for block in problem.places]
+        self._given = {bid.name: [0] * len(problem.places) for bid in problem.bids}
+
+    def deal(self) -> dict[str, tuple[int, ...]]:
+        problem = self._problem
+        kept = pinned(problem)
+        for name, nodes in kept.items():
+            self._give(name, nodes)
+        for bid in problem.bids:
+            held = problem.held(bid)
+            if (
+                bid.name not in kept
+                and any(held[b] for b in problem.too_short(bid))
+                and problem.can_go_on(bid)
+                and (
+                    sum(held) <= self._room(bid)
+                    and all(n <= free for n, free in zip(held, self._free, strict=True))
+                )
+            ):
+                kept[bid.name] = held
+                self._give(bid.name, held)
+        others = [bid for bid in problem.bids if bid.name not in kept]
+        share = sum(self._free) // max(len(others), 1)
+        for bid in others:
+            self._grow(bid, share)
+        for bid in others:
+            self._grow(bid, bid.max_nodes)
+        return {name: tuple(nodes) for name, nodes in self._given.items()}
+
+    def _grow(self, bid: Bid, most: int) -> None:
+        """Bring a trainer to ``most`` nodes, or as many as it can get and use."""
+        given, held = self._given[bid.name], self._problem.held(bid)
+        now = sum(given)
+        # First its own nodes, then places where it has nodes, then the place with most free nodes.
+        short = self._problem.too_short(bid)
+        order = sorted(
+            (b for b in range(len(given)) if b not in short),
+            key=lambda b: (-given[b], -held[b], -self._free[b], b),
+        )
+        if not self._problem.spans_blocks:
+            order = order[:1]
+        reach = now + min(sum(self._free[b] for b in order), self._room(bid))
+        more = bid.usable(min(most, reach)) - now
+        if more <= 0:
+            return
+        nodes = [0] * len(given)
+        for part in (
+            [min(self._free[b], max(held[b] - given[b], 0)) for b in range(len(given))],
+            self._free,
+        ):
+            for b in order:
+                taken = min(part[b], self._free[b] - nodes[b], more)
+                nodes[b] += taken
+                more -= taken
+        self._give(bid.name, nodes)
+
+    def _give(self, name: str, nodes: tuple[int, ...] | list[int]) -> None:
+        for b, more in enumerate(nodes):
+            self._given[name][b] += more
+            self._free[b] -= more
+
+    def _room(self, bid: Bid) -> int:
+        """Number of nodes that the caps still allow it."""
+        room = sum(self._free)
+        for limit in self._problem.limits:
+            if not limit.members or bid.name in limit.members:
+                used = [
+                    nodes
+                    for name, nodes in self._given.items()
+                    if not limit.members or name in limit.members
+                ]
+                if limit.most is not None:
+                    room = min(room, limit.most - sum(map(sum, used)))
+                if limit.node_s is not None:
+                    seconds = [
+                        min(self._problem.horizon_s, block.remaining_s)
+                        for block in self._problem.places
+                    ]
+                    left = limit.node_s - sum(
+                        n * s for nodes in used for n, s in zip(nodes, seconds, strict=True)
+                    )
+                    room = min(room, int(left / max(*seconds, 1e-9)))
+        return max(room, 0)

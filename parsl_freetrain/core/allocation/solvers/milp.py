@@ -1,0 +1,308 @@
+"""The allocation as a mixed-integer linear programme (PuLP, with HiGHS or CBC): the reference.
+
+Its variables count nodes per trainer and block, because the nodes of a block are interchangeable.
+A binary variable for each count, in place of weights between points of a curve, stays exact for
+curves that are not concave.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from parsl_freetrain.core.allocation.block_groups import grouped, groups_of, spread
+from parsl_freetrain.core.allocation.feasibility import objections
+from parsl_freetrain.core.allocation.incumbent import pinned
+from parsl_freetrain.core.allocation.problem import Answer, Bid, Limit, Problem
+from parsl_freetrain.core.allocation.solution import Asked
+from parsl_freetrain.core.model.errors import BadInput
+
+if TYPE_CHECKING:
+    import pulp
+
+logger = logging.getLogger(__name__)
+
+SOLVERS = ('HiGHS', 'CBC')
+# Solvers stop at absolute tolerances between 1e-7 and 1e-5 in any unit, so the objective's largest
+# coefficient is scaled to this.
+_LARGEST = 1e5
+
+
+class MilpAllocator:
+    """Exact allocation by a MILP over node counts.
+
+    Parameters
+    ----------
+    time_limit_s
+        Seconds after which the best allocation found so far is taken, if it beats staying put.
+    solver
+        'HiGHS' or 'CBC'.
+
+    Raises
+    ------
+    BadInput
+        If there is no such solver, or the limit is not a number of seconds.
+    """
+
+    def __init__(self, time_limit_s: float = 10.0, solver: str = 'HiGHS') -> None:
+        if solver not in SOLVERS:
+            raise BadInput(
+                f'There is no MILP solver {solver!r}; choose one of {", ".join(SOLVERS)}.'
+            )
+        if not math.isfinite(time_limit_s) or time_limit_s < 0:
+            raise BadInput(
+                f'The time limit of the MILP is {time_limit_s}; it must be a number of '
+                'seconds, 0 or more.'
+            )
+        self.time_limit_s = time_limit_s
+        self.solver = solver
+
+    def allocate(self, problem: Problem) -> Answer:
+        """The optimum, or the best allocation found in time; never worse than staying put."""
+        asked = Asked(problem, 'milp')
+        try:
+            groups = groups_of(problem)
+            status, found = self._solve(grouped(problem, groups), asked)
+            if status == 'infeasible':
+                return asked.stay('infeasible')
+            nodes = None if found is None else spread(problem, groups, found)
+        except Exception:  # whatever a solver raises, training continues unchanged
+            logger.warning('The solver failed, what runs is kept.', exc_info=True)
+            return asked.stay()
+        if nodes is None or objections(
+            problem, nodes
+        ):  # a solver that timed out may leave values that are no solution
+            return asked.stay()
+        return asked.best_of(status, nodes)
+
+    def _solve(
+        self, problem: Problem, asked: Asked
+    ) -> tuple[str, dict[str, tuple[int, ...]] | None]:
+        """'optimal', 'feasible' or 'infeasible', and nodes in each place by trainer; None if the
+        solver has no solution yet.
+        """
+        import pulp  # slow to import, and most problems are solved without it
+
+        model = IntegerProgram(problem)
+        left_s = max(self.time_limit_s - asked.seconds, 0.0)
+        if self.solver == 'HiGHS':
+            solver = pulp.HiGHS(msg=False, timeLimit=left_s, gapRel=0.0, gapAbs=0.0, threads=1)
+        else:
+            solver = pulp.PULP_CBC_CMD(
+                msg=False, timeLimit=max(left_s, 0.01), gapRel=0.0, gapAbs=0.0, threads=1
+            )
+        model.lp.solve(solver)
+        if model.lp.sol_status == pulp.LpSolutionInfeasible:
+            return 'infeasible', None
+        if model.lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+            return 'feasible', None
+        return (
+            'optimal' if model.lp.sol_status == pulp.LpSolutionOptimal else 'feasible'
+        ), model.allocation()
+
+
+class IntegerProgram:
+    """The programme of one problem.
+
+    Attributes
+    ----------
+    lp
+        The PuLP problem.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        import pulp
+
+        self._pulp = pulp
+        self._problem = problem
+        self._keep = pinned(problem)
+        self.lp: Any = pulp.LpProblem('allocation', pulp.LpMaximize)
+        self._zero = self._integer('zero', 0)  # solvers want a variable in every constraint
+        self._worth: list[tuple[float, pulp.LpVariable]] = [(0.0, self._zero)]
+        self._nodes: dict[str, list[pulp.LpAffineExpression]] = {}
+        one_block = not problem.spans_blocks or len(problem.places) == 1
+        for j, bid in enumerate(problem.bids):
+            self._nodes[bid.name] = (
+                self._in_one_block(j, bid) if one_block else self._in_several(j, bid)
+            )
+        largest = max(abs(worth) for worth, _ in self._worth)
+        scale = _LARGEST / largest if largest > 0 else 1.0
+        self.lp.setObjective(
+            self._weighted((scale * worth, variable) for worth, variable in self._worth)
+        )
+        for b, block in enumerate(problem.places):
+            self.lp += self._sum(nodes[b] for nodes in self._nodes.values()) <= block.nodes
+        for limit in problem.limits:
+            self._limit(limit)
+
+    def allocation(self) -> dict[str, tuple[int, ...]]:
+        """Nodes in each place by trainer, once it is solved."""
+        return {
+            name: tuple(round(expression.value() or 0.0) for expression in nodes)
+            for name, nodes in self._nodes.items()
+        }
+
+    def _in_one_block(self, j: int, bid: Bid) -> list[pulp.LpAffineExpression]:
+        """One binary for each block and count: the trainer gets this number of nodes there and none
+        elsewhere.
+        """
+        places = self._problem.places
+        nothing = (0,) * len(places)
+        short, held = self._problem.too_short(bid), self._problem.held(bid)
+        options = [
+            nothing,
+            *(
+                (*nothing[:b], k, *nothing[b + 1 :])
+                for b, block in enumerate(places)
+                if b not in short
+                for k in bid.counts(block.nodes)
+            ),
+        ]
+        if any(held[b] for b in short) and self._problem.can_go_on(bid):
+            options.append(held)
+        if bid.name in self._keep:
+            options = [self._keep[bid.name]]
+        chosen = [self._binary(f'trainer_{j}_option_{i}') for i in range(len(options))]
+        self.lp += self._sum(chosen) == 1
+        self._worth += [
+            (self._problem.value(bid, nodes), variable)
+            for nodes, variable in zip(options, chosen, strict=True)
+        ]
+        return [
+            self._weighted(
+                (nodes[b], variable) for nodes, variable in zip(options, chosen, strict=True)
+            )
+            for b in range(len(places))
+        ]
+
+    def _in_several(self, j: int, bid: Bid) -> list[pulp.LpAffineExpression]:
+        """Integers for the nodes in each block; for each interval between ends, a choice of the
+        number of nodes left.
+
+        There are two binaries for each count and interval: with and without losing nodes at its
+        end, which costs a restart.
+        """
+        problem, places = self._problem, self._problem.places
+        cap = [min(block.nodes, bid.max_nodes) for block in places]
+        short, held = problem.too_short(bid), problem.held(bid)
+        goes_on = (
+            any(held[b] for b in short)
+            and problem.can_go_on(bid)
+            and all(n <= most for n, most in zip(held, cap, strict=True))
+        )
+        for b in short:
+            cap[b] = held[b] if goes_on else 0
+        nodes = [self._integer(f'trainer_{j}_block_{b}', most) for b, most in enumerate(cap)]
+        ends = sorted(
+            {block.remaining_s for block in places if block.remaining_s < problem.horizon_s}
+        )
+        left = list(range(len(places)))
+        since = 0.0
+        for i, end in enumerate([*ends, math.inf]):
+            there = min(sum(cap[b] for b in left), bid.max_nodes)
+            counts = [0, *bid.counts(there)] if i == 0 else range(there + 1)
+            going = (
+                [b for b in left if places[b].remaining_s == end] if end < problem.horizon_s else []
+            )
+            stays = {k: self._binary(f'trainer_{j}_interval_{i}_has_{k}') for k in counts}
+            loses = {
+                k: self._binary(f'trainer_{j}_interval_{i}_loses_some_of_{k}')
+                for k in counts
+                if k and going
+            }
+            self.lp += self._sum([*stays.values(), *loses.values()]) == 1
+            self.lp += self._weighted(
+                (k, v) for some in (stays, loses) for k, v in some.items()
+            ) == self._sum(nodes[b] for b in left)
+            if going:
+                self.lp += self._sum(nodes[b] for b in going) <= self._weighted(
+                    (k, v) for k, v in loses.items()
+                )
+            seconds = min(end, problem.horizon_s) - since
+            rate = {k: bid.curve.rate_at(bid.usable(k)) for k in counts}
+            self._worth += [(seconds * rate[k], v) for k, v in stays.items()]
+            self._worth += [((seconds - bid.rescale_down_s) * rate[k], v) for k, v in loses.items()]
+            if i == 0:
+                self._change(
+                    j,
+                    bid,
+                    nodes,
+                    {k: [some[k] for some in (stays, loses) if k in some] for k in counts},
+                )
+            left = [b for b in left if b not in going]
+            since = end
+        if goes_on:
+            # Nodes that it could not start on can only be kept together with all others it holds.
+            same = self._binary(f'trainer_{j}_goes_on')
+            for b, most in enumerate(cap):
+                self.lp += nodes[b] >= held[b] * same
+                self.lp += nodes[b] <= (0 if b in short else most) * (1 - same) + held[b] * same
+        for b, kept in enumerate(self._keep.get(bid.name, ())):
+            self.lp += nodes[b] == kept
+        return [self._pulp.LpAffineExpression(variable) for variable in nodes]
+
+    def _change(
+        self,
+        j: int,
+        bid: Bid,
+        nodes: list[pulp.LpVariable],
+        chosen: dict[int, list[pulp.LpVariable]],
+    ) -> None:
+        """The cost of changing nodes: by the new count; the same number of other nodes costs as
+        much as growing.
+        """
+        now, rate = bid.current_nodes, bid.current_rate
+        for k, variables in chosen.items():
+            if k != now:
+                cost = (bid.rescale_up_s if k > now else bid.rescale_down_s) * rate
+                self._worth += [(-cost, variable) for variable in variables]
+        if now in chosen and now and bid.rescale_up_s * rate > 0:
+            others = self._binary(f'trainer_{j}_changes_nodes')
+            for b, held in enumerate(self._problem.held(bid)):
+                if held:
+                    self.lp += (
+                        nodes[b]
+                        >= self._weighted((held, variable) for variable in chosen[now])
+                        - held * others
+                    )
+            self._worth.append((-bid.rescale_up_s * rate, others))
+
+    def _limit(self, limit: Limit) -> None:
+        members = [
+            nodes
+            for name, nodes in self._nodes.items()
+            if not limit.members or name in limit.members
+        ]
+        seconds = [
+            min(self._problem.horizon_s, block.remaining_s) for block in self._problem.places
+        ]
+        total = self._sum(expression for nodes in members for expression in nodes)
+        self.lp += total >= limit.least
+        if limit.most is not None:
+            self.lp += total <= limit.most
+        if limit.node_s is not None:
+            self.lp += (
+                self._sum(
+                    s * expression
+                    for nodes in members
+                    for s, expression in zip(seconds, nodes, strict=True)
+                )
+                <= limit.node_s
+            )
+
+    def _binary(self, name: str) -> pulp.LpVariable:
+        return self.lp.add_variable(name, cat=self._pulp.LpBinary)
+
+    def _integer(self, name: str, most: int) -> pulp.LpVariable:
+        return self.lp.add_variable(name, 0, most, cat=self._pulp.LpInteger)
+
+    def _weighted(self, terms: Iterable[tuple[float, pulp.LpVariable]]) -> pulp.LpAffineExpression:
+        weights: dict[pulp.LpVariable, float] = {}
+        for weight, variable in terms:
+            weights[variable] = weights.get(variable, 0.0) + weight
+        return self._pulp.LpAffineExpression(weights)
+
+    def _sum(self, terms: Iterable[Any]) -> pulp.LpAffineExpression:
+        return self._pulp.lpSum(terms) + self._zero

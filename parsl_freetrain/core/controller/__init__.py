@@ -1,0 +1,1 @@
+"""The controller: events in, actions out. Start with ``controller.py``."""

@@ -1,0 +1,217 @@
+"""The bids of the trainers, updated only where something has changed."""
+
+from __future__ import annotations
+
+import math
+from heapq import heappop, heappush
+
+from parsl_freetrain.core.allocation.objectives import Candidate, Metric
+from parsl_freetrain.core.allocation.problem import Bid
+from parsl_freetrain.core.controller.node_pool import key_of
+from parsl_freetrain.core.controller.placement import Places
+from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.controller.state import ControllerState, TrainerState
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import ScalingCurve, Trainer
+
+LOOKS = 4
+"""Number of times per horizon that time-dependent bids are renewed: rarely enough that most
+decisions stand.
+"""
+
+
+class Bids:
+    """The bids of all trainers whose turn it is, in order of submission.
+
+    Parameters
+    ----------
+    settings
+        How decisions are made.
+    metric
+        The objective.
+    timed
+        Whether the objective changes as time passes; then all bids are renewed :data:`LOOKS` times
+        per horizon.
+    """
+
+    def __init__(
+        self, settings: ControllerSettings, metric: Metric, *, timed: bool = False
+    ) -> None:
+        self._settings = settings
+        self._metric = metric
+        self._renew_s = settings.horizon_s / LOOKS if timed else math.inf
+        self._renewed_at = -math.inf
+        self._bids: dict[str, Bid] = {}
+        self._current: dict[str, int] = {}
+        self._all: tuple[Bid, ...] | None = ()
+        self._curves: dict[
+            str, tuple[ScalingCurve, ScalingCurve]
+        ] = {}  # the scaling curve from which the worth was computed, and the worth
+        self._layout: object = ()
+        self._deadlines: list[tuple[float, str]] = []  # heap of fragments' own deadlines
+        self._settling: list[
+            tuple[float, str]
+        ] = []  # heap of the last rescales of trainers whose bids are fixed
+        self._noted: dict[str, int] = {}  # the fragments that are in these two heaps
+        self._unmeasured: dict[str, None] = {}  # trainers whose speed is not known
+        self._typical = 1.0
+        self._shortest_s = settings.min_hole_s
+
+    @property
+    def current(self) -> dict[str, int]:
+        """Nodes that each trainer holds according to its bid; a copy."""
+        return dict(self._current)
+
+    def refresh(self, state: ControllerState, at: float, places: Places) -> tuple[Bid, ...]:
+        """Bring all bids up to date.
+
+        A trainer whose fragment is ending has already paid for the change, and bids as if it held
+        no nodes.
+        """
+        self._let_time_pass(state, at)
+        if places.layout != self._layout:  # the places of held nodes have new indices
+            self._layout = places.layout
+            state.changed.update((name, None) for name, count in self._current.items() if count)
+        for name in state.changed:
+            self._follow(name, state, at)
+        if self._unmeasured:
+            self._assume(state)
+        if state.changed:
+            self._all = None
+            for name in state.changed:
+                self._remake(name, state, at, places)
+            state.changed.clear()
+        if self._all is None:
+            self._all = tuple(self._bids.values())
+        return self._all
+
+    def _let_time_pass(self, state: ControllerState, at: float) -> None:
+        if at - self._renewed_at >= self._renew_s:
+            self._renewed_at = at
+            state.changed.update(dict.fromkeys(state.turn))
+        if state.shortest_s != self._shortest_s:  # another set of fragments is ending soon
+            self._shortest_s = state.shortest_s
+            for forgotten in (self._deadlines, self._settling, self._noted):
+                forgotten.clear()
+            state.changed.update(dict.fromkeys(state.turn))
+        while self._deadlines and self._deadlines[0][0] - at < self._shortest_s:
+            state.changed[heappop(self._deadlines)[1]] = None
+        while self._settling and not self._too_soon(self._settling[0][0], at):
+            state.changed[heappop(self._settling)[1]] = None
+
+    def _follow(self, name: str, state: ControllerState, at: float) -> None:
+        """Note when the passing of time will change this bid, and whether the bid depends on the
+        speed of other trainers.
+        """
+        trainer = state.turn.get(name)
+        if trainer is None:
+            self._unmeasured.pop(name, None)
+            self._noted.pop(name, None)
+            return
+        if trainer.profile.stated is None and not trainer.profile.measured:
+            self._unmeasured[name] = None
+        else:
+            self._unmeasured.pop(name, None)
+        running = trainer.running
+        if (
+            running is None
+            or running.ending(at, self._shortest_s)
+            or self._noted.get(name) == running.number
+        ):
+            return
+        self._noted[name] = running.number
+        if running.deadline_s is not None:
+            heappush(self._deadlines, (running.deadline_s, name))
+        if self._too_soon(trainer.rescaled_at, at):
+            heappush(self._settling, (trainer.rescaled_at, name))
+
+    def _assume(self, state: ControllerState) -> None:
+        """Assume that trainers of unknown speed are as fast as the mean of the others."""
+        known = [
+            rate for t in state.turn.values() if (rate := t.profile.one_node_rate()) is not None
+        ]
+        typical = sum(known) / len(known) if known else 1.0
+        if typical != self._typical:
+            self._typical = typical
+            state.changed.update(self._unmeasured)
+
+    def _remake(self, name: str, state: ControllerState, at: float, places: Places) -> None:
+        trainer = state.turn.get(name)
+        if trainer is None:
+            self._bids.pop(name, None)
+            self._current.pop(name, None)
+            self._curves.pop(name, None)
+            return
+        running, spec = trainer.running, trainer.trainer
+        nodes = () if running is None or running.ending(at, self._shortest_s) else running.nodes
+        held = (
+            places.held([key_of(state.pool.nodes[node]) for node in nodes])
+            if nodes and places.blocks
+            else ()
+        )
+        self._current[name] = len(nodes)
+        self._bids[name] = Bid(
+            name,
+            spec.min_nodes,
+            spec.max_nodes,
+            len(nodes),
+            *trainer.measured.costs(spec),
+            self._worth(trainer, at),
+            held,
+            spec.sizes,
+            fixed=bool(nodes) and self._too_soon(trainer.rescaled_at, at),
+            shortest_s=trainer.measured.shortest_s(self._settings.min_hole_s),
+        )
+
+    def _too_soon(self, rescaled_at: float, at: float) -> bool:
+        return at - rescaled_at < self._settings.min_rescale_s
+
+    def _worth(self, trainer: TrainerState, at: float) -> ScalingCurve:
+        """The worth by node count under the objective; cached for a curve that the user stated,
+        unless it depends on time.
+
+        If an expression no longer has a value (a deadline has passed), the last worth is kept.
+        """
+        spec, stated = trainer.trainer, trainer.profile.stated
+        known = self._curves.get(spec.name)
+        if known is not None and stated is known[0] and self._renew_s == math.inf:
+            return known[1]
+        curve = trainer.profile.curve(spec.max_nodes, self._typical)
+        waited_s = 0.0 if trainer.running is not None else at - trainer.waiting_since
+        try:
+            worth = self._metric(candidate_of(spec, curve, at, trainer.reached, waited_s))
+        except BadInput:
+            if known is None:
+                raise
+            worth = known[1]
+        self._curves[spec.name] = (curve, worth)
+        return worth
+
+
+def candidate_of(
+    trainer: Trainer, curve: ScalingCurve, at: float, samples: int, waited_s: float = 0.0
+) -> Candidate:
+    """A trainer at a given time, as the objective sees it.
+
+    Parameters
+    ----------
+    curve
+        Samples per second by node count, as far as known.
+    at
+        The time in seconds, on the clock of ``finish_by_s``.
+    samples
+        Number of samples trained so far.
+    waited_s
+        Seconds since it last had nodes; 0 while it has some.
+    """
+    return Candidate(
+        trainer.name,
+        curve,
+        trainer.min_nodes,
+        trainer.max_nodes,
+        trainer.priority,
+        None if trainer.finish_by_s is None else trainer.finish_by_s - at,
+        None if trainer.total_samples is None else max(trainer.total_samples - samples, 1),
+        trainer.efficiency,
+        waited_s,
+    )

@@ -1,0 +1,143 @@
+"""Decides which holes get a block, and which blocks are given back."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+from parsl_freetrain.core.allocation.constraints import OWNERS, reachable_sums
+from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.controller.state import ControllerState, TrainerState
+from parsl_freetrain.core.model.events import Action, CloseBlock, OpenBlock
+from parsl_freetrain.core.model.types import BlockRequest, Hole, Trainer
+
+
+def nodes_on_their_way(state: ControllerState) -> int:
+    """Number of nodes in open blocks that have not joined yet."""
+    return sum(max(block.request.nodes - len(block.arrived), 0) for block in state.blocks.values())
+
+
+def nodes_wanted(state: ControllerState, settings: ControllerSettings) -> int:
+    """Number of nodes that could be used beyond those that are available or on their way; 0 or
+    less: none.
+    """
+    here = len(state.pool.nodes)
+    wanted = _within_caps(
+        settings, [(t.trainer, _wanted_by(t, state, settings)) for t in state.turn.values()]
+    )
+    if settings.max_nodes is not None:
+        wanted = min(wanted, settings.max_nodes)
+    wanted = max(
+        wanted + _spare(state, settings), math.ceil(state.ordinary / settings.workers_per_node)
+    )
+    return wanted - here - nodes_on_their_way(state)
+
+
+def _spare(state: ControllerState, settings: ControllerSettings) -> int:
+    """Number of nodes to keep available and idle."""
+    return settings.keep_free if state.turn else 0
+
+
+def _wanted_by(trainer: TrainerState, state: ControllerState, settings: ControllerSettings) -> int:
+    if trainer.running is None or settings.spans_blocks:
+        return trainer.wanted_nodes()
+    return sum(
+        node in state.pool.holder for node in trainer.running.nodes
+    )  # it cannot grow beyond its block
+
+
+def _within_caps(settings: ControllerSettings, wanted: list[tuple[Trainer, int]]) -> int:
+    """The number of nodes that the caps allow trainers together, given what each wants."""
+    totals = [sum(count for _, count in wanted)]
+    for kind in OWNERS if settings.caps else ():
+        by_owner: Counter[str] = Counter()
+        for trainer, count in wanted:
+            by_owner[f'{kind} {getattr(trainer, kind)}'] += count
+        totals.append(sum(min(n, settings.caps.get(owner, n)) for owner, n in by_owner.items()))
+    return min(totals)
+
+
+def blocks_to_open(
+    state: ControllerState, settings: ControllerSettings, at: float, holes: Iterable[Hole]
+) -> list[OpenBlock]:
+    """A block for each hole that is long enough, largest first, while more nodes are wanted.
+
+    A block on which no trainer could start is not opened: it would be given back and requested
+    again.
+    """
+    if state.shutting_down:
+        return []
+    usable = [
+        hole for hole in holes if hole.until_s is None or hole.until_s - at >= state.shortest_s
+    ]
+    usable.sort(key=lambda hole: (-hole.nodes, hole.names))
+    wanted = nodes_wanted(state, settings)
+    if settings.spans_blocks:
+        sure = len(state.pool.nodes) + nodes_on_their_way(state)
+        spare = _spare(state, settings)
+        wanted = (
+            _that_fit(state, sure + min(wanted, sum(hole.nodes for hole in usable)) - spare)
+            + spare
+            - sure
+        )
+    room = settings.max_blocks - len(state.blocks)
+    least = _least_useful(state, settings, sum(hole.nodes for hole in usable[: max(room, 0)]))
+    opened: list[OpenBlock] = []
+    for hole in usable:
+        if wanted <= 0 or len(opened) >= room:
+            break
+        nodes = min(hole.nodes, wanted)
+        if not settings.spans_blocks:
+            nodes = _that_fit(state, nodes)
+        if nodes < least:
+            continue
+        walltime_s = None if hole.until_s is None else hole.until_s - at
+        opened.append(OpenBlock(BlockRequest(nodes, walltime_s, hole.queue, hole.names[:nodes])))
+        wanted -= nodes
+    return opened
+
+
+def _that_fit(state: ControllerState, nodes: int) -> int:
+    """The largest number of nodes, up to ``nodes``, that the trainers can hold together, given the
+    node counts that each may have.
+    """
+    bidders = state.turn.values()
+    if state.ordinary or nodes <= 0 or not bidders or not all(t.trainer.sizes for t in bidders):
+        return nodes
+    return reachable_sums([t.trainer.counts() for t in bidders], nodes).bit_length() - 1
+
+
+def _least_useful(state: ControllerState, settings: ControllerSettings, offered: int) -> float:
+    """Nodes of the smallest block on which a trainer could start; infinite if none could start on
+    any block.
+    """
+    if state.ordinary:
+        return 1
+    smallest = min((t.trainer.counts()[0] for t in state.turn.values()), default=math.inf)
+    if not settings.spans_blocks:
+        return smallest
+    return (
+        1 if len(state.pool.nodes) + nodes_on_their_way(state) + offered >= smallest else math.inf
+    )
+
+
+def idle_blocks(state: ControllerState, settings: ControllerSettings, at: float) -> list[Action]:
+    """Give back blocks that have been idle for a while; the request is repeated after the same time
+    if a block stays open.
+    """
+    closing: list[Action] = []
+    spare = _spare(state, settings)
+    for name, block in state.blocks.items():
+        if not block.arrived or state.ordinary or state.pool.busy.get(name):
+            block.idle_since = None
+        elif block.idle_since is None:
+            block.idle_since = at
+        elif 0 < len(block.nodes) <= spare:
+            spare -= len(block.nodes)
+        elif at - block.idle_since >= settings.idle_block_s:
+            block.idle_since = at
+            closing.append(
+                CloseBlock(name, f'nothing has run on it for {settings.idle_block_s:g} s')
+            )
+    return closing

@@ -1,0 +1,370 @@
+"""The controller: events in, actions out.
+
+It has no thread, file or clock, so a live run and the replay of a recorded one use the same object.
+A trainer is rescaled between two fragments: its fragment is asked to stop, and the next one starts
+on the new nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import singledispatchmethod
+
+from parsl_freetrain.core.allocation.objectives import Metric
+from parsl_freetrain.core.allocation.problem import Allocator
+from parsl_freetrain.core.controller.block_policy import blocks_to_open, idle_blocks
+from parsl_freetrain.core.controller.node_pool import PoolNode
+from parsl_freetrain.core.controller.planner import Planner
+from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.controller.state import BlockState, ControllerState, Reply, TrainerState
+from parsl_freetrain.core.controller.throughput_profile import Profile
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.errors import DecisionFailed
+from parsl_freetrain.core.model.types import BlockRequest
+
+# A multiple of the setting 'stalls', since several holes that are too short may be bad luck.
+FRUITLESS = 4
+
+BUDGET_SPENT = 'BudgetSpent'
+"""The trigger of decisions when a budget is spent, for which there is no event."""
+
+
+class Controller:
+    """Decides which trainer runs on which nodes, and which blocks are open.
+
+    Parameters
+    ----------
+    allocator
+        Solves the allocation problem; asked at every event that changes it.
+    settings
+        See :class:`~parsl_freetrain.core.controller.state.ControllerSettings`; None: its defaults.
+    metric
+        An objective to use in place of the one in the settings. It may depend on the trainer but
+        not on time.
+
+    Raises
+    ------
+    BadInput
+        If the settings name an unknown metric.
+    """
+
+    def __init__(
+        self,
+        allocator: Allocator,
+        settings: ControllerSettings | None = None,
+        metric: Metric | None = None,
+    ) -> None:
+        self.settings = settings or ControllerSettings()
+        self.state = ControllerState(self.settings)
+        self._planner = Planner(allocator, self.settings, metric)
+
+    def handle(self, event: ev.Event) -> Reply:
+        """Process one event; return the actions to take now, in order.
+
+        Events that come late or twice, or concern something unknown, change nothing. An
+        ``OpenBlock`` counts from its ``BlockOpened`` on, which must be handled before the next
+        ``HolesSeen``.
+
+        Raises
+        ------
+        ValueError
+            If a trainer is submitted while another one of its name has not ended.
+        BadInput
+            If the total in ``TotalKnown`` leaves nothing to train.
+        TypeError
+            If the event is of no known class.
+        """
+        return self.handle_all((event,))
+
+    def handle_all(self, events: Sequence[ev.Event]) -> Reply:
+        """Process all events of one instant, in this order, and decide once.
+
+        Then no decision uses nodes that are known to leave, or overlooks nodes that are known to
+        join. All events have the same time. Otherwise as :meth:`handle`.
+
+        Raises
+        ------
+        DecisionFailed
+            If the allocator raised an error. The events have been processed nevertheless.
+        """
+        actions: list[ev.Action] = []
+        triggers: dict[str, None] = {}
+        for event in events:
+            follow, decide = self._take_in(event)
+            actions += follow
+            if decide:
+                triggers[type(event).__name__] = None
+        if not events:
+            return Reply()
+        at = events[-1].at
+        if stopped := self._stop_spent(at):
+            actions += stopped
+            triggers[BUDGET_SPENT] = None
+        try:
+            reply = (
+                self._planner.decide(self.state, at, '+'.join(triggers)) if triggers else Reply()
+            )
+        except Exception as error:
+            raise DecisionFailed(tuple(actions)) from error
+        actions += reply.actions
+        actions += idle_blocks(self.state, self.settings, at)
+        return Reply(tuple(actions), reply.decision)
+
+    @singledispatchmethod
+    def _take_in(self, event: ev.Event) -> tuple[list[ev.Action], bool]:
+        """Update the state. Return the actions that do not depend on the allocation, and whether a
+        new allocation is needed.
+        """
+        raise TypeError(f'The controller does not know the event {event!r}.')
+
+    @_take_in.register
+    def _(self, event: ev.HolesSeen) -> tuple[list[ev.Action], bool]:
+        return list(blocks_to_open(self.state, self.settings, event.at, event.holes)), False
+
+    @_take_in.register
+    def _(self, event: ev.BlockOpened) -> tuple[list[ev.Action], bool]:
+        if event.block in self.state.closed:
+            return [], False
+        known = self.state.blocks.setdefault(event.block, BlockState(event.request))
+        known.request = event.request  # nodes may join before this event
+        return [], False
+
+    @_take_in.register
+    def _(self, event: ev.NodesJoined) -> tuple[list[ev.Action], bool]:
+        if event.block in self.state.closed:
+            return [], False
+        block = self.state.blocks.setdefault(
+            event.block, BlockState(BlockRequest(len(event.nodes)))
+        )
+        block.nodes.update(event.nodes)
+        block.arrived.update(event.nodes)
+        # A node that joins after a notice does not know about it: the earlier end holds.
+        until_s = min(
+            (end for end in (block.until_s, event.until_s) if end is not None), default=None
+        )
+        if block.until_s is None:
+            block.until_s = until_s
+        for node in event.nodes:
+            if node not in self.state.pool.nodes:
+                self.state.pool.join(PoolNode(node, event.block, until_s))
+        return [], True
+
+    @_take_in.register
+    def _(self, event: ev.BlockEndKnown) -> tuple[list[ev.Action], bool]:
+        block = self.state.blocks.get(event.block)
+        if block is None or block.until_s == event.until_s:
+            return [], False
+        block.until_s = event.until_s
+        for node in sorted(block.nodes):
+            self.state.pool.join(PoolNode(node, event.block, event.until_s))
+            if holder := self.state.pool.holder.get(node):
+                self.state.changed[holder] = None
+        return self._stop_before_notice(event, block), True
+
+    def _stop_before_notice(self, event: ev.BlockEndKnown, block: BlockState) -> list[ev.Action]:
+        """Stop the fragments whose own deadline is later than the block's new end."""
+        actions: list[ev.Action] = []
+        for name, trainer in self.state.trainers.items():
+            running = trainer.running
+            if (
+                running
+                and not running.stopping
+                and not running.broken
+                and event.until_s is not None
+                and not block.nodes.isdisjoint(running.nodes)
+                and (running.deadline_s is None or running.deadline_s > event.until_s)
+            ):
+                self.state.stop(name, running)
+                actions.append(
+                    ev.StopFragment(name, running.number, 'notice: its nodes are about to be taken')
+                )
+        return actions
+
+    @_take_in.register
+    def _(self, event: ev.NodesLeft) -> tuple[list[ev.Action], bool]:
+        return self._lose(event.nodes), True
+
+    @_take_in.register
+    def _(self, event: ev.BlockClosed) -> tuple[list[ev.Action], bool]:
+        self.state.closed.add(event.block)
+        block = self.state.blocks.pop(event.block, None)
+        return (self._lose(sorted(block.nodes)), True) if block else ([], False)
+
+    def _lose(self, gone: Sequence[str]) -> list[ev.Action]:
+        actions: list[ev.Action] = []
+        for name, trainer in self.state.lose(gone).items():
+            assert trainer.running is not None
+            actions.append(ev.AbandonFragment(name, trainer.running.number))
+        return actions
+
+    @_take_in.register
+    def _(self, event: ev.TrainerSubmitted) -> tuple[list[ev.Action], bool]:
+        trainer = event.trainer
+        if trainer.name in self.state.trainers:
+            raise ValueError(f'Trainer {trainer.name!r} is running already.')
+        self.state.submit(
+            trainer.name,
+            TrainerState(
+                trainer,
+                event.samples,
+                event.fragments,
+                Profile(trainer.curve),
+                waiting_since=event.at,
+                reached=event.samples,
+            ),
+        )
+        return [], True
+
+    @_take_in.register
+    def _(self, event: ev.TotalKnown) -> tuple[list[ev.Action], bool]:
+        if known := self.state.trainers.get(event.trainer):
+            known.trainer = replace(known.trainer, total_samples=event.total_samples)
+        return [], False
+
+    @_take_in.register
+    def _(self, event: ev.FragmentProgressed) -> tuple[list[ev.Action], bool]:
+        trainer = self.state.trainers.get(event.trainer)
+        if trainer is None or trainer.running is None or trainer.running.number != event.fragment:
+            return [], False
+        trainer.reached = event.samples
+        if event.rate is None:
+            return [], False
+        if trainer.profile.stated is None:
+            self.state.changed[event.trainer] = None
+        return [], trainer.profile.observe(len(trainer.running.nodes), event.rate)
+
+    @_take_in.register
+    def _(self, event: ev.Rescaled) -> tuple[list[ev.Action], bool]:
+        if trainer := self.state.trainers.get(event.trainer):
+            trainer.measured.rescaled(up=event.after > event.before, seconds=event.seconds)
+            self.state.changed[event.trainer] = None
+        return [], False
+
+    @_take_in.register
+    def _(self, event: ev.FragmentTimed) -> tuple[list[ev.Action], bool]:
+        if trainer := self.state.trainers.get(event.trainer):
+            trainer.measured.timed(event.start_s, event.step_s, event.checkpoint_s)
+            self.state.changed[event.trainer] = None
+            self.state.timed()
+        return [], False
+
+    @_take_in.register
+    def _(self, event: ev.FragmentEnded) -> tuple[list[ev.Action], bool]:
+        trainer = self.state.trainers.get(event.trainer)
+        if trainer is None or trainer.running is None or trainer.running.number != event.fragment:
+            return [], False
+        ended = self.state.end(event.trainer, trainer, event.at)
+        progressed = event.samples > ended.from_samples
+        trainer.samples = trainer.reached = max(trainer.samples, event.samples)
+        trainer.waiting_since = event.at
+        if progressed:
+            trainer.stalled = trainer.fruitless = 0
+        if event.ending is ev.Ending.FINISHED:
+            return [self._end(trainer, 'finished')], True
+        if trainer.dismissed:
+            return [self._end(trainer, trainer.dismissed.state, trainer.dismissed.why)], True
+        if event.ending is ev.Ending.FAILED:
+            trainer.errors += 1
+            if trainer.errors > self.settings.retries:
+                return [self._end(trainer, 'failed', event.error)], True
+        if event.ending is ev.Ending.PREEMPTED and not ended.broken and not progressed:
+            trainer.stalled += 1
+            if trainer.stalled >= self.settings.stalls:
+                return [
+                    self._end(
+                        trainer,
+                        'failed',
+                        (
+                            f'{trainer.stalled} fragments in a row died without progress '
+                            'though none of their nodes was lost; '
+                            f'the last one, fragment {event.fragment}: {event.error}'
+                        ),
+                    )
+                ], True
+        if event.ending is ev.Ending.PREEMPTED and ended.used_up(event.at) and not progressed:
+            trainer.fruitless += 1
+            if trainer.fruitless >= FRUITLESS * self.settings.stalls:
+                return [
+                    self._end(
+                        trainer,
+                        'failed',
+                        (
+                            f'{trainer.fruitless} fragments in a row, up to fragment '
+                            f'{event.fragment}, had their nodes until the hole ended '
+                            'without getting one global batch trained and saved: a step '
+                            'is longer than the holes; use a smaller '
+                            'batch_size, more nodes (min_nodes), or holes that last '
+                            'longer (min_hole_s)'
+                        ),
+                    )
+                ], True
+        return [], True
+
+    @_take_in.register
+    def _(self, event: ev.TrainerCancelled) -> tuple[list[ev.Action], bool]:
+        trainer = self.state.trainers.get(event.trainer)
+        if trainer is None or (trainer.dismissed and trainer.dismissed.state == 'cancelled'):
+            return [], False
+        return self._dismiss(trainer, 'cancelled'), True
+
+    @_take_in.register
+    def _(self, event: ev.TrainerAborted) -> tuple[list[ev.Action], bool]:
+        trainer = self.state.trainers.get(event.trainer)
+        if trainer is None:
+            return [], False
+        actions: list[ev.Action] = []
+        if trainer.running is not None:
+            actions.append(ev.AbandonFragment(event.trainer, trainer.running.number))
+            self.state.end(event.trainer, trainer, event.at)
+        return [*actions, self._end(trainer, 'failed', event.why)], True
+
+    @_take_in.register
+    def _(self, event: ev.OrdinaryWork) -> tuple[list[ev.Action], bool]:
+        self.state.ordinary = event.outstanding
+        return [], False
+
+    @_take_in.register
+    def _(self, event: ev.Tick) -> tuple[list[ev.Action], bool]:
+        return [], True
+
+    @_take_in.register
+    def _(self, event: ev.ShutdownRequested) -> tuple[list[ev.Action], bool]:
+        self.state.shutting_down = True
+        actions: list[ev.Action] = []
+        for name, trainer in self.state.trainers.items():
+            if trainer.running and not trainer.running.stopping and not trainer.running.broken:
+                self.state.stop(name, trainer.running)
+                actions.append(ev.StopFragment(name, trainer.running.number, 'shutdown'))
+        return actions, False
+
+    def _stop_spent(self, at: float) -> list[ev.Action]:
+        """End the trainers whose budget is spent; running ones write a checkpoint."""
+        actions: list[ev.Action] = []
+        if not self.state.budgets or self.state.shutting_down:
+            return actions
+        for trainer in list(self.state.trainers.values()):
+            if trainer.dismissed:
+                continue
+            smallest = 0 if trainer.running else trainer.trainer.counts()[0]
+            needed_node_s = smallest * self.state.shortest_s
+            if why := self.state.budgets.spent(trainer.trainer, at, needed_node_s):
+                actions += self._dismiss(trainer, 'failed', why)
+        return actions
+
+    def _dismiss(self, trainer: TrainerState, state: str, why: str = '') -> list[ev.Action]:
+        """End a trainer independently of the allocation: at once, or when its fragment has
+        stopped.
+        """
+        name = trainer.trainer.name
+        self.state.dismiss(ev.EndTrainer(name, state, why))
+        if trainer.running is None:
+            return [self._end(trainer, state, why)]
+        if trainer.running.stopping or trainer.running.broken:
+            return []
+        self.state.stop(name, trainer.running)
+        return [ev.StopFragment(name, trainer.running.number, why or state)]
+
+    def _end(self, trainer: TrainerState, state: str, why: str = '') -> ev.EndTrainer:
+        self.state.remove(trainer.trainer.name)
+        return ev.EndTrainer(trainer.trainer.name, state, why)

@@ -1,0 +1,169 @@
+"""Chooses the nodes of each trainer once their number is decided.
+
+A trainer that grows keeps all its nodes; one that shrinks keeps those that stay longest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from parsl_freetrain.core.controller.node_pool import Group, Pool, key_of
+
+
+@dataclass(frozen=True)
+class Want:
+    """The nodes that a trainer needs to start.
+
+    Attributes
+    ----------
+    trainer
+        Its name.
+    counts
+        Number of nodes of each place.
+    former
+        Its last nodes, if it had any.
+    """
+
+    trainer: str
+    counts: Mapping[str, int]
+    former: Sequence[str] = ()
+
+
+def assign(
+    wants: Sequence[Want], places: Mapping[str, Sequence[Group]], pool: Pool
+) -> dict[str, tuple[str, ...]]:
+    """Choose free nodes for all of ``wants`` that can start now, in their order. The choice is
+    deterministic.
+
+    Former nodes go to their trainers first; those of a trainer that has to wait are reserved for
+    it. The rest is chosen by :func:`take`.
+
+    Parameters
+    ----------
+    wants
+        The trainers to start, with their node counts.
+    places
+        The node groups of each place.
+    pool
+        The nodes. Chosen nodes are taken out of their groups.
+
+    Returns
+    -------
+    dict
+        The nodes of each trainer that can start. Trainers that have to wait for nodes that are
+        still held are missing.
+    """
+    where = {
+        (group.block, group.until_s): place for place, groups in places.items() for group in groups
+    }
+    kept = {want.trainer: _keep(want, where, pool) for want in wants if want.former}
+    chosen: dict[str, tuple[str, ...]] = {}
+    waiting: list[str] = []
+    for want in wants:
+        nodes = kept.get(want.trainer, {})
+        missing = {place: count - len(nodes.get(place, ())) for place, count in want.counts.items()}
+        if any(
+            count > sum(len(group.free) for group in places[place])
+            for place, count in missing.items()
+            if count
+        ):
+            waiting += (name for names in nodes.values() for name in names)
+            continue
+        more = {place: take(places[place], count) for place, count in missing.items() if count}
+        chosen[want.trainer] = tuple(
+            name for place in want.counts for name in (*nodes.get(place, ()), *more.get(place, ()))
+        )
+    pool.put_back(waiting)
+    return chosen
+
+
+def foresee(
+    wants: Sequence[Want], places: Mapping[str, Sequence[Group]], pool: Pool
+) -> dict[str, tuple[str, ...]]:
+    """The nodes that :func:`assign` will choose once the former ones are free, if nothing else
+    changes; fewer where other trainers hold some.
+
+    Parameters and result are otherwise those of :func:`assign`; no node is taken.
+    """
+    where = (
+        {
+            (group.block, group.until_s): place
+            for place, groups in places.items()
+            for group in groups
+        }
+        if wants
+        else {}
+    )
+    expected: dict[str, tuple[str, ...]] = {}
+    taken: list[str] = []
+    for want in wants:
+        kept = _former(want, where, pool)
+        nodes = [name for names in kept.values() for name in names]
+        for place, count in want.counts.items():
+            missing = count - len(kept.get(place, ()))
+            if 0 < missing <= sum(len(group.free) for group in places[place]):
+                taken += (more := take(places[place], missing))
+                nodes += more
+        expected[want.trainer] = tuple(nodes)
+    pool.put_back(taken)
+    return expected
+
+
+def _keep(want: Want, where: Mapping[tuple[str, float], str], pool: Pool) -> dict[str, list[str]]:
+    """By place, the former nodes that a trainer keeps; they are taken out of their groups."""
+    free = [
+        name
+        for name in want.former
+        if (node := pool.nodes.get(name)) and name in pool.groups[key_of(node)].free
+    ]
+    kept = _former(replace(want, former=free), where, pool)
+    for name in (name for names in kept.values() for name in names):
+        pool.groups[key_of(pool.nodes[name])].free.discard(name)
+    return kept
+
+
+def _former(want: Want, where: Mapping[tuple[str, float], str], pool: Pool) -> dict[str, list[str]]:
+    """By place, the former nodes that a trainer would keep."""
+    usable: dict[str, list[tuple[float, str]]] = {}
+    for name in want.former:
+        node = pool.nodes.get(name)
+        if node is not None and (place := where.get(key_of(node))) is not None:
+            usable.setdefault(place, []).append((-key_of(node)[1], name))
+    return {
+        place: [name for _, name in sorted(nodes)[: want.counts.get(place, 0)]]
+        for place, nodes in usable.items()
+    }
+
+
+def take(groups: Iterable[Group], count: int) -> list[str]:
+    """Take ``count`` free nodes out of ``groups``, which must have that many.
+
+    They come from the minimum number of blocks, since each block is one more way to lose the
+    fragment: the smallest block that suffices, otherwise the largest blocks first. Within a block,
+    nodes that stay longest come first, then the order is by name.
+    """
+    by_block: dict[str, list[Group]] = {}
+    for group in groups:
+        if group.free:
+            by_block.setdefault(group.block, []).append(group)
+    sizes = {
+        block: sum(len(group.free) for group in several) for block, several in by_block.items()
+    }
+    sufficient = [block for block, size in sizes.items() if size >= count]
+    if sufficient:
+        order = [min(sufficient, key=lambda b: (sizes[b], b))]
+    else:
+        order = sorted(sizes, key=lambda b: (-sizes[b], b))
+    taken: list[str] = []
+    for block in order:
+        for group in sorted(by_block[block], key=lambda g: -g.until_s):
+            taken += group.take(count - len(taken))
+    return taken
+
+
+def first_end(nodes: Iterable[str], pool: Pool) -> float | None:
+    """When the first of ``nodes`` leaves, in seconds; None if no end is known."""
+    end = min((key_of(pool.nodes[name])[1] for name in nodes), default=math.inf)
+    return None if math.isinf(end) else end

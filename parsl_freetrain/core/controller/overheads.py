@@ -1,0 +1,96 @@
+"""Measured times of a trainer's fragments: rescale costs, start and checkpoint."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from parsl_freetrain.core.controller.shortest_hole import shortest_useful_s
+from parsl_freetrain.core.model.types import Trainer
+
+SMOOTHING = 0.5
+
+
+@dataclass
+class Measured:
+    """Times in seconds; None: never measured.
+
+    Attributes
+    ----------
+    up_s, down_s
+        Pause of a rescale to more, or to fewer, nodes: from the last step before it to the first
+        step after it; smoothed.
+    start_s
+        From the decision to the first step.
+    step_s
+        One global batch.
+    checkpoint_s
+        One checkpoint.
+
+    Notes
+    -----
+    Each of the last three follows a longer measurement at once and a shorter one by half, because a
+    hole that is too short costs more than one that is not used.
+    """
+
+    up_s: float | None = None
+    down_s: float | None = None
+    start_s: float | None = None
+    step_s: float | None = None
+    checkpoint_s: float | None = None
+
+    def rescaled(self, *, up: bool, seconds: float) -> None:
+        """Add a measured rescale. A value that is not a time (clocks that differ) is ignored."""
+        if not 0 <= seconds < math.inf:
+            return
+        old = self.up_s if up else self.down_s
+        new = seconds if old is None else old + SMOOTHING * (seconds - old)
+        if up:
+            self.up_s = new
+        else:
+            self.down_s = new
+
+    def timed(
+        self, start_s: float | None, step_s: float | None, checkpoint_s: float | None
+    ) -> None:
+        """Add a fragment's times; None: not measured."""
+        self.start_s, self.step_s, self.checkpoint_s = (
+            _longer(self.start_s, start_s),
+            _longer(self.step_s, step_s),
+            _longer(self.checkpoint_s, checkpoint_s),
+        )
+
+    def costs(self, trainer: Trainer) -> tuple[float, float]:
+        """The assumed costs of a rescale to more, and to fewer, nodes, in seconds.
+
+        The first of these that is known: the user's value, the measured pause, the measured time of
+        a checkpoint and a start (the maximum that a rescale can cost), the default.
+        """
+        whole_s = (
+            None
+            if self.start_s is None or self.checkpoint_s is None
+            else self.start_s + self.checkpoint_s
+        )
+
+        def cost(way: str, measured_s: float | None, said_s: float) -> float:
+            if way in trainer.stated_costs:
+                return said_s
+            return next(
+                (seconds for seconds in (measured_s, whole_s) if seconds is not None), said_s
+            )
+
+        return cost('up', self.up_s, trainer.rescale_up_s), cost(
+            'down', self.down_s, trainer.rescale_down_s
+        )
+
+    def shortest_s(self, assumed_s: float) -> float:
+        """The shortest hole that is worth a fragment, in seconds; at least ``assumed_s`` until all
+        times have been measured.
+        """
+        return shortest_useful_s(self.start_s, self.step_s, self.checkpoint_s, assumed_s)
+
+
+def _longer(old: float | None, seconds: float | None) -> float | None:
+    if seconds is None or not 0 < seconds < math.inf:
+        return old
+    return seconds if old is None else max(seconds, old + SMOOTHING * (seconds - old))

@@ -1,0 +1,104 @@
+"""The blocks of the allocation problem, and the node groups in each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from parsl_freetrain.core.allocation.problem import Block
+from parsl_freetrain.core.controller.node_pool import Group, GroupKey
+from parsl_freetrain.core.controller.state import ControllerState
+
+EVERYWHERE = ''
+LASTING = 'lasting'
+
+
+@dataclass(frozen=True)
+class Places:
+    """The nodes that can be allocated, as a problem sees them.
+
+    Attributes
+    ----------
+    nodes
+        Number of nodes.
+    blocks
+        As in :class:`~parsl_freetrain.core.allocation.problem.Problem`; empty if only counts
+        matter.
+    groups
+        The groups of the pool in each place, by the place's name.
+    layout
+        Equal for two objects if every node has the same place index in both.
+    """
+
+    nodes: int
+    blocks: tuple[Block, ...]
+    groups: dict[str, list[Group]]
+    layout: tuple[object, ...]
+    _index: dict[GroupKey, int]
+
+    def held(self, keys: Sequence[GroupKey]) -> tuple[int, ...]:
+        """Number of nodes in each block, given the groups of the nodes."""
+        counts = [0] * len(self.blocks)
+        for key in keys:
+            counts[self._index[key]] += 1
+        return tuple(counts)
+
+
+def places_of(
+    state: ControllerState, at: float, horizon_s: float, min_hole_s: float, spans_blocks: bool
+) -> Places:
+    """The present places.
+
+    Nodes that leave within ``min_hole_s`` are left out, and so are nodes that a cancelled trainer
+    still holds. If fragments may span blocks, nodes that leave at the same time within the horizon
+    form one place, and all nodes that stay for the horizon form another. Otherwise each block is a
+    place, which ends when the first of its nodes leaves.
+    """
+    groups = [group for group in state.pool.groups.values() if group.until_s - at >= min_hole_s]
+    leaving = state.leaving()
+    if spans_blocks:
+        ends = sorted({group.until_s for group in groups if group.until_s - at < horizon_s})
+        if not ends:
+            nodes = sum(group.total for group in groups) - sum(
+                leaving.get((g.block, g.until_s), 0) for g in groups if leaving
+            )
+            return Places(nodes, (), {EVERYWHERE: groups}, (), {})
+        names = {end: f'until {end:.3f}' for end in ends}
+        blocks = [*(Block(names[end], 0, end - at) for end in ends), Block(LASTING, 0)]
+        of = {(g.block, g.until_s): names.get(g.until_s, LASTING) for g in groups}
+        layout: tuple[object, ...] = tuple(ends)
+    else:
+        ends_of: dict[str, float] = {}
+        for group in groups:
+            ends_of[group.block] = min(group.until_s, ends_of.get(group.block, math.inf))
+        blocks = [
+            Block(block, 0, end - at if end - at < horizon_s else math.inf)
+            for block, end in sorted(ends_of.items())
+        ]
+        of = {(g.block, g.until_s): g.block for g in groups}
+        layout = tuple(sorted(ends_of))
+    return _counted(groups, blocks, of, leaving, layout)
+
+
+def _counted(
+    groups: list[Group],
+    blocks: list[Block],
+    of: dict[GroupKey, str],
+    leaving: dict[GroupKey, int],
+    layout: tuple[object, ...],
+) -> Places:
+    counts = dict.fromkeys((block.name for block in blocks), 0)
+    members: dict[str, list[Group]] = {block.name: [] for block in blocks}
+    for group in groups:
+        key = (group.block, group.until_s)
+        counts[of[key]] += group.total - leaving.get(key, 0)
+        members[of[key]].append(group)
+    place = {block.name: i for i, block in enumerate(blocks)}
+    return Places(
+        sum(counts.values()),
+        tuple(replace(block, nodes=counts[block.name]) for block in blocks),
+        members,
+        layout,
+        {key: place[name] for key, name in of.items()},
+    )

@@ -1,0 +1,245 @@
+"""Makes one decision: states the problem, has it solved, and determines which fragments stop and
+start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from parsl_freetrain.core.allocation.constraints import (
+    members_by_key,
+    owner_limits,
+    pool_limits,
+    share_limits,
+)
+from parsl_freetrain.core.allocation.objectives import Metric, follows_time, objective_named
+from parsl_freetrain.core.allocation.problem import Allocator, Answer, Problem
+from parsl_freetrain.core.controller.bids import Bids
+from parsl_freetrain.core.controller.node_assignment import Want, assign, first_end, foresee
+from parsl_freetrain.core.controller.placement import Places, places_of
+from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.controller.state import ControllerState, Decision, FragmentState, Reply
+from parsl_freetrain.core.model import events as ev
+
+
+@dataclass
+class Plan:
+    """The allocator's answer, and how far it has been carried out.
+
+    Attributes
+    ----------
+    asked, answer
+        The problem and its answer.
+    became
+        The problem after the actions of the plan so far. The plan holds as long as nothing else
+        changes the problem.
+    waiting
+        Trainers that have not started yet, with their node counts by place.
+    """
+
+    asked: Problem
+    answer: Answer
+    became: Problem
+    waiting: dict[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+class Planner:
+    """Turns the state into problems, and the allocator's answers into actions.
+
+    Parameters
+    ----------
+    metric
+        An objective to use in place of the one in the settings. It may depend on the trainer but
+        not on time.
+
+    Raises
+    ------
+    BadInput
+        If the settings name an unknown metric.
+    """
+
+    def __init__(
+        self, allocator: Allocator, settings: ControllerSettings, metric: Metric | None = None
+    ) -> None:
+        self._allocator = allocator
+        self._settings = settings
+        named = objective_named(settings.metric, 'metric')
+        self._bids = Bids(
+            settings, metric or named, timed=metric is None and follows_time(settings.metric)
+        )
+        self._plan: Plan | None = None
+
+    def decide(self, state: ControllerState, at: float, trigger: str) -> Reply:
+        """Ask the allocator, and start and stop fragments accordingly; ``state`` is updated.
+
+        A plan is carried through. The stops and starts that it makes change the problem but not the
+        answer: the planned changes cost less now, all others as much as before.
+        """
+        if state.shutting_down:
+            return Reply()
+        places = self._places(state, at)
+        problem = self._problem(state, at, places)
+        plan, current = self._plan, self._bids.current
+        actions: list[ev.Action] = []
+        new = plan is None or problem != plan.became
+        if plan is None or new:
+            asked, answer = self._answer(problem)
+            plan = self._plan = Plan(asked, answer, problem)
+            actions += self._stop(state, plan, places, current, at)
+        actions += self._start(state, plan, places, at)
+        if state.changed:
+            plan.became = self._problem(state, at, places)
+        if not new and not actions:
+            return Reply()
+        return Reply(
+            tuple(actions),
+            Decision(
+                at,
+                trigger,
+                problem.nodes,
+                current,
+                plan.answer.staying,
+                plan.answer,
+                plan.asked,
+                tuple(actions),
+            ),
+        )
+
+    def problem(self, state: ControllerState, at: float) -> Problem:
+        """The problem that the allocator would get now; nothing is decided."""
+        return self._problem(state, at, self._places(state, at))
+
+    def _places(self, state: ControllerState, at: float) -> Places:
+        # Trainers that need longer than the horizon must see ends beyond it.
+        return places_of(
+            state,
+            at,
+            max(self._settings.horizon_s, state.longest_s),
+            state.shortest_s,
+            self._settings.spans_blocks,
+        )
+
+    def _problem(self, state: ControllerState, at: float, places: Places) -> Problem:
+        settings = self._settings
+        limits = pool_limits(places.nodes, settings.max_nodes, settings.keep_free)
+        if settings.caps or settings.min_shares:
+            members = members_by_key(t.trainer for t in state.turn.values())
+            limits += owner_limits(members, settings.caps)
+            limits += share_limits(
+                members,
+                settings.min_shares,
+                {name: t.useful_counts() for name, t in state.turn.items()},
+                min(
+                    [
+                        places.nodes,
+                        *(m.most for m in limits if not m.members and m.most is not None),
+                    ]
+                ),
+            )
+        return Problem(
+            self._settings.horizon_s,
+            places.nodes,
+            self._bids.refresh(state, at, places),
+            places.blocks,
+            self._settings.spans_blocks,
+            tuple(limits),
+        )
+
+    def _answer(self, problem: Problem) -> tuple[Problem, Answer]:
+        """The answer, and the problem that it solves: without the last minimum shares if not all of
+        them can be kept.
+        """
+        answer = self._allocator.allocate(problem)
+        while answer.status == 'infeasible' and problem.limits and problem.limits[-1].least:
+            problem = replace(problem, limits=problem.limits[:-1])
+            answer = self._allocator.allocate(problem)
+        return problem, answer
+
+    def _stop(
+        self,
+        state: ControllerState,
+        plan: Plan,
+        places: Places,
+        current: Mapping[str, int],
+        at: float,
+    ) -> list[ev.Action]:
+        """Stop the fragments whose trainers get other nodes; note the trainers to start."""
+        changes = self._changes(plan, current)
+        expected = foresee(
+            [
+                Want(name, then, running.nodes)
+                for name, then in changes
+                if then and current[name] and (running := state.turn[name].running)
+            ],
+            places.groups,
+            state.pool,
+        )
+        actions: list[ev.Action] = []
+        for name, then in changes:
+            trainer = state.turn[name]
+            if current[name]:
+                running = trainer.running
+                assert running is not None
+                state.stop(name, running)
+                trainer.rescaled_at = at
+                now, count = current[name], sum(then.values())
+                why = (
+                    f'rescale from {now} to {count} nodes'
+                    if now != count
+                    else f'go on with {count} other nodes'
+                )
+                actions.append(ev.StopFragment(name, running.number, why, expected.get(name, ())))
+            if then:
+                plan.waiting[name] = then
+        return actions
+
+    def _changes(
+        self, plan: Plan, current: Mapping[str, int]
+    ) -> list[tuple[str, Mapping[str, int]]]:
+        """The trainers whose nodes change, with their new node counts by place."""
+        problem, answer = plan.asked, plan.answer
+        if not problem.blocks:
+            return [
+                (name, {'': count} if count else {})
+                for name, count in answer.allocation.items()
+                if count != current[name]
+            ]
+        names = [block.name for block in problem.blocks]
+        changes: list[tuple[str, Mapping[str, int]]] = []
+        for bid in problem.bids:
+            then = {block: count for block, count in answer.by_block[bid.name].items() if count}
+            held = {
+                name: count for name, count in zip(names, problem.held(bid), strict=True) if count
+            }
+            if then != held:
+                changes.append((bid.name, then))
+        return changes
+
+    def _start(
+        self, state: ControllerState, plan: Plan, places: Places, at: float
+    ) -> list[ev.Action]:
+        """Start the waiting trainers that can start; nodes of others may still be held by fragments
+        that are ending.
+        """
+        wants = [
+            Want(name, counts, state.turn[name].former)
+            for name, counts in plan.waiting.items()
+            if state.turn[name].running is None
+        ]
+        if not wants:
+            return []
+        actions: list[ev.Action] = []
+        for name, nodes in assign(wants, places.groups, state.pool).items():
+            trainer, until_s = state.turn[name], first_end(nodes, state.pool)
+            del plan.waiting[name]
+            trainer.fragments += 1
+            action = ev.StartFragment(name, trainer.fragments, nodes, until_s, trainer.samples)
+            state.start(
+                name,
+                trainer,
+                FragmentState(action.fragment, action.nodes, action.deadline_s, action.samples),
+                at,
+            )
+            actions.append(action)
+        return actions

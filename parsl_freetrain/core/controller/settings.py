@@ -1,0 +1,139 @@
+"""The controller's settings, the same in a live run and in a replay."""
+
+from __future__ import annotations
+
+import math
+
+from msgspec import field
+
+from parsl_freetrain.core.allocation.constraints import EVERYBODY, OWNERS, check_keys
+from parsl_freetrain.core.allocation.objectives import objective_named
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.settings import Settings
+
+
+class DecisionPolicy(Settings, frozen=True, kw_only=True):
+    """The goal of decisions, and their limits.
+
+    Attributes
+    ----------
+    metric
+        The objective: 'throughput' (samples per second), 'speedup' (relative to one node),
+        'priority' (speed-up weighted by the trainers' priorities), 'deadline', 'goodput', or an
+        expression; see :func:`parsl_freetrain.core.allocation.objectives.objective_named`.
+    horizon_s
+        How far ahead a decision looks, in seconds. The paper calls it T_fwd; on Summit the
+        efficiency U hardly depends on it between 60 and 300.
+    trainers_at_a_time
+        Maximum number of trainers that share the nodes; the others wait for their turn. None: all.
+    min_rescale_s
+        Minimum seconds between two rescales of one trainer; nodes that are taken do not count.
+    keep_free
+        Number of available nodes to leave idle.
+    max_nodes
+        Maximum number of nodes in use at once; None: all.
+    caps
+        Maximum number of nodes at once, by user or group:
+        ``{'user anna': 8, 'group physics': 64}``.
+    min_shares
+        Minimum number of nodes, by trainer, user or group, while their trainers can use them:
+        ``{'trainer unet': 2, 'group physics': 16}``. If there are too few nodes for all shares,
+        shares stated first have precedence.
+    budgets
+        Maximum node-seconds, by trainer, user or group, or ``total`` for all trainers: ``{'user
+        anna': 36e3, 'total': 1e6}``. A trainer whose budget is spent is stopped with a checkpoint
+        and fails with a message that says so.
+    retries
+        Maximum number of errors in its own code after which a trainer is restarted. Preemptions do
+        not count.
+    idle_block_s
+        Seconds after which an idle block is given back.
+
+    Raises
+    ------
+    BadInput
+        If a value cannot be used.
+    """
+
+    metric: str = 'throughput'
+    horizon_s: float = 120.0
+    trainers_at_a_time: int | None = None
+    min_rescale_s: float = 0.0
+    keep_free: int = 0
+    max_nodes: int | None = None
+    caps: dict[str, int] = field(default_factory=dict)
+    min_shares: dict[str, int] = field(default_factory=dict)
+    budgets: dict[str, float] = field(default_factory=dict)
+    retries: int = 0
+    idle_block_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        objective_named(self.metric, 'metric')
+        if not 0 < self.horizon_s < math.inf:
+            raise BadInput(
+                f'The horizon horizon_s is {self.horizon_s}; it must be a number of '
+                'seconds above 0.'
+            )
+        self.at_least(
+            idle_block_s=0,
+            retries=0,
+            trainers_at_a_time=1,
+            min_rescale_s=0,
+            keep_free=0,
+            max_nodes=1,
+        )
+        check_keys(self.caps, 'cap', 'nodes')
+        check_keys(self.min_shares, 'minimum share', 'nodes', ('trainer', *OWNERS))
+        check_keys(self.budgets, 'budget', 'node-seconds', ('trainer', *OWNERS, EVERYBODY))
+        for key, share in self.min_shares.items():
+            if share > self.caps.get(key, share):
+                raise BadInput(
+                    f'The minimum share of {key} is {share} nodes, above its cap of '
+                    f'{self.caps[key]}; it must be at most the cap.'
+                )
+
+    def at_least(self, **least: float) -> None:
+        """Raise BadInput for a field with a value below its minimum; None passes."""
+        for name, minimum in least.items():
+            value = getattr(self, name)
+            if value is not None and not value >= minimum:
+                raise BadInput(f'The setting {name} is {value}; it must be at least {minimum}.')
+
+
+class ControllerSettings(DecisionPolicy, frozen=True, kw_only=True):
+    """All settings of decisions: the policy, and facts about the site, the executor and the run.
+
+    Attributes
+    ----------
+    min_hole_s
+        The shortest useful hole, in seconds, until a trainer's own times have been measured.
+        Nodes that leave sooner are not used.
+    max_blocks
+        Maximum number of blocks that are open or queued at once.
+    spans_blocks
+        Whether a fragment may use nodes of several blocks.
+    stalls
+        Maximum number of consecutive fragments that may die without progress and without the loss
+        of a node before their trainer fails.
+    workers_per_node
+        Number of ordinary Parsl tasks that one node runs at once.
+    used_before
+        Node-seconds of the budgets that were used in earlier runs, by the same keys.
+
+    Raises
+    ------
+    BadInput
+        If a value cannot be used.
+    """
+
+    min_hole_s: float = 5.0
+    max_blocks: int = 32
+    spans_blocks: bool = True
+    stalls: int = 5
+    workers_per_node: int = 1
+    used_before: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.at_least(min_hole_s=0, max_blocks=1, stalls=1, workers_per_node=1)
+        check_keys(self.used_before, 'use', 'node-seconds', ('trainer', *OWNERS, EVERYBODY))

@@ -1,0 +1,270 @@
+"""The controller's state: trainers, nodes and blocks that have not ended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from parsl_freetrain.core.allocation.problem import Answer, Problem
+from parsl_freetrain.core.controller.budgets import Budgets
+from parsl_freetrain.core.controller.node_pool import GroupKey, Pool, key_of
+from parsl_freetrain.core.controller.overheads import Measured
+from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.controller.throughput_profile import Profile
+from parsl_freetrain.core.model.events import Action, EndTrainer
+from parsl_freetrain.core.model.types import BlockRequest, Trainer
+
+
+@dataclass
+class FragmentState:
+    """A fragment that has not ended."""
+
+    number: int
+    nodes: tuple[str, ...]
+    deadline_s: float | None
+    from_samples: int
+    stopping: bool = False  # has been asked to stop at a step boundary
+    broken: bool = False  # some of its nodes are gone
+
+    def used_up(self, at: float) -> bool:
+        """Whether its nodes left when they were expected to leave, not before."""
+        return self.broken and self.deadline_s is not None and at >= self.deadline_s - 1
+
+    def ending(self, at: float, lead_s: float) -> bool:
+        """Whether it is ending or will end soon, so that its nodes count as free."""
+        return (
+            self.stopping
+            or self.broken
+            or (self.deadline_s is not None and self.deadline_s - at < lead_s)
+        )
+
+
+@dataclass
+class TrainerState:
+    """A trainer that has not ended."""
+
+    trainer: Trainer
+    samples: int
+    fragments: int
+    profile: Profile
+    measured: Measured = field(default_factory=Measured)
+    running: FragmentState | None = None
+    former: tuple[str, ...] = ()  # the nodes of the last fragment
+    errors: int = 0
+    stalled: int = 0
+    waiting_since: float = 0.0  # since when it has had no nodes
+    reached: int = 0  # samples trained so far, saved or not
+    fruitless: int = 0  # consecutive fragments that used up their holes without progress
+    dismissed: EndTrainer | None = None  # how it ends as soon as its fragment has stopped
+    rescaled_at: float = -math.inf  # when its node count was last changed
+
+    def wanted_nodes(self) -> int:
+        """The number of nodes on which it is fastest."""
+        return self.profile.best_count(self.trainer.counts())
+
+    def useful_counts(self) -> Sequence[int]:
+        """The node counts that it may have and that are faster than all smaller ones."""
+        counts = self.trainer.counts()
+        return counts[: counts.index(self.wanted_nodes()) + 1]
+
+
+@dataclass
+class BlockState:
+    """A block that has not closed."""
+
+    request: BlockRequest
+    until_s: float | None = None
+    nodes: set[str] = field(default_factory=set)
+    arrived: set[str] = field(default_factory=set)  # every node that ever joined
+    idle_since: float | None = None
+
+
+class ControllerState:
+    """Everything that has not ended.
+
+    Attributes
+    ----------
+    trainers
+        In order of submission.
+    turn
+        Trainers whose turn it is, in order of submission: they bid for nodes.
+    changed
+        Trainers whose bids may have to be added, changed or withdrawn; cleared when that has been
+        done. A set, as the keys of a dict.
+    pool
+        The nodes.
+    blocks
+        By name.
+    closed
+        Blocks that have closed: events about them come late.
+    ordinary
+        Number of ordinary Parsl tasks that wait or run.
+    shortest_s
+        The shortest time, in seconds, for which nodes are of use to any trainer.
+    longest_s
+        The time, in seconds, for which nodes must stay to be of use to every trainer whose turn it
+        is.
+    budgets
+        The use of each budget.
+    """
+
+    def __init__(self, settings: ControllerSettings) -> None:
+        self.shortest_s = self.longest_s = self._min_hole_s = settings.min_hole_s
+        self.budgets = Budgets(settings.budgets, settings.used_before)
+        self._timed = False
+        self.trainers: dict[str, TrainerState] = {}
+        self.turn: dict[str, TrainerState] = {}
+        self.changed: dict[str, None] = {}
+        self.pool = Pool()
+        self.blocks: dict[str, BlockState] = {}
+        self.closed: set[str] = set()
+        self.ordinary = 0
+        self.shutting_down = False
+        self._at_a_time = (
+            math.inf if settings.trainers_at_a_time is None else settings.trainers_at_a_time
+        )
+        self._queue: dict[str, TrainerState] = {}
+        self._leaving: dict[str, TrainerState] = {}
+
+    def timed(self) -> None:
+        """Update the shortest useful hole after a measurement of a trainer.
+
+        It is rounded to two digits, since all bids are renewed when it changes.
+        """
+        each = [t.measured.shortest_s(self._min_hole_s) for t in self.turn.values()] or [
+            self._min_hole_s
+        ]
+        self.shortest_s, self.longest_s = float(f'{min(each):.1e}'), max(each)
+        self._timed = True
+
+    def busy(self) -> set[str]:
+        """Nodes that a fragment holds."""
+        return set(self.pool.holder)
+
+    def submit(self, name: str, trainer: TrainerState) -> None:
+        """Add a trainer; it gets its turn if fewer than the allowed number are before it."""
+        self.trainers[name] = self._queue[name] = trainer
+        self._admit()
+
+    def dismiss(self, end: EndTrainer) -> None:
+        """Give a trainer no more nodes; the next one gets its turn."""
+        name = end.trainer
+        trainer = self.trainers[name]
+        trainer.dismissed = end
+        self._withdraw(name)
+        if trainer.running:
+            self._leaving[name] = trainer
+
+    def remove(self, name: str) -> None:
+        """Remove a trainer that has ended."""
+        del self.trainers[name]
+        self._leaving.pop(name, None)
+        self._withdraw(name)
+
+    def start(self, name: str, trainer: TrainerState, running: FragmentState, at: float) -> None:
+        """Record that a fragment starts on nodes that are free or taken out of their groups."""
+        trainer.running = running
+        self.pool.hold(running.nodes, name)
+        self.budgets.change(trainer.trainer, len(running.nodes), at)
+        self.changed[name] = None
+
+    def end(self, name: str, trainer: TrainerState, at: float) -> FragmentState:
+        """Record that the running fragment has ended; free its nodes."""
+        ended = trainer.running
+        assert ended is not None
+        trainer.running, trainer.former = None, ended.nodes
+        self.pool.release(ended.nodes, name)
+        self.budgets.change(trainer.trainer, -len(ended.nodes), at)
+        self.changed[name] = None
+        return ended
+
+    def stop(self, name: str, running: FragmentState) -> None:
+        """Record that the running fragment has been asked to stop."""
+        running.stopping = True
+        self.changed[name] = None
+
+    def lose(self, nodes: Iterable[str]) -> dict[str, TrainerState]:
+        """Remove nodes; return the trainers whose running fragments are broken by this."""
+        broken: dict[str, TrainerState] = {}
+        for name in nodes:
+            node = self.pool.nodes.get(name)
+            if node is None:
+                continue
+            holder = self.pool.leave(name)
+            if node.block in self.blocks:
+                self.blocks[node.block].nodes.discard(name)
+            if (
+                holder is not None
+                and (running := self.trainers[holder].running)
+                and not running.broken
+            ):
+                running.broken = True
+                self.changed[holder] = None
+                broken[holder] = self.trainers[holder]
+        return broken
+
+    def leaving(self) -> dict[GroupKey, int]:
+        """Number of nodes of each group that dismissed trainers still hold, and that are not
+        available yet.
+        """
+        count: dict[GroupKey, int] = {}
+        for name, trainer in self._leaving.items():
+            for node in trainer.running.nodes if trainer.running else ():
+                if self.pool.holder.get(node) == name:
+                    key = key_of(self.pool.nodes[node])
+                    count[key] = count.get(key, 0) + 1
+        return count
+
+    def _withdraw(self, name: str) -> None:
+        self._queue.pop(name, None)
+        if self.turn.pop(name, None):
+            self.changed[name] = None
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._queue and len(self.turn) < self._at_a_time:
+            name = next(iter(self._queue))
+            self.turn[name] = self._queue.pop(name)
+            self.changed[name] = None
+        if self._timed:
+            self.timed()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The observed situation, the decision, and its expected worth.
+
+    Attributes
+    ----------
+    trigger
+        The names of the classes of the events that led to it.
+    nodes
+        Number of nodes to allocate.
+    current, answer
+        Nodes by trainer before the decision, and the allocator's answer.
+    staying
+        The objective of keeping what runs, in the unit of ``answer.objective``.
+    problem
+        The allocator's problem. A plan that takes several events to be carried out is solved once,
+        at its beginning.
+    actions
+        Immediate actions; fragments that have to wait for nodes start at later events.
+    """
+
+    at: float
+    trigger: str
+    nodes: int
+    current: dict[str, int]
+    staying: float
+    answer: Answer
+    problem: Problem
+    actions: tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The controller's answer to an event."""
+
+    actions: tuple[Action, ...] = ()
+    decision: Decision | None = None

@@ -1,0 +1,1 @@
+"""The words of a run as frozen dataclasses: types, events, errors, metric expressions."""

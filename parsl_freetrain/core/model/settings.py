@@ -1,0 +1,155 @@
+"""The base of all settings: frozen records whose names and types are checked when they are made."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from msgspec import Struct, StructMeta
+
+from parsl_freetrain.core.model.errors import BadInput
+
+P = ParamSpec('P')
+R = TypeVar('R')
+
+
+class _Checking(StructMeta):
+    """Checks the arguments of a class before msgspec sees them."""
+
+    if not TYPE_CHECKING:  # type checkers read the fields
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            names = self.__struct_fields__
+            refuse_unknown(self.__name__, kwargs, names)
+            for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
+                _check_type(self.__name__, name, value, _hints(self)[name])
+            return super().__call__(*args, **kwargs)
+
+
+class Settings(
+    Struct,
+    frozen=True,
+    kw_only=True,
+    repr_omit_defaults=True,
+    forbid_unknown_fields=True,
+    metaclass=_Checking,
+):
+    """Base of a group of settings: arguments are attributes of the same name, and ``repr`` gives
+    the call that makes an equal one.
+
+    Raises
+    ------
+    BadInput
+        For an unknown name, which is compared with the known ones, or a value of another type.
+    """
+
+
+def refuse_unknown(
+    where: str,
+    given: Iterable[str],
+    known: Iterable[str],
+    elsewhere: Mapping[str, Iterable[str]] | None = None,
+) -> None:
+    """Refuse an argument that does not exist.
+
+    Parameters
+    ----------
+    where
+        What was called.
+    given, known
+        Names of arguments.
+    elsewhere
+        Names that belong into a group, by how the group is written: ``{'policy=Policy':
+        ('metric',)}``.
+
+    Raises
+    ------
+    BadInput
+        For the first unknown name; the sentence says which known one is most like it.
+    """
+    known = list(known)
+    written = {name: name for name in known}
+    for group, names in (elsewhere or {}).items():
+        written = {name: f'{group}({name}=...)' for name in names} | written
+    for name in given:
+        if name in known:
+            continue
+        near = [name] if name in written else difflib.get_close_matches(name, written, 1, 0.5)
+        hint = f'say {written[near[0]]}' if near else f'it has {", ".join(known)}'
+        raise BadInput(f'{where} has no argument {name!r}; {hint}.')
+
+
+def checked_arguments(
+    where: str, *groups: tuple[str, type[Struct]]
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator of a function or constructor whose arguments are settings: misspelt keywords and
+    values of another type are refused with a sentence.
+
+    Parameters
+    ----------
+    where
+        What sentences call the function.
+    *groups
+        How a group of settings is written as an argument, ``'policy=Policy'``, and its class, so
+        that a sentence can name the group that a misplaced setting belongs to.
+    """
+    elsewhere = {written: group.__struct_fields__ for written, group in groups}
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        names = list(inspect.signature(function).parameters)
+        known = [name for name in names if name != 'self']
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            refuse_unknown(where, kwargs, known, elsewhere)
+            for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
+                if name != 'self':
+                    _check_type(where, name, value, _hints(function)[name])
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def _check_type(where: str, name: str, value: object, hint: Any) -> None:
+    import typeguard  # compute nodes read settings and need not import it
+
+    try:
+        typeguard.check_type(
+            value, hint, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS
+        )
+    except typeguard.TypeCheckError as error:
+        wrong = '' if isinstance(value, (int, float, str)) else f' ({error})'
+        raise BadInput(
+            f'{where}: {name} is {value!r}{wrong}; it must be {_in_words(hint)}.'
+        ) from None
+
+
+@functools.cache
+def _hints(of: Callable[..., Any]) -> dict[str, Any]:
+    return typing.get_type_hints(of)
+
+
+_WORDS: dict[Any, str] = {
+    float: 'a number',
+    int: 'a whole number',
+    str: 'a text',
+    bool: 'True or False',
+    type(None): 'None',
+}
+
+
+def _in_words(hint: Any) -> str:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return ' or '.join(_in_words(part) for part in typing.get_args(hint))
+    if hint in _WORDS:
+        return _WORDS[hint]
+    if typing.get_origin(hint) is None and isinstance(hint, type):
+        return f'a {hint.__name__}'
+    return str(hint).replace('typing.', '').replace('collections.abc.', '')

@@ -1,0 +1,344 @@
+"""The basic words: hole, block request, scaling curve, shape, trainer, checkpoint.
+
+Frozen dataclasses that every other room uses; docs/concepts explains the words.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from parsl_freetrain.core.model.errors import BadInput
+
+ASSUMED_RESCALE_S = 2.0
+"""Assumed cost of a rescale until it is stated or measured, in seconds of the current rate."""
+
+
+@dataclass(frozen=True)
+class Hole:
+    """Nodes that the scheduler cannot use before some time.
+
+    Attributes
+    ----------
+    nodes
+        Number of nodes.
+    until_s
+        When they are needed again, in seconds of the clock that the events use; None: until
+        preempted.
+    queue
+        Where a block for this hole is submitted.
+    names
+        The nodes' names, empty where the scheduler chooses them.
+    """
+
+    nodes: int
+    until_s: float | None = None
+    queue: str = ''
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BlockRequest:
+    """One batch job, sized to fill one hole.
+
+    Attributes
+    ----------
+    nodes
+        Number of nodes to ask for.
+    walltime_s
+        Walltime in seconds; None where the site needs none.
+    queue, names
+        As in the hole.
+    """
+
+    nodes: int
+    walltime_s: float | None = None
+    queue: str = ''
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ScalingCurve:
+    """Training speed against nodes: linear between points, 0 at 0 nodes, flat behind the last
+    point.
+
+    Attributes
+    ----------
+    nodes
+        Node counts, strictly increasing.
+    rate
+        Samples per second (or any unit proportional to it) at each count.
+    """
+
+    nodes: tuple[int, ...]
+    rate: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.nodes) != len(self.rate) or not self.nodes:
+            raise BadInput(
+                f'A scaling curve needs one rate for each node count and at least one point: '
+                f'got {len(self.nodes)} node counts and {len(self.rate)} rates.'
+            )
+        if any(n < 0 for n in self.nodes) or any(
+            b <= a for a, b in zip(self.nodes, self.nodes[1:], strict=False)
+        ):
+            raise BadInput(
+                'The node counts of a scaling curve must increase and not be negative: '
+                f'got {list(self.nodes)}.'
+            )
+        if any(not math.isfinite(r) or r < 0 for r in self.rate):
+            raise BadInput(
+                'The rates of a scaling curve must be finite and not negative: got '
+                f'{list(self.rate)}.'
+            )
+        if self.nodes[0] == 0 and self.rate[0] != 0:
+            raise BadInput(f'The rate of a scaling curve at 0 nodes must be 0: got {self.rate[0]}.')
+
+    @classmethod
+    def from_points(cls, points: dict[int, float]) -> ScalingCurve:
+        """The curve through ``{nodes: rate}``, in any order; the point (0, 0) is implied."""
+        ordered = sorted(({0: 0.0} | {int(n): float(r) for n, r in points.items()}).items())
+        return cls(tuple(n for n, _ in ordered), tuple(r for _, r in ordered))
+
+    def rate_at(self, nodes: int) -> float:
+        """Rate on ``nodes`` nodes, in the curve's unit."""
+        if nodes <= 0:
+            return 0.0
+        i = bisect_left(self.nodes, nodes)
+        if i == len(self.nodes):
+            return self.rate[-1]
+        if self.nodes[i] == nodes:
+            return self.rate[i]
+        left_n, left_r = (self.nodes[i - 1], self.rate[i - 1]) if i else (0, 0.0)
+        return left_r + (self.rate[i] - left_r) * (nodes - left_n) / (self.nodes[i] - left_n)
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Statistical efficiency by node count: how much a sample still contributes when the batch is
+    spread over more nodes.
+
+    Attributes
+    ----------
+    nodes
+        Node counts, strictly increasing.
+    value
+        Between 0 and 1 at each count; linear in between, flat before the first and behind the last.
+    """
+
+    nodes: tuple[int, ...]
+    value: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.nodes) != len(self.value) or not self.nodes:
+            raise BadInput(
+                f'Statistical efficiency needs one value for each node count and at least one: '
+                f'got {len(self.nodes)} node counts and {len(self.value)} values.'
+            )
+        if self.nodes[0] < 1 or any(
+            b <= a for a, b in zip(self.nodes, self.nodes[1:], strict=False)
+        ):
+            raise BadInput(
+                'The node counts of statistical efficiency must increase from 1 on: got '
+                f'{list(self.nodes)}.'
+            )
+        if any(not 0 <= value <= 1 for value in self.value):
+            raise BadInput(
+                f'Statistical efficiency must be between 0 and 1: got {list(self.value)}.'
+            )
+
+    def at(self, nodes: int) -> float:
+        """Efficiency on ``nodes`` nodes."""
+        i = bisect_left(self.nodes, nodes)
+        if i == 0 or i == len(self.nodes):
+            return self.value[min(i, len(self.nodes) - 1)]
+        left, right = self.nodes[i - 1], self.nodes[i]
+        return self.value[i - 1] + (self.value[i] - self.value[i - 1]) * (nodes - left) / (
+            right - left
+        )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the ranks of a fragment share the work: copies of the model, parts of space, stages of a
+    pipeline.
+
+    Attributes
+    ----------
+    data
+        Groups of ranks that train different samples.
+    spatial
+        Parts of each sample in depth, height and width.
+    pipeline
+        Stages that the model's layers are divided into.
+
+    Raises
+    ------
+    BadInput
+        If a number is none, or there are not 3 parts of space.
+    """
+
+    data: int = 1
+    spatial: tuple[int, int, int] = (1, 1, 1)
+    pipeline: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.spatial, (tuple, list)) or len(self.spatial) != 3:
+            raise BadInput(
+                'A shape divides space in depth, height and width: spatial is '
+                f'{self.spatial!r}; it must have 3 numbers.'
+            )
+        object.__setattr__(self, 'spatial', tuple(self.spatial))  # JSON knows lists only
+        for what, parts in zip(MESH, self.sizes, strict=True):
+            if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
+                raise BadInput(
+                    f'A shape has {parts!r} ranks along {what}; it must be a whole '
+                    'number, 1 or more.'
+                )
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Ranks along each of :data:`MESH`."""
+        return self.data, *self.spatial, self.pipeline
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks in all."""
+        return math.prod(self.sizes)
+
+    def __str__(self) -> str:
+        return (
+            f'data {self.data} x spatial {"x".join(map(str, self.spatial))} x pipeline '
+            f'{self.pipeline}'
+        )
+
+
+MESH = ('data', 'depth', 'height', 'width', 'pipeline')
+"""The dimensions of a :class:`Shape`; ranks are numbered along the last one first."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One training job, as its user described it.
+
+    Attributes
+    ----------
+    name
+        Unique within a run; also the name of its checkpoint folder.
+    min_nodes, max_nodes
+        Minimum and maximum number of nodes of a running fragment.
+    total_samples
+        Total number of samples to train; None while only the number of epochs is known.
+    curve
+        The scaling curve, where the user stated one.
+    rescale_up_s, rescale_down_s
+        What a change to more or to fewer nodes costs, in seconds of the current rate; until it has
+        been measured, unless it is stated.
+    priority
+        Weight relative to 1, for objectives that use it.
+    sizes
+        The allowed node counts; empty: every count from ``min_nodes`` to ``max_nodes``.
+    finish_by_s
+        When it should be finished, in seconds of the events' clock, for objectives that use it;
+        None: no deadline.
+    efficiency
+        Statistical efficiency by nodes, for objectives that use it; None: 1 at every count.
+    user, group
+        The owners whose caps, shares and budgets hold for it; empty: nobody's.
+    stated_costs
+        The rescale costs that the user has stated, 'up' or 'down'. They hold whatever is measured.
+    """
+
+    name: str
+    min_nodes: int
+    max_nodes: int
+    total_samples: int | None = None
+    curve: ScalingCurve | None = None
+    rescale_up_s: float = ASSUMED_RESCALE_S
+    rescale_down_s: float = ASSUMED_RESCALE_S
+    priority: float = 1.0
+    sizes: tuple[int, ...] = ()
+    finish_by_s: float | None = None
+    efficiency: Efficiency | None = None
+    user: str = ''
+    group: str = ''
+    stated_costs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.min_nodes < 1:
+            raise BadInput(
+                f'Trainer {self.name!r}: min_nodes is {self.min_nodes}; it must be at least 1.'
+            )
+        if self.max_nodes < self.min_nodes:
+            raise BadInput(
+                f'Trainer {self.name!r}: min_nodes is {self.min_nodes} and max_nodes '
+                f'{self.max_nodes}; '
+                f'max_nodes must be at least min_nodes.'
+            )
+        if self.total_samples is not None and self.total_samples < 1:
+            raise BadInput(
+                f'Trainer {self.name!r}: the total to train is {self.total_samples} '
+                'samples; it must be at least 1.'
+            )
+        for what, seconds in (
+            ('rescale_up_s', self.rescale_up_s),
+            ('rescale_down_s', self.rescale_down_s),
+        ):
+            if not math.isfinite(seconds) or seconds < 0:
+                raise BadInput(
+                    f'Trainer {self.name!r}: {what} is {seconds}; it must be a number of '
+                    'seconds, 0 or more.'
+                )
+        if not 0 < self.priority < math.inf:
+            raise BadInput(
+                f'Trainer {self.name!r}: priority is {self.priority}; it must be a number above 0.'
+            )
+        if self.sizes and not self.counts():
+            raise BadInput(
+                f'Trainer {self.name!r}: none of its sizes {list(self.sizes)} is from '
+                'min_nodes to max_nodes, '
+                f'{self.min_nodes} to {self.max_nodes}; one of them must be.'
+            )
+        if self.finish_by_s is not None and not math.isfinite(self.finish_by_s):
+            raise BadInput(
+                f'Trainer {self.name!r}: finish_by is {self.finish_by_s}; it must be a time.'
+            )
+        if self.curve and not any(self.curve.rate_at(n) > 0 for n in self.counts()):
+            raise BadInput(
+                f'Trainer {self.name!r}: its scaling curve has rate 0 at every count '
+                f'from {self.min_nodes} to '
+                f'{self.max_nodes} nodes; at one of them it must be above 0.'
+            )
+
+    def counts(self) -> Sequence[int]:
+        """The node counts that it may have, increasing."""
+        if not self.sizes:
+            return range(self.min_nodes, self.max_nodes + 1)
+        return [n for n in sorted(set(self.sizes)) if self.min_nodes <= n <= self.max_nodes]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A handle to a committed state of a trainer; never the tensors themselves.
+
+    Attributes
+    ----------
+    trainer
+        Whose state it is.
+    path
+        The checkpoint's own directory; empty for the state before the first step.
+    samples
+        Training samples that the state has seen.
+    fragment
+        The fragment that wrote it; 0 for the state before the first step.
+    metrics
+        The last values given to ``ctx.report``.
+    """
+
+    trainer: str
+    path: str
+    samples: int
+    fragment: int
+    metrics: dict[str, float] = field(default_factory=dict, compare=False)

@@ -1,0 +1,1 @@
+"""Blocks: opened, adopted, given back."""

@@ -1,0 +1,128 @@
+"""Blocks that outlive the submitting process, and the next run of the same work that goes on with
+them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import BlockRequest
+from parsl_freetrain.sites.protocols import Adopting
+from parsl_freetrain.sites.provider import BackfillProvider
+from parsl_freetrain.training.process.block_lease import (
+    read_holder,
+    release,
+    this_process,
+    write_holder,
+)
+
+logger = logging.getLogger(__name__)
+
+NODE = 'python3 -P -m parsl_freetrain.training.process.node_agent'
+
+
+@dataclass(frozen=True)
+class AdoptedBlock:
+    """A block of an earlier run under the id that it has in this one."""
+
+    block: str
+    job_id: str
+    request: BlockRequest
+
+
+class Adoption:
+    """Blocks of one run after the other, which share a checkpoint folder and a label.
+
+    Parameters
+    ----------
+    folder
+        The checkpoint folder.
+    run
+        Unlike every other run.
+    wait_s
+        Blocks wait so many seconds for the next run; 0, or a site whose blocks cannot be found
+        again: they do not.
+    """
+
+    def __init__(
+        self, provider: BackfillProvider, folder: Path, label: str, run: str, wait_s: float
+    ) -> None:
+        self._provider = provider
+        self._run = run
+        self._wait_s = wait_s
+        self._site = provider.site if isinstance(provider.site, Adopting) and wait_s > 0 else None
+        self._name = hashlib.sha256(f'{folder.resolve()}\0{label}'.encode()).hexdigest()[:12]
+        self._path = folder.absolute() / f'holder-{self._name}.json'
+
+    def begin(self) -> None:
+        """Name this run's blocks; before the site starts.
+
+        Raises
+        ------
+        BadInput
+            A run that is still alive holds the blocks.
+        """
+        if self._site is None:
+            return
+        holder = read_holder(self._path)
+        if holder is not None and holder.lives():
+            raise BadInput(
+                f'Process {holder.pid} of this computer is a run with the folder '
+                f'{self._path.parent} already; wait for its end, '
+                f'or give another checkpoint_dir.'
+            )
+        self._site.identify(self._name)
+
+    def node_command(self) -> str:
+        """What the command of a block's nodes begins with; its signals become notices to the
+        fragments there.
+        """
+        if self._site is None:
+            return NODE
+        return (
+            f'{NODE} --holder {shlex.quote(str(self._path))} --job-variable '
+            f'{self._site.job_variable} --wait {self._wait_s:g}'
+        )
+
+    def take_over(self, register: Callable[[str], tuple[str, str]]) -> list[AdoptedBlock]:
+        """Adopt what an earlier run has left, and tell its nodes.
+
+        Parameters
+        ----------
+        register
+            Gives a job the id of a block, and the command by which its nodes reach this run.
+
+        Raises
+        ------
+        FreeTrainError
+            The scheduler does not answer.
+        """
+        if self._site is None:
+            return []
+        adopted, commands = [], {}
+        now = time.time()
+        for found in self._provider.adopt():
+            block, commands[found.job_id] = register(found.job_id)
+            request = BlockRequest(
+                found.nodes,
+                None if found.end_s is None else max(0.0, found.end_s - now),
+                found.queue,
+            )
+            adopted.append(AdoptedBlock(block, found.job_id, request))
+        if adopted:
+            logger.info('Going on with the blocks %s of an earlier run', ', '.join(commands))
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_holder(self._path, this_process(self._run, commands))
+        return adopted
+
+    def end(self) -> None:
+        """This run has ended in order, and given its blocks back."""
+        if self._site is not None:
+            release(self._path, self._run)

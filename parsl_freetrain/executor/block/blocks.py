@@ -1,0 +1,307 @@
+"""Opens, polls and gives back blocks, and greets their nodes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from parsl.executors.high_throughput.errors import ManagerLost
+from parsl.jobs.states import JobState, JobStatus
+
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.types import BlockRequest
+from parsl_freetrain.executor import notices as no
+from parsl_freetrain.executor.block.adoption import AdoptedBlock
+from parsl_freetrain.executor.commands import CommandInbox, GreetingReturned
+from parsl_freetrain.executor.interchange import PIN
+from parsl_freetrain.host.backoff import Backoff
+from parsl_freetrain.sites.protocols import HoleGone
+from parsl_freetrain.sites.provider import BackfillProvider
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 1.0
+LONGEST_BACKOFF_S = 300.0
+HOPELESS_GREETINGS = 3
+
+
+@dataclass
+class BlockRecord:
+    """A block that has not ended.
+
+    Attributes
+    ----------
+    until_s
+        Its end in seconds since the epoch; None if unknown.
+    greeted
+        Managers that were sent a first task.
+    answering
+        Greeted managers whose first task has not returned.
+    nodes
+        Host names of the ready nodes, by manager id.
+    unusable
+        Managers whose first task failed, or that were lost.
+    noticed
+        Whether the scheduler has notified its nodes of their end.
+    """
+
+    job_id: str
+    request: BlockRequest
+    until_s: float | None = None
+    greeted: set[str] = field(default_factory=set)
+    answering: set[str] = field(default_factory=set)
+    nodes: dict[str, str] = field(default_factory=dict)
+    unusable: set[str] = field(default_factory=set)
+    noticed: bool = False
+
+    def complete(self) -> bool:
+        return len(self.nodes) + len(self.unusable) >= self.request.nodes
+
+
+class BlockManager:
+    """Carries out OpenBlock and CloseBlock, and emits changes of blocks and nodes.
+
+    Parameters
+    ----------
+    provider
+        The site's provider.
+    launch
+        Opens a block through Parsl and returns (block id, job id); raises the site's errors.
+    managers
+        Returns Parsl's list of connected managers.
+    submit
+        Sends one payload to the interchange.
+    inbox
+        Gets a :class:`GreetingReturned` when a node's first task has returned.
+    template
+        Name of the fork server of this computer that forks those of its nodes, if nodes are
+        processes of this computer.
+    """
+
+    def __init__(
+        self,
+        provider: BackfillProvider,
+        stream: no.Stream,
+        inbox: CommandInbox,
+        warm_log_dir: str,
+        launch: Callable[[BlockRequest], tuple[str, str]],
+        managers: Callable[[], list[dict[str, Any]]],
+        submit: Callable[[dict[str, Any], bytes], Future[Any]],
+        template: str | None = None,
+    ) -> None:
+        self._provider = provider
+        self._stream = stream
+        self._inbox = inbox
+        self._warm_log_dir = warm_log_dir
+        self._launch = launch
+        self._managers = managers
+        self._submit = submit
+        self._template = template
+        self.blocks: dict[str, BlockRecord] = {}
+        self._not_before = 0.0
+        self._backoff = Backoff(FIRST_BACKOFF_S, LONGEST_BACKOFF_S)
+        self._refusals: list[str] = []
+        self._ever_joined = False
+
+    def open(self, request: BlockRequest, at: float) -> None:
+        """Submit a block. After a refusal nothing is submitted for a while, twice as long each
+        time.
+        """
+        if at < self._not_before:
+            return
+        try:
+            block, job_id = self._launch(request)
+        except HoleGone:
+            return
+        except Exception as error:
+            self._not_before = at + self._backoff.failed()
+            next_try_s = self._not_before - at
+            logger.warning(
+                'A block of %d nodes was refused, next try in %.0f s: %s',
+                request.nodes,
+                next_try_s,
+                error,
+            )
+            self._stream.emit(no.BlockRefused(at, request.nodes, next_try_s, str(error)))
+            return
+        self.adopt(AdoptedBlock(block, job_id, request), at)
+
+    def adopt(self, adopted: AdoptedBlock, at: float) -> None:
+        """Register a block that was just submitted or left by an earlier run."""
+        block, request = adopted.block, adopted.request
+        self.blocks[block] = BlockRecord(adopted.job_id, request)
+        self._stream.emit(
+            no.BlockSubmitted(at, block, adopted.job_id, request),
+            ev.BlockOpened(at, block, request),
+        )
+
+    def close(self, block: str, at: float) -> None:
+        """Give a block back."""
+        if block in self.blocks:
+            self._provider.cancel([self.blocks[block].job_id])
+            self._ended(block, 'returned', at)
+
+    def look_for_holes(self, at: float) -> None:
+        """Emit the site's current offers."""
+        self._stream.emit(ev.HolesSeen(at, self._provider.holes()))
+
+    def starting(self) -> bool:
+        """Whether there are nodes to come that have not been greeted."""
+        return any(not block.complete() for block in self.blocks.values())
+
+    def answering(self) -> int:
+        """Number of nodes that have been sent their first task and have not answered."""
+        return sum(len(block.answering) for block in self.blocks.values())
+
+    def greet_new(self) -> None:
+        """Send a first task to managers that have registered since the last call."""
+        for manager in self._managers():
+            block_id, name = manager['block_id'], manager['manager']
+            block = self.blocks.get(block_id)
+            if block is None or name in block.greeted or not manager['active']:
+                continue
+            block.greeted.add(name)
+            block.answering.add(name)
+            greeting = self._submit(
+                {
+                    'resource_spec': {PIN: name},
+                    'task_executor': {
+                        'f': 'parsl_freetrain.executor.fragment.node_agent.greet',
+                        'a': (self._warm_log_dir, 120.0, self._template),
+                    },
+                },
+                b'',
+            )
+            greeting.add_done_callback(
+                lambda done, b=block_id, m=name: self._inbox.post(GreetingReturned(b, m, done))  # type: ignore[misc]
+            )
+
+    def greeted(self, block_id: str, manager: str, done: Future[Any], at: float) -> str:
+        """Handle the return of a node's first task: the node joins, or is unusable.
+
+        Returns
+        -------
+        str
+            Why no node of this site can be used; empty unless that is certain.
+        """
+        block = self.blocks.get(block_id)
+        if block is None:
+            return ''
+        block.answering.discard(manager)
+        error = done.exception()
+        if error is not None:
+            return self._unusable(block_id, manager, error, at)
+        self._ever_joined = True
+        self._backoff.reset()
+        block.nodes[manager] = done.result()['name']
+        if not block.noticed:
+            block.until_s = self._provider.end_of(block.job_id)
+        self._stream.emit(
+            no.NodeReady(at, block_id, manager, block.nodes[manager]),
+            ev.NodesJoined(at, block_id, (manager,), block.until_s),
+        )
+        return ''
+
+    def _unusable(self, block_id: str, manager: str, error: BaseException, at: float) -> str:
+        block = self.blocks[block_id]
+        block.unusable.add(manager)
+        logger.warning('Node %s of block %s cannot be used: %s', manager, block_id, error)
+        self._stream.emit(no.NodeUnusable(at, block_id, manager, str(error)))
+        self._refusals.append(f'{type(error).__name__}: {error}')
+        if block.complete() and not block.nodes:
+            self._not_before = (
+                at + self._backoff.failed()
+            )  # the next block of this site would probably fail too
+            self.close(block_id, at)
+        if (
+            self._ever_joined
+            or isinstance(error, ManagerLost)
+            or len(self._refusals) < HOPELESS_GREETINGS
+        ):
+            return ''
+        return (
+            f'the first {len(self._refusals)} nodes could not be used; the last one '
+            f'said {self._refusals[-1]}'
+        )
+
+    def poll(self, statuses: dict[str, JobStatus], at: float) -> None:
+        """Compare with the batch system's answer. Blocks with an unknown state are left
+        unchanged.
+        """
+        for block_id, block in list(self.blocks.items()):
+            status = statuses.get(block_id)
+            if status is not None and status.terminal:
+                self._over(block_id, status, at)
+                continue
+            if (
+                status is not None
+                and status.state is JobState.PENDING
+                and (block.nodes or block.unusable)
+            ):
+                self._requeued(block, at)
+            until_s = block.until_s if block.noticed else self._provider.end_of(block.job_id)
+            if until_s != block.until_s:
+                block.until_s = until_s
+                self._stream.emit(ev.BlockEndKnown(at, block_id, until_s))
+
+    def _over(self, block_id: str, status: JobStatus, at: float) -> None:
+        """Handle a block that has ended, according to the batch system."""
+        block = self.blocks[block_id]
+        if status.state is JobState.CANCELLED:
+            # The block waited in vain, or somebody cancelled it: do not request another one at
+            # once.
+            self._not_before = at + self._backoff.failed()
+            how = 'cancelled'
+        else:
+            if status.state in (JobState.FAILED, JobState.COMPLETED) and not block.nodes:
+                # The block was not taken but ended by itself; another one would not help.
+                self._not_before = at + self._backoff.failed()
+                logger.warning(
+                    'Block %s ended before any of its nodes was ready: %s', block_id, status
+                )
+            taken = block.noticed or block.until_s is None or at < block.until_s
+            how = 'taken' if taken else 'expired'
+        self._ended(block_id, how, at)
+
+    def _requeued(self, block: BlockRecord, at: float) -> None:
+        """Handle a block that is queued again: its nodes are gone, and others will come."""
+        gone = tuple(block.nodes)
+        block.nodes.clear()
+        block.unusable.clear()
+        block.answering.clear()
+        block.noticed = False
+        self._emit_gone(gone, 'taken', at)
+
+    def noticed(self, node: str, at: float) -> None:
+        """Handle the scheduler's notice to a node. The block counts as ended, so that nothing more
+        starts on it.
+        """
+        for block_id, block in self.blocks.items():
+            if node in block.nodes and not block.noticed:
+                block.noticed, block.until_s = True, at
+                self._stream.emit(ev.BlockEndKnown(at, block_id, at))
+
+    def lose(self, nodes: Collection[str], at: float) -> None:
+        """Handle nodes that no longer answer although their block continues."""
+        for block in self.blocks.values():
+            lost = tuple(node for node in block.nodes if node in nodes)
+            for node in lost:
+                del block.nodes[node]
+                block.unusable.add(node)
+            self._emit_gone(lost, 'lost', at)
+
+    def _emit_gone(self, nodes: tuple[str, ...], how: str, at: float) -> None:
+        # The controller must hear of lost nodes before it hears of the ends of their fragments.
+        if nodes:
+            self._stream.emit(ev.NodesLeft(at, nodes))
+            self._stream.emit(*(no.NodeGone(at, node, how) for node in nodes))
+
+    def _ended(self, block_id: str, how: str, at: float) -> None:
+        block = self.blocks.pop(block_id)
+        self._provider.site.gone(block.job_id)
+        self._stream.emit(ev.BlockClosed(at, block_id))
+        self._stream.emit(*(no.NodeGone(at, node, how) for node in block.nodes))
+        self._stream.emit(no.BlockGone(at, block_id, how))

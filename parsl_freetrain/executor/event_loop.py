@@ -1,0 +1,324 @@
+"""The event loop: one thread that gathers events, has the controller decide on all of them at once,
+and carries out the decision.
+
+Only this thread uses the controller, the blocks, the fragments and the control channel. Every event
+goes through one :class:`~parsl_freetrain.executor.notices.Stream`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from parsl.executors.high_throughput.errors import ManagerLost
+from parsl.jobs.states import JobStatus
+
+from parsl_freetrain.core.controller.block_policy import nodes_wanted
+from parsl_freetrain.core.controller.controller import Controller
+from parsl_freetrain.core.controller.state import Reply
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.errors import DecisionFailed, TrainerFailed
+from parsl_freetrain.executor import commands as co
+from parsl_freetrain.executor import notices as no
+from parsl_freetrain.executor.block.blocks import BlockManager
+from parsl_freetrain.executor.fragment.control_channel import ControlServer
+from parsl_freetrain.executor.fragment.runner import FragmentRunner
+from parsl_freetrain.executor.fragment.watchdog import LOOK_S
+from parsl_freetrain.executor.gather import gather
+from parsl_freetrain.executor.request_handler import RequestHandler
+from parsl_freetrain.sites.protocols import Site
+from parsl_freetrain.training.spec.messages import FromMember, Notice
+
+logger = logging.getLogger(__name__)
+
+GREETING_POLL_S = 0.25
+OFFERS_PERIOD_S = 5.0
+OFFERS_BACK_S = 3600.0
+"""Maximum age, in seconds, of node offers that a site is asked about."""
+MOST_FAILURES = 20
+"""Number of consecutive failures of the allocator after which the run ends."""
+
+
+class EventLoop:
+    """Runs from :meth:`start` to :meth:`stop`. Other threads use only :meth:`post`.
+
+    Parameters
+    ----------
+    statuses
+        Asks the batch system for the state of all blocks, through Parsl.
+    trouble
+        Returns a sentence if Parsl's own part of the executor has broken down, else an empty
+        string.
+    requests
+        Handles what other programs of the user ask of this run.
+    clock
+        Returns the time in seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        control: ControlServer,
+        stream: no.Stream,
+        site: Site,
+        blocks: BlockManager,
+        fragments: FragmentRunner,
+        statuses: Callable[[], dict[str, JobStatus]],
+        trouble: Callable[[], str],
+        requests: RequestHandler,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._controller = controller
+        self._control = control
+        self._stream = stream
+        self._site = site
+        self._blocks = blocks
+        self._fragments = fragments
+        self._statuses = statuses
+        self._trouble = trouble
+        self._requests = requests
+        self._clock = clock
+        self._broken = ''  # why no trainer can continue
+        self._failures = 0  # consecutive failures of the allocator
+        self._ordinary = 0
+        self._reported_spent_at = 0.0  # when the controller last heard of a spent budget
+        self._holes_wanted = False
+        self._quiet: threading.Event | None = None
+        self._stopping = False
+        self._next_poll = self._next_offers = self._next_look = 0.0
+        self._begun_at = clock()
+        self._ended = ''
+        self._ending = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name='FreeTrain-EventLoop', daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, command: co.Command) -> None:
+        """Pass a command to the event loop, from any thread. If the loop has ended, the command is
+        refused here.
+        """
+        with self._ending:
+            if not self._ended:
+                self._control.post(command)
+                return
+        self._refuse(command)
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread. Trainers that have not ended fail, with a message that says how to
+        resume.
+        """
+        self.post(co.Stop())
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        why, how = 'its executor was shut down', 'shutdown'
+        try:
+            while not self._stopping:
+                self._round()
+        except BaseException as error:
+            logger.exception('The event loop has ended')
+            why = f'the event loop of its executor ended with {type(error).__name__}: {error}'
+            how = 'error'
+        self._finish(why, how)
+
+    def _round(self) -> None:
+        """Wait for events and handle them."""
+        now = self._clock()
+        pause = min(self._next_poll, self._next_look) - now
+        if self._blocks.starting() and not self._broken:
+            self._guarded(self._blocks.greet_new)
+            pause = min(pause, GREETING_POLL_S)
+        items = gather(self._control, max(pause, 0.0), self._blocks.answering)
+        now = self._clock()
+        for item in items:
+            self._guarded(self._take, item, now)
+        if now >= self._next_poll:
+            self._guarded(self._poll, now)
+            # Do not ask again at once after a slow answer.
+            self._next_poll = self._clock() + self._site.poll_s
+        if now >= self._next_look:
+            self._next_look = now + LOOK_S
+            self._guarded(self._look, now)
+        if now >= self._next_offers:
+            self._next_offers = now + OFFERS_PERIOD_S
+            self._guarded(self._note_offers, now)
+        self._handle_all(now)
+        if self._holes_wanted and self._quiet is None:
+            self._holes_wanted = False
+            if nodes_wanted(self._controller.state, self._controller.settings) > 0:
+                self._guarded(self._blocks.look_for_holes, now)
+                self._handle_all(now)
+        self._stream.flush()
+        if self._quiet is not None and not self._fragments.running:
+            self._quiet.set()
+
+    def _guarded(self, step: Callable[..., None], *args: object) -> None:
+        """Run a step. If it fails, log the error and continue, so that other trainers are not
+        affected.
+        """
+        try:
+            step(*args)
+        except BaseException:  # members' results and users' callbacks may raise anything
+            name = getattr(step, '__name__', step)
+            logger.exception('The event loop goes on after an error in %s', name)
+
+    def _take(self, item: Any, now: float) -> None:
+        """Turn a command or a member's message into events."""
+        match item:
+            case FromMember(message=message):
+                self._fragments.heard(item, now)
+                node = self._fragments.node_of(*item.sender)
+                if isinstance(message, Notice) and node:
+                    self._blocks.noticed(node, now)
+            case co.SubmitTrainer(record):
+                self._submit(record.trainer.name, item, now)
+            case co.CancelTrainer(trainer):
+                self._stream.emit(ev.TrainerCancelled(now, trainer))
+            case co.AdoptBlock(block):
+                self._blocks.adopt(block, now)
+            case co.TaskArrived(context, buffer, outer):
+                self._fragments.arrived(context, buffer, outer)
+            case co.MemberReturned(trainer, fragment, member, done):
+                if isinstance(done.exception(), ManagerLost) and (
+                    node := self._fragments.node_of(trainer, fragment, member)
+                ):
+                    self._blocks.lose({node}, now)
+                self._fragments.returned(item, now)
+            case co.GreetingReturned(block, manager, done):
+                if hopeless := self._blocks.greeted(block, manager, done, now):
+                    self._abort_all(hopeless, now)
+            case co.OrdinaryTasks(change):
+                self._ordinary += change
+                self._stream.emit(ev.OrdinaryWork(now, self._ordinary))
+                self._holes_wanted |= change > 0 and not self._blocks.blocks
+            case co.Quiesce(quiet):
+                self._quiet = quiet
+                self._stream.emit(ev.ShutdownRequested(now))
+            case co.Stop():
+                self._stopping = True
+
+    def _submit(self, name: str, command: co.SubmitTrainer, now: float) -> None:
+        record = command.record
+        self._fragments.records[name] = record
+        self._stream.emit(
+            no.TrainerAccepted(now, record),
+            ev.TrainerSubmitted(
+                now, record.trainer, record.checkpoint.samples, record.fragments_before
+            ),
+        )
+        if self._broken:
+            self._stream.emit(ev.TrainerAborted(now, name, self._broken))
+        self._holes_wanted = True
+
+    def _abort_all(self, why: str, now: float) -> None:
+        """Abort all trainers, since none can continue."""
+        for name, record in self._fragments.records.items():
+            if not record.future.done():
+                self._stream.emit(ev.TrainerAborted(now, name, why))
+
+    def _poll(self, now: float) -> None:
+        """Compare the blocks with the batch system's answer."""
+        if trouble := self._trouble():
+            if not self._broken:
+                self._broken = trouble
+                self._abort_all(trouble, now)
+            return
+        self._blocks.poll(self._statuses(), now)
+        self._stream.emit(ev.Tick(now))
+        self._holes_wanted = True
+
+    def _look(self, now: float) -> None:
+        """Check time limits, budgets, and requests of other programs."""
+        if silent := self._fragments.look(now):
+            self._blocks.lose(silent, now)
+        spent_at = self._controller.state.budgets.next_spent()
+        if spent_at <= now and spent_at != self._reported_spent_at:
+            self._reported_spent_at = spent_at
+            self._stream.emit(ev.Tick(now))
+        self._requests.look(now)
+
+    def _handle_all(self, now: float) -> None:
+        """Give all emitted events to the controller in one batch, and carry out its actions. Repeat
+        with the events that these emit.
+        """
+        while events := self._stream.next_batch():
+            reply = Reply()
+            try:
+                reply = self._controller.handle_all(events)
+                self._failures = 0
+            except DecisionFailed as failed:  # the next event asks the allocator again
+                logger.exception('No decision could be made')
+                reply = Reply(failed.actions)
+                self._failures += 1
+                if self._failures >= MOST_FAILURES:
+                    raise
+            finally:
+                self._stream.emit(no.Handled(now, events, reply))
+            for action in reply.actions:
+                self._guarded(self._carry_out, action, now)
+            if any(isinstance(event, _URGENT) for event in events):
+                self._fragments.hurry(now)
+
+    def _carry_out(self, action: ev.Action, now: float) -> None:
+        match action:
+            case ev.OpenBlock(request):
+                self._blocks.open(request, now)
+            case ev.CloseBlock(block, why):
+                logger.info('Giving block %s back: %s', block, why)
+                self._blocks.close(block, now)
+            case ev.StartFragment():
+                self._fragments.start(action, now)
+            case ev.StopFragment():
+                self._fragments.stop(action, now)
+            case ev.AbandonFragment():
+                self._fragments.abandon(action)
+            case ev.EndTrainer():
+                pass  # its future is settled by a subscriber
+
+    def _note_offers(self, now: float) -> None:
+        since = max(self._begun_at, now - OFFERS_BACK_S)
+        self._stream.emit(no.OffersSeen(now, self._site.offers(since, now)))
+
+    def _finish(self, why: str, how: str) -> None:
+        """Give back all blocks, and settle everything that other threads wait for."""
+        now = self._clock()
+        for name, record in self._fragments.records.items():
+            if not record.future.done():
+                sentence = (
+                    f'Trainer {name!r} was interrupted at {record.checkpoint.samples} samples '
+                    f'because {why}; its checkpoints are in {record.store}, and the same '
+                    'call continues from there.'
+                )
+                self._stream.emit(no.TrainerInterrupted(now, name, sentence))
+        # After the futures: nodes that are given back now make no preemption there.
+        for block in list(self._blocks.blocks):
+            self._guarded(self._blocks.close, block, now)
+        self._guarded(self._note_offers, now)
+        self._guarded(self._fragments.end, why)
+        self._stream.emit(no.RunEnded(now, how))
+        with self._ending:
+            self._ended = why
+            late: Sequence[Any] = list(self._control.receive(0.0))
+            self._control.close()
+        for item in late:
+            self._guarded(self._refuse, item)
+
+    def _refuse(self, item: Any) -> None:
+        """Refuse a command after the event loop has ended, so that nothing waits for it."""
+        match item:
+            case co.SubmitTrainer(record):
+                name = record.trainer.name
+                record.future._settle_failed(
+                    TrainerFailed(f'Trainer {name!r} cannot start because {self._ended}.')
+                )
+            case co.TaskArrived(outer=outer):
+                outer.set_exception(TrainerFailed(f'The fragment ended because {self._ended}.'))
+            case co.Quiesce(quiet):
+                quiet.set()
+
+
+_URGENT = (ev.BlockEndKnown, ev.TrainerCancelled, ev.TrainerAborted, ev.ShutdownRequested)

@@ -1,0 +1,1 @@
+"""Fragments: one Parsl task each, one member on each node."""

@@ -1,0 +1,172 @@
+"""The control channel: messages between the executor and the members of running fragments.
+
+It uses Parsl's certificates (CurveZMQ), so only those who may connect to the interchange may
+connect here.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import zmq
+from parsl import curvezmq
+from parsl.addresses import tcp_url
+
+from parsl_freetrain.training.spec.codec import Decoder, encode
+from parsl_freetrain.training.spec.messages import FromMember, MemberMessage, ToMember
+
+MemberKey = tuple[str, int, int]  # trainer, fragment, member
+
+
+class ControlServer:
+    """The executor's end. All methods except :meth:`post` must be called from one thread.
+
+    Parameters
+    ----------
+    cert_dir
+        Parsl's certificates; None: no encryption, for an executor with ``encrypted=False``.
+    address
+        Address to listen at; None: every interface.
+    port_range
+        First and last port to choose from.
+    """
+
+    def __init__(
+        self, cert_dir: str | None, address: str | None, port_range: tuple[int, int]
+    ) -> None:
+        self._context = curvezmq.ServerContext(cert_dir)
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 0)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 0)
+        self.port: int = self._router.bind_to_random_port(
+            tcp_url(address or '*'), min_port=port_range[0], max_port=port_range[1]
+        )
+        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._wake_reader, zmq.POLLIN)
+        self._identities: dict[MemberKey, bytes] = {}
+        self._decoder: Decoder[FromMember] = Decoder(FromMember, 'a member of a fragment')
+
+    def post(self, item: Any) -> None:
+        """Pass an item to the thread that waits in :meth:`receive`; from any thread."""
+        self._waiting.put(item)
+        try:
+            self._wake_writer.send(b'.')
+        except BlockingIOError:
+            pass  # enough wake-ups are pending already
+        except OSError:
+            pass  # closed: no thread waits
+
+    def receive(self, timeout_s: float) -> Iterator[Any]:
+        """Yield posted items and members' messages (:class:`FromMember`). Waits at most
+        ``timeout_s`` seconds for the first.
+        """
+        self._poller.poll(max(0, int(timeout_s * 1000)))
+        try:
+            while self._wake_reader.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+        while not self._waiting.empty():
+            yield self._waiting.get()
+        while True:
+            try:
+                identity, *parts = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = self._decoder.decode(b''.join(parts))
+            if message is not None:
+                self._identities[message.sender] = identity
+                yield message
+
+    def send(self, key: MemberKey, message: ToMember) -> bool:
+        """Send to a member; False if it has not reported yet."""
+        identity = self._identities.get(key)
+        if identity is None:
+            return False
+        self._router.send_multipart([identity, encode(message)])
+        return True
+
+    def forget(self, trainer: str, fragment: int) -> None:
+        """Remove a fragment that has ended."""
+        self._identities = {
+            k: v for k, v in self._identities.items() if k[:2] != (trainer, fragment)
+        }
+
+    def close(self) -> None:
+        self._router.close()
+        self._context.term()  # type: ignore[no-untyped-call]
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+
+class ControlClient:
+    """A member's end.
+
+    Parameters
+    ----------
+    addresses, port
+        Possible addresses of the executor. The first one that answers a TCP connection is used.
+    cert_dir
+        Parsl's certificates, on the shared file system.
+    key
+        The member's key, added to every message.
+    """
+
+    def __init__(
+        self, addresses: list[str], port: int, cert_dir: str | None, key: MemberKey
+    ) -> None:
+        self._context = curvezmq.ClientContext(cert_dir)
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, os.urandom(12).hex().encode())
+        self.socket.setsockopt(zmq.LINGER, 1000)
+        self.socket.connect(tcp_url(reachable(addresses, port), port))
+        self._key = key
+        self._decoder: Decoder[ToMember] = Decoder(ToMember, 'the executor')
+
+    def send(self, message: MemberMessage) -> None:
+        self.socket.send(encode(FromMember(*self._key, message)))
+
+    def receive(self) -> ToMember | None:
+        """The next message, or None if none is waiting."""
+        while True:
+            try:
+                body = b''.join(self.socket.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return None
+            message = self._decoder.decode(body)
+            if message is not None:
+                return message
+
+    def close(self) -> None:
+        self.socket.close()
+        self._context.term()  # type: ignore[no-untyped-call]
+
+
+def reachable(addresses: list[str], port: int, timeout_s: float = 2.0) -> str:
+    """The first address at which ``port`` answers.
+
+    Raises
+    ------
+    ConnectionError
+        If none does.
+    """
+    for address in addresses:
+        try:
+            with socket.create_connection((address, port), timeout_s):
+                return address
+        except OSError:
+            continue
+    raise ConnectionError(
+        f'{socket.gethostname()} cannot reach the submitting process at port {port} of '
+        f'any of {", ".join(addresses)}; '
+        f'give the executor an address= that compute nodes can reach.'
+    )

@@ -1,0 +1,86 @@
+"""Handles the messages of a fragment's members."""
+
+from __future__ import annotations
+
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.executor import notices as no
+from parsl_freetrain.executor.fragment.members import Members
+from parsl_freetrain.executor.fragment.state import RunningFragment
+from parsl_freetrain.executor.trainer.record import TrainerRecord
+from parsl_freetrain.training.spec.messages import (
+    CheckpointSaved,
+    FromMember,
+    Hello,
+    Progress,
+    RankEnded,
+    Rendezvous,
+    StandbyReady,
+    Started,
+    TotalSamples,
+)
+
+
+class Listener:
+    """Handles messages from members of running fragments."""
+
+    def __init__(self, members: Members, stream: no.Stream) -> None:
+        self._members = members
+        self._stream = stream
+
+    def heard(
+        self, said: FromMember, fragment: RunningFragment, record: TrainerRecord, at: float
+    ) -> None:
+        """Record a member's message in its fragment, and emit what concerns others."""
+        name, number, member = fragment.name, fragment.number, said.member
+        if member not in fragment.members:
+            return
+        fragment.heard[member] = at
+        match said.message:
+            case Hello(node):
+                fragment.names[member] = node
+                self._members.catch_up(fragment, member)
+            case Rendezvous() as rendezvous:
+                fragment.rendezvous = rendezvous
+                self._members.tell_all(fragment, rendezvous)
+            case TotalSamples(total_samples):
+                record.total_known(total_samples)
+                self._stream.emit(ev.TotalKnown(at, name, total_samples))
+            case Started(rank=0) as started:
+                self._started(started, fragment, record, at)
+            case Progress(samples, metrics, rate, then):
+                fragment.stepped_at = at
+                fragment.reached = max(fragment.reached, samples)
+                self._stream.emit(
+                    no.MetricsReported(then, name, number, samples, rate, metrics),
+                    ev.FragmentProgressed(at, name, number, samples, rate),
+                )
+            case CheckpointSaved() as saved:
+                fragment.stepped_at = at
+                record.checkpoint = fragment.note_checkpoint(
+                    saved.path, saved.samples, saved.metrics
+                )
+                self._stream.emit(
+                    no.CheckpointWritten(saved.at, record.checkpoint, saved.seconds, saved.pause_s)
+                )
+            case StandbyReady() if member in fragment.awaited:
+                fragment.awaited.discard(member)
+                if not fragment.awaited:
+                    self._members.ask_to_stop(fragment, at)
+            case RankEnded(rank, ok):
+                fragment.ended.setdefault(member, {}).setdefault(rank, at)
+                if not ok:
+                    fragment.trouble_at = fragment.trouble_at or at
+
+    def _started(
+        self, started: Started, fragment: RunningFragment, record: TrainerRecord, at: float
+    ) -> None:
+        """Record that rank 0 has begun to train."""
+        name, number = fragment.name, fragment.number
+        fragment.started_at, fragment.stepped_at = started.at, at
+        fragment.reached = max(fragment.reached, started.samples)
+        self._stream.emit(no.FragmentStarted(started.at, name, number, started.samples))
+        paused, record.paused = record.paused, None
+        nodes = len(fragment.members)
+        if paused is not None and paused[0] != nodes:
+            seconds = max(0.0, started.at - paused[1])
+            self._stream.emit(ev.Rescaled(at, name, number, paused[0], nodes, seconds))

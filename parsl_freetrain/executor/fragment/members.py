@@ -1,0 +1,45 @@
+"""Messages from the executor to the members of a fragment."""
+
+from __future__ import annotations
+
+from parsl_freetrain.executor.fragment.control_channel import ControlServer
+from parsl_freetrain.executor.fragment.state import RunningFragment
+from parsl_freetrain.training.spec.messages import Abandon, StopTraining, ToMember
+
+
+class Members:
+    """Sends messages to members, and records them in the fragment."""
+
+    def __init__(self, control: ControlServer) -> None:
+        self._control = control
+
+    def tell_all(self, fragment: RunningFragment, message: ToMember) -> None:
+        """Send a message to every member that has reported."""
+        for member in fragment.members:
+            self._control.send((fragment.name, fragment.number, member), message)
+
+    def ask_to_stop(self, fragment: RunningFragment, at: float) -> None:
+        """Ask the fragment to save a checkpoint at the next step boundary and end."""
+        fragment.awaited.clear()
+        fragment.stop_at = at
+        self.tell_all(fragment, StopTraining(fragment.stop))
+
+    def give_up(self, fragment: RunningFragment, why: str) -> None:
+        """Kill the remaining ranks of a fragment."""
+        if not fragment.abandoned:
+            fragment.abandoned = why
+            self.tell_all(fragment, Abandon(why))
+
+    def catch_up(self, fragment: RunningFragment, member: int) -> None:
+        """Tell a member that has just reported what the others were told before."""
+        key = (fragment.name, fragment.number, member)
+        if fragment.abandoned:
+            self._control.send(key, Abandon(fragment.abandoned))
+        elif fragment.stop and not fragment.awaited:
+            self._control.send(key, StopTraining(fragment.stop))
+        if fragment.rendezvous:
+            self._control.send(key, fragment.rendezvous)
+
+    def forget(self, fragment: RunningFragment) -> None:
+        """Remove a fragment that has ended."""
+        self._control.forget(fragment.name, fragment.number)

@@ -1,0 +1,60 @@
+"""Creates the orders for the nodes of a fragment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from parsl_freetrain.executor.fragment.member_order import MemberOrder
+from parsl_freetrain.executor.fragment.state import RunningFragment
+from parsl_freetrain.training.spec.order import FragmentOrder
+from parsl_freetrain.training.spec.training import TrainingSpec
+
+
+@dataclass(frozen=True)
+class ControlEndpoint:
+    """Address of the control channel, as seen from nodes.
+
+    ``node_log_dir`` is the folder for the logs of the nodes' fork servers. ``template`` is the name
+    of the fork server of this computer that forks those of its nodes, if there is one.
+    """
+
+    addresses: list[str]
+    port: int
+    cert_dir: str | None
+    interface: str | None
+    node_log_dir: str
+    template: str | None = None
+
+
+def member_order(
+    fragment: RunningFragment,
+    member: int,
+    spec: TrainingSpec,
+    store: str,
+    endpoint: ControlEndpoint,
+    hang_s: float,
+) -> MemberOrder:
+    """One node's instructions for a fragment."""
+    order = FragmentOrder(
+        trainer=fragment.name,
+        fragment=fragment.number,
+        store=store,
+        spec=spec,
+        deadline=fragment.action.deadline_s,
+        shape=spec.shapes.get(len(fragment.members)),
+        interface=endpoint.interface,
+        hang_s=hang_s,
+        handover=fragment.begins_with,
+    )
+    return MemberOrder(
+        order,
+        member,
+        len(fragment.members),
+        endpoint.addresses,
+        endpoint.port,
+        endpoint.cert_dir,
+        str(Path(store) / 'logs'),
+        endpoint.node_log_dir,
+        endpoint.template,
+    )

@@ -1,0 +1,44 @@
+"""How a rank ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from parsl_freetrain.training.spec.messages import Ending, Outcome
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How a rank ended, as part of the result of its member's task.
+
+    Attributes
+    ----------
+    rank, node, log
+        The rank, the name of its node, and the path of its log.
+    outcome
+        Its last message; None: it died without one.
+    status
+        Exit status, or minus the signal that ended it; None: unknown.
+    killed
+        Why it was killed, as the end of a sentence that begins with the rank; empty if it was not.
+    """
+
+    rank: int
+    node: str
+    log: str
+    outcome: Outcome | None = None
+    status: int | None = None
+    killed: str = ''
+
+    @property
+    def how(self) -> Ending | Literal['hung', 'died']:
+        """The ending in its outcome; without an outcome, 'hung' if it was killed, else 'died'."""
+        if self.outcome is not None:
+            return self.outcome.how
+        return 'hung' if self.killed else 'died'
+
+    @property
+    def ok(self) -> bool:
+        """Whether it finished, or stopped as requested."""
+        return self.how in ('finished', 'stopped')

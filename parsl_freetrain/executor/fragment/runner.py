@@ -1,0 +1,287 @@
+"""Runs fragments: sends one member to each node, stops them, and determines their results."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
+from parsl_freetrain.core.model.events import Ending
+from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.executor import notices as no
+from parsl_freetrain.executor.commands import MemberReturned
+from parsl_freetrain.executor.fragment.control_channel import ControlServer
+from parsl_freetrain.executor.fragment.listener import Listener
+from parsl_freetrain.executor.fragment.members import Members
+from parsl_freetrain.executor.fragment.orders import ControlEndpoint, member_order
+from parsl_freetrain.executor.fragment.standby import StandbyLauncher
+from parsl_freetrain.executor.fragment.state import FragmentResult, RunningFragment, came_back
+from parsl_freetrain.executor.fragment.watchdog import GiveUp, NodeSilent, StopNow, Watchdog
+from parsl_freetrain.executor.interchange import PIN
+from parsl_freetrain.executor.settings import Timeouts
+from parsl_freetrain.executor.trainer.record import TrainerRecord
+from parsl_freetrain.training.spec.messages import FromMember
+
+logger = logging.getLogger(__name__)
+
+FRAGMENT = 'freetrain_fragment'  # key of the resource specification that marks a fragment's task
+
+
+class FragmentRunner:
+    """Carries out StartFragment, StopFragment and AbandonFragment, and emits the results.
+
+    It is also a subscriber: when a node is gone, it ends the node's members.
+
+    Parameters
+    ----------
+    submit
+        Sends one payload to the interchange: (context, buffer) -> future of the member's result.
+
+    Attributes
+    ----------
+    running
+        The fragments that have not ended, by trainer and number.
+    records
+        All trainers of this run, by name.
+    """
+
+    def __init__(
+        self,
+        control: ControlServer,
+        stream: no.Stream,
+        endpoint: ControlEndpoint,
+        timeouts: Timeouts,
+        submit: Callable[[dict[str, Any], bytes], Future[Any]],
+    ) -> None:
+        self._control = control
+        self._stream = stream
+        self._endpoint = endpoint
+        self._timeouts = timeouts
+        self._submit = submit
+        self._members = Members(control)
+        self._listener = Listener(self._members, stream)
+        self._standby = StandbyLauncher(control, submit)
+        self._watchdog = Watchdog(timeouts)
+        self.running: dict[tuple[str, int], RunningFragment] = {}
+        self.records: dict[str, TrainerRecord] = {}
+        # Results of fragments that ended before Parsl passed on their tasks.
+        self._early: dict[tuple[str, int], FragmentResult] = {}
+        self._silent: dict[str, str] = {}  # nodes that were given up, with reasons
+
+    def start(self, action: ev.StartFragment, at: float) -> None:
+        """Submit the fragment's Parsl task; it comes back through :meth:`arrived`."""
+        record = self.records[action.trainer]
+        nodes, begins_with = record.resume(action.nodes)
+        action = replace(action, nodes=nodes)
+        name, number = action.trainer, action.fragment
+        fragment = RunningFragment(
+            action,
+            at,
+            record.checkpoint,
+            ranks_per_node=record.spec.ranks.per_node,
+            reached=record.checkpoint.samples,
+            begins_with=begins_with,
+        )
+        self.running[name, number] = fragment
+        task: Future[Checkpoint] | None = None
+        try:
+            task = record.task = record.launch(
+                {FRAGMENT: f'{name}/{number}'}, record.last_good or record.checkpoint
+            )
+        except Exception as error:
+            logger.exception('Fragment %s of %s could not be submitted', number, name)
+            fragment.lost = set(fragment.members)
+            fragment.abandoned = f'it could not be submitted: {error}'
+        self._stream.emit(
+            no.FragmentLaunched(at, name, number, nodes, action.deadline_s, action.samples, task)
+        )
+        if task is None:
+            self._conclude(fragment, at)
+            self._early.pop((name, number), None)  # Parsl will not send it
+
+    def arrived(self, context: Mapping[str, Any], buffer: bytes, outer: Future[Checkpoint]) -> None:
+        """Handle a fragment's task from Parsl: send one copy to each of the fragment's nodes."""
+        name, _, digits = context['resource_spec'][FRAGMENT].rpartition('/')
+        number = int(digits)
+        fragment = self.running.get((name, number))
+        if fragment is None:
+            unknown = f'Fragment {number} of trainer {name!r} is not known here.'
+            _resolve(outer, self._early.pop((name, number), None), unknown)
+            return
+        fragment.outer, fragment.task = outer, buffer
+        earlier = context.get('task_executor', {}).get('f')
+        for member in fragment.members:
+            if member in fragment.lost:
+                continue
+            inner = self._submit(
+                {
+                    'resource_spec': {PIN: fragment.action.nodes[member]},
+                    'task_executor': {
+                        'f': 'parsl_freetrain.executor.fragment.node_agent.run_member',
+                        'a': (self._order(fragment, member), earlier),
+                    },
+                },
+                buffer,
+            )
+            inner.add_done_callback(
+                lambda done, member=member: self._control.post(  # type: ignore[misc]
+                    MemberReturned(name, number, member, done)
+                )
+            )
+
+    def _order(self, fragment: RunningFragment, member: int) -> Any:
+        record = self.records[fragment.name]
+        return member_order(
+            fragment, member, record.spec, record.store, self._endpoint, self._timeouts.hang_s
+        )
+
+    def heard(self, said: FromMember, at: float) -> None:
+        """Handle a member's message."""
+        fragment = self.running.get((said.trainer, said.fragment))
+        if fragment is not None:
+            self._listener.heard(said, fragment, self.records[fragment.name], at)
+
+    def stop(self, action: ev.StopFragment, at: float) -> None:
+        """Ask the fragment to save at the next step boundary and end. If the trainer continues at
+        once, wait until the next ranks are ready.
+        """
+        fragment = self.running.get((action.trainer, action.fragment))
+        if fragment is None or fragment.stop:
+            return  # a rehearsed preemption does not wait for the next fragment
+        fragment.stop, fragment.stop_at = action.why, at
+        fragment.goes_on = bool(action.then)
+        if not self._standby.send(
+            fragment,
+            action.then,
+            lambda fragment, wait_s: replace(self._order(fragment, 0), ahead_s=wait_s),
+        ):
+            self._members.ask_to_stop(fragment, at)
+
+    def hurry(self, at: float) -> None:
+        """Stop all fragments that wait for the next ranks, because of another event."""
+        for fragment in self.running.values():
+            if fragment.awaited:
+                self._members.ask_to_stop(fragment, at)
+
+    def rehearse(self, name: str, grace_s: float, at: float) -> str:
+        """Stop a trainer's running fragment as a preemption would, with a notice of ``grace_s``
+        seconds.
+
+        Returns
+        -------
+        str
+            A sentence that says what was done.
+
+        Raises
+        ------
+        BadInput
+            If the trainer has no running fragment.
+        """
+        fragment = next(
+            (f for f in self.running.values() if f.name == name and not f.abandoned), None
+        )
+        if fragment is None:
+            raise BadInput(f'No fragment of trainer {name!r} is running now.')
+        nodes = len(fragment.members)
+        which = f'Fragment {fragment.number} of trainer {name!r} on {nodes} node{"s" * (nodes > 1)}'
+        if grace_s <= 0:
+            self._members.give_up(fragment, 'a rehearsed preemption')
+            return f'{which} is being killed.'
+        fragment.stop, fragment.grace_s = fragment.stop or 'a rehearsed preemption', grace_s
+        self._members.ask_to_stop(fragment, at)
+        return f'{which} has its notice, and is killed if it is still there in {grace_s:g} s.'
+
+    def abandon(self, action: ev.AbandonFragment) -> None:
+        """Kill the remaining ranks of a fragment at once."""
+        fragment = self.running.get((action.trainer, action.fragment))
+        if fragment is not None:
+            self._members.give_up(fragment, 'some of its nodes are gone')
+
+    def node_of(self, name: str, number: int, member: int) -> str | None:
+        """The node of a running fragment's member."""
+        fragment = self.running.get((name, number))
+        return fragment.action.nodes[member] if fragment else None
+
+    def take(self, notice: no.Notice) -> None:
+        """Handle a notice: end the members on nodes that are gone."""
+        if isinstance(notice, no.NodeGone):
+            for fragment in list(self.running.values()):
+                fragment.lose({notice.node}, self._silent)
+                if fragment.over():
+                    self._conclude(fragment, notice.at)
+
+    def flush(self) -> None:
+        """Nothing is ever pending."""
+
+    def returned(self, back: MemberReturned, at: float) -> None:
+        """Handle the return of a member's task."""
+        fragment = self.running.get((back.trainer, back.fragment))
+        if fragment is None:
+            return
+        came = fragment.settled[back.member] = came_back(back.done)
+        if isinstance(came, BaseException) or not all(result.ok for result in came):
+            fragment.trouble_at = fragment.trouble_at or at
+        if fragment.over():
+            self._conclude(fragment, at)
+
+    def _conclude(self, fragment: RunningFragment, at: float) -> None:
+        result = fragment.verdict()
+        name, number, samples = fragment.name, fragment.number, result.checkpoint.samples
+        del self.running[name, number]
+        self._members.forget(fragment)
+        record = self.records[name]
+        record.fragment_ended(result)
+        record.pause(fragment, result)
+        reached = max(fragment.reached, samples)
+        started_at, last = fragment.started_at, fragment.outcome()
+        start_s = None if started_at is None else started_at - fragment.decided_at
+        step_s = (last and last.step_s) or None
+        checkpoint_s = (last and last.checkpoint_s) or None
+        self._stream.emit(
+            no.FragmentConcluded(at, name, number, result, reached),
+            ev.FragmentTimed(at, name, number, start_s, step_s, checkpoint_s),
+            ev.FragmentEnded(at, name, number, samples, result.ending, result.error),
+        )
+        if fragment.outer is not None:
+            _resolve(fragment.outer, result, '')
+        else:
+            self._early[name, number] = result
+
+    def look(self, at: float) -> set[str]:
+        """Give up fragments that exceed a time limit; returns nodes that do not answer at all."""
+        silent: dict[str, str] = {}
+        for found in self._watchdog.look(self.running.values(), at):
+            match found:
+                case GiveUp(fragment, why):
+                    self._members.give_up(fragment, why)
+                case StopNow(fragment):
+                    self._members.ask_to_stop(fragment, at)
+                case NodeSilent(node, why):
+                    logger.warning('Node %s is given up: %s', node, why)
+                    silent[node] = why
+        self._silent |= silent
+        return set(silent)
+
+    def end(self, why: str) -> None:
+        """End the running fragments for Parsl, since no more messages will arrive."""
+        for fragment in self.running.values():
+            if fragment.outer is not None and not fragment.outer.done():
+                fragment.outer.set_exception(
+                    TrainerFailed(f'Fragment {fragment.number} of {fragment.name!r} ended: {why}.')
+                )
+
+
+def _resolve(outer: Future[Checkpoint], result: FragmentResult | None, unknown: str) -> None:
+    """Set the result of the future that Parsl waits for. A preempted fragment is not a failure, so
+    that it does not use up Parsl's retries.
+    """
+    if result is None:
+        outer.set_exception(RuntimeError(unknown))
+    elif result.ending is Ending.FAILED and result.exception is not None:
+        outer.set_exception(result.exception)
+    else:
+        outer.set_result(result.checkpoint)

@@ -1,0 +1,99 @@
+"""Ranks that run ahead: those of a trainer's next fragment are started before the one that trains
+is asked to stop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from typing import Any
+
+from parsl_freetrain.executor.fragment.control_channel import ControlServer
+from parsl_freetrain.executor.fragment.member_order import MemberOrder
+from parsl_freetrain.executor.fragment.state import RunningFragment, came_back
+from parsl_freetrain.executor.interchange import PIN
+from parsl_freetrain.training.spec.messages import StartStandby
+
+logger = logging.getLogger(__name__)
+
+AHEAD_S = 30.0
+"""A fragment is asked to stop after so many seconds at the latest, however far the ranks of the
+next one have come.
+"""
+
+# For the fragment that trains to commit its last checkpoint and end, once it is asked to, and for
+# the next one to begin.
+_SPARE_S = 120.0
+
+
+class StandbyLauncher:
+    """Has ranks run ahead, and says when the fragment that trains may be asked to stop.
+
+    Parameters
+    ----------
+    submit
+        Sends one payload to the interchange, as in
+        :class:`~parsl_freetrain.executor.fragment.runner.FragmentRunner`.
+    """
+
+    def __init__(
+        self, control: ControlServer, submit: Callable[[dict[str, Any], bytes], Future[Any]]
+    ) -> None:
+        self._control = control
+        self._submit = submit
+
+    def send(
+        self,
+        fragment: RunningFragment,
+        nodes: Collection[str],
+        order: Callable[[RunningFragment, float], MemberOrder],
+    ) -> bool:
+        """Start ranks on the nodes where the next fragment is expected; whether it is worth waiting
+        for them.
+
+        A member of the fragment starts those on its own node. Other nodes are free, and run a task
+        for it that does not wait for the ranks: those of the members have as far to go.
+
+        Parameters
+        ----------
+        nodes
+            Where the trainer is expected to go on.
+        order
+            Makes the order for a node that is not the fragment's yet, with the ranks' patience in
+            seconds.
+        """
+        if fragment.started_at is None or fragment.outer is None:
+            return False
+        wait_s = AHEAD_S + _SPARE_S
+        for member in fragment.members:
+            if fragment.action.nodes[member] in nodes and member not in fragment.lost:
+                self._control.send((fragment.name, fragment.number, member), StartStandby(wait_s))
+                fragment.awaited.add(member)
+        for node in (
+            [node for node in nodes if node not in fragment.action.nodes]
+            if fragment.awaited
+            else ()
+        ):
+            self._submit(
+                {
+                    'resource_spec': {PIN: node},
+                    'task_executor': {
+                        'f': 'parsl_freetrain.executor.fragment.node_agent.run_member',
+                        'a': (order(fragment, wait_s), None),
+                    },
+                },
+                fragment.task,
+            ).add_done_callback(_log_failure)
+        return bool(fragment.awaited)
+
+
+def _log_failure(done: Future[Any]) -> None:
+    """Where no rank could be started ahead, the next fragment starts as any other does."""
+    if not done.cancelled() and isinstance(error := came_back(done), BaseException):
+        logger.warning('No ranks run ahead of the next fragment on a free node: %s', error)
+
+
+def overdue(fragment: RunningFragment, at: float) -> bool:
+    """Whether a fragment has been kept training for those that run ahead for long enough."""
+    return bool(fragment.awaited) and at - fragment.stop_at > AHEAD_S

@@ -1,0 +1,262 @@
+"""A fragment in the executor's eyes: its members, what they said, and what that adds up to. No
+effects.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+import tblib
+from parsl.app.errors import RemoteExceptionWrapper
+
+from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.core.model.events import Ending, StartFragment
+from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.executor.fragment.rank_result import RankResult
+from parsl_freetrain.training.spec.messages import Outcome, RankError, Rendezvous, StateLeft
+from parsl_freetrain.training.spec.order import Handover
+
+_ENDINGS = {'finished': Ending.FINISHED, 'stopped': Ending.STOPPED}
+
+
+@dataclass(frozen=True)
+class FragmentResult:
+    """How a fragment ended.
+
+    Attributes
+    ----------
+    ending
+        For the controller.
+    checkpoint
+        The newest one that is known to be committed; what the fragment's AppFuture resolves to.
+    error
+        A sentence; empty if nothing went wrong.
+    exception
+        The user's exception, where there is one.
+    """
+
+    ending: Ending
+    checkpoint: Checkpoint
+    error: str = ''
+    exception: BaseException | None = None
+
+
+@dataclass
+class RunningFragment:
+    """The members of one fragment.
+
+    ``outer`` is what Parsl waits for; a member is *settled* when its task has come back or its node
+    is lost.
+    """
+
+    action: StartFragment
+    decided_at: float
+    checkpoint: Checkpoint
+    outer: Future[Checkpoint] | None = None
+    started_at: float | None = None
+    ranks_per_node: int = 1
+    reached: int = 0
+    stop: str = ''  # why it was asked to stop
+    stop_at: float = 0.0
+    grace_s: float | None = (
+        None  # until it is killed after a request to stop; None: the usual patience
+    )
+    abandoned: str = ''  # why it was given up
+    task: bytes = b''  # what its members run
+    awaited: set[int] = field(
+        default_factory=set
+    )  # members whose ranks of the next fragment it is kept training for
+    goes_on: bool = False  # the trainer is expected to go on at once when it has stopped
+    begins_with: Handover | None = None  # the state that it finds in memory
+    trouble_at: float | None = None
+    stepped_at: float | None = None  # when rank 0 last told of a step or a checkpoint
+    rendezvous: Rendezvous | None = None
+    heard: dict[int, float] = field(default_factory=dict)  # member -> when it was last heard of
+    names: dict[int, str] = field(default_factory=dict)  # member -> what people call its node
+    ended: dict[int, dict[int, float]] = field(
+        default_factory=dict
+    )  # member -> its ranks that have ended, and when
+    settled: dict[int, list[RankResult] | BaseException] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
+    lost_why: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.action.trainer
+
+    @property
+    def number(self) -> int:
+        return self.action.fragment
+
+    @property
+    def members(self) -> range:
+        return range(len(self.action.nodes))
+
+    def over(self) -> bool:
+        """Whether nothing more can come."""
+        return all(m in self.settled or m in self.lost for m in self.members)
+
+    def lose(self, nodes: set[str], why: Mapping[str, str] | None = None) -> None:
+        """These nodes are gone; their members will not come back. ``why``: by node, as far as it is
+        known.
+        """
+        for member in self.members:
+            node = self.action.nodes[member]
+            if node in nodes and member not in self.lost:
+                self.lost.add(member)
+                if why and node in why:
+                    self.lost_why[member] = why[node]
+
+    def silent(self, at: float, patience_s: float) -> dict[str, str]:
+        """Nodes of which nothing is heard any more, or whose ranks have ended without their task
+        coming back; with a reason.
+        """
+        found: dict[str, str] = {}
+        for member in set(self.members) - self.settled.keys() - self.lost:
+            node, ended = self.action.nodes[member], self.ended.get(member, {})
+            if len(ended) == self.ranks_per_node and at - max(ended.values()) > patience_s:
+                found[node] = (
+                    'its ranks ended, and its Parsl manager has not passed that on '
+                    f'within {patience_s:g} s'
+                )
+            elif len(ended) < self.ranks_per_node and at - self.heard.get(member, at) > patience_s:
+                found[node] = f'no sign of life for {patience_s:g} s'
+        return found
+
+    def nobody_listened(self, seconds: float) -> None:
+        """For so long the executor has not listened: what was not heard in that time
+        means nothing.
+        """
+        self.stepped_at = None if self.stepped_at is None else self.stepped_at + seconds
+        self.heard = {member: at + seconds for member, at in self.heard.items()}
+        self.ended = {
+            member: {rank: at + seconds for rank, at in ranks.items()}
+            for member, ranks in self.ended.items()
+        }
+
+    def note_checkpoint(self, path: str, samples: int, metrics: Mapping[str, float]) -> Checkpoint:
+        self.checkpoint = Checkpoint(self.name, path, samples, self.number, dict(metrics))
+        self.reached = max(self.reached, self.checkpoint.samples)
+        return self.checkpoint
+
+    def _results(self, member: int) -> list[RankResult]:
+        came = self.settled.get(member)
+        return came if isinstance(came, list) else []
+
+    def outcome(self) -> Outcome | None:
+        """The last message of rank 0, if there was one."""
+        return next((result.outcome for result in self._results(0) if result.rank == 0), None)
+
+    def handover(self, verdict: FragmentResult) -> tuple[str, Handover] | None:
+        """A node, and the state that it has left in its memory, if that is what rank 0 has
+        committed at its end.
+        """
+        last, outcome = verdict.checkpoint, self.outcome()
+        if outcome is None or outcome.left is None or verdict.ending is not Ending.STOPPED:
+            return None
+        digest, samples = outcome.left.digest, outcome.left.samples
+        if (samples, self.number) != (last.samples, last.fragment):
+            return None
+        kept = StateLeft(digest, samples, here=True)
+        for member in self.members:
+            for result in self._results(member):
+                if result.outcome is not None and result.outcome.left == kept:
+                    handover = Handover(digest, last.path, samples, last.fragment, last.metrics)
+                    return self.action.nodes[member], handover
+        return None
+
+    def verdict(self) -> FragmentResult:
+        """What all that the members said adds up to."""
+        # Only rank 0 knows which checkpoint is the last; without its word the next fragment looks
+        # for it.
+        last = self.outcome()
+        if last is not None and last.how in _ENDINGS:
+            if last.path:
+                self.note_checkpoint(last.path, last.samples, last.metrics)
+            return FragmentResult(_ENDINGS[last.how], self.checkpoint)
+        results = [result for member in sorted(self.settled) for result in self._results(member)]
+        for result in () if self.lost else results:
+            if result.outcome is not None and result.outcome.error and result.how == 'error':
+                error = result.outcome.error
+                exception = self._exception(result, error)
+                sentence = f'{error.type}: {error.message}'
+                return FragmentResult(Ending.FAILED, self.checkpoint, sentence, exception)
+        return FragmentResult(Ending.PREEMPTED, self.checkpoint, self._cause(results))
+
+    def _cause(self, results: list[RankResult]) -> str:
+        """Who is to blame, from the surest sign to the vaguest."""
+        if self.lost:
+            named = [
+                f'{self.names.get(m, self.action.nodes[m])} '
+                f'({self.lost_why.get(m, "its manager or its block is gone")})'
+                for m in sorted(self.lost)
+            ]
+            return (
+                f'{len(self.lost)} of its {len(self.members)} nodes were lost: {", ".join(named)}'
+            )
+        for result in sorted(results, key=lambda result: result.how != 'hung'):
+            # Those that it killed itself, when it was given up, are not to blame.
+            if result.how == 'hung' or (result.how == 'died' and not self.abandoned):
+                what = result.killed or _describe(result.status)
+                return f'{_rank(result)} {what}; its output is in {result.log}'
+        if self.abandoned:
+            return self.abandoned
+        for came in self.settled.values():
+            if isinstance(came, BaseException):
+                return f'{type(came).__name__}: {came}'
+        for result in results:
+            if result.how == 'peer-lost' and result.outcome and result.outcome.error:
+                said = result.outcome.error.message
+                return f'{_rank(result)} lost touch with another rank: {said}'
+        return 'its ranks lost touch with each other'
+
+    def _exception(self, result: RankResult, error: RankError) -> BaseException:
+        """The user's exception with its own traceback, and where to look."""
+        exception: BaseException = FreeTrainError(f'{error.type}: {error.message}')
+        if error.exception is not None:
+            # A class that only exists on the node cannot be loaded; its text is what matters.
+            with suppress(BaseException):
+                raised, trace = cloudpickle.loads(error.exception)
+                raised = raised.with_traceback(tblib.Traceback.from_dict(trace).as_traceback())
+                if isinstance(raised, Exception):  # SystemExit would end whoever waits for it
+                    exception = raised
+        exception.add_note(
+            f'Raised in fragment {self.number} of trainer {self.name!r}, rank {result.rank}; '
+            f'its output is in {result.log}.\n{error.traceback}'
+        )
+        return exception
+
+
+def came_back(done: Future[Any]) -> list[RankResult] | BaseException:
+    """What a member returned or raised.
+
+    An app's exception comes as a wrapped result, which the DataFlowKernel unwraps elsewhere.
+    """
+    error = done.exception()
+    if error is not None:
+        return error
+    result = done.result()
+    if isinstance(result, RemoteExceptionWrapper):
+        raised: BaseException = result.get_exception()
+        return raised
+    if isinstance(result, list) and all(isinstance(one, RankResult) for one in result):
+        return result
+    return FreeTrainError(f'a task returned a {type(result).__name__}, no list of rank results')
+
+
+def _rank(result: RankResult) -> str:
+    return f'rank {result.rank} on {result.node}' if result.node else f'rank {result.rank}'
+
+
+def _describe(status: int | None) -> str:
+    if status is None:
+        return 'died'
+    if status < 0:
+        return f'was ended by {signal.Signals(-status).name}'
+    return f'exited with status {status}'

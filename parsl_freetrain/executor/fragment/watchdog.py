@@ -1,0 +1,87 @@
+"""Checks running fragments against time limits, and decides what to do. It has no side effects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from parsl_freetrain.executor.fragment.standby import overdue
+from parsl_freetrain.executor.fragment.state import RunningFragment
+from parsl_freetrain.executor.settings import Timeouts
+
+LOOK_S = 1.0
+"""Seconds between two checks."""
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """End the fragment at once."""
+
+    fragment: RunningFragment
+    why: str
+
+
+@dataclass(frozen=True)
+class StopNow:
+    """Ask the fragment to stop now, without waiting any longer for standby ranks."""
+
+    fragment: RunningFragment
+
+
+@dataclass(frozen=True)
+class NodeSilent:
+    """Count the node as lost."""
+
+    node: str
+    why: str
+
+
+class Watchdog:
+    """Checks fragments about once a second, after all received messages have been handled."""
+
+    def __init__(self, timeouts: Timeouts) -> None:
+        self._timeouts = timeouts
+        self._looked_at: float | None = None
+
+    def look(
+        self, fragments: Iterable[RunningFragment], at: float
+    ) -> list[GiveUp | StopNow | NodeSilent]:
+        """What to do about fragments and nodes that exceed a limit at ``at``."""
+        away_s = 0.0 if self._looked_at is None else at - self._looked_at - LOOK_S
+        self._looked_at = at
+        found: list[GiveUp | StopNow | NodeSilent] = []
+        for fragment in fragments:
+            if away_s > LOOK_S:
+                fragment.nobody_listened(away_s)
+            found += [
+                NodeSilent(node, why)
+                for node, why in fragment.silent(at, self._timeouts.silence_s).items()
+            ]
+            if why := self._too_long(fragment, at):
+                found.append(GiveUp(fragment, why))
+            elif overdue(fragment, at):
+                found.append(StopNow(fragment))
+        return found
+
+    def _too_long(self, fragment: RunningFragment, at: float) -> str:
+        """Why a fragment must be given up; empty if it need not be."""
+        limits = self._timeouts
+        if fragment.trouble_at is not None and at - fragment.trouble_at > limits.peer_s:
+            return 'some of its ranks ended in trouble and the others did not notice'
+        if fragment.awaited:
+            return ''
+        stop_s = limits.stop_s if fragment.grace_s is None else fragment.grace_s
+        if fragment.stop and at - fragment.stop_at > stop_s:
+            return f'it did not stop within {stop_s:g} s'
+        if fragment.started_at is None and at - fragment.decided_at > limits.start_s:
+            quiet = [fragment.action.nodes[m] for m in fragment.members if m not in fragment.heard]
+            return f'it did not start within {limits.start_s:g} s' + (
+                f'; nothing was heard from {", ".join(quiet)}' if quiet else ''
+            )
+        if fragment.stepped_at is not None and at - fragment.stepped_at > limits.step_s:
+            return (
+                f'no training step ended within {limits.step_s:g} s: its function is in an '
+                'endless loop, or a step takes longer and needs a larger step_s of the executor; '
+                f'see "freetrain logs {fragment.name}"'
+            )
+        return ''

@@ -1,0 +1,235 @@
+"""Writes the ledger: the record of a run that outlives the run's process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from parsl_freetrain.core.allocation.formulation import document_of
+from parsl_freetrain.core.controller.state import Decision
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.types import Trainer
+from parsl_freetrain.executor import notices as no
+from parsl_freetrain.executor.trainer.record import TrainerRecord
+from parsl_freetrain.ledger.store import Ledger
+
+# These arrive many times a minute and mean little by themselves; progress has its own table.
+UNRECORDED = (ev.Tick, ev.HolesSeen, ev.FragmentProgressed)
+
+
+def about_this_process(checkpoint_dir: str) -> dict[str, Any]:
+    """The user, host and process of a run. Others need them to tell whether the run is alive, and
+    to resume it.
+    """
+    return {
+        'host': platform.node(),
+        'pid': os.getpid(),
+        'started': psutil.Process().create_time(),
+        'folder': os.getcwd(),
+        'checkpoint_dir': str(Path(checkpoint_dir).absolute()),
+    }
+
+
+class LedgerWriter:
+    """A subscriber that writes events into the ledger of a run that has begun.
+
+    Parameters
+    ----------
+    run
+        Parsl's id of the run, as in :meth:`Ledger.begin_run`.
+    """
+
+    def __init__(self, ledger: Ledger, run: str) -> None:
+        self._ledger = ledger
+        self._run = run
+        self._over: set[str] = set()  # trainers that have ended; their state is final
+
+    def flush(self) -> None:
+        """Commit pending rows."""
+        self._ledger.commit()
+
+    def take(self, notice: no.Notice) -> None:
+        """Record one notice."""
+        match notice:
+            case no.Handled():
+                self._handled(notice)
+            case no.TrainerAccepted(record=record):
+                self._trainer(record, notice.at)
+            case no.TrainerInterrupted(trainer=trainer):
+                self._state(trainer, 'interrupted', notice.at)
+                self._over.add(trainer)
+            case no.OffersSeen(offers=offers):
+                self._ledger.nodes.offered((o.node, o.start, o.end) for o in offers)
+                self._ledger.alive(notice.at)
+            case no.RunEnded(how=how):
+                self._ledger.end_run(self._run, at=notice.at, how=how)
+                self._ledger.close()
+            case _:
+                self._block_or_node(notice)
+                self._fragment(notice)
+
+    def _handled(self, handled: no.Handled) -> None:
+        self._ledger.decisions.batch(handled.at, handled.events)
+        for event in handled.events:
+            self._event(event)
+            match event:
+                case ev.BlockEndKnown(block=block, until_s=until_s):
+                    self._ledger.nodes.block_until(block, until=until_s)
+                case ev.TotalKnown(trainer=trainer, total_samples=total_samples):
+                    self._ledger.trainers.total(trainer, total_samples)
+        if handled.reply.decision is not None:
+            self._decision(handled.reply.decision)
+        for action in handled.reply.actions:
+            if isinstance(action, ev.EndTrainer):
+                self._state(action.trainer, action.state, handled.at, action.why)
+                self._over.add(action.trainer)
+
+    def _event(self, event: ev.Event) -> None:
+        """Write a row for an event that may matter to an explanation."""
+        if isinstance(event, UNRECORDED):
+            return
+        detail = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
+        known = {key: detail.pop(key, None) for key in ('trainer', 'fragment', 'block')}
+        if isinstance(known['trainer'], Trainer):
+            known['trainer'] = known['trainer'].name
+        del detail['at']
+        self._ledger.event(
+            at=event.at,
+            kind=type(event).__name__,
+            detail=json.loads(json.dumps(detail, default=_plain)),
+            **known,
+        )
+
+    def _decision(self, decision: Decision) -> None:
+        """Write what a decision was based on, the decision, and its expected gain."""
+        self._ledger.decisions.decision(
+            at=decision.at,
+            trigger=decision.trigger,
+            nodes=decision.nodes,
+            status=decision.answer.status,
+            solver=decision.answer.solver,
+            objective=decision.answer.objective,
+            seconds=decision.answer.seconds,
+            staying=decision.staying,
+            current=decision.current,
+            allocation=decision.answer.allocation,
+            actions=decision.actions,
+        )
+        document = document_of(decision.problem)
+        if document is not None:
+            self._ledger.decisions.problem(document)
+
+    def _trainer(self, record: TrainerRecord, at: float) -> None:
+        trainer, training = record.trainer, record.spec
+        spec: dict[str, Any] = {
+            'min_nodes': trainer.counts()[0],
+            'max_nodes': trainer.counts()[-1],
+            'mode': str(training.mode),
+            'rescale_up_s': trainer.rescale_up_s,
+            'rescale_down_s': trainer.rescale_down_s,
+            'stated_costs': list(trainer.stated_costs),
+        }
+        if trainer.sizes:
+            spec['sizes'] = list(trainer.sizes)
+        if training.shapes:
+            spec['shapes'] = {str(nodes): str(shape) for nodes, shape in training.shapes.items()}
+        if trainer.curve:
+            spec['curve'] = {'nodes': list(trainer.curve.nodes), 'rate': list(trainer.curve.rate)}
+        self._ledger.trainers.submitted(
+            name=trainer.name,
+            at=at,
+            total_samples=trainer.total_samples,
+            samples=record.checkpoint.samples,
+            spec=spec,
+        )
+
+    def _state(self, trainer: str, state: str, at: float, why: str = '') -> None:
+        if trainer not in self._over:
+            self._ledger.trainers.state(trainer, at=at, state=state, why=why)
+
+    def _block_or_node(self, notice: no.Notice) -> None:
+        at = notice.at
+        match notice:
+            case no.BlockSubmitted(block=block, job_id=job_id, request=request):
+                self._ledger.nodes.block_opened(
+                    block,
+                    at=at,
+                    job_id=job_id,
+                    nodes=request.nodes,
+                    walltime_s=request.walltime_s,
+                    names=request.names,
+                )
+            case no.BlockRefused(nodes=nodes, next_try_s=next_try_s, error=error):
+                detail = {'nodes': nodes, 'next_try_s': next_try_s, 'error': error}
+                self._ledger.event(at=at, kind='BlockRefused', detail=detail)
+            case no.BlockGone(block=block, how=how):
+                self._ledger.nodes.block_closed(block, at=at, how=how)
+            case no.NodeReady(block=block, node=node, name=name):
+                self._ledger.nodes.joined(node, at=at, block=block, name=name)
+            case no.NodeUnusable(block=block, node=node, error=error):
+                self._ledger.event(
+                    at=at, kind='NodeUnusable', block=block, node=node, detail={'error': error}
+                )
+            case no.NodeGone(node=node, how=how):
+                self._ledger.nodes.left(node, at=at, how=how)
+
+    def _fragment(self, notice: no.Notice) -> None:
+        at = notice.at
+        match notice:
+            case no.FragmentLaunched(trainer=trainer, fragment=fragment):
+                self._ledger.trainers.fragment_decided(
+                    trainer,
+                    fragment,
+                    at=at,
+                    task_id=notice.task_id,
+                    nodes=notice.nodes,
+                    deadline=notice.deadline_s,
+                    from_samples=notice.samples,
+                )
+                if notice.task is not None:
+                    self._state(trainer, 'running', at)
+            case no.FragmentStarted(trainer=trainer, fragment=fragment, samples=samples):
+                self._ledger.trainers.fragment_started(trainer, fragment, at=at, samples=samples)
+            case no.MetricsReported(trainer=trainer, fragment=fragment):
+                self._ledger.trainers.fragment_progress(
+                    trainer,
+                    fragment,
+                    at=at,
+                    samples=notice.samples,
+                    rate=notice.rate,
+                    metrics=notice.metrics,
+                )
+            case no.CheckpointWritten(checkpoint=checkpoint, seconds=seconds, pause_s=pause_s):
+                self._ledger.trainers.checkpoint(
+                    checkpoint.trainer,
+                    checkpoint.fragment,
+                    at=at,
+                    samples=checkpoint.samples,
+                    path=checkpoint.path,
+                    seconds=seconds,
+                    pause_s=pause_s,
+                    metrics=checkpoint.metrics,
+                )
+            case no.FragmentConcluded(trainer=trainer, fragment=fragment, result=result):
+                self._state(trainer, 'queued', at)
+                self._ledger.trainers.fragment_ended(
+                    trainer,
+                    fragment,
+                    at=at,
+                    ending=result.ending.value,
+                    samples=result.checkpoint.samples,
+                    reached=notice.reached,
+                    error=result.error,
+                )
+
+
+def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return str(value)

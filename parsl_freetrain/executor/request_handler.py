@@ -1,0 +1,48 @@
+"""Handles requests of other programs of the same user."""
+
+from __future__ import annotations
+
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.executor.fragment.runner import FragmentRunner
+from parsl_freetrain.executor.notices import Stream
+from parsl_freetrain.executor.requests import Request, Requests
+
+
+class RequestHandler:
+    """Answers requests. Only the event loop's thread calls :meth:`look`."""
+
+    def __init__(self, requests: Requests, fragments: FragmentRunner, stream: Stream) -> None:
+        self._requests = requests
+        self._fragments = fragments
+        self._stream = stream
+
+    def look(self, at: float) -> None:
+        """Fulfil and answer all new requests."""
+        for request in self._requests.new():
+            try:
+                self._requests.answer(request, True, self._fulfil(request, at))
+            except BadInput as error:
+                self._requests.answer(request, False, str(error))
+
+    def _fulfil(self, request: Request, at: float) -> str:
+        """Fulfil a request; returns a sentence that says what was done."""
+        name, records = request.trainer, self._fragments.records
+        if name not in records:
+            raise BadInput(
+                f'There is no trainer {name!r} in this run; it has '
+                f'{", ".join(map(repr, records)) or "none"}.'
+            )
+        match request.verb:
+            case 'preempt':
+                grace_s = float(request.options.get('grace_s', 0.0))
+                return self._fragments.rehearse(name, grace_s, at)
+            case 'cancel':
+                if (future := records[name].future).done():
+                    raise BadInput(f'Trainer {name!r} is {future.state} already.')
+                self._stream.emit(ev.TrainerCancelled(at, name))
+                return (
+                    f'Trainer {name!r} is being cancelled; what it has trained is kept in '
+                    f'{records[name].store}.'
+                )
+        raise BadInput(f'This run does not know how to {request.verb!r}.')

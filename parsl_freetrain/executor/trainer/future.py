@@ -1,0 +1,133 @@
+"""The future of a trainer."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.executor.trainer.notebook import html_of
+
+MOST_LOSSES = 400
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of a trainer.
+
+    Attributes
+    ----------
+    samples, total_samples
+        Number of samples trained so far, and in total. The total is None while only the number of
+        epochs is known.
+    nodes
+        Number of nodes that its fragment holds now.
+    fragments, preempted, rescaled
+        In this run: number of fragments, number of preempted fragments, and number of changes of
+        the node count.
+    metrics
+        The last values given to ``ctx.report``.
+    """
+
+    samples: int = 0
+    total_samples: int | None = None
+    nodes: int = 0
+    fragments: int = 0
+    preempted: int = 0
+    rescaled: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class TrainingFuture(Future[Checkpoint]):
+    """The final :class:`~parsl_freetrain.core.model.types.Checkpoint` of a trainer.
+
+    It can be an argument of any Parsl app. Made by calling a ``@freetrain_app``.
+
+    Attributes
+    ----------
+    name : str
+        The trainer's name.
+    state : str
+        'waiting' (for its arguments), 'queued' (no nodes now), 'running', 'finished', 'failed' or
+        'cancelled'.
+    checkpoint : Checkpoint or None
+        The newest committed checkpoint.
+    checkpoints : list of Future
+        The checkpoint future (Parsl's AppFuture) of each fragment so far.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.state = 'waiting'
+        self.checkpoint: Checkpoint | None = None
+        self.checkpoints: list[Future[Checkpoint]] = []
+        self._progress = Progress()
+        self._losses: list[tuple[int, float]] = []
+        self._on_cancel: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+
+    def progress(self) -> Progress:
+        """The progress of the training, as of now."""
+        return self._progress
+
+    def _progressed(self, samples: int, metrics: Mapping[str, float]) -> None:
+        """Record the loss for the chart. If there are too many values, drop every other one."""
+        loss = metrics.get('loss')
+        if loss is not None and math.isfinite(loss):
+            self._losses.append((samples, loss))
+            if len(self._losses) > MOST_LOSSES:
+                self._losses = self._losses[::2]
+
+    def _repr_html_(self) -> str:
+        """The representation in a notebook."""
+        return html_of(
+            self.name,
+            self.state,
+            self._progress.samples,
+            self._progress.total_samples,
+            self._progress.nodes,
+            self._progress.metrics,
+            tuple(self._losses),
+        )
+
+    def running(self) -> bool:
+        return self.state == 'running'
+
+    def cancel(self) -> bool:
+        """Stop the training with a checkpoint. The future is cancelled once the trainer's nodes are
+        free.
+
+        Returns
+        -------
+        bool
+            False if the training has ended already.
+        """
+        with self._lock:
+            if self.done():
+                return False
+            on_cancel = self._on_cancel
+        if on_cancel is None:
+            self._settle_cancelled()
+        else:
+            on_cancel()
+        return True
+
+    def _settle_cancelled(self) -> None:
+        self.state = 'cancelled'
+        if super().cancel():
+            self.set_running_or_notify_cancel()
+
+    def _settle_failed(self, error: BaseException) -> None:
+        self.state = 'failed'
+        self.set_exception(error)
+
+    def __repr__(self) -> str:
+        progress = self._progress
+        return (
+            f'<TrainingFuture {self.name!r} {self.state}, {progress.samples} of '
+            f'{progress.total_samples or "?"} samples>'
+        )

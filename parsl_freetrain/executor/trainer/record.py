@@ -1,0 +1,133 @@
+"""The executor's record of a trainer, in addition to the controller's: its future, its spec, and
+how to submit its fragments.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.events import Ending
+from parsl_freetrain.core.model.types import Checkpoint, Trainer
+from parsl_freetrain.executor.fragment.state import FragmentResult, RunningFragment
+from parsl_freetrain.executor.trainer.future import TrainingFuture
+from parsl_freetrain.training.spec.order import Handover
+from parsl_freetrain.training.spec.training import TrainingSpec
+
+NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*')
+
+Launch = Callable[[Mapping[str, Any], 'Future[Checkpoint] | Checkpoint'], 'Future[Checkpoint]']
+
+
+@dataclass
+class TrainerRecord:
+    """One trainer of this run.
+
+    Attributes
+    ----------
+    store
+        Its checkpoint folder.
+    launch
+        Submits a fragment. Takes the resource specification and the checkpoint to start from, and
+        returns the fragment's checkpoint future.
+    checkpoint
+        The newest committed checkpoint.
+    """
+
+    trainer: Trainer
+    spec: TrainingSpec
+    store: str
+    launch: Launch
+    future: TrainingFuture
+    checkpoint: Checkpoint
+    fragments_before: int = 0
+    task: Future[Checkpoint] | None = None
+    last_good: Future[Checkpoint] | None = None
+    left: tuple[str, Handover] | None = (
+        None  # a node, and the state that the last fragment left in its memory
+    )
+    paused: tuple[int, float] | None = (
+        None  # during a rescale: number of nodes before it, and end of the last step
+    )
+
+    def total_known(self, total_samples: int) -> None:
+        """Set the total of a trainer that is measured in epochs; raises BadInput if it is 0."""
+        self.trainer = replace(self.trainer, total_samples=total_samples)
+
+    def fragment_ended(self, result: FragmentResult) -> None:
+        """Update what the next fragment starts from."""
+        if result.checkpoint.path:
+            self.checkpoint = result.checkpoint
+        if result.ending is not Ending.FAILED:
+            self.last_good = self.task
+
+    def pause(self, fragment: RunningFragment, result: FragmentResult) -> None:
+        """Record the end of a fragment: the state that it left in memory, and, for a rescale, the
+        end of its last step.
+        """
+        outcome = fragment.outcome()
+        self.left = fragment.handover(result)
+        stepped_at = outcome.stepped_at if outcome is not None else 0.0
+        self.paused = (
+            (len(fragment.members), stepped_at)
+            if fragment.goes_on and result.ending is Ending.STOPPED and stepped_at
+            else None
+        )
+
+    def resume(self, nodes: tuple[str, ...]) -> tuple[tuple[str, ...], Handover | None]:
+        """Put the node that has the trainer's state in memory first, so that it gets rank 0.
+        Returns the nodes in order and the state; None if no node has it.
+        """
+        left, self.left = self.left, None
+        if left is None or left[0] not in nodes:
+            return nodes, None
+        return (left[0], *(node for node in nodes if node != left[0])), left[1]
+
+
+def check_name(name: str) -> None:
+    """Refuse a trainer's name that cannot also be a folder's name; raises BadInput."""
+    if not NAME.fullmatch(name):
+        raise BadInput(
+            f'{name!r} cannot name a trainer: it names a folder too, so use letters, '
+            'digits, dots, dashes and underscores.'
+        )
+
+
+class TrainerNames:
+    """The names of one run's trainers, each used once. Methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken: set[str] = set()
+
+    def take(self, name: str, *, explicit: bool) -> str:
+        """A name that no trainer of this run has: ``name``, or if it is taken and not ``explicit``,
+        ``name-2`` and so on.
+
+        Raises
+        ------
+        BadInput
+            If an explicit name is taken.
+        """
+        with self._lock:
+            if explicit and name in self._taken:
+                raise BadInput(
+                    f'There is a trainer {name!r} already in this run; give each call '
+                    'another trainer_name.'
+                )
+            free, number = name, 1
+            while free in self._taken:
+                number += 1
+                free = f'{name}-{number}'
+            self._taken.add(free)
+        return free
+
+    def free(self, name: str) -> None:
+        """Release the name of a trainer that was refused."""
+        with self._lock:
+            self._taken.discard(name)

@@ -1,0 +1,121 @@
+"""Files that only this user can read and write, and that are still whole after a crash."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from parsl_freetrain.core.model.errors import BadInput
+
+PRIVATE = 0o600
+
+
+def create(path: Path, *, mode: int = PRIVATE) -> BinaryIO:
+    """Open a new file for writing.
+
+    Raises
+    ------
+    FileExistsError
+        If there is one of this name, or a link.
+    """
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), 'wb')
+
+
+def write_new(path: Path, content: bytes, *, mode: int = PRIVATE, durable: bool = True) -> None:
+    """Write a file that does not exist yet.
+
+    Parameters
+    ----------
+    durable
+        Whether to wait until the bytes are on disk. The entry in the directory is durable only
+        after :func:`sync_dir`.
+
+    Raises
+    ------
+    FileExistsError
+        If there is one of this name, or a link.
+    """
+    with create(path, mode=mode) as file:
+        file.write(content)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def replace(path: Path, content: bytes, *, mode: int = PRIVATE, durable: bool = True) -> None:
+    """Write a file, in place of one that may be there: readers see the old file or the new one,
+    whole.
+
+    ``durable`` as in :func:`write_new`. A device or a pipe, such as /dev/null, is written to.
+    """
+    if path.is_char_device() or path.is_fifo():
+        path.write_bytes(content)
+        return
+    draft = path.with_name(f'.{path.name}.{secrets.token_hex(8)}.part')
+    try:
+        write_new(draft, content, mode=mode, durable=durable)
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def open_log(path: str | Path) -> int:
+    """A file descriptor that appends to a file, which is made where it does not exist."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, PRIVATE)
+
+
+def read(path: Path, limit: int) -> bytes:
+    """At most ``limit`` bytes of a file that nobody else can have written.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is none.
+    BadInput
+        If it is a link or no regular file, belongs to another user, or others may read or write it.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise BadInput(f'{path} cannot be read ({error.strerror}); remove it.') from None
+    with os.fdopen(fd, 'rb') as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise BadInput(
+                f'{path} must be a file of yours that nobody else can read or write '
+                '(mode 0600); remove it.'
+            )
+        return file.read(limit)
+
+
+def make_dir(folder: Path) -> None:
+    """Make ``folder`` with mode 0700, with its parents, unless it exists; durable in its parent."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+    else:
+        sync_dir(folder.parent)
+
+
+def sync_dir(folder: Path) -> None:
+    """Make the entries of ``folder`` durable, where the file system can be asked to."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some user-space file systems have no fsync for directories; their entries are durable at
+        # once or never.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(fd)

@@ -1,0 +1,219 @@
+"""What trainers would train in the present holes, as a range: the decisions of a run, replayed on
+these holes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from msgspec import structs
+
+from parsl_freetrain.core.controller.controller import Controller
+from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.controller.throughput_profile import Profile
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import Trainer
+from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.ledger.rows import FINAL_STATES
+from parsl_freetrain.replay.accounting import RecordedJob
+from parsl_freetrain.replay.engine import run
+from parsl_freetrain.replay.trace import Trace
+from parsl_freetrain.replay.trainers import ReplayTrainer, read_trainers
+from parsl_freetrain.report.speed import speeds
+from parsl_freetrain.solver import allocator_named
+
+SQLITE = b'SQLite format 3\0'
+ENDLESS = 10**15
+"""Stands for an unknown total, in samples."""
+
+
+APART_S = 0.01
+"""Seconds by which holes that end together are shifted to tell them apart, if fragments may not
+span blocks.
+"""
+
+
+@dataclass(frozen=True)
+class PlannedBlock:
+    """A block that would be submitted now.
+
+    Attributes
+    ----------
+    walltime_s
+        Requested time in seconds.
+    hole_s
+        Seconds from now until its nodes are needed, whenever the block starts; None: nothing is
+        planned there.
+    preemptible
+        Whether its nodes may be taken at any time.
+    """
+
+    nodes: int
+    walltime_s: float
+    hole_s: float | None = None
+    preemptible: bool = False
+
+    def time(self, late_s: float) -> tuple[float, float]:
+        """When it has its nodes, as start and end in seconds from now, if it starts ``late_s``
+        seconds from now and is not preempted.
+        """
+        return late_s, late_s + self.walltime_s if self.hole_s is None else min(
+            late_s + self.walltime_s, self.hole_s
+        )
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """What one trainer can expect from the present holes.
+
+    Attributes
+    ----------
+    left
+        Samples left to train; None: unknown.
+    samples
+        Minimum and maximum number of samples trained in the holes.
+    finish_s
+        Earliest and latest finish, in seconds from now; None: not in these holes.
+    """
+
+    trainer: str
+    left: int | None
+    samples: tuple[float, float]
+    finish_s: tuple[float | None, float | None]
+
+
+def trainers_at(path: Path) -> list[ReplayTrainer]:
+    """The trainers of a file in the format of ``freetrain replay``; or the unfinished trainers of a
+    ledger's newest run, with the samples left.
+
+    ``submit_s`` in a file counts from now.
+
+    Raises
+    ------
+    BadInput
+        The file is invalid, lacks a trainer's speed, or has no trainer with samples left.
+    """
+    try:
+        with path.open('rb') as file:
+            is_ledger = file.read(len(SQLITE)) == SQLITE
+    except OSError as error:
+        raise BadInput(
+            f'{path} cannot be read ({error.strerror}); give a JSON list of trainers, or a ledger.'
+        ) from None
+    return _of_ledger(path) if is_ledger else list(read_trainers(path))
+
+
+def _of_ledger(path: Path) -> list[ReplayTrainer]:
+    with Reader(path) as reader:
+        runs = reader.story().runs
+        if not runs:
+            raise BadInput(f'The ledger {path} has no run yet.')
+        known = speeds(reader.story(), reader.progress())
+        story = reader.story(runs[-1].name)
+    found = []
+    for row in story.trainers:
+        if row.state in FINAL_STATES:
+            continue
+        curve = known[row.name].curve()
+        if curve is None:
+            raise BadInput(
+                f'The ledger {path} does not know yet how fast {row.name!r} trains; wait '
+                'until it has trained for some seconds.'
+            )
+        left = ENDLESS if row.total_samples is None else max(1, row.total_samples - row.samples)
+        trainer = Trainer(
+            row.name,
+            int(row.spec.get('min_nodes') or 1),
+            int(row.spec.get('max_nodes') or 1),
+            left,
+            curve,
+            float(row.spec.get('rescale_up_s') or 0.0),
+            float(row.spec.get('rescale_down_s') or 0.0),
+            sizes=tuple(row.spec.get('sizes', ())),
+        )
+        found.append(ReplayTrainer(trainer, 0.0, curve))
+    if not found:
+        raise BadInput(f'No trainer of the newest run in {path} has anything left to train.')
+    return found
+
+
+def prospects(
+    blocks: Sequence[PlannedBlock],
+    trainers: Sequence[ReplayTrainer],
+    settings: ControllerSettings,
+    start_s: float,
+    look_ahead_s: float,
+) -> list[Prospect]:
+    """What the trainers would train on these blocks alone.
+
+    Maximum: every block starts at once, and a preemptible one lasts for ``look_ahead_s``. Minimum:
+    every block starts ``start_s`` seconds later and ends when its nodes are needed, and a
+    preemptible one is preempted at once.
+    """
+    early = [(block.nodes, *block.time(0.0)) for block in blocks]
+    most = _trained(
+        [
+            (nodes, start, min(end, look_ahead_s) if block.preemptible else end)
+            for block, (nodes, start, end) in zip(blocks, early, strict=True)
+        ],
+        trainers,
+        settings,
+    )
+    least = _trained(
+        [(block.nodes, *block.time(start_s)) for block in blocks if not block.preemptible],
+        trainers,
+        settings,
+    )
+    return [_between(t.trainer, most[t.trainer.name], least[t.trainer.name]) for t in trainers]
+
+
+def _between(
+    trainer: Trainer, one: tuple[float, float | None], other: tuple[float, float | None]
+) -> Prospect:
+    # If trainers compete, the case that is better for all may be worse for one.
+    few, many = sorted((one[0], other[0]))
+    early, late = sorted((one[1], other[1]), key=lambda at: math.inf if at is None else at)
+    return Prospect(
+        trainer.name,
+        None if trainer.total_samples == ENDLESS else trainer.total_samples,
+        (few, many),
+        (early, late),
+    )
+
+
+def _trained(
+    blocks: Sequence[tuple[int, float, float]],
+    trainers: Sequence[ReplayTrainer],
+    settings: ControllerSettings,
+) -> dict[str, tuple[float, float | None]]:
+    """By trainer: samples, and when it finished."""
+    if not settings.spans_blocks:  # a trace identifies a block by its end
+        blocks = [(nodes, start, end - APART_S * i) for i, (nodes, start, end) in enumerate(blocks)]
+    there = [(nodes, start, end) for nodes, start, end in blocks if nodes and end > start]
+    if not there or not trainers:
+        return {t.trainer.name: (0.0, None) for t in trainers}
+    counts = np.array([nodes for nodes, _, _ in there])
+    names = tuple(f'block-{i}/{k}' for i, (nodes, _, _) in enumerate(there) for k in range(nodes))
+    starts, ends = (
+        np.repeat(np.array([block[column] for block in there], dtype=np.float64), counts)
+        for column in (1, 2)
+    )
+    trace = Trace(names, 0.0, float(ends.max()), starts, ends, np.arange(len(names)), ends)
+    worth = {t.trainer.name: t.objective for t in trainers}
+    runs = {
+        t.trainer.name: RecordedJob(
+            t.trainer, t.submit_s, Profile(t.objective).best_count(t.trainer.counts())
+        )
+        for t in trainers
+    }
+    controller = Controller(
+        allocator_named('auto', isolated=False),
+        structs.replace(settings, idle_block_s=math.inf, retries=0),
+        lambda candidate: worth[candidate.name],
+    )
+    run(trace, True, runs, controller)
+    return {name: (max(0.0, one.samples), one.done_s) for name, one in runs.items()}

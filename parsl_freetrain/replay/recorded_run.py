@@ -1,0 +1,268 @@
+"""Replays the recorded events of a live run through a controller.
+
+The events stay as recorded, so a decision that differs has no consequences: each decision is made
+in the state that the run really had.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from msgspec.structs import replace
+
+from parsl_freetrain.core.allocation.problem import Allocator, Answer, Problem
+from parsl_freetrain.core.controller.controller import Controller
+from parsl_freetrain.core.controller.planner import Planner
+from parsl_freetrain.core.controller.state import ControllerState
+from parsl_freetrain.core.model.errors import BadInput, DecisionFailed
+from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.ledger.rows import DecisionSettings, RunRow
+from parsl_freetrain.solver import allocator_named
+
+
+@dataclass(frozen=True)
+class Decided:
+    """The decision of the run or of the replay.
+
+    Attributes
+    ----------
+    allocation
+        Nodes by trainer.
+    gain_per_s
+        Expected gain over keeping everything, per second of the horizon, in the unit of the
+        objective; None if it is not finite.
+    """
+
+    allocation: dict[str, int]
+    gain_per_s: float | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A decision that differs in the replay.
+
+    Attributes
+    ----------
+    batch
+        Number of its batch of events.
+    at_s
+        Seconds since the run began.
+    trigger
+        The classes of the events.
+    run, replay
+        Decisions of the run and of the replay; None: the replay makes no decision there.
+    """
+
+    batch: int
+    at_s: float
+    trigger: str
+    run: Decided
+    replay: Decided | None
+
+
+@dataclass(frozen=True)
+class RunReplay:
+    """The result of a run's replay.
+
+    Attributes
+    ----------
+    settings
+        The settings of the replay.
+    decisions, same
+        Number of decisions of the run, and number of those that the replay makes, too.
+    reproduced
+        Number of decisions that the run's own settings reproduce.
+    run_gain_per_s, replay_gain_per_s
+        Means of :attr:`Decided.gain_per_s` over all problems given to the solver.
+    """
+
+    run: str
+    settings: DecisionSettings
+    decisions: int
+    same: int
+    reproduced: int
+    run_gain_per_s: float | None
+    replay_gain_per_s: float | None
+    differences: tuple[Difference, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """The document of ``freetrain replay --ledger --json``."""
+        return {
+            'run': self.run,
+            'decisions': self.decisions,
+            'same': self.same,
+            'reproduced': self.reproduced,
+            'settings': {
+                'solver': self.settings.solver,
+                'horizon_s': self.settings.controller.horizon_s,
+                'objective': self.settings.controller.metric,
+            },
+            'gain_per_s': {'run': self.run_gain_per_s, 'replay': self.replay_gain_per_s},
+            'differences': [asdict(difference) for difference in self.differences],
+        }
+
+
+def changed(
+    run: RunRow,
+    solver: str | None = None,
+    horizon_s: float | None = None,
+    metric: str | None = None,
+    time_limit_s: float | None = None,
+) -> DecisionSettings:
+    """The settings of a run, with some replaced; None: the run's.
+
+    Raises
+    ------
+    BadInput
+        The ledger does not have the settings, or one of them is invalid.
+    """
+    own = run.settings
+    if own is None:
+        raise BadInput(f'The ledger has no settings of run {run.name!r}; it cannot be replayed.')
+    if own.solver is None:
+        raise BadInput(
+            f'Run {run.name!r} used an allocator of its own, which the ledger does not have; only '
+            'runs with a solver that has a name can be replayed.'
+        )
+    return DecisionSettings(
+        replace(
+            own.controller,
+            horizon_s=own.controller.horizon_s if horizon_s is None else horizon_s,
+            metric=metric or own.controller.metric,
+        ),
+        solver or own.solver,
+        own.time_limit_s if time_limit_s is None else time_limit_s,
+    )
+
+
+def replay_run(reader: Reader, run: RunRow, settings: DecisionSettings) -> RunReplay:
+    """Repeat the decisions of a run on its recorded events.
+
+    Parameters
+    ----------
+    settings
+        From :func:`changed`.
+
+    Raises
+    ------
+    BadInput
+        The ledger has no events of the run, or the settings cannot be used for it.
+    """
+    own = changed(run)
+    asked = _Asked(_allocator(own), None if settings == own else settings)
+    controller = Controller(asked, own.controller)
+    asked.state = controller.state
+    decided = {row['batch']: row for row in reader.decisions(run.name)}
+    reproduced = same = batches = 0
+    differences: list[Difference] = []
+    for batch in reader.batches(run):
+        batches += 1
+        asked.at = batch.at
+        try:
+            again = controller.handle_all(batch.events).decision
+        except (ValueError, DecisionFailed):
+            again = None  # the run continued after it, too
+        if asked.error is not None:
+            raise asked.error
+        row = decided.get(batch.seq)
+        if row is None:
+            continue
+        as_before = again is not None and (
+            (again.current, again.answer.allocation, again.actions)
+            == (row['current'], row['allocation'], row['actions'])
+        )
+        reproduced += as_before
+        agrees = as_before
+        if asked.other is not None:
+            agrees = (
+                asked.answers[-1][1].allocation == row['allocation'] if asked.answers else False
+            )
+        if agrees:
+            same += 1
+            continue
+        horizon_s = own.controller.horizon_s
+        differences.append(
+            Difference(
+                batch.seq,
+                batch.at - run.begun_at,
+                row['trigger'],
+                Decided(
+                    row['allocation'], _finite((row['objective'] - row['staying']) / horizon_s)
+                ),
+                _decided(asked.answers[-1][1], settings) if again and asked.answers else None,
+            )
+        )
+    if not batches:
+        raise BadInput(
+            f'The ledger has no events of run {run.name!r} to replay; its runs of '
+            'freetrain run or of a FreeTrainExecutor have them.'
+        )
+    return RunReplay(
+        run.name,
+        settings,
+        len(decided),
+        same,
+        reproduced,
+        _mean([_decided(mine, own) for mine, _ in asked.answers]),
+        _mean([_decided(other, settings) for _, other in asked.answers]),
+        tuple(differences),
+    )
+
+
+class _Asked:
+    """Answers like the run's solver, so that the state follows the run, and records the answers of
+    other settings in the same state.
+    """
+
+    state: ControllerState
+
+    def __init__(self, own: Allocator, other: DecisionSettings | None) -> None:
+        self._own = own
+        self._allocator = own if other is None else _allocator(other)
+        self.other = None if other is None else Planner(self._allocator, other.controller)
+        self._names: dict[str, None] = {}
+        self.at = 0.0
+        self.answers: list[tuple[Answer, Answer]] = []
+        self.error: BadInput | None = None
+
+    def allocate(self, problem: Problem) -> Answer:
+        answer = self._own.allocate(problem)
+        other = answer
+        if self.other is not None:
+            try:
+                other = self._allocator.allocate(self._problem(self.other))
+            except BadInput as error:
+                self.error = error
+        self.answers.append((answer, other))
+        return answer
+
+    def _problem(self, planner: Planner) -> Problem:
+        # Renew all bids, without a trace in the state.
+        self._names |= dict.fromkeys(self.state.trainers)
+        state = copy(self.state)
+        state.changed = dict(self._names)
+        return planner.problem(state, self.at)
+
+
+def _allocator(settings: DecisionSettings) -> Allocator:
+    assert settings.solver is not None
+    # No child process is needed: a crash of the solver ends only the replay.
+    return allocator_named(settings.solver, settings.time_limit_s, isolated=False)
+
+
+def _decided(answer: Answer, settings: DecisionSettings) -> Decided:
+    gain = answer.objective - answer.staying
+    return Decided(dict(answer.allocation), _finite(gain / settings.controller.horizon_s))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _mean(decided: Sequence[Decided]) -> float | None:
+    known = [d.gain_per_s for d in decided if d.gain_per_s is not None]
+    return sum(known) / len(known) if known else None

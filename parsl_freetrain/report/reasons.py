@@ -1,0 +1,312 @@
+"""Explains a trainer's nodes from data of the ledger. This module reads no files and solves no
+problems.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parsl_freetrain.core.allocation.constraints import OWNERS
+from parsl_freetrain.core.allocation.explain import Reason
+from parsl_freetrain.ledger.rows import FINAL_STATES, FragmentRow, RunHistory, RunRow, TrainerRow
+from parsl_freetrain.report.outcome import DecisionOutcome
+from parsl_freetrain.report.sentences import describe
+
+REFUSAL_S = 600.0
+"""Maximum age in seconds of a site's refusal that is still relevant."""
+
+MOST_OTHERS = 5
+
+TRIGGERS = {
+    'NodesJoined': 'nodes joined',
+    'NodesLeft': 'nodes left',
+    'BlockClosed': 'a block ended',
+    'BlockEndKnown': 'the end of a block became known',
+    'TrainerSubmitted': 'a trainer was submitted',
+    'TotalKnown': 'the length of a training became known',
+    'FragmentProgressed': 'a trainer made progress',
+    'FragmentEnded': 'a fragment ended',
+    'TrainerCancelled': 'a trainer was cancelled',
+    'OrdinaryWork': 'ordinary Parsl tasks came or went',
+    'Tick': 'time went by',
+    'BudgetSpent': 'a budget was spent',
+}
+"""The triggers of decisions in words."""
+
+
+@dataclass(frozen=True)
+class DecisionAbout:
+    """A decision from the view of one trainer. Worths are over the horizon, in the objective's unit
+    x seconds.
+
+    Attributes
+    ----------
+    ago_s
+        Seconds since.
+    nodes
+        Number of nodes to allocate.
+    nodes_before, nodes_after
+        The trainer's nodes before and after.
+    staying, objective
+        Worth of keeping everything, and worth of the decision.
+    others
+        Nodes of the other trainers that have any.
+    horizon_s, worth_before, worth, rescale_cost, alternative
+        From solving the problem again; None if it was not recorded: see
+        :class:`parsl_freetrain.core.allocation.explain.Reason`.
+    stood_s, expected, staying_expected, trained
+        Outcome in samples: see :class:`parsl_freetrain.report.outcome.DecisionOutcome`.
+        ``staying_expected`` is also None if the trainer was about to start on nodes from an earlier
+        decision, since to change nothing was then not to keep its nodes.
+    """
+
+    ago_s: float
+    trigger: str
+    nodes: int
+    nodes_before: int
+    nodes_after: int
+    status: str
+    solver: str
+    staying: float
+    objective: float
+    others: Mapping[str, int]
+    actions: tuple[str, ...]
+    horizon_s: float | None = None
+    worth_before: float | None = None
+    worth: float | None = None
+    rescale_cost: float | None = None
+    alternative: Mapping[str, float] | None = None
+    stood_s: float | None = None
+    expected: float | None = None
+    staying_expected: float | None = None
+    trained: float | None = None
+
+
+def decision_about(
+    name: str,
+    row: Mapping[str, Any],
+    now: float,
+    reason: Reason | None = None,
+    outcome: DecisionOutcome | None = None,
+) -> DecisionAbout:
+    """One row of decisions, with its outcome, and the ``reason`` if the problem could be solved
+    again.
+    """
+    known: dict[str, Any] = {}
+    before = row['current'].get(name, 0)
+    if reason is not None:
+        other = reason.alternative
+        known = {
+            'horizon_s': row['problem']['horizon_s'],
+            'worth_before': reason.worth_before,
+            'worth': reason.worth,
+            'rescale_cost': reason.rescale_cost,
+            'alternative': None
+            if other is None
+            else {'nodes': other.nodes, 'worse_by': other.worse_by},
+        }
+    if outcome is not None:
+        known |= {
+            'stood_s': outcome.until - outcome.at,
+            'expected': outcome.expected,
+            'staying_expected': outcome.staying if outcome.nodes_before == before else None,
+            'trained': outcome.trained,
+        }
+    return DecisionAbout(
+        ago_s=now - row['at'],
+        trigger=row['trigger'],
+        nodes=row['nodes'],
+        nodes_before=before,
+        nodes_after=row['allocation'].get(name, 0),
+        status=row['status'],
+        solver=row['solver'],
+        staying=row['staying'],
+        objective=row['objective'],
+        others={k: n for k, n in row['allocation'].items() if n and k != name},
+        actions=tuple(map(describe, row['actions'])),
+        **known,
+    )
+
+
+def running_fragment(story: RunHistory, trainer: TrainerRow) -> FragmentRow | None:
+    """The trainer's running fragment."""
+    mine = [
+        f
+        for f in story.fragments
+        if f.run == trainer.run and f.trainer == trainer.name and f.ended_at is None
+    ]
+    return mine[-1] if mine else None
+
+
+def waits_for(
+    story: RunHistory,
+    run: RunRow,
+    trainer: TrainerRow,
+    decisions: Sequence[Mapping[str, Any]],
+    refusals: Sequence[Mapping[str, Any]],
+    now: float,
+) -> str | None:
+    """A sentence on what a trainer of a live run waits for; None if it has nodes or has ended.
+
+    Parameters
+    ----------
+    decisions, refusals
+        The last decisions and the last refusals of blocks, newest first.
+    """
+    if trainer.state in FINAL_STATES or running_fragment(story, trainer) is not None:
+        return None
+    open_blocks = [b for b in story.blocks if b.run == run.id and b.closed_at is None]
+    joined = [n for n in story.nodes if n.run == run.id and n.left_at is None]
+    if not joined:
+        return _for_nodes(len(open_blocks), sum(b.nodes for b in open_blocks), refusals, now)
+    last = decisions[0] if decisions else None
+    if last is None or last['at'] < trainer.submitted_at:
+        return 'It waits for the next decision.'
+    if trainer.name not in last['allocation']:
+        turn = ', '.join(last['allocation']) or 'none'
+        return (
+            'It waits for its turn: the executor lets only so many trainers train at a '
+            f'time, and now these do: {turn}.'
+        )
+    if last['allocation'][trainer.name]:
+        return (
+            f'It is to get {nodes(last["allocation"][trainer.name])}, and waits until '
+            'whoever is on them has stopped.'
+        )
+    fewest = int(trainer.spec.get('min_nodes') or 1)
+    if last['nodes'] < fewest:
+        return (
+            f'It waits for more nodes: it needs {fewest} at least, and there '
+            f'{"is" if last["nodes"] == 1 else "are"} {last["nodes"]}.'
+        )
+    others = shares({k: n for k, n in last['allocation'].items() if n})
+    limit = _limit(trainer.name, fewest, last)
+    if limit is not None:
+        return (
+            f'It waits because {limit}, and it needs {fewest} at least; now these have '
+            f'nodes: {others or "none"}.'
+        )
+    return f"It waits because others do more with the pool's {nodes(last['nodes'])}: {others}."
+
+
+def _limit(name: str, fewest: int, decision: Mapping[str, Any]) -> str | None:
+    """The limit that keeps a trainer from free nodes; None: none, or the problem was not
+    recorded.
+    """
+    problem, given = decision['problem'] or {}, decision['allocation']
+    used = sum(given.values())
+    if used + fewest > decision['nodes']:
+        return None
+    owners = {t['name']: t for t in problem.get('trainers', ())}
+    for what in OWNERS:
+        owner = owners.get(name, {}).get(what)
+        most = problem.get(f'{what}_nodes', {}).get(owner)
+        if (
+            most is not None
+            and sum(n for other, n in given.items() if owners.get(other, {}).get(what) == owner)
+            + fewest
+            > most
+        ):
+            return f'no more than {nodes(most)} may go to {what} {owner} at once'
+    if used + fewest > problem.get('max_nodes', decision['nodes']):
+        return f'the executor uses no more than {nodes(problem["max_nodes"])} at once'
+    if used + fewest > decision['nodes'] - problem.get('keep_free', 0):
+        return f"{nodes(problem['keep_free'])} of the pool's {decision['nodes']} are kept free"
+    return None
+
+
+def _for_nodes(blocks: int, asked: int, refusals: Sequence[Mapping[str, Any]], now: float) -> str:
+    if blocks:
+        which = 'a block' if blocks == 1 else f'{blocks} blocks'
+        return (
+            f'It waits for nodes: {which} with {nodes(asked)} '
+            f'{"is" if blocks == 1 else "are"} asked for and not ready yet.'
+        )
+    if refusals and now - refusals[0]['at'] < REFUSAL_S:
+        return (
+            'It waits for nodes: the site refused a block of '
+            f'{nodes(refusals[0]["detail"].get("nodes", 0))} '
+            f'{now - refusals[0]["at"]:.0f} s ago: '
+            f'{refusals[0]["detail"].get("error", "no reason given")}'
+        )
+    return 'It waits for a hole: the site offers no nodes now, or not for long enough.'
+
+
+def in_words(name: str, about: DecisionAbout) -> list[str]:
+    """A decision in two or three sentences."""
+    trigger = ', '.join(TRIGGERS.get(word, word) for word in about.trigger.split('+'))
+    change = (
+        f'{name} keeps {nodes(about.nodes_after)}'
+        if about.nodes_before == about.nodes_after
+        else f'{name} goes from {about.nodes_before} to {nodes(about.nodes_after)}'
+    )
+    others = shares(about.others)
+    lines = [
+        f'{trigger}; there {"is" if about.nodes == 1 else "are"} {nodes(about.nodes)} to '
+        'give away. '
+        f'{change}{f"; {others}" if others else ""}.'
+    ]
+    gain = about.objective - about.staying
+    horizon = '' if about.horizon_s is None else f' over the next {about.horizon_s:g} s'
+    lines.append(
+        f'In all this is worth {_number(about.objective)}{horizon}, '
+        + (
+            f'{_number(gain)} more than changing nothing'
+            if gain > 0
+            else 'and no change is worth more'
+        )
+        + f' ({about.status}, by {about.solver}).'
+    )
+    if about.worth is not None and about.worth_before is not None:
+        own = f'To {name} it is worth {_number(about.worth)}'
+        if about.nodes_before != about.nodes_after:
+            own += f', keeping what it had {_number(about.worth_before)}'
+        other = about.alternative
+        if other is None:
+            own += '; there is no way to give it another number of nodes.'
+        elif other['worse_by'] == 0:
+            own += f'; {nodes(int(other["nodes"]))} for it would be as good.'
+        else:
+            own += (
+                f'; with {nodes(int(other["nodes"]))} for it, the next best, all '
+                'together would be worth '
+                f'{_number(other["worse_by"])} less.'
+            )
+        lines.append(own)
+    if about.stood_s and (about.nodes_after or about.trained):
+        lines.append(_what_became(name, about))
+    return lines
+
+
+def _what_became(name: str, about: DecisionAbout) -> str:
+    """The actual gain compared with the expected one."""
+    trained = f'{name} trained {_count(about.trained or 0)} that it kept'
+    stood = f'It stood for {about.stood_s:.0f} s'
+    if about.expected is None:
+        return f'{stood}: {trained}; what to expect was not known yet.'
+    staying = ''
+    if about.staying_expected is not None and about.nodes_before != about.nodes_after:
+        staying = f', and {_count(about.staying_expected)} of changing nothing'
+    return f'{stood}: {_count(about.expected)} were expected of it{staying}; {trained}.'
+
+
+def _count(samples: float) -> str:
+    return '1 sample' if round(samples) == 1 else f'{round(samples):,} samples'
+
+
+def shares(allocation: Mapping[str, int]) -> str:
+    """Trainers with their node counts, largest first."""
+    ranked = sorted(allocation.items(), key=lambda item: -item[1])
+    shown = ', '.join(f'{name} {count}' for name, count in ranked[:MOST_OTHERS])
+    return f'{shown} and {len(ranked) - MOST_OTHERS} more' if len(ranked) > MOST_OTHERS else shown
+
+
+def nodes(count: int) -> str:
+    """'1 node', '2 nodes' and so on."""
+    return '1 node' if count == 1 else f'{count} nodes'
+
+
+def _number(value: float) -> str:
+    return f'{value:.4g}' if abs(value) < 1e6 else f'{value:.3e}'

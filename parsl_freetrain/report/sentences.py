@@ -1,0 +1,22 @@
+"""The controller's actions in words."""
+
+from __future__ import annotations
+
+from parsl_freetrain.core.model import events as ev
+
+
+def describe(action: ev.Action) -> str:
+    """An action in a few words."""
+    match action:
+        case ev.OpenBlock(request):
+            return f'open a block of {request.nodes} nodes'
+        case ev.CloseBlock(block, why):
+            return f'close block {block}: {why}'
+        case ev.StartFragment(trainer, fragment, nodes):
+            return f'start fragment {fragment} of {trainer} on {len(nodes)} nodes'
+        case ev.StopFragment(trainer, fragment, why):
+            return f'stop fragment {fragment} of {trainer}: {why}'
+        case ev.AbandonFragment(trainer, fragment):
+            return f'abandon fragment {fragment} of {trainer}: some of its nodes are gone'
+        case ev.EndTrainer(trainer, state, why):
+            return f'end {trainer}: {state}{f", {why}" if why else ""}'

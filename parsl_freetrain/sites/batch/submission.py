@@ -1,0 +1,156 @@
+"""How a block is submitted: its shape, its name, its batch script, and not too often."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import BlockRequest
+from parsl_freetrain.host import files
+from parsl_freetrain.sites.batch.book import BatchBlock
+from parsl_freetrain.sites.batch.checks import check_request
+from parsl_freetrain.sites.batch.commands import SchedulerRefused, SchedulerSilent
+from parsl_freetrain.sites.batch.options import BatchOptions
+from parsl_freetrain.sites.batch.records import Partition
+from parsl_freetrain.sites.batch.scheduler import Scheduler
+from parsl_freetrain.sites.batch.shape import BlockShape, Place, job_name, shape_for
+from parsl_freetrain.sites.batch.watch import NEVER
+from parsl_freetrain.sites.protocols import HoleGone
+
+
+class Submitter:
+    """Submits the blocks of one site, at most one every ``submit_every_s`` seconds.
+
+    Parameters
+    ----------
+    clock
+        Seconds of ``time.time()``.
+
+    Attributes
+    ----------
+    run
+        Names this run's jobs.
+    next_s
+        When the next submission is allowed, in seconds of ``time.time()``.
+    unanswered
+        Names of submissions that the scheduler did not answer; it may have accepted them.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, options: BatchOptions, clock: Callable[[], float], run: str
+    ) -> None:
+        self._scheduler = scheduler
+        self._options = options
+        self._clock = clock
+        self.run = run
+        self.next_s = NEVER
+        self.unanswered: set[str] = set()
+
+    def check(self, partition: Partition) -> None:
+        """Ask whether the smallest block would be accepted.
+
+        Raises
+        ------
+        BadInput
+            It would be refused.
+        """
+        shortest_s = math.ceil(partition.shortest_s)
+        shape = BlockShape(partition.least_nodes, shortest_s, shortest_s)
+        with tempfile.TemporaryDirectory(prefix='freetrain-') as folder:
+            place = self._place(Path(folder), 'test')
+            script = self._write(
+                Path(folder), place, self._scheduler.render(shape, place, 'true', '')
+            )
+            try:
+                self._scheduler.test(script)
+            except SchedulerRefused as error:
+                raise BadInput(
+                    f'{self._scheduler.label} would refuse every block in '
+                    f'{partition.name!r}: {error}; change the site config.'
+                ) from None
+
+    def preview(
+        self,
+        request: BlockRequest,
+        partition: Partition,
+        folder: Path,
+        block: str,
+        command: str,
+        worker_init: str,
+    ) -> tuple[BlockShape, Place, str]:
+        """What would be asked of the scheduler now, under which name, and the batch script.
+
+        Raises
+        ------
+        BadInput
+            The queue can never meet the request.
+        """
+        check_request(request, partition)
+        shape = shape_for(
+            request.nodes,
+            request.walltime_s,
+            request.names,
+            self._options,
+            partition.longest_s,
+            self._clock(),
+            self._scheduler.step_s,
+            partition.shortest_s,
+        )
+        place = self._place(folder, block)
+        return shape, place, self._scheduler.render(shape, place, command, worker_init)
+
+    def submit(
+        self,
+        request: BlockRequest,
+        partition: Partition,
+        folder: Path,
+        block: str,
+        command: str,
+        worker_init: str,
+    ) -> BatchBlock:
+        """Submit a block; its script and its output go to ``folder``.
+
+        Raises
+        ------
+        BadInput
+            The queue can never meet the request.
+        HoleGone
+            The last submission was too short a time ago.
+        FreeTrainError
+            The scheduler refused it, or did not answer.
+        """
+        now = self._clock()
+        shape, place, text = self.preview(request, partition, folder, block, command, worker_init)
+        if now < self.next_s:
+            raise HoleGone(
+                f'{self._scheduler.label}: one submission at a time, the next in '
+                f'{self.next_s - now:.1f} s; look at the holes again.'
+            )
+        script = self._write(folder, place, text)
+        for path in (place.stdout, place.stderr):
+            files.replace(Path(path), b'', durable=False)
+        self.next_s = now + self._options.submit_every_s
+        try:
+            job_id = self._scheduler.submit(script)
+        except SchedulerSilent:
+            self.unanswered.add(place.name)
+            raise
+        if shape.deadline is None:
+            start_by_s = now + self._options.withdraw_s
+            latest_s = start_by_s + shape.walltime_s
+        else:
+            start_by_s, latest_s = float(shape.deadline - shape.least_s), float(shape.deadline)
+        return BatchBlock(job_id, shape.nodes, now, start_by_s, latest_s, place)
+
+    def _place(self, folder: Path, block: str) -> Place:
+        name = job_name(self.run, f'{block}.{secrets.token_hex(3)}')
+        return Place(name, str(folder / f'{name}.out'), str(folder / f'{name}.err'))
+
+    def _write(self, folder: Path, place: Place, text: str) -> Path:
+        script = folder / f'{place.name}.sh'
+        files.replace(script, text.encode(), mode=self._scheduler.script_mode, durable=False)
+        return script

@@ -1,0 +1,233 @@
+"""The open blocks of one site, compared with what the scheduler says about its queue."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import pwd
+import threading
+from collections.abc import Callable, Collection, Sequence
+
+from parsl.jobs.states import JobStatus
+
+from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.sites.batch.book import BatchBlock, Book
+from parsl_freetrain.sites.batch.commands import SchedulerSilent
+from parsl_freetrain.sites.batch.holes import windows
+from parsl_freetrain.sites.batch.offers import OfferLog
+from parsl_freetrain.sites.batch.options import BatchOptions
+from parsl_freetrain.sites.batch.records import BatchJob, NotUnderstood
+from parsl_freetrain.sites.batch.scheduler import NoHistory, Scheduler
+from parsl_freetrain.sites.batch.watch import NEVER, QueueSnapshot, QueueWatch
+from parsl_freetrain.sites.protocols import NodeOffer
+
+logger = logging.getLogger(__name__)
+
+
+class BlockTracker:
+    """Follows blocks from their submission to their end, and cancels those that are late.
+
+    Parameters
+    ----------
+    clock
+        Seconds of ``time.time()``.
+    unanswered
+        Names of submissions that the scheduler did not answer. A job of such a name is cancelled
+        when it is seen, since nobody waits for it any more, and its name is removed.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        options: BatchOptions,
+        clock: Callable[[], float],
+        unanswered: set[str],
+    ) -> None:
+        self._scheduler = scheduler
+        self._options = options
+        self._clock = clock
+        self._unanswered = unanswered
+        self._watch = QueueWatch(scheduler, options, clock)
+        self._wanted = scheduler.wanted()
+        self._user = _user()
+        self._lock = threading.Lock()
+        self._book = Book()
+        self._offers = OfferLog(3 * options.poll_s)
+        self._taken_in = NEVER  # when the question was asked whose answer was last taken in
+        self._changed = NEVER  # answers to older questions do not show what we did
+        self._next_history = NEVER
+
+    def add(self, blocks: Collection[BatchBlock]) -> None:
+        """Blocks were submitted, or adopted."""
+        with self._lock:
+            for block in blocks:
+                self._book.add(block)
+            self._changed = self._clock()
+
+    def remove(self, job_id: str) -> None:
+        """A block is over, and its nodes can be offered once the scheduler says so."""
+        with self._lock:
+            if self._book.remove(job_id):
+                self._changed = self._clock()
+
+    def ids(self) -> frozenset[str]:
+        """The jobs of all blocks."""
+        with self._lock:
+            return self._book.ids()
+
+    def waiting(self) -> list[BatchBlock]:
+        """Blocks without nodes."""
+        with self._lock:
+            return self._book.waiting()
+
+    def end_of(self, job_id: str) -> float | None:
+        """When the scheduler ends a running block; None if it does not, or while unknown."""
+        with self._lock:
+            return self._book.end_of(job_id)
+
+    def offers(self, since: float, until: float) -> tuple[NodeOffer, ...]:
+        """Which nodes were idle or ours, as far as answers tell."""
+        with self._lock:
+            return self._offers.between(since, until)
+
+    # --- the scheduler's answers
+
+    def snapshot(self) -> QueueSnapshot | None:
+        """Queue and nodes as they are now; None if the scheduler is silent or slow."""
+        snapshot = self._look(with_nodes=True)
+        slow_s = 3 * self._options.poll_s + self._options.command_s  # an answer may take that long
+        fresh = snapshot.nodes_at >= max(self._changed, self._clock() - slow_s)
+        return snapshot if fresh and not self._watch.failures else None
+
+    def first_snapshot(self) -> QueueSnapshot:
+        """The same for a command line, which waits for the answer.
+
+        Raises
+        ------
+        FreeTrainError
+            The scheduler does not answer.
+        """
+        snapshot = self._watch.look(with_nodes=True, wait_s=5 * self._options.command_s)
+        if snapshot.nodes_at == NEVER:
+            raise FreeTrainError(
+                f'{self._scheduler.label} does not answer: '
+                f'{self._watch.error or "it takes too long"}.'
+            )
+        return snapshot
+
+    def own_jobs(self) -> tuple[BatchJob, ...]:
+        """This user's jobs, asked for now.
+
+        Raises
+        ------
+        FreeTrainError
+            The scheduler does not answer.
+        """
+        return tuple(job for job in self._scheduler.jobs() if job.user == self._user)
+
+    def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
+        """The status of each job.
+
+        While the scheduler is silent this is the status that was seen last, and UNKNOWN after
+        ``unreachable_s`` seconds.
+        """
+        self._look(with_nodes=False)
+        self._ask_history()
+        self._withdraw()
+        now = self._clock()
+        silent = self._watch.failures > 0 and now - self._taken_in > self._options.unreachable_s
+        with self._lock:
+            return [
+                self._book.status(job_id, now, self._watch.error if silent else '')
+                for job_id in job_ids
+            ]
+
+    def _look(self, with_nodes: bool) -> QueueSnapshot:
+        snapshot = self._watch.look(with_nodes, self._changed)
+        if snapshot.jobs_at > self._taken_in:
+            self._taken_in = snapshot.jobs_at
+            with self._lock:
+                self._book.take_in(snapshot.jobs, snapshot.jobs_at)
+                self._note_offers(snapshot)
+            self._cancel_unanswered([job for job in snapshot.jobs if job.user == self._user])
+        return snapshot
+
+    def _note_offers(self, snapshot: QueueSnapshot) -> None:
+        ours = self._book.ids()
+        names = {name for job in snapshot.jobs if job.job_id in ours for name in job.names}
+        if snapshot.nodes_at >= snapshot.jobs_at:
+            names |= windows(
+                snapshot.nodes,
+                snapshot.jobs,
+                snapshot.reservations,
+                self._wanted,
+                ours,
+                snapshot.jobs_at,
+            ).keys()
+        self._offers.note(snapshot.jobs_at, names)
+
+    def _ask_history(self) -> None:
+        """Ask the scheduler's records about jobs that the queue does not know any more."""
+        now = self._clock()
+        with self._lock:
+            missing = {job_id: self._book.place(job_id) for job_id in self._book.missing()}
+        if not missing or now < self._next_history:
+            return
+        self._next_history = now + self._scheduler.history_every_s
+        try:
+            states = self._scheduler.history(missing)
+        except (SchedulerSilent, NotUnderstood, NoHistory) as error:
+            logger.info('%s says nothing of %s: %s', self._scheduler.label, list(missing), error)
+            self._next_history = math.inf if isinstance(error, NoHistory) else self._next_history
+            return
+        with self._lock:
+            self._book.take_in_history(states)
+
+    # --- cancellation
+
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        """End these jobs at once.
+
+        Raises
+        ------
+        SchedulerSilent
+            The scheduler did not answer; they may still run.
+        """
+        self._cancel(job_ids, cancelled=True)
+
+    def _cancel(
+        self, job_ids: Sequence[str], *, cancelled: bool = False, withdrawn: bool = False
+    ) -> None:
+        self._scheduler.cancel(job_ids)
+        with self._lock:
+            self._book.mark(job_ids, cancelled=cancelled, withdrawn=withdrawn)
+            self._changed = self._clock()
+
+    def _withdraw(self) -> None:
+        """Cancel blocks that have not started while their hole lasted."""
+        with self._lock:
+            late = self._book.late(self._clock())
+        if not late or self._watch.failures:
+            return
+        try:
+            self._cancel(late, withdrawn=True)
+        except SchedulerSilent as error:
+            logger.warning('Blocks %s have not started in time: cannot cancel: %s', late, error)
+
+    def _cancel_unanswered(self, jobs: Collection[BatchJob]) -> None:
+        strays = [job for job in jobs if job.name in self._unanswered]
+        alive = [job.job_id for job in strays if not job.state.is_over]
+        try:
+            if alive:
+                self._scheduler.cancel(alive)
+            self._unanswered -= {job.name for job in strays}
+        except SchedulerSilent as error:
+            logger.warning('Blocks %s are still to be cancelled: %s', alive, error)
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())

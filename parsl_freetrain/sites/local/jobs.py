@@ -1,0 +1,187 @@
+"""The blocks of the local site: one process each, which runs a command once per slot."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from parsl.jobs.states import JobState, JobStatus
+
+from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.host import files
+from parsl_freetrain.host.processes import start_of
+from parsl_freetrain.sites.local import slots
+
+logger = logging.getLogger(__name__)
+
+_CANCEL_WAIT_S = 10.0
+
+
+@dataclass
+class _SlotJob:
+    name: str
+    process: subprocess.Popen[bytes]
+    script: Path
+    cancelled: bool = False
+    last: JobStatus | None = None
+
+
+class SlotJobs:
+    """Starts, watches and cancels the blocks of this process.
+
+    Unlike Parsl's LocalProvider it needs no ``ps``, accepts any character in the path of its
+    folder, and sees the exit status of the very process that it started. When a cancellation
+    returns, no process of the block is left.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, _SlotJob] = {}
+
+    def start(
+        self,
+        folder: Path,
+        name: str,
+        nodes: Sequence[str],
+        end: float | None,
+        command: str,
+        worker_init: str = '',
+    ) -> str:
+        """Start a block.
+
+        Parameters
+        ----------
+        folder
+            Where the script and all output go.
+        nodes
+            The names of its slots.
+        end
+            When the slots are taken away, in seconds of ``time.time()``; None: never.
+        command
+            What each slot runs, as a shell command.
+        worker_init
+            Shell lines that run once, before the slots start.
+
+        Returns
+        -------
+        str
+            The job's id.
+
+        Raises
+        ------
+        FreeTrainError
+            The process cannot be started, or its files cannot be written.
+        """
+        name = f'{name}.{time.time():.6f}'.replace('/', '_')
+        script = folder / f'{name}.sh'
+        block = _block_command(folder, name, nodes, end)
+        try:
+            with files.create(script) as file:
+                file.write(f'{worker_init}\nexec {block} {shlex.quote(command)}\n'.encode())
+            with (
+                files.create(_beside(script, '.out')) as out,
+                files.create(_beside(script, '.err')) as err,
+            ):
+                process = subprocess.Popen(
+                    ['/bin/bash', str(script)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise FreeTrainError(f'The block {name} could not be started: {error}.') from error
+        job_id = str(process.pid)
+        while job_id in self._jobs:
+            job_id += '+'
+        self._jobs[job_id] = _SlotJob(name, process, script)
+        return job_id
+
+    def status(self, job_id: str) -> JobStatus:
+        """How the block is; TIMEOUT if its slots were taken away."""
+        job = self._jobs[job_id]
+        if job.last is not None:
+            return job.last
+        code = job.process.poll()
+        if code is None:
+            return JobStatus(JobState.RUNNING)
+        state, message = self._ending(job, code)
+        job.last = JobStatus(
+            state,
+            message,
+            exit_code=code,
+            stdout_path=str(_beside(job.script, '.out')),
+            stderr_path=str(_beside(job.script, '.err')),
+        )
+        return job.last
+
+    def _ending(self, job: _SlotJob, code: int) -> tuple[JobState, str]:
+        try:
+            how = json.loads(slots.end_file(job.script.parent, job.name).read_text())['how']
+        except (OSError, ValueError, KeyError):
+            # Whatever killed it left its nodes alone.
+            slots.kill_block(job.script.parent, job.name)
+            if job.cancelled:
+                return JobState.CANCELLED, slots.CANCELLED
+            return JobState.FAILED, f'the process of the block ended by itself with status {code}'
+        if how == slots.TAKEN:
+            return JobState.TIMEOUT, how
+        if how in (slots.CANCELLED, slots.ORPHANED):
+            return JobState.CANCELLED, how
+        return (
+            (JobState.COMPLETED, how)
+            if code == 0
+            else (JobState.FAILED, f'the command ended with status {code}')
+        )
+
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        """End blocks; when it returns, no process of theirs is left."""
+        jobs = [self._jobs[job_id] for job_id in job_ids]
+        for job in jobs:
+            if job.process.poll() is None:
+                job.cancelled = True
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(job.process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + _CANCEL_WAIT_S
+        for job_id, job in zip(job_ids, jobs, strict=True):
+            try:
+                job.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                logger.warning(
+                    'Block %s did not end on SIGTERM within %g s; killing it',
+                    job.name,
+                    _CANCEL_WAIT_S,
+                )
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(job.process.pid, signal.SIGKILL)
+                job.process.wait()
+            self.status(job_id)
+
+
+def _block_command(folder: Path, name: str, nodes: Sequence[str], end: float | None) -> str:
+    """The program :mod:`parsl_freetrain.sites.local.slots`; the slots' command is still to follow.
+
+    The script execs it, so that signals reach it directly.
+    """
+    owner = os.getpid()
+    words = [sys.executable, '-P', os.path.abspath(slots.__file__)]
+    words += ['--folder', str(folder), '--job-name', name]
+    words += ['--owner', f'{owner}:{start_of(owner)}']
+    if end is not None:
+        words += ['--end', repr(end)]
+    for node in nodes:
+        words += ['--node', node]
+    return shlex.join([*words, '--'])
+
+
+def _beside(script: Path, suffix: str) -> Path:
+    return script.with_name(script.name + suffix)

@@ -1,0 +1,334 @@
+"""The local site: slots of this computer are its nodes, and a schedule says when they are idle."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from parsl.jobs.states import JobStatus
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import BlockRequest, Hole
+from parsl_freetrain.sites.local.jobs import SlotJobs
+from parsl_freetrain.sites.protocols import HoleGone, NodeOffer
+from parsl_freetrain.sites.schedule import IdleInterval, Schedule, read_schedule
+
+KILL, NOTICE, KNOWN, MIXED = 'kill', 'notice', 'known', 'mixed'
+TAKEN = (KILL, NOTICE, KNOWN, MIXED)
+
+# How nodes are taken under 'mixed': mostly without warning, as on a real machine.
+_MIX = ((KILL, 0.6), (NOTICE, 0.25), (KNOWN, 0.15))
+
+
+@dataclass(frozen=True)
+class _SlotBlock:
+    """An open block; times in seconds of ``time.time()``, infinite where there is no end."""
+
+    nodes: tuple[str, ...]
+    end: float
+    walltime_end: float
+    how: str
+
+
+class LocalSite:
+    """This computer as a site: ``nodes`` slots that come and go as a schedule says.
+
+    Parameters
+    ----------
+    nodes
+        The number of slots, or their names. Of a schedule with more nodes, the first ones in sorted
+        order are used.
+    schedule
+        Idle intervals, or the CSV file that has them (see
+        :func:`~parsl_freetrain.sites.schedule.read_schedule`); None: every slot is always idle. Its
+        time 0 is when the executor starts.
+    time_factor
+        Factor for all times of the schedule.
+    taken
+        How nodes are taken at the end of their interval, always by SIGKILL: ``'kill'`` without
+        warning; ``'notice'`` announced ``notice_s`` seconds before; ``'known'`` with the end known
+        from the beginning; ``'mixed'`` one of these, mostly ``'kill'``, drawn for each group of
+        intervals that end together.
+    notice_s
+        Time between a notice and the end, in seconds.
+    seed
+        For the random choice under ``'mixed'``.
+    poll_s
+        Seconds between two questions about blocks and holes.
+    clock
+        Wall-clock time in seconds.
+
+    Raises
+    ------
+    BadInput
+        A site without a single usable node, a schedule that cannot be used, an unknown ``taken``,
+        or a number out of range.
+    """
+
+    name = 'local'
+    is_local = True
+    spans_blocks = True
+    interface: str | None = 'lo'
+    script_dir: str | None = None
+
+    def __init__(
+        self,
+        nodes: int | Sequence[str] = 2,
+        schedule: str | Path | Schedule | None = None,
+        time_factor: float = 1.0,
+        taken: str = KILL,
+        notice_s: float = 10.0,
+        seed: int = 0,
+        poll_s: float = 0.5,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if taken not in TAKEN:
+            raise BadInput(
+                f'LocalSite: taken is {taken!r}; it must be one of {", ".join(map(repr, TAKEN))}.'
+            )
+        if not (math.isfinite(time_factor) and time_factor > 0):
+            raise BadInput(f'LocalSite: time_factor is {time_factor}; it must be a number above 0.')
+        for what, seconds in (('notice_s', notice_s), ('poll_s', poll_s)):
+            if not (math.isfinite(seconds) and seconds >= 0) or (what == 'poll_s' and seconds == 0):
+                raise BadInput(
+                    f'LocalSite: {what} is {seconds}; it must be a number of seconds above 0.'
+                )
+        self.nodes = nodes
+        self.schedule = schedule
+        self.time_factor = time_factor
+        self.taken = taken
+        self.notice_s = notice_s
+        self.seed = seed
+        self.poll_s = poll_s
+        self._clock = clock
+        self._followed = _followed(nodes, schedule).scaled(time_factor)
+        self._intervals: dict[str, list[IdleInterval]] = {name: [] for name in self._followed.nodes}
+        for interval in self._followed.intervals:
+            self._intervals[interval.node].append(interval)
+        self._starts = {
+            name: [i.start_s for i in intervals] for name, intervals in self._intervals.items()
+        }
+        self._lock = threading.Lock()
+        self._zero: float | None = None
+        self._closed = False
+        self._jobs = SlotJobs()
+        self._open: dict[str, _SlotBlock] = {}
+        self._freed_at: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f'LocalSite(nodes={self.nodes!r}, schedule={self.schedule!r}, '
+            f'time_factor={self.time_factor!r}, '
+            f'taken={self.taken!r}, notice_s={self.notice_s!r}, seed={self.seed!r}, '
+            f'poll_s={self.poll_s!r})'
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The slots, sorted."""
+        return self._followed.nodes
+
+    @property
+    def over_at(self) -> float | None:
+        """When the schedule ends, in seconds of ``time.time()``.
+
+        None before the start, and if it never ends.
+        """
+        end = math.inf if self._zero is None else self._zero + self._followed.end_s
+        return end if math.isfinite(end) else None
+
+    def start(self) -> None:
+        """The schedule's time 0 is now."""
+        with self._lock:
+            if self._zero is None:
+                self._zero = self._clock()
+
+    def close(self) -> None:
+        """No holes from now on; blocks that are open follow the schedule to their end."""
+        self._closed = True
+
+    def holes(self) -> tuple[Hole, ...]:
+        """Idle slots in no open block.
+
+        Those that became free together and have the same known end are one hole.
+        """
+        now = self._clock()
+        with self._lock:
+            free = self._free(now)
+        groups: dict[tuple[float, float], list[str]] = {}
+        for node, interval in free.items():
+            since = max(interval.start_s, self._freed_at.get(node, 0.0))
+            groups.setdefault((since, self._known_end(interval, now)), []).append(node)
+        return tuple(
+            Hole(len(names), until_s=end if math.isfinite(end) else None, names=tuple(names))
+            for (_, end), names in sorted(groups.items())
+        )
+
+    def open_block(
+        self, request: BlockRequest, command: str, name: str, worker_init: str = ''
+    ) -> str:
+        """Start the command on the slots; the schedule takes them away again."""
+        with self._lock:
+            now = self._clock()
+            names = self._choose(request, self._free(now))
+            taken_s = min(self._at(node, now).end_s for node in names)
+            block = _SlotBlock(
+                names,
+                self._epoch(taken_s),
+                math.inf if request.walltime_s is None else now + request.walltime_s,
+                self._how(taken_s),
+            )
+            end = min(block.end, block.walltime_end)
+            job_id = self._jobs.start(
+                Path(self.script_dir or '.').absolute(),
+                name,
+                names,
+                end if math.isfinite(end) else None,
+                command,
+                worker_init,
+            )
+            self._open[job_id] = block
+        return job_id
+
+    def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
+        """How the blocks are; TIMEOUT for one whose slots were taken away."""
+        return [self._jobs.status(job_id) for job_id in job_ids]
+
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        """End the blocks; when it returns, no process of theirs is left."""
+        self._jobs.cancel(job_ids)
+
+    def _choose(self, request: BlockRequest, free: dict[str, IdleInterval]) -> tuple[str, ...]:
+        if request.nodes < 1 or (request.names and len(request.names) != request.nodes):
+            raise BadInput(
+                f'LocalSite: a block of {request.nodes} nodes with the names '
+                f'{list(request.names)} was asked for; '
+                f'it must have at least one node, and as many names as nodes, or none.'
+            )
+        strange = [name for name in request.names if name not in self._intervals]
+        if strange or request.nodes > len(self._intervals):
+            raise BadInput(
+                f'LocalSite: {request.nodes} nodes {strange or ""} were asked for; '
+                f'this site has the nodes {", ".join(self.names)}.'
+            )
+        names = request.names or tuple(list(free)[: request.nodes])
+        if len(names) < request.nodes or any(name not in free for name in names):
+            missing = [
+                name for name in names if name not in free
+            ] or f'{request.nodes - len(names)} nodes'
+            raise HoleGone(
+                f'LocalSite: {missing} were taken before the block was submitted; look '
+                'at the holes again.'
+            )
+        return tuple(names)
+
+    def gone(self, job_id: str) -> None:
+        """The job's slots can be offered again, where they are idle."""
+        with self._lock:
+            block = self._open.pop(job_id, None)
+            if block is not None:
+                self._freed_at.update(
+                    dict.fromkeys(block.nodes, self._clock() - (self._zero or 0.0))
+                )
+
+    def end_of(self, job_id: str) -> float | None:
+        """When the job ends, in seconds of ``time.time()``; None while unknown."""
+        with self._lock:
+            block = self._open.get(job_id)
+        if block is None:
+            return None
+        known = block.how == KNOWN or (
+            block.how == NOTICE and self._clock() >= block.end - self.notice_s
+        )
+        end = min(block.walltime_end, block.end if known else math.inf)
+        return end if math.isfinite(end) else None
+
+    def offers(self, since: float, until: float) -> tuple[NodeOffer, ...]:
+        """The schedule itself, clipped; empty before the start."""
+        if self._zero is None:
+            return ()
+        clipped = (
+            NodeOffer(
+                interval.node,
+                max(since, self._epoch(interval.start_s)),
+                min(until, self._epoch(interval.end_s)),
+            )
+            for interval in self._followed.intervals
+        )
+        return tuple(offer for offer in clipped if offer.end > offer.start)
+
+    def _epoch(self, at_s: float) -> float:
+        return (self._zero or 0.0) + at_s
+
+    def _at(self, node: str, now: float) -> IdleInterval:
+        interval = self._interval(node, now)
+        assert interval is not None
+        return interval
+
+    def _interval(self, node: str, now: float) -> IdleInterval | None:
+        at_s = now - (self._zero or 0.0)
+        place = bisect_right(self._starts[node], at_s) - 1
+        interval = self._intervals[node][place] if place >= 0 else None
+        return interval if interval is not None and at_s < interval.end_s else None
+
+    def _free(self, now: float) -> dict[str, IdleInterval]:
+        """Idle slots in no open block, by name, with their present interval."""
+        if self._zero is None or self._closed:
+            return {}
+        taken = {node for block in self._open.values() for node in block.nodes}
+        present = {node: self._interval(node, now) for node in self.names if node not in taken}
+        return {node: interval for node, interval in present.items() if interval is not None}
+
+    def _how(self, end_s: float) -> str:
+        if self.taken != MIXED:
+            return self.taken
+        # Seeded by the end alone, so that all nodes that are taken together are taken in the same
+        # way.
+        draw = random.Random(f'{self.seed}:{end_s!r}')
+        return draw.choices([how for how, _ in _MIX], [weight for _, weight in _MIX])[0]
+
+    def _known_end(self, interval: IdleInterval, now: float) -> float:
+        how, end = self._how(interval.end_s), self._epoch(interval.end_s)
+        known = how == KNOWN or (how == NOTICE and now >= end - self.notice_s)
+        return end if known else math.inf
+
+
+def _followed(nodes: int | Sequence[str], schedule: str | Path | Schedule | None) -> Schedule:
+    """The schedule of the site's own slots, in its own time."""
+    names = () if isinstance(nodes, int) else tuple(nodes)
+    count = nodes if isinstance(nodes, int) else len(names)
+    if count < 1 or isinstance(nodes, str):
+        raise BadInput(
+            f'LocalSite: nodes is {nodes!r}; it must be a number of slots, at least 1, '
+            'or a list of their names.'
+        )
+    if len(set(names)) != len(names):
+        raise BadInput(f'LocalSite: the node names {list(names)} must differ from each other.')
+    if schedule is None:
+        width = max(2, len(str(count - 1)))
+        return Schedule(
+            IdleInterval(0.0, math.inf, name)
+            for name in names or [f'slot{i:0{width}d}' for i in range(count)]
+        )
+    source = schedule if isinstance(schedule, Schedule) else read_schedule(schedule)
+    where = 'the schedule' if isinstance(schedule, Schedule) else os.fspath(schedule)
+    strange = [name for name in names if name not in source.nodes]
+    if strange:
+        raise BadInput(
+            f'LocalSite: {where} has no idle interval of the nodes {", ".join(strange)}; '
+            f'name nodes that it has, such as {", ".join(source.nodes[:3])}.'
+        )
+    followed = source.only(names or source.first_nodes(count))
+    if not len(followed):
+        raise BadInput(
+            f'LocalSite: {where} has no idle interval; the site needs at least one node '
+            'that is idle some time.'
+        )
+    return followed

@@ -1,0 +1,285 @@
+"""One block of the local site: runs a command once per slot, and ends it as a scheduler would.
+
+:class:`~parsl_freetrain.sites.local.jobs.SlotJobs` starts this file as a program of its own, by its
+path. It imports little, so that it starts fast. It kills its nodes by SIGKILL, without warning: at
+the time given, on SIGTERM, or when its owner has died. It ends itself when the command has ended on
+every node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from parsl_freetrain.host import files
+from parsl_freetrain.host.processes import start_of
+
+NODE_VARIABLE = 'FREETRAIN_NODE'
+# Every process of a block inherits this mark, even one that leaves its process group.
+BLOCK_VARIABLE = 'FREETRAIN_BLOCK_JOB'
+
+FINISHED, TAKEN, CANCELLED, ORPHANED = 'finished', 'taken', 'cancelled', 'orphaned'
+EXIT_CODES = {TAKEN: 121, ORPHANED: 122, CANCELLED: 128 + signal.SIGTERM}
+
+_POLL_S = 0.5
+_KILL_WAIT_S = 5.0
+
+
+def end_file(folder: str | Path, job_name: str) -> Path:
+    """Where a block writes how it ended: ``{"how": ..., "at": ..., "exit_codes": {node: code or
+    null}}``.
+    """
+    return Path(folder) / f'{job_name}.end.json'
+
+
+def nodes_file(folder: str | Path, job_name: str) -> Path:
+    """Where a block writes the sessions that it has opened: ``{process id: start time}``."""
+    return Path(folder) / f'{job_name}.nodes.json'
+
+
+def kill_block(folder: Path, job_name: str) -> int:
+    """SIGKILL all processes of a block's nodes; returns the number of processes that were killed.
+
+    They are found by their session and by the mark that they inherit: a program that renames itself
+    overwrites the mark, and one that opens a session of its own keeps it.
+    """
+    sessions = _sessions(folder, job_name)
+    killed: set[int] = set()
+    # Between a look and the kill a process may have started another one.
+    give_up = time.monotonic() + _KILL_WAIT_S
+    while time.monotonic() < give_up:
+        found = [
+            process for process in psutil.process_iter() if _belongs(process, job_name, sessions)
+        ]
+        if not found:
+            break
+        for process in found:
+            # psutil signals only the very process it has looked at, not a later one with its
+            # number.
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+                killed.add(process.pid)
+        time.sleep(0.005)
+    return len(killed)
+
+
+def _sessions(folder: Path, job_name: str) -> set[int]:
+    """The sessions of a block's nodes that are still its own."""
+    try:
+        leaders: dict[str, str] = json.loads(nodes_file(folder, job_name).read_text())
+    except (OSError, ValueError):
+        return set()
+    # A number is not given anew while a process of its session lives, so another leader means that
+    # the session is over.
+    return {int(pid) for pid, start in leaders.items() if start_of(int(pid)) in ('', start)}
+
+
+def _belongs(process: psutil.Process, job_name: str, sessions: set[int]) -> bool:
+    try:
+        if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        if os.getsid(process.pid) in sessions:
+            return True
+        return bool(process.environ().get(BLOCK_VARIABLE) == job_name)
+    except (psutil.Error, OSError):
+        return False
+
+
+def _write(path: Path, document: object) -> None:
+    files.replace(path, json.dumps(document).encode(), durable=False)
+
+
+class SlotBlock:
+    """The processes of one block.
+
+    Parameters
+    ----------
+    folder
+        Where the nodes' output and the end file go.
+    job_name
+        The block's unique name; file names begin with it.
+    end
+        When the nodes are taken, in seconds of ``time.time()``; None: never.
+    owner
+        The process for which the block runs: its id, and its
+        :func:`~parsl_freetrain.host.processes.start_of`.
+    """
+
+    def __init__(
+        self, folder: Path, job_name: str, end: float | None, owner: tuple[int, str]
+    ) -> None:
+        self._folder = folder
+        self._job_name = job_name
+        self._end = end
+        self._owner = owner
+        self._nodes: dict[int, str] = {}
+        self._exit_codes: dict[str, int | None] = {}
+        self._cancelled = False
+        self._wake_read, self._wake_write = os.pipe()
+
+    def run(self, nodes: Sequence[str], command: str) -> int:
+        """Run ``command`` on every node until the block ends; returns the exit status for this
+        process.
+        """
+        self._listen()
+        try:
+            for node in nodes:
+                # A signal that came while nodes were starting is not left waiting for all of them.
+                if self._cancelled:
+                    break
+                self._start(node, command)
+            # It only helps to tidy up after this very process was killed; a full disk must not keep
+            # the block from running.
+            with contextlib.suppress(OSError):
+                _write(
+                    nodes_file(self._folder, self._job_name),
+                    {pid: start_of(pid) for pid in self._nodes},
+                )
+            how = self._watch()
+        finally:
+            self._kill_all()
+        self._write_end(how)
+        codes = [code for code in self._exit_codes.values() if code]
+        return EXIT_CODES.get(how, min(255, abs(codes[0])) if codes else 0)
+
+    def _listen(self) -> None:
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._cancel)
+        signal.signal(signal.SIGCHLD, _do_nothing)
+        # Ctrl-C reaches every process of the terminal at once, but training must stop in order; and
+        # a terminal that closes ends the owner, whose end is watched anyway. Not SIG_IGN, which the
+        # nodes would inherit.
+        signal.signal(signal.SIGINT, _do_nothing)
+        signal.signal(signal.SIGHUP, _do_nothing)
+
+    def _cancel(self, *_: object) -> None:
+        self._cancelled = True
+
+    def _start(self, node: str, command: str) -> None:
+        # Parsl's processes rename themselves; SPT_NOENV has setproctitle spare the mark.
+        # Parsl starts its worker pool by name, also where the virtual environment is not activated.
+        path = os.pathsep.join(
+            [os.path.dirname(sys.executable), os.environ.get('PATH', os.defpath)]
+        )
+        environment = os.environ | {
+            NODE_VARIABLE: node,
+            BLOCK_VARIABLE: self._job_name,
+            'SPT_NOENV': '1',
+            'PATH': path,
+        }
+        with self._output(node, 'out') as out, self._output(node, 'err') as err:
+            process = subprocess.Popen(
+                ['/bin/bash', '-c', command],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        self._nodes[process.pid] = node
+        self._exit_codes[node] = None
+        # It is reaped below, together with all others.
+        process.returncode = 0
+
+    def _output(self, node: str, suffix: str) -> _Output:
+        return _Output(self._folder / f'{self._job_name}.{node}.{suffix}')
+
+    def _watch(self) -> str:
+        while True:
+            self._reap()
+            if self._cancelled:
+                return CANCELLED
+            if not self._nodes:
+                return FINISHED
+            left_s = _POLL_S if self._end is None else self._end - time.time()
+            if left_s <= 0:
+                return TAKEN
+            if start_of(self._owner[0]) != self._owner[1] or not self._owner[1]:
+                return ORPHANED
+            if select.select([self._wake_read], [], [], min(left_s, _POLL_S))[0]:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+
+    def _reap(self) -> None:
+        while self._nodes:
+            over = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if over is None:
+                return
+            # As long as it is not reaped, no other group can have its number.
+            _kill_group(over.si_pid)
+            status = os.waitpid(over.si_pid, 0)[1]
+            self._exit_codes[self._nodes.pop(over.si_pid)] = os.waitstatus_to_exitcode(status)
+
+    def _kill_all(self) -> None:
+        for pid in self._nodes:
+            _kill_group(pid)
+        for pid, node in self._nodes.items():
+            self._exit_codes[node] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        self._nodes.clear()
+        kill_block(self._folder, self._job_name)
+
+    def _write_end(self, how: str) -> None:
+        # A full disk or a folder that is gone must not keep the block from ending.
+        with contextlib.suppress(OSError):
+            _write(
+                end_file(self._folder, self._job_name),
+                {'how': how, 'at': time.time(), 'exit_codes': self._exit_codes},
+            )
+
+
+class _Output:
+    """A file for a node's output that closes itself here and stays open there."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = files.open_log(path)
+
+    def __enter__(self) -> int:
+        return self._descriptor
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+
+def _do_nothing(*_: object) -> None:
+    pass
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one block as the command line says."""
+    parser = argparse.ArgumentParser(
+        description='Runs a command once per node and takes the nodes away in time.'
+    )
+    parser.add_argument('--folder', required=True, type=Path)
+    parser.add_argument('--job-name', required=True)
+    parser.add_argument('--end', type=float, default=None, help='seconds since the epoch')
+    parser.add_argument('--owner', required=True, help='PID:IDENTITY')
+    parser.add_argument('--node', action='append', required=True, dest='nodes')
+    parser.add_argument('command')
+    given = parser.parse_args(arguments)
+    os.umask(0o077)
+    pid, _, start = given.owner.partition(':')
+    return SlotBlock(given.folder, given.job_name, given.end, (int(pid), start)).run(
+        given.nodes, given.command
+    )
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The types of sites: those of this package, and those that other packages register.
+
+A package registers a type of site as an entry point of the group ``parsl_freetrain.sites``, whose
+value is a :class:`SiteType`::
+
+    [project.entry-points.'parsl_freetrain.sites']
+    lsf = 'my_package:SITE_TYPE'
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+
+from parsl_freetrain.sites.batch.options import BatchOptions
+from parsl_freetrain.sites.protocols import Site
+
+logger = logging.getLogger(__name__)
+
+GROUP = 'parsl_freetrain.sites'
+
+# Entry points like any other; written here and not in pyproject.toml, so that they are found
+# wherever the package can be imported, also where it was not installed.
+_OWN = tuple(
+    EntryPoint(name, f'parsl_freetrain.sites.{name}:SITE_TYPE', GROUP)
+    for name in ('local', 'slurm', 'pbspro', 'cobalt')
+)
+
+
+@dataclass(frozen=True)
+class SiteType:
+    """One type of site.
+
+    Attributes
+    ----------
+    name
+        As in ``{type: slurm}`` of a Globus Compute configuration, and the table of a TOML file.
+    label
+        Its name in sentences.
+    make
+        The class of its sites.
+    options
+        The settings of a queue, where a TOML file may hold them.
+    programs
+        The commands that it needs on a login node; ``freetrain doctor`` looks for them.
+    version
+        The command that says which version of the scheduler this is.
+    """
+
+    name: str
+    label: str
+    make: Callable[..., Site]
+    options: type[BatchOptions] | None = None
+    programs: tuple[str, ...] = ()
+    version: tuple[str, ...] = ()
+
+
+def site_types() -> dict[str, SiteType]:
+    """Every type of site that can be loaded, by name; ours come first.
+
+    One that cannot be loaded, or that has the name of an earlier one, is left out with a warning.
+    """
+    found: dict[str, SiteType] = {}
+    for point in (*_OWN, *entry_points(group=GROUP)):
+        try:
+            kind = point.load()
+        except Exception as error:  # another package's code
+            logger.warning(
+                'The site type %s (%s) cannot be loaded: %s', point.name, point.value, error
+            )
+            continue
+        if not isinstance(kind, SiteType):
+            logger.warning('The site type %s (%s) is no SiteType', point.name, point.value)
+        elif found.setdefault(kind.name, kind) is not kind:
+            logger.warning('%s registers a second site type %r', point.value, kind.name)
+    return found

@@ -1,0 +1,68 @@
+"""Whether a trainer may use a checkpoint folder, and what it continues from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.training.checkpoint.identity import (
+    JSON,
+    is_trainer_folder,
+    move_aside,
+    prove_writable,
+    record_or_compare,
+)
+from parsl_freetrain.training.checkpoint.store import BAD, PosixCheckpointStore
+from parsl_freetrain.training.spec.retention import check_resume
+
+
+def claim(
+    folder: Path, trainer: str, identity: Mapping[str, JSON], resume: str
+) -> Checkpoint | None:
+    """Check, before anything is submitted, that a trainer may use a folder. Returns the checkpoint
+    to continue from.
+
+    Parameters
+    ----------
+    folder
+        The trainer's own folder; it is made (0700), with its parents, if it does not exist.
+    trainer
+        The trainer's name.
+    identity
+        What must be the same for the old state to be usable, for instance seed and batch size.
+    resume
+        'auto': continue from the newest good checkpoint, if any; 'require': there must be one;
+        'never': move what is there to ``old-<n>`` in the folder and start anew. Fragment numbers
+        continue in any case, so that no late process of the earlier run can commit.
+
+    Raises
+    ------
+    BadInput
+        If ``resume`` is none of these, or the folder cannot be used: it belongs to another trainer
+        or user, is not writable, is neither empty nor a trainer's, or has no usable checkpoint
+        although one is required.
+    """
+    check_resume(resume)
+    if resume == 'require' and not folder.is_dir():
+        raise BadInput(
+            f"Trainer {trainer!r}: resume is 'require', but there is no folder {folder}: "
+            'name the one that '
+            f"it trained in, or use resume='auto'."
+        )
+    prove_writable(folder, trainer)
+    store = PosixCheckpointStore(folder, trainer)
+    if resume == 'never' and is_trainer_folder(folder):
+        if last := store.last_fragment():
+            store.fence(last + 1)
+        move_aside(folder)
+    record_or_compare(folder, trainer, identity)
+    found = store.latest()
+    if found is None and resume == 'require':
+        raise BadInput(
+            f"Trainer {trainer!r}: resume is 'require', but {folder} holds no usable checkpoint "
+            f'({len(store.set_aside)} damaged ones are kept in its folder {BAD!r}): '
+            f"use resume='auto' to start from the beginning."
+        )
+    return found

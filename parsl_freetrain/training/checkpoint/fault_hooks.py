@@ -1,0 +1,17 @@
+"""Hooks for tests of faults inside a rank. Without such tests they do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+SAVING_STAGES = ('begin', 'written', 'manifest', 'before-commit', 'committed')
+"""The stages of saving a checkpoint, in order."""
+
+on_saving: list[Callable[[str], None]] = []
+"""Functions that the writing thread calls with each of :data:`SAVING_STAGES` as it is reached."""
+
+
+def saving(stage: str) -> None:
+    """Call when a checkpoint has reached a stage."""
+    for hook in on_saving:
+        hook(stage)

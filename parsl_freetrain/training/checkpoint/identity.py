@@ -1,0 +1,180 @@
+"""Which trainer a checkpoint folder belongs to (``trainer.json``), and checks before a trainer may
+use a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import TypeAlias, cast
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.host.files import make_dir, sync_dir, write_new
+
+JSON: TypeAlias = 'bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None'
+
+TRAINER_FILE = 'trainer.json'
+FENCES = 'fences'
+_ANEW = (
+    "give this trainer another name or folder, or resume='never' to move the old state aside "
+    'and start anew'
+)
+
+
+def prove_writable(folder: Path, trainer: str) -> None:
+    """Make ``folder`` (0700), and prove by writing that only this user can write to it.
+
+    Raises
+    ------
+    BadInput
+        If it cannot be made or written, or if another user owns it or may write to it.
+    """
+    try:
+        make_dir(folder)
+        probe = folder / f'.freetrain-probe-{secrets.token_hex(8)}'
+        try:
+            write_new(probe, b'can this be written?\n')
+            # The probe's owner, not our own user id: a file system may map ids (root squash, user
+            # namespaces).
+            owner = probe.stat().st_uid
+        finally:
+            probe.unlink(missing_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise BadInput(
+            f'Checkpoints of trainer {trainer!r} cannot be written to {folder} ({error.strerror}): '
+            f'name a folder that you can write to and that the compute nodes see.'
+        ) from error
+    if found.st_uid != owner:
+        raise BadInput(
+            f'Checkpoint folder {folder} of trainer {trainer!r} belongs to another user (id '
+            f'{found.st_uid}), who could change what is loaded from it: name a folder of your own.'
+        )
+    refuse_open(folder)
+
+
+def refuse_open(folder: Path) -> None:
+    """Refuse a folder that other users may write to, since loading from it could run their code.
+
+    Raises
+    ------
+    BadInput
+        If others may write to it; the message has the command that forbids it.
+    """
+    try:
+        mode = stat.S_IMODE(folder.stat().st_mode)
+    except FileNotFoundError:
+        return
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise BadInput(
+            f'Other users may write to checkpoint folder {folder} (mode {mode:04o}), so nothing is '
+            f'loaded from it: forbid that (chmod go-w) or name a folder of your own.'
+        )
+
+
+def record_or_compare(folder: Path, trainer: str, identity: Mapping[str, JSON]) -> None:
+    """Write ``trainer.json`` into a new folder, or compare it with an existing one.
+
+    Raises
+    ------
+    BadInput
+        If the folder belongs to another trainer (the message says which fields differ), or is not
+        empty and has no ``trainer.json``.
+    """
+    # To JSON and back, so that both sides of the comparison have the same types (a tuple becomes a
+    # list).
+    wanted = json.loads(json.dumps({'trainer': trainer, 'identity': identity}, sort_keys=True))
+    path = folder / TRAINER_FILE
+    if not is_trainer_folder(folder):
+        if _contents(folder):
+            raise BadInput(
+                f'Folder {folder} for trainer {trainer!r} is not empty and is no '
+                'checkpoint folder (it '
+                f"has no {TRAINER_FILE}): name a folder that is new, empty or a trainer's."
+            )
+        # Written under another name first: a process killed here leaves no incomplete file.
+        draft = folder / f'.freetrain-{secrets.token_hex(8)}'
+        write_new(draft, json.dumps(wanted, indent=1, sort_keys=True).encode() + b'\n')
+        draft.rename(path)
+        sync_dir(folder)
+        return
+    owner, theirs = _read(path)
+    if owner != trainer:
+        raise BadInput(
+            f'Checkpoint folder {folder} belongs to trainer {owner!r}, not to {trainer!r}: {_ANEW}.'
+        )
+    differences = list(_differences(theirs, cast(dict[str, JSON], wanted['identity'])))
+    if differences:
+        raise BadInput(
+            f'Checkpoint folder {folder} belongs to another trainer {trainer!r}, which had '
+            f'{", ".join(differences)}: put that back, {_ANEW}.'
+        )
+
+
+def trainer_of(folder: Path) -> str:
+    """The name of the trainer that a folder belongs to; raises BadInput if the file cannot be
+    read.
+    """
+    return _read(folder / TRAINER_FILE)[0]
+
+
+def is_trainer_folder(folder: Path) -> bool:
+    """Whether the folder belongs to a trainer."""
+    return (folder / TRAINER_FILE).exists()
+
+
+def move_aside(folder: Path) -> Path:
+    """Move everything in a trainer's folder to a new folder ``old-<n>`` in it. Returns that folder.
+
+    What was moved aside earlier stays, and so do the fences, which apply to every run in this
+    folder.
+    """
+    for n in count(1):
+        old = folder / f'old-{n}'
+        try:
+            old.mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        break
+    # trainer.json goes last: if the process is killed in between, the folder still belongs to the
+    # trainer.
+    for path in sorted(_contents(folder), key=lambda path: path.name == TRAINER_FILE):
+        path.rename(old / path.name)
+    sync_dir(old)
+    sync_dir(folder)
+    return old
+
+
+def _read(path: Path) -> tuple[str, dict[str, JSON]]:
+    try:
+        found = json.loads(path.read_bytes())
+        return str(found['trainer']), dict(found['identity'])
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadInput(
+            f"{path} cannot be understood, so the folder may be another trainer's: {_ANEW}."
+        ) from error
+
+
+def _contents(folder: Path) -> list[Path]:
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.name != FENCES and not path.name.startswith(('.', 'old-'))
+    )
+
+
+def _differences(theirs: Mapping[str, JSON], ours: Mapping[str, JSON]) -> Iterator[str]:
+    for field in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(field) != ours.get(field) or (field in theirs) != (field in ours):
+            yield f'{field} {_shown(theirs, field)} (here {_shown(ours, field)})'
+
+
+def _shown(identity: Mapping[str, JSON], field: str) -> str:
+    if field not in identity:
+        return 'unset'
+    text = json.dumps(identity[field])
+    return text if len(text) <= 60 else text[:57] + '...'

@@ -1,0 +1,93 @@
+"""The checkpoint directories in a trainer's folder: how they are named, made, moved and removed."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import shutil
+from itertools import count
+from pathlib import Path
+
+from parsl_freetrain.host.files import sync_dir
+from parsl_freetrain.training.checkpoint.manifest import MARKER
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r'ckpt-(\d{12,})-f(\d{6,})(?:-(\d+))?')
+
+
+def fresh(folder: Path, samples: int, fragment: int) -> Path:
+    """Make a new directory (0700) for a checkpoint."""
+    name = f'ckpt-{samples:012d}-f{fragment:06d}'
+    for n in count():
+        path = folder / (f'{name}-{n}' if n else name)
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError('unreachable')
+
+
+def key(path: Path) -> tuple[int, int, int]:
+    """What the name of a checkpoint directory says: samples, fragment, and the number of earlier
+    directories of that name.
+    """
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), int(match[2]), int(match[3] or 0)
+
+
+def directories(folder: Path) -> list[Path]:
+    """The checkpoint directories in ``folder``, committed or not, by samples and then fragment."""
+    return sorted((folder / name for name in names(folder) if _NAME.fullmatch(name)), key=key)
+
+
+def fragments_in(folder: Path) -> list[int]:
+    """The fragments whose checkpoint directories are in ``folder``, with or without a suffix."""
+    return [int(match[2]) for name in names(folder) if (match := _NAME.match(name))]
+
+
+def names(folder: Path) -> list[str]:
+    """The names in ``folder``; none if it does not exist."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+def move_into(path: Path, folder: Path) -> Path | None:
+    """Move ``path`` into ``folder`` under its name and a number. Returns its new place; None if it
+    no longer exists.
+    """
+    for n in count(1):
+        target = folder / f'{path.name}-{n}'
+        if target.exists():
+            continue
+        try:
+            path.rename(target)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            # Another process has used this name since the check.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            return target
+    raise AssertionError('unreachable')
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint directory. If that fails, log it and leave the directory."""
+    # The marker goes first: if this process is killed in between, the rest does not count as a
+    # checkpoint.
+    try:
+        (path / MARKER).unlink(missing_ok=True)
+        sync_dir(path)
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        pass  # another process was faster
+    except OSError as error:
+        log.warning('Checkpoint directory %s could not be removed: %s', path, error)

@@ -1,0 +1,331 @@
+"""Checkpoints that survive the kill of any process at any moment, and that a late process of an
+earlier fragment cannot overwrite.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.host.files import make_dir, sync_dir, write_new
+from parsl_freetrain.training.checkpoint.identity import FENCES, refuse_open
+from parsl_freetrain.training.checkpoint.layout import (
+    directories,
+    fragments_in,
+    fresh,
+    key,
+    move_into,
+    names,
+    remove,
+)
+from parsl_freetrain.training.checkpoint.manifest import (
+    Damaged,
+    Manifest,
+    commit,
+    is_committed,
+    read_manifest,
+    verify,
+    write_manifest,
+)
+from parsl_freetrain.training.spec.retention import Retention
+
+log = logging.getLogger(__name__)
+
+BAD = 'bad'
+
+
+class Fenced(FreeTrainError):
+    """A later fragment of the trainer has begun, so this one must not commit."""
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A damaged checkpoint: where it is now, and what is wrong with it."""
+
+    path: str
+    reason: str
+
+
+class CheckpointStore(Protocol):
+    """The place where the states of one trainer are kept."""
+
+    @property
+    def set_aside(self) -> tuple[SetAside, ...]:
+        """The damaged checkpoints that this object has found, in order."""
+        ...
+
+    def fence(self, fragment: int) -> None:
+        """Prevent fragments with a smaller number from committing."""
+        ...
+
+    def save(
+        self,
+        write: Callable[[Path], None],
+        *,
+        samples: int,
+        fragment: int,
+        metrics: Mapping[str, float],
+    ) -> Checkpoint:
+        """Commit what ``write`` writes into the empty directory that it is given; raises
+        :class:`Fenced`.
+        """
+        ...
+
+    def latest(self) -> Checkpoint | None:
+        """The newest good checkpoint, verified to the last byte. Damaged ones are set aside."""
+        ...
+
+    def checkpoints(self) -> tuple[Checkpoint, ...]:
+        """The committed checkpoints, oldest first. Their data are not read."""
+        ...
+
+    def prune(self, keep: Retention) -> None:
+        """Remove checkpoints that need not be kept, after the newest has been verified."""
+        ...
+
+    def last_fragment(self) -> int:
+        """The largest fragment number ever used here, 0 if none. So numbers are never reused."""
+        ...
+
+
+class PosixCheckpointStore:
+    """Checkpoints as directories of a file system that all nodes of the trainer see.
+
+    Parameters
+    ----------
+    folder
+        The trainer's own folder; the first write makes it (0700).
+    trainer
+        The trainer's name.
+    hook
+        For tests of faults: called with 'begin', 'written', 'manifest', 'before-commit' and
+        'committed' after each of these steps of a save.
+
+    Notes
+    -----
+    A checkpoint is a new directory ``ckpt-<samples>-f<fragment>``. The file system must make a
+    directory and create a file exclusively as atomic operations, make data durable by fsync, and
+    show them to whoever opens the directory or file afterwards (close-to-open, as NFS does).
+    Neither locks nor renaming over existing files are used, so NFS from version 3, Lustre and GPFS
+    are suitable.
+
+    A fence is a file. A late process of an earlier fragment can still commit if it looks for fences
+    just before one is made. That does no harm: its checkpoint is complete, in its own directory,
+    and a true state of the trainer at that number of samples.
+
+    Checkpoints are ordered by samples, then by fragment.
+    """
+
+    def __init__(
+        self, folder: Path, trainer: str, *, hook: Callable[[str], None] | None = None
+    ) -> None:
+        self.folder = Path(folder)
+        self.trainer = trainer
+        self._hook = hook if hook is not None else _no_hook
+        self._set_aside: list[SetAside] = []
+
+    @property
+    def set_aside(self) -> tuple[SetAside, ...]:
+        """The damaged checkpoints that this object has found, in order. ``folder/bad`` has all that
+        were ever found.
+        """
+        return tuple(self._set_aside)
+
+    def fence(self, fragment: int) -> None:
+        """Prevent fragments with a number below ``fragment`` from committing. It may be
+        repeated.
+        """
+        fences = self.folder / FENCES
+        make_dir(self.folder)
+        make_dir(fences)
+        try:
+            write_new(fences / f'{fragment:06d}', b'')
+        except FileExistsError:
+            return
+        sync_dir(fences)
+
+    def save(
+        self,
+        write: Callable[[Path], None],
+        *,
+        samples: int,
+        fragment: int,
+        metrics: Mapping[str, float],
+    ) -> Checkpoint:
+        """Commit what ``write`` writes into the empty directory that it is given.
+
+        Parameters
+        ----------
+        write
+            Writes plain files, also in sub-directories, and returns when they are closed.
+        samples
+            Training samples that the state has seen.
+        fragment
+            Number of the fragment that saves.
+        metrics
+            Numbers to keep with the checkpoint.
+
+        Raises
+        ------
+        Fenced
+            If a later fragment has begun. Nothing is committed then.
+        BadInput
+            If ``write`` left something other than plain files, or used a reserved name.
+        """
+        self._check_fence(fragment)
+        make_dir(self.folder)
+        folder = fresh(self.folder, samples, fragment)
+        try:
+            self._hook('begin')
+            write(folder)
+            self._hook('written')
+            manifest = write_manifest(
+                folder, trainer=self.trainer, samples=samples, fragment=fragment, metrics=metrics
+            )
+            sync_dir(self.folder)
+            self._hook('manifest')
+            self._hook('before-commit')
+            self._check_fence(fragment)
+            commit(folder)
+        except BaseException as error:
+            # It is not committed and no other process uses it; a full disk must not stay full.
+            remove(folder)
+            if isinstance(error, OSError):
+                # The error may be that a later fragment has removed the directory meanwhile.
+                self._check_fence(fragment)
+            raise
+        self._hook('committed')
+        return manifest.checkpoint(folder)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest good checkpoint, verified to the last byte, or None.
+
+        Damaged checkpoints are moved to ``folder/bad``, get a ``reason.txt``, and are listed in
+        :attr:`set_aside`.
+
+        Raises
+        ------
+        BadInput
+            If other users may write to the folder, or the checkpoint has another format.
+        OSError
+            If the file system does not answer. No checkpoint is set aside for that.
+        """
+        refuse_open(self.folder)
+        seen: set[Path] = set()
+        while left := [path for path in self._committed() if path not in seen]:
+            newest = left[-1]
+            seen.add(newest)
+            try:
+                return self._whole(newest).checkpoint(newest)
+            except Damaged as damage:
+                # Without a marker, another process has pruned it or set it aside meanwhile.
+                if is_committed(newest):
+                    self._put_aside(newest, str(damage))
+        return None
+
+    def checkpoints(self) -> tuple[Checkpoint, ...]:
+        """The committed checkpoints, oldest first. Their data are not read."""
+        found = []
+        for path in self._committed():
+            try:
+                found.append(read_manifest(path).checkpoint(path))
+            except Damaged:
+                continue  # latest() sets it aside when it is its turn
+        return tuple(found)
+
+    def prune(self, keep: Retention) -> None:
+        """Remove checkpoints that ``keep`` does not keep, after the newest has been verified.
+
+        Incomplete checkpoints of earlier fragments are removed too. A directory that cannot be
+        removed is logged and left.
+        """
+        newest = self.latest()
+        if newest is None:
+            return
+        committed = self._committed()
+        kept = keep.kept(self.checkpoints()) | {newest.path}
+        # If a late process of an earlier fragment has committed, the newest fragment's last state
+        # need not be among the newest by samples.
+        current = max(committed, key=lambda path: (key(path)[1], key(path)), default=None)
+        leftovers = [
+            path
+            for path in directories(self.folder)
+            if key(path)[1] < newest.fragment and not is_committed(path)
+        ]
+        for path in [
+            *(path for path in committed if path != current and str(path) not in kept),
+            *leftovers,
+        ]:
+            remove(path)
+
+    def last_fragment(self) -> int:
+        """The largest number of a fragment that was fenced or began a checkpoint here, 0 if
+        none.
+        """
+        return max(
+            self._last_fence(), *fragments_in(self.folder), *fragments_in(self.folder / BAD), 0
+        )
+
+    def _whole(self, path: Path) -> Manifest:
+        manifest = verify(path)
+        if manifest.trainer != self.trainer:
+            raise Damaged(f'it is of trainer {manifest.trainer!r}')
+        if (manifest.samples, manifest.fragment) != key(path)[:2]:
+            raise Damaged(
+                f'it is of {manifest.samples} samples and fragment {manifest.fragment}, '
+                'its name says otherwise'
+            )
+        return manifest
+
+    def _check_fence(self, fragment: int) -> None:
+        last = self._last_fence()
+        if last > fragment:
+            raise Fenced(
+                f'Fragment {fragment} of trainer {self.trainer!r} cannot commit to {self.folder}: '
+                f'fragment {last} has begun.'
+            )
+
+    def _last_fence(self) -> int:
+        return max(
+            (int(name) for name in names(self.folder / FENCES) if name.isdecimal()), default=0
+        )
+
+    def _committed(self) -> list[Path]:
+        while True:
+            # Oldest first: if one is pruned meanwhile, the newer one that replaces it is either in
+            # this list, or makes the next list differ.
+            listed = directories(self.folder)
+            committed = [path for path in listed if is_committed(path)]
+            if committed or directories(self.folder) == listed:
+                return committed
+
+    def _put_aside(self, path: Path, reason: str) -> None:
+        bad = self.folder / BAD
+        try:
+            make_dir(bad)
+            target = move_into(path, bad)
+            if target is None:
+                return  # another process was faster
+            sync_dir(bad)
+            sync_dir(self.folder)
+            write_new(target / 'reason.txt', f'{reason}\n'.encode())
+        except OSError as error:
+            # Leave it where it is; it only must not be used.
+            log.warning('Damaged checkpoint %s could not be set aside: %s', path, error)
+            target = path
+        self._set_aside.append(SetAside(str(target), reason))
+        log.warning(
+            'Checkpoint %s is damaged (%s); kept as %s, the one before is used',
+            path,
+            reason,
+            target,
+        )
+
+
+def _no_hook(step: str) -> None:
+    pass

@@ -1,0 +1,103 @@
+"""What the user gives to ``ctx.prepare``: models, optimizers, learning rate schedulers and gradient
+scalers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parsl_freetrain.core.model.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the user gave to ``ctx.prepare``, by kind and in the given order, before it was
+    wrapped.
+    """
+
+    models: tuple[torch.nn.Module, ...] = ()
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    schedulers: tuple[Any, ...] = ()
+    scalers: tuple[torch.amp.GradScaler, ...] = ()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Parameters and buffers of all models."""
+        return [
+            tensor for model in self.models for tensor in (*model.parameters(), *model.buffers())
+        ]
+
+
+def sort_out(things: tuple[Any, ...], *, named: bool = False) -> Prepared:
+    """Sort what was given to ``ctx.prepare`` by kind.
+
+    Parameters
+    ----------
+    named
+        Whether every parameter of an optimizer must belong to one of the models, whose names for
+        parameters are used in checkpoints.
+
+    Raises
+    ------
+    BadInput
+        If something is of another kind, there is no model or no optimizer, or a parameter belongs
+        to no model.
+    """
+    models, optimizers, schedulers, scalers = [], [], [], []
+    for thing in things:
+        if isinstance(thing, torch.nn.Module):
+            models.append(thing)
+        elif isinstance(thing, torch.optim.Optimizer):
+            optimizers.append(thing)
+        elif isinstance(thing, torch.amp.GradScaler):
+            scalers.append(thing)
+        elif all(hasattr(thing, name) for name in ('step', 'state_dict', 'load_state_dict')):
+            schedulers.append(thing)
+        else:
+            raise BadInput(
+                f'ctx.prepare was given a {type(thing).__name__}; it takes models, '
+                'optimizers, learning rate '
+                f'schedulers and gradient scalers.'
+            )
+    if not models or not optimizers:
+        raise BadInput(
+            f'ctx.prepare was given {len(models)} models and {len(optimizers)} '
+            'optimizers; it needs at least one of each.'
+        )
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    strange = [
+        p
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group['params']
+        if id(p) not in known
+    ]
+    if named and strange:
+        raise BadInput(
+            'ctx.prepare was given an optimizer with a parameter of shape '
+            f'{tuple(strange[0].shape)} that is of none of the '
+            'models: give it that model too, since trainers with shapes keep states of '
+            'optimizers by the names of parameters in models.'
+        )
+    return Prepared(tuple(models), tuple(optimizers), tuple(schedulers), tuple(scalers))
+
+
+def check_schedulers(prepared: Prepared) -> None:
+    """Check that all schedulers were prepared.
+
+    Raises
+    ------
+    BadInput
+        If a scheduler was made for an optimizer but not given to ``ctx.prepare``.
+    """
+    known = {id(getattr(scheduler, 'optimizer', None)) for scheduler in prepared.schedulers}
+    for optimizer in prepared.optimizers:
+        # torch's schedulers mark the step method of their optimizer.
+        if hasattr(optimizer.step, '_wrapped_by_lr_sched') and id(optimizer) not in known:
+            raise BadInput(
+                'A learning rate scheduler was made for an optimizer but not given to '
+                'ctx.prepare, so its state would be lost '
+                'between fragments: give it to ctx.prepare.'
+            )

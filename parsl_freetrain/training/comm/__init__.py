@@ -1,0 +1,1 @@
+"""Communication between ranks: process groups, devices, agreement on when to stop."""

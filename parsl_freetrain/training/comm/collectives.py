@@ -1,0 +1,310 @@
+"""The ranks of a fragment: how they connect, exchange tensors, and notice that one is gone."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.training.comm.devices import GLOO, backend_for
+from parsl_freetrain.training.comm.inbox import Inbox
+from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.process.liveness import guard_connections
+from parsl_freetrain.training.spec.messages import Rendezvous, ToRank
+from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
+
+RENDEZVOUS_TIMEOUT_S = 120.0
+# A peer that was killed is noticed at once. This limit is for a peer whose node is silent; the node
+# agent normally notices that sooner.
+EXCHANGE_TIMEOUT = timedelta(minutes=10)
+_SIOCGIFADDR = 0x8915
+_MARKS = (
+    'gloo/transport',
+    'Connection closed by peer',
+    'Connection reset by peer',
+    'Broken pipe',
+    'NCCL',
+)
+
+
+class PeerLost(FreeTrainError):
+    """Another rank of the fragment is gone, so this one cannot continue."""
+
+
+class Peers(Protocol):
+    """All ranks of a fragment, including this one. All of them must make the same calls in the same
+    order.
+    """
+
+    rank: int
+    world_size: int
+
+    def tell(self, what: str, value: Callable[[], str]) -> str:
+        """The text that rank 0 gives to all ranks under the key ``what``.
+
+        ``value`` is called on rank 0 only.
+        """
+        ...
+
+    def gather(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of all ranks, in order of rank. Rows are flat tensors of the same length and
+        type.
+        """
+        ...
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Overwrite tensors with those of rank 0."""
+        ...
+
+    def largest(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
+        """Begin to find the maximum over all ranks of each number.
+
+        Returns a function that waits for the result.
+        """
+        ...
+
+    def swap(self, row: torch.Tensor, partner: int) -> torch.Tensor:
+        """Exchange rows with another rank, which calls this too.
+
+        Both rows are flat and of the same length and type.
+        """
+        ...
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a tensor to another rank, which calls :meth:`receive` with one of the same size and
+        type. The other ranks call nothing.
+        """
+        ...
+
+    def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Overwrite a tensor with what another rank sends, and return it."""
+        ...
+
+    def leave(self) -> bool:
+        """Wait for all ranks before the process ends; False if one of them is gone."""
+        ...
+
+
+class Alone:
+    """A fragment of one rank: no process group."""
+
+    rank = 0
+    world_size = 1
+
+    def tell(self, what: str, value: Callable[[], str]) -> str:
+        return value()
+
+    def gather(self, row: torch.Tensor) -> list[torch.Tensor]:
+        return [row]
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        pass
+
+    def largest(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
+        return lambda: tuple(numbers)
+
+    def swap(self, row: torch.Tensor, partner: int) -> torch.Tensor:
+        raise ValueError('There is no other rank.')
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        raise ValueError('There is no other rank.')
+
+    def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        raise ValueError('There is no other rank.')
+
+    def leave(self) -> bool:
+        return True
+
+
+class RankGroup:
+    """The default process group of torch.distributed, and its store."""
+
+    def __init__(self, order: FragmentOrder, place: RankPlace, store: Store, gpu: str) -> None:
+        self.rank = place.rank
+        self.world_size = place.world_size
+        self._store = store
+        self._open: list[dist.Work] = []
+        backend = self._agree_on_backend(gpu)
+        # gloo can add up and broadcast tensors on GPUs, but nothing else.
+        self._gathers_on_cpu = backend == GLOO
+        with _as_peer_loss():
+            dist.init_process_group(
+                backend,
+                store=PrefixStore('group', store),
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=EXCHANGE_TIMEOUT,
+            )
+        guard_connections(order.hang_s)
+
+    def _agree_on_backend(self, gpu: str) -> str:
+        with _as_peer_loss():
+            self._store.set(f'gpu/{self.rank}', gpu)
+        return self.tell(
+            'backend',
+            lambda: backend_for(
+                [bytes(self._store.get(f'gpu/{rank}')).decode() for rank in range(self.world_size)],
+                nccl=dist.is_nccl_available(),
+            ),
+        )
+
+    def tell(self, what: str, value: Callable[[], str]) -> str:
+        with _as_peer_loss():
+            if self.rank == 0:
+                said = value()
+                self._store.set(f'told/{what}', said)
+                return said
+            return bytes(self._store.get(f'told/{what}')).decode()
+
+    def gather(self, row: torch.Tensor) -> list[torch.Tensor]:
+        sent = row.cpu() if self._gathers_on_cpu else row
+        rows = [torch.empty_like(sent) for _ in range(self.world_size)]
+        with _as_peer_loss():
+            dist.all_gather(rows, sent)
+        return [other.to(row.device) for other in rows]
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        with _as_peer_loss():
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    def largest(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
+        shared = torch.tensor(numbers, dtype=torch.int64, device='cpu')
+        with _as_peer_loss():
+            work = dist.all_reduce(shared, op=dist.ReduceOp.MAX, async_op=True)
+        self._open = [
+            other for other in (*self._open, work) if other is not None and not other.is_completed()
+        ]
+
+        def wait() -> tuple[int, ...]:
+            with _as_peer_loss():
+                if work is not None:
+                    work.wait()
+                return tuple(map(int, shared.tolist()))
+
+        return wait
+
+    def swap(self, row: torch.Tensor, partner: int) -> torch.Tensor:
+        sent = row.cpu() if self._gathers_on_cpu else row
+        got = torch.empty_like(sent)
+        with _as_peer_loss():
+            for work in dist.batch_isend_irecv(
+                [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, got, partner)]
+            ):
+                work.wait()
+        return got.to(row.device)
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        with _as_peer_loss():
+            dist.send(tensor, to)
+
+    def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        with _as_peer_loss():
+            dist.recv(tensor, source)
+        return tensor
+
+    def leave(self) -> bool:
+        # The process group is not destroyed. If it were, models wrapped in DDP would own it last,
+        # and would wait for gloo's threads with Python's lock held when they are freed. Such a
+        # thread may wait for that lock to drop a tensor: the rank would never end. The kernel
+        # closes the connections when the process exits.
+        try:
+            # Answers that nobody waited for; NCCL's barrier would not wait for them either.
+            for work in self._open:
+                work.wait()
+            dist.barrier()
+        except RuntimeError:
+            return False
+        return True
+
+
+def join(
+    order: FragmentOrder, place: RankPlace, channel: Channel[ToRank], inbox: Inbox, gpu: str
+) -> Callable[[], Peers]:
+    """Begin to connect to the other ranks. Returns a function that waits for them.
+
+    Rank 0 opens the store and sends its address to the node agent; the other ranks wait for that
+    address. ``gpu`` is this rank's GPU, as :func:`~parsl_freetrain.training.comm.devices.name_of`
+    names it.
+    """
+    if place.world_size == 1:
+        return Alone
+    interface = order.interface or ('lo' if place.nodes == 1 else None)
+    if interface is not None:
+        os.environ['GLOO_SOCKET_IFNAME'] = os.environ['NCCL_SOCKET_IFNAME'] = interface
+    if place.rank > 0:
+
+        def come() -> Peers:
+            where = inbox.wait_for_rendezvous(RENDEZVOUS_TIMEOUT_S)
+            with _as_peer_loss():
+                store = TCPStore(
+                    where.host, where.port, place.world_size, False, timeout=EXCHANGE_TIMEOUT
+                )
+            return RankGroup(order, place, store, gpu)
+
+        return come
+    host = _address(interface)
+    # Listen at this address only; by itself, the store would listen at all addresses of the host.
+    listener = socket.create_server((host, 0), backlog=max(128, place.world_size))
+    port = int(listener.getsockname()[1])
+    store = TCPStore(
+        host,
+        port,
+        place.world_size,
+        True,
+        timeout=EXCHANGE_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    channel.send(Rendezvous(host, port))
+    return lambda: RankGroup(order, place, store, gpu)
+
+
+def is_peer_loss(error: BaseException) -> bool:
+    """Whether an exception, or one of its causes, means that another rank is gone.
+
+    torch.distributed raises mostly plain RuntimeErrors, which are recognised by their texts.
+    """
+    seen: set[int] = set()
+    while id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(
+            error, (PeerLost, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+        ):
+            return True
+        if isinstance(error, RuntimeError) and any(mark in str(error) for mark in _MARKS):
+            return True
+        error = error.__cause__ or error.__context__ or error
+    return False
+
+
+@contextmanager
+def _as_peer_loss() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(f'Another rank is gone: {error}') from error
+
+
+def _address(interface: str | None) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        if interface is not None:
+            request = struct.pack('256s', interface.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, request)[20:24])
+        try:
+            # Connecting a datagram socket sends nothing. It shows which address of this host others
+            # see.
+            sock.connect(('192.0.2.1', 9))
+            return str(sock.getsockname()[0])
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())

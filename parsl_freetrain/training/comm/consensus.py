@@ -1,0 +1,76 @@
+"""Agreement of all ranks on what to do next. To keep short steps fast, ranks agree several times a
+second and not at every step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from time import monotonic
+
+from parsl_freetrain.training.comm.collectives import Peers
+
+# Each takes precedence over those before it.
+GO_ON, SAVE, STOP, SPOILT = range(4)
+EVERY_S = 0.25
+
+
+_CAREFUL = 40
+
+
+def steps_between(step_s: float, time_left_s: float = math.inf) -> int:
+    """Number of steps from one agreement to the next: as many as fit into :data:`EVERY_S`, at least
+    1.
+
+    Parameters
+    ----------
+    step_s
+        Seconds per step.
+    time_left_s
+        Seconds until the nodes are taken away. Towards the end agreements are more frequent, since
+        steps may suddenly become slow.
+    """
+    every_s = min(EVERY_S, max(time_left_s, 0.0) / _CAREFUL)
+    return max(1, int(every_s / step_s)) if step_s > 0 else 1
+
+
+class Agreement:
+    """Finds the maximum of all ranks' wishes while training continues: the ranks ask after one step
+    and read the answer after the next.
+
+    All ranks must call :meth:`after_step` the same number of times. The ranks also agree on the
+    number of steps to the next agreement, which is the minimum that a rank asks for.
+    """
+
+    def __init__(self, peers: Peers, clock: Callable[[], float] = monotonic) -> None:
+        self._peers = peers
+        self._clock = clock
+        self._answer: Callable[[], tuple[int, ...]] | None = None
+        self._between = 1
+        self._steps = 0
+        self._since = clock()
+
+    @property
+    def delay(self) -> int:
+        """Maximum number of steps from a wish to the decision."""
+        return 0 if self._peers.world_size == 1 else self._between + 1
+
+    def after_step(self, wish: Callable[[], int], time_left: Callable[[], float]) -> int:
+        """The decision that is due now, or :data:`GO_ON`.
+
+        ``wish`` and ``time_left`` (seconds) are called only when an agreement begins.
+        """
+        if self._peers.world_size == 1:
+            return wish()
+        self._steps += 1
+        if self._answer is not None:
+            decision, fewest = self._answer()
+            self._answer = None
+            self._between = -fewest
+            return decision
+        if self._steps >= self._between:
+            now = self._clock()
+            between = steps_between((now - self._since) / self._steps, time_left())
+            self._answer = self._peers.largest((wish(), -between))
+            self._steps, self._since = 0, now
+        return GO_ON

@@ -1,0 +1,92 @@
+"""Messages to a running rank: from the node agent, and signals from the scheduler."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.spec.messages import NodeStays, Rendezvous, StopTraining, ToRank
+
+STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGINT})
+GOES, MAY_STAY, STAYS = range(3)
+"""What a rank knows of its node after the fragment: it is taken away; unknown; the trainer
+continues there.
+"""
+
+
+class Inbox:
+    """Reads the channel at step boundaries only, so that nothing happens to a rank in the middle of
+    a step.
+    """
+
+    def __init__(self, channel: Channel[ToRank]) -> None:
+        self._channel = channel
+        self._stop = False
+        self._goes = self._stays = False
+        self._rendezvous: Rendezvous | None = None
+
+    def listen_to_signals(self) -> None:
+        """Treat SIGTERM, SIGUSR1 and SIGINT as requests to stop, including those that were blocked
+        until now.
+        """
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    def stop_requested(self) -> bool:
+        """Check, without waiting, for a request to stop."""
+        while not self._stop and self._look():
+            pass
+        return self._stop
+
+    def standing(self) -> int:
+        """Check, without waiting, what happens to this rank's node: :data:`GOES`, :data:`MAY_STAY`
+        or :data:`STAYS`.
+        """
+        while self._look():
+            pass
+        return GOES if self._goes else STAYS if self._stays else MAY_STAY
+
+    def wait_for_rendezvous(self, timeout_s: float) -> Rendezvous:
+        """Wait for rank 0's address.
+
+        Raises
+        ------
+        FreeTrainError
+            If that takes more than ``timeout_s`` seconds.
+        EOFError
+            If the node agent is gone.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._rendezvous is None:
+            if not self._channel.poll(max(deadline - time.monotonic(), 0.0)):
+                raise FreeTrainError(
+                    f'This rank was not told within {timeout_s:g} s where to meet rank 0.'
+                )
+            self._take(self._channel.recv())
+        return self._rendezvous
+
+    def _look(self) -> bool:
+        """Handle a message; False if there was none."""
+        if not self._channel.poll():
+            return False
+        try:
+            self._take(self._channel.recv())
+        except EOFError:
+            return False  # the node agent is gone; the fork server sees it too, and ends this rank
+        return True
+
+    def _take(self, message: ToRank | None) -> None:
+        match message:
+            case StopTraining():
+                self._stop = True
+                self._goes = self._goes or message.node_leaves
+            case NodeStays():
+                self._stays = True
+            case Rendezvous():
+                self._rendezvous = message
+
+    def _on_signal(self, _number: int, _frame: object) -> None:
+        self._stop = self._goes = True

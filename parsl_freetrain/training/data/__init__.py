@@ -1,0 +1,1 @@
+"""The order of the samples, and the loader that fetches them."""

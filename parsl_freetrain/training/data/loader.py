@@ -1,0 +1,143 @@
+"""Loading the data: torch's DataLoader in our order, with random numbers that depend only on the
+position in that order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterable, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.comm.inbox import STOP_SIGNALS
+from parsl_freetrain.training.process.linux import die_with_parent
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The data of one iteration of the user's loop: what this rank trains in one forward and
+    backward pass.
+
+    Attributes
+    ----------
+    indices
+        Indices into the dataset.
+    samples_before
+        Samples seen before the global batch.
+    part
+        Number of the part of the global batch: the virtual shard, or the rank.
+    weight
+        Weight of its gradient in that of the global batch, 0 to 1.
+    """
+
+    indices: tuple[int, ...]
+    samples_before: int
+    part: int
+    weight: float
+
+    def seed(self, seed: int, what: str) -> int:
+        """A seed (63 bits) for this micro-batch and this use only."""
+        text = f'{seed}:{self.samples_before}:{self.part}:{what}'.encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch (all devices), ``random``, and numpy where it has been imported."""
+    torch.default_generator.manual_seed(seed)
+    # torch.manual_seed also records a stack for every kind of device that may be used later, which
+    # takes as long as a step of a small model.
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+    random.seed(seed)
+    numpy = sys.modules.get('numpy')
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def make_loader(
+    dataset: Any,
+    turns: Iterable[MicroBatch],
+    seed: int | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    num_workers: int,
+) -> DataLoader[Any]:
+    """A DataLoader that yields one collated micro-batch per turn, in order.
+
+    With a seed, what the dataset draws at random (augmentation) depends only on the turn and not on
+    the worker that loads it. Without one (None), it comes from torch's generator, as in any
+    DataLoader.
+    """
+    options: dict[str, Any] = {
+        'collate_fn': collate_fn,
+        'num_workers': num_workers,
+        'worker_init_fn': _begin_worker,
+    }
+    if seed is None:
+        return DataLoader(dataset, batch_sampler=(list(turn.indices) for turn in turns), **options)
+    return DataLoader(_SeededDataset(dataset, seed), batch_sampler=turns, **options)  # type: ignore[arg-type]
+
+
+def size_of(dataset: Any) -> int:
+    """The dataset's length.
+
+    Raises
+    ------
+    BadInput
+        If it has no length or cannot be indexed, so that the order could not be resumed.
+    """
+    if (
+        isinstance(dataset, IterableDataset)
+        or not isinstance(dataset, Sized)
+        or not hasattr(dataset, '__getitem__')
+    ):
+        raise BadInput(
+            f'ctx.loop was given a {type(dataset).__name__}; it needs a dataset with a '
+            'length and an index '
+            f'(a map-style torch Dataset, a list), so that training can be resumed anywhere.'
+        )
+    return len(dataset)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on the device. Containers are rebuilt; anything else stays as it
+    is.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, '_fields'):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+class _SeededDataset(Dataset[Any]):
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def __getitems__(self, turn: MicroBatch) -> list[Any]:
+        seed_everything(turn.seed(self._seed, 'data'))
+        indices = list(turn.indices)
+        together = getattr(self._dataset, '__getitems__', None)
+        return (
+            list(together(indices)) if together is not None else [self._dataset[i] for i in indices]
+        )
+
+
+def _begin_worker(_: int) -> None:
+    # A worker is forked from the rank. The rank handles requests to stop, and the worker must not
+    # outlive it.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()

@@ -1,0 +1,222 @@
+"""The order of the data: it depends on the seed and the samples seen so far, never on the nodes.
+
+A fragment asks for the global batches that follow its checkpoint. Each batch is then divided among
+the ranks: into *virtual shards*, whose number does not depend on the ranks (reproducible mode), or
+into one part per rank (throughput mode).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
+
+from parsl_freetrain.core.model.errors import BadInput
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The samples of one training step, over all ranks.
+
+    Attributes
+    ----------
+    samples_before
+        Samples seen before this batch.
+    epoch
+        The epoch that the batch is in, from 0.
+    indices
+        Indices into the dataset, in order.
+    """
+
+    samples_before: int
+    epoch: int
+    indices: Sequence[int]
+
+
+@dataclass(frozen=True)
+class GlobalOrder:
+    """Every sample once per epoch, in an order that depends only on the seed and the epoch.
+
+    Parameters
+    ----------
+    dataset_size
+        Samples in the dataset.
+    batch_size
+        Samples of a global batch, over all ranks.
+    seed
+        Any integer; the same seed gives the same order.
+    shuffle
+        Whether each epoch has its own random order; if not, the order is that of the dataset.
+    total_samples
+        Where training ends, in samples seen over all epochs.
+    aligned
+        Whether batches have always had this size, so that every checkpoint is at the end of one;
+        False in scaled mode.
+
+    Raises
+    ------
+    BadInput
+        If the dataset is empty, or the batch size or the total is below 1.
+    """
+
+    dataset_size: int
+    batch_size: int
+    seed: int
+    _: KW_ONLY
+    shuffle: bool = True
+    total_samples: int
+    aligned: bool = True
+
+    def __post_init__(self) -> None:
+        _check_dataset(self.dataset_size)
+        if self.batch_size < 1:
+            raise BadInput(
+                f'The global batch size is {self.batch_size}; it must be at least 1 sample.'
+            )
+        if self.total_samples < 1:
+            raise BadInput(
+                f'The total to train is {self.total_samples} samples; it must be at least 1.'
+            )
+
+    def batches(self, samples_done: int) -> Iterator[GlobalBatch]:
+        """The batches from a data position to the total.
+
+        A batch never crosses the end of an epoch, so the last batch of an epoch may be short, and
+        so may the last batch of all.
+
+        Parameters
+        ----------
+        samples_done
+            Samples seen so far.
+
+        Raises
+        ------
+        BadInput
+            If no batch ends at ``samples_done``; raised by the call, not by the first batch.
+        """
+        self._check_position(samples_done)
+        return self._batches(samples_done)
+
+    def _batches(self, position: int) -> Iterator[GlobalBatch]:
+        while position < self.total_samples:
+            epoch, start = divmod(position, self.dataset_size)
+            order = self._order(epoch)
+            stop = min(self.dataset_size, start + self.total_samples - position)
+            for left in range(start, stop, self.batch_size):
+                chosen = order[left : min(left + self.batch_size, stop)]
+                yield GlobalBatch(position, epoch, chosen)
+                position += len(chosen)
+
+    def _order(self, epoch: int) -> Sequence[int]:
+        if not self.shuffle:
+            return range(self.dataset_size)
+        # Imported here, so that the submitting process can count samples without loading torch.
+        import torch
+
+        digest = hashlib.blake2b(f'{self.seed}:{epoch}'.encode(), digest_size=8).digest()
+        generator = torch.Generator(device='cpu').manual_seed(int.from_bytes(digest) >> 1)
+        # A user's default device or dtype must not change the order.
+        order = torch.randperm(
+            self.dataset_size, generator=generator, dtype=torch.int64, device='cpu'
+        )
+        # Slicing an array is cheap. With a tensor, every rank would convert the samples of all
+        # ranks to Python integers.
+        return array('q', order.numpy().tobytes())
+
+    def _check_position(self, samples_done: int) -> None:
+        if samples_done == self.total_samples:
+            return
+        epoch, position = divmod(samples_done, self.dataset_size)
+        if (
+            samples_done < 0
+            or samples_done > self.total_samples
+            or (self.aligned and position % self.batch_size)
+        ):
+            raise BadInput(
+                f'The checkpoint is at {samples_done} samples (sample {position} of epoch '
+                f'{epoch}), where no global batch ends for batch size {self.batch_size}, '
+                f'{self.dataset_size} samples in the dataset and {self.total_samples} in total: '
+                'the length of the dataset, the batch size or the total has changed between '
+                'fragments; use the earlier one.'
+            )
+
+
+def shard(indices: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
+    """Divide a global batch into ``shards`` contiguous parts whose sizes differ by at most 1,
+    larger ones first.
+
+    Some parts are empty if there are more shards than indices.
+
+    Raises
+    ------
+    BadInput
+        If ``shards`` is below 1.
+    """
+    if shards < 1:
+        raise BadInput(f'A batch cannot be divided into {shards} shards; it must be at least 1.')
+    parts = (_part(len(indices), shards, index) for index in range(shards))
+    return tuple(tuple(indices[part.start : part.stop]) for part in parts)
+
+
+def shards_of_rank(shards: int, world_size: int, rank: int) -> range:
+    """The virtual shards that a rank computes: a contiguous range, possibly empty. Every shard
+    belongs to exactly one rank.
+
+    Raises
+    ------
+    BadInput
+        If ``shards`` is below 1 or there is no such rank.
+    """
+    if shards < 1:
+        raise BadInput(f'A batch cannot be divided into {shards} shards; it must be at least 1.')
+    _check_rank(world_size, rank)
+    return _part(shards, world_size, rank)
+
+
+def split_for_ranks(indices: Sequence[int], world_size: int, rank: int) -> tuple[int, ...]:
+    """A rank's part of a global batch: contiguous, possibly empty. Sizes differ by at most 1
+    between ranks.
+
+    Raises
+    ------
+    BadInput
+        If there is no such rank.
+    """
+    _check_rank(world_size, rank)
+    part = _part(len(indices), world_size, rank)
+    return tuple(indices[part.start : part.stop])
+
+
+def samples_in(epochs: float, dataset_size: int) -> int:
+    """Number of samples in a number of epochs, rounded to the nearest whole number, at least 1.
+
+    Raises
+    ------
+    BadInput
+        If the dataset is empty, or ``epochs`` is not a number above 0.
+    """
+    _check_dataset(dataset_size)
+    if not math.isfinite(epochs) or epochs <= 0:
+        raise BadInput(f'The total to train is {epochs} epochs; it must be a number above 0.')
+    return max(1, round(epochs * dataset_size))
+
+
+def _part(size: int, parts: int, index: int) -> range:
+    each, larger = divmod(size, parts)
+    start = index * each + min(index, larger)
+    return range(start, start + each + (index < larger))
+
+
+def _check_dataset(dataset_size: int) -> None:
+    if dataset_size < 1:
+        raise BadInput(f'The dataset has {dataset_size} samples; it must have at least 1.')
+
+
+def _check_rank(world_size: int, rank: int) -> None:
+    if not 0 <= rank < world_size:
+        raise BadInput(
+            f'There is no rank {rank} among {world_size} ranks; '
+            f'it must be from 0 to {world_size - 1}.'
+        )

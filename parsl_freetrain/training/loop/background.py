@@ -1,0 +1,49 @@
+"""One job at a time in a thread beside the main thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Background:
+    """Runs a job in a thread. An exception of the job is raised once, by the next call here.
+
+    The thread dies with the process, so a job must tolerate being cut off at any point.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Wait for the previous job, then start this one. Raises the previous job's exception."""
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise the exception of a job that has ended."""
+        if not self.busy:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until no job runs, and raise the job's exception if there was one."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:  # the main thread raises it
+            self._error = error

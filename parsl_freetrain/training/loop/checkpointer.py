@@ -1,0 +1,255 @@
+"""When a fragment saves and when it must stop, based on measured times."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from parsl_freetrain.core.controller.shortest_hole import FLOOR_S
+from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.training.checkpoint.snapshot import Snapshots
+from parsl_freetrain.training.checkpoint.state import State
+from parsl_freetrain.training.checkpoint.store import CheckpointStore
+from parsl_freetrain.training.loop.background import Background
+from parsl_freetrain.training.loop.handover_send import Leaving
+from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.spec.messages import (
+    CheckpointSaved,
+    Ending,
+    Outcome,
+    RankError,
+    ToRank,
+)
+from parsl_freetrain.training.spec.order import FragmentOrder
+
+log = logging.getLogger(__name__)
+
+ASSUMED_BYTES_PER_S = (
+    200e6  # assumed for a trainer's first checkpoint; slower than most file systems
+)
+_STEPS = 8
+
+
+class Checkpointer:
+    """Decides when to save and when to stop, and saves the checkpoints of one fragment. Only rank 0
+    writes them.
+
+    A checkpoint during training is a copy of the state, which a thread writes while training
+    continues. There is one such thread at a time. Its errors are raised at the next step.
+
+    Parameters
+    ----------
+    leaving
+        Leaves the state in memory when the fragment stops; None: the state is not left there.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        order: FragmentOrder,
+        channel: Channel[ToRank],
+        last: Checkpoint | None,
+        leaving: Leaving | None = None,
+    ) -> None:
+        self._store = store
+        self._order = order
+        self._channel = channel
+        self._background = Background('checkpoint')
+        self._leaving = leaving
+        self._stepped_at = 0.0
+        self._snapshots = Snapshots()
+        self._saved_at = time.monotonic()
+        self._asked = False
+        self._steps_s: deque[float] = deque(maxlen=_STEPS)
+        self._expected_s = 0.0
+        self._longest_s = 0.0
+        self._tidying_s = 0.0
+        self.last = last
+
+    def expect(self, size: int, longest_s: float) -> None:
+        """Set the estimates that hold before the first checkpoint: the state's size in bytes, and
+        the longest writing time in earlier fragments in seconds (0: none).
+        """
+        self._expected_s = longest_s or size / ASSUMED_BYTES_PER_S
+
+    @property
+    def longest_s(self) -> float:
+        """Longest time to write a checkpoint in this fragment, or its estimate; in seconds."""
+        return self._longest_s or self._expected_s
+
+    def step_took(self, seconds: float) -> None:
+        """Record the duration of a global batch."""
+        self._steps_s.append(seconds)
+        self._stepped_at = time.time()
+
+    def outcome(
+        self, how: Ending, error: RankError | None, samples: int, metrics: Mapping[str, float]
+    ) -> Outcome:
+        """The last message of the rank. Waits for a checkpoint that is being written."""
+        last = self.settled()
+        return Outcome(
+            how,
+            samples,
+            path=last.path if last is not None else None,
+            metrics=dict(metrics),
+            error=error,
+            stepped_at=self._stepped_at,
+            step_s=max(self._steps_s, default=0.0),
+            checkpoint_s=self._longest_s,
+            left=self._leaving.left if self._leaving is not None else None,
+        )
+
+    def time_left(self) -> float:
+        """Seconds until the nodes are taken away; infinite if unknown."""
+        return math.inf if self._order.deadline is None else self._order.deadline - time.time()
+
+    def must_stop(self, steps_ahead: int) -> bool:
+        """Whether there may be too little time to save after ``steps_ahead`` more batches."""
+        margin_s = 2 * self.longest_s + steps_ahead * max(self._steps_s, default=0.0) + FLOOR_S
+        if self._background.busy:
+            margin_s += self.longest_s + self._tidying_s  # the last checkpoint has to wait for it
+        return self.time_left() < margin_s
+
+    def wants_to_save(self) -> bool:
+        """Whether it is time for a periodic checkpoint: True once for each, and never while another
+        is being written.
+
+        Raises
+        ------
+        FreeTrainError
+            If the previous checkpoint could not be written.
+        """
+        if self._background.busy:
+            return False
+        self._background.check()
+        if self._asked or time.monotonic() - self._saved_at < self._order.spec.checkpoints.every_s:
+            return False
+        self._asked = True
+        return True
+
+    def went_back(self) -> None:
+        """Record that the state is that of the last checkpoint again."""
+        self._count_from_here()
+
+    def save_beside(
+        self, collect: Callable[[], State | None], samples: int, metrics: Mapping[str, float]
+    ) -> None:
+        """Copy the state, and commit it as a checkpoint while training continues. Otherwise as
+        :meth:`save_now`.
+        """
+        began = time.monotonic()
+        state, numbers = self._collected(collect), dict(metrics)
+        if state is not None:
+            copied = self._snapshots.take(state)
+            pause_s = time.monotonic() - began
+            self._background.start(lambda: self._commit(copied, samples, numbers, lambda: pause_s))
+        self._count_from_here()
+
+    def save_now(
+        self, collect: Callable[[], State | None], samples: int, metrics: Mapping[str, float]
+    ) -> None:
+        """Commit a checkpoint, report it to the node agent, and delete old ones.
+
+        Parameters
+        ----------
+        collect
+            Returns the state, or None on ranks that do not write it.
+        samples, metrics
+            As in :class:`~parsl_freetrain.core.model.types.Checkpoint`.
+
+        Raises
+        ------
+        Fenced
+            If a later fragment has begun.
+        FreeTrainError
+            If this checkpoint or the previous one cannot be written.
+        """
+        began = time.monotonic()
+        state = self._collected(collect)
+        if state is not None:
+            self._commit(state, samples, metrics, lambda: time.monotonic() - began)
+        self._count_from_here()
+
+    def save_and_stop(
+        self, collect: Callable[[], State | None], samples: int, metrics: Mapping[str, float]
+    ) -> None:
+        """Commit the fragment's last checkpoint, and also leave the state in memory. Otherwise as
+        :meth:`save_now`.
+
+        All ranks call it together. Deleting old checkpoints takes time, so it is left to the next
+        fragment.
+        """
+        began, leaving = time.monotonic(), self._leaving
+        if leaving is not None:
+            leaving.agree()
+        state = self._collected(collect)
+        if state is not None:
+            if leaving is not None:
+                self._background.start(lambda: leaving.leave(state, samples))
+            self._commit(state, samples, metrics, lambda: time.monotonic() - began, tidy=False)
+            self._background.wait()
+        if leaving is not None:
+            leaving.take(samples)
+
+    def settled(self) -> Checkpoint | None:
+        """The last checkpoint, after waiting for one that is being written. If that one fails, the
+        checkpoint before it.
+        """
+        try:
+            self._background.wait()
+        except FreeTrainError:
+            log.exception('The last checkpoint was not written')
+        return self.last
+
+    def _collected(self, collect: Callable[[], State | None]) -> State | None:
+        self._background.wait()
+        return collect()
+
+    def _count_from_here(self) -> None:
+        self._saved_at = time.monotonic()
+        self._asked = False
+
+    def _commit(
+        self,
+        state: State,
+        samples: int,
+        metrics: Mapping[str, float],
+        pause_s: Callable[[], float],
+        *,
+        tidy: bool = True,
+    ) -> None:
+        began = time.monotonic()
+        try:
+            self.last = self._store.save(
+                state.write, samples=samples, fragment=self._order.fragment, metrics=metrics
+            )
+        except OSError as error:
+            raise FreeTrainError(
+                f'The checkpoint of trainer {self._order.trainer!r} at {samples} samples '
+                'cannot be written to '
+                f'{self._order.store} ({error.strerror or error}); the one before is still there.'
+            ) from error
+        seconds = time.monotonic() - began
+        self._longest_s = max(self._longest_s, seconds)
+        self._channel.send(
+            CheckpointSaved(
+                self.last.path,
+                samples,
+                dict(metrics),
+                seconds=seconds,
+                pause_s=pause_s(),
+                at=time.time(),
+            )
+        )
+        if tidy:
+            try:
+                self._store.prune(self._order.spec.checkpoints.retention)
+            except OSError:
+                log.warning(
+                    'Old checkpoints in %s could not be removed', self._order.store, exc_info=True
+                )
+            self._tidying_s = max(self._tidying_s, time.monotonic() - began - seconds)

@@ -1,0 +1,119 @@
+"""Receiving a state in memory from the previous fragment of a trainer. The node's fork server keeps
+it.
+
+It is only a shortcut: the same state has been committed as a checkpoint. The state is used only if
+it has the digest in the next fragment's order, which came over the executor's own channel.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import torch
+
+from parsl_freetrain.training.checkpoint.memory_image import digest_of, unpack
+from parsl_freetrain.training.checkpoint.safetensors_io import read_into
+from parsl_freetrain.training.checkpoint.state import Saved, State, assemble
+from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.process.channel import Channel, is_ours
+from parsl_freetrain.training.process.standby_slots import WARM_VARIABLE
+from parsl_freetrain.training.spec.codec import Decoder
+from parsl_freetrain.training.spec.messages import FetchState, ForkAnswer, KeepState, StateKept
+from parsl_freetrain.training.spec.order import Handover
+
+_ANSWER_S = 10.0
+
+
+def keep(trainer: str, fd: int, digest: str) -> bool:
+    """Leave a packed state with this node's fork server for the trainer's next fragment. Returns
+    whether the fork server has accepted it.
+    """
+    with closing(_fork_server()) as channel:
+        if not channel.send(KeepState(trainer, digest)):
+            return False
+        channel.send_fd(fd)
+        return channel.poll(_ANSWER_S) and isinstance(channel.recv(), StateKept)
+
+
+def fetch(trainer: str, digest: str) -> torch.Tensor | None:
+    """Take the bytes with this digest from this node's fork server; None if it has none. The caller
+    must verify the digest.
+    """
+    with closing(_fork_server()) as channel:
+        if not channel.send(FetchState(trainer, digest)) or not channel.poll(_ANSWER_S):
+            return None
+        _, fd = channel.recv_fd()
+    if fd is None:
+        return None
+    with os.fdopen(fd, 'rb', buffering=0) as file:
+        data = torch.empty(os.fstat(fd).st_size, dtype=torch.uint8)
+        read_into(file, 0, data)
+    return data
+
+
+def receive(handover: Handover, trainer: str, peers: Peers) -> Saved | None:
+    """Bring the state that the previous fragment left on rank 0's node to all ranks. Returns None
+    on all ranks if one of them did not get it completely.
+
+    The state is broadcast by the ranks' process group. Every rank compares the digest. All ranks
+    allocate memory before the first byte is sent; otherwise rank 0 might send to ranks that do not
+    receive.
+    """
+    data: torch.Tensor | None = None
+    state: State | None = None
+
+    def look() -> str:
+        nonlocal data
+        with _errors_printed():
+            data = fetch(trainer, handover.digest)
+        return '0' if data is None else str(data.numel())
+
+    def all_have(what: object) -> bool:
+        return not peers.largest((what is None,))()[0]
+
+    size = int(peers.tell('handover', look))
+    if not size:
+        return None
+    if data is None:
+        with _errors_printed():
+            data = torch.empty(size, dtype=torch.uint8)
+    if all_have(data) and data is not None:
+        peers.broadcast([data])
+        with _errors_printed():
+            state = unpack(data) if digest_of(data) == handover.digest else None
+        if all_have(state) and state is not None:
+            return assemble(handover.path, state)
+    print(
+        'Not all ranks have got the state of the fragment before from memory; the '
+        'checkpoint is used.'
+    )
+    return None
+
+
+@contextmanager
+def _errors_printed() -> Iterator[None]:
+    """Print an error and continue, since the state in memory is not indispensable."""
+    try:
+        yield
+    except (
+        OSError,
+        EOFError,
+        RuntimeError,
+        MemoryError,
+    ) as error:  # torch reports a lack of memory by RuntimeErrors
+        print(f'The state of the fragment before could not be had from memory: {error}')
+
+
+def _fork_server() -> Channel[ForkAnswer]:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.connect(b'\0' + os.environ.get(WARM_VARIABLE, '').encode())
+        if not is_ours(sock):
+            raise PermissionError('another user listens where the warm parent should')
+    except OSError:
+        sock.close()
+        raise
+    return Channel(sock, Decoder(ForkAnswer, 'the fork server'))

@@ -1,0 +1,201 @@
+"""One rank from its start to its last message."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+import cloudpickle
+import tblib
+import torch
+import torch.distributed as dist
+
+from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.training.checkpoint.fault_hooks import saving
+from parsl_freetrain.training.checkpoint.state import read_state
+from parsl_freetrain.training.checkpoint.store import Fenced, PosixCheckpointStore
+from parsl_freetrain.training.comm.collectives import Peers, is_peer_loss, join
+from parsl_freetrain.training.comm.devices import VISIBLE_VARIABLE, name_of, take_gpus
+from parsl_freetrain.training.comm.inbox import Inbox
+from parsl_freetrain.training.data.loader import seed_everything
+from parsl_freetrain.training.loop.checkpointer import Checkpointer
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.loop.handover_receive import receive
+from parsl_freetrain.training.loop.handover_send import Leaving
+from parsl_freetrain.training.loop.standby_context import StandbyContext, StandbyPlace
+from parsl_freetrain.training.loop.training_loop import RankParts
+from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.spec.messages import Ending, Outcome, RankError, ToRank
+from parsl_freetrain.training.spec.mode import Reproducible
+from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
+
+_LARGEST_EXCEPTION = 1_000_000
+
+
+def run_rank(
+    order: FragmentOrder,
+    place: RankPlace,
+    payload: bytes,
+    channel: Channel[ToRank],
+    standby: StandbyPlace | None = None,
+) -> int:
+    """Run one rank of a fragment. Its last message is the outcome.
+
+    Parameters
+    ----------
+    order, place
+        The rank's instructions.
+    payload
+        ``cloudpickle.dumps((function, args, kwargs))``. It must come only from a channel to a
+        process of the same user.
+    channel
+        To and from the node agent.
+    standby
+        Where a standby rank waits for its actual order and place. Until then it uses only what
+        ``order`` and ``place`` say about the trainer and the node.
+
+    Returns
+    -------
+    int
+        Exit status: 0 if the fragment finished or stopped as it should.
+    """
+    inbox = Inbox(channel)
+    inbox.listen_to_signals()
+    peers: Peers | None = None
+    context: FragmentContext | None = None
+    how: Ending = 'finished'
+    error: RankError | None = None
+
+    def begin(order: FragmentOrder, its_place: RankPlace) -> RankParts:
+        nonlocal peers, place
+        place = its_place
+        print(
+            f'Trainer {order.trainer}, fragment {order.fragment}: rank {place.rank} of '
+            f'{place.world_size}'
+        )
+        peers = join(order, place, channel, inbox, name_of(device))()
+        if place.world_size > 1:
+            print(f'Tensors are exchanged by {dist.get_backend()}')
+        return _parts(order, place, peers, channel, inbox, device)
+
+    try:
+        device = _set_up(order, place)
+        function, args, kwargs = cloudpickle.loads(payload)
+        if standby is None:
+            context = FragmentContext(begin(order, place))
+        else:
+            context = StandbyContext(order.trainer, device, lambda: begin(*standby.wait()))
+        function(context, *args, **kwargs)
+        if context.stopped:  # the function has caught FragmentEnd
+            how = 'stopped'
+        else:
+            context.finish()
+    except BaseException as raised:  # the node agent must hear of any error
+        if isinstance(context, StandbyContext) and not context.began():
+            context = None  # the fragment could not begin
+        how = _ending(raised, context, place)
+        if how != 'stopped':
+            traceback.print_exc()
+            error = _described(raised)
+    if (
+        how in ('finished', 'stopped')
+        and peers is not None
+        and not peers.leave()
+        and place.rank > 0
+    ):
+        # Rank 0 has not come this far, so it is unknown whether the state is saved.
+        how = 'peer-lost'
+    channel.send(Outcome(how, error=error) if context is None else context.outcome(how, error))
+    return 0 if how in ('finished', 'stopped') else 1
+
+
+def _set_up(order: FragmentOrder, place: RankPlace) -> torch.device:
+    torch.set_num_threads(order.spec.ranks.threads)
+    if isinstance(order.spec.mode, Reproducible):
+        os.environ.setdefault(
+            'CUBLAS_WORKSPACE_CONFIG', ':4096:8'
+        )  # CUDA's matrix products need it to be deterministic
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    device = take_gpus(place.local_rank, order.spec.ranks.per_node)
+    print(
+        f'Process {os.getpid()}: device {device} '
+        f'({VISIBLE_VARIABLE}={os.environ.get(VISIBLE_VARIABLE)}), '
+        f'{order.spec.ranks.threads} threads'
+    )
+    # What the function draws before its loop (initial weights) must be the same on all ranks.
+    seed_everything(order.spec.mode.seed)
+    return device
+
+
+def _parts(
+    order: FragmentOrder,
+    place: RankPlace,
+    peers: Peers,
+    channel: Channel[ToRank],
+    inbox: Inbox,
+    device: torch.device,
+) -> RankParts:
+    store = PosixCheckpointStore(Path(order.store), order.trainer, hook=saving)
+    handed = order.handover
+    saved = receive(handed, order.trainer, peers) if handed is not None else None
+    latest = None
+
+    def find() -> str:
+        nonlocal latest
+        store.fence(order.fragment)
+        if saved is not None and handed is not None:
+            latest = Checkpoint(
+                order.trainer, handed.path, handed.samples, handed.fragment, dict(handed.metrics)
+            )
+        else:
+            latest = store.latest()
+        return latest.path if latest is not None else ''
+
+    # Rank 0 verifies and chooses; the ranks might choose differently if each looked for itself.
+    path = peers.tell('checkpoint', find)
+    if path:
+        print(
+            f'Going on from checkpoint {path}{", as it is in memory" if saved is not None else ""}'
+        )
+    if saved is None and path:
+        saved = read_state(path)
+    leaving = Leaving(order.trainer, peers, inbox)
+    checkpointer = Checkpointer(store, order, channel, latest, leaving)
+    return RankParts(order, place, peers, channel, inbox, checkpointer, device, saved)
+
+
+def _ending(raised: BaseException, context: FragmentContext | None, place: RankPlace) -> Ending:
+    if context is not None and context.stopped:
+        return 'stopped'
+    if isinstance(raised, Fenced):
+        return 'fenced'
+    return 'peer-lost' if place.world_size > 1 and is_peer_loss(raised) else 'error'
+
+
+def _described(raised: BaseException) -> RankError:
+    # Leave out our own frame; the traceback begins in the user's function.
+    below = raised.__traceback__.tb_next if raised.__traceback__ is not None else None
+    trace = below or raised.__traceback__
+    return RankError(
+        type(raised).__name__,
+        str(raised),
+        ''.join(traceback.format_exception(type(raised), raised, trace)),
+        _packed(raised, trace),
+    )
+
+
+def _packed(raised: BaseException, trace: TracebackType | None) -> bytes | None:
+    """``cloudpickle.dumps((exception, tblib's traceback dict))``; None if it is too large or cannot
+    be pickled and unpickled.
+    """
+    try:
+        data = cloudpickle.dumps((raised, tblib.Traceback(trace).to_dict()))
+        cloudpickle.loads(data)
+    except Exception:  # the exception's own code may raise anything
+        print('The exception cannot be sent as an object:', file=sys.stderr)
+        traceback.print_exc()
+        return None
+    return data if len(data) <= _LARGEST_EXCEPTION else None

@@ -1,0 +1,40 @@
+"""A batch cut into micro-batches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class MicroBatches:
+    """The parts of a batch, and the sum of their losses so far.
+
+    Parameters
+    ----------
+    inputs, targets
+        Of shapes (samples, ...), at least one sample.
+    number
+        Number of parts; their sizes differ by at most 1. If there are fewer samples than parts,
+        some samples are repeated with weight 0.
+    device
+        Device of the loss.
+
+    Attributes
+    ----------
+    inputs, targets
+        By micro-batch.
+    weights
+        By micro-batch: its share of the batch's samples. The losses of micro-batches, which are
+        means, are added with these weights.
+    loss
+        The weighted sum so far.
+    """
+
+    def __init__(self, inputs: Tensor, targets: Tensor, number: int, device: torch.device) -> None:
+        samples = len(inputs)
+        parts = torch.arange(max(samples, number), device=inputs.device).tensor_split(number)
+        self.inputs, self.targets = (
+            [values[part % samples] for part in parts] for values in (inputs, targets)
+        )
+        self.weights = [int((part < samples).sum()) / samples for part in parts]
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)

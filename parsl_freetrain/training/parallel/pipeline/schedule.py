@@ -1,0 +1,266 @@
+"""Schedules of pipelines (GPipe, 1F1B and Chimera): tables of which worker computes what in which
+slot.
+
+A model is cut into stages, and a batch into micro-batches, each of which goes forward through all
+stages and backward again. In each slot a worker computes one pass of one micro-batch through one of
+its stages. Here forward and backward passes take one slot each; for other lengths see
+:func:`parsl_freetrain.training.parallel.pipeline.schedule_facts.makespan`.
+
+- GPipe: Huang et al., NeurIPS 2019. All forward passes, then all backward passes.
+- 1F1B: Narayanan et al., SOSP 2019, with a flush after each batch as in PipeDream-Flush. Backward
+  passes as early as possible.
+- Chimera: Li and Hoefler, SC 2021 (arXiv 2107.06925). Two pipelines in opposite directions, merged
+  so that each fills bubbles of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from parsl_freetrain.core.model.errors import BadInput
+
+FORWARD, BACKWARD = 'F', 'B'
+DOWN, UP = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One pass of a micro-batch through a stage: what a worker computes in a slot.
+
+    Attributes
+    ----------
+    kind
+        :data:`FORWARD` or :data:`BACKWARD`.
+    stage
+        From 0, which takes the inputs, to the last, which computes the loss.
+    micro_batch
+        From 0.
+    direction
+        :data:`DOWN`: worker i has stage i; :data:`UP`: the i-th worker from the end has stage i.
+    """
+
+    kind: str
+    stage: int
+    micro_batch: int
+    direction: int = DOWN
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """The table of slots for a batch.
+
+    Attributes
+    ----------
+    name
+        Name of the method.
+    stages
+        Number of stages, and of workers.
+    micro_batches
+        Number of micro-batches.
+    rows
+        By worker, by slot: the task; None if the worker waits (a bubble). All rows have the same
+        length, the makespan in slots.
+    """
+
+    name: str
+    stages: int
+    micro_batches: int
+    rows: tuple[tuple[Task | None, ...], ...]
+
+    @property
+    def slots(self) -> int:
+        """The makespan in slots."""
+        return len(self.rows[0])
+
+    def worker(self, stage: int, direction: int) -> int:
+        """The worker that has a stage of a direction."""
+        return stage if direction == DOWN else self.stages - 1 - stage
+
+    def held(self, worker: int) -> tuple[tuple[int, int], ...]:
+        """The (direction, stage) pairs that a worker has, sorted."""
+        return tuple(
+            sorted({(task.direction, task.stage) for task in self.rows[worker] if task is not None})
+        )
+
+    def feeds(self, task: Task) -> Task | None:
+        """The task at the neighbouring stage that takes the output of ``task``; None at the end of
+        the pipeline.
+        """
+        stage = task.stage + (1 if task.kind == FORWARD else -1)
+        return (
+            Task(task.kind, stage, task.micro_batch, task.direction)
+            if 0 <= stage < self.stages
+            else None
+        )
+
+    def fed_by(self, task: Task) -> Task | None:
+        """The task at the neighbouring stage that makes the input of ``task``; None at the end of
+        the pipeline.
+        """
+        stage = task.stage - (1 if task.kind == FORWARD else -1)
+        return (
+            Task(task.kind, stage, task.micro_batch, task.direction)
+            if 0 <= stage < self.stages
+            else None
+        )
+
+
+def gpipe(stages: int, micro_batches: int) -> PipelineSchedule:
+    """All forward passes, then all backward passes; 2 (N + D - 1) slots for N micro-batches and D
+    stages.
+
+    Raises
+    ------
+    BadInput
+        If there is no stage or no micro-batch.
+    """
+    _at_least_one(stages, micro_batches)
+    turn = micro_batches + stages - 1
+    return _table(
+        'gpipe',
+        stages,
+        micro_batches,
+        (
+            placed
+            for m in range(micro_batches)
+            for s in range(stages)
+            for placed in (
+                (s + m, Task(FORWARD, s, m)),
+                (turn + stages - 1 - s + m, Task(BACKWARD, s, m)),
+            )
+        ),
+    )
+
+
+def one_f_one_b(stages: int, micro_batches: int) -> PipelineSchedule:
+    """Forward and backward passes alternate; 2 (N + D - 1) slots for N micro-batches and D
+    stages.
+
+    Raises
+    ------
+    BadInput
+        If there is no stage or no micro-batch.
+    """
+    _at_least_one(stages, micro_batches)
+    return _table(
+        '1f1b',
+        stages,
+        micro_batches,
+        (
+            placed
+            for m in range(micro_batches)
+            for s in range(stages)
+            for placed in (
+                (s + m if m < stages - s else s + 2 * m, Task(FORWARD, s, m)),
+                (2 * stages - 1 - s + 2 * m, Task(BACKWARD, s, m)),
+            )
+        ),
+    )
+
+
+def chimera(stages: int, micro_batches: int) -> PipelineSchedule:
+    """Two pipelines in opposite directions. Worker w has stage w of one and stage D - 1 - w of the
+    other.
+
+    D micro-batches are a unit, half of them in each direction. Within a unit, micro-batch i of a
+    direction is in stage s forward in slot s + 2i and backward in slot 2D - 1 - s + 2i. The slots
+    of the other direction at the same worker have the other parity, or are earlier or later. Units
+    follow each other after 2D slots (the paper's direct concatenation). N micro-batches take
+    2N + D - 2 slots if N is a multiple of D. Otherwise the last unit lacks some micro-batches, and
+    as many slots are added.
+
+    Raises
+    ------
+    BadInput
+        If the number of stages or of micro-batches is odd.
+    """
+    _at_least_one(stages, micro_batches)
+    if stages % 2:
+        others = f'{stages - 1} or {stages + 1}' if stages > 1 else '2'
+        raise BadInput(
+            'Chimera needs an even number of stages, since worker w holds stages w and '
+            f'D - 1 - w, and {stages} are asked for: '
+            f'use {others}, or 1F1B.'
+        )
+    if micro_batches % 2:
+        raise BadInput(
+            'Chimera sends one half of the micro-batches in each direction, and '
+            f'{micro_batches} are odd: '
+            f'use {micro_batches + 1}; a multiple of the {stages} stages is best.'
+        )
+    placed = []
+    for start in range(0, micro_batches, stages):
+        half = min(stages, micro_batches - start) // 2
+        for direction in (DOWN, UP):
+            for i in range(half):
+                m, at = start + direction * half + i, 2 * start + 2 * i
+                for s in range(stages):
+                    placed += [
+                        (at + s, Task(FORWARD, s, m, direction)),
+                        (at + 2 * stages - 1 - s, Task(BACKWARD, s, m, direction)),
+                    ]
+    return _table('chimera', stages, micro_batches, placed)
+
+
+METHODS = {'gpipe': gpipe, '1f1b': one_f_one_b, 'chimera': chimera}
+
+
+def make_schedule(method: str, stages: int, micro_batches: int) -> PipelineSchedule:
+    """The schedule of a method, by name.
+
+    Raises
+    ------
+    BadInput
+        If there is no such method, or it does not support these numbers.
+    """
+    if method not in METHODS:
+        raise BadInput(
+            f'There is no pipeline method {method!r}; choose one of {", ".join(METHODS)}.'
+        )
+    return METHODS[method](stages, micro_batches)
+
+
+def split_layers(layers: int, stages: int) -> tuple[range, ...]:
+    """The layers of each stage: consecutive ones. The first stages have one more if the layers
+    cannot be divided evenly.
+
+    Raises
+    ------
+    BadInput
+        If there are fewer layers than stages.
+    """
+    if layers < stages:
+        raise BadInput(
+            f'{layers} layers cannot be cut into {stages} stages: use at most {layers} '
+            'stages, or more layers.'
+        )
+    each, more = divmod(layers, stages)
+    starts = [s * each + min(s, more) for s in range(stages + 1)]
+    return tuple(range(start, end) for start, end in pairwise(starts))
+
+
+def _at_least_one(stages: int, micro_batches: int) -> None:
+    for what, number in (('stages', stages), ('micro-batches', micro_batches)):
+        if number < 1:
+            raise BadInput(f'A pipeline of {number} {what} was asked for; it needs at least 1.')
+
+
+def _table(
+    name: str, stages: int, micro_batches: int, placed: Iterable[tuple[int, Task]]
+) -> PipelineSchedule:
+    """Tasks with their slots, as rows."""
+    bare = PipelineSchedule(name, stages, micro_batches, ())
+    slots: list[dict[int, Task]] = [{} for _ in range(stages)]
+    for slot, task in placed:
+        row = slots[bare.worker(task.stage, task.direction)]
+        assert slot not in row, f'{task} and {row[slot]} in one slot'
+        row[slot] = task
+    length = 1 + max(max(row) for row in slots)
+    return PipelineSchedule(
+        name,
+        stages,
+        micro_batches,
+        tuple(tuple(row.get(slot) for slot in range(length)) for row in slots),
+    )

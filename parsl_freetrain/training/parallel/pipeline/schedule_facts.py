@@ -1,0 +1,130 @@
+"""Properties of a pipeline's schedule: whether it can be run, how long it takes, and how many
+activations it keeps in memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from parsl_freetrain.training.parallel.pipeline.schedule import (
+    BACKWARD,
+    DOWN,
+    FORWARD,
+    UP,
+    PipelineSchedule,
+    Task,
+)
+from parsl_freetrain.training.parallel.pipeline.schedule_steps import actions_of, stuck
+
+
+def faults(schedule: PipelineSchedule) -> tuple[str, ...]:
+    """Sentences that say why a schedule cannot be run; empty if it can.
+
+    A schedule can be run if each micro-batch passes each stage forward and backward once, at the
+    worker that has the stage, after the tasks that it depends on; if no worker waits for ever even
+    if sending waits for the receiver; and if both workers that have a stage complete it in the same
+    slot.
+    """
+    at = {task: slot for row in schedule.rows for slot, task in enumerate(row) if task is not None}
+    found = [
+        f'{task} is at worker {worker}, which does not have the stage.'
+        for worker, row in enumerate(schedule.rows)
+        for task in row
+        if task is not None and worker != schedule.worker(task.stage, task.direction)
+    ]
+    found += [
+        f'{task} is there {times} times.'
+        for task, times in Counter(
+            task for row in schedule.rows for task in row if task is not None
+        ).items()
+        if times > 1
+    ]
+    directions: dict[int, set[int]] = {m: set() for m in range(schedule.micro_batches)}
+    for task in at:
+        directions.setdefault(task.micro_batch, set()).add(task.direction)
+    for m, ways in directions.items():
+        if len(ways) != 1:
+            found.append(f'Micro-batch {m} goes in {len(ways)} directions.')
+        needed = [
+            Task(kind, s, m, way)
+            for way in ways
+            for kind in (FORWARD, BACKWARD)
+            for s in range(schedule.stages)
+        ]
+        found += [f'{task} is missing.' for task in needed if task not in at]
+    for task, slot in at.items():
+        before = [schedule.fed_by(task)]
+        if task.kind == BACKWARD:
+            before.append(Task(FORWARD, task.stage, task.micro_batch, task.direction))
+        found += [
+            f'{task} in slot {slot} is not after {other} in slot {at[other]}.'
+            for other in before
+            if other in at and at[other] >= slot
+        ]
+    if not found:
+        found += [
+            f'Worker {worker} waits for ever in {action}.'
+            for worker, action in stuck(actions_of(schedule)).items()
+        ]
+        found += [
+            f'Stage {s} is complete in slot {one} at one of its workers and in slot '
+            f'{other} at the other.'
+            for s in range(schedule.stages)
+            if (one := _completed(schedule, s, DOWN)) != (other := _completed(schedule, s, UP))
+            and None not in (one, other)
+        ]
+    return tuple(found)
+
+
+def makespan(schedule: PipelineSchedule, forward: float = 1.0, backward: float = 1.0) -> float:
+    """Time of a batch if each worker does its tasks in the schedule's order, as early as possible.
+
+    Parameters
+    ----------
+    forward, backward
+        Times of a pass through a stage, in the unit of the result. Messages take no time.
+    """
+    done: dict[Task, float] = {}
+    free = [0.0] * schedule.stages
+    # In the order of slots, everything that a task depends on comes before it.
+    for slot in range(schedule.slots):
+        for worker, row in enumerate(schedule.rows):
+            task = row[slot]
+            if task is None:
+                continue
+            before = schedule.fed_by(task)
+            start = max(free[worker], done[before] if before is not None else 0.0)
+            done[task] = free[worker] = start + (forward if task.kind == FORWARD else backward)
+    return max(free)
+
+
+def bubbles(schedule: PipelineSchedule, forward: float = 1.0, backward: float = 1.0) -> float:
+    """The share of all workers' time that is spent waiting, 0 to 1."""
+    return 1 - schedule.micro_batches * (forward + backward) / makespan(schedule, forward, backward)
+
+
+def activations(schedule: PipelineSchedule) -> tuple[int, ...]:
+    """By worker: maximum number of micro-batches whose activations it keeps at a time."""
+    peaks = []
+    for row in schedule.rows:
+        kept = peak = 0
+        for task in row:
+            if task is not None:
+                kept += 1 if task.kind == FORWARD else -1
+                peak = max(peak, kept)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def _completed(schedule: PipelineSchedule, stage: int, direction: int) -> int | None:
+    row = schedule.rows[schedule.worker(stage, direction)]
+    return max(
+        (
+            slot
+            for slot, task in enumerate(row)
+            if task is not None
+            and task.kind == BACKWARD
+            and (task.stage, task.direction) == (stage, direction)
+        ),
+        default=None,
+    )

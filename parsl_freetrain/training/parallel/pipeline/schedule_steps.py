@@ -1,0 +1,164 @@
+"""The actions of each worker of a pipeline in order: compute, then exchange the results of the same
+slot.
+
+After each slot, every worker begins to receive what others have computed for it in that slot, and
+sends its own result. So messages between two workers are sent and received in the same order,
+whatever the schedule, and need no labels. A worker begins to receive before it sends, and what is
+exchanged after a slot depends on earlier slots only. So no worker waits for ever, even if sending
+waits for the receiver. :func:`stuck` checks that for a given schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from parsl_freetrain.training.parallel.pipeline.schedule import BACKWARD, PipelineSchedule, Task
+
+RUN, POST, SEND, WAIT = 'run', 'post', 'send', 'wait'
+
+
+@dataclass(frozen=True)
+class StageTransfer:
+    """The result of a task (activations or their gradients) on its way to the neighbouring stage.
+
+    Attributes
+    ----------
+    task
+        The task.
+    source, target
+        The workers that send and receive it.
+    """
+
+    task: Task
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One slot of a worker in which it does something.
+
+    Attributes
+    ----------
+    task
+        The task to compute; None: nothing.
+    receives, sends
+        The messages to exchange after it.
+    completes
+        The (direction, stage) whose gradients are complete then; None: none.
+    """
+
+    task: Task | None
+    receives: tuple[StageTransfer, ...]
+    sends: tuple[StageTransfer, ...]
+    completes: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Action:
+    """One action of a worker.
+
+    Attributes
+    ----------
+    verb
+        :data:`RUN` a task; :data:`POST` a receive; :data:`SEND` a message, which waits for its
+        receive; :data:`WAIT` for a message.
+    what
+        The task or the message.
+    """
+
+    verb: str
+    what: Task | StageTransfer
+
+
+def programs_of(schedule: PipelineSchedule) -> tuple[tuple[Step, ...], ...]:
+    """By worker: its steps, in order of slots."""
+    ends = {
+        (task.direction, task.stage): (worker, slot)
+        for worker, row in enumerate(schedule.rows)
+        for slot, task in enumerate(row)
+        if task is not None and task.kind == BACKWARD
+    }
+    completed = {at: held for held, at in ends.items()}
+    programs: list[list[Step]] = [[] for _ in schedule.rows]
+    for slot in range(schedule.slots):
+        made = [
+            message
+            for row in schedule.rows
+            if (message := message_of(schedule, row[slot])) is not None
+        ]
+        for worker, row in enumerate(schedule.rows):
+            step = Step(
+                row[slot],
+                tuple(m for m in made if m.target == worker),
+                tuple(m for m in made if m.source == worker),
+                completed.get((worker, slot)),
+            )
+            if step.task is not None or step.receives:
+                programs[worker].append(step)
+    return tuple(map(tuple, programs))
+
+
+def actions_of(schedule: PipelineSchedule) -> tuple[tuple[Action, ...], ...]:
+    """By worker: its actions, in order."""
+    return tuple(
+        tuple(action for step in program for action in _actions(schedule, step))
+        for program in programs_of(schedule)
+    )
+
+
+def stuck(programs: Sequence[Sequence[Action]]) -> Mapping[int, Action]:
+    """The workers that wait for ever, and in which action; empty if all finish.
+
+    Parameters
+    ----------
+    programs
+        The actions of each worker. Sending waits until the target has posted the receive; waiting,
+        until the message was sent.
+    """
+    at = [0] * len(programs)
+    posted: set[StageTransfer] = set()
+    sent: set[StageTransfer] = set()
+    moved = True
+    while moved:
+        moved = False
+        for worker, program in enumerate(programs):
+            while at[worker] < len(program):
+                action = program[at[worker]]
+                if isinstance(action.what, StageTransfer):
+                    if action.verb == POST:
+                        posted.add(action.what)
+                    elif action.what not in (posted if action.verb == SEND else sent):
+                        break
+                    elif action.verb == SEND:
+                        sent.add(action.what)
+                at[worker] += 1
+                moved = True
+    return {
+        worker: program[at[worker]]
+        for worker, program in enumerate(programs)
+        if at[worker] < len(program)
+    }
+
+
+def message_of(schedule: PipelineSchedule, task: Task | None) -> StageTransfer | None:
+    """What a task sends to another worker; None if it sends nothing."""
+    taker = schedule.feeds(task) if task is not None else None
+    if task is None or taker is None:
+        return None
+    return StageTransfer(
+        task,
+        schedule.worker(task.stage, task.direction),
+        schedule.worker(taker.stage, taker.direction),
+    )
+
+
+def _actions(schedule: PipelineSchedule, step: Step) -> Iterator[Action]:
+    if step.task is not None:
+        before = message_of(schedule, schedule.fed_by(step.task))
+        if before is not None:
+            yield Action(WAIT, before)
+        yield Action(RUN, step.task)
+    yield from (Action(POST, message) for message in step.receives)
+    yield from (Action(SEND, message) for message in step.sends)

@@ -1,0 +1,187 @@
+"""The messages between the workers of a pipeline: activations, their gradients, and gradients to be
+summed over two workers that have the same stage.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.parallel.pipeline.schedule import FORWARD, Task
+from parsl_freetrain.training.parallel.pipeline.schedule_steps import StageTransfer
+from parsl_freetrain.training.parallel.pipeline.stage import Stage
+
+_TYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+)
+_MOST_DIMENSIONS = 8
+_SENDING_AT_MOST = 8
+
+
+class Traffic:
+    """One worker's messages of one batch.
+
+    Parameters
+    ----------
+    group
+        The workers; their numbers are their ranks in it.
+    between
+        By micro-batch, by stage except the last: a tensor like the output; its content is not used.
+    device
+        Device of received tensors.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, between: Sequence[Sequence[Tensor]], device: torch.device
+    ) -> None:
+        self._group, self._between, self._device = group, between, device
+        self._arriving: dict[Task, tuple[Tensor, Work]] = {}
+        self._sending: deque[Work] = deque()
+        self._sums: list[tuple[list[nn.Parameter], Tensor, Tensor, Work]] = []
+
+    def take(self, made_by: Task) -> Tensor:
+        """Wait for the result of another worker's task, and return it."""
+        value, work = self._arriving.pop(made_by)
+        work.wait()
+        return value
+
+    def exchange(
+        self,
+        receives: Sequence[StageTransfer],
+        sends: Sequence[StageTransfer],
+        value: Tensor | None,
+        complete: tuple[int, list[nn.Parameter]] | None,
+    ) -> None:
+        """Begin to receive and send the results of one slot.
+
+        Parameters
+        ----------
+        value
+            Content of the one message in ``sends``.
+        complete
+            Another worker, and parameters that both have, whose gradients are complete.
+            :meth:`finish` sums them.
+        """
+        # Receives come first, and all are in one call. So neither gloo nor NCCL, which keeps the
+        # order of calls, waits for ever.
+        incoming = [
+            torch.empty_like(self._like(message), device=self._device) for message in receives
+        ]
+        ops = [
+            self._op(dist.irecv, buffer, message.source)
+            for message, buffer in zip(receives, incoming, strict=True)
+        ]
+        if sends:
+            assert value is not None
+            ops += [self._op(dist.isend, value.contiguous(), message.target) for message in sends]
+        if complete is not None:
+            partner, parameters = complete
+            own = torch.cat(
+                [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters]
+            )
+            others = torch.empty_like(own)
+            ops += [self._op(dist.isend, own, partner), self._op(dist.irecv, others, partner)]
+        if not ops:
+            return
+        works = dist.batch_isend_irecv(ops)
+        if len(works) < len(ops):  # the backend may complete all of them as one
+            works = works * len(ops)
+        for message, buffer, work in zip(receives, incoming, works, strict=False):
+            self._arriving[message.task] = (buffer, work)
+        if complete is not None:
+            self._sums.append((parameters, own, others, works.pop()))
+        self._sending.extend(works[len(receives) :])
+        while len(self._sending) > _SENDING_AT_MOST:
+            self._sending.popleft().wait()  # so that sent tensors are not kept to the end
+
+    def finish(self) -> None:
+        """Wait for all messages, and replace gradients by their sums."""
+        while self._sending:
+            self._sending.popleft().wait()
+        for parameters, own, others, work in self._sums:
+            work.wait()
+            own += others  # a + b equals b + a to the last bit, so both workers have the same
+            for p, total in zip(
+                parameters, own.split([p.numel() for p in parameters]), strict=True
+            ):
+                p.grad = total.view_as(p).to(p.dtype)
+
+    def _op(self, what: Callable[..., Any], tensor: Tensor, worker: int) -> dist.P2POp:
+        return dist.P2POp(what, tensor, dist.get_global_rank(self._group, worker), self._group)
+
+    def _like(self, message: StageTransfer) -> Tensor:
+        """An empty tensor for a message: the gradient of a stage's input is like the output before
+        it.
+        """
+        task = message.task
+        return self._between[task.micro_batch][
+            task.stage if task.kind == FORWARD else task.stage - 1
+        ]
+
+
+def outputs_like(
+    stage: Stage, inputs: Tensor, group: ProcessGroup, device: torch.device
+) -> list[Tensor]:
+    """By stage except the last: a tensor without content like its output. All workers call this
+    together.
+
+    Parameters
+    ----------
+    stage
+        The worker's own stage of direction :data:`.schedule.DOWN`.
+    inputs
+        A tensor like the model's input.
+
+    Raises
+    ------
+    BadInput
+        If a stage's output cannot be sent.
+    """
+    between: list[Tensor] = []
+    value = inputs.to('meta')
+    for worker in range(group.size() - 1):
+        header = torch.zeros(2 + _MOST_DIMENSIONS, dtype=torch.int64)
+        if dist.get_rank(group) == worker:
+            output = stage.output_like(value)
+            if (
+                not isinstance(output, Tensor)
+                or output.dtype not in _TYPES
+                or output.ndim > _MOST_DIMENSIONS
+            ):
+                raise BadInput(
+                    f'Stage {worker} of the pipeline gives {_described(output)} to the '
+                    'next one: a stage must give one tensor '
+                    f'of at most {_MOST_DIMENSIONS} dimensions, of type '
+                    f'{", ".join(map(str, _TYPES))}.'
+                )
+            header[: 2 + output.ndim] = torch.tensor(
+                [_TYPES.index(output.dtype), output.ndim, *output.shape]
+            )
+        header = header.to(device)
+        dist.broadcast(header, group=group, group_src=worker)
+        kind, dimensions, *shape = header.tolist()
+        value = torch.empty(shape[:dimensions], dtype=_TYPES[kind], device='meta')
+        between.append(value)
+    return between
+
+
+def _described(output: object) -> str:
+    return (
+        f'a tensor of shape {tuple(output.shape)}, {output.dtype}'
+        if isinstance(output, Tensor)
+        else f'a {type(output).__name__}'
+    )

@@ -1,0 +1,24 @@
+"""Layers for networks whose volumes are divided among ranks, with torch's names and arguments."""
+
+from parsl_freetrain.training.parallel.spatial.convolution import Conv3d, ConvTranspose3d
+from parsl_freetrain.training.parallel.spatial.grid import Axis, Grid
+from parsl_freetrain.training.parallel.spatial.normalisation import BatchNorm3d
+from parsl_freetrain.training.parallel.spatial.pooling import AvgPool3d, MaxPool3d
+from parsl_freetrain.training.parallel.spatial.rehearsal import check_division
+from parsl_freetrain.training.parallel.spatial.sharded import Sharded, concatenate, total
+from parsl_freetrain.training.parallel.spatial.volumes import ShardedVolumes
+
+__all__ = [
+    'AvgPool3d',
+    'Axis',
+    'BatchNorm3d',
+    'Conv3d',
+    'ConvTranspose3d',
+    'Grid',
+    'MaxPool3d',
+    'Sharded',
+    'ShardedVolumes',
+    'check_division',
+    'concatenate',
+    'total',
+]

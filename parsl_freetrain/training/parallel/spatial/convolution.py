@@ -1,0 +1,178 @@
+"""Convolutions of divided volumes, with torch's arguments, parameter names and initial values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.parallel.spatial.geometry import Spread, Window
+from parsl_freetrain.training.parallel.spatial.grid import Grid
+from parsl_freetrain.training.parallel.spatial.halo import (
+    FIRST,
+    Moves,
+    assembled,
+    collect,
+    fetch,
+    give_back,
+    plan,
+)
+from parsl_freetrain.training.parallel.spatial.sharded import Sharded, shared
+
+Triple = tuple[int, ...]
+
+
+class Conv3d(nn.Conv3d):
+    """``torch.nn.Conv3d`` for :class:`.Sharded`, with zeros as padding at the
+    borders of the whole volume.
+
+    Raises
+    ------
+    BadInput
+        In ``forward``, if a part of the output would be empty or the halo would be wider than the
+        neighbouring part; in the constructor, if padding is not given as numbers or not zeros.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if isinstance(self.padding, str) or self.padding_mode != 'zeros':
+            raise BadInput(
+                f'A convolution of divided volumes was given padding={self.padding!r}, '
+                f'padding_mode={self.padding_mode!r}: give '
+                f"padding as numbers, and leave padding_mode at 'zeros'."
+            )
+
+    def forward(self, x: Sharded) -> Sharded:  # type: ignore[override]
+        assert not isinstance(self.padding, str)
+        windows = [
+            Window(*numbers)
+            for numbers in zip(
+                self.kernel_size, self.stride, self.padding, self.dilation, strict=True
+            )
+        ]
+        layout, needed = plan(windows, x.layout, x.grid)
+        padding = tuple(
+            0 if move is not None else window.padding
+            for move, window in zip(needed, windows, strict=True)
+        )
+        weight, bias = shared(x.grid, self.weight, self.bias)
+        local = _Convolution.apply(
+            x.local,
+            weight,
+            bias,
+            needed,
+            x.grid,
+            self.stride,
+            padding,  # type: ignore[no-untyped-call]
+            self.dilation,
+            self.groups,
+        )
+        return Sharded(local, layout, x.grid)
+
+
+class ConvTranspose3d(nn.ConvTranspose3d):
+    """``torch.nn.ConvTranspose3d`` for :class:`.Sharded`. Bad input is refused as by
+    :class:`Conv3d`.
+    """
+
+    def forward(self, x: Sharded, like: Sharded | None = None) -> Sharded:  # type: ignore[override]
+        """With ``like``, the output has the extents and parts of that volume, which must be
+        possible with this window.
+        """
+        spreads = [
+            Spread(*numbers)
+            for numbers in zip(
+                self.kernel_size,
+                self.stride,
+                self._paddings,
+                self.dilation,
+                self._output_paddings(x, like),
+                strict=True,
+            )
+        ]
+        layout, needed = plan(spreads, x.layout, x.grid, like.layout if like is not None else None)
+        weight, bias = shared(x.grid, self.weight, self.bias)
+        assert weight is not None
+        # The full output for this input, from which this rank's part is cut.
+        output_padding = [spread.output_padding for spread in spreads]
+        local = F.conv_transpose3d(
+            fetch(x.local, needed, x.grid),
+            weight,
+            bias,
+            self.stride,
+            0,
+            output_padding,
+            self.groups,
+            self.dilation,
+        )
+        for i, (spread, own) in enumerate(zip(spreads, x.grid.own(layout), strict=True)):
+            begins_at = spread.need(own.start, own.stop)[0] if needed[i] is not None else 0
+            at = own.start - (begins_at * spread.stride - spread.padding)
+            local = local.narrow(FIRST + i, at, own.stop - own.start)
+        return replace(x, local=local, layout=layout)
+
+    @property
+    def _paddings(self) -> Triple:
+        assert not isinstance(self.padding, str)
+        return self.padding
+
+    def _output_paddings(self, x: Sharded, like: Sharded | None) -> Triple:
+        if like is None:
+            return self.output_padding
+        found = []
+        for i, (bounds, wanted) in enumerate(zip(x.layout, like.layout, strict=True)):
+            smallest = Spread(
+                self.kernel_size[i], self.stride[i], self._paddings[i], self.dilation[i]
+            ).extent(bounds[-1])
+            more, most = wanted[-1] - smallest, max(self.stride[i], self.dilation[i]) - 1
+            if not 0 <= more <= most:
+                raise BadInput(
+                    f'A transposed convolution makes {smallest} to {smallest + most} '
+                    f'positions of {bounds[-1]}, and was asked '
+                    f'for {wanted[-1]}, like those of another volume.'
+                )
+            found.append(more)
+        return tuple(found)
+
+
+class _Convolution(torch.autograd.Function):
+    """Keeps a part and its halo separately until backward; torch would keep a joined copy."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needed: Moves,
+        grid: Grid,
+        stride: Triple,
+        padding: Triple,
+        dilation: Triple,
+        groups: int,
+    ) -> Tensor:
+        whole, got = collect(x, needed, grid)
+        ctx.save_for_backward(x, weight, *got)
+        ctx.needed, ctx.grid, ctx.options = (
+            needed,
+            grid,
+            (stride, padding, dilation, False, (0, 0, 0), groups),
+        )
+        ctx.bias_shape = None if bias is None else list(bias.shape)
+        return torch.convolution(whole, weight, bias, *ctx.options)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *got = ctx.saved_tensors
+        whole = assembled(x, got, ctx.needed, ctx.grid)
+        of_whole, of_weight, of_bias = torch.ops.aten.convolution_backward(
+            gradients[0], whole, weight, ctx.bias_shape, *ctx.options, ctx.needs_input_grad[:3]
+        )
+        of_x = (
+            give_back(of_whole, x.shape, ctx.needed, ctx.grid) if ctx.needs_input_grad[0] else None
+        )
+        return of_x, of_weight, of_bias, *(None,) * 6

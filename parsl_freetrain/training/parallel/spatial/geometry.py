@@ -1,0 +1,224 @@
+"""Where the parts of a divided axis begin and end, and what a layer needs of the neighbouring
+parts. All numbers are integers.
+
+An axis of ``n`` positions in ``p`` parts is described by its bounds, ``p + 1`` numbers from 0 to
+``n``. Each layer determines the bounds of its output: an output position belongs to the part that
+has the input position in the middle of its window. So parts need not be equal or divisible by the
+stride, and the halo is as narrow as possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from parsl_freetrain.core.model.errors import BadInput
+
+AXES = ('depth', 'height', 'width')
+
+Bounds = tuple[int, ...]
+Range = tuple[int, int]
+
+
+def split(extent: int, parts: int, axis: str) -> Bounds:
+    """Bounds of parts whose sizes differ by at most one position, larger ones first.
+
+    Raises
+    ------
+    BadInput
+        If there are more parts than positions.
+    """
+    if parts > extent:
+        raise BadInput(
+            f'The {axis} of {extent} cannot be divided into {parts} parts: it can into '
+            f'up to {extent}.'
+        )
+    each, left = divmod(extent, parts)
+    return tuple(part * each + min(part, left) for part in range(parts + 1))
+
+
+@dataclass(frozen=True)
+class Window:
+    """A window that moves over the input, as in convolution and pooling. The numbers are
+    torch's.
+    """
+
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+
+    def extent(self, n: int) -> int:
+        """Number of output positions for ``n`` input positions."""
+        return (n + 2 * self.padding - self.dilation * (self.kernel - 1) - 1) // self.stride + 1
+
+    def place(self, position: int) -> int:
+        """The first output position after a border of parts at ``position``; may be outside of the
+        output.
+        """
+        middle = self.dilation * (self.kernel - 1) // 2 - self.padding
+        return -((middle - position) // self.stride)
+
+    def need(self, low: int, high: int) -> Range:
+        """The input range that the output from ``low`` to before ``high`` depends on; may extend
+        beyond the input.
+        """
+        return low * self.stride - self.padding, (
+            high - 1
+        ) * self.stride - self.padding + self.dilation * (self.kernel - 1) + 1
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A window into which each input position is spread, as in transposed convolution. The numbers
+    are torch's.
+    """
+
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+    output_padding: int = 0
+
+    def extent(self, n: int) -> int:
+        """As :meth:`Window.extent`; the other methods correspond too."""
+        return (
+            (n - 1) * self.stride
+            - 2 * self.padding
+            + self.dilation * (self.kernel - 1)
+            + self.output_padding
+            + 1
+        )
+
+    def place(self, position: int) -> int:
+        return position * self.stride
+
+    def need(self, low: int, high: int) -> Range:
+        return -((self.dilation * (self.kernel - 1) - self.padding - low) // self.stride), (
+            high - 1 + self.padding
+        ) // self.stride + 1
+
+
+Reach = Window | Spread
+"""How a layer acts on one axis."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """What one part needs along an axis, and what its neighbours need from it.
+
+    Attributes
+    ----------
+    keep
+        The range of its own positions that it needs.
+    send
+        The ranges of its positions that the part before and the part after need.
+    receive
+        Numbers of positions that come from the part before and from the part after.
+    pad
+        Numbers of positions before the beginning and after the end of the axis.
+    """
+
+    keep: Range
+    send: tuple[Range, Range]
+    receive: Range
+    pad: Range
+
+
+@lru_cache(maxsize=4096)
+def placed(reach: Reach, bounds: Bounds, axis: str) -> Bounds:
+    """Bounds of a layer's output, from those of its input.
+
+    Raises
+    ------
+    BadInput
+        If a part would be empty.
+    """
+    extent = reach.extent(bounds[-1])
+    inner = [min(max(reach.place(position), 0), extent) for position in bounds[1:-1]]
+    found = (0, *inner, extent)
+    if any(end <= begin for begin, end in pairwise(found)):
+        raise BadInput(
+            f'{_said(reach)} makes {max(extent, 0)} positions of a {axis} of '
+            f'{bounds[-1]} in {_parts(bounds)}, which leaves a '
+            f'part without any: {_would_do(reach, bounds)}.'
+        )
+    return found
+
+
+@lru_cache(maxsize=4096)
+def moves(reach: Reach, bounds: Bounds, out: Bounds, axis: str) -> tuple[Move, ...]:
+    """What every part needs of the input, which has ``bounds``, for its part of the output, which
+    has the bounds ``out``.
+
+    Raises
+    ------
+    BadInput
+        If a part needs more than its neighbours have. All ranks find that, so none waits for
+        another.
+    """
+    needs = [reach.need(*part) for part in pairwise(out)]
+    return tuple(_move(reach, bounds, needs, part, axis) for part in range(len(needs)))
+
+
+def _move(reach: Reach, bounds: Bounds, needs: Sequence[Range], part: int, axis: str) -> Move:
+    begin, end, extent = bounds[part], bounds[part + 1], bounds[-1]
+    low, high = needs[part]
+    first, last = min(max(low, 0), extent), max(min(high, extent), 0)
+    if first < bounds[max(part - 1, 0)] or last > bounds[min(part + 2, len(bounds) - 1)]:
+        raise BadInput(
+            f'{_said(reach)} needs {max(begin - first, last - end)} positions beyond '
+            f'part {part} of a {axis} of {extent} in '
+            f'{_parts(bounds)}, more than the neighbouring part has: {_would_do(reach, bounds)}.'
+        )
+
+    def common(one: Range, other: Range) -> Range:
+        return (
+            (max(one[0], other[0]) - begin, min(one[1], other[1]) - begin)
+            if max(one[0], other[0]) < min(one[1], other[1])
+            else (0, 0)
+        )
+
+    own = begin, end
+    return Move(
+        keep=common(own, (low, high)),
+        send=(
+            common(own, needs[part - 1]) if part > 0 else (0, 0),
+            common(own, needs[part + 1]) if part + 1 < len(needs) else (0, 0),
+        ),
+        receive=(max(min(begin, last) - first, 0), max(last - max(end, first), 0)),
+        pad=(min(max(-low, 0), high - low), min(max(high - extent, 0), high - low)),
+    )
+
+
+def _would_do(reach: Reach, bounds: Bounds) -> str:
+    extent = bounds[-1]
+    fits = []
+    for parts in range(1, len(bounds) - 1):
+        try:
+            even = split(extent, parts, '')
+            moves(reach, even, placed(reach, even, ''), '')
+        except BadInput:
+            continue
+        fits.append(str(parts))
+    return (
+        f'it can be divided into {" or ".join(fits)}'
+        if fits
+        else 'it is too small, undivided as well'
+    )
+
+
+def _said(reach: Reach) -> str:
+    return (
+        str(reach)
+        .replace('Window', 'A window')
+        .replace('Spread', 'A transposed convolution')
+        .replace('(', ' (', 1)
+    )
+
+
+def _parts(bounds: Bounds) -> str:
+    sizes = [end - begin for begin, end in pairwise(bounds)]
+    return f'{len(sizes)} parts ({", ".join(map(str, sizes))})'

@@ -1,0 +1,160 @@
+"""The ranks that share a sample, as a grid of depth x height x width, and their exchanges along its
+axes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from parsl_freetrain.training.parallel.spatial.geometry import AXES, Bounds, split
+
+Layout = tuple[Bounds, Bounds, Bounds]
+"""The bounds of a volume's parts, along each of :data:`.geometry.AXES`."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """This rank's position in a row of ranks.
+
+    Attributes
+    ----------
+    parts, index
+        Number of ranks in the row, and number of this rank, from 0.
+    group
+        The ranks; None if there is only one, and in a rehearsal, which sends nothing.
+    """
+
+    parts: int = 1
+    index: int = 0
+    group: ProcessGroup | None = None
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """The sum over the row, the same to the last bit on all of its ranks."""
+        if self.parts == 1 or self.group is None:
+            return tensor
+        total = tensor.contiguous().clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def gather(self, tensor: Tensor, sizes: tuple[int, ...], dim: int) -> list[Tensor]:
+        """The tensors of all ranks, by index. They differ only in their ``sizes`` along ``dim``."""
+        if self.parts == 1:
+            return [tensor]
+        if self.group is None:
+            return [tensor.new_empty(_with(tensor, dim, size)) for size in sizes]
+        # A backend that gathers tensors of different sizes also pads them to the largest.
+        sent = tensor.new_zeros(_with(tensor, dim, max(sizes)))
+        sent.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+        rows = [torch.empty_like(sent) for _ in sizes]
+        dist.all_gather(rows, sent, group=self.group)
+        return [row.narrow(dim, 0, size) for row, size in zip(rows, sizes, strict=True)]
+
+    def swap(
+        self, sent: tuple[Tensor, Tensor], wanted: tuple[int, int], dim: int
+    ) -> tuple[Tensor, Tensor]:
+        """Send tensors to the rank before and the rank after, and receive theirs, with ``wanted``
+        positions along ``dim``. Nothing is sent for 0.
+        """
+        got = tuple(sent[0].new_empty(_with(sent[0], dim, size)) for size in wanted)
+        if self.group is not None:
+            others = (self.index - 1, self.index + 1)
+            operations = [
+                dist.P2POp(dist.isend, tensor.contiguous(), group=self.group, group_peer=other)
+                for tensor, other in zip(sent, others, strict=True)
+                if tensor.shape[dim]
+            ]
+            operations += [
+                dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=other)
+                for tensor, other in zip(got, others, strict=True)
+                if tensor.shape[dim]
+            ]
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
+        return got[0], got[1]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks that share a sample, and this rank's position among them.
+
+    Attributes
+    ----------
+    axes
+        Along depth, height and width.
+    data
+        The ranks with the same part of other samples.
+    """
+
+    axes: tuple[Axis, Axis, Axis] = field(default=(Axis(), Axis(), Axis()))
+    data: Axis = field(default=Axis())
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh | None) -> Grid:
+        """The grid of a mesh with dimensions ``data``, ``depth``, ``height`` and ``width``, such as
+        ``ctx.mesh``. None: one rank.
+        """
+        if mesh is None:
+            return cls()
+        names = mesh.mesh_dim_names or ()
+
+        def axis(name: str) -> Axis:
+            size = mesh.size(names.index(name)) if name in names else 1
+            return (
+                Axis(size, mesh.get_local_rank(name), mesh.get_group(name)) if size > 1 else Axis()
+            )
+
+        depth, height, width = map(axis, AXES)
+        return cls((depth, height, width), axis('data'))
+
+    @classmethod
+    def rehearsal(cls, spatial: tuple[int, int, int]) -> Grid:
+        """The first rank of a grid without the other ranks. Nothing is sent, and received tensors
+        have no defined content.
+        """
+        depth, height, width = map(Axis, spatial)
+        return cls((depth, height, width))
+
+    @property
+    def parts(self) -> int:
+        """Number of ranks that share a sample."""
+        return math.prod(axis.parts for axis in self.axes)
+
+    def layout(self, extents: tuple[int, int, int]) -> Layout:
+        """The layout of a volume of these extents (voxels of depth, height, width) in parts that
+        are as equal as possible.
+
+        Raises
+        ------
+        BadInput
+            If there are more parts than positions.
+        """
+        depth, height, width = (
+            split(n, axis.parts, name)
+            for n, axis, name in zip(extents, self.axes, AXES, strict=True)
+        )
+        return depth, height, width
+
+    def own(self, layout: Layout) -> tuple[slice, slice, slice]:
+        """The position of this rank's part in the whole volume."""
+        depth, height, width = (
+            slice(bounds[axis.index], bounds[axis.index + 1])
+            for bounds, axis in zip(layout, self.axes, strict=True)
+        )
+        return depth, height, width
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks that share a sample, the same to the last bit on all of them."""
+        for axis in self.axes:
+            tensor = axis.add(tensor)
+        return tensor
+
+
+def _with(tensor: Tensor, dim: int, size: int) -> list[int]:
+    return [*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]]

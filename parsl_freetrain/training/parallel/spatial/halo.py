@@ -1,0 +1,147 @@
+"""Halo exchange: a rank receives what it needs of its neighbours' parts, and sends back the
+gradient of it.
+
+The axes are exchanged one after the other, so corners arrive with the second and third axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parsl_freetrain.training.parallel.spatial.geometry import (
+    AXES,
+    Bounds,
+    Move,
+    Reach,
+    moves,
+    placed,
+)
+from parsl_freetrain.training.parallel.spatial.grid import Axis, Grid, Layout
+
+Moves = tuple[Move | None, Move | None, Move | None]
+"""What is needed along each axis; None if the axis is not divided, so that the layer
+itself pads.
+"""
+
+FIRST = 2
+"""The dimension of depth: volumes are (samples, channels, depth, height, width)."""
+
+
+def plan(
+    reaches: Sequence[Reach], layout: Layout, grid: Grid, like: Layout | None = None
+) -> tuple[Layout, Moves]:
+    """The layout of a layer's output, and what this rank needs for its part of it.
+
+    Parameters
+    ----------
+    reaches
+        How the layer acts on each axis.
+    like
+        The output's layout, if it shall not follow from the input's.
+
+    Raises
+    ------
+    BadInput
+        If a part of the output would be empty, or would need more than its neighbours have.
+    """
+    out: list[Bounds] = []
+    needed: list[Move | None] = []
+    for i, (reach, bounds, axis, name) in enumerate(
+        zip(reaches, layout, grid.axes, AXES, strict=True)
+    ):
+        out.append(like[i] if like is not None else placed(reach, bounds, name))
+        needed.append(moves(reach, bounds, out[i], name)[axis.index] if axis.parts > 1 else None)
+    return (out[0], out[1], out[2]), (needed[0], needed[1], needed[2])
+
+
+def collect(x: Tensor, needed: Moves, grid: Grid, fill: float = 0.0) -> tuple[Tensor, list[Tensor]]:
+    """What a rank needs, from its own part ``x`` and its neighbours; and what it received, two
+    tensors for each divided axis.
+    """
+    got: list[Tensor] = []
+    for dim, axis, move in _steps(needed, grid):
+        sent = x.narrow(dim, *_from(move.send[0])), x.narrow(dim, *_from(move.send[1]))
+        received = axis.swap(sent, move.receive, dim)
+        got += received
+        x = _joined(x, received, move, dim, fill)
+    return x, got
+
+
+def assembled(
+    x: Tensor, got: Sequence[Tensor], needed: Moves, grid: Grid, fill: float = 0.0
+) -> Tensor:
+    """The result of :func:`collect` once more, without an exchange."""
+    for i, (dim, _, move) in enumerate(_steps(needed, grid)):
+        x = _joined(x, (got[2 * i], got[2 * i + 1]), move, dim, fill)
+    return x
+
+
+def give_back(gradient: Tensor, shape: torch.Size, needed: Moves, grid: Grid) -> Tensor:
+    """The gradient of a rank's own part, which has ``shape``, from the gradient of the result of
+    :func:`collect`. The neighbours' shares are sent to them.
+    """
+    for dim, axis, move in reversed(_steps(needed, grid)):
+        before, after = move.receive
+        begin = move.pad[0] + before
+        kept = move.keep[1] - move.keep[0]
+        sent = gradient.narrow(dim, move.pad[0], before), gradient.narrow(dim, begin + kept, after)
+        lengths = move.send[0][1] - move.send[0][0], move.send[1][1] - move.send[1][0]
+        returned = axis.swap(sent, lengths, dim)
+        whole = gradient.new_zeros([*gradient.shape[:dim], shape[dim], *gradient.shape[dim + 1 :]])
+        whole.narrow(dim, *_from(move.keep)).copy_(gradient.narrow(dim, begin, kept))
+        for part, place in zip(returned, move.send, strict=True):
+            if part.shape[dim]:
+                whole.narrow(dim, *_from(place)).add_(part)
+        gradient = whole
+    return gradient
+
+
+def fetch(x: Tensor, needed: Moves, grid: Grid, fill: float = 0.0) -> Tensor:
+    """:func:`collect` for autograd. ``fill`` is the value beyond the borders of the volume."""
+    if all(move is None or _is_nothing(move, x.shape[FIRST + i]) for i, move in enumerate(needed)):
+        return x
+    return _Fetch.apply(x, needed, grid, fill)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Fetch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, needed: Moves, grid: Grid, fill: float) -> Tensor:
+        ctx.shape, ctx.needed, ctx.grid = x.shape, needed, grid
+        whole, _ = collect(x, needed, grid, fill)
+        return whole.view_as(whole) if whole is x else whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return give_back(gradients[0], ctx.shape, ctx.needed, ctx.grid), None, None, None
+
+
+def _steps(needed: Moves, grid: Grid) -> list[tuple[int, Axis, Move]]:
+    return [(FIRST + i, grid.axes[i], move) for i, move in enumerate(needed) if move is not None]
+
+
+def _joined(
+    x: Tensor, received: tuple[Tensor, Tensor], move: Move, dim: int, fill: float
+) -> Tensor:
+    kept = x.narrow(dim, *_from(move.keep))
+    if not any(move.pad) and not any(move.receive):
+        return kept
+    pads = [x.new_full([*x.shape[:dim], size, *x.shape[dim + 1 :]], fill) for size in move.pad]
+    return torch.cat([pads[0], received[0], kept, received[1], pads[1]], dim)
+
+
+def _is_nothing(move: Move, extent: int) -> bool:
+    """Whether neither this rank nor its neighbours need anything that they do not have."""
+    return (
+        move.keep == (0, extent)
+        and not any(move.pad)
+        and not any(move.receive)
+        and not any(map(any, move.send))
+    )
+
+
+def _from(place: tuple[int, int]) -> tuple[int, int]:
+    return place[0], place[1] - place[0]

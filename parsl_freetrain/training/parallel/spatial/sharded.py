@@ -1,0 +1,143 @@
+"""Volumes divided among ranks, and conversions to undivided tensors: sums, parameters, whole
+volumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.parallel.spatial.grid import Grid, Layout
+from parsl_freetrain.training.parallel.spatial.halo import FIRST
+
+
+@dataclass(frozen=True, eq=False)
+class Sharded:
+    """A batch of volumes, of which this rank has one part.
+
+    Attributes
+    ----------
+    local
+        This rank's part: (samples, channels, depth, height, width).
+    layout
+        The bounds of all parts.
+    grid
+        The ranks that have them.
+    """
+
+    local: Tensor
+    layout: Layout
+    grid: Grid
+
+    @classmethod
+    def of(cls, local: Tensor, extents: tuple[int, int, int], grid: Grid) -> Sharded:
+        """This rank's part of volumes of ``extents`` (voxels of depth, height, width) that are
+        divided as equally as possible.
+
+        Raises
+        ------
+        BadInput
+            If there are more parts than positions, or the extents of ``local`` are not those of
+            this rank's part.
+        """
+        layout = grid.layout(extents)
+        expected = tuple(place.stop - place.start for place in grid.own(layout))
+        if tuple(local.shape[FIRST:]) != expected:
+            raise BadInput(
+                f'This rank was given a part of {_said(local.shape[FIRST:])} voxels; of '
+                f'{_said(extents)} in '
+                f'{_said(axis.parts for axis in grid.axes)} parts its own has {_said(expected)}.'
+            )
+        return cls(local, layout, grid)
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> Sharded:
+        """Apply a function that treats each voxel by itself, such as an activation or a cast."""
+        return replace(self, local=function(self.local))
+
+    def whole(self) -> Tensor:
+        """The whole volumes, on all ranks that share them. What follows must be the same on all of
+        these ranks, since its gradient counts once.
+        """
+        if self.grid.parts == 1:
+            return self.local
+        return _Whole.apply(self.local, self.layout, self.grid)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def concatenate(volumes: Sequence[Sharded]) -> Sharded:
+    """Concatenate the channels of volumes with the same layout."""
+    if any(volume.layout != volumes[0].layout for volume in volumes):
+        raise BadInput(
+            'Volumes can only be concatenated where their parts are the same: give a '
+            'transposed convolution like=, '
+            'the volume that its output is to be put together with.'
+        )
+    return replace(volumes[0], local=torch.cat([volume.local for volume in volumes], 1))
+
+
+def total(value: Tensor, grid: Grid) -> Tensor:
+    """The sum over the ranks that share a sample, for instance of a loss of which each rank has
+    computed a part.
+    """
+    return value if grid.parts == 1 else _Total.apply(value, grid)  # type: ignore[no-untyped-call]
+
+
+def shared(grid: Grid, *parameters: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Parameters for use on parts: their gradients are summed over the ranks that share a sample,
+    in one exchange.
+    """
+    present = [parameter for parameter in parameters if parameter is not None]
+    if grid.parts == 1 or not present:
+        return parameters
+    uses = iter(_Shared.apply(grid, *present))  # type: ignore[no-untyped-call]
+    return tuple(next(uses) if parameter is not None else None for parameter in parameters)
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, layout: Layout, grid: Grid) -> Tensor:
+        ctx.own = grid.own(layout)
+        for i, (axis, bounds) in enumerate(zip(grid.axes, layout, strict=True)):
+            sizes = tuple(end - begin for begin, end in pairwise(bounds))
+            if axis.parts > 1:
+                local = torch.cat(axis.gather(local, sizes, FIRST + i), FIRST + i)
+        return local
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0][(slice(None), slice(None), *ctx.own)].contiguous(), None, None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, grid: Grid) -> Tensor:
+        return grid.add(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        # All ranks have the sum and the same loss; each takes the gradient of its own part only.
+        return gradients[0], None
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grid: Grid, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.grid = grid
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        sums = ctx.grid.add(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+        parts = sums.split([gradient.numel() for gradient in gradients])
+        return None, *(
+            part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)
+        )
+
+
+def _said(numbers: Iterable[int]) -> str:
+    return 'x'.join(map(str, numbers))

@@ -1,0 +1,1 @@
+"""Processes of a compute node: node agent, fork server, liveness."""

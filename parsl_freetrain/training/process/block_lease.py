@@ -1,0 +1,133 @@
+"""The holder file: a small file in a run's own folder that says which run holds the blocks.
+
+A block outlives the process that submitted it. Its nodes then read this file, which the next run
+with the same name writes. For each adopted job, it has the command by which the job's nodes connect
+to the new run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.host import files
+from parsl_freetrain.host.processes import start_of
+
+_LARGEST = 16_000_000  # bytes
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A run, its process, and the blocks that it has adopted.
+
+    Attributes
+    ----------
+    run
+        Unique name of the run.
+    host, pid, born
+        Its process; ``born`` distinguishes it from a later process with the same id.
+    commands
+        By job id: the shell command that each node of an adopted job runs.
+    """
+
+    run: str
+    host: str
+    pid: int
+    born: str
+    commands: Mapping[str, str] = field(default_factory=dict)
+
+    def lives(self) -> bool:
+        """Whether its process is another, living process of this computer. Processes of other
+        computers cannot be checked and count as dead.
+        """
+        return (
+            self.host == platform.node()
+            and self.pid != os.getpid()
+            and self.born == start_of(self.pid) != ''
+        )
+
+
+def this_process(run: str, commands: Mapping[str, str] | None = None) -> Holder:
+    """A holder for this process."""
+    return Holder(run, platform.node(), os.getpid(), start_of(os.getpid()), commands or {})
+
+
+def write_holder(path: Path, holder: Holder) -> None:
+    """Write the holder of the blocks, atomically: readers see the old file or the new one."""
+    files.replace(path, json.dumps(asdict(holder)).encode())
+
+
+def read_holder(path: Path) -> Holder | None:
+    """The holder of the blocks; None if there is none.
+
+    Raises
+    ------
+    BadInput
+        If other users can access the file, or it is damaged, so that its commands must not be run.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise BadInput(f'{path} cannot be read ({error.strerror}); remove it.') from None
+    with os.fdopen(fd, 'rb') as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise BadInput(
+                f'{path} must be a file of yours that nobody else can read or write '
+                '(mode 0600); remove it.'
+            )
+        try:
+            said = json.loads(file.read(_LARGEST))
+            commands = {str(job): str(command) for job, command in said['commands'].items()}
+            return Holder(
+                str(said['run']), str(said['host']), int(said['pid']), str(said['born']), commands
+            )
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise BadInput(f'{path} is not what a run has written; remove it.') from None
+
+
+def release(path: Path, run: str) -> None:
+    """Remove the holder file at the normal end of a run."""
+    with contextlib.suppress(BadInput):
+        holder = read_holder(path)
+        if holder is not None and holder.run == run:
+            path.unlink(missing_ok=True)
+
+
+class Succession:
+    """The commands for one node, from one holder after the other.
+
+    Parameters
+    ----------
+    path
+        The holder file.
+    job
+        The id of this node's job.
+    """
+
+    def __init__(self, path: Path, job: str) -> None:
+        self._path = path
+        self._job = job
+        self._served: set[str] = set()
+
+    def claim(self) -> str | None:
+        """The command of a holder that has adopted this job, once per holder; None if there is
+        none.
+        """
+        try:
+            holder = read_holder(self._path)
+        except BadInput:
+            return None
+        if holder is None or holder.run in self._served or self._job not in holder.commands:
+            return None
+        self._served.add(holder.run)
+        return holder.commands[self._job]

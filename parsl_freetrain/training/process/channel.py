@@ -1,0 +1,168 @@
+"""Messages between a rank and its supervising process on the same machine."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+from typing import Generic, TypeVar
+
+from parsl_freetrain.training.spec.codec import Decoder, encode
+from parsl_freetrain.training.spec.messages import Message
+
+T = TypeVar('T')
+U = TypeVar('U')
+
+# A packet must fit into the socket's buffer, of which the kernel guarantees only a small size.
+_PACKET_BYTES = 60_000
+_ALONE, _MORE, _LAST = b'!', b'+', b'.'
+
+
+class Channel(Generic[T]):
+    """Whole messages over a connected ``SOCK_SEQPACKET`` socket.
+
+    The kernel keeps packets whole. If a sender is killed within a long message, the other end
+    receives at most an unfinished message. It is dropped when a short message follows, from another
+    process that holds the socket.
+
+    Parameters
+    ----------
+    sock
+        The socket.
+    decoder
+        Decoder of the messages that arrive.
+    """
+
+    def __init__(self, sock: socket.socket, decoder: Decoder[T]) -> None:
+        self._socket = sock
+        self._decoder = decoder
+
+    def fileno(self) -> int:
+        """For ``select`` and ``multiprocessing.connection.wait``: readable when a message or the
+        end can be read.
+        """
+        return self._socket.fileno()
+
+    def peer_pid(self) -> int:
+        """Process id of the other end, or of the process that listened there, according to the
+        kernel.
+        """
+        return peer_pid(self._socket)
+
+    def send(self, message: Message, *, wait: bool = True) -> bool:
+        """Send a message; False if the other end is gone.
+
+        Parameters
+        ----------
+        message
+            A message that the other end expects.
+        wait
+            False: drop a message that cannot be sent at once, and return False.
+        """
+        return self.send_bytes(encode(message), wait=wait)
+
+    def send_bytes(self, data: bytes, *, wait: bool = True) -> bool:
+        """As :meth:`send`; with ``wait=False`` the data must be shorter than 60,000 bytes."""
+        if len(data) <= _PACKET_BYTES:
+            return self._send_packet(_ALONE + data, 0 if wait else socket.MSG_DONTWAIT)
+        if not wait:
+            return False
+        view = memoryview(data)
+        for start in range(0, len(view), _PACKET_BYTES):
+            flag = _LAST if start + _PACKET_BYTES >= len(view) else _MORE
+            if not self._send_packet(flag + view[start : start + _PACKET_BYTES], 0):
+                return False
+        return True
+
+    def recv(self) -> T | None:
+        """Wait for the next message; None if it is not an expected one.
+
+        Raises
+        ------
+        EOFError
+            If the other end is gone.
+        """
+        return self._decoder.decode(self.recv_bytes())
+
+    def recv_bytes(self) -> bytes:
+        """The next message as bytes; raises EOFError as :meth:`recv`."""
+        parts: list[bytes] = []
+        while True:
+            try:
+                packet = self._socket.recv(_PACKET_BYTES + 1)
+            except ConnectionError:
+                # The kernel reports this once, before data that the other end sent before it closed
+                # without reading all of ours.
+                packet = self._socket.recv(_PACKET_BYTES + 1)
+            if not packet:
+                raise EOFError('The other end of the channel is gone.')
+            if packet[:1] == _ALONE:
+                return packet[1:]
+            parts.append(packet[1:])
+            if packet[:1] == _LAST:
+                return b''.join(parts)
+
+    def send_fd(self, fd: int, data: bytes = b'.', *, wait: bool = True) -> None:
+        """Send a file descriptor with some bytes; raises OSError if that fails."""
+        socket.send_fds(self._socket, [data], [fd], 0 if wait else socket.MSG_DONTWAIT)
+
+    def recv_fd(self, size: int = 1, *, wait: bool = True) -> tuple[bytes, int | None]:
+        """Receive at most ``size`` bytes, and the file descriptor that came with them, if any;
+        raises OSError if that fails.
+        """
+        flags = 0 if wait else socket.MSG_DONTWAIT
+        data, fds, _, _ = socket.recv_fds(self._socket, size, 1, flags)
+        return data, fds[0] if fds else None
+
+    def become(self, fd: int) -> None:
+        """Use the connection of this file descriptor from now on, and close the descriptor."""
+        os.dup2(fd, self._socket.fileno(), inheritable=False)
+        os.close(fd)
+
+    def receiving(self, decoder: Decoder[U]) -> Channel[U]:
+        """A channel over the same socket that expects other messages."""
+        return Channel(self._socket, decoder)
+
+    def hung_up(self) -> bool:
+        """Whether the other end is gone, even if there are unread messages."""
+        poll = select.poll()
+        poll.register(self._socket, 0)
+        return bool(poll.poll(0))
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Whether a message or the end can be read within ``timeout_s`` seconds."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
+    def close(self) -> None:
+        """Close the socket; may be called more than once."""
+        self._socket.close()
+
+    def _send_packet(self, packet: bytes, flags: int) -> bool:
+        try:
+            self._socket.send(packet, flags | socket.MSG_NOSIGNAL)
+        except (ConnectionError, BlockingIOError):
+            return False
+        return True
+
+
+def peer_pid(sock: socket.socket) -> int:
+    """Process id of the other end when it connected, according to the kernel."""
+    return int(
+        struct.unpack(
+            '3i', sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize('3i'))
+        )[0]
+    )
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """User id of the process at the other end, according to the kernel."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize('3i'))
+    return int(struct.unpack('3i', credentials)[1])
+
+
+def is_ours(sock: socket.socket) -> bool:
+    """Whether the other end runs as the same user as this process."""
+    return peer_uid(sock) == os.geteuid()

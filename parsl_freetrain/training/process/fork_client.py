@@ -1,0 +1,372 @@
+"""The client of a node's fork server, which starts ranks in a fraction of a second. It does not
+import torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.host.files import open_log
+from parsl_freetrain.training.process.channel import Channel, is_ours
+from parsl_freetrain.training.process.fork_address import connect, listen
+from parsl_freetrain.training.process.fork_request import request_of_this_process, start_environment
+from parsl_freetrain.training.process.liveness import StopWatch
+from parsl_freetrain.training.process.rank_process import RankProcess
+from parsl_freetrain.training.spec.codec import Decoder
+from parsl_freetrain.training.spec.messages import (
+    ForkAnswer,
+    ForkServerEnded,
+    FromRank,
+    Launch,
+    LaunchStandby,
+    Ping,
+    Quit,
+    RankPid,
+    Ready,
+    Refused,
+)
+from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
+
+T = TypeVar('T')
+
+_LOG_LINES = 12
+_RETRY_S = 0.02
+_LAUNCH_S = 120.0
+_LOOK_S = 0.5
+_STOPPED_S = 5.0  # after which a stopped fork server is considered useless
+
+
+class WarmParent:
+    """A node's fork server: a process that has imported torch and forks ranks.
+
+    Parameters
+    ----------
+    name
+        Name among the fork servers of one user on one node. All clients with the same name share
+        one.
+    log
+        Its log file, named in errors.
+    process
+        The process, if this object started one.
+
+    Attributes
+    ----------
+    pid
+        Process id of the fork server, whoever started it; None before :meth:`wait_ready`.
+    """
+
+    def __init__(self, name: str, log: str, process: subprocess.Popen[bytes] | None = None) -> None:
+        self.name = name
+        self.log = log
+        self.pid: int | None = None
+        self._process = process
+        self._owner_pid: int | None = None
+        self._answers: Decoder[ForkAnswer] = Decoder(ForkAnswer, f'warm parent {name!r}')
+        self._asked: Channel[ForkAnswer] | None = None  # a template that has not answered yet
+
+    @classmethod
+    def start(cls, name: str, owner_pid: int, log: str, template: str | None = None) -> WarmParent:
+        """Start a fork server, unless one with this name is running. Returns at once.
+
+        It has the caller's environment, working directory and modules. It ends, with its ranks,
+        when the process ``owner_pid`` ends. If several callers start one at the same time, only one
+        remains.
+
+        Parameters
+        ----------
+        template
+            Name of a fork server on this computer that forks this one, which saves importing torch.
+            The new one has its own session and does not depend on the template's life. Without a
+            suitable template, a process is started, which stays in the caller's process group.
+        """
+        parent = cls(name, log)
+        parent._owner_pid = owner_pid
+        channel = parent._connect(parent._answers)
+        if channel is not None:
+            channel.close()
+            return parent
+        if template is not None:
+            parent._asked = parent._ask(template)
+        if parent._asked is None:
+            parent._spawn()
+        return parent
+
+    @classmethod
+    def start_template(cls, name: str, owner_pid: int, log: str) -> WarmParent:
+        """As :meth:`start`, for a template of other fork servers. They can ask it as soon as this
+        returns.
+
+        It has its own session, so that no signal from a terminal reaches it.
+        """
+        parent = cls(name, log)
+        parent._owner_pid = owner_pid
+        listener = listen(name)
+        if listener is not None:
+            with listener:
+                parent._spawn(
+                    '--listener-fd',
+                    str(listener.fileno()),
+                    pass_fds=(listener.fileno(),),
+                    start_new_session=True,
+                )
+        return parent
+
+    def _spawn(
+        self, *options: str, pass_fds: tuple[int, ...] = (), start_new_session: bool = False
+    ) -> None:
+        command = [
+            sys.executable,
+            '-P',
+            '-m',
+            'parsl_freetrain.training.process.fork_server',
+            '--name',
+            self.name,
+            '--owner-pid',
+            str(self._owner_pid),
+            *options,
+        ]
+        fd = open_log(self.log)
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=fd,
+                stderr=fd,
+                env=start_environment(),
+                pass_fds=pass_fds,
+                start_new_session=start_new_session,
+            )
+        finally:
+            os.close(fd)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until ranks can be launched.
+
+        Raises
+        ------
+        FreeTrainError
+            If that takes more than ``timeout_s`` seconds, or the fork server ended. The message has
+            the log's path and last lines.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            channel = self._connect(self._answers)
+            if channel is not None:
+                try:
+                    self._wait_for_ready(channel, deadline - time.monotonic())
+                finally:
+                    channel.close()
+                return
+            if self._process is not None and self._process.poll():
+                raise self._failure(
+                    f'ended with status {self._process.returncode} before it was ready'
+                )
+            if time.monotonic() > deadline:
+                raise self._failure(f'does not listen after {timeout_s:g} s')
+            if self._asked is None:
+                time.sleep(_RETRY_S)
+            elif self._asked.poll(_RETRY_S):
+                self._handle_answer(self._asked)
+
+    def launch(
+        self, order: FragmentOrder, place: RankPlace, payload: bytes, env: Mapping[str, str]
+    ) -> RankProcess:
+        """Fork a rank.
+
+        Parameters
+        ----------
+        order, place
+            The rank's instructions.
+        payload
+            ``cloudpickle.dumps((function, args, kwargs))``; the rank calls ``function(ctx, *args,
+            **kwargs)``.
+        env
+            Additions to the rank's environment.
+
+        Raises
+        ------
+        FreeTrainError
+            If the fork server is gone or cannot fork.
+        """
+        request = Launch(order, place, env, _digest(payload))
+        return RankProcess(*self._ask_for(request, payload))
+
+    def start_standby(
+        self,
+        order: FragmentOrder,
+        local_rank: int,
+        payload: bytes,
+        env: Mapping[str, str],
+        log: str,
+        wait_s: float,
+    ) -> Channel[FromRank]:
+        """Fork a standby rank, which runs until it needs its fragment and then waits.
+        :meth:`launch` uses it if it matches.
+
+        It is used even if it does not wait yet. It is killed when another trainer's rank is
+        launched here.
+
+        Parameters
+        ----------
+        order
+            The order of an earlier fragment of the trainer.
+        local_rank, payload, env
+            The same as in the later launch.
+        log
+            File for its output until then.
+        wait_s
+            Maximum seconds that it waits before it ends.
+
+        Returns
+        -------
+        Channel
+            It becomes readable, or ends, when the rank waits. Closing it does not end the rank.
+
+        Raises
+        ------
+        FreeTrainError
+            If the fork server is gone or cannot fork, or ranks of another trainer run here.
+        """
+        place = RankPlace(-1, 0, local_rank, 0, log)
+        request = LaunchStandby(order, place, env, _digest(payload), wait_s)
+        channel, _ = self._ask_for(request, payload)
+        return channel
+
+    def _ask_for(
+        self, request: Launch | LaunchStandby, payload: bytes
+    ) -> tuple[Channel[FromRank], int]:
+        """A rank's channel and process id. The payload is sent only when the rank exists and reads
+        it.
+        """
+        decoder: Decoder[FromRank] = Decoder(FromRank, f'a rank of {request.order.trainer}')
+        channel = self._connect(decoder)
+        if channel is None:
+            raise self._failure('does not listen')
+        try:
+            channel.send(request)
+            answer = self._answer(channel, RankPid, _LAUNCH_S)
+            if answer is None:
+                raise self._failure(f'did not start a rank within {_LAUNCH_S:g} s')
+            if not answer.has_payload:
+                channel.send_bytes(payload)
+            return channel, answer.pid
+        except EOFError as error:
+            channel.close()
+            raise self._failure('could not start a rank') from error
+        except BaseException:
+            channel.close()
+            raise
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the fork server and its ranks at once, without waiting for its owner's end."""
+        if self._asked is not None:
+            self._asked.close()  # a template forks nothing for a caller that has gone
+            self._asked = None
+        channel = self._connect(self._answers)
+        if channel is not None:
+            channel.send(Quit())
+            channel.poll(timeout_s)
+            channel.close()
+        if self._process is not None:
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def _handle_answer(self, template: Channel[ForkAnswer]) -> None:
+        """Handle the template's answer; if it refused, start a process that imports torch."""
+        try:
+            answer = template.recv()
+        except EOFError:
+            answer = None
+        template.close()
+        self._asked = None
+        if answer is None or isinstance(answer, Refused):
+            self._spawn()
+        elif isinstance(answer, ForkServerEnded):
+            raise self._failure(f'ended with status {answer.status} before it was ready')
+
+    def _ask(self, template: str) -> Channel[ForkAnswer] | None:
+        """Ask a template for this fork server; None if there is no template of this user. The
+        answer may take as long as the template's imports.
+        """
+        sock = connect(template)
+        if sock is None:
+            return None
+        channel = Channel(sock, self._answers)
+        assert self._owner_pid is not None
+        request = request_of_this_process(self.name, self._owner_pid, self.log)
+        # The environment may hold secrets, so it is sent to processes of this user only.
+        if is_ours(sock) and channel.send(request):
+            return channel
+        channel.close()
+        return None
+
+    def _connect(self, decoder: Decoder[T]) -> Channel[T] | None:
+        sock = connect(self.name)
+        if sock is None:
+            return None
+        if not is_ours(sock):
+            sock.close()
+            raise FreeTrainError(
+                f'Another user listens at the address of warm parent {self.name!r}: '
+                'choose another run directory.'
+            )
+        return Channel(sock, decoder)
+
+    def _wait_for_ready(self, channel: Channel[ForkAnswer], timeout_s: float) -> None:
+        channel.send(Ping())
+        try:
+            answer = self._answer(channel, Ready, timeout_s)
+        except EOFError as error:
+            raise self._failure('ended before it was ready') from error
+        if answer is None:
+            raise self._failure(f'is not ready after {timeout_s:.0f} s')
+        self.pid = answer.pid
+
+    def _answer(self, channel: Channel[Any], kind: type[T], timeout_s: float) -> T | None:
+        """The first message of this kind; None if there is none in time.
+
+        A stopped fork server would never answer. It is killed, so that the next caller starts
+        another.
+        """
+        deadline = time.monotonic() + timeout_s
+        watch = StopWatch(channel.peer_pid())
+        while True:
+            left_s = deadline - time.monotonic()
+            if channel.poll(max(0.0, min(_LOOK_S, left_s))):
+                answer = channel.recv()
+                if isinstance(answer, kind):
+                    return answer
+            if left_s <= 0:
+                return None
+            if watch.stopped_s() >= _STOPPED_S:
+                os.kill(channel.peer_pid(), signal.SIGKILL)
+                raise self._failure(
+                    f'was stopped (SIGSTOP or SIGTSTP) for {_STOPPED_S:g} s and had to be killed'
+                )
+
+    def _failure(self, what: str) -> FreeTrainError:
+        try:
+            lines = Path(self.log).read_text(errors='replace').splitlines()[-_LOG_LINES:]
+        except OSError:
+            lines = []
+        tail = ''.join(f'\n  {line}' for line in lines)
+        return FreeTrainError(
+            f'Warm parent {self.name!r} {what}; its log is '
+            f'{self.log}{":" if tail else " (empty)."}{tail}'
+        )
+
+
+def _digest(payload: bytes) -> str:
+    return hashlib.blake2b(payload, digest_size=32).hexdigest()

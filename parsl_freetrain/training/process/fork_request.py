@@ -1,0 +1,124 @@
+"""Requests to a fork server of this computer to fork another one, with the settings of the
+requesting process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from importlib.machinery import PathFinder
+
+from parsl_freetrain.host.files import open_log
+from parsl_freetrain.training.spec.messages import ForkServerWanted
+
+# These are read once, when the interpreter, an allocator, OpenMP or torch starts, so a running
+# process cannot adopt them.
+_READ_AT_START = (
+    'LD_',
+    'GLIBC_TUNABLES',
+    'MALLOC_',
+    'PYTHON',
+    'OMP_',
+    'GOMP_',
+    'KMP_AFFINITY',
+    'MKL_',
+    'OPENBLAS_',
+    'NPY_',
+    'TORCH',
+    'PYTORCH_',
+    'ATEN_',
+)
+_PACKAGES = ('torch', 'numpy', 'cloudpickle', 'tblib', 'parsl_freetrain')
+
+
+def request_of_this_process(name: str, owner_pid: int, log: str) -> ForkServerWanted:
+    """A request for a fork server as this process would start it.
+
+    Raises
+    ------
+    OSError
+        If the working directory is gone.
+    """
+    return ForkServerWanted(
+        name,
+        owner_pid,
+        log,
+        env=start_environment(),
+        path=_absolute_path(),
+        cwd=os.getcwd(),
+        cpus=sorted(os.sched_getaffinity(0)),
+        prefix=sys.prefix,
+        version=sys.version,
+    )
+
+
+def obstacle(request: ForkServerWanted, started_with: Mapping[str, str]) -> str:
+    """Why a fork of this process cannot serve as the requested fork server; empty if it can.
+
+    ``started_with`` is the environment with which this process was started.
+    """
+    if (request.prefix, request.version) != (sys.prefix, sys.version):
+        return f'it runs Python {request.version} of {request.prefix}'
+    for name in sorted(request.env.keys() | started_with.keys()):
+        if (
+            name.startswith(_READ_AT_START)
+            and name != 'PYTHONPATH'
+            and request.env.get(name) != started_with.get(name)
+        ):
+            return f'{name} is {request.env.get(name)!r} there and {started_with.get(name)!r} here'
+    for package in _PACKAGES:
+        imported = getattr(sys.modules.get(package), '__file__', None)
+        # None: found by other means than the path, for example an editable installation.
+        found = PathFinder.find_spec(package, request.path)
+        if imported and found and found.origin and not _same_file(imported, found.origin):
+            return f'its {package} is {found.origin}, the one here {imported}'
+    return ''
+
+
+def take_effect(request: ForkServerWanted, started_with: Mapping[str, str]) -> None:
+    """Make this newly forked process what it would be if the requesting process had started it.
+
+    ``started_with`` is the environment with which the forking process was started.
+
+    Raises
+    ------
+    OSError
+        If the working directory or the log cannot be used, or none of the CPUs.
+    """
+    os.chdir(request.cwd)
+    log = open_log(request.log)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.sched_setaffinity(0, request.cpus)
+    # What imports (of torch, for instance) have set since the start would also be set there.
+    set_since = {name: value for name, value in os.environ.items() if name not in started_with}
+    os.environ.clear()
+    os.environ.update({**set_since, **request.env})
+    sys.path[:] = request.path
+    # These were cached from the old environment and path.
+    time.tzset()
+    tempfile.tempdir = None
+    importlib.invalidate_caches()
+
+
+def start_environment() -> dict[str, str]:
+    """This process's environment for a fork server: with our modules, and safe for forks."""
+    # numpy's threads would not survive a fork; the order sets the ranks' torch threads.
+    return {
+        **os.environ,
+        'PYTHONPATH': os.pathsep.join(_absolute_path()),
+        'OPENBLAS_NUM_THREADS': '1',
+    }
+
+
+def _absolute_path() -> list[str]:
+    return [os.path.abspath(path) for path in sys.path]
+
+
+def _same_file(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)

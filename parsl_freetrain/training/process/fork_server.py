@@ -1,0 +1,363 @@
+"""The fork server of a node. It has imported torch, forks ranks, and ends with its owner.
+
+As a template it forks other fork servers. It is started by
+``python -m parsl_freetrain.training.process.fork_server`` with ``--name NAME --owner-pid PID`` and
+optionally ``--listener-fd FD``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import NoReturn
+
+from parsl_freetrain.host.files import open_log
+from parsl_freetrain.training.comm.inbox import STOP_SIGNALS
+from parsl_freetrain.training.process.channel import Channel, is_ours
+from parsl_freetrain.training.process.fork_address import listen
+from parsl_freetrain.training.process.fork_request import obstacle, take_effect
+from parsl_freetrain.training.process.linux import die_with_parent, end_session
+from parsl_freetrain.training.process.rank_children import RankChildren
+from parsl_freetrain.training.process.standby_slots import (
+    WARM_VARIABLE,
+    StandbyRank,
+    StandbySlots,
+    key_of,
+)
+from parsl_freetrain.training.spec.codec import Decoder
+from parsl_freetrain.training.spec.messages import (
+    FetchState,
+    ForkRequest,
+    ForkServerEnded,
+    ForkServerWanted,
+    KeepState,
+    Launch,
+    LaunchStandby,
+    Ping,
+    Quit,
+    RankPid,
+    Ready,
+    Refused,
+    Serving,
+    StateKept,
+    ToRank,
+)
+
+# What every fragment imports sooner or later; the first optimizer loads torch._dynamo.
+_TO_IMPORT = (
+    'torch',
+    'torch.distributed',
+    'torch.nn.parallel',
+    'torch.utils.data',
+    'torch._dynamo',
+    'torch.profiler',
+    'cloudpickle',
+    'tblib',
+    'parsl_freetrain.training.loop.rank',
+)
+_OWNER_CHECK_S = 0.5
+_REQUEST_TIMEOUT_S = 2.0
+_OWNER_GONE = 3
+_LOOK_MS = 1000
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until the owner ends. Returns 0 at once if another process serves this name, and 3 if
+    the owner is gone.
+    """
+    parser = argparse.ArgumentParser(prog='parsl_freetrain.training.process.fork_server')
+    parser.add_argument('--name', required=True)
+    parser.add_argument('--owner-pid', required=True, type=int)
+    parser.add_argument('--listener-fd', type=int, help='a socket that listens as NAME already')
+    options = parser.parse_args(argv)
+    owner = _watch(options.owner_pid)
+    if owner is None:
+        return _OWNER_GONE
+    listener = (
+        listen(options.name)
+        if options.listener_fd is None
+        else socket.socket(fileno=options.listener_fd)
+    )
+    if listener is None:
+        return 0
+    listener.set_inheritable(False)
+    # The scheduler sends SIGTERM to all processes of a job as a notice. The ranks use it, and end
+    # with this process.
+    for number in (*STOP_SIGNALS, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    started_with = dict(os.environ)
+    _import_while_owned(owner)
+    ForkServer(listener, owner, started_with).serve()
+    return 0
+
+
+def _watch(owner_pid: int) -> int | None:
+    try:
+        return os.pidfd_open(owner_pid)
+    except ProcessLookupError:
+        print(f'The owner, process {owner_pid}, is gone.', file=sys.stderr)
+        return None
+
+
+class ForkServer:
+    """Forks a rank, or another fork server, per connection.
+
+    It has one thread and runs no torch operation, so that forks are clean.
+    """
+
+    def __init__(
+        self, listener: socket.socket, owner: int, started_with: Mapping[str, str]
+    ) -> None:
+        self._listener = listener
+        self._owner = owner
+        self._started_with = started_with
+        self._poll = select.poll()
+        self._requests: Decoder[ForkRequest] = Decoder(ForkRequest, 'a client of the fork server')
+        self._ranks = RankChildren(self._poll)
+        self._standby = StandbySlots()
+        self._servers: dict[int, int] = {}  # process ids of forked fork servers, by pidfd
+        self._poll.register(listener, select.POLLIN)
+        self._poll.register(owner, select.POLLIN)
+
+    def serve(self) -> None:
+        """Serve until the owner ends."""
+        gc.collect()
+        # a garbage collection in a rank would copy all pages that it shares with this process
+        gc.freeze()
+        while True:
+            for fd, _ in self._poll.poll(_LOOK_MS if self._ranks or self._standby else None):
+                if fd == self._owner or (fd == self._listener.fileno() and not self._admit()):
+                    self._end_all()
+                    return
+                if fd in self._servers:
+                    self._reap_server(fd)
+                elif self._standby.ended(fd):
+                    self._poll.unregister(fd)
+                else:
+                    self._ranks.handle(fd)
+            self._ranks.end_forsaken()
+            self._standby.drop_old_states()
+
+    def _admit(self) -> bool:
+        """Serve the next connection; False if it asks this server to end."""
+        connection, _ = self._listener.accept()
+        if not is_ours(connection):
+            connection.close()
+            return True
+        channel = Channel(connection, self._requests)
+        try:
+            request = channel.recv() if channel.poll(_REQUEST_TIMEOUT_S) else None
+        except EOFError:
+            request = None
+        match request:
+            case Launch(order=order):
+                self._standby.make_way(order.trainer)
+                if (standby := self._standby.claim(request, channel)) is not None:
+                    self._ranks.add(standby.pid, standby.pidfd, channel, order)
+                else:
+                    self._fork(channel, request)
+                return True
+            case LaunchStandby(order=order) if not self._ranks.trains_another(order.trainer):
+                self._fork(channel, request)
+                return True
+            case ForkServerWanted():
+                self._fork_server(channel, request)
+            case Ping():
+                channel.send(Ready(os.getpid()))
+            case KeepState():
+                with suppress(OSError):  # the client may be gone
+                    if channel.poll(_REQUEST_TIMEOUT_S) and self._standby.keep(request, channel):
+                        channel.send(StateKept(), wait=False)
+            case FetchState():
+                with suppress(OSError):
+                    self._standby.give(request, channel)
+        channel.close()
+        return not isinstance(request, Quit)
+
+    def _fork(self, channel: Channel[ForkRequest], request: Launch | LaunchStandby) -> None:
+        self._flush()
+        parent = os.getpid()
+        ours, theirs = (
+            socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            if isinstance(request, LaunchStandby)
+            else (None, None)
+        )
+        # A notice that arrives before the rank can handle it stays pending.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            pid = os.fork()
+        except OSError:  # too many processes; the client sees the end of the connection
+            traceback.print_exc()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            channel.close()
+            return
+        if pid == 0:
+            self._become_rank(channel, request, parent, theirs)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        pidfd = os.pidfd_open(pid)
+        self._poll.register(pidfd, select.POLLIN)
+        order = request.order
+        if ours is None or theirs is None:
+            self._ranks.add(pid, pidfd, channel, order)
+            return
+        theirs.close()
+        channel.close()
+        waiting = Channel(ours, self._requests)
+        self._standby.add(
+            StandbyRank(key_of(request), order.trainer, pid, pidfd, waiting, request.place.log)
+        )
+
+    def _become_rank(
+        self,
+        channel: Channel[ForkRequest],
+        request: Launch | LaunchStandby,
+        parent: int,
+        standby: socket.socket | None,
+    ) -> NoReturn:
+        status = 1
+        try:
+            die_with_parent()
+            if os.getppid() != parent:
+                os._exit(1)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            os.environ[WARM_VARIABLE] = self._listener.getsockname()[1:].decode()
+            self._forget()
+            channel.send(RankPid(os.getpid()))
+            status = _run(channel, request, standby)
+        except BaseException:  # a rank must not go on as its parent
+            traceback.print_exc()
+        finally:
+            with suppress(OSError, ValueError):
+                self._flush()
+            # No interpreter shutdown: gloo's threads abort in it.
+            os._exit(status)
+
+    def _fork_server(self, channel: Channel[ForkRequest], request: ForkServerWanted) -> None:
+        try:
+            if why := obstacle(request, self._started_with):
+                print(f'Not fit for {request.name}: {why}', file=sys.stderr)
+                channel.send(Refused(why), wait=False)
+            elif not channel.hung_up():
+                self._flush()
+                pid = os.fork()
+                if pid == 0:
+                    self._become_server(channel, request)
+                pidfd = os.pidfd_open(pid)
+                self._servers[pidfd] = pid
+                self._poll.register(pidfd, select.POLLIN)
+        except Exception:  # the client sees the connection end, and starts a fork server itself
+            traceback.print_exc()
+
+    def _become_server(self, channel: Channel[ForkRequest], request: ForkServerWanted) -> NoReturn:
+        status = 1
+        try:
+            os.setsid()
+            self._forget()
+            take_effect(request, self._started_with)
+            status = _serve_as_asked(channel, request)
+        except BaseException:  # it must not go on as the template
+            traceback.print_exc()
+        finally:
+            with suppress(OSError, ValueError):
+                self._flush()
+            os._exit(status)
+
+    def _flush(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+    def _forget(self) -> None:
+        """In a forked process: close what belongs to this server."""
+        self._listener.close()
+        self._standby.forget()
+        self._ranks.forget()
+        for pidfd in self._servers:
+            os.close(pidfd)
+        os.close(self._owner)
+
+    def _reap_server(self, pidfd: int) -> None:
+        pid = self._servers.pop(pidfd)
+        self._poll.unregister(pidfd)
+        os.close(pidfd)
+        os.waitpid(pid, 0)
+
+    def _end_all(self) -> None:
+        self._ranks.kill()
+        self._standby.kill()
+        # A fork server that was forked by a template leads its own session, so what ends the node
+        # does not find the processes that its ranks have started.
+        end_session()
+
+
+def _serve_as_asked(channel: Channel[ForkRequest], request: ForkServerWanted) -> int:
+    owner = _watch(request.owner_pid)
+    if owner is None:
+        channel.send(ForkServerEnded(_OWNER_GONE), wait=False)
+        channel.close()
+        return _OWNER_GONE
+    listener = listen(request.name)
+    channel.send(Serving(), wait=False)
+    channel.close()
+    if listener is not None:  # otherwise another process serves this name
+        ForkServer(listener, owner, request.env).serve()
+    return 0
+
+
+def _run(
+    channel: Channel[ForkRequest], request: Launch | LaunchStandby, standby: socket.socket | None
+) -> int:
+    from parsl_freetrain.training.loop.rank import run_rank
+    from parsl_freetrain.training.loop.standby_context import StandbyPlace
+
+    order, place = request.order, request.place
+    log = open_log(place.log)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.update(request.env)
+    payload = channel.recv_bytes()
+    decoder: Decoder[ToRank] = Decoder(ToRank, 'the node agent')
+    if standby is None or isinstance(request, Launch):
+        return run_rank(order, place, payload, channel.receiving(decoder))
+    waiting = Channel(standby, decoder)
+    return run_rank(order, place, payload, waiting, StandbyPlace(waiting, channel, request.wait_s))
+
+
+def _import_while_owned(owner: int) -> None:
+    poll = select.poll()
+    poll.register(owner, select.POLLIN)
+
+    def check(*_: object) -> None:
+        if poll.poll(0):
+            os._exit(_OWNER_GONE)
+
+    # The import takes seconds, or minutes on a busy parallel file system. A thread that watches
+    # would not survive forks.
+    signal.signal(signal.SIGALRM, check)
+    signal.siginterrupt(signal.SIGALRM, False)
+    signal.setitimer(signal.ITIMER_REAL, _OWNER_CHECK_S, _OWNER_CHECK_S)
+    for module in _TO_IMPORT:
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            # Private or optional modules may be missing; without the others there is nothing to
+            # serve.
+            if module not in ('torch._dynamo', 'torch.profiler'):
+                raise
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+if __name__ == '__main__':
+    sys.exit(main())

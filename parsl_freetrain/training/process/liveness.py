@@ -1,0 +1,71 @@
+"""Liveness checks: whether a process of this computer is stopped, and TCP connections that break
+when the other end is gone.
+
+Neither asks the watched process: a stopped one cannot answer, and a computing one need not.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from parsl_freetrain.host.processes import is_stopped, tcp_sockets
+
+_TIMEOUT_SHARE = 0.6  # of hang_s; the rest is for the end of the other ranks
+
+
+class StopWatch:
+    """Measures for how long a process has been stopped without interruption. A short stop, as of a
+    suspended job, does no harm.
+    """
+
+    def __init__(self, pid: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pid = pid
+        self._clock = clock
+        self._since: float | None = None
+
+    def stopped_s(self) -> float:
+        """Check once more. Returns seconds since the first of the consecutive checks that found the
+        process stopped, or 0 if it runs.
+        """
+        now = self._clock()
+        if not is_stopped(self._pid):
+            self._since = None
+            return 0.0
+        self._since = now if self._since is None else self._since
+        return now - self._since
+
+
+def guard_connections(hang_s: float) -> int:
+    """Have the kernel break every TCP connection of this process whose other end no longer
+    acknowledges.
+
+    A connection counts as dead when data or probes have not been acknowledged for about 0.6
+    ``hang_s`` seconds. A computing or stopped peer still acknowledges through its kernel, so slow
+    steps break nothing. A lost node or network does.
+
+    Parameters
+    ----------
+    hang_s
+        Maximum seconds until a peer's end must be noticed; at least 2.
+
+    Returns
+    -------
+    int
+        Number of guarded connections.
+    """
+    guarded = 0
+    patience_s = _TIMEOUT_SHARE * hang_s
+    probe_s = max(1, int(patience_s / 3))
+    for sock in tcp_sockets():
+        with suppress(OSError):  # closed meanwhile
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
+            # Also for data that is never acknowledged; otherwise the kernel retries for a quarter
+            # of an hour.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * patience_s))
+            guarded += 1
+    return guarded

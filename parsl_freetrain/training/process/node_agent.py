@@ -1,0 +1,236 @@
+"""The first process of a node: it runs Parsl's command, and turns signals into notices.
+
+It is started by ``python3 -P -m parsl_freetrain.training.process.node_agent COMMAND ...``,
+optionally with ``--holder FILE --job-variable NAME --wait SECONDS`` before the command.
+
+A scheduler that takes nodes away sends SIGTERM to all of their processes. Parsl's manager would end
+on it, and the ranks with it, although there are seconds left to save. So all processes that are
+started here ignore SIGTERM and SIGUSR1, and this process notifies the members at work. After
+SIGTERM it ends the node as soon as no member is at work. SIGUSR1 is only a warning and does not end
+the node.
+
+Parsl's manager ends by itself when it has lost its interchange. With ``--holder`` the node then
+stays for some time, so that a later run can adopt it; see
+:mod:`parsl_freetrain.training.process.block_lease`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from parsl_freetrain.training.process.block_lease import Succession
+from parsl_freetrain.training.process.channel import Channel, is_ours
+from parsl_freetrain.training.process.linux import die_with_parent, end_session
+from parsl_freetrain.training.spec.codec import Decoder
+from parsl_freetrain.training.spec.messages import Notice
+
+NOTICE_VARIABLE = 'FREETRAIN_NODE_NOTICE'
+NOTICES = (signal.SIGTERM, signal.SIGUSR1)
+_LOOK_S = 1.0  # between two checks for a new holder
+_FAREWELL_S = 1.0  # for members' results to reach the executor, through Parsl's manager
+
+
+def ignore_notices() -> None:
+    """Make this process, and those that it starts, ignore a scheduler's notices."""
+    for number in NOTICES:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def heed_notices() -> None:
+    """Undo :func:`ignore_notices`: processes started from here end on SIGTERM, as
+    programs expect.
+    """
+    for number in NOTICES:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def listen_for_notices() -> Channel[Notice] | None:
+    """Subscribe to the scheduler's notices; None if no such process runs this node.
+
+    While the channel is open, the node is not ended.
+    """
+    name = os.environ.get(NOTICE_VARIABLE)
+    if not name:
+        return None
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.connect(f'\0{name}'.encode())
+    except OSError:
+        sock.close()
+        return None
+    if not is_ours(sock):
+        sock.close()
+        return None
+    return Channel(sock, Decoder[Notice](Notice, "the node's first process"))
+
+
+class Node:
+    """Runs one command until it ends, and then those of later holders of the node.
+
+    Parameters
+    ----------
+    command
+        Program and arguments.
+    succession
+        Reads the commands of later holders; None: there are none.
+    wait_s
+        Maximum seconds to wait for the next holder.
+    """
+
+    def __init__(
+        self, command: Sequence[str], succession: Succession | None = None, wait_s: float = 0.0
+    ) -> None:
+        self._command = list(command)
+        self._succession = succession
+        self._wait_s = wait_s
+        self._notice = ''
+        self._ending = False
+        self._members: dict[int, Channel[Notice]] = {}
+        self._decoder: Decoder[Notice] = Decoder(Notice, 'a member')  # members send nothing
+        self._free_since = 0.0
+        self._name = f'parsl-freetrain-node-{os.geteuid()}-{secrets.token_hex(8)}'
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(f'\0{self._name}'.encode())
+        self._listener.listen(64)
+        self._wake, wake = socket.socketpair()
+        self._wake.setblocking(False)
+        wake.setblocking(False)
+        self._wake_writer = wake
+
+    def run(self) -> int:
+        """The last command's exit status, or 128 + SIGTERM if SIGTERM ended the node."""
+        for number in NOTICES:
+            signal.signal(number, self._on_signal)
+        signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
+        # If the run died while the job was queued, the job may have a new holder before it starts.
+        command = self._claim() or self._command
+        while True:
+            status = self._run(command)
+            if status or self._ending or self._succession is None:
+                return status
+            end_session()  # nothing of the lost run may run beside the next one
+            following = self._wait_for_holder()
+            if following is None:
+                return 128 + signal.SIGTERM if self._ending else status
+            command = following
+
+    def _claim(self) -> list[str] | None:
+        claim = self._succession.claim() if self._succession is not None else None
+        return ['/bin/bash', '-c', claim] if claim is not None else None
+
+    def _wait_for_holder(self) -> list[str] | None:
+        end = time.monotonic() + self._wait_s
+        print(
+            f'The run of this node is gone; waiting {self._wait_s:g} s for one that goes on.',
+            file=sys.stderr,
+            flush=True,
+        )
+        while time.monotonic() < end and not self._ending:
+            if command := self._claim():
+                return command
+            select.select([self._wake], [], [], _LOOK_S)
+        return None
+
+    def _run(self, command: Sequence[str]) -> int:
+        process = subprocess.Popen(
+            command, env={**os.environ, NOTICE_VARIABLE: self._name}, preexec_fn=_before_the_command
+        )
+        child = os.pidfd_open(process.pid)
+        poll = select.poll()
+        for fd in (child, self._listener.fileno(), self._wake.fileno()):
+            poll.register(fd, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poll.poll(100 if self._ending else None)}
+            if child in ready:
+                return _status(process.wait())
+            if self._listener.fileno() in ready:
+                self._admit(poll)
+            if self._wake.fileno() in ready:
+                self._notify()
+            for fd in ready & self._members.keys():
+                self._handle(fd, poll)
+            if (
+                self._ending
+                and not self._members
+                and time.monotonic() >= self._free_since + _FAREWELL_S
+            ):
+                process.kill()
+                process.wait()
+                return 128 + signal.SIGTERM
+
+    def _on_signal(self, number: int, _: object) -> None:
+        self._notice = signal.Signals(number).name
+        self._ending = self._ending or number == signal.SIGTERM
+
+    def _notify(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake.recv(4096)
+        if self._notice:
+            for channel in self._members.values():
+                channel.send(Notice(self._notice), wait=False)
+
+    def _admit(self, poll: select.poll) -> None:
+        connection, _ = self._listener.accept()
+        if not is_ours(connection):
+            connection.close()
+            return
+        channel = Channel(connection, self._decoder)
+        self._members[channel.fileno()] = channel
+        poll.register(channel.fileno(), select.POLLIN)
+        if self._notice:
+            channel.send(Notice(self._notice), wait=False)
+
+    def _handle(self, fd: int, poll: select.poll) -> None:
+        try:
+            self._members[fd].recv()
+        except EOFError:
+            poll.unregister(fd)
+            self._members.pop(fd).close()
+            self._free_since = time.monotonic()
+
+
+def _before_the_command() -> None:
+    die_with_parent()
+    ignore_notices()
+
+
+def _status(code: int) -> int:
+    return code if code >= 0 else 128 - code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; 2 if there is none."""
+    parser = argparse.ArgumentParser(
+        add_help=False,
+        usage=(
+            'python3 -P -m parsl_freetrain.training.process.node_agent '
+            '[--holder FILE --job-variable NAME --wait SECONDS] COMMAND ...'
+        ),
+    )
+    parser.add_argument('--holder', type=Path)
+    parser.add_argument('--job-variable', default='')
+    parser.add_argument('--wait', type=float, default=0.0)
+    parser.add_argument('command', nargs=argparse.REMAINDER)
+    given = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    if not given.command:
+        parser.print_usage(sys.stderr)
+        return 2
+    job = os.environ.get(given.job_variable, '')
+    return Node(
+        given.command, Succession(given.holder, job) if given.holder and job else None, given.wait
+    ).run()
+
+
+if __name__ == '__main__':
+    sys.exit(main())

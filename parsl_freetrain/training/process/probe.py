@@ -1,0 +1,172 @@
+"""What a computer reports about itself: versions, torch, GPUs, its clock, and what it sees of a
+folder and of a port of another computer.
+
+``python -P -m parsl_freetrain.training.process.probe`` reads a question (JSON) from standard input
+and prints the answer (JSON). Any command that runs on a compute node can start it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from parsl_freetrain.host.files import create
+
+PACKAGES = (
+    'parsl-freetrain',
+    'parsl',
+    'torch',
+    'numpy',
+    'cloudpickle',
+    'pyzmq',
+    'safetensors',
+    'psutil',
+)
+PATIENCE_S = 60.0
+RACES = 200
+RACE_PAUSE_S = 0.0005
+
+
+def versions() -> dict[str, str | None]:
+    """By package, the version that is installed here, None if none is."""
+    found: dict[str, str | None] = {'python': platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def of_torch() -> dict[str, Any]:
+    """The abilities of torch on this computer; only an ``error`` if it cannot be used."""
+    begun = time.monotonic()
+    try:
+        import torch
+        import torch.distributed as dist
+
+        found: dict[str, Any] = {
+            'version': torch.__version__,
+            'import_s': round(time.monotonic() - begun, 3),
+            'threads': torch.get_num_threads(),
+            'cuda': torch.version.cuda,
+            'cudnn': torch.backends.cudnn.version() if torch.cuda.is_available() else None,
+            'gpus': [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            'backends': [
+                name
+                for name, has in (
+                    ('gloo', dist.is_gloo_available()),
+                    ('nccl', dist.is_nccl_available()),
+                    ('mpi', dist.is_mpi_available()),
+                )
+                if has
+            ],
+        }
+        store = dist.TCPStore('127.0.0.1', 0, 1, is_master=True)  # type: ignore[attr-defined]
+        dist.init_process_group('gloo', store=store, rank=0, world_size=1)
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        dist.destroy_process_group()
+        return {**found, 'gloo_works': one.item() == 1.0}
+    except Exception as error:
+        return {'error': f'{type(error).__name__}: {error}'}
+
+
+def of_gpus() -> list[str]:
+    """The GPUs that nvidia-smi or a similar program lists; empty without GPUs or such a program."""
+    for command in (['nvidia-smi', '-L'], ['rocm-smi', '--showproductname']):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if done.returncode == 0 and done.stdout.strip():
+            return done.stdout.strip().splitlines()
+    return []
+
+
+def race(folder: Path) -> dict[str, list[int]]:
+    """Make directories and files with given names, exclusively. Returns the numbers of those made
+    here.
+
+    Each caller takes the names in another order, so that one that comes slightly later still finds
+    free names.
+    """
+    made: dict[str, list[int]] = {'mkdir': [], 'create': []}
+    for number in random.sample(range(RACES), RACES):
+        time.sleep(RACE_PAUSE_S)
+        try:
+            (folder / f'd{number}').mkdir(mode=0o700)
+            made['mkdir'].append(number)
+        except FileExistsError:
+            pass
+        try:
+            create(folder / f'f{number}').close()
+            made['create'].append(number)
+        except FileExistsError:
+            pass
+    return made
+
+
+def appears(path: Path, patience_s: float = PATIENCE_S) -> float | None:
+    """Seconds until another computer's file is visible here; None: it did not appear."""
+    begun = time.monotonic()
+    while time.monotonic() - begun < patience_s:
+        if path.exists():
+            return time.monotonic() - begun
+        time.sleep(0.02)
+    return None
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a question.
+
+    Parameters
+    ----------
+    question
+        ``folder``: a folder of the other side, on a file system that both should see; ``addresses``
+        and ``port``: where the other side listens.
+    """
+    found: dict[str, Any] = {
+        'host': platform.node(),
+        'executable': sys.executable,
+        'clock': time.time(),
+        'cores': os.cpu_count(),
+        'versions': versions(),
+        'torch': of_torch(),
+        'gpus': of_gpus(),
+    }
+    if 'port' in question:
+        found['reaches'] = [
+            address for address in question['addresses'] if _connects(address, question['port'])
+        ]
+    if 'folder' in question:
+        found['sees_folder'] = (folder := Path(question['folder'])).is_dir()
+        if found['sees_folder']:
+            try:
+                (folder / 'ready').write_text(str(time.time()))
+                if appears(folder / 'go') is not None:
+                    found['race'] = race(folder)
+            except OSError as error:
+                found['folder_error'] = str(error)
+    return found
+
+
+def _connects(address: str, port: int) -> bool:
+    try:
+        with socket.create_connection((address, port), 3.0):
+            return True
+    except OSError:
+        return False
+
+
+if __name__ == '__main__':
+    print(json.dumps(answer(json.load(sys.stdin))))

@@ -1,0 +1,190 @@
+"""What a fork server keeps between two fragments of a trainer: standby ranks for the next fragment,
+and the state of the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.spec.codec import encode
+from parsl_freetrain.training.spec.messages import (
+    FetchState,
+    KeepState,
+    Launch,
+    LaunchStandby,
+    RankPid,
+)
+
+WARM_VARIABLE = 'FREETRAIN_WARM'
+"""Environment variable of a rank: the address of its node's fork server, without the leading zero
+byte.
+"""
+
+KEPT_S = 60.0
+"""Seconds after which a state that has not been fetched is dropped."""
+
+
+@dataclass(frozen=True)
+class StandbyRank:
+    """A standby rank. ``key``: only a launch with this key gets it (empty: none does); ``log``: the
+    file of its output.
+    """
+
+    key: str
+    trainer: str
+    pid: int
+    pidfd: int
+    channel: Channel[Any]
+    log: str
+
+
+@dataclass(frozen=True)
+class _Kept:
+    digest: str
+    fd: int
+    until: float
+
+
+class StandbySlots:
+    """Standby ranks, one per key, and states, one per trainer."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, StandbyRank] = {}  # by pidfd
+        self._states: dict[str, _Kept] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._ranks or self._states)
+
+    def add(self, rank: StandbyRank) -> None:
+        """Add a forked rank, and kill an earlier one with the same key."""
+        self._dismiss(other for other in self._ranks.values() if other.key == rank.key)
+        self._ranks[rank.pidfd] = rank
+
+    def make_way(self, trainer: str) -> None:
+        """Kill other trainers' standby ranks, since this trainer has the node now and they hold
+        memory, also on GPUs.
+        """
+        self._dismiss(rank for rank in self._ranks.values() if rank.trainer != trainer)
+
+    def claim(self, request: Launch, channel: Channel[Any]) -> StandbyRank | None:
+        """Pass the connection of a launch to a matching standby rank, which need not wait yet; None
+        if there is none.
+
+        The launching client is answered here, because the rank reads the connection only when it
+        waits.
+        """
+        key = key_of(request)
+        rank = next(
+            (
+                rank
+                for rank in self._ranks.values()
+                if rank.key == key and not _has_ended(rank.pidfd)
+            ),
+            None,
+        )
+        if rank is None:
+            return None
+        del self._ranks[rank.pidfd]
+        with suppress(OSError):
+            os.rename(rank.log, request.place.log)
+        channel.send(RankPid(rank.pid, has_payload=True), wait=False)
+        try:
+            rank.channel.send_fd(channel.fileno(), encode(request), wait=False)
+        except OSError:  # the rank is just ending; the client will hear that it has died
+            os.kill(rank.pid, signal.SIGKILL)
+        rank.channel.close()
+        return rank
+
+    def ended(self, pidfd: int) -> bool:
+        """Reap a process that has ended if it was a standby rank; False if it was not."""
+        rank = self._ranks.pop(pidfd, None)
+        if rank is None:
+            return False
+        rank.channel.close()
+        os.close(pidfd)
+        os.waitpid(rank.pid, 0)
+        with suppress(OSError):
+            os.unlink(rank.log)
+        return True
+
+    def keep(self, request: KeepState, channel: Channel[Any]) -> bool:
+        """Keep a state in memory, in place of an earlier one of its trainer."""
+        _, fd = channel.recv_fd(wait=False)
+        if fd is None:
+            return False
+        self._drop(request.trainer)
+        self._states[request.trainer] = _Kept(request.digest, fd, time.monotonic() + KEPT_S)
+        return True
+
+    def give(self, request: FetchState, channel: Channel[Any]) -> None:
+        """Send a state to the client, and stop keeping it."""
+        kept = self._states.get(request.trainer)
+        if kept is not None and kept.digest == request.digest:
+            channel.send_fd(kept.fd, wait=False)
+            self._drop(request.trainer)
+
+    def drop_old_states(self) -> None:
+        """Drop states that have been kept for too long."""
+        now = time.monotonic()
+        for trainer in [trainer for trainer, kept in self._states.items() if now >= kept.until]:
+            self._drop(trainer)
+
+    def forget(self) -> None:
+        """In a forked child: close everything, since it belongs to the parent."""
+        for rank in self._ranks.values():
+            rank.channel.close()
+            os.close(rank.pidfd)
+        for trainer in list(self._states):
+            self._drop(trainer)
+
+    def kill(self) -> None:
+        """Kill the ranks."""
+        for rank in self._ranks.values():
+            with suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGKILL)
+
+    def _dismiss(self, ranks: Iterable[StandbyRank]) -> None:
+        """Kill ranks. They stay registered until they are reaped."""
+        for rank in list(ranks):
+            os.kill(rank.pid, signal.SIGKILL)  # not reaped yet, so the pid is still valid
+            self._ranks[rank.pidfd] = replace(rank, key='')
+
+    def _drop(self, trainer: str) -> None:
+        kept = self._states.pop(trainer, None)
+        if kept is not None:
+            os.close(kept.fd)
+
+
+def key_of(request: Launch | LaunchStandby) -> str:
+    """The part of a request that must be the same for a standby rank to be usable: everything that
+    affects what is done before the fragment is known.
+    """
+    order = request.order
+    return json.dumps(
+        [
+            request.payload,
+            request.place.local_rank,
+            dict(request.env),
+            order.trainer,
+            order.store,
+            msgspec.to_builtins(order.spec, str_keys=True),
+        ],
+        sort_keys=True,
+    )
+
+
+def _has_ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))

@@ -1,0 +1,82 @@
+"""Encoding and decoding of messages.
+
+A message is a JSON document whose ``kind`` names its class. The decoder checks it against the
+channel's union of messages. Any other message is logged and dropped, so that no message can end its
+reader.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from parsl_freetrain.training.spec.messages import FromMember, Message
+
+log = logging.getLogger(__name__)
+
+_KINDS_LOGGED = 10  # per decoder, so that a sender cannot fill the log by inventing kinds
+_KIND_CHARACTERS = 40
+
+T = TypeVar('T')
+
+
+def encode(message: Message | FromMember) -> bytes:
+    """A message as JSON.
+
+    Python's own ``json`` also writes what users have and msgspec's encoders refuse: metrics that
+    are not finite, and file names that are not UTF-8.
+    """
+    return json.dumps(msgspec.to_builtins(message, enc_hook=_as_float)).encode()
+
+
+def _as_float(value: Any) -> float:
+    if isinstance(value, float):  # numpy's float64, for instance
+        return float(value)
+    raise TypeError(f'{value!r} cannot be part of a message.')
+
+
+class Decoder(Generic[T]):
+    """Reads the messages of one channel.
+
+    Parameters
+    ----------
+    kinds
+        The union of expected messages.
+    sender
+        Name of the sender, for the log.
+    """
+
+    def __init__(self, kinds: object, sender: str) -> None:
+        self._kinds: Any = kinds
+        self._sender = sender
+        self._logged: set[str] = set()
+
+    def decode(self, data: bytes) -> T | None:
+        """The message; None if it is not an expected one, which is logged once per kind."""
+        document: object = None
+        try:
+            document = json.loads(data)
+            message: T = msgspec.convert(document, self._kinds, str_keys=True)
+        except Exception as error:  # no bytes may end their reader
+            self._log_unknown(document, error)
+            return None
+        return message
+
+    def _log_unknown(self, document: object, error: Exception) -> None:
+        if isinstance(document, dict) and isinstance(document.get('message'), dict):
+            document = document['message']
+        found = document.get('kind') if isinstance(document, dict) else None
+        kind = ascii(found)[:_KIND_CHARACTERS]
+        if kind in self._logged or len(self._logged) >= _KINDS_LOGGED:
+            return
+        self._logged.add(kind)
+        log.warning(
+            'A message from %s was dropped (kind %s): %s; others of this kind are dropped '
+            'without a word',
+            self._sender,
+            kind,
+            ascii(str(error))[:200],
+        )

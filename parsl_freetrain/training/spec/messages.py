@@ -1,0 +1,400 @@
+"""All messages between our processes: one class per kind, one union per channel.
+
+:mod:`parsl_freetrain.training.spec.codec` writes and reads them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+ProcessId = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Status = Annotated[int, Meta(ge=-128, le=255)]
+"""An exit status, or minus the signal that ended the process."""
+Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
+"""A duration or a time since the epoch; Meta's bounds also refuse what is not finite."""
+Rate = Annotated[float, Meta(ge=0.0, le=1e15)]
+Metrics = Mapping[str, float]
+"""Metrics reported by the user; they need not be finite."""
+
+
+def _kind(class_name: str) -> str:
+    return re.sub(r'(?<!^)(?=[A-Z])', '-', class_name).lower()
+
+
+class Message(msgspec.Struct, frozen=True, tag_field='kind', tag=_kind):
+    """Base of all messages."""
+
+
+# ---- rank -> member of the fragment on its node ----
+
+
+class RankPid(Message, frozen=True):
+    """The fork server's answer to :class:`Launch` and :class:`LaunchStandby`.
+
+    ``has_payload``: a standby rank was used, which already has the user's function.
+    """
+
+    pid: ProcessId
+    has_payload: bool = False
+
+
+class Waiting(Message, frozen=True):
+    """A standby rank has reached the point where it needs its fragment."""
+
+
+class Rendezvous(Message, frozen=True):
+    """The address where rank 0 meets the other ranks, to which it is passed on."""
+
+    host: str
+    port: Annotated[int, Meta(ge=1, le=65535)]
+
+
+class TotalSamples(Message, frozen=True):
+    """The total number of samples of a trainer, once the size of its dataset is known."""
+
+    total_samples: Count
+
+
+class Started(Message, frozen=True):
+    """A rank begins its first training step; ``at`` is in seconds since the epoch."""
+
+    rank: Count
+    samples: Count
+    at: Seconds
+
+
+class Progress(Message, frozen=True):
+    """Progress of training; ``rate`` in samples per second since the fragment started."""
+
+    samples: Count
+    metrics: Metrics
+    rate: Rate
+    at: Seconds
+
+
+class CheckpointSaved(Message, frozen=True):
+    """A checkpoint has been committed.
+
+    Attributes
+    ----------
+    path, samples, metrics
+        As in :class:`~parsl_freetrain.core.model.types.Checkpoint`.
+    seconds
+        Time to write it; a stop must allow for the same time.
+    pause_s
+        Seconds for which training was paused.
+    at
+        Time of the commit, in seconds since the epoch.
+    """
+
+    path: str
+    samples: Count
+    metrics: Metrics
+    seconds: Seconds
+    pause_s: Seconds
+    at: Seconds
+
+
+class RankError(msgspec.Struct, frozen=True):
+    """An exception of the user's function.
+
+    Attributes
+    ----------
+    type, message, traceback
+        As strings.
+    exception
+        ``cloudpickle.dumps((exception, tblib's traceback dict))``; None if it cannot be sent.
+    """
+
+    type: str
+    message: str
+    traceback: str
+    exception: bytes | None = None
+
+
+class StateLeft(msgspec.Struct, frozen=True):
+    """A state in memory for the next fragment.
+
+    ``here``: it is on the sending rank's node; False: it was sent to another node.
+    """
+
+    digest: str
+    samples: Count
+    here: bool
+
+
+Ending = Literal['finished', 'stopped', 'fenced', 'peer-lost', 'error']
+
+
+class Outcome(Message, frozen=True):
+    """The last message of a rank.
+
+    Attributes
+    ----------
+    how
+        How it ended. 'finished' and 'stopped' imply that the state is committed.
+    samples
+        Number of samples that this rank knows of.
+    path
+        On rank 0: the last committed checkpoint; None: there is none.
+    metrics
+        The user's last reported metrics.
+    error
+        The exception of the user's function, if any.
+    stepped_at
+        End of the last step in seconds since the epoch; 0: there was none.
+    step_s, checkpoint_s
+        Duration in seconds of the longest of the last steps, and of the longest writing of a
+        checkpoint; 0: unknown.
+    left
+        The state that is left in memory for the next fragment; None: there is none.
+    """
+
+    how: Ending
+    samples: Count = 0
+    path: str | None = None
+    metrics: Metrics = {}
+    error: RankError | None = None
+    stepped_at: Seconds = 0.0
+    step_s: Seconds = 0.0
+    checkpoint_s: Seconds = 0.0
+    left: StateLeft | None = None
+
+
+class Exit(Message, frozen=True):
+    """A rank's process has ended; sent by the fork server."""
+
+    status: Status
+
+
+FromRank = (
+    RankPid
+    | Waiting
+    | Rendezvous
+    | TotalSamples
+    | Started
+    | Progress
+    | CheckpointSaved
+    | Outcome
+    | Exit
+)
+
+
+# ---- member -> rank ----
+
+
+class StopTraining(Message, frozen=True):
+    """Save a checkpoint at the next step boundary, and end.
+
+    ``node_leaves``: the scheduler takes the node away, so no state is left in its memory.
+    """
+
+    why: str
+    node_leaves: bool = False
+
+
+class NodeStays(Message, frozen=True):
+    """The trainer is expected to continue on this node."""
+
+
+ToRank = Rendezvous | StopTraining | NodeStays
+
+
+# ---- member -> executor ----
+
+
+class Hello(Message, frozen=True):
+    """A member has started; ``node`` is the name of its node."""
+
+    node: str
+
+
+class Alive(Message, frozen=True):
+    """A member's regular sign of life."""
+
+
+class Notice(Message, frozen=True):
+    """The scheduler has sent the node a signal. A node's first process also sends this to
+    members.
+    """
+
+    signal: str
+
+
+class RankEnded(Message, frozen=True):
+    """A rank has ended; ``ok``: it finished, or stopped as requested."""
+
+    rank: Count
+    ok: bool
+
+
+class StandbyReady(Message, frozen=True):
+    """All standby ranks of the node wait for their fragment, or none could be started."""
+
+
+MemberMessage = (
+    Hello
+    | Alive
+    | Notice
+    | RankEnded
+    | StandbyReady
+    | Rendezvous
+    | TotalSamples
+    | Started
+    | Progress
+    | CheckpointSaved
+)
+
+
+class FromMember(msgspec.Struct, frozen=True):
+    """A member's message, with the trainer, fragment and member."""
+
+    trainer: str
+    fragment: Count
+    member: Count
+    message: MemberMessage
+
+    @property
+    def sender(self) -> tuple[str, int, int]:
+        """Trainer, fragment, member."""
+        return self.trainer, self.fragment, self.member
+
+
+# ---- executor -> member ----
+
+
+class Abandon(Message, frozen=True):
+    """Kill the ranks."""
+
+    why: str
+
+
+class StartStandby(Message, frozen=True):
+    """Start standby ranks for the next fragment; they end if it does not come within ``wait_s``
+    seconds.
+    """
+
+    wait_s: Seconds
+
+
+ToMember = Rendezvous | StopTraining | Abandon | StartStandby
+
+
+# ---- to and from a node's fork server ----
+
+
+class Launch(Message, frozen=True):
+    """Fork a rank, or use a matching standby rank. The payload follows on the same connection.
+
+    Attributes
+    ----------
+    order, place
+        The rank's instructions.
+    env
+        Additions to its environment.
+    payload
+        Digest of the payload.
+    """
+
+    order: FragmentOrder
+    place: RankPlace
+    env: Mapping[str, str]
+    payload: str
+
+
+class LaunchStandby(Message, frozen=True):
+    """Fork a standby rank that waits at most ``wait_s`` seconds for the trainer's next fragment.
+    Otherwise as :class:`Launch`.
+    """
+
+    order: FragmentOrder
+    place: RankPlace
+    env: Mapping[str, str]
+    payload: str
+    wait_s: Seconds
+
+
+class ForkServerWanted(Message, frozen=True):
+    """Fork another fork server, as if the requesting process had started it.
+
+    Attributes
+    ----------
+    name, owner_pid, log
+        As in :meth:`~parsl_freetrain.training.process.fork_client.WarmParent.start`.
+    env, path, cwd, cpus
+        Environment, ``sys.path``, working directory and CPUs of the requesting process.
+    prefix, version
+        The requesting process's ``sys.prefix`` and Python version.
+    """
+
+    name: str
+    owner_pid: ProcessId
+    log: str
+    env: Mapping[str, str]
+    path: list[str]
+    cwd: str
+    cpus: list[Count]
+    prefix: str
+    version: str
+
+
+class Ping(Message, frozen=True):
+    """Answer when ready."""
+
+
+class Quit(Message, frozen=True):
+    """End, and end all ranks."""
+
+
+class KeepState(Message, frozen=True):
+    """Keep a trainer's state in memory; its file descriptor follows."""
+
+    trainer: str
+    digest: str
+
+
+class FetchState(Message, frozen=True):
+    """Send the state with this digest; the answer is its file descriptor."""
+
+    trainer: str
+    digest: str
+
+
+ForkRequest = Launch | LaunchStandby | ForkServerWanted | Ping | Quit | KeepState | FetchState
+
+
+class Ready(Message, frozen=True):
+    """The fork server can fork."""
+
+    pid: ProcessId
+
+
+class StateKept(Message, frozen=True):
+    """The answer to :class:`KeepState`."""
+
+
+class Refused(Message, frozen=True):
+    """No fork of this process can serve as the requested fork server."""
+
+    why: str
+
+
+class Serving(Message, frozen=True):
+    """The requested fork server is running, or another one with its name."""
+
+
+class ForkServerEnded(Message, frozen=True):
+    """The requested fork server ended at once."""
+
+    status: Status
+
+
+ForkAnswer = Ready | StateKept | Refused | Serving | ForkServerEnded

@@ -1,0 +1,169 @@
+"""The modes of training that users can choose."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from msgspec import to_builtins
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.settings import Settings
+from parsl_freetrain.training.spec.on_nan import POLICIES, STOP
+
+MEAN, ADASUM = 'mean', 'adasum'
+_RULES = ('linear', 'sqrt', 'none')
+
+
+class Mode(Settings, frozen=True, kw_only=True, tag_field='mode', tag=str.lower):
+    """Settings of all modes.
+
+    Attributes
+    ----------
+    seed
+        Seed of the data order and of the random numbers in the training loop.
+    on_nan
+        What to do if a gradient is infinite or not a number. 'stop': the trainer fails, and keeps
+        the last good checkpoint; 'skip': the step is skipped; 'rollback': training goes back to the
+        last good checkpoint and skips that step, at most 3 times.
+
+    Raises
+    ------
+    BadInput
+        If a value cannot be used.
+    """
+
+    seed: int = 0
+    on_nan: str = STOP
+
+    def __post_init__(self) -> None:
+        if self.on_nan not in POLICIES:
+            raise BadInput(
+                f'on_nan is {self.on_nan!r}; it must be one of {", ".join(map(repr, POLICIES))}.'
+            )
+
+    def __str__(self) -> str:
+        return type(self).__name__.lower()
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that must be the same for a checkpoint to be usable."""
+        return {name: value for name, value in to_builtins(self).items() if name != 'on_nan'}
+
+
+class Reproducible(Mode, frozen=True, kw_only=True):
+    """The same weights, to the last bit, for any sequence of node counts.
+
+    Attributes
+    ----------
+    shards
+        Number of virtual shards of the global batch, at least ``max_nodes`` times the ranks per
+        node, which is the default.
+    seed, on_nan
+        As in :class:`Mode`.
+    """
+
+    shards: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shards is not None and self.shards < 1:
+            raise BadInput(f'shards is {self.shards}; it must be at least 1.')
+
+
+class Throughput(Mode, frozen=True, kw_only=True):
+    """DistributedDataParallel, with the same global batch on any number of nodes.
+
+    Attributes
+    ----------
+    seed, on_nan
+        As in :class:`Mode`.
+    """
+
+
+class Scaled(Mode, frozen=True, kw_only=True):
+    """DistributedDataParallel with a global batch that grows with the number of ranks.
+
+    Attributes
+    ----------
+    reference_ranks
+        The number of ranks for which the function states ``batch_size`` and the learning rate. With
+        n ranks the global batch has ``batch_size / reference_ranks * n`` samples.
+    lr
+        Factor of the learning rate with n ranks: n / reference_ranks ('linear'), its square root
+        ('sqrt'), or 1 ('none'). Default: 'linear' with ``combine='mean'``; 'none' with 'adasum',
+        which allows no other.
+    warmup_samples
+        Number of samples, from the beginning of the training, over which the factor grows linearly
+        from 1 to its full size. A factor below 1 holds from the beginning.
+    combine
+        How the ranks' gradients are combined: 'mean' over the samples, or 'adasum'.
+    seed, on_nan
+        As in :class:`Mode`.
+
+    Raises
+    ------
+    BadInput
+        If one of these is not as described.
+
+    Notes
+    -----
+    Linear scaling with warm-up: Goyal et al. 2017 (arXiv 1706.02677); linear and square root for a
+    segmentation network on up to 2,048 nodes: Dong et al. 2019 (arXiv 1905.06236); Adasum: Maleki
+    et al. 2020 (arXiv 2006.02924).
+    """
+
+    reference_ranks: int = 1
+    lr: str | None = None
+    warmup_samples: int = 0
+    combine: str = MEAN
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reference_ranks < 1:
+            raise BadInput(
+                f'Scaled: reference_ranks is {self.reference_ranks}; it must be at least 1.'
+            )
+        if self.warmup_samples < 0:
+            raise BadInput(
+                f'Scaled: warmup_samples is {self.warmup_samples}; it must be 0 or more.'
+            )
+        if self.combine not in (MEAN, ADASUM):
+            raise BadInput(
+                f'Scaled: combine is {self.combine!r}; it must be {MEAN!r} or {ADASUM!r}.'
+            )
+        if self.lr is not None and self.lr not in _RULES:
+            raise BadInput(
+                f'Scaled: lr is {self.lr!r}; it must be one of {", ".join(map(repr, _RULES))}.'
+            )
+        if self.combine == ADASUM and self.lr not in (None, 'none'):
+            raise BadInput(
+                f"Scaled: lr is {self.lr!r} with combine='adasum', which scales the step "
+                'by itself; leave lr out.'
+            )
+
+    def batch_size(self, stated: int, world_size: int) -> int:
+        """Number of samples in a global batch of ``world_size`` ranks, if the function states
+        ``stated`` for the reference number of ranks.
+
+        Raises
+        ------
+        BadInput
+            If the reference ranks cannot share the stated batch evenly.
+        """
+        each, left = divmod(stated, self.reference_ranks)
+        if left:
+            raise BadInput(
+                'In scaled mode each rank gets batch_size / reference_ranks samples, '
+                f'but {stated} is no multiple of '
+                f'{self.reference_ranks}: state a batch_size that is.'
+            )
+        return each * world_size
+
+    def lr_factor(self, world_size: int, samples: int) -> float:
+        """Factor of the learning rate for a batch after ``samples`` samples."""
+        ratio = world_size / self.reference_ranks
+        rule = self.lr or ('none' if self.combine == ADASUM else 'linear')
+        full = {'linear': ratio, 'sqrt': math.sqrt(ratio), 'none': 1.0}[rule]
+        if full <= 1 or samples >= self.warmup_samples:
+            return full
+        return 1 + (full - 1) * samples / self.warmup_samples

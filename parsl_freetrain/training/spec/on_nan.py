@@ -1,0 +1,89 @@
+"""The policy for gradients that are not finite: whether training may continue, and how."""
+
+from __future__ import annotations
+
+from parsl_freetrain.core.model.errors import BadInput
+
+STOP, SKIP, ROLLBACK = 'stop', 'skip', 'rollback'
+POLICIES = (STOP, SKIP, ROLLBACK)
+MOST_ROLLBACKS = 3
+MOST_SKIPPED_IN_A_ROW = 20
+
+
+class NonFinitePolicy:
+    """Decides whether training may continue after numbers that were not finite, and how.
+
+    Parameters
+    ----------
+    policy
+        One of :data:`POLICIES`.
+    where
+        The beginning of messages: the trainer and the fragment.
+    """
+
+    def __init__(self, policy: str, where: str) -> None:
+        self.policy = policy
+        self._where = where
+        self._in_a_row = 0
+        self._suspect_until = -1
+
+    def looks_at_every_step(self, samples: int) -> bool:
+        """Whether to check the gradient of the step after ``samples`` samples before the step is
+        taken, instead of noticing bad numbers later.
+        """
+        return self.policy == SKIP or samples < self._suspect_until
+
+    def kept_back(self, first: int, last: int, culprit: str) -> None:
+        """Record that a step, over the samples from ``first`` to ``last``, was skipped.
+
+        Raises
+        ------
+        BadInput
+            If training is to stop, or too many steps in a row were skipped.
+        """
+        self._in_a_row += 1
+        if self.policy == STOP:
+            raise BadInput(self.sentence(first, last, culprit))
+        if self._in_a_row > MOST_SKIPPED_IN_A_ROW:
+            raise BadInput(
+                f'{self._where}: the gradients of {self._in_a_row} steps in a row were '
+                'not finite, the last one over the '
+                f'samples from {first} to {last}{culprit}: lower the learning rate, or '
+                'clip the gradient (clip_grad_norm).'
+            )
+
+    def went_well(self) -> None:
+        """Record that a step was checked and taken."""
+        self._in_a_row = 0
+
+    def go_back(self, first: int, last: int, rollbacks: int, path: str, culprit: str = '') -> None:
+        """Decide to go back to the checkpoint at ``path``, because of bad numbers between the
+        sample counts ``first`` and ``last``.
+
+        Raises
+        ------
+        BadInput
+            If the policy does not allow it, there is no checkpoint, or training has gone back
+            ``rollbacks`` times, which is the maximum.
+        """
+        if self.policy != ROLLBACK or not path:
+            raise BadInput(self.sentence(first, last, culprit))
+        if rollbacks >= MOST_ROLLBACKS:
+            raise BadInput(
+                self.sentence(
+                    first,
+                    last,
+                    f'{culprit}, after training went back to a checkpoint {rollbacks} times',
+                )
+            )
+        self._suspect_until = last
+
+    def sentence(self, first: int, last: int, culprit: str = '') -> str:
+        """The message when training stops."""
+        return (
+            f'{self._where}: a gradient was infinite or not a number in training on the '
+            f'samples from {first} to {last}{culprit}; the '
+            'last good checkpoint is from before: look at these data, lower the '
+            'learning rate, clip the gradient (clip_grad_norm), '
+            f"or say on_nan='skip' or 'rollback'."
+        )

@@ -1,0 +1,88 @@
+"""The instructions for the ranks of a fragment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from parsl_freetrain.core.model.types import Shape
+from parsl_freetrain.training.spec.training import TrainingSpec
+
+
+@dataclass(frozen=True)
+class Handover:
+    """A state that the previous fragment left in the memory of the node that has rank 0 now.
+
+    Attributes
+    ----------
+    digest
+        Digest of its bytes; see :mod:`parsl_freetrain.training.loop.handover_receive`.
+    path, samples, fragment, metrics
+        The checkpoint of the same state, with the fields of
+        :class:`~parsl_freetrain.core.model.types.Checkpoint`.
+    """
+
+    digest: str
+    path: str
+    samples: int
+    fragment: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FragmentOrder:
+    """Instructions for all ranks of a fragment.
+
+    Attributes
+    ----------
+    trainer, fragment
+        The trainer's name and the number of this fragment, from 1.
+    store
+        The trainer's checkpoint folder.
+    spec
+        What to train, and how.
+    deadline
+        ``time.time()`` at which the nodes are taken away; None if unknown.
+    shape
+        How the ranks share the work; None: every rank trains its own samples.
+    interface
+        Network interface of the communication between ranks, for instance 'hsn0'; None: 'lo' on one
+        node, otherwise the host's own address.
+    hang_s
+        Maximum seconds until a stopped rank or an unreachable peer ends the fragment.
+    handover
+        The initial state in memory; None: it is read from the newest checkpoint.
+    """
+
+    trainer: str
+    fragment: int
+    store: str
+    spec: TrainingSpec
+    deadline: float | None
+    shape: Shape | None = None
+    interface: str | None = None
+    hang_s: float = 15.0
+    handover: Handover | None = None
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """The place of a process among the ranks.
+
+    Attributes
+    ----------
+    rank, world_size
+        This rank, from 0, and the number of ranks of the fragment.
+    local_rank
+        This rank on its node, from 0; determines its GPUs.
+    nodes
+        Number of nodes of the fragment.
+    log
+        File for the rank's standard output and error; its directory exists.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    nodes: int
+    log: str

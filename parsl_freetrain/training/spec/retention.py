@@ -1,0 +1,109 @@
+"""Which checkpoints of a trainer are kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.settings import Settings
+from parsl_freetrain.core.model.types import Checkpoint
+
+RESUME = ('auto', 'require', 'never')
+
+
+def check_resume(resume: str) -> None:
+    """Refuse an unknown value of ``resume``."""
+    if resume not in RESUME:
+        raise BadInput(f'resume is {resume!r}; it must be one of {", ".join(map(repr, RESUME))}.')
+
+
+class Retention(Settings, frozen=True, kw_only=False):
+    """Rules for keeping checkpoints, applied after a newer one has been written and verified. A
+    checkpoint is kept if any rule says so.
+
+    Attributes
+    ----------
+    last
+        Number of newest checkpoints to keep; at least 1.
+    every
+        Keep the last checkpoint of each fragment whose number is a multiple of this; None: none.
+    best
+        Name of a metric given to ``ctx.report``. The checkpoint with its best value is kept (the
+        newest of equal ones); None: none.
+    mode
+        Whether the best value is the 'min' or the 'max'. NaN is never the best.
+
+    Raises
+    ------
+    BadInput
+        If one of these is not as described.
+    """
+
+    last: int = 3
+    every: int | None = None
+    best: str | None = None
+    mode: str = 'min'
+
+    def __post_init__(self) -> None:
+        for what, value in (('last', self.last), ('every', self.every)):
+            if value is not None and value < 1:
+                raise BadInput(f'Retention: {what} is {value}; it must be at least 1.')
+        if self.mode not in ('min', 'max'):
+            raise BadInput(f"Retention: mode is {self.mode!r}; it must be 'min' or 'max'.")
+
+    def kept(self, checkpoints: Sequence[Checkpoint]) -> set[str]:
+        """The paths to keep; ``checkpoints`` are ordered from the oldest to the newest."""
+        kept = {checkpoint.path for checkpoint in checkpoints[-self.last :]}
+        if self.every is not None:
+            last_of = {checkpoint.fragment: checkpoint.path for checkpoint in checkpoints}
+            kept |= {path for fragment, path in last_of.items() if fragment % self.every == 0}
+        if self.best is not None:
+            sign = 1 if self.mode == 'max' else -1
+            measured = [
+                (sign * checkpoint.metrics[self.best], i, checkpoint.path)
+                for i, checkpoint in enumerate(checkpoints)
+                if not math.isnan(checkpoint.metrics.get(self.best, math.nan))
+            ]
+            kept |= {max(measured)[2]} if measured else set()
+        return kept
+
+
+class Checkpoints(Settings, frozen=True, kw_only=True):
+    """When a trainer writes checkpoints, and which of them are kept and used.
+
+    Attributes
+    ----------
+    every_s
+        Seconds between checkpoints within a fragment. A lost node costs at most this much training.
+    keep
+        Number of newest checkpoints to keep; or a :class:`Retention`, which can also keep those of
+        every nth fragment and the best.
+    resume
+        What to do with checkpoints of an earlier run: 'auto' (use them if there are any), 'require'
+        (fail without them) or 'never' (move them aside). Default: the executor's setting.
+
+    Raises
+    ------
+    BadInput
+        If a value cannot be used.
+    """
+
+    every_s: float = 30.0
+    keep: int | Retention = 3
+    resume: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.every_s < math.inf:
+            raise BadInput(
+                f'Checkpoints: every_s is {self.every_s}; it must be a positive number of seconds.'
+            )
+        if isinstance(self.keep, int) and self.keep < 1:
+            raise BadInput(f'Checkpoints: keep is {self.keep}; it must be at least 1.')
+        if self.resume is not None:
+            check_resume(self.resume)
+
+    @property
+    def retention(self) -> Retention:
+        """``keep`` as a :class:`Retention`."""
+        return Retention(self.keep) if isinstance(self.keep, int) else self.keep

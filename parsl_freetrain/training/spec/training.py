@@ -1,0 +1,314 @@
+"""What a trainer trains, and how: one record, passed from the decorator to the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+from msgspec import field, structs
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.settings import Settings
+from parsl_freetrain.core.model.types import (
+    ASSUMED_RESCALE_S,
+    Efficiency,
+    ScalingCurve,
+    Shape,
+    Trainer,
+)
+from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
+from parsl_freetrain.training.spec.on_nan import STOP
+from parsl_freetrain.training.spec.retention import Checkpoints
+
+
+class Epochs(Settings, frozen=True, kw_only=False, tag=True):
+    """End training after a number of epochs.
+
+    Attributes
+    ----------
+    count
+        Number of epochs; may be a fraction.
+    """
+
+    count: float
+
+    def __post_init__(self) -> None:
+        _check_total(self.count)
+
+
+class Samples(Settings, frozen=True, kw_only=False, tag=True):
+    """End training after a number of samples.
+
+    Attributes
+    ----------
+    count
+        Number of samples.
+    finish_by
+        Deadline of the training, for ``Policy(metric='deadline')``: a datetime, or seconds since
+        the epoch. The attribute is always in seconds.
+    """
+
+    count: int
+    finish_by: datetime | float | None = None
+
+    def __post_init__(self) -> None:
+        _check_total(self.count)
+        if isinstance(self.finish_by, datetime):  # without a time zone: this computer's time zone
+            structs.force_setattr(self, 'finish_by', self.finish_by.timestamp())
+
+    @property
+    def finish_by_s(self) -> float | None:
+        """``finish_by`` in seconds since the epoch."""
+        when = self.finish_by
+        return when.timestamp() if isinstance(when, datetime) else when
+
+
+class Ranks(Settings, frozen=True, kw_only=True):
+    """The processes of a trainer on each of its nodes.
+
+    Attributes
+    ----------
+    per_node
+        Number of processes per node. On GPU nodes, use one per GPU.
+    threads
+        Number of torch threads per process. On CPU nodes, use the number of cores divided by
+        ``per_node``. ``OMP_NUM_THREADS`` is ignored. Another number of threads may change the order
+        of sums, so keep it for the whole training.
+    """
+
+    per_node: int = 1
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if getattr(self, name) < 1:
+                raise BadInput(f'Ranks: {name} is {getattr(self, name)}; it must be at least 1.')
+
+
+class Scaling(Settings, frozen=True, kw_only=True):
+    """How fast training is by number of nodes, and what a change costs.
+
+    Attributes
+    ----------
+    rate
+        Throughput by node count, ``{1: 100.0, 2: 190.0}``, in samples per second or any unit that
+        all trainers of the executor share; interpolated linearly. Default: learned while training.
+    efficiency
+        Statistical efficiency by node count, ``{1: 1.0, 8: 0.8}``, for
+        ``Policy(metric='goodput')``: the relative value of a sample in a batch that is spread over
+        this number of nodes; interpolated linearly. Default: 1.
+    rescale_up_s, rescale_down_s
+        Cost of a change to more or fewer nodes, in seconds of the current rate. Default: as
+        measured, and 2 before the first measurement.
+    """
+
+    rate: dict[int, float] | None = None
+    efficiency: dict[int, float] | None = None
+    rescale_up_s: float | None = None
+    rescale_down_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ('rescale_up_s', 'rescale_down_s'):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 <= seconds < math.inf:
+                raise BadInput(f'{name} is {seconds}; it must be a number of seconds, 0 or more.')
+        self.curve()
+        self.efficiency_curve()
+
+    def curve(self) -> ScalingCurve | None:
+        """``rate`` as a curve."""
+        return ScalingCurve.from_points(self.rate) if self.rate else None
+
+    def efficiency_curve(self) -> Efficiency | None:
+        """``efficiency`` as a curve."""
+        if not self.efficiency:
+            return None
+        nodes = tuple(sorted(self.efficiency))
+        return Efficiency(nodes, tuple(self.efficiency[n] for n in nodes))
+
+
+class Owner(Settings, frozen=True, kw_only=True):
+    """Who owns a trainer, and its weight.
+
+    Attributes
+    ----------
+    user, group
+        The names whose limits in :class:`~parsl_freetrain.Policy` apply to it.
+    priority
+        Weight relative to 1, for ``Policy(metric='priority')``.
+    """
+
+    user: str = ''
+    group: str = ''
+    priority: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.priority < math.inf:
+            raise BadInput(f'priority is {self.priority}; it must be a number above 0.')
+
+
+class TrainingSpec(Settings, frozen=True, kw_only=True):
+    """What a trainer trains, and how, with all defaults filled in.
+
+    Attributes
+    ----------
+    min_nodes, max_nodes
+        Minimum and maximum number of nodes of a fragment.
+    sizes
+        The only node counts that fragments may have; empty: all from minimum to maximum.
+    shapes
+        How the ranks share the work, by node count; empty: each rank trains its own samples.
+    goal, mode, checkpoints, ranks, scaling, owner
+        As in :func:`~parsl_freetrain.freetrain_app`.
+
+    Raises
+    ------
+    BadInput
+        If the parts contradict each other.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    goal: Epochs | Samples
+    sizes: tuple[int, ...] = ()
+    shapes: dict[int, Shape] = field(default_factory=dict)
+    mode: Reproducible | Throughput | Scaled = field(default_factory=Reproducible)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    ranks: Ranks = field(default_factory=Ranks)
+    scaling: Scaling = field(default_factory=Scaling)
+    owner: Owner = field(default_factory=Owner)
+
+    def __post_init__(self) -> None:
+        most = self.max_nodes * self.ranks.per_node
+        if isinstance(self.mode, Reproducible):
+            if self.mode.shards is None:
+                structs.force_setattr(self, 'mode', structs.replace(self.mode, shards=most))
+            elif self.mode.shards < most:
+                raise BadInput(
+                    f'{self.max_nodes} nodes with {self.ranks.per_node} ranks each cannot share '
+                    f'{self.mode.shards} virtual shards; shards must be at least {most}.'
+                )
+        for nodes, shape in self.shapes.items():
+            here = nodes * self.ranks.per_node
+            if shape.ranks != here:
+                raise BadInput(
+                    f'the shape of {nodes} nodes is {shape}, which takes {shape.ranks} ranks; its '
+                    f'parts must multiply to {here}, the ranks of {nodes} nodes with '
+                    f'{self.ranks.per_node} each.'
+                )
+            check_shape(shape, self.mode, f'{nodes} nodes')
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        min_nodes: int | None,
+        max_nodes: int | None,
+        sizes: Sequence[int] | Mapping[int, Shape] | None,
+        total_epochs: float | None,
+        total_samples: int | None,
+        goal: Epochs | Samples | None,
+        mode: Reproducible | Throughput | Scaled,
+        checkpoints: Checkpoints,
+        ranks: Ranks,
+        scaling: Scaling,
+        owner: Owner,
+    ) -> TrainingSpec:
+        """Build the spec from the arguments of the decorator.
+
+        Raises
+        ------
+        BadInput
+            If they contradict each other.
+        """
+        goals: list[Epochs | Samples] = [] if goal is None else [goal]
+        goals += [] if total_epochs is None else [Epochs(total_epochs)]
+        goals += [] if total_samples is None else [Samples(total_samples)]
+        if len(goals) != 1:
+            raise BadInput(
+                f'{len(goals)} of total_epochs, total_samples and goal are given; say by one of '
+                'them what is trained.'
+            )
+        if sizes is not None and (not sizes or min(sizes) < 1):
+            raise BadInput(f'sizes is {sizes}; it must have node counts, each at least 1.')
+        counts = tuple(sorted(set(sizes or ())))
+        return cls(
+            min_nodes=min(counts, default=1) if min_nodes is None else min_nodes,
+            max_nodes=max(counts, default=1) if max_nodes is None else max_nodes,
+            sizes=counts,
+            shapes=dict(sizes) if isinstance(sizes, Mapping) else {},
+            goal=goals[0],
+            mode=mode,
+            checkpoints=checkpoints,
+            ranks=ranks,
+            scaling=scaling,
+            owner=owner,
+        )
+
+    @property
+    def total_samples(self) -> int | None:
+        """Number of samples to train; None: depends on the dataset."""
+        return self.goal.count if isinstance(self.goal, Samples) else None
+
+    @property
+    def total_epochs(self) -> float | None:
+        """Number of epochs to train; None if a number of samples is given."""
+        return self.goal.count if isinstance(self.goal, Epochs) else None
+
+    @property
+    def shards(self) -> int:
+        """Number of virtual shards of the global batch; 0: not in reproducible mode."""
+        return (self.mode.shards or 0) if isinstance(self.mode, Reproducible) else 0
+
+    def trainer(self, name: str) -> Trainer:
+        """The part that decisions need.
+
+        Raises
+        ------
+        BadInput
+            If the trainer can never run.
+        """
+        scaling, owner = self.scaling, self.owner
+        costs = {'up': scaling.rescale_up_s, 'down': scaling.rescale_down_s}
+        up_s, down_s = (ASSUMED_RESCALE_S if s is None else s for s in costs.values())
+        return Trainer(
+            name,
+            self.min_nodes,
+            self.max_nodes,
+            total_samples=self.total_samples,
+            curve=scaling.curve(),
+            rescale_up_s=up_s,
+            rescale_down_s=down_s,
+            priority=owner.priority,
+            sizes=self.sizes,
+            finish_by_s=self.goal.finish_by_s if isinstance(self.goal, Samples) else None,
+            efficiency=scaling.efficiency_curve(),
+            user=owner.user,
+            group=owner.group,
+            stated_costs=tuple(way for way, seconds in costs.items() if seconds is not None),
+        )
+
+
+def check_shape(shape: Shape, mode: Reproducible | Throughput | Scaled, where: str) -> None:
+    """Refuse a mode that does not support a shape; raises BadInput, with ``where`` at the
+    beginning.
+    """
+    if math.prod(shape.sizes[1:]) == 1:
+        return
+    if not isinstance(mode, Throughput):
+        raise BadInput(
+            f'{where}: the shape {shape} divides more than the data, and the mode is {mode}; say '
+            'mode=Throughput().'
+        )
+    if shape.pipeline > 1 and mode.on_nan != STOP:
+        raise BadInput(
+            f'{where}: on_nan is {mode.on_nan!r}, but a single stage of a pipeline cannot '
+            'leave out a step; '
+            "say on_nan='stop', or give shapes without a pipeline."
+        )
+
+
+def _check_total(count: float) -> None:
+    if not 0 < count < math.inf:
+        raise BadInput(f'the total to train is {count}; it must be more than 0.')

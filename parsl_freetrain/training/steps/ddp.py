@@ -1,0 +1,252 @@
+"""Throughput and scaled mode: torch's DistributedDataParallel, in which every sample counts the
+same even if the ranks have different numbers of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.trainables import Prepared
+from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.comm.consensus import Agreement
+from parsl_freetrain.training.data.loader import MicroBatch
+from parsl_freetrain.training.data.order import GlobalBatch, split_for_ranks
+from parsl_freetrain.training.steps.adasum import combine
+from parsl_freetrain.training.steps.mesh import Division
+from parsl_freetrain.training.steps.nonfinite import NEVER, Blame, Guard
+
+
+class ThroughputSteps:
+    """One turn per global batch, on this rank's part of it. Optimizers and schedulers are the
+    user's own.
+
+    Gradients are averaged over the ranks that hold the same parameters and train different samples.
+    In a pipeline, that is done when the optimizer steps, since a schedule has many backward passes.
+
+    Parameters
+    ----------
+    adasum
+        Whether the ranks' gradients are combined by Adasum instead of their mean.
+
+    Raises
+    ------
+    BadInput
+        If gradient clipping or a gradient scaler is asked for in a pipeline.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        peers: Peers,
+        division: Division,
+        clip_grad_norm: float | None,
+        find_unused_parameters: bool,
+        device: torch.device,
+        *,
+        adasum: bool = False,
+    ) -> None:
+        self._prepared = prepared
+        self._peers = peers
+        self._division = division
+        self._adasum = adasum
+        self._agreement = Agreement(peers)
+        self._blame = Blame(prepared.models, device)
+        self._buffers = [buffer for model in prepared.models for buffer in model.buffers()]
+        self._buffers_before: list[torch.Tensor] = []
+        self._factor = 1.0
+        self._hooks: list[RemovableHandle] = []
+        self._weight = 1.0
+        # A pipeline runs its own backward passes even if it has only one stage here.
+        self._at_step = division.pipelined or any(
+            getattr(model, 'many_backward_passes', False) for model in prepared.models
+        )
+        if division.pipelined and clip_grad_norm is not None:
+            raise BadInput(
+                'ctx.prepare was given clip_grad_norm, but each rank of a pipeline holds the '
+                'gradients of its own stages only, and the norm is over all of them: leave it '
+                'out and clip in the model.'
+            )
+        shared = division.pipelined or (self._at_step and division.shape.data > 1)
+        if shared and any(scaler.is_enabled() for scaler in prepared.scalers):
+            raise BadInput(
+                'ctx.prepare was given a gradient scaler, but a rank of a pipeline cannot skip a '
+                'step that the others take: use bfloat16, which needs no scaler.'
+            )
+        # Hooks run in the order of their registration. Averaging comes first, so all ranks check
+        # and clip the same gradient.
+        if self._at_step:
+            for optimizer in prepared.optimizers:
+                optimizer.register_step_pre_hook(self._average)
+        self._guard = Guard(prepared.optimizers)
+        if clip_grad_norm is not None:
+            for optimizer in prepared.optimizers:
+                optimizer.register_step_pre_hook(_clipping(clip_grad_norm))
+        self.models = tuple(
+            self._wrapped(model, find_unused_parameters) for model in prepared.models
+        )
+
+    @property
+    def delay(self) -> int:
+        """Maximum number of batches from a wish to the decision."""
+        return self._agreement.delay
+
+    @property
+    def optimizers(self) -> tuple[Any, ...]:
+        """The optimizers, as they were given."""
+        return self._prepared.optimizers
+
+    @property
+    def schedulers(self) -> tuple[Any, ...]:
+        """The schedulers, as they were given."""
+        return self._prepared.schedulers
+
+    def turns(self, batch: GlobalBatch) -> list[MicroBatch]:
+        """The one turn of this rank. A rank without samples trains one with weight 0, since DDP
+        needs all ranks.
+        """
+        own = split_for_ranks(batch.indices, self._division.shape.data, self._division.data_rank)
+        weight = len(own) / len(batch.indices)
+        return [
+            MicroBatch(
+                own or tuple(batch.indices[:1]),
+                batch.samples_before,
+                self._division.data_rank,
+                weight,
+            )
+        ]
+
+    def begin(self, batch: GlobalBatch, guarded: bool) -> None:
+        """Call before the turn of a global batch. ``guarded``: skip the step if a gradient is not
+        finite.
+        """
+        self._guard.on = guarded
+
+    def begin_turn(self, turn: MicroBatch) -> None:
+        """Call before the turn."""
+        self._weight = turn.weight
+        self._blame.next_step()
+        if not self._at_step:
+            self._count_gradients(turn.weight)
+        if self._guard.on:
+            self._guard.bad = False
+            self._buffers_before = [buffer.clone() for buffer in self._buffers]
+
+    @torch.no_grad()
+    def end_turn(self) -> None:
+        """Call after the turn."""
+        if self.kept_back:
+            for buffer, old in zip(self._buffers, self._buffers_before, strict=True):
+                buffer.copy_(old)
+
+    @property
+    def kept_back(self) -> bool:
+        """Whether the last batch's step was skipped because a gradient was not finite."""
+        return self._guard.on and self._guard.bad
+
+    def end(self, wish: Callable[[], int], time_left: Callable[[], float]) -> int:
+        """Call after the turn. Returns the maximum of all ranks' wishes, which may be up to
+        :attr:`delay` batches old.
+        """
+        return self._agreement.after_step(wish, time_left)
+
+    def culprit(self) -> str:
+        """The rank whose gradient was not finite first, as part of a sentence. All ranks must call
+        this.
+        """
+        steps = [int(row) for row in self._peers.gather(self._blame.first())]
+        self._blame.forget()
+        culprits = [str(rank) for rank, step in enumerate(steps) if step == min(steps) < NEVER]
+        return f', on rank {", ".join(culprits)}' if culprits else ''
+
+    def _count_gradients(self, weight: float) -> None:
+        """Weight this rank's gradient by its number of samples, if the ranks have different
+        numbers.
+
+        DDP takes the plain mean over the ranks. Hooks on parameters cost some time, so they are
+        there only when they are needed.
+        """
+        factor = weight * self._division.shape.data
+        if self._adasum:
+            factor = 1.0 if weight else 0.0
+        self._factor = 1.0 if abs(factor - 1) < 1e-9 else factor
+        if self._factor == 1:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+        elif not self._hooks:
+            self._hooks = [
+                parameter.register_hook(self._counted)
+                for model in self._prepared.models
+                for parameter in model.parameters()
+                if parameter.requires_grad
+            ]
+
+    def _counted(self, gradient: torch.Tensor) -> torch.Tensor:
+        return (
+            gradient * self._factor if self._factor else torch.zeros_like(gradient)
+        )  # 0 x inf is not 0
+
+    def _wrapped(self, model: torch.nn.Module, find_unused_parameters: bool) -> torch.nn.Module:
+        alone = self._division.shape.data == 1 or self._at_step
+        if alone or not any(parameter.requires_grad for parameter in model.parameters()):
+            return model
+        # With views, gradients need not be copied to and from the buffers that are exchanged.
+        wrapped = DistributedDataParallel(
+            model,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=True,
+            process_group=self._division.data_group,
+        )
+        if self._adasum:
+            # A lambda, since DDP checks annotations and rejects those that are strings, as they are
+            # in this module.
+            wrapped.register_comm_hook(None, lambda state, bucket: self._combined(bucket))
+        return wrapped
+
+    @torch.no_grad()
+    def _average(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self._division.shape.data == 1:
+            return
+        group = self._division.data_group
+        waiting = []
+        for gradient in [
+            p.grad
+            for group_ in optimizer.param_groups
+            for p in group_['params']
+            if p.grad is not None
+        ]:
+            if self._weight:
+                gradient.mul_(self._weight)
+            else:
+                gradient.zero_()  # 0 x inf is not 0
+            waiting.append(dist.all_reduce(gradient, group=group, async_op=True))
+        for work in waiting:
+            if work is not None:
+                work.wait()
+
+    def _combined(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        sizes = [gradient.numel() for gradient in bucket.gradients()]
+        done.set_result(
+            combine(
+                bucket.buffer(), sizes, self._peers.rank, self._peers.world_size, self._peers.swap
+            )
+        )
+        return done
+
+
+def _clipping(norm: float) -> Callable[..., None]:
+    def clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        torch.nn.utils.clip_grad_norm_(
+            [p for group in optimizer.param_groups for p in group['params'] if p.grad is not None],
+            norm,
+        )
+
+    return clip

@@ -1,0 +1,89 @@
+"""Optimizers and schedulers that act once per global batch, whatever its number of turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from parsl_freetrain.core.model.errors import BadInput
+
+
+class DeferredOptimizer:
+    """Stands for an optimizer in the user's loop. ``step()`` hands over the turn's gradient, and
+    the optimizer itself steps later.
+
+    Everything else is the optimizer's own.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, hand_over: Callable[[], None]) -> None:
+        self._optimizer = optimizer
+        self._hand_over = hand_over
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Hand over the gradient of this turn; call it once in each turn.
+
+        Raises
+        ------
+        BadInput
+            If it was called in this turn already.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._hand_over()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the optimizer's."""
+        self._optimizer.zero_grad(set_to_none=set_to_none)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's own groups; changes count."""
+        return self._optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's own."""
+        return self._optimizer.state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+class DeferredScheduler:
+    """Stands for a scheduler in the user's loop. ``step()`` is only recorded; it is done once,
+    after the optimizer's step.
+    """
+
+    def __init__(self, scheduler: Any, note: Callable[[float | None], None]) -> None:
+        self._scheduler = scheduler
+        self._note = note
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Record a step. A metric, as ReduceLROnPlateau takes it, is averaged over the global
+        batch.
+
+        Raises
+        ------
+        BadInput
+            If there are other arguments.
+        """
+        values = [*args, *kwargs.values()]
+        if not values:
+            self._note(None)
+            return
+        try:
+            (value,) = values
+            self._note(float(value))
+        except (TypeError, ValueError):
+            raise BadInput(
+                f'scheduler.step was called with {values!r}; in ctx.loop it takes '
+                'nothing or one number.'
+            ) from None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)

@@ -1,0 +1,42 @@
+"""Learning rates that do not depend on the number of nodes: schedules by samples, and the factor of
+scaled mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def by_samples(
+    optimizer: torch.optim.Optimizer, factor: Callable[[int], float], samples: Callable[[], int]
+) -> LambdaLR:
+    """A scheduler; each ``step()`` sets the learning rate to the initial one times
+    ``factor(samples())``.
+    """
+    return LambdaLR(optimizer, lambda _: factor(samples()))
+
+
+def scale_steps(optimizers: Iterable[torch.optim.Optimizer], factor: Callable[[], float]) -> None:
+    """Multiply the learning rate by ``factor()`` during every step of the optimizers from now on.
+
+    Between steps, and in checkpoints, the learning rate is what the user or a scheduler has set.
+    """
+    kept: dict[int, list[Any]] = {}
+
+    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        times = factor()
+        kept[id(optimizer)] = [group['lr'] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group['lr'] = group['lr'] * times
+
+    def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group, lr in zip(optimizer.param_groups, kept.pop(id(optimizer)), strict=True):
+            group['lr'] = lr
+
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)

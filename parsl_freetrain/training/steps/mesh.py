@@ -1,0 +1,155 @@
+"""How the ranks of a fragment share the work: which ranks train the same samples, and which hold
+the same parameters.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import MESH, Shape
+from parsl_freetrain.training.checkpoint.flatten import put_together, take_apart
+from parsl_freetrain.training.checkpoint.memory_image import pack, unpack
+from parsl_freetrain.training.checkpoint.state import State
+from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.process.liveness import guard_connections
+from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
+from parsl_freetrain.training.spec.training import check_shape
+
+
+class Division:
+    """One rank's position in the shape of its fragment.
+
+    Attributes
+    ----------
+    shape
+        The shape in the order; if there is none, every rank trains its own samples.
+    stated
+        Whether the order has a shape. The trainer may then continue in another one.
+    data_rank
+        Number of this rank's part of a global batch, from 0.
+
+    Raises
+    ------
+    BadInput
+        If the shape does not fit the number of ranks, or the mode does not support it.
+    """
+
+    def __init__(self, order: FragmentOrder, place: RankPlace, device: torch.device) -> None:
+        self.shape = order.shape or Shape(data=place.world_size)
+        self.stated = order.shape is not None
+        where = f'Trainer {order.trainer!r}, fragment {order.fragment}'
+        if self.shape.ranks != place.world_size:
+            raise BadInput(
+                f'{where}: the shape {self.shape} is for {self.shape.ranks} ranks, but there are '
+                f'{place.world_size}.'
+            )
+        check_shape(self.shape, order.spec.mode, where)
+        self._rank, self._device, self._hang_s = place.rank, device, order.hang_s
+        self.data_rank = place.rank * self.shape.data // self.shape.ranks
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether some ranks hold parameters that others do not."""
+        return self.shape.pipeline > 1
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several ranks train the same samples."""
+        return self.shape.ranks > self.shape.data
+
+    @property
+    def saves(self) -> bool:
+        """Whether this rank gives a part of a checkpoint: the first data and spatial part of each
+        stage does.
+        """
+        return self._rank < self.shape.pipeline
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The ranks as a mesh with the dimensions :data:`~parsl_freetrain.core.model.types.MESH`.
+
+        It is made when it is first asked for, which all ranks must do at the same point.
+        """
+        if not dist.is_initialized():  # one rank has no process group, but a mesh needs one
+            os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')
+            dist.init_process_group('gloo', store=HashStore(), rank=0, world_size=1)
+        mesh = init_device_mesh(self._device.type, self.shape.sizes, mesh_dim_names=MESH)
+        guard_connections(self._hang_s)
+        return mesh
+
+    @property
+    def data_group(self) -> ProcessGroup | None:
+        """The ranks that hold the same parameters and train different samples; None: all ranks."""
+        return self.mesh.get_group('data') if self.grouped else None
+
+    def make_equal(self, tensors: Iterable[torch.Tensor], peers: Peers) -> None:
+        """Overwrite tensors with those of the first rank that holds the same ones."""
+        if not self.pipelined:
+            peers.broadcast(tensors)
+            return
+        groups = [
+            self.mesh.get_group(what)
+            for what, size in zip(MESH[:-1], self.shape.sizes, strict=False)
+            if size > 1
+        ]
+        for tensor in tensors:
+            for group in groups:
+                dist.broadcast(tensor, group=group, group_src=0)
+
+    def join(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Collect the state of all stages on the first stage's rank. The other ranks send theirs,
+        and get back their own.
+
+        All ranks that give something (:attr:`saves`) must call this.
+        """
+        if not self.pipelined:
+            return content
+        group = self.mesh.get_group('pipeline')
+        if dist.get_rank(group):
+            _send(content, group)
+            return content
+        for stage in range(1, self.shape.pipeline):
+            content = _united(content, _receive(stage, group))
+        return content
+
+
+def _send(content: dict[str, Any], group: ProcessGroup) -> None:
+    fd, data = pack(State(*take_apart(content, {})))
+    os.close(fd)
+    for part in (torch.tensor([data.numel()], device='cpu'), data):
+        dist.send(part, group=group, group_dst=0)
+
+
+def _receive(stage: int, group: ProcessGroup) -> dict[str, Any]:
+    size = torch.zeros(1, dtype=torch.int64, device='cpu')
+    dist.recv(size, group=group, group_src=stage)
+    data = torch.empty(int(size), dtype=torch.uint8, device='cpu')
+    dist.recv(data, group=group, group_src=stage)
+    state = unpack(data)
+    return put_together(state.tensors, state.structure)
+
+
+def _united(first: Any, second: Any) -> Any:
+    """Merge two nested states. Where both have a value that is not a container, the first one's
+    counts.
+    """
+    if isinstance(first, dict) and isinstance(second, dict):
+        return {
+            **first,
+            **{
+                key: _united(first[key], value) if key in first else value
+                for key, value in second.items()
+            },
+        }
+    if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        return [_united(*both) for both in zip(first, second, strict=True)]
+    return first

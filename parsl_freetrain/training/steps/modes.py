@@ -1,0 +1,76 @@
+"""The modes of training: how passes of the user's loop make up a step of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from parsl_freetrain.training.checkpoint.trainables import Prepared
+from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.data.loader import MicroBatch
+from parsl_freetrain.training.data.order import GlobalBatch
+from parsl_freetrain.training.spec.mode import ADASUM, Reproducible, Scaled
+from parsl_freetrain.training.spec.order import FragmentOrder
+from parsl_freetrain.training.steps.ddp import ThroughputSteps
+from parsl_freetrain.training.steps.mesh import Division
+from parsl_freetrain.training.steps.reproducible import ReproducibleSteps
+
+
+class Steps(Protocol):
+    """One mode.
+
+    Attributes
+    ----------
+    delay
+        Maximum number of batches from a wish to the decision.
+    kept_back
+        Whether the last batch's step was skipped because its gradient was not finite.
+    """
+
+    @property
+    def delay(self) -> int: ...
+    @property
+    def models(self) -> tuple[torch.nn.Module, ...]: ...
+    @property
+    def optimizers(self) -> tuple[Any, ...]: ...
+    @property
+    def schedulers(self) -> tuple[Any, ...]: ...
+    @property
+    def kept_back(self) -> bool: ...
+    def culprit(self) -> str:
+        """The rank whose gradient was not finite first, as part of a sentence; empty: unknown. All
+        ranks must call this.
+        """
+        ...
+
+    def turns(self, batch: GlobalBatch) -> list[MicroBatch]: ...
+    def begin(self, batch: GlobalBatch, guarded: bool) -> None: ...
+    def begin_turn(self, turn: MicroBatch) -> None: ...
+    def end_turn(self) -> None: ...
+    def end(self, wish: Callable[[], int], time_left: Callable[[], float]) -> int: ...
+
+
+def make_steps(
+    order: FragmentOrder,
+    prepared: Prepared,
+    peers: Peers,
+    division: Division,
+    clip_grad_norm: float | None,
+    find_unused_parameters: bool,
+    device: torch.device,
+) -> Steps:
+    """The implementation of the order's mode."""
+    mode = order.spec.mode
+    if isinstance(mode, Reproducible):
+        return ReproducibleSteps(prepared, peers, order.spec.shards, clip_grad_norm, device)
+    return ThroughputSteps(
+        prepared,
+        peers,
+        division,
+        clip_grad_norm,
+        find_unused_parameters,
+        device,
+        adasum=isinstance(mode, Scaled) and mode.combine == ADASUM,
+    )

@@ -1,0 +1,133 @@
+"""Finding losses and gradients that are infinite or 'not a number', before they do harm."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from time import monotonic
+
+import torch
+from torch.nn.utils import get_total_norm
+
+from parsl_freetrain.training.checkpoint.trainables import Prepared
+
+LOOK_EVERY_S = 0.25
+_REMEMBERED = 4096  # more than the number of steps between two checks of a Watch
+NEVER = 2**62
+
+
+def all_finite(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Whether all elements are finite. Waits for the device. None and integers count as finite."""
+    found = [
+        t._values() if t.layout is torch.sparse_coo else t
+        for t in tensors
+        if t is not None and t.is_floating_point()
+    ]
+    if not found or math.isfinite(float(get_total_norm(found))):
+        return True
+    # The norm may overflow even if every number is finite.
+    return all(bool(torch.isfinite(tensor).all()) for tensor in found)
+
+
+class Watch:
+    """Checks now and then whether parameters and buffers are still finite.
+
+    A gradient that is not finite makes parameters that are not, and they stay so. Checking them a
+    few times a second therefore finds what checking every gradient would find, at less cost.
+    Tensors that have infinities from the beginning (masks) are left out.
+    """
+
+    def __init__(self, prepared: Prepared, clock: Callable[[], float] = monotonic) -> None:
+        self._tensors = [
+            tensor.detach() for tensor in prepared.tensors() if all_finite([tensor.detach()])
+        ]
+        self._clock = clock
+        self._looked_at = -math.inf
+
+    def spoilt(self) -> bool:
+        """Whether a number is no longer finite."""
+        self._looked_at = self._clock()
+        return not all_finite(self._tensors)
+
+    def due(self) -> bool:
+        """Whether the last check was at least :data:`LOOK_EVERY_S` seconds ago."""
+        return self._clock() - self._looked_at >= LOOK_EVERY_S
+
+
+class Blame:
+    """Remembers the step in which this rank's own gradient was first not finite. The sum over all
+    ranks no longer shows whose gradient it was.
+
+    For each of the last :data:`_REMEMBERED` steps it keeps the sum of one gradient of each model,
+    that of the smallest parameter, on the device and without waiting for it. If a loss is not
+    finite, nearly always every gradient shows it. The sums are read only by :meth:`first`.
+    """
+
+    def __init__(self, models: Iterable[torch.nn.Module], device: torch.device) -> None:
+        self._device = device
+        self._step = 0
+        self._sums: deque[tuple[int, torch.Tensor]] = deque(maxlen=_REMEMBERED)
+        for model in models:
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            if trained:
+                min(trained, key=lambda parameter: parameter.numel()).register_hook(self._note)
+
+    def next_step(self) -> None:
+        """Call when a step begins."""
+        self._step += 1
+
+    def first(self) -> torch.Tensor:
+        """The number of the step, from 1; :data:`NEVER` if there was none."""
+        bad = (step for step, total in self._sums if not math.isfinite(float(total)))
+        return torch.full((1,), min(bad, default=NEVER), dtype=torch.int64, device=self._device)
+
+    def forget(self) -> None:
+        """Forget all steps so far."""
+        self._sums.clear()
+
+    def _note(self, gradient: torch.Tensor) -> None:
+        gradient = gradient.detach()
+        values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
+        self._sums.append(
+            (
+                self._step,
+                (torch.view_as_real(values) if values.is_complex() else values).sum(
+                    dtype=torch.float32
+                ),
+            )
+        )
+
+
+class Guard:
+    """Prevents optimizers from stepping with a gradient that is not finite.
+
+    Attributes
+    ----------
+    on
+        Whether it checks at all. Each check reads every gradient and waits for the device.
+    bad
+        Whether a step was skipped since this was last set to False.
+    """
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self.on = False
+        self.bad = False
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._look)
+
+    def _look(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self.on and drop_bad_gradients(optimizer):
+            self.bad = True
+
+
+def drop_bad_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """If a gradient is not finite, remove all gradients of the optimizer, so that its step does
+    nothing. Returns whether it did so.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group['params']]
+    if all_finite(p.grad for p in parameters):
+        return False
+    for parameter in parameters:
+        parameter.grad = None
+    return True

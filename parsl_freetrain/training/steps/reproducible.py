@@ -1,0 +1,275 @@
+"""Reproducible mode: the same weights, to the last bit, for any number of ranks and wherever
+training is cut into fragments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.trainables import Prepared
+from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.data.loader import MicroBatch
+from parsl_freetrain.training.data.order import GlobalBatch, shard, shards_of_rank
+from parsl_freetrain.training.steps.deferred import DeferredOptimizer, DeferredScheduler
+from parsl_freetrain.training.steps.reduction_tree import Node, ShardTree
+from parsl_freetrain.training.steps.shard_sum import Contribution, Layout
+
+_WISH_BYTES = 8
+
+
+class ReproducibleSteps:
+    """Cuts each global batch into virtual shards, one turn each, and adds up their contributions in
+    the order of the shards.
+
+    What depends on how a batch is cut (sums, batch statistics, dropout) depends on the number of
+    virtual shards, never on the number of ranks. The ranks' wishes (to stop, to save) are exchanged
+    together with the contributions.
+    """
+
+    delay = 0  # the ranks decide at the end of the same global batch
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        peers: Peers,
+        shards: int,
+        clip_grad_norm: float | None,
+        device: torch.device,
+    ) -> None:
+        if any(scaler.is_enabled() for scaler in prepared.scalers):
+            raise BadInput(
+                'ctx.prepare was given a gradient scaler, which decides by the numbers of each '
+                'rank whether a step is taken, so the result would depend on the ranks: use '
+                'mode=Throughput(), or bfloat16, which needs no scaler.'
+            )
+        self._prepared = prepared
+        self._peers = peers
+        self._shards = shards
+        self._clip = clip_grad_norm
+        self._device = device
+        self._tree = ShardTree(shards)
+        ranges = [
+            shards_of_rank(shards, peers.world_size, rank) for rank in range(peers.world_size)
+        ]
+        self._mine = ranges[peers.rank]
+        self._covers = [self._tree.cover(shards_) for shards_ in ranges]
+        parameters: dict[int, torch.nn.Parameter] = {}
+        self._of_optimizer: list[set[int]] = []
+        for optimizer in prepared.optimizers:
+            own = {
+                id(parameter): parameter
+                for group in optimizer.param_groups
+                for parameter in group['params']
+            }
+            parameters.update(own)
+            self._of_optimizer.append(set(own))
+        self._parameters = tuple(parameters.values())
+        buffers = list(
+            {id(buffer): buffer for model in prepared.models for buffer in model.buffers()}.values()
+        )
+        self._buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
+        self._integers = [
+            buffer
+            for buffer in buffers
+            if not buffer.is_floating_point() and not buffer.is_complex()
+        ]
+        # All parameters, frozen or not: the function may unfreeze some in another rank's turn.
+        self._layout = Layout(
+            self._parameters,
+            self._buffers,
+            self._integers,
+            len(prepared.optimizers),
+            len(prepared.schedulers),
+            device,
+        )
+        self._sums: dict[Node, Contribution | None] = {}
+        self._sizes: tuple[int, ...] = ()
+        self._turn: MicroBatch | None = None
+        self._own = Contribution(torch.empty(0), torch.empty(0))
+        self.kept_back = False
+        self._culprit = ''
+        self._stepped = [False] * len(prepared.optimizers)
+        self._scheduled: list[tuple[float | None, ...]] = [()] * len(prepared.schedulers)
+
+    def culprit(self) -> str:
+        """The ranks whose gradients in the last batch were not finite, as part of a sentence."""
+        return self._culprit
+
+    @property
+    def optimizers(self) -> tuple[Any, ...]:
+        """The stand-ins for the optimizers in the user's loop."""
+        return tuple(
+            DeferredOptimizer(optimizer, self._hand_over(i))
+            for i, optimizer in enumerate(self._prepared.optimizers)
+        )
+
+    @property
+    def schedulers(self) -> tuple[Any, ...]:
+        """The stand-ins for the schedulers in the user's loop."""
+        return tuple(
+            DeferredScheduler(scheduler, self._noting(i))
+            for i, scheduler in enumerate(self._prepared.schedulers)
+        )
+
+    @property
+    def models(self) -> tuple[torch.nn.Module, ...]:
+        """The models, as they were given."""
+        return self._prepared.models
+
+    def turns(self, batch: GlobalBatch) -> list[MicroBatch]:
+        """The turns of this rank for a global batch: one for each of its shards that is not
+        empty.
+        """
+        parts = shard(batch.indices, self._shards)
+        return [
+            MicroBatch(tuple(parts[s]), batch.samples_before, s, len(parts[s]) / len(batch.indices))
+            for s in self._mine
+            if parts[s]
+        ]
+
+    @torch.no_grad()
+    def begin(self, batch: GlobalBatch, guarded: bool) -> None:
+        """Call before the turns of a global batch. Steps are always guarded in this mode."""
+        self._sizes = tuple(len(part) for part in shard(batch.indices, self._shards))
+        self._sums = {}
+        for s in self._mine:
+            if not self._sizes[s]:
+                self._tree.add(self._sums, (s, s + 1), None, Contribution.plus)
+        self._before = [buffer.clone() for buffer in self._buffers]
+        self._integers_before = [buffer.clone() for buffer in self._integers]
+
+    @torch.no_grad()
+    def begin_turn(self, turn: MicroBatch) -> None:
+        """Call before a turn. Every shard starts from the same state."""
+        self._turn = turn
+        self._own = self._layout.empty()
+        self._stepped = [False] * len(self._stepped)
+        self._scheduled = [()] * len(self._scheduled)
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._undo_buffers()
+
+    @torch.no_grad()
+    def end_turn(self) -> None:
+        """Call after a turn."""
+        turn, layout = self._current_turn, self._layout
+        for i, stepped in enumerate(self._stepped):
+            if not stepped and any(
+                p.grad is not None for p in layout.parameters if id(p) in self._of_optimizer[i]
+            ):
+                raise BadInput(
+                    'A turn of ctx.loop ended with gradients that were not used: call '
+                    'optimizer.step() once in every turn (use a larger batch_size instead of '
+                    'gradient accumulation).'
+                )
+        layout.put_buffers(self._own, self._before, turn.weight)
+        layout.put_steps(self._own, self._stepped, self._scheduled, turn.weight)
+        self._tree.add(self._sums, (turn.part, turn.part + 1), self._own, Contribution.plus)
+        self._turn = None
+
+    @torch.no_grad()
+    def end(self, wish: Callable[[], int], time_left: Callable[[], float]) -> int:
+        """Call after the turns: exchange, then step once, unless the gradient is not finite.
+        Returns the maximum of all ranks' wishes.
+        """
+        layout = self._layout
+        alone = self._peers.world_size == 1
+        # Checked before the sum over all ranks, which hides the culprit.
+        bad = not all(own is None or layout.is_finite(own) for own in self._sums.values())
+        decision, culprits = (wish(), [0] * bad) if alone else self._exchange(wish(), bad)
+        total = self._tree.total(self._sums, Contribution.plus)
+        assert total is not None
+        self._sums = {}
+        self.kept_back = bool(culprits) or not layout.is_finite(total)
+        self._culprit = f', on rank {", ".join(map(str, culprits))}' if culprits else ''
+        if self.kept_back:
+            self._undo_buffers()
+        else:
+            layout.take_buffers(total, self._before)
+        layout.take_gradients(total)
+        stepped, scheduled = layout.steps_in(total)
+        if not self.kept_back:
+            if self._clip is not None:
+                torch.nn.utils.clip_grad_norm_(
+                    [p for p in layout.parameters if p.grad is not None], self._clip
+                )
+            for optimizer, wanted in zip(self._prepared.optimizers, stepped, strict=True):
+                if wanted:
+                    optimizer.step()
+        for scheduler, calls in zip(self._prepared.schedulers, scheduled, strict=True):
+            for value in calls:
+                scheduler.step(*(() if value is None else (value,)))
+        return decision
+
+    def _undo_buffers(self) -> None:
+        for buffer, old in zip(
+            (*self._buffers, *self._integers), (*self._before, *self._integers_before), strict=True
+        ):
+            buffer.copy_(old)
+
+    def _exchange(self, wish: int, bad: bool) -> tuple[int, list[int]]:
+        """Exchange sums with the other ranks. Returns the maximum wish, and the ranks whose sums
+        are not finite.
+        """
+        size = self._layout.packed_bytes
+        row = torch.zeros(
+            _WISH_BYTES + size * max(map(len, self._covers)), dtype=torch.uint8, device=self._device
+        )
+        row[0], row[1] = wish, bad
+        for i, node in enumerate(self._covers[self._peers.rank]):
+            own = self._sums[node]
+            if own is not None:
+                row[_WISH_BYTES + i * size : _WISH_BYTES + (i + 1) * size] = own.packed()
+        rows = self._peers.gather(row)
+        self._sums = {
+            node: self._layout.unpacked(
+                rows[rank][_WISH_BYTES + i * size : _WISH_BYTES + (i + 1) * size]
+            )
+            if any(self._sizes[slice(*node)])
+            else None
+            for rank, cover in enumerate(self._covers)
+            for i, node in enumerate(cover)
+        }
+        return max(int(other[0]) for other in rows), [
+            rank for rank, other in enumerate(rows) if other[1]
+        ]
+
+    def _hand_over(self, number: int) -> Callable[[], None]:
+        def hand_over() -> None:
+            turn, layout = self._current_turn, self._layout
+            if self._stepped[number]:
+                raise BadInput(
+                    'optimizer.step() was called twice in one turn of ctx.loop: call it '
+                    'once in every turn.'
+                )
+            self._stepped[number] = True
+            with torch.no_grad():
+                for i, parameter in enumerate(layout.parameters):
+                    if id(parameter) in self._of_optimizer[number]:
+                        layout.put_gradient(self._own, i, turn.weight)
+
+        return hand_over
+
+    def _noting(self, number: int) -> Callable[[float | None], None]:
+        def note(value: float | None) -> None:
+            if self._turn is None:
+                raise BadInput(
+                    'scheduler.step() was called outside of ctx.loop: call it in the '
+                    'loop, once in every turn.'
+                )
+            self._scheduled[number] = (value,)
+
+        return note
+
+    @property
+    def _current_turn(self) -> MicroBatch:
+        if self._turn is None:
+            raise BadInput(
+                'optimizer.step() was called outside of ctx.loop: call it in the loop, which '
+                'counts the samples.'
+            )
+        return self._turn

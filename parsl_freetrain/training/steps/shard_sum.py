@@ -1,0 +1,205 @@
+"""The contribution of a virtual shard to a global batch, as flat tensors that can be added and
+sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+
+from parsl_freetrain.core.model.errors import BadInput
+
+
+@dataclass
+class Contribution:
+    """Sums over some shards.
+
+    Attributes
+    ----------
+    sums
+        One flat tensor; :class:`Layout` says what is where.
+    firsts
+        Bytes of the integer buffers of the first shard that is not empty. Integers are not added.
+    """
+
+    sums: torch.Tensor
+    firsts: torch.Tensor
+
+    def plus(self, later: Contribution) -> Contribution:
+        """Add the contribution of later shards to this one, and return it."""
+        self.sums.add_(later.sums)
+        return self
+
+    def packed(self) -> torch.Tensor:
+        """Everything as bytes; the length is a multiple of 8."""
+        parts = [self.sums.view(torch.uint8), self.firsts]
+        size = sum(part.numel() for part in parts)
+        return torch.cat([*parts, self.sums.new_zeros(-size % 8, dtype=torch.uint8)])
+
+
+class Layout:
+    """The layout of :attr:`Contribution.sums`.
+
+    In order: weighted gradients; weighted floating-point buffers; for each parameter the number of
+    shards that have a gradient; for each such buffer the number of shards that changed it; for each
+    optimizer the number of shards that stepped it; for each scheduler the number of shards that
+    stepped it, the weight of those that did so with a value, and the weighted sum of these values.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        buffers: Sequence[torch.Tensor],
+        integers: Sequence[torch.Tensor],
+        optimizers: int,
+        schedulers: int,
+        device: torch.device,
+    ) -> None:
+        self.parameters = tuple(parameters)
+        self.buffers = tuple(buffers)
+        self.integers = tuple(integers)
+        self._device = device
+        # At least float32, so that sums of half precision gradients lose no precision.
+        self._dtype = reduce(
+            torch.promote_types, (tensor.dtype for tensor in (*parameters, *buffers)), torch.float32
+        )
+        if self._dtype.is_complex:
+            raise BadInput(
+                'Reproducible mode cannot add up complex gradients: use throughput mode '
+                'for a model with complex parameters.'
+            )
+        self._starts = [0]
+        for tensor in (*self.parameters, *self.buffers):
+            self._starts.append(self._starts[-1] + tensor.numel())
+        at = self._starts[-1]
+        ends = []
+        for count in (
+            len(self.parameters),
+            len(self.buffers),
+            optimizers,
+            schedulers,
+            schedulers,
+            schedulers,
+        ):
+            ends.append((at, at + count))
+            at += count
+        self._has_grad, self._changed, self._opt, self._sched, self._with_value, self._values = ends
+        self._size = at
+        self._first_bytes = [tensor.numel() * tensor.element_size() for tensor in self.integers]
+        self.packed_bytes = -(-(at * self._dtype.itemsize + sum(self._first_bytes)) // 8) * 8
+
+    def empty(self) -> Contribution:
+        """A contribution of zeros, which the other methods fill."""
+        return Contribution(
+            torch.zeros(self._size, dtype=self._dtype, device=self._device),
+            torch.zeros(0, dtype=torch.uint8, device=self._device),
+        )
+
+    def unpacked(self, data: torch.Tensor) -> Contribution:
+        """The inverse of :meth:`Contribution.packed`; copies."""
+        data = data.clone()
+        end = self._size * self._dtype.itemsize
+        return Contribution(data[:end].view(self._dtype), data[end : end + sum(self._first_bytes)])
+
+    def put_gradient(self, into: Contribution, index: int, weight: float) -> None:
+        """Enter the gradient of parameter ``index``, if there is one."""
+        gradient = self.parameters[index].grad
+        if gradient is None:
+            return
+        if gradient.layout is not torch.strided:
+            raise BadInput(
+                'Reproducible mode cannot add up sparse gradients: make the embedding '
+                'with sparse=False, or use '
+                'throughput mode.'
+            )
+        torch.mul(gradient.to(self._dtype), weight, out=self._piece(into, index, gradient.shape))
+        into.sums[self._has_grad[0] + index] = 1
+
+    def put_buffers(
+        self, into: Contribution, before: Sequence[torch.Tensor], weight: float
+    ) -> None:
+        """Enter all buffers. ``before``: the floating-point buffers before the turn."""
+        for i, (buffer, old) in enumerate(zip(self.buffers, before, strict=True)):
+            torch.mul(
+                buffer.to(self._dtype),
+                weight,
+                out=self._piece(into, len(self.parameters) + i, buffer.shape),
+            )
+            # The weights add up to 1 only nearly, so an unchanged buffer would drift.
+            into.sums[self._changed[0] + i] = not torch.equal(buffer, old)
+        if self.integers:
+            into.firsts = torch.cat(
+                [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in self.integers]
+            )
+
+    def put_steps(
+        self,
+        into: Contribution,
+        stepped: Sequence[bool],
+        scheduled: Sequence[tuple[float | None, ...]],
+        weight: float,
+    ) -> None:
+        """Enter which optimizers were stepped, and the calls of each scheduler's step, with a value
+        or None.
+        """
+        for i, done in enumerate(stepped):
+            into.sums[self._opt[0] + i] = done
+        for i, calls in enumerate(scheduled):
+            if not calls:
+                continue
+            into.sums[self._sched[0] + i] = 1
+            if calls[-1] is not None:
+                into.sums[self._with_value[0] + i] = weight
+                into.sums[self._values[0] + i] = weight * calls[-1]
+
+    def is_finite(self, contribution: Contribution) -> bool:
+        """Whether all gradients in it are finite."""
+        gradients = contribution.sums[: self._starts[len(self.parameters)]]
+        # A sum is not finite if a term is not; it may also overflow when all terms are finite.
+        return math.isfinite(float(gradients.sum())) or bool(torch.isfinite(gradients).all())
+
+    def take_gradients(self, total: Contribution) -> None:
+        """Set the parameters' gradients to the sums, or to None where no shard had one."""
+        present = total.sums[slice(*self._has_grad)].tolist()
+        for i, parameter in enumerate(self.parameters):
+            parameter.grad = (
+                self._piece(total, i, parameter.shape).to(parameter.dtype) if present[i] else None
+            )
+
+    def take_buffers(self, total: Contribution, before: Sequence[torch.Tensor]) -> None:
+        """Set each buffer to the mean, or to its value before if no shard changed it; integer
+        buffers to those of the first shard.
+        """
+        changed = total.sums[slice(*self._changed)].tolist()
+        for i, (buffer, old) in enumerate(zip(self.buffers, before, strict=True)):
+            buffer.copy_(
+                self._piece(total, len(self.parameters) + i, buffer.shape) if changed[i] else old
+            )
+        at = 0
+        for tensor, size in zip(self.integers, self._first_bytes, strict=True):
+            tensor.copy_(
+                total.firsts[at : at + size].clone().view(tensor.dtype).reshape(tensor.shape)
+            )
+            at += size
+
+    def steps_in(self, total: Contribution) -> tuple[list[bool], list[tuple[float | None, ...]]]:
+        """Which optimizers to step, and how to step each scheduler: () not at all, else (value,)
+        with the mean of the values, or (None,) if there were none.
+        """
+        stepped = [count > 0 for count in total.sums[slice(*self._opt)].tolist()]
+        counts, weights, values = (
+            total.sums[slice(*place)].tolist()
+            for place in (self._sched, self._with_value, self._values)
+        )
+        scheduled: list[tuple[float | None, ...]] = [
+            () if not count else (value / weight if weight else None,)
+            for count, weight, value in zip(counts, weights, values, strict=True)
+        ]
+        return stepped, scheduled
+
+    def _piece(self, contribution: Contribution, index: int, shape: torch.Size) -> torch.Tensor:
+        return contribution.sums[self._starts[index] : self._starts[index + 1]].view(shape)

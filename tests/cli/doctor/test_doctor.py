@@ -1,0 +1,183 @@
+"""``freetrain doctor``: real measurements, and what is made of measurements that were better not
+seen.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parsl_freetrain.cli.doctor.findings import findings
+from parsl_freetrain.cli.doctor.measuring import free_ports, once_each, private_folder, programs
+from parsl_freetrain.cli.main import main
+from parsl_freetrain.sites.registry import site_types
+from parsl_freetrain.training.process.probe import RACES
+from tests.support.batch_tests import Rehearsal
+
+
+@pytest.fixture(scope='module')
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What it writes when the "node" is another process of this computer."""
+    folder = tmp_path_factory.mktemp('doctor')
+    out = folder / 'report.json'
+    status = main(
+        [
+            'doctor',
+            '--checkpoints',
+            str(folder),
+            '--out',
+            str(out),
+            '--through',
+            'env FREETRAIN_NODE=x',
+        ]
+    )
+    found: dict[str, Any] = json.loads(out.read_text())
+    assert status == int(any(f['state'] == 'bad' for f in found['findings']))
+    assert out.stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in folder.iterdir()] == ['report.json']  # its own folders are gone
+    return found
+
+
+def test_what_is_measured_here(document: dict[str, Any]) -> None:
+    here, files = document['here'], document['file_system']
+    assert here['versions']['python'] == '.'.join(map(str, sys.version_info[:3]))
+    assert here['torch']['gloo_works'] and 'gloo' in here['torch']['backends']
+    assert files['race'] == {'mkdir': True, 'create': True}
+    assert (
+        files['rename']
+        and files['sqlite'] == ''
+        and files['fsync_ms'] > 0
+        and abs(files['mtime_skew_s']) < 1
+    )
+    assert files['type'] and files['mount'].startswith('/')
+    assert all(f['state'] != 'bad' for f in document['findings']), document['findings']
+
+
+def test_what_is_measured_between_two_sides(document: dict[str, Any]) -> None:
+    node = document['node']
+    assert (node['versions'], node['sees_folder'], node['race']) == (
+        document['here']['versions'],
+        True,
+        {'mkdir': True, 'create': True},
+    )
+    assert node['clock_skew_s'] == 0 and node['reaches']
+
+
+def test_json_and_a_node_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(['doctor', '--json', '--through', 'false']) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((tmp_path / 'freetrain-doctor.json').read_text())
+    [node] = [f for f in found['findings'] if f['what'] == 'node']
+    assert node['state'] == 'bad' and 'ended with status 1 and no answer' in node['says']
+
+
+def changed(document: dict[str, Any], path: str, value: Any) -> dict[str, str]:
+    """The findings that are bad, or a note that there was none of before, when one fact
+    is another.
+    """
+    facts = copy.deepcopy(document)
+    place = facts
+    *way, last = path.split('.')
+    for step in way:
+        place = place[step]
+    place[last] = value
+    before = {(f.what, f.state) for f in findings(document)}
+    return {f.what: f.says for f in findings(facts) if (f.what, f.state) not in before}
+
+
+@pytest.mark.parametrize(
+    ('path', 'value', 'what', 'words'),
+    [
+        ('here.versions.torch', None, 'versions here', 'not installed: torch'),
+        ('here.torch', {'error': 'ImportError: libfoo'}, 'torch here', 'libfoo'),
+        ('here.gpus', ['GPU 0: H100'], 'GPUs here', 'torch sees none'),
+        (
+            'file_system.race',
+            {'mkdir': False, 'create': True},
+            'exclusive names',
+            'mkdir of one name succeeded twice',
+        ),
+        ('file_system.sqlite', 'two writers held the lock at once', 'SQLite locks', 'two writers'),
+        ('file_system.mtime_skew_s', -30.0, 'clock of the file server', '-30.00 s'),
+        ('file_system.fsync_ms', 900.0, 'fsync', '900.00 ms'),
+        ('file_system.free_bytes', 1000, 'free space', '0.0 GiB'),
+        ('ports.free', {'54000-55000': 3}, 'ports', '3 free'),
+        ('node.versions.torch', '1.0', 'versions there', '1.0 there'),
+        ('node.clock_skew_s', 45.0, 'clock there', '+45.00 s'),
+        ('node.sees_folder', False, 'shared folder', 'does not see'),
+        ('node.race', None, 'shared folder', 'do not see each other'),
+        ('node.reaches', [], 'network', 'give the executor an address='),
+        ('programs', {'sbatch': {'path': '/x', 'version': ''}}, 'Slurm', 'missing: sinfo'),
+    ],
+)
+def test_what_is_made_of_it(
+    document: dict[str, Any], path: str, value: Any, what: str, words: str
+) -> None:
+    facts = {**document, 'programs': {}}
+    found = changed(facts, path, value)
+    assert words in found[what], found
+
+
+def schedulers_found(document: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """What it says of the schedulers whose commands are on the PATH now."""
+    facts = {**document, 'programs': programs(site_types().values())}
+    labels = {'batch system', *document['schedulers']} - {'Slurm'}  # it may be here
+    return {f.what: (f.state, f.says) for f in findings(facts) if f.what in labels}
+
+
+def test_a_machine_with_cobalt_is_not_taken_for_one_with_pbs(
+    document: dict[str, Any], cobalt: Rehearsal
+) -> None:
+    """Both have qsub, qstat and qdel."""
+    assert schedulers_found(document) == {'Cobalt': ('ok', 'Cobalt 1.0.30')}
+    (cobalt.folder / 'bin' / 'showres').unlink()
+    assert schedulers_found(document) == {'Cobalt': ('note', 'Cobalt 1.0.30; missing: showres')}
+    (cobalt.folder / 'bin' / 'nodelist').unlink()
+    assert schedulers_found(document) == {
+        'PBS': ('note', 'Cobalt 1.0.30; missing: pbsnodes, pbs_rstat'),
+        'Cobalt': ('note', 'Cobalt 1.0.30; missing: nodelist, showres'),
+    }
+
+
+def test_a_machine_with_pbs(document: dict[str, Any], pbs: Rehearsal) -> None:
+    assert schedulers_found(document) == {'PBS': ('ok', 'pbs_version = 2022.1.1')}
+
+
+def test_a_name_that_two_have_made_is_noticed() -> None:
+    every = list(range(RACES))
+    assert once_each(
+        [{'mkdir': every[::2], 'create': every}, {'mkdir': every[1::2], 'create': []}]
+    ) == {'mkdir': True, 'create': True}
+    assert once_each([{'mkdir': every, 'create': every}, {'mkdir': [7], 'create': []}]) == {
+        'mkdir': False,
+        'create': True,
+    }
+    assert once_each([{'mkdir': every[1:], 'create': every}]) == {'mkdir': False, 'create': True}
+
+
+def test_ports_and_folders(tmp_path: Path) -> None:
+    import socket
+
+    with socket.create_server(('', 0)) as server:
+        port = server.getsockname()[1]
+        assert free_ports(port, port) == 0
+    with private_folder(tmp_path) as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert not folder.exists()
+
+
+def test_bad_input_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        (['--checkpoints', str(tmp_path / 'no')], 'not a folder that can be written to'),
+        (['--checkpoints', str(tmp_path), '--through', '"'], 'is not a command'),
+    ):
+        assert main(['doctor', *arguments]) == 2
+        assert words in capsys.readouterr().err

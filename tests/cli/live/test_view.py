@@ -1,0 +1,269 @@
+"""The live view: what it shows, at any width, on a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console, RenderableType
+
+from parsl_freetrain.cli.live.view import LiveView, closing_table, run_live
+from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.ledger.summary import summary
+from tests.support.ledgers import demo_ledger
+from tests.support.waiting import LIMIT_S
+
+
+class Watched(io.StringIO):
+    """Text that tells when something has been written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = threading.Event()
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        if text.strip():
+            self.written.set()
+        return count
+
+
+def shown(renderable: RenderableType, width: int) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None).print(renderable)
+    return out.getvalue()
+
+
+def running(path: Path) -> Ledger:
+    """Trainer ``cnn`` on both nodes of b0 and one of b1, ``mlp`` waiting; b2 has no node yet. It is
+    1030.
+    """
+    ledger = Ledger(path)
+    ledger.begin_run('r0', at=1000, parsl_run_dir='', command='')
+    ledger.nodes.offered((n, 1000, 1100) for n in 'xyz')
+    for name in ('cnn', 'mlp'):
+        ledger.trainers.submitted(
+            name=name,
+            at=1000,
+            spec={'min_nodes': 1, 'max_nodes': 3},
+            total_samples=50_000,
+            samples=0,
+        )
+    for block, names, walltime in (('b0', 'xy', 100.0), ('b1', 'z', None), ('b2', '', 60.0)):
+        ledger.nodes.block_opened(
+            block,
+            at=1000,
+            job_id='1',
+            nodes=max(1, len(names)),
+            walltime_s=walltime,
+            names=list(names),
+        )
+        for name in names:
+            ledger.nodes.joined(f'{block}/{name}', at=1001, block=block, name=name)
+    ledger.trainers.fragment_decided(
+        'cnn', 1, at=1002, task_id=1, nodes=['b0/x'], deadline=None, from_samples=0
+    )
+    ledger.trainers.fragment_started('cnn', 1, at=1003, samples=0)
+    ledger.trainers.fragment_ended('cnn', 1, at=1010, ending='preempted', samples=0, reached=700)
+    nodes = ['b0/x', 'b0/y', 'b1/z']
+    ledger.trainers.fragment_decided(
+        'cnn', 2, at=1010, task_id=2, nodes=nodes, deadline=None, from_samples=0
+    )
+    ledger.trainers.state('cnn', at=1010, state='running')
+    ledger.trainers.fragment_started('cnn', 2, at=1012, samples=0)
+    ledger.trainers.fragment_progress(
+        'cnn', 2, at=1030, samples=12_500, rate=690.0, metrics={'loss': 0.4321}
+    )
+    ledger.commit()
+    return ledger
+
+
+@pytest.mark.parametrize('width', [40, 60, 80, 120])
+def test_the_view_fits_its_console_and_says_all(tmp_path: Path, width: int) -> None:
+    ledger = running(tmp_path / 'l.db')
+    with Reader(tmp_path / 'l.db') as reader:
+        text = shown(LiveView(reader, MilpAllocator()).render(1030.0), width)
+    ledger.close()
+    assert all(len(line) <= width for line in text.splitlines())
+    for word in (
+        'cnn',
+        'running',
+        'mlp',
+        'queued',
+        '12.5k/50k',
+        '0.4321',
+        '690/s',
+        'b0',
+        '1:10',
+        'unknown',
+        'starting',
+    ):
+        assert word in text
+    assert ('trainer ' in text) == (width >= 80)
+    assert '…' not in text
+
+
+def test_what_is_shown_is_what_the_ledger_says(tmp_path: Path) -> None:
+    ledger = running(tmp_path / 'l.db')
+    with Reader(tmp_path / 'l.db') as reader:
+        view = LiveView(reader, MilpAllocator())
+        seen = view.snapshot(1030.0)
+        cnn, mlp = seen.trainers
+        assert (cnn.nodes, cnn.samples, cnn.total, cnn.loss, cnn.rate) == (
+            3,
+            12_500,
+            50_000,
+            0.4321,
+            690.0,
+        )
+        assert (cnn.fragments, cnn.preempted, cnn.rescaled) == (2, 1, 1)
+        assert (mlp.nodes, mlp.samples, mlp.loss, mlp.rate, mlp.fragments) == (0, 0, None, None, 0)
+        assert (
+            cnn.efficiency is not None
+            and LiveView(reader).snapshot(1030.0).trainers[0].efficiency is None
+        )
+        assert [(b.name, b.trainers, b.left_s) for b in seen.blocks] == [
+            ('b0', ('cnn',), 70.0), ('b1', ('cnn',), None), ('b2', (), 30.0)]  # fmt: skip
+        assert 'silent' in shown(view.render(1200.0), 80)
+
+        ledger.nodes.block_until('b1', until=1040.0)
+        ledger.nodes.block_closed('b2', at=1031, how='cancelled')
+        ledger.commit()
+        assert [(b.name, b.left_s) for b in view.snapshot(1031.0).blocks] == [
+            ('b0', 69.0),
+            ('b1', 9.0),
+        ]
+        ledger.end_run('r0', at=1032, how='interrupted')
+        text = shown(view.render(1200.0), 80)
+        assert 'ended: interrupted' in text and 'b0' not in text and '0:32' in text
+    ledger.close()
+
+
+def test_counts_go_on_over_a_resume(tmp_path: Path) -> None:
+    running(tmp_path / 'l.db').close()
+    ledger = Ledger(tmp_path / 'l.db')
+    ledger.begin_run('r1', at=2000, parsl_run_dir='', command='')
+    ledger.trainers.submitted(name='cnn', at=2000, spec={}, total_samples=50_000, samples=9000)
+    ledger.close()
+    with Reader(tmp_path / 'l.db') as reader:
+        seen = LiveView(reader).snapshot(2001.0)
+    (cnn,) = seen.trainers
+    assert (cnn.fragments, cnn.preempted, cnn.nodes, cnn.samples, cnn.loss) == (
+        2,
+        2,
+        0,
+        9000,
+        0.4321,
+    )
+    assert seen.blocks == () and seen.elapsed_s == 1.0
+
+
+def test_names_cannot_paint_the_terminal(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / 'l.db')
+    ledger.begin_run('r0', at=1000, parsl_run_dir='', command='')
+    ledger.trainers.submitted(
+        name='[red]x[/red]\x1b[2J\r\n', at=1000, spec={}, total_samples=None, samples=0
+    )
+    ledger.nodes.block_opened('b\x07', at=1000, job_id=None, nodes=1, walltime_s=None, names=[])
+    ledger.commit()
+    with Reader(tmp_path / 'l.db') as reader:
+        view = LiveView(reader)
+        pieces = [shown(view.render(1001.0), w) for w in (40, 120)] + [
+            shown(closing_table(summary(reader)), 120)
+        ]
+        pieces += view.lines(1001.0)
+    ledger.close()
+    for text in pieces:
+        assert '[red]x[/red]' in text and not re.search(r'[\x00-\x09\x0b-\x1f]', text)
+
+
+@pytest.mark.parametrize('width', [40, 80])
+def test_the_closing_table(tmp_path: Path, width: int) -> None:
+    with Reader(demo_ledger(tmp_path / 'l.db', seconds=40.0)) as reader:
+        found = summary(reader)
+    plain = shown(closing_table(found), width)
+    assert 'accuracy' not in plain
+    found['trainers']['cnn'] |= {
+        'accuracy': 0.9777,
+        'accuracy_undisturbed': 0.9777,
+        'weights_equal': True,
+    }
+    found['trainers']['mlp'] |= {
+        'accuracy': 0.95,
+        'accuracy_undisturbed': 0.96,
+        'weights_equal': False,
+    }
+    text = shown(closing_table(found), width)
+    for word in (
+        'cnn',
+        '97.77%',
+        'equal',
+        'mlp',
+        '96.00%',
+        'DIFFER',
+        f'{found["trainers"]["cnn"]["samples"]:,}/60,000',
+    ):
+        assert word in text
+    assert f'killed while training: {found["blocks_killed"]}' in text
+    assert all(len(line) <= width for line in text.splitlines()) and '…' not in text
+
+
+def in_background(show: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=show, name='live')
+    thread.start()
+    return thread
+
+
+def test_elsewhere_than_on_a_terminal_there_are_plain_lines(tmp_path: Path) -> None:
+    out, stop, path = Watched(), threading.Event(), tmp_path / 'l.db'
+    console = Console(file=out, width=40)
+    thread = in_background(
+        lambda: run_live(path, stop, console, refresh_s=0.02, plain_s=0.05, clock=lambda: 1030.0)
+    )
+    ledger = running(path)  # only now is there a ledger
+    try:
+        assert out.written.wait(LIMIT_S)
+    finally:
+        stop.set()
+        thread.join(LIMIT_S)
+    ledger.close()
+    assert not thread.is_alive()
+    lines = out.getvalue().splitlines()
+    assert lines[-2].startswith('0:30 cnn: running, 3 nodes, 12.5k/50k samples, loss 0.4321, 690/s')
+    assert lines[-1].startswith('0:30 mlp: queued, 0 nodes')
+    assert '\x1b' not in out.getvalue()
+
+
+def test_on_a_terminal_it_is_drawn_anew_until_stopped(tmp_path: Path) -> None:
+    ledger = running(tmp_path / 'l.db')
+    out, stop = Watched(), threading.Event()
+    console = Console(file=out, width=100, height=40, force_terminal=True, color_system=None)
+    thread = in_background(
+        lambda: run_live(tmp_path / 'l.db', stop, console, refresh_s=0.02, clock=lambda: 1031.0)
+    )
+    try:
+        assert out.written.wait(LIMIT_S)
+        ledger.trainers.state('mlp', at=1031, state='cancelled')
+        ledger.commit()
+    finally:
+        stop.set()
+        thread.join(LIMIT_S)
+    ledger.close()
+    assert not thread.is_alive() and 'cancelled' in out.getvalue()
+    assert out.getvalue().count('\x1b[?25h') == 1  # the cursor is back
+
+
+def test_stopping_before_there_is_a_ledger_is_fine_and_no_ledger_is_not(tmp_path: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    run_live(tmp_path / 'none.db', stop, Console(file=io.StringIO()))
+    (tmp_path / 'text').write_text('not a ledger at all')
+    with pytest.raises(BadInput, match='not a FreeTrain ledger'):
+        run_live(tmp_path / 'text', stop, Console(file=io.StringIO()))

@@ -1,0 +1,556 @@
+"""Every exact solver against brute force, against each other, and against the known faults of the
+published one.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pulp
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from parsl_freetrain.core.allocation.block_groups import groups_of
+from parsl_freetrain.core.allocation.feasibility import by_place, objections
+from parsl_freetrain.core.allocation.incumbent import stay_put
+from parsl_freetrain.core.allocation.problem import Allocator, Answer, Bid, Block, Limit, Problem
+from parsl_freetrain.core.allocation.solution import Asked
+from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
+from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
+from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
+from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import ScalingCurve
+from tests.support.allocation import (
+    DECISIONS,
+    assert_not_worse_than_staying,
+    assert_valid,
+    bid,
+    by_hand,
+    feasible,
+    problems,
+    problems_with_blocks,
+    recorded,
+    rounding,
+    second_by_second,
+)
+
+HIGHS, CBC, DP, COLUMNS = (
+    MilpAllocator(60.0),
+    MilpAllocator(60.0, 'CBC'),
+    DpAllocator(),
+    ColumnAllocator(60.0),
+)
+EXACT = [pytest.param(DP, id='dp'), pytest.param(HIGHS, id='HiGHS'), pytest.param(CBC, id='CBC')]
+PROPERTIES = settings(
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
+def check_against_brute_force(problem: Problem, allocators: list[Allocator]) -> None:
+    """The best of all that is allowed; where nothing is, what runs is kept."""
+    values = [problem.objective(allocation) for allocation in feasible(problem)]
+    for allocator in allocators:
+        answer = allocator.allocate(problem)
+        if not values:
+            assert answer.status == 'infeasible'
+            assert by_place(problem, answer) == stay_put(problem)
+            continue
+        assert answer.status == 'optimal'
+        assert_valid(problem, answer)
+        assert answer.objective == pytest.approx(max(values), rel=1e-9, abs=rounding(problem))
+
+
+@settings(PROPERTIES, max_examples=300)
+@given(problems())
+def test_dp_is_the_optimum_of_all_feasible_allocations(problem: Problem) -> None:
+    check_against_brute_force(problem, [DP])
+    best = max(
+        by_hand(problem, {name: n for name, (n,) in allocation.items()})
+        for allocation in feasible(problem)
+    )
+    assert DP.allocate(problem).objective == pytest.approx(best, rel=1e-9, abs=rounding(problem))
+
+
+@settings(PROPERTIES, max_examples=150)
+@given(problems())
+def test_milp_is_the_optimum_of_all_feasible_allocations(problem: Problem) -> None:
+    check_against_brute_force(problem, [HIGHS])
+
+
+@settings(PROPERTIES, max_examples=150)
+@given(problems(constrained=True))
+def test_sizes_fixed_trainers_and_limits_on_one_or_all(problem: Problem) -> None:
+    assert DP.applies(problem)
+    check_against_brute_force(problem, [DP, HIGHS])
+
+
+@settings(PROPERTIES, max_examples=25)
+@given(problems() | problems(constrained=True) | problems_with_blocks())
+def test_cbc_is_the_optimum_of_all_feasible_allocations(problem: Problem) -> None:
+    check_against_brute_force(problem, [CBC])
+
+
+@settings(PROPERTIES, max_examples=200)
+@given(problems_with_blocks())
+def test_blocks_that_end(problem: Problem) -> None:
+    check_against_brute_force(
+        problem,
+        [
+            HIGHS,
+            *([DP] if DP.applies(problem) else []),
+            *([COLUMNS] if COLUMNS.applies(problem) else []),
+        ],
+    )
+
+
+def ending(seed: int, trainers: int, nodes: int, ends: int) -> Problem:
+    """Bumpy curves on blocks of equal size, all but one of which end within the horizon
+    of 120 s.
+    """
+    draw = random.Random(seed)
+    sizes = [nodes // (ends + 1)] * (ends + 1)
+    blocks = tuple(
+        Block(f'b{b}', n, draw.uniform(20, 110) if b < ends else math.inf)
+        for b, n in enumerate(sizes)
+    )
+    left, bids = list(sizes), []
+    for j in range(trainers):
+        held, b = [0] * len(sizes), draw.randrange(len(sizes))
+        held[b] = min(left[b], draw.choice([0, draw.randint(1, 16)]))
+        left[b] -= held[b]
+        curve = ScalingCurve.from_points(
+            {
+                n: 100 * draw.uniform(0.9, 1.02) * n ** draw.uniform(0.8, 0.97)
+                for n in (1, 2, 4, 8, 16)
+            }
+        )
+        bids.append(Bid(f't{j}', 1, 16, sum(held), 18.0, 12.0, curve, tuple(held)))
+    return Problem(120.0, sum(sizes), tuple(bids), blocks)
+
+
+@pytest.mark.parametrize(
+    ('seed', 'trainers', 'nodes', 'ends'),
+    [(1, 4, 24, 1), (2, 5, 40, 1), (3, 4, 24, 2), (4, 6, 60, 1), (5, 3, 24, 3)],
+)
+def test_column_generation_agrees_with_the_milp_where_enumeration_ends(
+    seed: int, trainers: int, nodes: int, ends: int
+) -> None:
+    problem = ending(seed, trainers, nodes, ends)
+    columns, milp = COLUMNS.allocate(problem), HIGHS.allocate(problem)
+    assert columns.status == milp.status == 'optimal'
+    assert_valid(problem, columns)
+    assert columns.objective == pytest.approx(milp.objective, rel=1e-9)
+    assert columns.objective > columns.staying
+
+
+def test_the_order_of_blocks_does_not_matter() -> None:
+    problem = ending(3, 4, 24, 2)
+    turned = replace(
+        problem,
+        blocks=problem.blocks[::-1],
+        bids=tuple(replace(b, held=b.held[::-1]) for b in problem.bids),
+    )
+    for asked in (problem, turned):
+        ends = [asked.places[group[0]].remaining_s for group in groups_of(asked)]
+        assert ends == sorted(ends)
+    here, there = ColumnAllocator(5.0).allocate(problem), ColumnAllocator(5.0).allocate(turned)
+    assert here.status == there.status == 'optimal'
+    assert here.objective == pytest.approx(there.objective, rel=1e-9)
+
+
+@pytest.mark.parametrize('time_limit_s', [0.0, 0.01, 0.1])
+def test_column_generation_without_time_is_never_worse_than_staying(time_limit_s: float) -> None:
+    problem = ending(7, 12, 120, 3)
+    assert_not_worse_than_staying(problem, ColumnAllocator(time_limit_s).allocate(problem))
+
+
+@settings(PROPERTIES, max_examples=200)
+@given(problems_with_blocks())
+def test_worth_with_blocks_is_what_a_walk_through_the_horizon_says(problem: Problem) -> None:
+    for allocation in list(feasible(problem))[:30]:
+        assert problem.objective(allocation) == pytest.approx(
+            second_by_second(problem, allocation), rel=1e-12, abs=rounding(problem)
+        )
+
+
+@settings(PROPERTIES, max_examples=200)
+@given(problems_with_blocks() | problems(constrained=True), st.data())
+def test_objections_are_raised_to_what_is_not_feasible_and_to_nothing_else(
+    problem: Problem, data: st.DataObject
+) -> None:
+    allowed = list(feasible(problem))
+    places = [block.nodes for block in problem.places]
+    some = {b.name: tuple(data.draw(st.integers(0, n)) for n in places) for b in problem.bids}
+    assert (objections(problem, some) == []) == (some in allowed)
+    for allocation in allowed[:20]:
+        assert objections(problem, allocation) == []
+
+
+@settings(PROPERTIES, max_examples=200)
+@given(problems_with_blocks() | problems() | problems(constrained=True))
+def test_staying_is_feasible_but_for_limits(problem: Problem) -> None:
+    unlimited = replace(problem, limits=())
+    assert stay_put(problem) in list(feasible(unlimited))
+
+
+@settings(PROPERTIES, max_examples=200)
+@given(problems())
+def test_staying_is_preferred_among_equals(problem: Problem) -> None:
+    staying = stay_put(problem)
+    best = max(problem.objective(allocation) for allocation in feasible(problem))
+    if problem.objective(staying) >= best and abs(best) > 1e4 * rounding(
+        problem
+    ):  # else equal is not to be told from better
+        assert by_place(problem, DP.allocate(problem)) == staying
+
+
+@settings(PROPERTIES, max_examples=100)
+@given(problems() | problems(constrained=True) | problems_with_blocks())
+def test_equal_share_keeps_the_rules(problem: Problem) -> None:
+    answer = EqualShareAllocator().allocate(problem)
+    if answer.status == 'feasible':
+        assert_valid(problem, answer)
+    else:
+        assert by_place(problem, answer) == stay_put(problem)
+        assert problem.limits
+    assert EqualShareAllocator().allocate(problem).allocation == answer.allocation
+
+
+def test_equal_share_as_published() -> None:
+    five = Problem(
+        120.0,
+        12,
+        tuple(
+            bid(name, low=low, high=high)
+            for name, low, high in (
+                ('a', 1, 64),
+                ('b', 3, 64),
+                ('c', 1, 1),
+                ('d', 1, 3),
+                ('e', 1, 64),
+            )
+        ),
+    )
+    # Two for each; b cannot run on two; what it and c leave goes to the first one.
+    assert EqualShareAllocator().allocate(five).allocation == {
+        'a': 7,
+        'b': 0,
+        'c': 1,
+        'd': 2,
+        'e': 2,
+    }
+    more = replace(five, nodes=3)
+    assert EqualShareAllocator().allocate(more).allocation == {
+        'a': 3,
+        'b': 0,
+        'c': 0,
+        'd': 0,
+        'e': 0,
+    }
+
+
+@pytest.mark.parametrize('allocator', EXACT)
+def test_equal_trainers_do_not_swap_nodes_even_when_rescaling_is_free(allocator: Allocator) -> None:
+    problem = Problem(
+        120.0, 6, (bid('a', 4, high=4, up_s=0, down_s=0), bid('b', 2, high=4, up_s=0, down_s=0))
+    )
+    assert allocator.allocate(problem).allocation == {'a': 4, 'b': 2}
+
+
+@pytest.mark.parametrize('allocator', EXACT)
+def test_a_rescale_must_pay_within_the_horizon(allocator: Allocator) -> None:
+    # One node more is worth 10 samples/s; growing costs 18 s of the present 80 samples/s: it pays
+    # after 144 s.
+    for horizon_s, nodes in ((143.0, 8), (145.0, 9)):
+        answer = allocator.allocate(Problem(horizon_s, 9, (bid('a', 8),)))
+        assert answer.allocation == {'a': nodes}
+
+
+@pytest.mark.parametrize('allocator', EXACT)
+def test_no_cap_at_half_of_the_nodes(allocator: Allocator) -> None:
+    for nodes in (10, 20, 40, 64):
+        answer = allocator.allocate(Problem(10.0, nodes, (bid('a'),)))
+        assert answer.allocation == {'a': nodes}
+
+
+@pytest.mark.parametrize('allocator', EXACT)
+def test_giving_up_more_than_half_of_the_nodes_at_once(allocator: Allocator) -> None:
+    strong = ScalingCurve.from_points({1: 100.0, 64: 6400.0})
+    answer = allocator.allocate(Problem(600.0, 64, (bid('a', 64), bid('b', curve=strong))))
+    assert answer.allocation == {'a': 0, 'b': 64}
+
+
+@pytest.mark.parametrize('allocator', EXACT)
+@pytest.mark.parametrize(
+    'curve', [ScalingCurve((1, 2, 4), (10.0, 19.0, 36.0)), ScalingCurve((2, 4), (19.0, 36.0))]
+)
+def test_more_trainers_than_nodes_without_a_point_for_zero(
+    allocator: Allocator, curve: ScalingCurve
+) -> None:
+    problem = Problem(10.0, 2, tuple(bid(name, curve=curve) for name in ('a', 'b', 'c')))
+    answer = allocator.allocate(problem)
+    assert answer.status == 'optimal'
+    assert sum(answer.allocation.values()) == 2
+    assert_valid(problem, answer)
+
+
+@pytest.mark.parametrize('allocator', EXACT)
+def test_points_of_a_curve_are_sorted_together(allocator: Allocator) -> None:
+    # Sorted apart, counts and rates of a curve with a dip would be paired anew.
+    curve = ScalingCurve.from_points({8: 40.0, 1: 10.0, 4: 60.0, 2: 20.0})
+    answer = allocator.allocate(Problem(120.0, 8, (bid('a', high=8, curve=curve),)))
+    assert answer.allocation == {'a': 4}
+    assert answer.objective == 120.0 * 60.0
+
+
+@pytest.mark.parametrize('allocator', EXACT)
+def test_each_trainers_own_rescale_costs_decide(allocator: Allocator) -> None:
+    # The published optimiser reads other costs than those that were measured: these two differ in
+    # nothing else.
+    problem = Problem(
+        60.0, 9, (bid('dear', 4, high=5, up_s=50.0), bid('cheap', 4, high=5, up_s=0.5))
+    )
+    assert allocator.allocate(problem).allocation == {'dear': 4, 'cheap': 5}
+    problem = Problem(
+        60.0, 7, (bid('dear', 4, high=5, down_s=50.0), bid('cheap', 4, high=5, down_s=0.5))
+    )
+    assert allocator.allocate(replace(problem, bids=problem.bids[::-1])).allocation == {
+        'dear': 4,
+        'cheap': 3,
+    }
+
+
+@pytest.mark.parametrize('allocator', EXACT)
+def test_no_bids_and_no_nodes(allocator: Allocator) -> None:
+    nobody = allocator.allocate(Problem(120.0, 5, ()))
+    assert (nobody.allocation, nobody.status) == ({}, 'optimal')
+    assert (
+        allocator.allocate(Problem(120.0, 5, (), limits=(Limit(least=1),))).status == 'infeasible'
+    )
+    answer = allocator.allocate(Problem(120.0, 0, (bid('a', 3), bid('b'))))
+    assert answer.allocation == {'a': 0, 'b': 0}
+    assert answer.objective == -12.0 * 30.0
+
+
+@pytest.mark.parametrize('allocator', EXACT)
+def test_limits_on_trainers_that_do_not_bid(allocator: Allocator) -> None:
+    problem = Problem(120.0, 4, (bid('a'),), limits=(Limit(('gone',), most=2),))
+    assert allocator.allocate(problem).allocation == {'a': 4}
+    assert (
+        allocator.allocate(replace(problem, limits=(Limit(('gone',), least=1),))).status
+        == 'infeasible'
+    )
+
+
+def test_a_cap_that_staying_breaks_is_kept() -> None:
+    problem = Problem(120.0, 8, (bid('a', 8),), limits=(Limit(most=5),))
+    for allocator in (DP, HIGHS):
+        answer = allocator.allocate(problem)
+        assert answer.allocation == {'a': 5}
+        assert answer.objective < answer.staying
+
+
+def test_a_node_that_leaves_in_40_seconds_is_worth_40_seconds() -> None:
+    flat = ScalingCurve.from_points({1: 10.0, 2: 20.0})
+    for down_s, nodes, worth in (
+        (0.0, 2, 40.0 * 20 + 80 * 10),
+        (15.0, 2, 25.0 * 20 + 80 * 10),
+        (21.0, 1, 120.0 * 10),
+    ):
+        one = Bid('a', 1, 2, 0, 0.0, down_s, flat)
+        answer = HIGHS.allocate(
+            Problem(120.0, 2, (one,), (Block('short', 1, 40.0), Block('long', 1)))
+        )
+        assert answer.allocation == {'a': nodes}
+        assert answer.objective == pytest.approx(worth)
+
+
+def test_who_cannot_leave_its_block_takes_the_one_that_is_worth_more() -> None:
+    one = Bid('a', 1, 8, 0, 0.0, 10.0, ScalingCurve.from_points({1: 10.0, 8: 80.0}))
+    blocks = (Block('large', 6, 30.0), Block('small', 2))
+    answer = HIGHS.allocate(Problem(120.0, 8, (one,), blocks, spans_blocks=False))
+    assert answer.by_block == {'a': {'small': 2}}  # 2400 rather than (30 - 10) x 60
+    answer = HIGHS.allocate(Problem(40.0, 8, (one,), blocks, spans_blocks=False))
+    assert answer.by_block == {'a': {'large': 6}}  # 1200 rather than 800
+
+
+def test_nodes_of_blocks_that_all_last_are_dealt_out_without_moving_anybody() -> None:
+    blocks = (Block('x', 4, 500.0), Block('y', 4), Block('z', 4, 900.0))
+    curve = ScalingCurve.from_points({n: 10.0 * n**0.5 for n in range(1, 13)})
+    bids = (
+        Bid('a', 1, 12, 3, 1.0, 1.0, curve, (3, 0, 0)),
+        Bid('b', 1, 12, 6, 1.0, 1.0, curve, (0, 4, 2)),
+        Bid('c', 1, 12, 0, 1.0, 1.0, curve),
+    )
+    problem = Problem(120.0, 12, bids, blocks)
+    dp, milp = DP.allocate(problem), HIGHS.allocate(problem)
+    assert dp.objective == pytest.approx(milp.objective, rel=1e-9)
+    for answer in (dp, milp):
+        assert_valid(problem, answer)
+        for b in bids:
+            given, held = by_place(problem, answer)[b.name], problem.held(b)
+            gains, losses = (
+                any(n > h for n, h in zip(given, held, strict=True)),
+                any(n < h for n, h in zip(given, held, strict=True)),
+            )
+            assert not (gains and losses)
+    # Who shrinks keeps what lasts longest.
+    assert dp.by_block['b'] == {'y': 4}
+
+
+BUSY = Problem(120.0, 40, tuple(bid(f't{j}', current=3 if j < 12 else 0) for j in range(20)))
+SHRUNK = Problem(120.0, 10, BUSY.bids)
+
+
+class Breaking(MilpAllocator):
+    """The solver's library raises."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def _solve(
+        self, problem: Problem, asked: Asked
+    ) -> tuple[str, dict[str, tuple[int, ...]] | None]:
+        raise self.error
+
+
+class Stopped(MilpAllocator):
+    """The solver stops at an answer that takes every node away, as the published one does when time
+    runs out.
+    """
+
+    def __init__(self, left: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        self.left = left
+
+    def _solve(
+        self, problem: Problem, asked: Asked
+    ) -> tuple[str, dict[str, tuple[int, ...]] | None]:
+        return 'feasible', self.left
+
+
+def without_time(seconds: float, solver: str) -> MilpAllocator:
+    return MilpAllocator(seconds, solver)
+
+
+@pytest.mark.parametrize('problem', [BUSY, SHRUNK], ids=['same nodes', 'fewer nodes'])
+@pytest.mark.parametrize(
+    'allocator',
+    [
+        without_time(0.0, 'HiGHS'),
+        without_time(1e-9, 'HiGHS'),
+        without_time(0.002, 'HiGHS'),
+        without_time(0.0, 'CBC'),
+        Breaking(pulp.PulpSolverError('no licence')),
+        Breaking(OSError('out of memory')),
+    ],
+    ids=[
+        'no time',
+        'next to no time',
+        'little time',
+        'no time for CBC',
+        'solver error',
+        'other error',
+    ],
+)
+def test_without_a_result_what_runs_goes_on(allocator: Allocator, problem: Problem) -> None:
+    answer = allocator.allocate(problem)
+    assert answer.status in {'feasible', 'optimal'}
+    assert_not_worse_than_staying(problem, answer)
+    assert sum(answer.allocation.values()) >= sum(map(sum, stay_put(problem).values())) > 0
+
+
+@pytest.mark.parametrize('left', [0, 3], ids=['takes all away', 'gives more than there is'])
+def test_an_answer_worse_than_staying_or_impossible_is_not_taken(left: int) -> None:
+    answer = Stopped({b.name: (left,) for b in BUSY.bids}).allocate(BUSY)
+    assert answer.status == 'feasible'
+    assert by_place(BUSY, answer) == stay_put(BUSY)
+
+
+def test_without_time_where_staying_breaks_a_limit_nothing_is_claimed() -> None:
+    answer = Breaking(OSError('out of memory')).allocate(replace(BUSY, limits=(Limit(most=5),)))
+    assert answer.status == 'infeasible'
+    assert by_place(BUSY, answer) == stay_put(BUSY)
+
+
+def test_stay_put_keeps_the_first_ones_when_nodes_are_gone() -> None:
+    problem = Problem(120.0, 5, (bid('a', 3), bid('b', 4, low=3), bid('c', 2), bid('d', 70)))
+    assert stay_put(problem) == {'a': (3,), 'b': (0,), 'c': (2,), 'd': (0,)}
+
+
+def test_staying_gives_up_what_ends_first() -> None:
+    blocks = (Block('short', 3, 30.0), Block('long', 3))
+    problem = Problem(
+        120.0, 6, (Bid('a', 1, 8, 5, 1.0, 1.0, bid('a').curve, (2, 3), (2, 4)),), blocks
+    )
+    assert stay_put(problem) == {'a': (1, 3)}
+
+
+def test_counts_are_the_range_within_the_pool_or_the_sizes() -> None:
+    assert bid('a', low=3, high=5).counts(4) == [3, 4]
+    assert bid('a', low=3, high=5).counts(2) == []
+    assert bid('a', low=0, high=2).counts(9) == [1, 2]
+    assert replace(bid('a', low=3, high=9), sizes=(8, 2, 4, 4)).counts(9) == [4, 8]
+
+
+@pytest.mark.parametrize('limits', [(Limit(('a', 'b'), most=2),), (Limit(least=1),)])
+def test_what_dp_cannot_do_it_refuses(limits: tuple[Limit, ...]) -> None:
+    problem = Problem(120.0, 4, (bid('a'), bid('b'), bid('c')), limits=limits)
+    assert not DP.applies(problem)
+    with pytest.raises(BadInput, match='milp'):
+        DP.allocate(problem)
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'said'),
+    [((1.0, 'Gurobi'), 'HiGHS, CBC'), ((-1.0,), '-1.0'), ((math.nan,), 'nan')],
+)
+def test_bad_settings_of_the_milp(arguments: tuple[float, str], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        MilpAllocator(*arguments)
+
+
+def test_what_dp_remembers_of_a_bid_is_of_that_bid() -> None:
+    allocator = DpAllocator()
+    for j in range(300):
+        one = Bid(
+            'a', 1, 1 + j % 7, j % 4, 18.0, 12.0, ScalingCurve.from_points({1: 10.0 + j, 8: 80.0})
+        )
+        for horizon_s in (10.0, 120.0):
+            problem = Problem(horizon_s, j % 9, (one,))
+            assert allocator.allocate(problem).objective == pytest.approx(
+                DpAllocator().allocate(problem).objective, rel=1e-12
+            )
+
+
+def optimum_is_reached(answer: Answer, problem: Problem, optimum: float) -> bool:
+    assert answer.status == 'optimal'
+    assert_valid(problem, answer)
+    return math.isclose(answer.objective, optimum, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ('allocator', 'step'),
+    [
+        pytest.param(DP, 1, id='dp'),
+        pytest.param(HIGHS, 10, id='HiGHS'),
+        pytest.param(CBC, 60, id='CBC'),
+    ],
+)
+def test_recorded_decisions_of_summit_get_their_optimum(allocator: Allocator, step: int) -> None:
+    decisions = recorded()[::step]
+    if not decisions:
+        pytest.skip(f'summit-decisions.jsonl.gz and its answers are not in {DECISIONS}')
+    missed = [
+        name
+        for name, problem, optimum in decisions
+        if not optimum_is_reached(allocator.allocate(problem), problem, optimum)
+    ]
+    assert missed == []

@@ -1,0 +1,246 @@
+"""Explanations against exhaustive search, and the figures that they are made of."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parsl_freetrain.core.allocation.explain import Alternative, Explanation, Reason, explain
+from parsl_freetrain.core.allocation.feasibility import objections
+from parsl_freetrain.core.allocation.problem import Allocator, Answer, Bid, Block, Limit, Problem
+from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
+from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
+from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
+from parsl_freetrain.core.model.types import ScalingCurve
+
+TWICE = ScalingCurve.from_points({1: 10.0, 2: 20.0, 4: 30.0})
+
+
+def bid(
+    name: str,
+    current: int = 0,
+    low: int = 1,
+    high: int = 4,
+    curve: ScalingCurve = TWICE,
+    up_s: float = 5.0,
+    down_s: float = 3.0,
+    held: tuple[int, ...] = (),
+    fixed: bool = False,
+    sizes: tuple[int, ...] = (),
+) -> Bid:
+    return Bid(name, low, high, current, up_s, down_s, curve, held, sizes, fixed)
+
+
+def explained(problem: Problem, allocator: Allocator) -> tuple[Answer, Explanation]:
+    answer = allocator.allocate(problem)
+    return answer, explain(problem, answer, allocator)
+
+
+def feasible(problem: Problem) -> Iterator[dict[str, tuple[int, ...]]]:
+    places = [range(block.nodes + 1) for block in problem.places]
+    for choice in itertools.product(itertools.product(*places), repeat=len(problem.bids)):
+        allocation = {b.name: nodes for b, nodes in zip(problem.bids, choice, strict=True)}
+        if not objections(problem, allocation):
+            yield allocation
+
+
+def check_alternatives(problem: Problem, answer: Answer, explanation: Explanation) -> None:
+    """Each alternative is the best of all allocations in which the trainer has another count."""
+    every = [
+        (problem.objective(a), {name: sum(nodes) for name, nodes in a.items()})
+        for a in feasible(problem)
+    ]
+    for reason in explanation.reasons:
+        values = [
+            (worth, counts[reason.trainer])
+            for worth, counts in every
+            if counts[reason.trainer] != reason.nodes
+        ]
+        if not values:
+            assert reason.alternative is None
+            continue
+        best = max(worth for worth, _ in values)
+        alternative = reason.alternative
+        assert alternative is not None
+        assert alternative.objective == pytest.approx(best, rel=1e-9, abs=1e-6)
+        assert alternative.nodes in {
+            n for worth, n in values if worth >= best - 1e-6 - 1e-9 * abs(best)
+        }
+        assert alternative.worse_by == pytest.approx(answer.objective - best, rel=1e-9, abs=1e-6)
+        assert alternative.worse_by >= 0
+
+
+def test_what_a_trainer_gains_and_what_its_rescale_costs() -> None:
+    problem = Problem(
+        100.0, 4, (bid('a', current=1), bid('b', low=4, curve=ScalingCurve((4,), (1.0,))))
+    )
+    answer, explanation = explained(problem, DpAllocator())
+    assert answer.allocation == {'a': 4, 'b': 0}
+    assert explanation.reasons[0] == Reason(
+        'a',
+        1,
+        4,
+        worth_before=1000.0,
+        worth=3000.0 - 50.0,
+        gain=1950.0,
+        rescale_cost=50.0,
+        alternative=Alternative(3, 2450.0, 500.0),
+    )
+    # b alone on all four nodes: a shrinks to none at a cost of 3 s of its 10 per second
+    assert explanation.reasons[1].alternative == Alternative(4, 100.0 - 30.0, 2950.0 - 70.0)
+
+
+def test_restarts_when_blocks_end_are_part_of_the_cost() -> None:
+    problem = Problem(
+        100.0, 4, (bid('a', current=2, held=(2, 0)),), (Block('stays', 2), Block('goes', 2, 60.0))
+    )
+    answer, explanation = explained(problem, MilpAllocator())
+    assert answer.by_block == {'a': {'stays': 2, 'goes': 2}}
+    reason = explanation.reasons[0]
+    assert reason.worth_before == 2000.0
+    assert reason.rescale_cost == pytest.approx(5 * 20.0 + 3 * 30.0)
+    assert reason.worth == pytest.approx(60 * 30.0 + 40 * 20.0 - 190.0)
+    assert reason.gain == pytest.approx(410.0)
+    check_alternatives(problem, answer, explanation)
+
+
+def test_a_trainer_that_may_not_change_has_no_alternative() -> None:
+    _, explanation = explained(
+        Problem(100.0, 4, (bid('a', current=2, fixed=True), bid('b'))), DpAllocator()
+    )
+    assert explanation.reasons[0].alternative is None
+    assert explanation.reasons[1].alternative is not None
+
+
+def test_a_trainer_that_cannot_have_any_node_has_no_alternative() -> None:
+    _, explanation = explained(
+        Problem(100.0, 3, (bid('a', low=4), bid('b', sizes=(2,)))), DpAllocator()
+    )
+    assert explanation.reasons[0].alternative is None
+    assert explanation.reasons[1].alternative == Alternative(0, 0.0, 2000.0)
+
+
+def test_no_alternatives_where_no_allocation_keeps_the_limits() -> None:
+    problem = Problem(
+        100.0, 2, (bid('a'), bid('b')), limits=(Limit(('a',), least=3, why='share of a'),)
+    )
+    answer, explanation = explained(problem, DpAllocator())
+    assert answer.status == 'infeasible'
+    assert [reason.alternative for reason in explanation.reasons] == [None, None]
+
+
+def test_limits_say_how_far_they_are_used() -> None:
+    problem = Problem(
+        100.0,
+        8,
+        (bid('a'), bid('b')),
+        limits=(Limit(('a',), most=2, why='user anna'), Limit(node_s=500.0, why='budget')),
+    )
+    _, explanation = explained(problem, DpAllocator())
+    anna, budget = explanation.limits
+    assert (anna.why, anna.nodes, anna.most, anna.most_node_s) == ('user anna', 2, 2, None)
+    assert (budget.why, budget.nodes, budget.node_s, budget.most_node_s) == (
+        'budget',
+        5,
+        500.0,
+        500.0,
+    )
+
+
+def test_a_better_alternative_is_told_where_the_answer_was_not_optimal() -> None:
+    steep = ScalingCurve.from_points({1: 1.0, 4: 100.0})
+    problem = Problem(100.0, 4, (bid('a', curve=steep), bid('b', curve=steep)))
+    answer = EqualShareAllocator().allocate(problem)
+    assert answer.allocation == {'a': 2, 'b': 2}
+    alternative = explain(problem, answer, DpAllocator()).reasons[0].alternative
+    assert alternative == Alternative(4, 10000.0, answer.objective - 10000.0)
+
+
+def test_trainers_that_are_alike_are_solved_for_once() -> None:
+    class Counting:
+        def __init__(self) -> None:
+            self.solved = 0
+            self.exact = DpAllocator()
+
+        def allocate(self, problem: Problem) -> Answer:
+            self.solved += 1
+            return self.exact.allocate(problem)
+
+    allocator = Counting()
+    _, explanation = explained(
+        Problem(100.0, 3, tuple(bid(f't{i}', high=1) for i in range(30))), allocator
+    )
+    assert allocator.solved == 1 + 2
+    assert {reason.alternative for reason in explanation.reasons} == {
+        Alternative(0, 3000.0, 0.0),
+        Alternative(1, 3000.0, 0.0),
+    }
+
+
+def test_trainers_that_are_alike_but_for_a_limit_are_not_confused() -> None:
+    problem = Problem(
+        100.0,
+        9,
+        (bid('a', high=2), bid('b', high=2)),
+        limits=(Limit(('b',), least=2, why='share of b'),),
+    )
+    _, explanation = explained(problem, DpAllocator())
+    assert [reason.alternative for reason in explanation.reasons] == [
+        Alternative(1, 3000.0, 1000.0),
+        None,
+    ]
+
+
+@st.composite
+def problems(draw: st.DrawFn, ends: bool) -> Problem:
+    sizes = [draw(st.integers(0, 3)) for _ in range(draw(st.integers(2, 2)) if ends else 1)]
+    left = list(sizes)
+    bids = []
+    for j in range(draw(st.integers(1, 3 if not ends else 2))):
+        low = draw(st.integers(1, 2))
+        rates = draw(
+            st.dictionaries(
+                st.integers(1, 6), st.integers(0, 40).map(float), min_size=1, max_size=4
+            )
+        )
+        held = tuple(draw(st.integers(0, rest)) for rest in left)
+        left = [rest - n for rest, n in zip(left, held, strict=True)]
+        bids.append(
+            bid(
+                f't{j}',
+                sum(held),
+                low,
+                draw(st.integers(low, 5)),
+                ScalingCurve.from_points(rates),
+                draw(st.sampled_from([0.0, 5.0, 200.0])),
+                draw(st.sampled_from([0.0, 3.0])),
+                held if ends else (),
+                draw(st.booleans()),
+            )
+        )
+    blocks = (
+        tuple(
+            Block(f'b{i}', n, draw(st.sampled_from([math.inf, 40.0]))) for i, n in enumerate(sizes)
+        )
+        if ends
+        else ()
+    )
+    limits = [Limit(most=draw(st.integers(0, 6)))] if draw(st.booleans()) else []
+    return Problem(100.0, sum(sizes), tuple(bids), blocks, draw(st.booleans()), tuple(limits))
+
+
+@settings(max_examples=100, deadline=None, database=None)
+@given(problems(ends=False))
+def test_alternatives_are_the_best_ones(problem: Problem) -> None:
+    check_alternatives(problem, *explained(problem, DpAllocator()))
+
+
+@settings(max_examples=25, deadline=None, database=None)
+@given(problems(ends=True))
+def test_alternatives_are_the_best_ones_with_blocks_that_end(problem: Problem) -> None:
+    check_alternatives(problem, *explained(problem, MilpAllocator()))

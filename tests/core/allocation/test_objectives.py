@@ -1,0 +1,285 @@
+"""Objectives by their formulas, and expressions that can do arithmetic and nothing else."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parsl_freetrain.core.allocation.objectives import (
+    FIELDS,
+    METRICS,
+    Candidate,
+    follows_time,
+    objective_named,
+)
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.expression import parse
+from parsl_freetrain.core.model.types import Efficiency, ScalingCurve
+
+CURVE = ScalingCurve.from_points({1: 10.0, 2: 19.0, 4: 36.0})
+
+
+def candidate(
+    low: int = 1,
+    high: int = 6,
+    priority: float = 1.0,
+    deadline_s: float | None = None,
+    remaining: float | None = None,
+    efficiency: Efficiency | None = None,
+    curve: ScalingCurve = CURVE,
+    waited_s: float = 0.0,
+) -> Candidate:
+    return Candidate('a', curve, low, high, priority, deadline_s, remaining, efficiency, waited_s)
+
+
+def worths(name: str, of: Candidate) -> list[float]:
+    """At 0..max_nodes."""
+    curve = objective_named(name)(of)
+    return [curve.rate_at(n) for n in range(of.max_nodes + 1)]
+
+
+def test_throughput_is_the_curve_itself() -> None:
+    assert worths('throughput', candidate()) == [0, 10, 19, 27.5, 36, 36, 36]
+
+
+def test_priority_weighs_the_speedup() -> None:
+    assert worths('speedup', candidate()) == pytest.approx([0, 1, 1.9, 2.75, 3.6, 3.6, 3.6])
+    assert worths('priority', candidate(priority=3.0)) == pytest.approx(
+        [0, 3, 5.7, 8.25, 10.8, 10.8, 10.8]
+    )
+    assert worths('priority', candidate(priority=0.0)) == [0] * 7
+    assert worths('speedup', candidate(curve=ScalingCurve((4,), (80.0,)), low=4))[4] == 4.0
+
+
+def test_a_deadline_is_worth_what_is_done_by_it_and_speed_beyond_only_a_little() -> None:
+    # 1900 samples in 100 s: 19 per second suffice, which 2 nodes have
+    assert worths(
+        'deadline', candidate(deadline_s=100.0, remaining=1900.0, priority=2.0)
+    ) == pytest.approx(
+        [0] + [2 * (min(1.0, r * 100 / 1900) + 0.01 * r / 36) for r in (10, 19, 27.5, 36, 36, 36)]
+    )
+    none_or_past = [0] + [0.01 * r / 36 for r in (10, 19, 27.5, 36, 36, 36)]
+    assert worths('deadline', candidate()) == pytest.approx(none_or_past)
+    assert worths('deadline', candidate(deadline_s=-5.0, remaining=10.0)) == pytest.approx(
+        none_or_past
+    )
+    assert worths('deadline', candidate(deadline_s=0.0, remaining=10.0)) == pytest.approx(
+        none_or_past
+    )
+    with pytest.raises(BadInput, match=r"'a' has a deadline_s but no remaining_samples"):
+        worths('deadline', candidate(deadline_s=5.0))
+
+
+def test_goodput_is_exact_between_the_points_of_both_curves() -> None:
+    efficiency = Efficiency((2, 4), (1.0, 0.5))
+    assert worths('goodput', candidate(efficiency=efficiency)) == pytest.approx(
+        [0, 10, 19, 27.5 * 0.75, 18, 18, 18]
+    )
+    assert worths('goodput', candidate()) == worths('throughput', candidate())
+
+
+@pytest.mark.parametrize(
+    ('text', 'expected'),
+    [
+        ('rate', [0, 10, 19, 27.5, 36]),
+        ('  rate / rate1 * priority ', [0, 2, 3.8, 5.5, 7.2]),
+        ('min(rate, 20) + max(nodes, 2) / 1e3', [0, 10.002, 19.002, 20.003, 20.004]),
+        ('sqrt(rate * 10) if nodes <= 2 else 2 ** nodes', [0, 10, math.sqrt(190), 8, 16]),
+        ('log(1 + rate)', [0, *(math.log(1 + r) for r in (10, 19, 27.5, 36))]),
+        ('rate * (1 < nodes < 4)', [0, 0, 19, 27.5, 0]),
+        ('-(-rate) - +1', [0, 9, 18, 26.5, 35]),
+        ('rate if deadline_s > 1e300 else 0', [0, 10, 19, 27.5, 36]),
+        ('efficiency + waited_s * 0 + min_nodes', [0, 2, 2, 2, 2]),
+        ('rate * (nodes == 3) + 1 * (nodes != 3)', [0, 1, 1, 27.5, 1]),
+        ('-nodes ** 2 + 20', [0, 19, 16, 11, 4]),
+    ],
+)
+def test_expressions(text: str, expected: list[float]) -> None:
+    assert worths(text, candidate(high=4, priority=2.0)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ('text', 'says'),
+    [
+        ('rate * qos', "column 8: there is no field 'qos'"),
+        ('  rate * qos', "column 10: there is no field 'qos'"),
+        ('rate.real', 'column 1: rate.real is not allowed'),
+        ('rate + __import__("os").system("true")', 'is not allowed'),
+        ('abs(rate)', 'column 1: abs(rate) is not allowed'),
+        ('rate[0]', 'rate[0] is not allowed'),
+        ('(lambda: rate)()', 'is not allowed'),
+        ('[rate for rate in (1,)]', 'is not allowed'),
+        ('(x := 3)', 'is not allowed'),
+        ('rate and 1', 'rate and 1 is not allowed'),
+        ('rate // 2', 'rate // 2 is not allowed'),
+        ('rate in (1, 2)', 'is not allowed'),
+        ('min(*[1, 2])', 'is not allowed'),
+        ('max(rate, key=1)', 'is not allowed'),
+        ('max(rate)', 'max takes 2 to 20 arguments and got 1'),
+        ('sqrt(1, 2)', 'sqrt takes 1 argument and got 2'),
+        ('min + 1', "there is no field 'min'"),
+        ('True + 1', 'True is not a number'),
+        ('"9" * 9', "'9' is not a number"),
+        ('2j', '2j is not a number'),
+        ('9' * 400, 'the number is too large'),
+        ('1e999', 'the number is too large'),
+        ('rate +', 'column'),
+        ('rate rate', 'column'),
+        ('import os', 'column'),
+        ('rate; rate', 'column 5'),
+        ('rate\n+ 1', 'column'),
+        ('\0', 'cannot be'),
+        ('(' * 90 + 'rate' + ')' * 90 + '*', 'column'),
+        ('-' * 300 + 'rate', 'nested too deeply'),
+        ('rate' + ' + rate' * 100, 'nested too deeply'),
+        ('rate' + ' ' * 1000, '1004 characters'),
+        ("rate + 'é' + x", "column 8: 'é' is not a number"),
+    ],
+)
+def test_whatever_is_not_arithmetic_over_the_fields_is_refused(text: str, says: str) -> None:
+    with pytest.raises(BadInput) as caught, warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        objective_named(text)
+    sentence = str(caught.value)
+    assert says in sentence
+    assert '\n' not in sentence
+    assert 'characters' in sentence or all(field in sentence for field in FIELDS)
+
+
+@pytest.mark.parametrize(
+    ('text', 'says'),
+    [
+        ('9**9**9', "'a': the objective '9**9**9' has no value at 1 node (math range error)"),
+        ('rate / (nodes - 2)', 'the objective is -10 at 1 node'),
+        ('1 / (nodes - 1)', 'has no value at 1 node'),
+        ('(0 - 8) ** 0.5', 'has no value at 1 node'),
+        ('log(nodes - 2)', 'has no value at 1 node'),
+        ('sqrt(2 - nodes)', 'has no value at 3 nodes'),
+        ('10 - 4 * nodes', 'the objective is -2 at 3 nodes'),
+        ('deadline_s', 'the objective is inf at 1 node'),
+        ('deadline_s - deadline_s', 'the objective is nan at 1 node'),
+        ('1e200 * 1e200', 'the objective is inf at 1 node'),
+        ('1e19', 'from 0 to 1e+18'),
+        ('rate / remaining_samples', "'a' has no remaining_samples"),
+    ],
+)
+def test_a_worth_that_cannot_be_maximised_names_the_trainer_and_the_count(
+    text: str, says: str
+) -> None:
+    with pytest.raises(BadInput) as caught:
+        worths(text, candidate())
+    assert says in str(caught.value)
+    assert "'a'" in str(caught.value)
+
+
+@pytest.mark.parametrize('name', ['fame', '', 'deadlines'])
+def test_unknown_names_list_the_known_ones(name: str) -> None:
+    for what in ('objective', 'metric'):
+        with pytest.raises(
+            BadInput, match=f'There is no {what} .*throughput, speedup, priority.*rate, rate1'
+        ):
+            objective_named(name, what)
+
+
+@pytest.mark.parametrize(
+    ('text', 'follows'),
+    [
+        ('throughput', False),
+        ('goodput', False),
+        ('deadline', True),
+        ('rate * priority', False),
+        ('rate * (1 + waited_s)', True),
+        ('rate / remaining_samples', True),
+    ],
+)
+def test_what_changes_as_time_passes_is_known(text: str, follows: bool) -> None:
+    assert follows_time(text) is follows
+
+
+@settings(max_examples=100, deadline=None, database=None)
+@given(
+    st.dictionaries(st.integers(1, 9), st.just(0.0) | st.floats(1e-3, 1e6), min_size=1, max_size=4),
+    st.integers(1, 4),
+    st.integers(0, 8),
+    st.floats(0, 100),
+    st.none() | st.floats(-100, 1e4),
+    st.floats(1, 1e9),
+    st.sampled_from(sorted(METRICS)),
+)
+def test_every_objective_gives_a_curve_that_can_be_maximised(
+    points: dict[int, float],
+    low: int,
+    more: int,
+    priority: float,
+    deadline_s: float | None,
+    remaining: float,
+    name: str,
+) -> None:
+    of = candidate(
+        low,
+        low + more,
+        priority,
+        deadline_s,
+        remaining,
+        Efficiency((1, 5), (1.0, 0.25)),
+        ScalingCurve.from_points(points),
+    )
+    curve = objective_named(name)(of)
+    assert curve.rate_at(0) == 0
+    assert all(
+        math.isfinite(curve.rate_at(n)) and curve.rate_at(n) >= 0 for n in range(of.max_nodes + 3)
+    )
+
+
+@settings(max_examples=300, deadline=None, database=None)
+@given(
+    st.text(max_size=30)
+    | st.lists(
+        st.sampled_from(
+            [
+                'rate',
+                'nodes',
+                '(',
+                ')',
+                '+',
+                '-',
+                '*',
+                '/',
+                '**',
+                '<',
+                '==',
+                ' if ',
+                ' else ',
+                'min',
+                'sqrt',
+                ',',
+                '2',
+                '1e308',
+                '.',
+                '[',
+                ' for ',
+                ' in ',
+                'lambda:',
+                '"',
+            ]
+        ),
+        max_size=12,
+    ).map(''.join)
+)
+def test_any_text_is_either_a_formula_or_refused_in_a_sentence(text: str) -> None:
+    refusal, value = '', 0.0
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            expression = parse(text, FIELDS)
+        value = expression.value(dict.fromkeys(FIELDS, 2.0))
+    except BadInput as error:
+        refusal = str(error)
+    except (ArithmeticError, ValueError):
+        pass
+    assert '\n' not in refusal
+    assert isinstance(value, float)

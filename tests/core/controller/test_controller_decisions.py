@@ -1,0 +1,337 @@
+"""Decisions about several events at once, nodes whose end is known, and the settings that hold the
+controller back.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from parsl_freetrain.core.allocation.objectives import Candidate
+from parsl_freetrain.core.allocation.problem import Answer, Problem
+from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
+from parsl_freetrain.core.controller.controller import Controller
+from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.events import Ending, StartFragment, StopFragment
+from parsl_freetrain.core.model.types import Efficiency, Hole, ScalingCurve, Trainer
+from parsl_freetrain.solver import allocator_named
+
+LINEAR = ScalingCurve.from_points({1: 10.0, 64: 640.0})
+
+
+class Counting:
+    """An allocator that keeps the questions that it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Problem] = []
+        self._allocator = allocator_named('auto', isolated=False)
+
+    def allocate(self, problem: Problem) -> Answer:
+        self.asked.append(problem)
+        return self._allocator.allocate(problem)
+
+
+class RunHistory:
+    def __init__(self, **settings: object) -> None:
+        self.allocator = Counting()
+        self.controller = Controller(self.allocator, ControllerSettings(**settings))  # type: ignore[arg-type]
+
+    def tell(self, *events: ev.Event) -> tuple[ev.Action, ...]:
+        return self.controller.handle_all(events).actions
+
+    def submit(self, name: str, at: float = 0.0, **more: object) -> tuple[ev.Action, ...]:
+        low, high, down_s = more.get('low', 1), more.get('high', 64), more.get('down_s', 2.0)
+        trainer = Trainer(name, low, high, 10**9, LINEAR, rescale_up_s=2.0, rescale_down_s=down_s)  # type: ignore[arg-type]
+        return self.tell(ev.TrainerSubmitted(at, trainer))
+
+    def held(self, name: str) -> tuple[str, ...]:
+        running = self.controller.state.trainers[name].running
+        return running.nodes if running else ()
+
+
+def names(count: int, letter: str = 'n') -> tuple[str, ...]:
+    return tuple(f'{letter}{i:02d}' for i in range(count))
+
+
+def test_what_happens_at_once_is_decided_at_once() -> None:
+    story = RunHistory()
+    story.submit('net')
+    story.tell(ev.NodesJoined(0.0, 'b', names(8)))
+    asked = len(story.allocator.asked)
+    reply = story.controller.handle_all(
+        (ev.NodesLeft(10.0, names(4)), ev.NodesJoined(10.0, 'c', names(6, 'm')))
+    )
+    assert reply.decision is not None
+    assert (reply.decision.trigger, reply.decision.nodes) == ('NodesLeft+NodesJoined', 10)
+    assert len(story.allocator.asked) == asked + 1
+    assert (
+        story.tell(ev.FragmentEnded(10.0, 'net', 1, 0, Ending.PREEMPTED))[0].__class__
+        is StartFragment
+    )
+    assert set(story.held('net')) == {*names(8)[4:], *names(6, 'm')}
+    assert len(story.allocator.asked) == asked + 1  # the plan stands while it is carried out
+    assert story.controller.handle_all(()).actions == ()
+
+
+def test_a_plan_is_asked_for_anew_when_something_else_happens_before_it_is_carried_out() -> None:
+    story = RunHistory()
+    story.submit('net')
+    story.tell(ev.NodesJoined(0.0, 'b', names(2)))
+    assert isinstance(story.tell(ev.NodesJoined(1.0, 'c', names(2, 'm')))[0], StopFragment)
+    asked = len(story.allocator.asked)
+    story.tell(ev.NodesJoined(2.0, 'd', names(1, 'o')))
+    assert len(story.allocator.asked) == asked + 1
+    story.tell(ev.FragmentEnded(3.0, 'net', 1, 5, Ending.STOPPED))
+    assert len(story.held('net')) == 5
+
+
+def test_who_is_rescaled_keeps_its_nodes() -> None:
+    story = RunHistory()
+    story.submit('net', high=4)
+    story.tell(ev.NodesJoined(0.0, 'b', names(3)))
+    mine = set(story.held('net'))
+    story.tell(ev.NodesJoined(0.0, 'a', names(9, 'a')))
+    asked = len(story.allocator.asked)
+    story.tell(ev.FragmentEnded(0.0, 'net', 1, 5, Ending.STOPPED))
+    assert (
+        len(story.allocator.asked) == asked
+    )  # what has been asked to stop for a plan bids otherwise, but the plan stands
+    assert len(story.held('net')) == 4
+    assert set(story.held('net')) > mine
+
+
+def test_a_node_that_goes_is_worth_what_it_has_left() -> None:
+    story = RunHistory(horizon_s=120.0)
+    story.submit('net', down_s=3.0)
+    story.tell(ev.NodesJoined(0.0, 'b', names(8)))
+    # One more node for 20 s: 200 samples; growing costs 2 x 80, and shrinking again 3 x 90.
+    assert story.tell(ev.NodesJoined(10.0, 'c', ('m',), 30.0)) == ()
+    problem = story.allocator.asked[-1]
+    assert [(block.nodes, block.remaining_s) for block in problem.blocks] == [
+        (1, 20.0),
+        (8, float('inf')),
+    ]
+    assert problem.bids[0].held == (0, 8)
+    # Another trainer has nothing to lose.
+    assert story.submit('new', at=11.0, high=1) == (StartFragment('new', 1, ('m',), 30.0, 0),)
+    # With the same end beyond the horizon it is as good as any.
+    assert isinstance(story.tell(ev.NodesJoined(12.0, 'd', ('o',), 900.0))[0], StopFragment)
+    assert story.allocator.asked[-1].nodes == 10
+
+
+def test_a_trainer_is_left_alone_for_a_while_after_a_rescale_but_not_when_it_loses_nodes() -> None:
+    story = RunHistory(min_rescale_s=300.0)
+    story.submit('net')
+    story.tell(ev.NodesJoined(0.0, 'b', names(2)))
+    assert isinstance(
+        story.tell(ev.NodesJoined(100.0, 'c', names(2, 'm')))[0], StopFragment
+    )  # the first one is free
+    story.tell(ev.FragmentEnded(101.0, 'net', 1, 5, Ending.STOPPED))
+    assert story.tell(ev.NodesJoined(200.0, 'c', names(2, 'o'))) == ()
+    assert story.allocator.asked[-1].bids[0].fixed
+    assert story.tell(ev.Tick(399.0)) == ()
+    assert isinstance(story.tell(ev.Tick(400.0))[0], StopFragment)
+    story.tell(ev.FragmentEnded(401.0, 'net', 2, 9, Ending.STOPPED))
+    story.tell(ev.NodesLeft(402.0, names(2)))
+    story.tell(ev.FragmentEnded(402.0, 'net', 3, 9, Ending.PREEMPTED))
+    assert len(story.held('net')) == 4
+
+
+def test_nodes_kept_free_and_the_cap_on_all() -> None:
+    for settings, expected in (
+        ({'keep_free': 3}, 5),
+        ({'max_nodes': 2}, 2),
+        ({'keep_free': 7, 'max_nodes': 6}, 1),
+    ):
+        story = RunHistory(**settings)
+        story.submit('net')
+        story.tell(ev.NodesJoined(0.0, 'b', names(8)))
+        assert len(story.held('net')) == expected
+    story = RunHistory(max_nodes=2)
+    story.submit('net')
+    (opened,) = story.tell(ev.HolesSeen(0.0, (Hole(9),)))
+    assert isinstance(opened, ev.OpenBlock)
+    assert opened.request.nodes == 2
+
+
+@pytest.mark.parametrize('setting', ['min_rescale_s', 'keep_free', 'max_nodes'])
+def test_settings_that_cannot_be_meant(setting: str) -> None:
+    with pytest.raises(BadInput, match=f'{setting} is -1'):
+        ControllerSettings(**{setting: -1})  # type: ignore[arg-type]
+
+
+def test_an_objective_of_its_own() -> None:
+    worth = {'dear': LINEAR, 'cheap': ScalingCurve((1, 64), (1.0, 64.0))}
+
+    def metric(candidate: Candidate) -> ScalingCurve:
+        return worth[candidate.name]
+
+    controller = Controller(MilpAllocator(), None, metric)
+    for name in ('cheap', 'dear'):
+        controller.handle(ev.TrainerSubmitted(0.0, Trainer(name, 1, 3, 100, LINEAR)))
+    controller.handle(ev.NodesJoined(0.0, 'b', names(4)))
+    held = {
+        name: len(t.running.nodes) for name, t in controller.state.trainers.items() if t.running
+    }
+    assert held == {'dear': 3, 'cheap': 1}
+
+
+def test_many_trainers_cost_nothing_where_nothing_changes() -> None:
+    story = RunHistory(trainers_at_a_time=300)
+    for i in range(310):
+        story.controller.handle_all(
+            (ev.TrainerSubmitted(0.0, Trainer(f't{i}', 1, 1, 10**9, LINEAR)),)
+        )
+    story.tell(ev.NodesJoined(0.0, 'b', names(99)))
+    story.tell(ev.NodesJoined(1.0, 'b', ('y',)))
+    one = story.allocator.asked[-1].bids
+    story.tell(ev.NodesJoined(2.0, 'b', ('z',)))
+    two = story.allocator.asked[-1].bids
+    assert len(two) == 300
+    assert (
+        sum(a is not b for a, b in zip(one, two, strict=True)) == 1
+    )  # whoever got the node before
+    assert story.tell(ev.TrainerCancelled(3.0, 't0')) == (StopFragment('t0', 1, 'cancelled'),)
+    story.tell(ev.FragmentEnded(3.0, 't0', 1, 0, Ending.STOPPED))
+    assert [bid.name for bid in story.allocator.asked[-1].bids] == [f't{i}' for i in range(1, 301)]
+
+
+# What trainers and administrators ask for
+
+PLENTY = 10**9
+SLOW = ScalingCurve.from_points({1: 1.0, 64: 64.0})
+
+
+def submitted(story: RunHistory, *trainers: Trainer, at: float = 0.0) -> None:
+    for trainer in trainers:
+        story.tell(ev.TrainerSubmitted(at, trainer))
+
+
+def planned(story: RunHistory) -> dict[str, int]:
+    """What the last decision gives to whom."""
+    return story.controller._planner._plan.answer.allocation  # type: ignore[union-attr]
+
+
+def test_only_allowed_counts_are_given() -> None:
+    story = RunHistory()
+    submitted(story, Trainer('net', 2, 8, PLENTY, LINEAR, sizes=(2, 4, 8)))
+    story.tell(ev.NodesJoined(0.0, 'b', names(1)))
+    assert story.held('net') == ()
+    for joined, runs in ((1, 2), (1, 2), (3, 4), (1, 4), (1, 8)):
+        nodes = len(story.controller.state.pool.nodes)
+        story.tell(ev.NodesJoined(float(nodes), 'b', names(nodes + joined)))
+        if running := story.controller.state.trainers['net'].running:
+            story.tell(ev.FragmentEnded(float(nodes), 'net', running.number, nodes, Ending.STOPPED))
+        assert len(story.held('net')) == runs
+
+
+def test_users_and_groups_have_no_more_than_their_caps() -> None:
+    story = RunHistory(caps={'user anna': 3, 'group physics': 5, 'group empty': 0})
+    submitted(
+        story,
+        Trainer('a', 1, 64, PLENTY, LINEAR, user='anna', group='physics'),
+        Trainer('b', 1, 64, PLENTY, LINEAR, user='anna'),
+        Trainer('c', 1, 64, PLENTY, LINEAR, group='physics'),
+    )
+    story.tell(ev.NodesJoined(0.0, 'b', names(20)))
+    count = {name: len(story.held(name)) for name in 'abc'}
+    assert count['a'] + count['b'] == 3
+    assert count['a'] + count['c'] == 5
+    submitted(story, Trainer('d', 1, 64, PLENTY, LINEAR), at=1.0)
+    assert len(story.held('d')) == 20 - sum(count.values())
+
+
+def test_a_deadline_gets_the_nodes_that_it_takes_and_more_as_it_falls_behind() -> None:
+    """One node trains 1 sample a second; 300 in 100 s take 3 nodes, and 250 that are left in 50 s
+    take 5.
+    """
+    story = RunHistory(metric='deadline', horizon_s=40.0)
+    submitted(
+        story,
+        Trainer('urgent', 1, 8, 300, SLOW, 0.0, 0.0, finish_by_s=1100.0),
+        Trainer('other', 1, 8, PLENTY, SLOW, priority=2.0),
+        at=1000.0,
+    )
+    story.tell(ev.NodesJoined(1000.0, 'b', names(10)))
+    assert planned(story) == {'urgent': 3, 'other': 7}
+    story.tell(ev.FragmentProgressed(1005.0, 'urgent', 1, 10, 1.0))
+    asked = len(story.allocator.asked)
+    story.tell(ev.Tick(1005.0))
+    assert len(story.allocator.asked) == asked, 'a quarter of the horizon has not passed'
+    story.tell(ev.FragmentProgressed(1050.0, 'urgent', 1, 50, 1.0))
+    story.tell(ev.Tick(1050.0))
+    assert planned(story) == {'urgent': 5, 'other': 5}
+    assert len(story.allocator.asked) == asked + 1
+
+
+def test_a_formula_that_has_no_value_any_more_leaves_the_worth_as_it_was() -> None:
+    story = RunHistory(metric='rate / deadline_s', horizon_s=40.0)
+    submitted(story, Trainer('a', 1, 8, 300, LINEAR, finish_by_s=100.0))
+    story.tell(ev.NodesJoined(0.0, 'b', names(4)))
+    story.tell(ev.NodesJoined(100.0, 'b', names(5)))
+    assert planned(story) == {'a': 5}
+
+
+def test_efficiency_holds_back_the_trainer_whose_batches_grow_worthless() -> None:
+    story = RunHistory(metric='goodput')
+    submitted(
+        story,
+        Trainer('a', 1, 64, PLENTY, LINEAR, efficiency=Efficiency((1, 2, 3), (1.0, 1.0, 0.5))),
+        Trainer('b', 1, 64, PLENTY, LINEAR, priority=0.5),
+    )
+    story.tell(ev.NodesJoined(0.0, 'b', names(6)))
+    assert (len(story.held('a')), len(story.held('b'))) == (2, 4)
+
+
+def test_who_waits_grows_in_worth() -> None:
+    """One node, two trainers; b takes over when its wait weighs more than the change."""
+    story = RunHistory(metric='rate * (1 + waited_s / 10)', horizon_s=40.0)
+    submitted(story, Trainer('a', 1, 1, PLENTY, LINEAR), Trainer('b', 1, 1, PLENTY, LINEAR))
+    story.tell(ev.NodesJoined(0.0, 'b', names(1)))
+    first, second = ('a', 'b') if story.held('a') else ('b', 'a')
+    assert any(isinstance(action, StopFragment) for action in story.tell(ev.Tick(20.0)))
+    story.tell(ev.FragmentEnded(21.0, first, 1, 5, Ending.STOPPED))
+    assert story.held(second)
+
+
+def test_who_stops_to_go_on_is_told_where() -> None:
+    """Its own nodes that stay and free ones, each foreseen for one trainer, and as they are chosen
+    when it has stopped.
+    """
+    controller = Controller(allocator_named('auto', isolated=False), ControllerSettings())
+    curve = ScalingCurve((1, 3), (10.0, 28.0))
+    controller.handle_all(
+        [
+            ev.NodesJoined(0.0, 'b', names(2)),
+            *(
+                ev.TrainerSubmitted(0.0, Trainer(name, 1, 3, curve=curve, rescale_up_s=0.1))
+                for name in ('one', 'two')
+            ),
+        ]
+    )
+    assert {
+        name: len(t.running.nodes) for name, t in controller.state.trainers.items() if t.running
+    } == {'one': 1, 'two': 1}
+    stops = {
+        a.trainer: a.then
+        for a in controller.handle(ev.NodesJoined(1.0, 'b', names(4, 'm'))).actions
+        if isinstance(a, StopFragment)
+    }
+    assert sorted(node for then in stops.values() for node in then) == sorted(
+        (*names(2), *names(4, 'm'))
+    )
+    assert len(controller.state.pool.holder) == 2  # nothing is taken yet
+    starts = [
+        a
+        for name in stops
+        for a in controller.handle(ev.FragmentEnded(2.0, name, 1, 10, Ending.STOPPED)).actions
+    ]
+    assert {a.trainer: set(a.nodes) for a in starts if isinstance(a, StartFragment)} == {
+        name: set(then) for name, then in stops.items()
+    }
+    assert [
+        a.then
+        for a in controller.handle(ev.TrainerCancelled(3.0, 'one')).actions
+        if isinstance(a, StopFragment)
+    ] == [()]

@@ -1,0 +1,139 @@
+"""The words refuse what cannot be meant, in one sentence, and a curve is linear between
+its points.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parsl_freetrain.core.allocation.objectives import METRICS, Candidate, objective_named
+from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
+from parsl_freetrain.core.model.types import Checkpoint, Efficiency, ScalingCurve, Shape, Trainer
+
+CURVE = ScalingCurve((1, 2, 4), (10.0, 19.0, 36.0))
+
+
+@pytest.mark.parametrize(
+    ('make', 'says'),
+    [
+        (lambda: ScalingCurve((), ()), 'at least one point'),
+        (lambda: ScalingCurve((1, 2), (1.0,)), '2 node counts and 1 rates'),
+        (lambda: ScalingCurve((2, 1), (1.0, 2.0)), '[2, 1]'),
+        (lambda: ScalingCurve((1, 1), (1.0, 2.0)), 'must increase'),
+        (lambda: ScalingCurve((-1, 1), (1.0, 2.0)), 'not be negative'),
+        (lambda: ScalingCurve((1,), (-1.0,)), '[-1.0]'),
+        (lambda: ScalingCurve((1,), (math.nan,)), 'finite'),
+        (lambda: ScalingCurve((0, 1), (5.0, 9.0)), 'at 0 nodes must be 0'),
+        (lambda: Trainer('net', 0, 2), "'net': min_nodes is 0"),
+        (lambda: Trainer('net', 3, 2), 'min_nodes is 3 and max_nodes 2'),
+        (lambda: Trainer('net', 1, 2, 0), 'total to train is 0'),
+        (lambda: Trainer('net', 1, 2, rescale_up_s=-1.0), 'rescale_up_s is -1.0'),
+        (lambda: Trainer('net', 1, 2, rescale_down_s=math.inf), 'rescale_down_s is inf'),
+        (
+            lambda: Trainer('net', 2, 3, sizes=(1, 4)),
+            'none of its sizes [1, 4] is from min_nodes to max_nodes, 2 to 3',
+        ),
+        (
+            lambda: Trainer(
+                'net', 1, 4, sizes=(4,), curve=ScalingCurve((1, 2, 4), (1.0, 2.0, 0.0))
+            ),
+            'rate 0 at every count',
+        ),
+        (lambda: Trainer('net', 1, 1, finish_by_s=math.nan), 'finish_by is nan'),
+        (lambda: Efficiency((1, 2), (1.0,)), 'got 2 node counts and 1 values'),
+        (lambda: Efficiency((2, 1), (1.0, 1.0)), 'must increase from 1 on: got [2, 1]'),
+        (lambda: Efficiency((1,), (1.5,)), 'between 0 and 1: got [1.5]'),
+        (lambda: Shape(data=0), 'has 0 ranks along data'),
+        (lambda: Shape(spatial=(1, 0, 1)), 'has 0 ranks along height'),
+        (lambda: Shape(spatial=(1, 1)), 'spatial is (1, 1); it must have 3 numbers'),  # type: ignore[arg-type]
+        (lambda: Shape(spatial=2), 'spatial is 2; it must have 3 numbers'),  # type: ignore[arg-type]
+        (lambda: Shape(data=2.0), 'has 2.0 ranks along data; it must be a whole number'),  # type: ignore[arg-type]
+        (lambda: Shape(data='2'), "has '2' ranks along data"),  # type: ignore[arg-type]
+        (lambda: Shape(pipeline=True), 'has True ranks along pipeline'),
+        (lambda: Shape(spatial=(2, 1, 1.0)), 'has 1.0 ranks along width'),  # type: ignore[arg-type]
+        (
+            lambda: ControllerSettings(caps={'anna': 3}),
+            "The cap 'anna' is about nobody; write 'user NAME' or 'group NAME'",
+        ),
+        (lambda: ControllerSettings(caps={'user anna': -1}), 'The cap of user anna is -1 nodes'),
+        (
+            lambda: Trainer('net', 2, 3, curve=ScalingCurve((1, 2, 3, 4), (1.0, 0.0, 0.0, 9.0))),
+            'from 2 to 3 nodes',
+        ),
+        (lambda: ControllerSettings(horizon_s=0.0), 'horizon_s is 0.0'),
+        (lambda: ControllerSettings(horizon_s=math.nan), 'horizon_s is nan'),
+        (lambda: ControllerSettings(min_hole_s=-1.0), 'min_hole_s is -1.0'),
+        (lambda: ControllerSettings(trainers_at_a_time=0), 'trainers_at_a_time is 0'),
+        (lambda: ControllerSettings(workers_per_node=0), 'at least 1'),
+        (lambda: objective_named('loss', 'metric'), "no metric 'loss'"),
+    ],
+)
+def test_bad_input_gets_one_sentence(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        make()
+    sentence = str(caught.value)
+    assert says in sentence
+    assert sentence.endswith('.')
+    assert '\n' not in sentence
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, FreeTrainError)
+
+
+def test_settings_may_be_unlimited() -> None:
+    assert (
+        ControllerSettings(idle_block_s=math.inf, trainers_at_a_time=None).trainers_at_a_time
+        is None
+    )
+
+
+def test_rate_between_before_and_behind_the_points() -> None:
+    assert [CURVE.rate_at(n) for n in (-1, 0, 1, 2, 3, 4, 5, 99)] == [
+        0,
+        0,
+        10,
+        19,
+        27.5,
+        36,
+        36,
+        36,
+    ]
+    late = ScalingCurve((4, 8), (40.0, 60.0))
+    assert [late.rate_at(n) for n in (1, 2, 4, 6)] == [10, 20, 40, 50]
+
+
+@settings(max_examples=100, deadline=None, database=None)
+@given(
+    st.dictionaries(st.integers(1, 20), st.floats(0, 1e6), min_size=1, max_size=6),
+    st.randoms(use_true_random=False),
+)
+def test_the_order_of_points_does_not_matter(points: dict[int, float], random: Random) -> None:
+    shuffled = list(points.items())
+    random.shuffle(shuffled)
+    curve = ScalingCurve.from_points(dict(shuffled))
+    assert curve == ScalingCurve.from_points(points)
+    assert {n: curve.rate_at(n) for n in points} == points
+    for n in range(25):
+        assert 0.0 <= curve.rate_at(n) <= max(points.values()) * (1 + 1e-12)
+
+
+def test_speedup_makes_unlike_trainers_comparable() -> None:
+    assert METRICS['speedup'](Candidate('a', CURVE, 1, 4)) == ScalingCurve(
+        (1, 2, 4), (1.0, 1.9, 3.6)
+    )
+    assert METRICS['throughput'](Candidate('a', CURVE, 1, 4)) is CURVE
+    assert METRICS['speedup'](
+        Candidate('a', ScalingCurve((1, 2), (0.0, 8.0)), 1, 2)
+    ) == ScalingCurve((1, 2), (0.0, 2.0))
+
+
+def test_metrics_of_a_checkpoint_are_no_part_of_its_identity() -> None:
+    assert Checkpoint('net', '/c/1', 10, 1, {'loss': 0.5}) == Checkpoint(
+        'net', '/c/1', 10, 1, {'loss': math.nan}
+    )

@@ -1,0 +1,103 @@
+"""A run that finds another one, or its blocks: without a scheduler."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import BlockRequest
+from parsl_freetrain.executor.block.adoption import NODE, Adoption
+from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.sites.provider import BackfillProvider
+from parsl_freetrain.sites.slurm import SlurmSite
+from parsl_freetrain.training.process.block_lease import (
+    Holder,
+    read_holder,
+    this_process,
+    write_holder,
+)
+
+
+def adoption(
+    folder: Path, site: Any, run: str = 'one', wait_s: float = 300.0, label: str = 'freetrain'
+) -> Adoption:
+    return Adoption(BackfillProvider(site=site), folder, label, run, wait_s)
+
+
+def named(folder: Path, label: str = 'freetrain') -> str:
+    site = SlurmSite(partition='batch')
+    adoption(folder, site, label=label).begin()
+    return site.run
+
+
+def test_the_same_folder_and_label_name_the_same_run(tmp_path: Path) -> None:
+    assert named(tmp_path) == named(tmp_path / '.' / 'x' / '..')
+    assert len({named(tmp_path), named(tmp_path, 'other'), named(tmp_path / 'x')}) == 3
+    mine = SlurmSite(partition='batch', run='mine')
+    adoption(tmp_path, mine).begin()
+    assert mine.run == 'mine'
+
+
+def test_two_runs_at_once_are_refused_before_anything_is_asked(tmp_path: Path) -> None:
+    (file,) = (tmp_path / f'holder-{named(tmp_path)}.json',)
+    with subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE) as process:
+        born = Path(f'/proc/{process.pid}/stat').read_text().rpartition(')')[2].split()[19]
+        write_holder(file, Holder('other', this_process('').host, process.pid, born))
+        with pytest.raises(
+            BadInput, match=f'Process {process.pid} of this computer is a run with the folder'
+        ):
+            adoption(tmp_path, SlurmSite(partition='batch')).begin()
+        process.kill()
+        process.wait()
+    adoption(tmp_path, SlurmSite(partition='batch')).begin()
+
+
+@pytest.mark.parametrize(
+    ('site', 'wait_s'),
+    [(LocalSite(nodes=1), 300.0), (SlurmSite(partition='batch'), 0.0)],
+    ids=['local', 'slurm'],
+)
+def test_where_blocks_end_with_the_process_there_is_nothing_to_adopt(
+    tmp_path: Path, site: Any, wait_s: float
+) -> None:
+    plain = adoption(tmp_path, site, wait_s=wait_s)
+    plain.begin()
+    assert plain.node_command() == NODE
+    assert plain.take_over(lambda job: pytest.fail(job)) == []
+    plain.end()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nodes_of_adopted_blocks_are_told_how_to_reach_this_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from parsl_freetrain.sites.protocols import FoundBlock
+
+    site = SlurmSite(partition='batch')
+    monkeypatch.setattr(
+        site, 'adopt', lambda: (FoundBlock('17', 2, 'batch'), FoundBlock('18', 1, 'batch', 4e9))
+    )
+    mine = adoption(tmp_path / "it's here", site)
+    mine.begin()
+    blocks = mine.take_over(lambda job: (f'block-{job}', f'run {job}'))
+    assert [(b.block, b.job_id, b.request.nodes) for b in blocks] == [
+        ('block-17', '17', 2),
+        ('block-18', '18', 1),
+    ]
+    assert blocks[0].request == BlockRequest(2, None, 'batch')
+    assert (blocks[1].request.walltime_s or 0) > 1e9
+    (file,) = (tmp_path / "it's here").iterdir()
+    holder = read_holder(file)
+    assert holder is not None
+    assert holder.commands == {'17': 'run 17', '18': 'run 18'}
+    assert (
+        f"--holder '{str(file).replace(chr(39), chr(39) + chr(34) + chr(39) + chr(34) + chr(39))}'"
+        in mine.node_command()
+    )
+    mine.end()
+    assert not file.exists()

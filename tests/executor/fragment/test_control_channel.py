@@ -1,0 +1,87 @@
+"""The control channel, over real sockets and with Parsl's certificates."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parsl import curvezmq
+
+from parsl_freetrain.executor.fragment.control_channel import (
+    ControlClient,
+    ControlServer,
+    reachable,
+)
+from parsl_freetrain.training.spec.messages import FromMember, Hello, StopTraining
+
+KEY = ('cnn', 3, 1)
+
+
+@pytest.fixture(params=[True, False], ids=['encrypted', 'plain'])
+def cert_dir(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
+    return str(curvezmq.create_certificates(str(tmp_path))) if request.param else None
+
+
+@pytest.fixture
+def server(cert_dir: str | None) -> Iterator[ControlServer]:
+    server = ControlServer(cert_dir, '127.0.0.1', (50000, 60000))
+    yield server
+    server.close()
+
+
+def next_item(receive: Callable[[], Any]) -> Any:
+    for _ in range(100):
+        if item := receive():
+            return item
+    raise AssertionError('nothing came')
+
+
+def from_server(server: ControlServer) -> list[Any]:
+    return list(server.receive(0.1))
+
+
+def test_messages_go_both_ways_once_a_member_has_spoken(
+    server: ControlServer, cert_dir: str | None
+) -> None:
+    assert not server.send(KEY, StopTraining('test'))
+    client = ControlClient(['192.0.2.1', '127.0.0.1'][1:], server.port, cert_dir, KEY)
+    try:
+        client.send(Hello('n1'))
+        assert next_item(lambda: from_server(server)) == [FromMember('cnn', 3, 1, Hello('n1'))]
+        assert server.send(KEY, StopTraining('shutdown'))
+        client.socket.poll(10_000)
+        assert client.receive() == StopTraining('shutdown')
+        assert client.receive() is None
+        server.forget('cnn', 3)
+        assert not server.send(KEY, StopTraining('test'))
+    finally:
+        client.close()
+
+
+def test_a_post_from_another_thread_wakes_the_receiver(server: ControlServer) -> None:
+    poster = threading.Timer(0.05, server.post, ['hello'])
+    poster.start()
+    assert next(iter(server.receive(30))) == 'hello'
+    poster.join()
+
+
+def test_a_client_without_certificates_is_not_heard(tmp_path: Path) -> None:
+    server = ControlServer(
+        str(curvezmq.create_certificates(str(tmp_path))), '127.0.0.1', (50000, 60000)
+    )
+    stranger = ControlClient(['127.0.0.1'], server.port, None, KEY)
+    try:
+        stranger.socket.setsockopt(17, 0)  # LINGER: what was never delivered must not delay the end
+        stranger.send(Hello('n1'))
+        assert not any(from_server(server) for _ in range(5))
+    finally:
+        stranger.close()
+        server.close()
+
+
+def test_an_unreachable_executor_is_a_sentence_with_the_addresses() -> None:
+    with pytest.raises(ConnectionError, match=r'127\.0\.0\.1.*address='):
+        reachable(['127.0.0.1'], 1, timeout_s=1)

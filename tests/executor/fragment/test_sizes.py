@@ -1,0 +1,153 @@
+"""Trainers that run on certain node counts only, in a shape of their own at each, under an
+executor's limits.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from parsl_freetrain import (
+    FragmentContext,
+    LocalSite,
+    Owner,
+    Scaling,
+    Shape,
+    Throughput,
+    freetrain_app,
+)
+from parsl_freetrain.cli.main import main
+from parsl_freetrain.ledger.reader import Reader
+from tests.support.training import freetrain
+from tests.support.waiting import LIMIT_S, wait_until
+
+
+def halves(ctx: FragmentContext) -> None:
+    """Adds up a weight over the halves of each sample; slow on one node."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    model = torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    parts, group = ctx.shape.spatial[2], ctx.mesh.get_group('width')
+    mine = dist.get_rank(group)
+
+    def whole(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=group)
+        return gradient
+
+    model.weight.register_hook(whole)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.001))
+    for x in ctx.loop([torch.ones(4)] * 1000, batch_size=10):
+        part = torch.zeros(4)
+        part[mine * 4 // parts : (mine + 1) * 4 // parts] = 1.0
+        optimizer.zero_grad()
+        model(x * part).mean().backward()
+        optimizer.step()
+        ctx.report(**{f'on {ctx.nodes} nodes': parts, 'weight': model.weight.mean().item()})
+        time.sleep(0.2 * (ctx.nodes == 1))
+
+
+def holds(ctx: FragmentContext, go: str) -> None:
+    """Keeps its nodes until there is a file ``go``."""
+    import time
+
+    import torch
+
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for x in ctx.loop([torch.ones(1)] * 4, batch_size=4):
+        while not Path(go).exists():
+            time.sleep(0.05)
+        model(x).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.slow
+def test_fragments_have_allowed_counts_and_shapes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of five nodes three may be used, and one more is kept free. Otto has two of the three; when
+    they are his no more, two are used.
+
+    Otto's trainer would take four, but he may have no more than two. The other one runs on one, two
+    or four.
+    """
+    go = tmp_path / 'go'
+    first = freetrain_app(
+        min_nodes=2,
+        max_nodes=4,
+        total_epochs=1,
+        mode=Throughput(),
+        scaling=Scaling(rate={2: 4.0, 4: 8.0}),
+        owner=Owner(user='otto'),
+    )(holds)
+    trainer = freetrain_app(
+        max_nodes=5,
+        sizes={1: Shape(), 2: Shape(spatial=(1, 1, 2)), 4: Shape(data=2, spatial=(1, 1, 2))},
+        mode=Throughput(),
+        total_samples=2000,
+        scaling=Scaling(rate={1: 1.0, 4: 4.0}, rescale_up_s=0.1, rescale_down_s=0.1),
+        owner=Owner(user='anna'),
+    )(halves)
+    with freetrain(
+        tmp_path,
+        LocalSite(nodes=5, poll_s=0.2),
+        min_rescale_s=0.5,
+        keep_free=1,
+        max_nodes=3,
+        caps={'user otto': 2},
+    ) as executor:
+
+        def why() -> str:
+            status = main(['why', 'halves', '--ledger', str(executor.ledger_path)])
+            said = capsys.readouterr().out
+            return said if status == 0 else ''
+
+        def nodes_here() -> int:
+            with Reader(executor.ledger_path) as ledger:
+                return sum(node.left_at is None for node in ledger.story().nodes)
+
+        before = first(str(go))
+        wait_until(lambda: before.progress().nodes == 2, 'the first one does not start')
+        future = trainer()
+        wait_until(
+            lambda: (
+                'halves is running: fragment 1 on 1 node (data 1 x spatial 1x1x1 x pipeline 1)'
+                in why()
+            )
+        )
+        assert before.progress().nodes == 2
+        assert main(['status', '--json', '--ledger', str(executor.ledger_path)]) == 0
+        assert [t['shape'] for t in json.loads(capsys.readouterr().out)['trainers']] == [
+            None,
+            'data 1 x spatial 1x1x1 x pipeline 1',
+        ]
+        wait_until(lambda: nodes_here() == 3 + 1, 'none is kept free')
+        go.touch()
+        done = future.result(LIMIT_S)
+    assert done.samples == 2000
+    assert (
+        abs(done.metrics['weight'] + 0.2) < 1e-4
+    )  # each of 200 steps takes off 0.001, whoever worked it out
+    assert {name: value for name, value in done.metrics.items() if name.startswith('on')} == {
+        'on 1 nodes': 1,
+        'on 2 nodes': 2,
+    }
+    with Reader(executor.ledger_path) as ledger:
+        story = ledger.story()
+    assert [
+        len(fragment.nodes) for fragment in story.fragments if fragment.trainer == 'halves'
+    ] == [1, 2]
+    [spec] = [trainer.spec for trainer in story.trainers if trainer.name == 'halves']
+    assert (spec['min_nodes'], spec['max_nodes'], spec['sizes'], spec['stated_costs']) == (
+        1,
+        4,
+        [1, 2, 4],
+        ['up', 'down'],
+    )

@@ -1,0 +1,69 @@
+"""Ranks of the next fragment on nodes that are free: what becomes of the tasks that start them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from parsl.app.errors import RemoteExceptionWrapper
+
+from parsl_freetrain.core.model.events import StartFragment
+from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.executor.fragment.control_channel import ControlServer
+from parsl_freetrain.executor.fragment.standby import StandbyLauncher
+from parsl_freetrain.executor.fragment.state import RunningFragment
+from parsl_freetrain.executor.interchange import PIN
+
+
+@pytest.fixture
+def control() -> Iterator[ControlServer]:
+    server = ControlServer(None, '127.0.0.1', (50000, 60000))
+    yield server
+    server.close()
+
+
+def raised_there() -> RemoteExceptionWrapper:
+    try:
+        raise OSError('no room for a log')
+    except OSError:
+        return RemoteExceptionWrapper(*sys.exc_info())
+
+
+@pytest.mark.parametrize(
+    ('comes', 'said'),
+    [
+        (raised_there(), 'no room for a log'),
+        (RuntimeError('its manager is gone'), 'its manager is gone'),
+        ([], ''),
+    ],
+)
+def test_why_no_rank_runs_ahead_on_a_free_node_is_logged(
+    control: ControlServer, caplog: pytest.LogCaptureFixture, comes: Any, said: str
+) -> None:
+    sent: list[tuple[str, Future[Any]]] = []
+
+    def submit(context: dict[str, Any], _: bytes) -> Future[Any]:
+        sent.append((context['resource_spec'][PIN], Future()))
+        return sent[-1][1]
+
+    fragment = RunningFragment(
+        StartFragment('cnn', 7, ('n0', 'n1'), None, 0),
+        0.0,
+        Checkpoint('cnn', '', 0, 0),
+        outer=Future(),
+        started_at=1.0,
+    )
+    launcher = StandbyLauncher(control, submit)
+    assert launcher.send(fragment, ('n0', 'n9'), lambda *_: None)  # type: ignore[arg-type]
+    ((node, future),) = sent
+    assert node == 'n9'
+    if isinstance(comes, BaseException):
+        future.set_exception(comes)
+    else:
+        future.set_result(comes)
+    assert [record.getMessage() for record in caplog.records if record.levelname == 'WARNING'] == (
+        [f'No ranks run ahead of the next fragment on a free node: {said}'] if said else []
+    )

@@ -1,0 +1,244 @@
+"""What the members of a fragment said, brought to a verdict."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import cloudpickle
+import pytest
+import tblib
+
+from parsl_freetrain.core.model.events import Ending, StartFragment
+from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.executor.fragment.rank_result import RankResult
+from parsl_freetrain.executor.fragment.state import RunningFragment
+from parsl_freetrain.training.spec.messages import Ending as Ending_
+from parsl_freetrain.training.spec.messages import Outcome, RankError, StateLeft
+from parsl_freetrain.training.spec.order import Handover
+
+START = Checkpoint('cnn', '', 0, 0)
+
+
+def running_fragment(nodes: int = 2) -> RunningFragment:
+    return RunningFragment(
+        StartFragment('cnn', 7, tuple(f'n{i}' for i in range(nodes)), None, 0), 0.0, START
+    )
+
+
+def result(rank: int, node: str = '', **more: Any) -> RankResult:
+    return RankResult(rank, node, f'/logs/rank-{rank}.log', **more)
+
+
+def outcome(rank: int, how: Ending_, node: str = '', **more: Any) -> RankResult:
+    return result(rank, node, outcome=Outcome(how, **more))
+
+
+def user_error(error: Exception) -> RankError:
+    try:
+        raise error
+    except Exception as raised:
+        trace = tblib.Traceback(sys.exc_info()[2]).as_dict()
+        return RankError(
+            type(raised).__name__,
+            str(raised),
+            'Traceback of the node',
+            cloudpickle.dumps((raised, trace)),
+        )
+
+
+def test_it_is_over_when_every_member_came_back_or_lost_its_node() -> None:
+    fragment = running_fragment(3)
+    fragment.settled[0] = []
+    assert not fragment.over()
+    fragment.lose({'n1', 'n10'})
+    assert fragment.lost == {1}
+    fragment.settled[2] = RuntimeError('gone')
+    assert fragment.over()
+
+
+def test_a_finished_rank_decides_and_gives_the_checkpoint() -> None:
+    fragment = running_fragment()
+    fragment.settled = {
+        0: [outcome(0, 'finished', path='/c/9', samples=900)],
+        1: [outcome(1, 'finished', path=None, samples=900)],
+    }
+    verdict = fragment.verdict()
+    assert (verdict.ending, verdict.checkpoint) == (
+        Ending.FINISHED,
+        Checkpoint('cnn', '/c/9', 900, 7),
+    )
+
+
+def test_the_checkpoint_is_rank_0s_whoever_came_back_first() -> None:
+    fragment = running_fragment()
+    fragment.note_checkpoint('/c/3', 300, {})  # the news of the last one are still on their way
+    fragment.settled = {
+        1: [outcome(1, 'finished', path=None, samples=900)],
+        0: [outcome(0, 'finished', path='/c/9', samples=900)],
+    }
+    assert fragment.verdict().checkpoint == Checkpoint('cnn', '/c/9', 900, 7)
+
+
+def test_without_rank_0s_word_a_fragment_is_not_finished() -> None:
+    fragment = running_fragment()
+    fragment.note_checkpoint('/c/3', 300, {})
+    fragment.lose({'n0'})
+    fragment.settled = {1: [outcome(1, 'finished', path=None, samples=900)]}
+    assert fragment.verdict().ending is Ending.PREEMPTED
+
+
+def test_a_lost_node_is_a_preemption_even_if_a_survivor_raised() -> None:
+    fragment = running_fragment()
+    fragment.note_checkpoint('/c/3', 300, {'loss': 0.5})
+    fragment.lose({'n1'})
+    fragment.settled = {
+        0: [
+            outcome(
+                0, 'error', samples=350, error=user_error(RuntimeError('Connection closed by peer'))
+            )
+        ]
+    }
+    verdict = fragment.verdict()
+    assert verdict.ending is Ending.PREEMPTED
+    assert verdict.checkpoint.samples == 300
+    assert '1 of its 2 nodes' in verdict.error
+
+
+def test_the_users_exception_comes_back_with_its_traceback_fragment_and_log() -> None:
+    fragment = running_fragment()
+    fragment.settled = {
+        0: [outcome(0, 'peer-lost', samples=10)],
+        1: [outcome(1, 'error', samples=10, error=user_error(KeyError('lr')))],
+    }
+    verdict = fragment.verdict()
+    assert verdict.ending is Ending.FAILED
+    assert isinstance(verdict.exception, KeyError)
+    assert verdict.exception.__traceback__ is not None
+    [note] = verdict.exception.__notes__
+    assert 'fragment 7' in note
+    assert '/logs/rank-1.log' in note
+    assert 'Traceback of the node' in note
+
+
+def test_an_exception_that_cannot_be_loaded_keeps_its_text() -> None:
+    fragment = running_fragment(1)
+    error = RankError('Odd', 'only here', 'Traceback of the node')
+    fragment.settled = {0: [outcome(0, 'error', samples=0, error=error)]}
+    assert 'Odd: only here' in str(fragment.verdict().exception)
+
+
+@pytest.mark.parametrize(('status', 'words'), [(-9, 'SIGKILL'), (-11, 'SIGSEGV'), (3, 'status 3')])
+def test_a_dead_rank_is_named_with_its_signal_and_log(status: int, words: str) -> None:
+    fragment = running_fragment(1)
+    fragment.settled = {0: [result(0, status=status)]}
+    verdict = fragment.verdict()
+    assert verdict.ending is Ending.PREEMPTED
+    assert words in verdict.error
+    assert '/logs/rank-0.log' in verdict.error
+
+
+def test_the_culprit_is_named_before_those_who_suffer() -> None:
+    fragment = running_fragment(2)
+    fragment.settled = {
+        0: [
+            outcome(
+                0,
+                'peer-lost',
+                error=RankError('E', 'Connection closed by peer [10.0.0.2]:1', ''),
+                node='n-a',
+            )
+        ],
+        1: [result(1, 'n-b', killed='was stopped')],
+    }
+    assert (
+        fragment.verdict().error == 'rank 1 on n-b was stopped; its output is in /logs/rank-1.log'
+    )
+    fragment.settled[1] = []
+    assert (
+        fragment.verdict().error
+        == 'rank 0 on n-a lost touch with another rank: Connection closed by peer [10.0.0.2]:1'
+    )
+
+
+def test_what_it_was_given_up_for_is_the_cause_and_not_the_ranks_killed_for_it() -> None:
+    fragment = running_fragment(1)
+    fragment.abandoned = 'it did not stop within 2 s'
+    fragment.settled = {0: [result(0, status=-9)]}
+    assert fragment.verdict().error == 'it did not stop within 2 s'
+
+
+def test_lost_nodes_are_named_with_the_reason() -> None:
+    fragment = running_fragment(3)
+    fragment.names = {1: 'nid007'}
+    fragment.lose({'n1', 'n2'}, {'n1': 'no sign of life for 12 s'})
+    assert fragment.verdict().error == (
+        '2 of its 3 nodes were lost: nid007 (no sign of life for 12 s), n2 (its manager '
+        'or its block is gone)'
+    )
+
+
+def test_silence_counts_only_while_somebody_listens() -> None:
+    fragment = running_fragment(2)
+    fragment.heard = {0: 100.0, 1: 108.0}
+    assert fragment.silent(111.0, 12.0) == {}
+    assert fragment.silent(112.5, 12.0).keys() == {'n0'}
+    fragment.nobody_listened(60.0)  # a computer that slept, or a decision that took long
+    assert fragment.silent(161.0, 12.0) == {}
+    fragment.settled[0] = []
+    fragment.lose({'n1'})
+    assert fragment.silent(1000.0, 12.0) == {}
+
+
+def test_ranks_that_ended_without_their_task_coming_back_tell_of_a_manager_that_is_stuck() -> None:
+    fragment = running_fragment(1)
+    fragment.heard, fragment.ended = {0: 100.0}, {0: {0: 101.0}}
+    assert fragment.silent(112.0, 12.0) == {}
+    assert 'manager' in fragment.silent(113.5, 12.0)['n0']
+
+
+@pytest.mark.parametrize(
+    ('how', 'samples', 'goes_on'),
+    [
+        ('stopped', 900, True),
+        ('stopped', 800, False),
+        ('finished', 900, False),
+        ('peer-lost', 900, False),
+    ],
+)
+def test_what_is_left_in_memory_counts_if_it_is_what_was_committed_at_the_end(
+    how: Ending_, samples: int, goes_on: bool
+) -> None:
+    fragment = running_fragment(1)
+    left = StateLeft('d', samples, here=True)
+    fragment.settled = {0: [outcome(0, how, path='/c/9', samples=900, left=left)]}
+    assert fragment.handover(fragment.verdict()) == (
+        ('n0', Handover('d', '/c/9', 900, 7)) if goes_on else None
+    )
+
+
+@pytest.mark.parametrize(
+    ('sent', 'kept', 'node'),
+    [
+        ({'here': False}, {'here': True}, 'n1'),
+        ({'here': True}, None, 'n0'),
+        ({'here': False}, None, ''),
+        ({'here': False}, {'here': True, 'digest': 'e'}, ''),  # what arrived is something else
+        (None, {'here': True}, ''),
+    ],
+)
+def test_what_rank_0_has_sent_is_handed_over_where_just_that_was_kept(
+    sent: dict[str, Any] | None, kept: dict[str, Any] | None, node: str
+) -> None:
+    fragment = running_fragment(2)
+    there, here = [
+        None if left is None else StateLeft(**{'digest': 'd', 'samples': 900, **left})
+        for left in (kept, sent)
+    ]
+    fragment.settled = {
+        1: [outcome(1, 'stopped', path=None, samples=900, left=there)],
+        0: [outcome(0, 'stopped', path='/c/9', samples=900, left=here)],
+    }
+    assert fragment.handover(fragment.verdict()) == (
+        (node, Handover('d', '/c/9', 900, 7)) if node else None
+    )

@@ -1,0 +1,211 @@
+"""Events of one instant lead to one decision; after any failure no future waits for ever."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from parsl.executors import HighThroughputExecutor
+
+from parsl_freetrain import (
+    Checkpoint,
+    FragmentContext,
+    FreeTrainError,
+    LocalSite,
+    Scaling,
+    TrainerFailed,
+    freetrain_app,
+)
+from parsl_freetrain.core.allocation.problem import Answer, Problem
+from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
+from parsl_freetrain.core.controller.controller import Controller
+from parsl_freetrain.core.controller.state import Reply
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.executor import commands as co
+from parsl_freetrain.executor.fragment.control_channel import ControlServer
+from parsl_freetrain.executor.gather import gather
+from parsl_freetrain.ledger.reader import Reader
+from tests.support.training import fit, freetrain
+from tests.support.waiting import LIMIT_S, wait_until
+
+short = freetrain_app(max_nodes=1, total_epochs=2)
+
+
+def leave(ctx: FragmentContext) -> None:
+    """Leave the process as scripts do."""
+    import sys
+
+    fit_nothing = ctx.samples
+    sys.exit(f'enough after {fit_nothing}')
+
+
+def test_four_nodes_that_join_within_30_ms_get_one_decision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nodes' greetings are held until all four have come, and passed on 10 ms apart."""
+    post, held = ControlServer.post, list[co.GreetingReturned]()
+
+    def hold(self: ControlServer, item: Any) -> None:
+        if not isinstance(item, co.GreetingReturned):
+            post(self, item)
+            return
+        held.append(item)
+        if len(held) == 4:
+            for greeting in held:
+                post(self, greeting)
+                time.sleep(0.01)
+
+    monkeypatch.setattr(ControlServer, 'post', hold)
+    with freetrain(tmp_path, LocalSite(nodes=4, poll_s=0.2)) as executor:
+        trainer = freetrain_app(
+            max_nodes=4, total_epochs=2, scaling=Scaling(rate={1: 1.0, 4: 4.0})
+        )(fit)
+        assert trainer().result(LIMIT_S).samples == 192
+    with Reader(executor.ledger_path) as ledger:
+        story = ledger.story()
+        joined = [
+            [len(event.nodes) for event in batch.events if isinstance(event, ev.NodesJoined)]
+            for batch in ledger.batches(story.runs[0])
+        ]
+    assert [nodes for nodes in joined if nodes] == [[1, 1, 1, 1]]
+    assert [len(fragment.nodes) for fragment in story.fragments] == [4]
+
+
+def test_only_nodes_that_are_expected_are_waited_for() -> None:
+    """And not even for those, when something comes that cannot wait."""
+    control = ControlServer(None, '127.0.0.1', (50000, 60000))
+    greeting: Future[Any] = Future()
+    greeting.set_result({})
+    joins = co.GreetingReturned('b', 'm', greeting)
+    try:
+        for waiting, expected, at_least_s, most_s in (
+            ((joins,), 1, 0.0, 0.04),
+            ((joins,), 2, 0.045, 5.0),
+            ((joins, co.CancelTrainer('a')), 2, 0.0, 0.04),
+            ((co.CancelTrainer('a'),), 2, 0.0, 0.04),
+        ):
+            took_s = []
+            for _ in range(20):  # the machine may be busy: the fastest counts
+                for item in waiting:
+                    control.post(item)
+                begun = time.monotonic()
+                assert gather(control, 10.0, lambda n=expected: n) == list(waiting)  # type: ignore[misc]
+                took_s.append(time.monotonic() - begun)
+            assert at_least_s <= min(took_s) <= most_s
+    finally:
+        control.close()
+
+
+def test_where_no_node_can_be_used_trainers_fail_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the nodes' logs is no folder: every node's first task fails."""
+    start = LocalSite.start
+
+    def spoil(self: LocalSite) -> None:
+        logs = tmp_path / 'checkpoints' / 'logs'
+        logs.rename(logs.with_name('logs of the template'))
+        logs.touch()
+        start(self)
+
+    monkeypatch.setattr(LocalSite, 'start', spoil)
+    with freetrain(tmp_path, LocalSite(nodes=3, poll_s=0.2), stop_grace_s=1.0) as executor:
+        future = freetrain_app(max_nodes=3, total_epochs=2)(fit)()
+        with pytest.raises(TrainerFailed, match='the first 3 nodes could not be used'):
+            future.result(LIMIT_S)
+        assert future.state == 'failed' and not future.cancelled()
+    with Reader(executor.ledger_path) as ledger:
+        (trainer,) = ledger.story().trainers
+    assert trainer.state == 'failed' and 'the first 3 nodes' in trainer.why
+
+
+def test_a_trainer_submitted_after_the_interchange_has_died_fails_at_once(tmp_path: Path) -> None:
+    app = short(fit)
+    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), stop_grace_s=1.0) as executor:
+        before = app()
+        assert executor.interchange_proc is not None
+        psutil.Process(executor.interchange_proc.pid).kill()
+        for future in (before, app()):
+            with pytest.raises(TrainerFailed, match='interchange has ended'):
+                future.result(LIMIT_S)
+        with pytest.raises(TrainerFailed, match='interchange has ended'):
+            app().result(LIMIT_S)
+
+
+def test_a_function_that_leaves_the_process_fails_its_trainer_alone(tmp_path: Path) -> None:
+    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2)):
+        left = short(leave)()
+        with pytest.raises(FreeTrainError):
+            left.result(LIMIT_S)
+        assert short(fit)().result(LIMIT_S).samples == 192
+
+
+def test_an_allocator_that_fails_is_asked_again(tmp_path: Path) -> None:
+    class Moody(EqualShareAllocator):
+        asked = 0
+
+        def allocate(self, problem: Problem) -> Answer:
+            self.asked += 1
+            if self.asked < 4:
+                raise RuntimeError('not now')
+            return super().allocate(problem)
+
+    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), solver=Moody()):
+        assert short(fit)().result(LIMIT_S).samples == 192
+
+
+def test_whatever_ends_the_event_loop_fails_all_futures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle_all, broken = Controller.handle_all, threading.Event()
+
+    def handle(self: Controller, events: Any) -> Reply:
+        if broken.is_set():
+            raise KeyboardInterrupt('a test')
+        return handle_all(self, events)
+
+    monkeypatch.setattr(Controller, 'handle_all', handle)
+    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), stop_grace_s=1.0) as executor:
+        app = freetrain_app(max_nodes=1, total_epochs=1000)(fit)
+        running, waiting = app(pause_s=0.03), app(pause_s=0.03)
+        wait_until(lambda: running.progress().samples, 'it does not train')
+        broken.set()
+        for future in (running, waiting):
+            with pytest.raises(TrainerFailed, match='event loop.*ended with KeyboardInterrupt'):
+                future.result(LIMIT_S)
+        with pytest.raises(TrainerFailed, match='event loop.*ended with KeyboardInterrupt'):
+            app().result(LIMIT_S)
+        task: Future[Checkpoint] = running.checkpoints[-1]
+        assert task.result(LIMIT_S).trainer == 'fit'  # what the fragment has saved, if anything
+        wait_until(lambda: not executor.connected_managers(), 'its nodes are not given back')
+    with Reader(executor.ledger_path) as ledger:
+        story = ledger.story()
+    assert story.runs[0].how == 'error' and story.runs[0].ended_at is not None
+    assert {trainer.state for trainer in story.trainers} >= {'interrupted'}
+
+
+def test_a_start_that_fails_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: HighThroughputExecutor) -> None:
+        raise RuntimeError('no port is free')
+
+    monkeypatch.setattr(HighThroughputExecutor, 'start', fail)
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    with (
+        pytest.raises(RuntimeError, match='no port is free'),
+        freetrain(tmp_path, LocalSite(nodes=1)),
+    ):
+        pass
+    with Reader(tmp_path / 'checkpoints' / 'ledger.sqlite') as ledger:
+        (run,) = ledger.story().runs
+    assert (run.how, run.ended_at is not None) == ('not started', True)
+    wait_until(
+        lambda: before >= {process.pid for process in psutil.Process().children(recursive=True)},
+        'a process was left',
+    )

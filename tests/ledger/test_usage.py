@@ -1,0 +1,43 @@
+"""What earlier runs have used of a budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from parsl_freetrain.core.model.events import TrainerSubmitted
+from parsl_freetrain.core.model.types import Trainer
+from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.ledger.usage import used_node_s
+
+
+def test_fragments_of_all_runs_count_for_their_owners(tmp_path: Path) -> None:
+    path = tmp_path / 'ledger.sqlite'
+    assert used_node_s(path) == {}
+    for run, begin in (('first', 1000.0), ('second', 2000.0)):
+        ledger = Ledger(path)
+        ledger.begin_run(run, at=begin, parsl_run_dir='', command='')
+        for name, owner in (('a', 'anna'), ('b', '')):
+            trainer = Trainer(name, 1, 4, user=owner, group='lab')
+            ledger.decisions.batch(begin, (TrainerSubmitted(begin, trainer),))
+            ledger.trainers.submitted(name=name, at=begin, spec={}, total_samples=None, samples=0)
+            nodes = ['n0', 'n1'] if name == 'a' else ['n2']
+            ledger.trainers.fragment_decided(
+                name, 1, at=begin, task_id=None, nodes=nodes, deadline=None, from_samples=0
+            )
+        ledger.trainers.fragment_ended(
+            'a', 1, at=begin + 50, ending='stopped', samples=0, reached=0
+        )
+        ledger.commit()
+        if run == 'first':  # b's fragment is cut off with its run
+            ledger.end_run(run, at=begin + 80, how='finished')
+        else:
+            ledger.trainers.fragment_ended(
+                'b', 1, at=begin + 20, ending='stopped', samples=0, reached=0
+            )
+        ledger.close()
+    used = used_node_s(path)
+    assert used['user anna'] == used['trainer a'] == pytest.approx(2 * 2 * 50)
+    assert used['trainer b'] == pytest.approx(80 + 20)
+    assert used['group lab'] == used['total'] == pytest.approx(200 + 100)

@@ -1,0 +1,227 @@
+"""What ``freetrain plan`` says to expect of the holes of now."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from parsl_freetrain.cli.main import main
+from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import ScalingCurve, Trainer
+from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.replay.prospect import ENDLESS, PlannedBlock, prospects, trainers_at
+from parsl_freetrain.replay.trainers import ReplayTrainer
+from tests.support.batch_tests import Rehearsal
+from tests.support.ledgers import demo_ledger
+
+LINEAR = ScalingCurve((0, 4), (0.0, 40.0))
+SETTINGS = ControllerSettings(min_hole_s=5.0)
+
+
+def trainer(
+    total: int, name: str = 'a', submit_s: float = 0.0, worth: ScalingCurve = LINEAR, least: int = 1
+) -> ReplayTrainer:
+    return ReplayTrainer(
+        Trainer(name, least, 4, total, LINEAR, rescale_up_s=2.0, rescale_down_s=0.0),
+        submit_s,
+        worth,
+    )
+
+
+def block(nodes: int, seconds: float, preemptible: bool = False) -> PlannedBlock:
+    """A block that takes all of its hole."""
+    return PlannedBlock(nodes, seconds, seconds, preemptible)
+
+
+def test_one_block_for_one_trainer() -> None:
+    # 4 nodes for 100 s at 40 samples/s; at worst they come 20 s later.
+    [far] = prospects([block(4, 100.0)], [trainer(10_000)], SETTINGS, 20.0, 1000.0)
+    assert (
+        far.left == 10_000
+        and far.samples == pytest.approx((3200, 4000))
+        and far.finish_s == (None, None)
+    )
+    [near] = prospects([block(4, 100.0)], [trainer(3600)], SETTINGS, 20.0, 1000.0)
+    assert (
+        near.samples == pytest.approx((3200, 3600))
+        and near.finish_s[0] == pytest.approx(90)
+        and near.finish_s[1] is None
+    )
+    [sure] = prospects([block(4, 100.0)], [trainer(800)], SETTINGS, 20.0, 1000.0)
+    assert sure.samples == pytest.approx((800, 800)) and list(sure.finish_s) == pytest.approx(
+        [20, 40]
+    )
+
+
+def test_what_can_be_preempted_promises_nothing() -> None:
+    [one] = prospects([block(4, 100.0, preemptible=True)], [trainer(ENDLESS)], SETTINGS, 0.0, 50.0)
+    assert (
+        one.left is None
+        and one.samples == pytest.approx((0, 2000))
+        and one.finish_s == (None, None)
+    )
+
+
+def test_no_block_too_short_a_block_and_too_few_nodes() -> None:
+    for blocks in ([], [block(4, 10.0)], [block(0, 100.0)]):
+        [one] = prospects(blocks, [trainer(100)], SETTINGS, 20.0, 50.0)
+        assert one.samples[0] == 0 and one.finish_s[1] is None
+    [wide] = prospects([block(1, 100.0)], [trainer(100, least=2)], SETTINGS, 0.0, 50.0)
+    assert wide.samples == (0, 0)
+
+
+def test_trainers_share_what_there_is() -> None:
+    both = prospects(
+        [block(2, 100.0)] * 2, [trainer(100_000), trainer(100_000, 'b')], SETTINGS, 0.0, 50.0
+    )
+    assert sum(one.samples[1] for one in both) == pytest.approx(4000)
+
+
+def test_what_counts_is_the_walltime_and_not_the_hole() -> None:
+    # 60 of 100 s are asked for: 20 s late there is still time for all of them, 50 s late there is
+    # not.
+    for late_s, least in ((20.0, 2400), (50.0, 2000)):
+        [one] = prospects(
+            [PlannedBlock(4, 60.0, 100.0)], [trainer(ENDLESS)], SETTINGS, late_s, 1000.0
+        )
+        assert one.samples == pytest.approx((least, 2400))
+    # Nothing is planned: the block has its walltime whenever it starts.
+    [free] = prospects([PlannedBlock(4, 60.0)], [trainer(2400)], SETTINGS, 20.0, 10.0)
+    assert free.samples == pytest.approx((2400, 2400)) and list(free.finish_s) == pytest.approx(
+        [60, 80]
+    )
+    # One that can be preempted does not outlive its walltime either.
+    [may_go] = prospects(
+        [PlannedBlock(4, 60.0, preemptible=True)], [trainer(ENDLESS)], SETTINGS, 20.0, 1000.0
+    )
+    assert may_go.samples == pytest.approx((0, 2400))
+
+
+def test_fragments_use_several_blocks_only_where_the_site_lets_them() -> None:
+    for spans, samples in ((True, 4000), (False, 0)):
+        settings = ControllerSettings(min_hole_s=5.0, spans_blocks=spans)
+        [one] = prospects([block(2, 100.0)] * 2, [trainer(ENDLESS, least=4)], settings, 0.0, 50.0)
+        assert one.samples == pytest.approx((samples, samples))
+
+
+def test_when_trainers_come_and_what_they_are_worth_is_as_their_file_says() -> None:
+    [late] = prospects([block(4, 100.0)], [trainer(ENDLESS, submit_s=30.0)], SETTINGS, 0.0, 50.0)
+    assert late.samples == pytest.approx((2800, 2800))
+    dear = ScalingCurve((0, 4), (0.0, 4000.0))
+    one, other = prospects(
+        [block(4, 100.0)],
+        [trainer(ENDLESS), trainer(ENDLESS, 'b', worth=dear)],
+        SETTINGS,
+        0.0,
+        50.0,
+    )
+    assert one.samples == (0, 0) and other.samples == pytest.approx((4000, 4000))
+
+
+def test_plan_tells_of_the_blocks_that_would_be_submitted(
+    pbs: Rehearsal, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody wants the nodes and nothing preempts the block: it takes what its walltime says, on
+    one site's terms.
+    """
+    trainers = tmp_path / 'trainers.json'
+    trainers.write_text(
+        '[{"name": "cnn", "max_nodes": 4, "total_samples": 1000000, "nodes": [1, 4], '
+        '"samples_per_s": [10, 40]}]'
+    )
+    for mode, samples in (('backfill', [36_000.0, 36_000.0]), ('preemptible', [0.0, 36_000.0])):
+        site = tmp_path / 'site.toml'
+        site.write_text(f'[pbspro]\nqueue = "batch"\nlongest_s = 900\nmode = "{mode}"\n')
+        assert main(['plan', '--site', str(site), '--trainers', str(trainers), '--json']) == 0
+        told = json.loads(capsys.readouterr().out)
+        [only] = told['blocks']
+        assert [only[what] for what in ('nodes', 'walltime_s', 'hole_s', 'preemptible')] == [
+            4,
+            900,
+            None,
+            mode == 'preemptible',
+        ]
+        assert told['trainers'] == [
+            {
+                'trainer': 'cnn',
+                'left': 1_000_000,
+                'samples': pytest.approx(samples),
+                'finish_s': [None, None],
+            }
+        ]
+        assert main(['plan', '--site', str(site)]) == 0
+        said = capsys.readouterr().out
+        assert 'for 900 s' in said and ('until preempted' in said) == (mode == 'preemptible')
+    assert pbs.jobs() == {}
+
+
+def test_plan_goes_by_whether_the_site_lets_fragments_use_several_blocks(
+    pbs: Rehearsal, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainers = tmp_path / 'trainers.json'
+    trainers.write_text(
+        '[{"name": "cnn", "min_nodes": 4, "max_nodes": 4, "total_samples": 1000000, '
+        '"nodes": [4], "samples_per_s": [40]}]'
+    )
+    for spans, samples in (('true', 36_000.0), ('false', 0.0)):
+        site = tmp_path / 'site.toml'
+        site.write_text(
+            f'[pbspro]\nqueue = "batch"\nlongest_s = 900\nmost_nodes = 2\nspans_blocks = {spans}\n'
+        )
+        assert main(['plan', '--site', str(site), '--trainers', str(trainers), '--json']) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told['trainers'][0]['samples'] == pytest.approx([samples] * 2)
+
+
+def test_a_ledger_says_what_is_left_and_how_fast(tmp_path: Path) -> None:
+    path = demo_ledger(tmp_path / 'ledger.sqlite', nodes=2, seconds=20.0, ended=False)
+    found = trainers_at(path)
+    assert [t.trainer.name for t in found] == ['cnn', 'mlp']
+    for one in (t.trainer for t in found):
+        assert one.total_samples is not None and 0 < one.total_samples < 60_000
+        assert one.curve is not None and one.curve.rate_at(1) == pytest.approx(280, rel=0.01)
+
+
+def test_a_ledger_says_which_node_counts_a_trainer_may_have(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / 'ledger.sqlite')
+    ledger.begin_run('r', at=1.0, parsl_run_dir='', command='')
+    ledger.trainers.submitted(
+        name='t',
+        at=1.0,
+        spec={'min_nodes': 2, 'max_nodes': 4, 'sizes': [2, 4]},
+        total_samples=None,
+        samples=0,
+    )
+    ledger.trainers.fragment_decided(
+        't', 1, at=1.0, task_id=1, nodes=('x', 'y'), deadline=None, from_samples=0
+    )
+    ledger.trainers.fragment_progress('t', 1, at=2.0, samples=20, rate=20.0, metrics={})
+    ledger.close()
+    found = trainers_at(tmp_path / 'ledger.sqlite')
+    assert list(found[0].trainer.counts()) == [2, 4]
+    [one] = prospects([block(3, 100.0)], found, SETTINGS, 0.0, 50.0)
+    assert one.samples == pytest.approx((2000, 2000))  # on two of three nodes
+
+
+def test_files_that_say_too_little_get_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / 'ledger.sqlite'
+    ledger = Ledger(path)
+    for words in ('has no run yet', 'anything left to train', "how fast 't' trains"):
+        with pytest.raises(BadInput, match=words):
+            trainers_at(path)
+        if words == 'has no run yet':
+            ledger.begin_run('r', at=1.0, parsl_run_dir='', command='')
+        else:
+            ledger.trainers.submitted(name='t', at=1.0, spec={}, total_samples=None, samples=0)
+        ledger.commit()
+    ledger.close()
+    with pytest.raises(BadInput, match='cannot be read'):
+        trainers_at(tmp_path / 'absent')
+    for option, value in (('--start', '-1'), ('--look-ahead', 'inf')):
+        assert main(['plan', '--site', 'local', option, value]) == 2
+        assert f'{option} is {value}' in capsys.readouterr().err

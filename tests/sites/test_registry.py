@@ -1,0 +1,76 @@
+"""Types of sites: ours, and one that another package registers, with nothing changed here."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parsl_freetrain.app import freetrain_app
+from parsl_freetrain.cli.doctor.measuring import programs
+from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.sites.named import site_in_table
+from parsl_freetrain.sites.registry import site_types
+from tests.sites.batch_blocks import QUICK
+from tests.support.batch_tests import Rehearsal
+from tests.support.training import fit, freetrain
+
+LONG = 240  # seconds; a bound for what takes some
+LSF = {**QUICK, 'shortest_s': 60.0, 'queue': 'batch'}
+
+
+def test_our_own_types_are_there_wherever_the_package_is() -> None:
+    assert list(site_types())[:4] == ['local', 'slurm', 'pbspro', 'cobalt']
+    for name, kind in site_types().items():
+        assert kind.name == name
+        assert (kind.options is None) == (name == 'local')
+
+
+@pytest.mark.usefixtures('lsf')
+def test_another_package_adds_a_type(tmp_path: Path) -> None:
+    kind = site_types()['lsf']
+    file = tmp_path / 'site.toml'
+    file.write_text('[lsf]\nqueue = "batch"\n')
+    assert type(site_in_table(file)) is kind.make
+    found = programs([kind])
+    assert set(kind.programs) <= set(found)
+    assert found['bsub']['version'] == 'IBM Spectrum LSF 10.1.0.14'
+
+
+@pytest.mark.usefixtures('lsf')
+def test_globus_compute_takes_the_type() -> None:
+    engine = pytest.importorskip('parsl_freetrain.executor.globus.engine')
+    made = engine.site_of({'type': 'lsf', 'queue': 'batch'})
+    assert type(made) is site_types()['lsf'].make
+
+
+@pytest.mark.slow
+def test_a_training_runs_in_a_block_of_the_other_package(lsf: Rehearsal, tmp_path: Path) -> None:
+    site: Any = site_types()['lsf'].make(**LSF)
+    with freetrain(tmp_path / 'run', site, address='127.0.0.1'):
+        trainer = freetrain_app(min_nodes=1, max_nodes=1, total_epochs=1)(fit)
+        assert trainer().result(LONG).samples == 96
+    with Reader(tmp_path / 'run' / 'checkpoints' / 'ledger.sqlite') as ledger:
+        [node] = ledger.story().nodes
+    assert node.name.startswith('host')
+    assert {job['how'] for job in lsf.jobs().values()} <= {'', 'deleted'}
+
+
+def test_a_type_that_cannot_be_loaded_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    info = tmp_path / 'broken-1.0.dist-info'
+    info.mkdir()
+    (info / 'METADATA').write_text('Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n')
+    (info / 'entry_points.txt').write_text(
+        '[parsl_freetrain.sites]\n'
+        'broken = no_such_module:SITE_TYPE\nstrange = json:dumps\n'
+        'second = parsl_freetrain.sites.slurm:SlurmSite\n'
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert {'broken', 'strange', 'second'}.isdisjoint(site_types())
+    assert 'no_such_module' in caplog.text
+    assert 'json:dumps) is no SiteType' in caplog.text

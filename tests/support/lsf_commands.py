@@ -1,0 +1,150 @@
+"""bsub, bjobs, bkill, bhosts, bqueues and blaunch of a test machine, after LSF's documentation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pwd
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.support.batch_launch import launch
+from tests.support.batch_machine import (
+    BLOCK_PRIORITY,
+    ENDING,
+    OVER,
+    RUNNING,
+    WAITING,
+    Job,
+    Machine,
+    as_command,
+)
+
+NAMES = ('bsub', 'bjobs', 'bkill', 'bhosts', 'bqueues', 'blaunch', 'hostname')
+_REASONS = {
+    'timeout': 'TERM_RUNLIMIT: job killed after reaching LSF run time limit',
+    'preempted': 'TERM_PREEMPT: job killed after preemption',
+    'deleted': 'TERM_OWNER: job killed by owner',
+}
+
+
+def main(folder: Path, name: str, arguments: Sequence[str]) -> int:
+    if name == 'hostname':
+        print(os.environ.get('MACHINE_NODE', 'login1'))
+        return 0
+    if name == 'blaunch':
+        hosts = arguments[1].split()
+        return launch(os.environ['PBS_NODEFILE'], ['-n', str(len(hosts)), *arguments[2:]])
+    machine = Machine(folder)
+    if (status := as_command(machine, name)) is not None:
+        return status
+    return COMMANDS[name](machine, list(arguments))
+
+
+def bsub(machine: Machine, arguments: list[str]) -> int:
+    if arguments == ['-V']:
+        print('IBM Spectrum LSF 10.1.0.14', file=sys.stderr)
+        return 0
+    parser = argparse.ArgumentParser()
+    for option in ('-J', '-o', '-e', '-q', '-n', '-R', '-W', '-P'):
+        parser.add_argument(option)
+    parser.add_argument('-x', action='store_true')
+    parser.add_argument('shell')
+    parser.add_argument('script')
+    given = parser.parse_args(arguments)
+    with machine.state() as state:
+        if given.q not in state['queues']:
+            print(f'{given.q}: No such queue. Job not submitted.', file=sys.stderr)
+            return 255
+        number = machine.submit(
+            state,
+            name=given.J,
+            user=pwd.getpwuid(os.getuid()).pw_name,
+            queue=given.q,
+            priority=BLOCK_PRIORITY,
+            nodes=int(given.n),
+            walltime_s=60.0 * int(given.W),
+            script=given.script,
+            out=given.o,
+            err=given.e,
+        )
+    print(f'Job <{number}> is submitted to queue <{given.q}>.')
+    return 0
+
+
+def answer(records: list[dict[str, str]]) -> int:
+    print(json.dumps({'RECORDS': records}))
+    return 0
+
+
+def bjobs(machine: Machine, arguments: list[str]) -> int:
+    assert '-json' in arguments
+    now = machine.now()
+    with machine.state() as state:
+        return answer([fields(number, job, now) for number, job in state['jobs'].items()])
+
+
+def fields(number: str, job: Job, now: float) -> dict[str, str]:
+    words = {WAITING: 'PEND', RUNNING: 'RUN', ENDING: 'RUN'}
+    done = job['state'] == OVER and job['exit'] == 0 and not job['how']
+    return {
+        'JOBID': number,
+        'STAT': words.get(job['state'], 'DONE' if done else 'EXIT'),
+        'QUEUE': job['queue'],
+        'NREQ_SLOT': str(job['nodes']),
+        'RUN_TIME': f'{int(now - job["start"]) if job["start"] else 0} second(s)',
+        'RUNTIMELIMIT': f'{job["walltime_s"] / 60:.1f}/login1',
+        'EXEC_HOST': ':'.join(job['names']) or '-',
+        'USER': job['user'],
+        'JOB_NAME': job['name'],
+        'EXIT_REASON': _REASONS.get(job['how'], '-'),
+    }
+
+
+def bkill(machine: Machine, arguments: list[str]) -> int:
+    with machine.state() as state:
+        for number in arguments:
+            if state['jobs'][number]['state'] == OVER:
+                print(f'Job <{number}>: Job has already finished', file=sys.stderr)
+                return 255
+            machine.end(state, number, 'deleted')
+            print(f'Job <{number}> is being terminated')
+    return 0
+
+
+def bhosts(machine: Machine, arguments: list[str]) -> int:
+    assert '-json' in arguments
+    with machine.state() as state:
+        busy = {
+            name
+            for job in state['jobs'].values()
+            if job['state'] in (RUNNING, ENDING)
+            for name in job['names']
+        }
+        return answer(
+            [
+                {
+                    'HOST_NAME': name,
+                    'STATUS': 'ok' if node.get('up', True) else 'unavail',
+                    'NJOBS': str(int(name in busy)),
+                }
+                for name, node in state['nodes'].items()
+            ]
+        )
+
+
+def bqueues(machine: Machine, arguments: list[str]) -> int:
+    assert '-json' in arguments
+    with machine.state() as state:
+        return answer([{'QUEUE_NAME': name, 'STATUS': 'Open:Active'} for name in state['queues']])
+
+
+COMMANDS: dict[str, Callable[[Machine, list[str]], int]] = {
+    'bsub': bsub,
+    'bjobs': bjobs,
+    'bkill': bkill,
+    'bhosts': bhosts,
+    'bqueues': bqueues,
+}

@@ -1,0 +1,100 @@
+"""What users import from ``parsl_freetrain``, and how settings are refused, shown and read."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import parsl_freetrain
+from parsl_freetrain import (
+    BackfillProvider,
+    BadInput,
+    FreeTrainExecutor,
+    HtexOptions,
+    LocalSite,
+    Policy,
+    Timeouts,
+)
+
+
+def test_import_is_lazy() -> None:
+    code = (
+        'import sys, parsl_freetrain; dir(parsl_freetrain);'
+        'print([m for m in ("parsl", "torch", "msgspec") if m in sys.modules])'
+    )
+    found = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == '[]'
+
+
+def test_all_names_are_there() -> None:
+    assert set(parsl_freetrain.__all__) == set(parsl_freetrain._MODULE_OF)
+    for name in parsl_freetrain.__all__:
+        assert getattr(parsl_freetrain, name).__name__ == name
+        assert name in dir(parsl_freetrain)
+    with pytest.raises(AttributeError, match='no attribute .freetrain_ap.'):
+        _ = parsl_freetrain.freetrain_ap
+
+
+@pytest.mark.parametrize('called', [FreeTrainExecutor.__init__])
+def test_few_parameters_at_the_top(called: Any) -> None:
+    assert len([p for p in inspect.signature(called).parameters if p != 'self']) <= 12
+
+
+def executor(**settings: Any) -> FreeTrainExecutor:
+    return FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=1)), **settings)
+
+
+def test_arguments_are_attributes() -> None:
+    policy, timeouts = Policy(caps={'user anna': 3}, retries=2), Timeouts(hang_s=40.0)
+    made = executor(policy=policy, timeouts=timeouts, htex=HtexOptions(encrypted=False))
+    assert (made.policy, made.timeouts) == (policy, timeouts)
+    assert made.encrypted is False
+    assert made.heartbeat_threshold == 40
+    for name in inspect.signature(FreeTrainExecutor.__init__).parameters:
+        assert name == 'self' or hasattr(made, name)
+
+
+def test_repr_of_an_executor_makes_an_equal_one() -> None:
+    made = executor(policy=Policy(metric='speedup', keep_free=1), htex=HtexOptions(poll_period=50))
+    names = {**{name: getattr(parsl_freetrain, name) for name in parsl_freetrain.__all__}}
+    again = eval(repr(made), names)
+    assert repr(again) == repr(made)
+    assert (again.policy, again.htex, again.timeouts) == (made.policy, made.htex, made.timeouts)
+
+
+def untyped(group: Any) -> Any:
+    """For what type checkers refuse, too."""
+    return group
+
+
+@pytest.mark.parametrize(
+    ('make', 'said'),
+    [
+        (lambda: untyped(Timeouts)(hang='1'), "Timeouts has no argument 'hang'; say hang_s."),
+        (lambda: untyped(Timeouts)(hang_s='1'), "Timeouts: hang_s is '1'; it must be a number."),
+        (
+            lambda: untyped(Timeouts)(step_s=0.0),
+            'step_s is 0.0; it must be a number of seconds, more than',
+        ),
+        (
+            lambda: untyped(Policy)(caps={'user a': 1.5}),
+            r'Policy: caps is .*; it must be dict\[str, int\]',
+        ),
+        (
+            lambda: untyped(HtexOptions)(encrypted='yes'),
+            "encrypted is 'yes'; it must be True or False.",
+        ),
+        (lambda: executor(retries=1), r"no argument 'retries'; say policy=Policy\(retries=...\)."),
+        (lambda: executor(time_outs=Timeouts()), "no argument 'time_outs'; say timeouts."),
+        (lambda: executor(policy={'retries': 1}), r'policy is .*; it must be a Policy'),
+    ],
+)
+def test_what_cannot_be_used_is_a_sentence(make: Any, said: str) -> None:
+    with pytest.raises(BadInput, match=said) as caught:
+        make()
+    assert str(caught.value).count('\n') == 0
+    assert str(caught.value).endswith('.')

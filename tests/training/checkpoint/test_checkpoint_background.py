@@ -1,0 +1,261 @@
+"""Checkpoints that are written while training goes on."""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.training.checkpoint.manifest import read_manifest
+from parsl_freetrain.training.checkpoint.snapshot import Snapshots
+from parsl_freetrain.training.checkpoint.state import (
+    Position,
+    State,
+    collect,
+    content_of,
+    read_state,
+)
+from parsl_freetrain.training.checkpoint.store import Fenced, PosixCheckpointStore
+from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
+from parsl_freetrain.training.loop.checkpointer import Checkpointer
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.spec.messages import CheckpointSaved, FromRank, ToRank
+from parsl_freetrain.training.spec.retention import Retention
+from tests.support.ranks import channel_pair, order, ranks
+from tests.support.waiting import LIMIT_S
+
+
+class Gate:
+    """A store's hook that holds a save at a step until it is opened."""
+
+    def __init__(self, step: str) -> None:
+        self.step = step
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def __call__(self, step: str) -> None:
+        if step == self.step:
+            self.reached.set()
+            assert self.open.wait(LIMIT_S)
+
+
+@pytest.fixture
+def channels() -> Iterator[tuple[Channel[ToRank], Channel[FromRank]]]:
+    """Both ends of a rank's channel."""
+    ours, theirs = channel_pair()
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def saved(channel: Channel[FromRank]) -> CheckpointSaved:
+    message = channel.recv()
+    assert isinstance(message, CheckpointSaved)
+    return message
+
+
+def things() -> Prepared:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 20)).sum().backward()
+    optimizer.step()
+    return sort_out((model, optimizer))
+
+
+def state_of(prepared: Prepared, samples: int = 10) -> Callable[[], State]:
+    return lambda: collect(content_of(prepared), Position(samples, 100, 0, 50, 10, 0))
+
+
+def keeper(
+    folder: Path,
+    channel: Channel[ToRank],
+    hook: Callable[[str], None] | None = None,
+    **changes: Any,
+) -> Checkpointer:
+    changes.setdefault('checkpoint_every_s', 1e-9)
+    ordered = order(folder, **changes)
+    return Checkpointer(
+        PosixCheckpointStore(Path(ordered.store), ordered.trainer, hook=hook),
+        ordered,
+        channel,
+        None,
+    )
+
+
+def files(path: str) -> dict[str, str]:
+    return {name: digest for name, _, digest in read_manifest(Path(path)).files}
+
+
+def test_training_goes_on_and_the_checkpoint_holds_what_was(
+    tmp_path: Path, channels: tuple[Channel[ToRank], Channel[FromRank]]
+) -> None:
+    gate, prepared = Gate('begin'), things()
+    at_once = keeper(tmp_path / 'at once', channels[0])
+    at_once.save_now(state_of(prepared), 10, {'loss': 1.0})
+    channels[1].recv()
+    later = keeper(tmp_path / 'later', channels[0], gate)
+    assert later.wants_to_save()
+    later.save_beside(state_of(prepared), 10, {'loss': 1.0})
+    assert gate.reached.wait(LIMIT_S)
+    assert later.last is None
+    assert not later.wants_to_save()  # one at a time
+    with torch.no_grad():
+        for tensor in prepared.tensors():
+            tensor.fill_(7.0)  # training goes on
+    gate.open.set()
+    found = later.settled()
+    assert found is not None and at_once.last is not None
+    assert files(found.path) == files(at_once.last.path)
+    assert (found.samples, found.metrics) == (10, {'loss': 1.0})
+    assert not (read_state(found.path).models[0]['0.weight'] == 7.0).any()
+    message = saved(channels[1])
+    assert (message.path, message.samples) == (found.path, 10)
+    assert message.pause_s > 0 and message.seconds > 0
+    assert later.wants_to_save()
+
+
+def test_the_next_one_waits_for_the_one_before(
+    tmp_path: Path, channels: tuple[Channel[ToRank], Channel[FromRank]]
+) -> None:
+    gate, prepared = Gate('written'), things()
+    kept = keeper(tmp_path, channels[0], gate, keep=Retention(2))
+    kept.save_beside(state_of(prepared), 10, {})
+    assert gate.reached.wait(LIMIT_S)
+    threading.Timer(0.2, gate.open.set).start()
+    kept.save_now(state_of(prepared, 20), 20, {})
+    assert [saved(channels[1]).samples for _ in range(2)] == [10, 20]
+    store = PosixCheckpointStore(tmp_path / 'store', 'digits')
+    assert [checkpoint.samples for checkpoint in store.checkpoints()] == [10, 20]
+
+
+def test_a_stop_allows_for_the_one_that_is_being_written(
+    tmp_path: Path, channels: tuple[Channel[ToRank], Channel[FromRank]]
+) -> None:
+    gate, prepared = Gate('begin'), things()
+    kept = keeper(tmp_path, channels[0], gate, deadline=time.time() + 250.0)
+    kept.expect(0, 100.0)  # two times that and a bit are left
+    assert not kept.must_stop(1)
+    kept.save_beside(state_of(prepared), 10, {})
+    assert gate.reached.wait(LIMIT_S)
+    assert kept.must_stop(1)
+    gate.open.set()
+    kept.settled()
+    assert not kept.must_stop(1)
+
+
+def test_what_goes_wrong_is_raised_at_the_next_step(
+    tmp_path: Path, channels: tuple[Channel[ToRank], Channel[FromRank]]
+) -> None:
+    prepared = things()
+    kept = keeper(tmp_path, channels[0], fragment=2)
+    PosixCheckpointStore(tmp_path / 'store', 'digits').fence(3)
+    kept.save_beside(state_of(prepared), 10, {})
+    with pytest.raises(Fenced, match='fragment 3 has begun'):
+        while not kept.wants_to_save():
+            time.sleep(0.001)
+
+    def full(step: str) -> None:
+        if step == 'begin':
+            raise OSError(28, 'No space left on device')
+
+    kept = keeper(tmp_path / 'full', channels[0], full)
+    kept.save_beside(state_of(prepared), 10, {})
+    with pytest.raises(
+        FreeTrainError,
+        match=r"of trainer 'digits' at 10 samples cannot be written to .*full/store \(No space "
+        r'left',
+    ):
+        kept.save_beside(state_of(prepared), 20, {})
+    kept.save_beside(state_of(prepared), 20, {})
+    assert kept.settled() is None
+
+
+def test_snapshots_use_the_same_memory_again_and_follow_what_changes() -> None:
+    snapshots, structure = Snapshots(), {'a': 1}
+    live = torch.arange(6.0).reshape(2, 3)
+    first = snapshots.take(State({'x': live.t()}, structure))
+    address = first.tensors['x'].data_ptr()
+    assert torch.equal(first.tensors['x'], live.t())
+    live.mul_(2)
+    second = snapshots.take(State({'x': live.t()}, structure))
+    assert second.tensors['x'].data_ptr() == address and torch.equal(second.tensors['x'], live.t())
+    third = snapshots.take(State({'x': live, 'y': torch.ones(1)}, structure))
+    assert third.tensors.keys() == {'x', 'y'} and third.tensors['x'].shape == (2, 3)
+
+
+def fails_while_saving(ctx: FragmentContext) -> None:
+    model = nn.Linear(3000, 3000)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+    for (x,) in ctx.loop(TensorDataset(torch.ones(64, 3000)), 4):
+        if ctx._checkpointer._background.busy:
+            raise ValueError('mine')
+        model(x).sum().backward()
+        optimizer.step()
+
+
+def test_a_checkpoint_that_is_being_written_survives_the_users_error(
+    warm: WarmParent, tmp_path: Path
+) -> None:
+    with ranks(
+        warm,
+        order(tmp_path, total_samples=64, checkpoint_every_s=1e-9),
+        1,
+        tmp_path,
+        fails_while_saving,
+    ) as gang:
+        (outcome,) = gang.run()
+    assert (outcome.how, outcome.error.message) == ('error', 'mine')
+    found = PosixCheckpointStore(tmp_path / 'store', 'digits').latest()
+    assert found is not None and found.path == outcome.path
+    assert found.samples == outcome.samples
+
+
+def fills_the_disk(ctx: FragmentContext, limit: int | None) -> None:
+    """From its second checkpoint on no file can be longer than ``limit`` bytes, as on a
+    full disk.
+    """
+    model = nn.Linear(500, 10)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+    for (x,) in ctx.loop(TensorDataset(torch.ones(64, 500)), 4):
+        if (
+            limit is not None
+            and ctx.samples
+            and any(Path(ctx._order.store).glob('ckpt-*/COMMITTED'))
+        ):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        time.sleep(0.005)
+
+
+def test_a_full_disk_ends_the_fragment_with_a_sentence_and_loses_nothing(
+    warm: WarmParent, tmp_path: Path
+) -> None:
+    ordered = order(tmp_path, total_samples=1_000_000, checkpoint_every_s=1e-9)
+    with ranks(warm, ordered, 1, tmp_path, fills_the_disk, 10_000) as gang:
+        (outcome,) = gang.run()
+    assert (outcome.how, outcome.error.type) == ('error', 'FreeTrainError'), outcome
+    assert f'cannot be written to {tmp_path / "store"} (File too large)' in outcome.error.message
+    found = PosixCheckpointStore(tmp_path / 'store', 'digits').latest()
+    assert found is not None and found.path == outcome.path
+    assert [
+        path.name
+        for path in (tmp_path / 'store').glob('ckpt-*')
+        if not (path / 'COMMITTED').exists()
+    ] == []
+    with ranks(
+        warm, order(tmp_path, 2, total_samples=found.samples + 8), 1, tmp_path, fills_the_disk, None
+    ) as gang:
+        assert [outcome.how for outcome in gang.run()] == ['finished']

@@ -1,0 +1,96 @@
+"""Weights out of checkpoints."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.training.checkpoint.claim import claim
+from parsl_freetrain.training.checkpoint.export import export_weights, load_weights
+from parsl_freetrain.training.checkpoint.state import Position, collect, content_of
+from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from parsl_freetrain.training.checkpoint.trainables import Prepared
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {'version': 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {'version': 3}
+
+
+def saved(folder: Path, *models: nn.Module, samples: int = 10) -> Checkpoint:
+    claim(folder, 'net', {'seed': 1}, 'auto')
+    state = collect(content_of(Prepared(models)), Position(samples, 100, 0, 50, 10, 0))
+    return PosixCheckpointStore(folder, 'net').save(
+        state.write, samples=samples, fragment=1, metrics={}
+    )
+
+
+def test_weights_go_to_a_file_that_others_read(tmp_path: Path) -> None:
+    model = Tied()
+    checkpoint = saved(tmp_path / 'any name', model)
+    fresh = Tied()
+    fresh.load_state_dict(load_weights(checkpoint))
+    for source in (checkpoint, checkpoint.path, Path(checkpoint.path), tmp_path / 'any name'):
+        file = export_weights(source, tmp_path / 'net.safetensors')
+        found = load_file(file)
+        expected = {
+            name: value
+            for name, value in model.state_dict().items()
+            if isinstance(value, torch.Tensor)
+        }
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['any name', 'net.safetensors']
+
+
+def test_the_newest_of_a_folder_counts_and_models_have_prefixes(tmp_path: Path) -> None:
+    saved(tmp_path / 't', nn.Linear(1, 1))
+    one, two = nn.Linear(2, 1), nn.Linear(3, 1)
+    saved(tmp_path / 't', one, two, samples=20)
+    weights = load_weights(tmp_path / 't')
+    assert list(weights) == ['model.weight', 'model.bias', 'model_2.weight', 'model_2.bias']
+    assert torch.equal(weights['model_2.weight'], two.weight)
+
+
+def test_what_is_no_good_checkpoint_is_refused(tmp_path: Path) -> None:
+    checkpoint = Path(saved(tmp_path / 't', nn.Linear(2, 1)).path)
+    with pytest.raises(BadInput, match='is no checkpoint: name a checkpoint'):
+        load_weights(tmp_path)
+    with pytest.raises(BadInput, match='cannot be written to .*No such file'):
+        export_weights(checkpoint, tmp_path / 'nowhere' / 'x.safetensors')
+    data = checkpoint / 'rank-0.safetensors'
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(BadInput, match=r'is damaged \(rank-0.safetensors does not have the digest'):
+        export_weights(checkpoint, tmp_path / 'x.safetensors')
+    with pytest.raises(BadInput, match='holds no usable checkpoint'):
+        load_weights(tmp_path / 't')
+    assert not (tmp_path / 'x.safetensors').exists()
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path / 't', nn.Linear(2, 1))
+    (tmp_path / 't').chmod(0o770)
+    for source in (tmp_path / 't', checkpoint):
+        with pytest.raises(BadInput, match='mode 0770'):
+            load_weights(source)

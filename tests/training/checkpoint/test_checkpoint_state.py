@@ -1,0 +1,301 @@
+"""What is in a checkpoint comes back as it was, runs nothing, and fits or is refused with what
+differs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.dcp import load, load_all, save
+from parsl_freetrain.training.checkpoint.flatten import put_together, take_apart
+from parsl_freetrain.training.checkpoint.state import (
+    Position,
+    collect,
+    content_of,
+    read_state,
+    restore,
+)
+from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.process.fork_client import WarmParent
+from tests.support.ranks import order, ranks
+
+TENSORS = {
+    'f32': torch.randn(3, 4),
+    'f64': torch.randn(5).double(),
+    'bf16': torch.randn(7).bfloat16(),
+    'f16': torch.randn(2, 2).half(),
+    'fp8': torch.randn(3).to(torch.float8_e4m3fn),
+    'bool': torch.tensor([True, False, True]),
+    'u8': torch.arange(5, dtype=torch.uint8),
+    'i64': torch.arange(6).reshape(2, 3),
+    'complex': torch.randn(2, 2, dtype=torch.complex128),
+    'conjugate': torch.randn(3, dtype=torch.complex64).conj(),
+    'number': torch.tensor(3.5),
+    'empty': torch.empty(0, 4),
+    'transposed': torch.randn(3, 5).t(),
+    'a view': torch.randn(10)[2:5],
+    'parameter': nn.Parameter(torch.randn(2)),
+}
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return (
+            isinstance(other, torch.Tensor)
+            and one.dtype == other.dtype
+            and one.shape == other.shape
+            and torch.equal(
+                one.to_dense() if one.is_sparse else one.to(torch.complex128),
+                other.to_dense() if one.is_sparse else other.to(torch.complex128),
+            )
+        )
+    if isinstance(one, dict):
+        return (
+            type(one) is type(other)
+            and list(one) == list(other)
+            and all(same(one[key], other[key]) for key in one)
+        )
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def round_trip(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    folder.mkdir()
+    tensors, structure = take_apart(state, {})
+    save(folder, {**tensors, 'structure': structure})
+    loaded = load_all(folder)
+    return put_together(loaded, loaded.pop('structure'))
+
+
+def test_tensors_of_all_kinds_come_back_to_the_bit(tmp_path: Path) -> None:
+    loaded = round_trip(tmp_path / 'c', {'model': TENSORS})
+    assert same(dict(loaded['model']), {name: tensor.detach() for name, tensor in TENSORS.items()})
+
+
+def test_containers_and_keys_come_back_as_they_were(tmp_path: Path) -> None:
+    state = {
+        'optimizer': {
+            'state': {0: {'step': torch.tensor(3.0), 'exp_avg': torch.randn(4)}, 1: {}},
+            'param_groups': [{'lr': 0.1, 'betas': (0.9, 0.999), 'params': [0, 1], 'none': None}],
+        },
+        'scheduler': {'milestones': Counter({3: 1, 7: 2}), 'base_lrs': [0.1], 'last': {1, 2}},
+        'a': {'b': torch.ones(1)},
+        'a.b': torch.zeros(1),
+        'model': OrderedDict(weight=torch.randn(2), extra=b'bytes'),
+        'sparse': torch.eye(3).to_sparse(),
+        'history': [torch.randn(2), [torch.randn(1), 3], (torch.randn(1),)],
+        'dtype': torch.bfloat16,
+    }
+    assert same(round_trip(tmp_path / 'c', state), state)
+
+
+def test_numbers_of_numpy_become_numbers_and_objects_are_refused() -> None:
+    _, structure = take_apart(
+        {'scheduler': {'best': np.float64(0.5), 'n': np.int64(3), 'f': np.float32(0.5)}}, {}
+    )
+    assert same(structure['rest'], {'scheduler': {'best': 0.5, 'n': 3, 'f': 0.5}})
+    with pytest.raises(
+        BadInput, match="the state of scheduler, entry 'f' has a function: keep it out of the state"
+    ):
+        take_apart({'scheduler': {'f': print_nothing}}, {'scheduler': 'the state of scheduler'})
+    with pytest.raises(BadInput, match='has a set'):
+        take_apart({'scheduler': {'s': {torch.ones(1)}}}, {})
+
+
+def print_nothing() -> None:
+    pass
+
+
+def test_other_programs_can_read_the_tensors(tmp_path: Path) -> None:
+    save(tmp_path, TENSORS)
+    found = load_file(tmp_path / 'rank-0.safetensors')
+    assert found.keys() == TENSORS.keys()
+    for name in (
+        'f32',
+        'f64',
+        'bf16',
+        'f16',
+        'bool',
+        'u8',
+        'i64',
+        'number',
+        'empty',
+        'transposed',
+        'a view',
+        'parameter',
+    ):
+        assert torch.equal(found[name], TENSORS[name]), name
+
+
+class Attack:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    save(tmp_path, {'x': torch.ones(2), 'structure': {'a': 1}})
+    torch.save(Attack(tmp_path / 'owned'), tmp_path / 'rank-0-0.pt')
+    with pytest.raises(Exception, match='[Ww]eights.only'):
+        load_all(tmp_path)
+    assert not (tmp_path / 'owned').exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        'rank-0-0.pt',
+        'rank-0.safetensors',
+        'tensors.json',
+    ]
+
+
+def test_another_format_is_named(tmp_path: Path) -> None:
+    save(tmp_path, {'x': torch.ones(1)})
+    table = json.loads((tmp_path / 'tensors.json').read_text())
+    (tmp_path / 'tensors.json').write_text(json.dumps({**table, 'format': 9}))
+    with pytest.raises(
+        BadInput, match=r'format 9, and this version reads format 1: use the version that wrote it'
+    ):
+        load_all(tmp_path)
+
+
+def test_a_cut_off_file_is_an_error(tmp_path: Path) -> None:
+    save(tmp_path, {'x': torch.ones(100)})
+    with (tmp_path / 'rank-0.safetensors').open('r+b') as file:
+        file.truncate(200)
+    with pytest.raises(EOFError, match=r'rank-0\.safetensors ends before byte'):
+        load_all(tmp_path)
+
+
+def test_loading_into_other_tensors_says_which(tmp_path: Path) -> None:
+    save(tmp_path, {'a': torch.ones(2), 'b': torch.ones(3)})
+    with pytest.raises(
+        BadInput,
+        match=r'c is missing there; b is unknown here; a has shape \(2,\) there and \(4,\) here',
+    ):
+        load(tmp_path, {'a': torch.ones(4), 'c': torch.ones(1)})
+
+
+def net(width: int = 4, **more: nn.Module) -> nn.Module:
+    return nn.ModuleDict({**{f'layer{i}': nn.Linear(width, width) for i in range(4)}, **more})
+
+
+def prepared(model: nn.Module, *more: Any, optimizer: Any = torch.optim.SGD) -> Prepared:
+    return sort_out((model, optimizer(model.parameters(), lr=0.1), *more))
+
+
+def written(folder: Path, things: Prepared) -> str:
+    folder.mkdir()
+    collect(content_of(things), Position(10, 100, 0, 50, 10, 0)).write(folder)
+    return str(folder)
+
+
+def refusal(now: Prepared, path: str) -> str:
+    before = [tensor.clone() for tensor in now.tensors()]
+    with pytest.raises(BadInput) as raised:
+        restore(now, read_state(path))
+    assert all(torch.equal(old, new) for old, new in zip(before, now.tensors(), strict=True))
+    sentence = str(raised.value)
+    assert path in sentence and 'start anew in another folder' in sentence
+    return sentence
+
+
+def test_another_model_is_refused_with_what_differs(tmp_path: Path) -> None:
+    path = written(tmp_path / 'c', prepared(net()))
+    shapes = refusal(prepared(net(5)), path)
+    assert 'layer0.weight has shape (4, 4) there and (5, 5) here' in shapes
+    assert shapes.count('has shape') == 5 and 'and 3 more' in shapes
+    assert 'head.weight is missing there; head.bias is missing there' in refusal(
+        prepared(net(head=nn.Linear(1, 1))), path
+    )
+    smaller = nn.ModuleDict({f'layer{i}': nn.Linear(4, 4) for i in range(3)})
+    assert 'layer3.weight is unknown here; layer3.bias is unknown here' in refusal(
+        prepared(smaller), path
+    )
+
+
+def test_other_optimizers_schedulers_and_scalers_are_refused(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    things = sort_out(
+        (
+            model,
+            optimizer,
+            torch.optim.lr_scheduler.StepLR(optimizer, 3),
+            torch.amp.GradScaler('cpu'),
+        )
+    )
+    path = written(tmp_path / 'c', things)
+    restore(things, read_state(path))
+    assert 'holds 1 schedulers and ctx.prepare was given 0' in refusal(prepared(net()), path)
+    adam = torch.optim.Adam(model.parameters())
+    step = torch.optim.lr_scheduler.StepLR(adam, 3)
+    assert 'The optimizer in checkpoint' in (
+        said := refusal(sort_out((model, adam, step, torch.amp.GradScaler('cpu'))), path)
+    )
+    assert 'was of class SGD and ctx.prepare was given Adam' in said
+    assert 'holds 1 scalers and ctx.prepare was given 0' in refusal(
+        Prepared(things.models, things.optimizers, things.schedulers), path
+    )
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
+    assert 'was of class StepLR and ctx.prepare was given CosineAnnealingLR' in refusal(
+        sort_out((model, optimizer, cosine, torch.amp.GradScaler('cpu'))), path
+    )
+
+
+def scaled(ctx: FragmentContext, stop_at: int | None) -> None:
+    import os
+    import signal
+
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    scaler = torch.amp.GradScaler('cpu', init_scale=64.0, growth_interval=3)
+    model, optimizer, scaler = ctx.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), scaler
+    )
+    for (x,) in ctx.loop(TensorDataset(torch.arange(16.0).reshape(8, 2)), 4):
+        if stop_at is not None and ctx.samples >= stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        optimizer.zero_grad()
+        scaler.scale(model(x).pow(2).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    ctx.report(scale=scaler.get_scale())
+
+
+def test_a_gradient_scaler_goes_on_where_it_was(warm: WarmParent, tmp_path: Path) -> None:
+    results = []
+    for folder, cuts in ((tmp_path / 'whole', [None]), (tmp_path / 'cut', [8, 20, None])):
+        for fragment, stop_at in enumerate(cuts, 1):
+            with ranks(
+                warm,
+                order(folder, fragment, total_samples=32, mode='throughput'),
+                2,
+                folder,
+                scaled,
+                stop_at,
+            ) as gang:
+                outcomes = gang.run()
+        assert outcomes[0].how == 'finished', outcomes[0]
+        results.append(read_state(outcomes[0].path).scalers[0])
+        assert outcomes[0].metrics == {'scale': 64.0 * 2 ** (8 // 3)}
+    assert results[0] == results[1]
+
+
+def test_a_scaler_in_reproducible_mode_is_refused(warm: WarmParent, tmp_path: Path) -> None:
+    with ranks(warm, order(tmp_path, total_samples=32), 1, tmp_path, scaled, None) as gang:
+        (outcome,) = gang.run()
+    assert (outcome.how, outcome.error.type) == ('error', 'BadInput')
+    assert 'use mode=Throughput(), or bfloat16' in outcome.error.message

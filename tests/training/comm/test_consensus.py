@@ -1,0 +1,94 @@
+"""How often the ranks agree on what to do next, and that they do so at the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import pytest
+
+from parsl_freetrain.training.comm.collectives import Alone
+from parsl_freetrain.training.comm.consensus import (
+    EVERY_S,
+    GO_ON,
+    SAVE,
+    STOP,
+    Agreement,
+    steps_between,
+)
+
+
+class Pair(Alone):
+    """This rank, and another one of which the test says what it wishes and how slow it is."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self.other = (GO_ON, -10_000)
+        self.asked = 0
+
+    def largest(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
+        self.asked += 1
+        other = self.other
+        return lambda: tuple(map(max, numbers, other))
+
+
+@pytest.mark.parametrize(
+    ('step_s', 'steps'), [(0.0, 1), (0.008, 31), (0.05, 5), (0.2, 1), (60.0, 1)]
+)
+def test_several_times_a_second_but_not_at_every_short_step(step_s: float, steps: int) -> None:
+    assert steps_between(step_s) == steps
+
+
+@pytest.mark.parametrize(
+    ('time_left_s', 'steps'), [(1e6, 250), (10.0, 250), (2.0, 50), (0.01, 1), (-1.0, 1)]
+)
+def test_more_often_when_the_nodes_go_soon(time_left_s: float, steps: int) -> None:
+    assert steps_between(0.001, time_left_s) == steps
+
+
+def trained(
+    pair: Pair, steps: int, step_s: float, wish: Callable[[], int] = lambda: GO_ON
+) -> tuple[list[int], Agreement]:
+    now = 0.0
+
+    def clock() -> float:
+        return now
+
+    agreement = Agreement(pair, clock)
+    decisions = []
+    for _ in range(steps):
+        now += step_s
+        decisions.append(agreement.after_step(wish, lambda: 1e6))
+    return decisions, agreement
+
+
+def test_the_cadence_follows_the_slowest_rank() -> None:
+    pair = Pair()
+    _, agreement = trained(pair, 1000, 0.001)
+    assert 4 <= pair.asked <= 6
+    assert agreement.delay == pytest.approx(EVERY_S / 0.001, abs=2)
+    pair = Pair()
+    pair.other = (GO_ON, -5)
+    _, agreement = trained(pair, 1000, 0.001)
+    assert agreement.delay == 6
+
+
+def test_a_wish_of_either_rank_is_decided_within_the_delay() -> None:
+    for mine, other in ((STOP, GO_ON), (GO_ON, STOP), (SAVE, STOP), (STOP, SAVE)):
+        pair = Pair()
+        pair.other = (other, -10_000)
+        decisions, agreement = trained(pair, 100, 0.01, lambda mine=mine: mine)  # type: ignore[misc]
+        found = [i for i, decision in enumerate(decisions) if decision == STOP]
+        assert found[0] <= agreement.delay
+        assert max(b - a for a, b in pairwise(found)) <= agreement.delay
+
+
+def test_alone_nobody_has_to_be_asked() -> None:
+    agreement = Agreement(Alone())
+    assert agreement.delay == 0
+    wishes = iter((GO_ON, STOP))
+    assert [agreement.after_step(lambda: next(wishes), lambda: 1.0) for _ in range(2)] == [
+        GO_ON,
+        STOP,
+    ]

@@ -1,0 +1,410 @@
+"""Fragments of real ranks: the same result for any cuts, and a good end whatever happens."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from parsl_freetrain.training.checkpoint.state import read_state
+from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.spec.messages import (
+    CheckpointSaved,
+    Exit,
+    Progress,
+    Started,
+    StopTraining,
+    TotalSamples,
+)
+from parsl_freetrain.training.spec.retention import Retention
+from tests.support.ranks import order, ranks
+
+SIZE, BATCH = 37, 10
+EPOCHS = 4
+
+
+class Recorded(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Random images with augmentation; writes which samples were asked for to a file."""
+
+    def __init__(self, path: Path | None) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.images = torch.randn(SIZE, 1, 6, 6, generator=generator)
+        self.labels = torch.randint(0, 3, (SIZE,), generator=generator)
+        self.path = path
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.path is not None:
+            with self.path.open('a') as file:
+                file.write(f'{index}\n')
+        return self.images[index] + 0.1 * torch.randn(1, 6, 6), self.labels[index]
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(64, 3),
+    )
+
+
+def train(
+    ctx: FragmentContext,
+    *,
+    optimizer_name: str = 'adam',
+    stop_at: int | None = None,
+    kill: tuple[int, int] | None = None,
+    seen: Path | None = None,
+    num_workers: int = 0,
+    clip: float | None = None,
+) -> None:
+    """Asks itself to stop at ``stop_at`` samples; kills rank ``kill[0]`` at ``kill[1]`` samples."""
+    torch.manual_seed(0)
+    model = network()
+    optimizer: Any
+    if optimizer_name == 'adam':
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        scheduler: Any = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 7])
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, threshold=0.2)
+    model, optimizer, scheduler = ctx.prepare(model, optimizer, scheduler, clip_grad_norm=clip)
+    for images, labels in ctx.loop(Recorded(seen), BATCH, num_workers=num_workers):
+        if kill is not None and kill[0] == ctx.rank and ctx.samples >= kill[1]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if stop_at is not None and ctx.samples >= stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        if optimizer_name == 'adam':
+            scheduler.step()
+        else:
+            scheduler.step(loss.item())
+        ctx.state['turns'] = ctx.state.get('turns', 0) + 1
+        ctx.report(loss=loss.item())
+    ctx.report(accuracy=0.5)
+
+
+def final_state(folder: Path) -> dict[str, Any]:
+    checkpoint = PosixCheckpointStore(folder / 'store', 'digits').latest()
+    assert checkpoint is not None
+    saved = read_state(checkpoint.path)
+    return {
+        'samples': checkpoint.samples,
+        'model': saved.models[0],
+        'optimizer': saved.optimizers,
+        'scheduler': saved.schedulers,
+    }
+
+
+def differences(one: Any, other: Any, where: str = '') -> list[str]:
+    """Where two states differ in a single bit."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        same = one.dtype == other.dtype and torch.equal(one, other)
+        return [] if same else [where]
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return [
+            found for key in one for found in differences(one[key], other[key], f'{where}.{key}')
+        ]
+    if (
+        isinstance(one, (list, tuple))
+        and isinstance(other, (list, tuple))
+        and len(one) == len(other)
+    ):
+        return [
+            found
+            for i, pair in enumerate(zip(one, other, strict=True))
+            for found in differences(*pair, f'{where}.{i}')
+        ]
+    return [] if type(one) is type(other) and one == other else [where]
+
+
+def undisturbed(warm: WarmParent, folder: Path, **options: Any) -> dict[str, Any]:
+    with ranks(
+        warm, order(folder, total_samples=EPOCHS * SIZE), 1, folder, train, **options
+    ) as gang:
+        assert [outcome.how for outcome in gang.run()] == ['finished']
+    return final_state(folder)
+
+
+# (world size, what happens)
+CUTS: list[tuple[int, dict[str, Any]]] = [
+    (1, {'stop_at': 20}),
+    (3, {'stop_at': 57}),
+    (2, {'kill': (1, 67)}),
+    (4, {'kill': (0, 84)}),
+    (5, {'stop_at': 94}),
+    (3, {}),
+]
+
+
+@pytest.mark.parametrize(('name', 'clip'), [('adam', None), ('sgd', 0.1)])
+def test_cuts_kills_and_world_sizes_do_not_change_a_bit(
+    warm: WarmParent, tmp_path: Path, name: str, clip: float | None
+) -> None:
+    expected = undisturbed(warm, tmp_path / 'whole', optimizer_name=name, clip=clip)
+    hows = []
+    for fragment, (world_size, happens) in enumerate(CUTS, 1):
+        ordered = order(tmp_path, fragment, total_samples=EPOCHS * SIZE, checkpoint_every_s=1e-9)
+        with ranks(
+            warm, ordered, world_size, tmp_path, train, optimizer_name=name, clip=clip, **happens
+        ) as gang:
+            hows.append({outcome.how or 'killed' for outcome in gang.run()})
+    assert hows == [
+        {'stopped'},
+        {'stopped'},
+        {'killed', 'peer-lost'},
+        {'killed', 'peer-lost'},
+        {'stopped'},
+        {'finished'},
+    ]
+    assert differences(final_state(tmp_path), expected) == []
+
+
+def test_other_data_order_gives_other_weights(warm: WarmParent, tmp_path: Path) -> None:
+    """The comparison above can fail."""
+    expected = undisturbed(warm, tmp_path / 'whole')
+    with ranks(
+        warm, order(tmp_path, total_samples=EPOCHS * SIZE, seed=8), 1, tmp_path, train
+    ) as gang:
+        gang.run()
+    assert '.model.0.weight' in differences(final_state(tmp_path), expected)
+
+
+def test_every_sample_is_seen_once_per_epoch(warm: WarmParent, tmp_path: Path) -> None:
+    seen = tmp_path / 'seen'
+    for fragment, (world_size, happens) in enumerate(
+        [(2, {'stop_at': 37}), (3, {'stop_at': 94}), (1, {})], 1
+    ):
+        with ranks(
+            warm,
+            order(tmp_path, fragment, total_samples=EPOCHS * SIZE),
+            world_size,
+            tmp_path,
+            train,
+            seen=seen,
+            **happens,
+        ) as gang:
+            gang.run()
+    assert Counter(map(int, seen.read_text().split())) == dict.fromkeys(range(SIZE), EPOCHS)
+
+
+def test_augmentation_in_workers_does_not_change_a_bit(warm: WarmParent, tmp_path: Path) -> None:
+    expected = undisturbed(warm, tmp_path / 'whole')
+    with ranks(
+        warm, order(tmp_path, total_samples=EPOCHS * SIZE), 2, tmp_path, train, num_workers=2
+    ) as gang:
+        assert [outcome.how for outcome in gang.run()] == ['finished'] * 2
+    assert differences(final_state(tmp_path), expected) == []
+
+
+def test_a_killed_rank_leaves_no_data_workers(warm: WarmParent, tmp_path: Path) -> None:
+    with ranks(
+        warm, order(tmp_path, total_samples=10_000_000), 1, tmp_path, train, num_workers=2
+    ) as gang:
+        gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
+        pid = gang.ranks[0].process.pid
+        workers = [
+            int(child) for child in Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
+        ]
+        pidfds = [os.pidfd_open(worker) for worker in workers]
+        gang.ranks[0].process.kill()
+        assert len(workers) == 2
+        for pidfd in pidfds:
+            assert select.select([pidfd], [], [], 30)[0]
+            os.close(pidfd)
+
+
+def line(ctx: FragmentContext, samples: int, batch_size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = ctx.prepare(model, optimizer, clip_grad_norm=0.5)
+    x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(5))
+    for features, target in ctx.loop(TensorDataset(x, x.sum(1, keepdim=True)), batch_size):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(features), target)
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize('world_size', [3, 4])
+def test_throughput_mode_equals_one_process_within_rounding(
+    warm: WarmParent, tmp_path: Path, world_size: int
+) -> None:
+    # 26 samples in batches of 8: the last batch has 2, fewer than ranks
+    states = []
+    for ranks_, folder in ((1, tmp_path / 'one'), (world_size, tmp_path / 'many')):
+        with ranks(
+            warm, order(folder, total_samples=52, mode='throughput'), ranks_, folder, line, 26, 8
+        ) as gang:
+            assert [outcome.how for outcome in gang.run()] == ['finished'] * ranks_
+        states.append(final_state(folder))
+    for name, tensor in states[0]['model'].items():
+        torch.testing.assert_close(states[1]['model'][name], tensor)
+
+
+@pytest.mark.parametrize('mode', ['reproducible', 'throughput'])
+def test_a_killed_rank_is_noticed_at_once(warm: WarmParent, tmp_path: Path, mode: str) -> None:
+    with ranks(
+        warm, order(tmp_path, total_samples=100_000, mode=mode), 3, tmp_path, train, kill=(1, 50)
+    ) as gang:
+        gang.hear(lambda: gang.ranks[1].status is not None)
+        began = time.monotonic()
+        outcomes = gang.run()
+    assert gang.ranks[1].status == -signal.SIGKILL
+    assert [outcome.how for outcome in outcomes] == ['peer-lost', None, 'peer-lost']
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize('mode', ['reproducible', 'throughput'])
+def test_a_stop_request_ends_all_ranks_at_the_same_step(
+    warm: WarmParent, tmp_path: Path, mode: str
+) -> None:
+    with ranks(
+        warm, order(tmp_path, total_samples=10_000_000, mode=mode), 3, tmp_path, train
+    ) as gang:
+        gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
+        gang.ranks[2].process.send(StopTraining('others need the node'))
+        outcomes = gang.run()
+    assert {outcome.how for outcome in outcomes} == {'stopped'}
+    checkpoint = PosixCheckpointStore(tmp_path / 'store', 'digits').latest()
+    assert checkpoint is not None
+    assert checkpoint.samples > 0
+    assert {outcome.samples for outcome in outcomes} == {checkpoint.samples}
+    assert outcomes[0].path == checkpoint.path == gang.ranks[0].said(CheckpointSaved)[-1].path
+
+
+@pytest.mark.parametrize(('mode', 'world_size'), [('reproducible', 1), ('throughput', 2)])
+def test_the_deadline_is_kept(warm: WarmParent, tmp_path: Path, mode: str, world_size: int) -> None:
+    deadline = time.time() + 4.0
+    with ranks(
+        warm,
+        order(tmp_path, total_samples=10_000_000, mode=mode, deadline=deadline),
+        world_size,
+        tmp_path,
+        train,
+    ) as gang:
+        outcomes = gang.run()
+    assert {outcome.how for outcome in outcomes} == {'stopped'}
+    saved = gang.ranks[0].said(CheckpointSaved)[-1]
+    assert saved.samples == outcomes[0].samples
+    assert saved.at < deadline  # processes may end a little later where the machine is busy
+
+
+def faulty(ctx: FragmentContext) -> None:
+    model = nn.Linear(2, 1)
+    ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for (x,) in ctx.loop(TensorDataset(torch.randn(8, 2)), 4):
+        print('about to fail')
+        raise ZeroDivisionError(f'no {tuple(x.shape)}')
+
+
+def test_an_exception_arrives_with_its_type_and_traceback(warm: WarmParent, tmp_path: Path) -> None:
+    with ranks(warm, order(tmp_path), 1, tmp_path, faulty) as gang:
+        (outcome,) = gang.run()
+    error = outcome.error
+    assert (outcome.how, error.type, error.message) == ('error', 'ZeroDivisionError', 'no (1, 2)')
+    assert "raise ZeroDivisionError(f'no {tuple(x.shape)}')" in error.traceback
+    assert 'run_rank' not in error.traceback
+    exception, trace = cloudpickle.loads(error.exception)
+    assert isinstance(exception, ZeroDivisionError)
+    assert trace['tb_frame']['f_code']['co_name'] == 'faulty'
+    log = gang.ranks[0].log
+    assert 'about to fail' in log.read_text()
+    assert 'ZeroDivisionError' in log.read_text()
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_later_fragment_fences_this_one(warm: WarmParent, tmp_path: Path) -> None:
+    with ranks(warm, order(tmp_path, 3, total_samples=10_000_000), 2, tmp_path, train) as gang:
+        gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
+        PosixCheckpointStore(tmp_path / 'store', 'digits').fence(4)
+        gang.ranks[0].process.send(StopTraining('test'))
+        assert [outcome.how for outcome in gang.run()] == ['fenced', 'peer-lost']
+    assert PosixCheckpointStore(tmp_path / 'store', 'digits').latest() is None
+
+
+def closing(ctx: FragmentContext) -> None:
+    model = nn.Linear(2, 1)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for (x,) in ctx.loop(TensorDataset(torch.randn(8, 2)), 4):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+    if ctx.is_main:
+        ctx.report(accuracy=0.75)
+
+
+def test_epochs_metrics_and_messages(warm: WarmParent, tmp_path: Path) -> None:
+    with ranks(
+        warm, order(tmp_path, total_samples=None, total_epochs=1.5), 2, tmp_path, closing
+    ) as gang:
+        outcomes = gang.run()
+    first, second = gang.ranks
+    assert [message.total_samples for message in first.said(TotalSamples)] == [12]
+    assert second.said(TotalSamples) == []
+    (started,) = first.said(Started)
+    assert started.samples == 0
+    assert started.at >= gang.launched_at
+    assert [(m.samples, m.metrics) for m in first.said(CheckpointSaved)] == [
+        (12, {}),
+        (12, {'accuracy': 0.75}),
+    ]
+    assert (outcomes[0].how, outcomes[0].samples, outcomes[0].metrics) == (
+        'finished',
+        12,
+        {'accuracy': 0.75},
+    )
+    assert first.messages[-1] == second.messages[-1] == Exit(0)
+    latest = PosixCheckpointStore(tmp_path / 'store', 'digits').latest()
+    assert latest is not None
+    assert latest.metrics == {'accuracy': 0.75}
+    assert latest.path == outcomes[0].path
+    # Killed behind the loop, it would do only that again.
+    with ranks(
+        warm, order(tmp_path, 2, total_samples=None, total_epochs=1.5), 1, tmp_path, closing
+    ) as gang:
+        (outcome,) = gang.run()
+    assert (outcome.how, outcome.path, gang.ranks[0].said(CheckpointSaved)) == (
+        'finished',
+        latest.path,
+        [],
+    )
+
+
+def test_periodic_checkpoints_are_pruned(warm: WarmParent, tmp_path: Path) -> None:
+    with ranks(
+        warm,
+        order(tmp_path, total_samples=80, checkpoint_every_s=1e-9, keep=Retention(2)),
+        2,
+        tmp_path,
+        closing,
+    ) as gang:
+        gang.run()
+    said = gang.ranks[0].said(CheckpointSaved)
+    samples = [message.samples for message in said]
+    # While one is being written training goes on; the last two wait for it.
+    assert samples == sorted(samples) and samples[-2:] == [80, 80] and len(samples) > 2
+    assert all(message.pause_s >= 0 for message in said)
+    kept = PosixCheckpointStore(tmp_path / 'store', 'digits').checkpoints()
+    assert [checkpoint.samples for checkpoint in kept] == [80, 80]

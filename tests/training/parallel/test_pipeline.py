@@ -1,0 +1,356 @@
+"""Pipelines of real ranks train what one process trains: by each method, for any sizes, in one
+shape after another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import Shape
+from parsl_freetrain.training.checkpoint.state import Saved, read_state
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.parallel.pipeline import Pipeline, activations
+from parsl_freetrain.training.parallel.pipeline.micro_batches import MicroBatches
+from parsl_freetrain.training.process.fork_client import WarmParent
+from tests.support.ranks import finish, order, ranks
+
+STEPS = 20
+SIZES = [
+    16,
+    16,
+    13,
+    3,
+    1,
+]  # samples: some that micro-batches don't divide, and fewer than there are micro-batches
+
+
+def layer(given: int, gives: int) -> nn.Module:
+    """Of another width on each side; every second one turns its input over, so that messages are no
+    contiguous memory.
+    """
+    return nn.Sequential(
+        nn.Linear(given, gives), nn.Tanh(), Over() if given > gives else nn.Identity()
+    ).double()
+
+
+class Over(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flip(-1).T.clone().T
+
+
+MAKERS = [
+    partial(layer, *widths) for widths in ((6, 9), (9, 7), (7, 8), (8, 8), (8, 5), (5, 4), (4, 3))
+]
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    drawn = torch.Generator().manual_seed(3)
+    sizes = (SIZES * STEPS)[:STEPS]
+    return [
+        (
+            torch.randn(n, 6, generator=drawn, dtype=torch.double),
+            torch.randn(n, 3, generator=drawn, dtype=torch.double),
+        )
+        for n in sizes
+    ]
+
+
+def train_side_by_side(ctx: FragmentContext, runs: list[tuple[str, int]]) -> None:
+    """Train by each of (method, micro-batches), and the same in this process alone; all that is
+    compared is compared at each step.
+    """
+    everybody = dist.group.WORLD
+    for method, micro_batches in runs:
+        pipeline = Pipeline(
+            MAKERS, F.mse_loss, method=method, micro_batches=micro_batches, group=everybody
+        )
+        alone = Pipeline(MAKERS, F.mse_loss, micro_batches=1)
+        optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in (pipeline, alone)]
+        whole = dict(alone.named_parameters())
+        for x, y in batches():
+            output = alone(x)
+            expected = F.mse_loss(output, y)
+            optimizers[1].zero_grad()
+            expected.backward()
+            torch.testing.assert_close(pipeline.step(x, y), expected.detach())
+            for name, parameter in pipeline.named_parameters():
+                torch.testing.assert_close(parameter.grad, whole[name].grad)
+            for optimizer in optimizers:
+                optimizer.step()
+            assert pipeline.most_kept == activations(pipeline.schedule)[ctx.rank]
+            holders = holders_of(pipeline, ctx.world_size)
+            assert all(len(digests) == 1 for digests in holders.values()), (
+                'the holders of a layer differ'
+            )
+        assert holders.keys() == {str(number) for number in range(len(MAKERS))}
+        for name, parameter in pipeline.named_parameters():
+            torch.testing.assert_close(parameter, whole[name], rtol=1e-9, atol=1e-9)
+    finish(ctx)
+
+
+def holders_of(pipeline: Pipeline, world_size: int) -> dict[str, set[bytes]]:
+    """By layer: what its parameters and their gradients are at the ranks that have it,
+    as digests.
+    """
+    own = {
+        number: hashlib.sha256(
+            b''.join(
+                t.detach().numpy().tobytes()
+                for p in layer.parameters()
+                for t in (p, p.grad)
+                if t is not None
+            )
+        ).digest()
+        for number, layer in pipeline.layers.items()
+    }
+    rows: list[dict[str, bytes]] = [{} for _ in range(world_size)]
+    dist.all_gather_object(rows, own)
+    return {
+        number: {row[number] for row in rows if number in row} for row in rows for number in row
+    }
+
+
+@pytest.mark.parametrize(
+    ('world_size', 'runs'),
+    [
+        (2, [('gpipe', 3), ('1f1b', 4), ('chimera', 2)]),
+        (4, [('gpipe', 4), ('1f1b', 6), ('chimera', 4), ('chimera', 6)]),
+    ],
+)
+def test_every_method_trains_as_one_process_does(
+    warm: WarmParent, tmp_path: Path, world_size: int, runs: list[tuple[str, int]]
+) -> None:
+    with ranks(warm, order(tmp_path), world_size, tmp_path, train_side_by_side, runs) as gang:
+        outcomes = gang.run()
+        assert [outcome.how for outcome in outcomes] == ['finished'] * world_size, gang.ranks[
+            0
+        ].log.read_text()[-4000:]
+
+
+class Spectrum(nn.Module):
+    """Hands complex numbers over to the next layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.fft.rfft(self.linear(x.float()))
+        return y
+
+
+class Filter(nn.Module):
+    """Takes complex numbers, and has complex parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.fft.irfft(x * self.weight)[..., :3].double()
+        return y
+
+
+def compare_gradients(ctx: FragmentContext, makers: list[Any], method: str) -> None:
+    pipeline = Pipeline(makers, F.mse_loss, method=method, micro_batches=2, group=dist.group.WORLD)
+    alone = Pipeline(makers, F.mse_loss, micro_batches=1)
+    x, y = batches()[0]
+    torch.testing.assert_close(pipeline.step(x, y), alone.step(x, y))
+    whole = dict(alone.named_parameters())
+    for name, parameter in pipeline.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0
+        torch.testing.assert_close(parameter.grad, whole[name].grad)
+    finish(ctx)
+
+
+@pytest.mark.parametrize(
+    'makers',
+    [[partial(layer, 6, 3), nn.Tanh], [nn.Tanh, partial(layer, 6, 3)], [Spectrum, Filter]],
+    ids=['second-without-parameters', 'first-without-parameters', 'complex'],
+)
+@pytest.mark.parametrize('method', ['1f1b', 'chimera'])
+def test_what_stages_may_be(
+    warm: WarmParent, tmp_path: Path, makers: list[Any], method: str
+) -> None:
+    with ranks(warm, order(tmp_path), 2, tmp_path, compare_gradients, makers, method) as gang:
+        assert [outcome.how for outcome in gang.run()] == ['finished'] * 2, gang.ranks[
+            0
+        ].log.read_text()[-4000:]
+
+
+def refused(ctx: FragmentContext, makers: list[Any], options: dict[str, Any]) -> None:
+    pipeline = Pipeline(makers, F.mse_loss, group=dist.group.WORLD, **options)
+    pipeline.step(torch.ones(4, 6), torch.ones(4, 6))
+    pipeline(torch.ones(4, 6))
+
+
+def pair() -> nn.Module:
+    return nn.LSTM(6, 6)
+
+
+@pytest.mark.parametrize(
+    ('makers', 'options', 'words'),
+    [
+        ([nn.Identity] * 2, {'method': 'gpipe'}, '2 layers cannot be cut into 3 stages'),
+        ([nn.Identity] * 3, {'method': 'chimera'}, 'even number of stages'),
+        (
+            [nn.Identity, partial(nn.BatchNorm1d, 6), nn.Identity],
+            {'method': '1f1b'},
+            'Layer 1 has batch norm',
+        ),
+        (
+            [pair, nn.Identity, nn.Identity],
+            {'method': '1f1b'},
+            'Stage 0 of the pipeline gives a tuple to the next one',
+        ),
+        (
+            [partial(nn.Linear, 6, 6)] * 3,
+            {'method': 'gpipe', 'micro_batches': 2},
+            'No rank of a pipeline of 3 stages has all layers',
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    warm: WarmParent, tmp_path: Path, makers: list[Any], options: dict[str, Any], words: str
+) -> None:
+    with ranks(warm, order(tmp_path), 3, tmp_path, refused, makers, options) as gang:
+        errors = [outcome.error for outcome in gang.run() if outcome.how == 'error']
+    assert any(error.type == BadInput.__name__ and words in error.message for error in errors), (
+        errors
+    )
+
+
+def test_micro_batches_count_as_many_samples_as_they_have() -> None:
+    cut = MicroBatches(torch.arange(7), torch.arange(7), 3, torch.device('cpu'))
+    assert [part.tolist() for part in cut.inputs] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert cut.weights == [3 / 7, 2 / 7, 2 / 7]
+    few = MicroBatches(torch.arange(2), torch.arange(2), 4, torch.device('cpu'))
+    assert [part.tolist() for part in few.targets] == [[0], [1], [0], [1]] and few.weights == [
+        0.5,
+        0.5,
+        0,
+        0,
+    ]
+
+
+def test_initial_weights_do_not_depend_on_what_else_is_drawn() -> None:
+    torch.manual_seed(1)
+    one = Pipeline(MAKERS, F.mse_loss, seed=5)
+    drawn = torch.rand(1)
+    torch.manual_seed(1)
+    assert torch.equal(drawn, torch.rand(1))
+    two = Pipeline(MAKERS, F.mse_loss, seed=5)
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
+    assert not torch.equal(
+        next(one.parameters()), next(Pipeline(MAKERS, F.mse_loss, seed=6).parameters())
+    )
+
+
+def train(ctx: FragmentContext, *, stop: bool = False, dies: int | None = None) -> None:
+    group = ctx.mesh.get_group('pipeline')
+    model = Pipeline(MAKERS, F.mse_loss, method='chimera', micro_batches=4, group=group, seed=2)
+    _, optimizer = ctx.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    drawn = torch.Generator().manual_seed(4)
+    data = TensorDataset(
+        *(torch.randn(25, width, generator=drawn, dtype=torch.double) for width in (6, 3))
+    )
+    for x, y in ctx.loop(data, 10):
+        if stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if ctx.rank == dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ctx.report(loss=model.step(x, y).item())
+        optimizer.step()
+
+
+def fragment(warm: WarmParent, folder: Path, number: int, shape: Shape, *, stop: bool) -> Saved:
+    ordered = order(folder, number, total_samples=75, mode='throughput', shape=shape)
+    with ranks(warm, ordered, shape.ranks, folder, train, stop=stop) as gang:
+        outcomes = gang.run()
+        assert {outcome.how for outcome in outcomes} == {'stopped' if stop else 'finished'}, (
+            gang.ranks[0].log.read_text()[-4000:]
+        )
+    return read_state(outcomes[0].path)
+
+
+def test_a_training_goes_on_in_other_shapes(warm: WarmParent, tmp_path: Path) -> None:
+    """Chimera of two stages, of four, two copies of one of two stages, two of all; the last batch
+    of each epoch is smaller.
+    """
+    for number, shape in enumerate(
+        (Shape(pipeline=2), Shape(pipeline=4), Shape(data=2, pipeline=2), Shape(data=2)), 1
+    ):
+        state = fragment(warm, tmp_path, number, shape, stop=number < 4)
+    expected = fragment(warm, tmp_path / 'alone', 1, Shape(), stop=False)
+    assert state.models[0].keys() == expected.models[0].keys()
+    for name, tensor in expected.models[0].items():
+        torch.testing.assert_close(state.models[0][name], tensor, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize('dies', [0, 2])
+def test_when_a_stage_dies_the_others_know(warm: WarmParent, tmp_path: Path, dies: int) -> None:
+    ordered = order(tmp_path, total_samples=75, mode='throughput', shape=Shape(pipeline=4))
+    with ranks(warm, ordered, 4, tmp_path, train, dies=dies) as gang:
+        assert [outcome.how for outcome in gang.run()] == [
+            None if rank == dies else 'peer-lost' for rank in range(4)
+        ]
+
+
+def train_one_stage(ctx: FragmentContext, bad: int, *, scaler: bool = False) -> None:
+    """A copy of the whole pipeline at each rank; rank 1's loss is not a number in the batch that
+    begins at ``bad``.
+    """
+    model = Pipeline(MAKERS, F.mse_loss, micro_batches=2)
+    things = [model, torch.optim.SGD(model.parameters(), lr=0.1)]
+    optimizer = ctx.prepare(*things, *([torch.amp.GradScaler('cpu')] if scaler else []))[1]
+    for x, y in ctx.loop(
+        TensorDataset(torch.ones(8, 6, dtype=torch.double), torch.ones(8, 3, dtype=torch.double)), 8
+    ):
+        model.step(x * (float('nan') if ctx.rank and ctx.samples == bad else 1), y)
+        optimizer.step()
+
+
+def test_copies_of_one_stage_leave_a_bad_step_out_together(
+    warm: WarmParent, tmp_path: Path
+) -> None:
+    ordered = order(tmp_path, total_samples=32, mode='throughput', on_nan='skip')
+    with ranks(warm, ordered, 2, tmp_path, train_one_stage, 16) as gang:
+        outcomes = gang.run()
+        assert [outcome.how for outcome in outcomes] == ['finished'] * 2, gang.ranks[
+            0
+        ].log.read_text()[-4000:]
+    assert [outcome.metrics for outcome in outcomes] == [{'skipped_steps': 1.0}] * 2
+    with ranks(
+        warm,
+        order(tmp_path / 'clean', total_samples=24, mode='throughput'),
+        2,
+        tmp_path,
+        train_one_stage,
+        99,
+    ) as gang:
+        clean = read_state(gang.run()[0].path).models[0]
+    for name, tensor in read_state(outcomes[0].path).models[0].items():
+        torch.testing.assert_close(tensor, clean[name])
+
+
+def test_copies_of_one_stage_take_no_scaler(warm: WarmParent, tmp_path: Path) -> None:
+    with ranks(
+        warm, order(tmp_path, mode='throughput'), 2, tmp_path, train_one_stage, 99, scaler=True
+    ) as gang:
+        assert all(
+            'a gradient scaler, but a rank of a pipeline' in outcome.error.message
+            for outcome in gang.run()
+        )

@@ -1,0 +1,189 @@
+"""Pipeline schedules as tables: right for all sizes, as long as their formulas say, and told apart
+from wrong ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.parallel.pipeline import (
+    METHODS,
+    PipelineSchedule,
+    activations,
+    bubbles,
+    chimera,
+    faults,
+    gpipe,
+    make_schedule,
+    makespan,
+    one_f_one_b,
+)
+from parsl_freetrain.training.parallel.pipeline.schedule import Task, split_layers
+from parsl_freetrain.training.parallel.pipeline.schedule_steps import (
+    POST,
+    RUN,
+    SEND,
+    WAIT,
+    Action,
+    actions_of,
+    message_of,
+    stuck,
+)
+
+DEPTHS = range(2, 17, 2)
+
+
+def test_chimera_from_d_to_4d_micro_batches() -> None:
+    few = [(depth, n) for depth in DEPTHS if depth <= 8 for n in range(depth, 4 * depth + 1, 2)]
+    many = [
+        (depth, n)
+        for depth in DEPTHS
+        if depth > 8
+        for n in (depth, depth + 2, 2 * depth - 2, 2 * depth, 3 * depth, 3 * depth + 4, 4 * depth)
+    ]
+    for stages, micro_batches in few + many:
+        schedule = chimera(stages, micro_batches)
+        assert faults(schedule) == ()
+        assert (
+            schedule.slots
+            == makespan(schedule)
+            == 2 * micro_batches + stages - 2 + -micro_batches % stages
+        )
+        assert schedule.slots < one_f_one_b(stages, micro_batches).slots
+
+
+@pytest.mark.parametrize('method', ['gpipe', '1f1b'])
+def test_gpipe_and_1f1b(method: str) -> None:
+    for stages, micro_batches in [
+        (depth, n) for depth in DEPTHS for n in (1, depth, depth + 1, 3 * depth)
+    ]:
+        schedule = make_schedule(method, stages, micro_batches)
+        assert faults(schedule) == ()
+        assert schedule.slots == makespan(schedule) == 2 * micro_batches + 2 * (stages - 1)
+        assert bubbles(schedule) == pytest.approx((stages - 1) / (micro_batches + stages - 1))
+
+
+def test_one_stage_has_no_bubbles() -> None:
+    assert one_f_one_b(1, 5).slots == 10 and bubbles(gpipe(1, 5)) == 0
+
+
+def test_memory() -> None:
+    """GPipe keeps all micro-batches, 1F1B from 1 to D of them, Chimera from D/2 + 1 to D."""
+    for stages, many in [(depth, units * depth) for depth in DEPTHS for units in (1, 2)]:
+        assert activations(gpipe(stages, many)) == (many,) * stages
+        assert activations(one_f_one_b(stages, many)) == tuple(range(stages, 0, -1))
+        peaks = activations(chimera(stages, many))
+        assert (min(peaks), max(peaks)) == (stages // 2 + 1, stages)
+        assert max(peaks) - min(peaks) == stages // 2 - 1 < stages - 1
+
+
+def test_both_directions_are_used_and_workers_hold_two_stages() -> None:
+    schedule = chimera(4, 4)
+    assert [schedule.held(worker) for worker in range(4)] == [
+        ((0, w), (1, 3 - w)) for w in range(4)
+    ]
+    assert (
+        ''.join(
+            '.' if task is None else f'{task.kind}{task.micro_batch}' for task in schedule.rows[0]
+        )
+        == 'F0.F1F2B2F3B3B0.B1'
+    )
+
+
+def test_unequal_passes_are_timed_in_the_schedules_order() -> None:
+    """Backward passes of twice the length: both formulas are known for 1F1B; Chimera still gains
+    with as many micro-batches as stages.
+    """
+    assert makespan(one_f_one_b(4, 8), 1, 2) == 3 * (8 + 3)
+    assert makespan(gpipe(4, 8), 0.5, 1) == 1.5 * (8 + 3)
+    assert makespan(chimera(4, 4), 1, 2) == 16 < makespan(one_f_one_b(4, 4), 1, 2) == 21
+
+
+@pytest.mark.parametrize(
+    ('method', 'stages', 'micro_batches', 'words'),
+    [
+        ('chimera', 3, 4, 'even number of stages.*3 are asked for: use 2 or 4'),
+        ('chimera', 1, 4, 'use 2, or 1F1B'),
+        ('chimera', 4, 5, 'each direction, and 5 are odd: use 6; a multiple of the 4 stages'),
+        ('chimera', 4, 0, '0 micro-batches'),
+        ('gpipe', 0, 4, '0 stages'),
+        ('dualpipe', 4, 4, "no pipeline method 'dualpipe'; choose one of gpipe, 1f1b, chimera"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    method: str, stages: int, micro_batches: int, words: str
+) -> None:
+    with pytest.raises(BadInput, match=words):
+        make_schedule(method, stages, micro_batches)
+
+
+def test_layers_are_cut_evenly() -> None:
+    assert split_layers(7, 3) == (range(3), range(3, 5), range(5, 7))
+    with pytest.raises(
+        BadInput, match='3 layers cannot be cut into 4 stages: use at most 3 stages'
+    ):
+        split_layers(3, 4)
+
+
+def changed(
+    schedule: PipelineSchedule, worker: int, change: dict[int, Task | None]
+) -> PipelineSchedule:
+    rows = [list(row) for row in schedule.rows]
+    for slot, task in change.items():
+        rows[worker][slot] = task
+    return replace(schedule, rows=tuple(map(tuple, rows)))
+
+
+def test_the_checker_finds_what_is_wrong() -> None:
+    right = chimera(4, 4)
+    first, forward, backward = (right.rows[0][slot] for slot in (0, 3, 4))
+    assert first is not None
+    wrong: list[tuple[dict[int, Task | None], str]] = [
+        ({0: None}, 'is missing'),
+        ({1: first}, 'there 2 times'),
+        ({3: backward, 4: forward}, 'is not after'),
+        ({1: replace(first, micro_batch=2)}, 'Micro-batch 2 goes in 2 directions'),
+        ({0: replace(first, stage=1)}, 'which does not have the stage'),
+    ]
+    for change, words in wrong:
+        assert any(words in fault for fault in faults(changed(right, 0, change))), words
+    # Nothing depends on the last one, but the holders of its stage would not exchange gradients in
+    # the same order.
+    late = replace(
+        right,
+        rows=tuple(
+            (*row, None) if worker else (*row[:-1], None, row[-1])
+            for worker, row in enumerate(right.rows)
+        ),
+    )
+    assert ['is complete in slot' in fault for fault in faults(late)] == [True]
+
+
+@pytest.mark.parametrize('method', METHODS)
+def test_receiving_before_sending_is_what_keeps_them_going(method: str) -> None:
+    """The obvious order (receive what a task needs, compute, send what it has made) has neighbours
+    send to each other, and stay there.
+    """
+    schedule = make_schedule(method, 4, 8)
+    assert not stuck(actions_of(schedule))
+    naive = []
+    for row in schedule.rows:
+        program: list[Action] = []
+        for task in row:
+            if task is not None:
+                takes, gives = (
+                    message_of(schedule, schedule.fed_by(task)),
+                    message_of(schedule, task),
+                )
+                program += [Action(verb, takes) for verb in (POST, WAIT) if takes is not None]
+                program += [
+                    Action(RUN, task),
+                    *([Action(SEND, gives)] if gives is not None else []),
+                ]
+        naive.append(program)
+    assert bool(stuck(naive)) == (
+        method != 'gpipe'
+    )  # where everything flows one way, then the other

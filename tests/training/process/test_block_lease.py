@@ -1,0 +1,178 @@
+"""The holder of the blocks, and a node that passes from one run to the next, with real files and
+processes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.process.block_lease import (
+    Succession,
+    read_holder,
+    release,
+    this_process,
+    write_holder,
+)
+from tests.support.waiting import LIMIT_S
+
+JOB = 'TEST_JOB_ID'
+
+
+@contextmanager
+def node(holder: Path, command: str, wait_s: float = 60.0) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [
+            sys.executable,
+            '-P',
+            '-m',
+            'parsl_freetrain.training.process.node_agent',
+            '--holder',
+            str(holder),
+            '--job-variable',
+            JOB,
+            '--wait',
+            f'{wait_s:g}',
+            '/bin/sh',
+            '-c',
+            command,
+        ],
+        env={**os.environ, JOB: '17'},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def until_it_waits(process: subprocess.Popen[str]) -> None:
+    assert process.stderr is not None
+    assert 'waiting' in process.stderr.readline()
+
+
+def test_a_node_runs_what_the_next_holder_says_and_nothing_of_the_lost_run_beside_it(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / 'holder.json'
+    with node(file, 'sleep 600 & echo first $!') as process:
+        assert process.stdout is not None
+        left = int(process.stdout.readline().split()[1])
+        until_it_waits(process)
+        assert not Path(f'/proc/{left}/exe').exists(), 'what the lost run has left behind is ended'
+        write_holder(file, this_process('second', {'17': 'echo second', '18': 'echo other'}))
+        assert process.stdout.readline() == 'second\n'
+        until_it_waits(process)  # the same holder is not served twice
+        write_holder(file, this_process('third', {'17': 'echo third; exit 3'}))
+        assert process.stdout.readline() == 'third\n'
+        assert process.wait(LIMIT_S) == 3, 'a command that failed is no lost run'
+
+
+def test_a_job_that_was_adopted_while_it_waited_begins_with_its_new_holder(tmp_path: Path) -> None:
+    file = tmp_path / 'holder.json'
+    write_holder(file, this_process('next', {'17': 'echo next; exit 4'}))
+    with node(file, 'echo lost') as process:
+        assert process.communicate(timeout=LIMIT_S)[0] == 'next\n'
+        assert process.returncode == 4
+
+
+def test_a_node_that_nobody_claims_ends(tmp_path: Path) -> None:
+    file = tmp_path / 'holder.json'
+    write_holder(file, this_process('next', {'18': 'echo mine'}))
+    with node(file, 'echo lost', wait_s=0.2) as process:
+        assert process.communicate(timeout=LIMIT_S)[0] == 'lost\n'
+        assert process.returncode == 0
+
+
+def test_a_node_that_waits_gives_its_nodes_back_at_once(tmp_path: Path) -> None:
+    with node(tmp_path / 'holder.json', 'true') as process:
+        until_it_waits(process)
+        begun = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
+        assert time.monotonic() - begun < 20
+
+
+def test_the_file_is_private_whole_and_released_by_its_own_run_only(tmp_path: Path) -> None:
+    file = tmp_path / 'holder.json'
+    assert read_holder(file) is None
+    write_holder(file, this_process('one', {'1': 'x'}))
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert read_holder(file) == this_process('one', {'1': 'x'})
+    release(file, 'another')
+    assert file.exists()
+    release(file, 'one')
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ('content', 'mode', 'complaint'),
+    [
+        (
+            '{"run": "x", "host": "h", "pid": 1, "born": "1", "commands": {"17": "echo evil"}}',
+            0o620,
+            'mode 0600',
+        ),
+        (
+            '{"run": "x", "host": "h", "pid": 1, "born": "1", "commands": {"17": "echo evil"}}',
+            0o604,
+            'mode 0600',
+        ),
+        ('{"run": "x"', 0o600, 'not what a run has written'),
+        ('[]', 0o600, 'not what a run has written'),
+    ],
+)
+def test_what_others_may_have_written_is_refused_and_never_run(
+    tmp_path: Path, content: str, mode: int, complaint: str
+) -> None:
+    file = tmp_path / 'holder.json'
+    file.write_text(content)
+    file.chmod(mode)
+    with pytest.raises(BadInput, match=complaint):
+        read_holder(file)
+    assert Succession(file, '17').claim() is None
+
+
+def test_a_link_is_refused(tmp_path: Path) -> None:
+    write_holder(tmp_path / 'real', this_process('one', {'17': 'x'}))
+    (tmp_path / 'holder.json').symlink_to('real')
+    with pytest.raises(BadInput, match='cannot be read'):
+        read_holder(tmp_path / 'holder.json')
+
+
+def test_a_holder_lives_as_long_as_its_process(tmp_path: Path) -> None:
+    file = tmp_path / 'holder.json'
+    code = (
+        'import sys; from pathlib import Path; '
+        'from parsl_freetrain.training.process.block_lease import *; '
+        'write_holder(Path(sys.argv[1]), this_process("other")); '
+        'print("ready", flush=True); sys.stdin.read()'
+    )
+    with subprocess.Popen(
+        [sys.executable, '-c', code, str(file)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == 'ready\n'
+        other = read_holder(file)
+        assert other is not None
+        assert other.lives()
+        process.kill()
+        process.wait()
+        assert not other.lives()
+    assert not this_process('mine').lives(), 'it need not wait for itself'

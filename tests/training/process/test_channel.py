@@ -1,0 +1,83 @@
+"""Messages stay whole when a sender is killed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from parsl_freetrain.training.comm.inbox import Inbox
+from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.spec.codec import Decoder
+from parsl_freetrain.training.spec.messages import (
+    Exit,
+    FromRank,
+    Outcome,
+    Rendezvous,
+    StopTraining,
+    TotalSamples,
+    Waiting,
+)
+from tests.support.ranks import channel_pair
+
+
+def pair() -> tuple[Channel[FromRank], Channel[FromRank], socket.socket]:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    decoder = Decoder[FromRank](FromRank, 'a rank')
+    return Channel(one, decoder), Channel(other, decoder), one
+
+
+def long(text: int) -> Outcome:
+    return Outcome('error', path='x' * text)
+
+
+def test_short_and_long_messages() -> None:
+    one, other, _ = pair()
+    message = long(1_000_000)  # more than the socket's buffer takes
+    sender = threading.Thread(target=one.send, args=(message,))
+    sender.start()
+    assert other.recv() == message
+    sender.join()
+    assert one.send(Waiting())
+    assert other.poll()
+    assert other.recv() == Waiting()
+    assert not other.poll()
+    one.close()
+    with pytest.raises(EOFError):
+        other.recv()
+    assert not other.send(Waiting())
+    other.close()
+
+
+def test_an_unfinished_message_is_dropped() -> None:
+    one, other, sock = pair()
+    sock.send(b'+' + b'{"kind": "unfin')  # all that a sender got out before it was killed
+    one.send(Exit(-9))
+    assert other.recv() == Exit(-9)
+    one.close()
+    other.close()
+
+
+def test_a_message_that_need_not_arrive_does_not_wait() -> None:
+    one, other, _ = pair()
+    sent = 0
+    while one.send(TotalSamples(sent), wait=False):
+        sent += 1
+    assert sent > 5
+    assert [other.recv() for _ in range(sent)] == [TotalSamples(number) for number in range(sent)]
+    assert not one.send(long(100_000), wait=False)
+    one.close()
+    other.close()
+
+
+def test_a_stop_that_comes_before_the_rendezvous_is_kept() -> None:
+    other, one = channel_pair()
+    inbox = Inbox(other)
+    assert not inbox.stop_requested()
+    one.send(StopTraining('preempted'))
+    one.send(Rendezvous('h', 1))
+    assert inbox.wait_for_rendezvous(10).port == 1
+    assert inbox.stop_requested()
+    one.close()
+    other.close()

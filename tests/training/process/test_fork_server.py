@@ -1,0 +1,346 @@
+"""The template: forks fork servers that behave as if each node had started its own, and that share
+nothing with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.process.fork_client import WarmParent
+from tests.support.ranks import Ranks, order, ranks
+from tests.support.template import start_by_itself
+from tests.support.waiting import LIMIT_S, wait_until
+
+
+def forever(ctx: FragmentContext) -> None:
+    import os
+    import signal
+
+    if os.fork() == 0:  # as a worker of a data loader
+        while True:
+            signal.pause()
+    print('here')
+    while True:
+        signal.pause()
+
+
+def look_around(ctx: FragmentContext) -> None:
+    import importlib
+    import json
+    import os
+    import sys
+    import tempfile
+    import time
+
+    raise LookupError(
+        json.dumps(
+            {
+                'cwd': os.getcwd(),
+                'tmp': tempfile.gettempdir(),
+                'zone': time.tzname[0],
+                'new': os.environ.get('NEW_HERE'),
+                'secret': os.environ.get('OF_THE_TEMPLATE'),
+                'cpus': sorted(os.sched_getaffinity(0)),
+                'module': importlib.import_module('only_of_the_asker').WHO,
+                'threads': os.environ.get('OMP_NUM_THREADS'),
+                'numpy_threads': os.environ['OPENBLAS_NUM_THREADS'],
+                'path': os.environ['PYTHONPATH'].split(':') == sys.path,
+            }
+        )
+    )
+
+
+def stat(pid: int) -> list[str]:
+    """State, parent, group, session, ... of a process; empty if there is none, not even
+    a zombie.
+    """
+    try:
+        return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def runs(pid: int) -> bool:
+    return (stat(pid) or 'Z')[0] not in 'ZX'
+
+
+def session_of(leader: int) -> set[int]:
+    """The processes of a session that run."""
+    pids = {int(entry) for entry in os.listdir('/proc') if entry.isdigit()}
+    return {pid for pid in pids if runs(pid) and int((stat(pid) or [''] * 3 + ['0'])[3]) == leader}
+
+
+def open_things(pid: int) -> set[str]:
+    """Sockets and processes that a process holds open."""
+    found = set()
+    for fd in Path(f'/proc/{pid}/fd').iterdir():
+        target = os.readlink(fd)
+        if target.startswith('socket:'):
+            found.add(target)
+        elif 'pidfd' in target:
+            info = Path(f'/proc/{pid}/fdinfo/{fd.name}').read_text()
+            found.add(next(line for line in info.splitlines() if line.startswith('Pid:')))
+    return found
+
+
+def fresh() -> str:
+    return f'tests-{secrets.token_hex(8)}'
+
+
+@pytest.fixture
+def processes() -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    """Makes processes that do nothing, to be owners."""
+    made: list[subprocess.Popen[bytes]] = []
+
+    def make() -> subprocess.Popen[bytes]:
+        made.append(subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()']))
+        return made[-1]
+
+    yield make
+    for process in made:
+        process.kill()
+        process.wait()
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope='module')
+def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmParent]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('OF_THE_TEMPLATE', 'not for others')
+        started = start_by_itself(
+            fresh(), os.getpid(), str(tmp_path_factory.mktemp('template') / 'warm.log')
+        )
+    try:
+        started.wait_ready(LIMIT_S)
+        yield started
+    finally:
+        started.stop()
+
+
+def test_forked_parents_depend_on_their_owners_alone(
+    tmp_path: Path, processes: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    submitter, one_node, other_node = processes(), processes(), processes()
+    template = start_by_itself(fresh(), submitter.pid, str(tmp_path / 'template.log'))
+    name, other_name = fresh(), fresh()
+    # All at once, before the template has imported torch, and one of them twice.
+    one, same = (
+        WarmParent.start(name, one_node.pid, str(tmp_path / 'one.log'), template.name)
+        for _ in range(2)
+    )
+    other = WarmParent.start(other_name, other_node.pid, str(tmp_path / 'other.log'), template.name)
+    gangs: list[Ranks] = []
+    try:
+        for parent in (one, same, other, template):
+            parent.wait_ready(LIMIT_S)
+        assert one.pid == same.pid
+        assert one.pid is not None and other.pid is not None and template.pid is not None
+        assert len({one.pid, other.pid, template.pid}) == 3
+        for parent in (one, other):
+            assert [int(field) for field in stat(parent.pid or 0)[1:4]] == [
+                template.pid,
+                parent.pid,
+                parent.pid,
+            ]
+            assert Path(parent.log).stat().st_mode & 0o777 == 0o600
+            gangs.append(Ranks(parent, order(tmp_path), 1, tmp_path / parent.name, forever))
+        rank, other_rank = (gang.ranks[0].process.pid for gang in gangs)
+        for log in (gang.ranks[0].log for gang in gangs):
+            wait_until(log.exists, 'the rank does not start')
+            wait_until(lambda log=log: 'here' in log.read_text(), 'the rank does not run')  # type: ignore[misc]
+        # The template and the nodes share nothing. (A server and its rank share the rank's
+        # channel.)
+        of_template, of_one, of_other = (
+            open_things(template.pid),
+            open_things(one.pid),
+            open_things(other.pid),
+        )
+        for things, others in ((of_template, of_one), (of_template, of_other), (of_one, of_other)):
+            assert things
+            assert not things & others
+        assert open_things(rank) <= of_one
+        assert open_things(other_rank) <= of_other
+        # A terminal's and a scheduler's signals to the template do no harm.
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            os.kill(template.pid, number)
+        # A node dies: its ranks and what they have forked go, and no zombie stays with the
+        # template.
+        one_session = session_of(one.pid)
+        assert len(one_session) == 3
+        end(one_node)
+        wait_until(lambda: not stat(one.pid or 0), 'a server outlives its owner, or is a zombie')
+        wait_until(
+            lambda: not any(map(runs, one_session)),
+            'a rank, or what it has forked, outlives its server',
+        )
+        assert runs(other_rank)
+        # The submitter dies: the template goes, the servers stay.
+        other_session = session_of(other.pid)
+        assert len(other_session) == 3
+        end(submitter)
+        wait_until(lambda: not runs(template.pid or 0), 'the template outlives its owner')
+        other.wait_ready(LIMIT_S)
+        with ranks(other, order(tmp_path), 1, tmp_path / 'more', look_around) as gang:
+            assert "No module named 'only_of_the_asker'" in gang.run()[0].error.message
+        assert all(map(runs, other_session))
+        end(other_node)
+        wait_until(
+            lambda: not any(map(runs, other_session)), 'something of a node outlives its manager'
+        )
+    finally:
+        for gang in gangs:
+            gang.close()
+        for parent in (one, same, other, template):
+            parent.stop()
+
+
+def test_a_template_that_dies_before_it_has_answered_is_done_without(
+    tmp_path: Path, processes: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    template = start_by_itself(fresh(), processes().pid, str(tmp_path / 'template.log'))
+    assert template._process is not None
+    template._process.send_signal(signal.SIGSTOP)
+    name, owner = fresh(), processes().pid
+    parent = WarmParent.start(name, owner, str(tmp_path / 'warm.log'), template.name)
+    template._process.kill()
+    template._process.wait()
+    late = WarmParent.start(name, owner, str(tmp_path / 'warm.log'), template.name)
+    try:
+        parent.wait_ready(LIMIT_S)
+        late.wait_ready(LIMIT_S)
+        assert parent.pid is not None
+        assert (late.pid, int(stat(parent.pid)[1])) == (parent.pid, os.getpid())
+    finally:
+        parent.stop()
+        late.stop()
+
+
+def ask(template: WarmParent, folder: Path, owner_pid: int, **env: str) -> dict[str, Any]:
+    """Request from another process with another environment; return what a rank finds, and the
+    parent of its fork server.
+    """
+    folder.mkdir()
+    modules = folder / 'modules'
+    modules.mkdir()
+    (modules / 'only_of_the_asker.py').write_text(f'WHO = {folder.name!r}')
+    name, log = fresh(), 'warm.log'
+    program = f"""
+import os, sys
+sys.path.insert(0, 'modules')
+os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})
+from parsl_freetrain.training.process.fork_client import WarmParent
+parent = WarmParent.start({name!r}, {owner_pid}, {log!r}, {template.name!r})
+parent.wait_ready({LIMIT_S})
+stat = open(f'/proc/{{parent.pid}}/stat').read().rpartition(')')[2].split()
+print(parent.pid, stat[1], os.getpid(), flush=True)
+os._exit(0)
+"""
+    environment = {k: v for k, v in os.environ.items() if k != 'OF_THE_TEMPLATE'}
+    answer = subprocess.run(
+        [sys.executable, '-c', program],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        env={
+            **environment,
+            'PYTHONPATH': str(Path(__file__).parents[3]),
+            'TMPDIR': str(folder),
+            **env,
+        },
+    )
+    assert answer.returncode == 0, answer.stderr
+    pid, ppid, asker = map(int, answer.stdout.split())
+    assert (folder / log).exists()
+    with ranks(
+        WarmParent(name, str(folder / log)), order(folder), 1, folder / 'ranks', look_around
+    ) as gang:
+        message = gang.run()[0].error.message
+    return {**json.loads(message), 'pid': pid, 'forked': ppid == template.pid, 'own': ppid == asker}
+
+
+def test_a_forked_parent_is_as_if_the_asker_had_started_it(
+    template: WarmParent, tmp_path: Path, processes: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    owner = processes()
+    found = ask(template, tmp_path / 'node', owner.pid, NEW_HERE='yes', TZ='XYZ-3')
+    own = ask(
+        template, tmp_path / 'other', owner.pid, NEW_HERE='yes', TZ='XYZ-3', OMP_NUM_THREADS='3'
+    )
+    assert found.pop('forked') and not found.pop('own')
+    # What cannot be taken over by a process that has started is a reason to start one.
+    assert own.pop('own') and not own.pop('forked')
+    assert 'OMP_NUM_THREADS is' in Path(template.log).read_text()
+    for node, said in (('node', found), ('other', own)):
+        assert runs(said.pop('pid'))
+        assert (
+            said.pop('threads') == {'node': os.environ.get('OMP_NUM_THREADS'), 'other': '3'}[node]
+        )
+        assert (
+            said.pop('path') or node == 'other'
+        )  # one that Python has started has the standard library twice
+        assert said == {
+            'cwd': str(tmp_path / node),
+            'tmp': str(tmp_path / node),
+            'zone': 'XYZ',
+            'new': 'yes',
+            'secret': None,
+            'cpus': [min(os.sched_getaffinity(0))],
+            'module': node,
+            'numpy_threads': '1',
+        }
+
+
+def test_an_owner_that_is_gone_already(
+    template: WarmParent, tmp_path: Path, processes: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    owner = processes()
+    end(owner)
+    parent = WarmParent.start(fresh(), owner.pid, str(tmp_path / 'warm.log'), template.name)
+    with pytest.raises(FreeTrainError, match=r'ended with status 3(.|\n)*is gone'):
+        parent.wait_ready(LIMIT_S)
+
+
+def test_who_does_not_wait_any_more_gets_none(template: WarmParent, tmp_path: Path) -> None:
+    assert template.pid is not None
+    os.kill(template.pid, signal.SIGSTOP)
+    try:
+        gone = WarmParent.start(fresh(), os.getpid(), str(tmp_path / 'warm.log'), template.name)
+        gone.stop()
+    finally:
+        os.kill(template.pid, signal.SIGCONT)
+    with pytest.raises(FreeTrainError, match='does not listen'):
+        # A template answers in order, so that what was asked before it said 'ready' here was dealt
+        # with.
+        template.wait_ready(LIMIT_S)
+        gone.wait_ready(0.1)
+
+
+def test_nonsense_does_not_end_a_template(template: WarmParent, tmp_path: Path) -> None:
+    channel = template._connect(template._answers)
+    assert channel is not None
+    channel.send_bytes(b'{"kind": "fork-server-wanted", "name": "x"}')
+    ready, _, _ = select.select([channel.fileno()], [], [], 30)
+    assert ready
+    with pytest.raises(EOFError):
+        channel.recv()
+    channel.close()
+    template.wait_ready(LIMIT_S)

@@ -1,0 +1,214 @@
+"""Stopped processes and networks that are gone, both real."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from parsl_freetrain.host.processes import is_stopped
+from parsl_freetrain.testing import slow_rank, with_faults
+from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.liveness import StopWatch, guard_connections
+from tests.support.ranks import order, ranks
+from tests.support.waiting import LIMIT_S
+from tests.training.loop.test_fragments import train
+
+ROOT = Path(__file__).resolve().parents[3]
+HANG_S = 4.0
+
+# A rank of its own, without a warm parent: address of the store, rank.
+PEER = """
+import sys, time, torch
+from torch.distributed import TCPStore
+from parsl_freetrain import Samples
+from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
+from parsl_freetrain.training.spec.training import TrainingSpec
+from parsl_freetrain.training.comm.collectives import EXCHANGE_TIMEOUT, PeerLost, RankGroup
+import os
+host, rank, wait_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+os.environ['GLOO_SOCKET_IFNAME'] = sys.argv[4]
+spec = TrainingSpec(min_nodes=1, max_nodes=1, goal=Samples(1))
+order = FragmentOrder('t', 1, '', spec, None, hang_s=float(sys.argv[5]))
+store = TCPStore(host, 29400, 2, rank == 0, timeout=EXCHANGE_TIMEOUT, wait_for_workers=False)
+group = RankGroup(order, RankPlace(rank, 2, 0, 2, ''), store, '')
+print('met', flush=True)
+try:
+    while True:
+        group.gather(torch.ones(100_000))
+        if rank == 0:
+            time.sleep(wait_s)
+except PeerLost as error:
+    print(str(error).replace(chr(10), ' ')[:300], flush=True)
+os._exit(0)
+"""
+
+
+def test_a_stopped_process_is_seen_and_how_long() -> None:
+    now = [100.0]
+    with subprocess.Popen(['sleep', '1000']) as process:
+        watch = StopWatch(process.pid, lambda: now[0])
+        assert watch.stopped_s() == 0.0
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        assert is_stopped(process.pid)
+        assert watch.stopped_s() == 0.0  # since this look
+        now[0] += 4
+        assert watch.stopped_s() == 4.0
+        process.send_signal(signal.SIGCONT)
+        os.waitid(os.P_PID, process.pid, os.WCONTINUED)
+        assert watch.stopped_s() == 0.0
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        now[0] += 4
+        assert watch.stopped_s() == 0.0  # it starts anew
+        process.kill()
+    assert not is_stopped(process.pid)
+
+
+def test_only_tcp_connections_are_guarded() -> None:
+    before = guard_connections(10)
+    with (
+        socket.create_server(('127.0.0.1', 0)) as server,
+        socket.create_connection(server.getsockname()) as sock,
+        socket.socketpair()[0],
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM),
+    ):
+        assert guard_connections(10) == before + 2
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 6000
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(['ip', *arguments], check=True, capture_output=True)
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with an interface 'wire' each, 10.99.0.1 and 10.99.0.2, joined by a
+    cable.
+    """
+    names = [f'ft{os.getpid()}{side}' for side in 'ab']
+    if os.geteuid() or shutil.which('ip') is None:
+        pytest.skip('needs root and ip, to make a network that can be cut')
+    try:
+        try:
+            for name in names:
+                ip('netns', 'add', name)
+            ip(
+                '-n',
+                names[0],
+                'link',
+                'add',
+                'wire',
+                'type',
+                'veth',
+                'peer',
+                'name',
+                'wire',
+                'netns',
+                names[1],
+            )
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f'networks cannot be made here: {error.stderr.decode()}')
+        for number, name in enumerate(names, 1):
+            ip('-n', name, 'addr', 'add', f'10.99.0.{number}/24', 'dev', 'wire')
+            ip('-n', name, 'link', 'set', 'wire', 'up')
+            ip('-n', name, 'link', 'set', 'lo', 'up')
+        yield names[0], names[1]
+    finally:
+        for name in names:
+            with suppress(subprocess.CalledProcessError):
+                ip('netns', 'del', name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('busy', [True, False], ids=['in-exchange', 'one-computes'])
+def test_a_cut_network_ends_all_ranks_in_time(busy: bool) -> None:
+    """Packets vanish and no connection is closed; rank 1, which only waits, also notices."""
+    with two_hosts() as hosts:
+        peers = [
+            subprocess.Popen(
+                [
+                    'ip',
+                    'netns',
+                    'exec',
+                    host,
+                    sys.executable,
+                    '-c',
+                    PEER,
+                    '10.99.0.1',
+                    str(rank),
+                    '0' if busy else '1',
+                    'wire',
+                    str(HANG_S),
+                ],
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+            )
+            for rank, host in enumerate(hosts)
+        ]
+        try:
+            for peer in peers:
+                assert peer.stdout is not None
+                assert peer.stdout.readline() == 'met\n'
+            ip('-n', hosts[0], 'link', 'set', 'wire', 'down')
+            began = time.monotonic()
+            said = [peer.communicate(timeout=LIMIT_S)[0] for peer in peers]
+            took = time.monotonic() - began
+        finally:
+            for peer in peers:
+                peer.kill()
+                peer.communicate()
+    assert all('Another rank is gone' in words for words in said)
+    assert took < HANG_S + 2.0  # the step that was being computed comes on top
+
+
+def test_a_rank_whose_client_is_stopped_does_not_go_on(warm: WarmParent, tmp_path: Path) -> None:
+    """A member that is stopped cannot end its ranks; the fork server does."""
+    starter = f"""
+import sys, time
+sys.path[:0] = [{str(ROOT)!r}]
+from pathlib import Path
+from parsl_freetrain import Progress
+from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.spec.messages import Progress
+from tests.support.ranks import order, ranks
+from tests.training.loop.test_fragments import train
+folder = Path({str(tmp_path)!r})
+parent = WarmParent({warm.name!r}, {warm.log!r})
+with ranks(parent, order(folder, total_samples=10_000_000, hang_s=2.0), 1, folder, train) as gang:
+    gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
+    print(gang.ranks[0].process.pid, flush=True)
+    time.sleep(1000)
+"""
+    with subprocess.Popen(
+        [sys.executable, '-c', starter], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as client:
+        assert client.stdout is not None
+        pid = int(client.stdout.readline())
+        rank = os.pidfd_open(pid)
+        try:
+            client.send_signal(signal.SIGSTOP)
+            assert select.select([rank], [], [], 60)[0]
+        finally:
+            os.close(rank)
+            client.kill()
+
+
+def test_a_long_step_is_no_hang(warm: WarmParent, tmp_path: Path) -> None:
+    """All ranks wait for one that computes for longer than anything may hang."""
+    slow = with_faults(train, slow_rank(0, 5.0, step=4))
+    with ranks(warm, order(tmp_path, total_samples=50, hang_s=2.0), 2, tmp_path, slow) as gang:
+        assert [outcome.how for outcome in gang.run()] == ['finished'] * 2

@@ -1,0 +1,128 @@
+"""The first process of a node, with real signals."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from parsl_freetrain.training.process import node_agent
+from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.spec.messages import Notice
+from tests.support.waiting import LIMIT_S
+
+# What a manager is to it: says its notice address, then lives until its input ends.
+COMMAND = (
+    'import os, signal, sys; print(os.environ["FREETRAIN_NODE_NOTICE"], '
+    'signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, '
+    'os.getpid(), flush=True); sys.stdin.read(); sys.exit(7)'
+)
+
+
+@contextmanager
+def running() -> Iterator[tuple[subprocess.Popen[str], str, int]]:
+    """A node, its address, and the process id of what it runs."""
+    with subprocess.Popen(
+        [
+            sys.executable,
+            '-P',
+            '-m',
+            'parsl_freetrain.training.process.node_agent',
+            sys.executable,
+            '-c',
+            COMMAND,
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            name, ignores, pid = process.stdout.readline().split()
+            assert ignores == 'True'
+            yield process, name, int(pid)
+        finally:
+            process.kill()
+
+
+@contextmanager
+def member(name: str) -> Iterator[Channel[Notice]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(node_agent.NOTICE_VARIABLE, name)
+        channel = node_agent.listen_for_notices()
+    assert channel is not None
+    try:
+        yield channel
+    finally:
+        channel.close()
+
+
+def gone(pid: int) -> bool:
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], 20)[0])
+    finally:
+        os.close(fd)
+
+
+def test_a_node_without_work_ends_on_sigterm_with_all_of_it() -> None:
+    with running() as (process, _, pid):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
+        assert gone(pid)
+
+
+def test_a_member_is_told_and_the_node_waits_for_it() -> None:
+    with running() as (process, name, pid), member(name) as channel:
+        channel.send_bytes(b'{"kind": "nonsense"}')  # a member has nothing to say
+        for receiver in (process.pid, pid):  # a scheduler signals all of them
+            os.kill(receiver, signal.SIGTERM)
+        assert channel.poll(LIMIT_S)
+        assert channel.recv() == Notice('SIGTERM')
+        with member(name) as late:
+            assert late.poll(LIMIT_S)
+            assert late.recv() == Notice('SIGTERM')
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2 * node_agent._FAREWELL_S)
+        channel.close()
+        assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
+        assert gone(pid)
+
+
+def test_a_warning_ends_nothing_and_the_status_of_the_command_is_passed_on() -> None:
+    with running() as (process, name, _), member(name) as channel:
+        process.send_signal(signal.SIGUSR1)
+        assert channel.poll(LIMIT_S)
+        assert channel.recv() == Notice('SIGUSR1')
+        channel.close()
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(LIMIT_S) == 7
+
+
+def test_the_command_does_not_outlive_it() -> None:
+    with running() as (process, _, pid):
+        process.kill()
+        process.wait()
+        assert gone(pid)
+
+
+def test_without_a_command_it_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert node_agent.main([]) == 2
+    assert 'COMMAND' in capsys.readouterr().err
+
+
+def test_outside_of_a_node_nobody_gives_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(node_agent.NOTICE_VARIABLE, raising=False)
+    assert node_agent.listen_for_notices() is None
+    monkeypatch.setenv(node_agent.NOTICE_VARIABLE, 'parsl-freetrain-nobody')
+    assert node_agent.listen_for_notices() is None

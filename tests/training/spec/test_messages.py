@@ -1,0 +1,273 @@
+"""Messages between processes: they survive the way, and nonsense is dropped wherever it arrives."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from parsl_freetrain.core.model.types import Shape
+from parsl_freetrain.executor.fragment.control_channel import ControlClient, ControlServer
+from parsl_freetrain.executor.fragment.member_order import MemberOrder
+from parsl_freetrain.executor.fragment.node_agent import Member
+from parsl_freetrain.executor.fragment.rank_result import RankResult
+from parsl_freetrain.training.comm.inbox import Inbox
+from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.rank_process import RankProcess
+from parsl_freetrain.training.spec import messages as ms
+from parsl_freetrain.training.spec.codec import Decoder, encode
+from parsl_freetrain.training.spec.messages import FromMember, FromRank
+from parsl_freetrain.training.spec.order import RankPlace
+from tests.support.ranks import channel_pair, order
+from tests.support.waiting import LIMIT_S
+
+PLACE = RankPlace(0, 1, 0, 1, '/log')
+ORDER = order(Path('/'))
+METRICS = {'loss': 0.5}
+RENDEZVOUS = ms.Rendezvous('10.0.0.1', 29400)
+NEWS: list[Any] = [
+    RENDEZVOUS,
+    ms.TotalSamples(100),
+    ms.Started(0, 0, 1.0),
+    ms.Progress(10, METRICS, 2.0, 3.0),
+    ms.CheckpointSaved('/c\udc80', 10, METRICS, seconds=0.2, pause_s=0.1, at=3.0),
+]
+FROM_RANK = [
+    *NEWS,
+    ms.RankPid(17),
+    ms.Waiting(),
+    ms.Outcome(
+        'error',
+        10,
+        error=ms.RankError('T', 'message', 'trace', b'exception'),
+        left=ms.StateLeft('digest', 10, here=True),
+    ),
+    ms.Exit(-9),
+]
+FROM_MEMBER = [
+    *NEWS,
+    ms.Hello('n1'),
+    ms.Alive(),
+    ms.Notice('SIGTERM'),
+    ms.RankEnded(0, ok=False),
+    ms.StandbyReady(),
+]
+STOP = ms.StopTraining('preempted', node_leaves=True)
+TO_RANK = [RENDEZVOUS, STOP, ms.NodeStays()]
+TO_MEMBER = [RENDEZVOUS, STOP, ms.Abandon('hangs'), ms.StartStandby(150.0)]
+REQUESTS = [
+    ms.Launch(ORDER, PLACE, {'A': '\udc80'}, 'digest'),
+    ms.LaunchStandby(ORDER, PLACE, {}, 'digest', 30.0),
+    ms.ForkServerWanted('n', 17, '/log', {'A': 'B'}, ['/p'], '/', [0, 1], '/usr', '3.11'),
+    ms.Ping(),
+    ms.Quit(),
+    ms.KeepState('t', 'digest'),
+    ms.FetchState('t', 'digest'),
+]
+ANSWERS = [
+    ms.Ready(17),
+    ms.StateKept(),
+    ms.Refused('another Python'),
+    ms.Serving(),
+    ms.ForkServerEnded(3),
+]
+CHANNELS = {
+    'rank to member': (ms.FromRank, FROM_RANK),
+    'member to rank': (ms.ToRank, TO_RANK),
+    'member to executor': (ms.MemberMessage, FROM_MEMBER),
+    'executor to member': (ms.ToMember, TO_MEMBER),
+    'to the fork server': (ms.ForkRequest, REQUESTS),
+    'from the fork server': (ms.ForkAnswer, ANSWERS),
+}
+ODD: list[Any] = [
+    None, True, -1, 0, 2**53, 2**64, 10**400, 0.5, math.nan, math.inf, -math.inf, 1e300,
+    '', 'x' * 5000, '\ud800', [], [[]], {}, {'kind': 'ping'},
+]  # fmt: skip
+DOCUMENTS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=9,
+)
+QUICK = settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def changed(message: Any, key: int, value: Any, inside: bool) -> bytes:
+    """A message with another value in one of its fields."""
+    document = json.loads(encode(message))
+    part = document['message'] if inside and 'message' in document else document
+    part[list(part)[key % len(part)]] = value
+    return json.dumps(document).encode()
+
+
+def nonsense(messages: Sequence[Any]) -> st.SearchStrategy[bytes]:
+    """What may arrive in place of one of these messages; now and then it is one."""
+    valid = st.sampled_from(messages)
+    return st.one_of(
+        st.binary(max_size=99),
+        DOCUMENTS.map(lambda document: json.dumps(document).encode()),
+        st.text(max_size=9).map(lambda kind: json.dumps({'kind': kind}).encode()),
+        st.builds(lambda m, n: encode(m)[: n % len(encode(m))], valid, st.integers(0, 9999)),
+        st.builds(changed, valid, st.integers(0, 99), st.sampled_from(ODD), st.booleans()),
+        st.just(b'[' * 100_000),
+        st.just(b'9' * 10_000),
+    )
+
+
+@pytest.mark.parametrize('channel', CHANNELS)
+def test_every_message_of_a_channel_survives_the_way(channel: str) -> None:
+    union, messages = CHANNELS[channel]
+    assert {type(message) for message in messages} == set(get_args(union))
+    decoder: Decoder[Any] = Decoder(union, 'a test')
+    for message in messages:
+        assert decoder.decode(encode(message)) == message
+    odd = ms.Progress(1, {'loss': math.nan, 'norm': math.inf}, 1.0, 1.0)
+    [back] = [Decoder[ms.Progress](ms.Progress, 'a test').decode(encode(odd))]
+    assert back is not None and math.isnan(back.metrics['loss']) and back.metrics['norm'] > 1e300
+
+
+def test_a_trainer_with_shapes_can_be_launched() -> None:
+    spec = msgspec.structs.replace(ORDER.spec, shapes={2: Shape(2)})  # JSON has no whole keys
+    launch = ms.Launch(replace(ORDER, spec=spec), PLACE, {}, 'digest')
+    assert Decoder[ms.ForkRequest](ms.ForkRequest, 'a test').decode(encode(launch)) == launch
+
+
+@pytest.mark.parametrize('channel', CHANNELS)
+@QUICK
+@given(data=st.data())
+def test_a_decoder_never_raises_and_gives_only_what_is_expected(
+    channel: str, data: st.DataObject
+) -> None:
+    union, messages = CHANNELS[channel]
+    found = Decoder[Any](union, 'a test').decode(data.draw(nonsense(messages)))
+    assert found is None or isinstance(found, get_args(union))
+    for name, value in msgspec.structs.asdict(found).items() if found is not None else ():
+        if isinstance(value, (int, float)):
+            assert abs(value) <= 1e15, name  # finite, and what a ledger can store
+
+
+def test_each_unknown_kind_is_logged_once_and_not_too_many(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    decoder: Decoder[Any] = Decoder(ms.FromRank, 'rank 7')
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert decoder.decode(b'{"kind": "new"}') is None
+        [record] = caplog.records
+        assert 'rank 7' in record.getMessage() and "'new'" in record.getMessage()
+        for number in range(100):
+            decoder.decode(json.dumps({'kind': f'{number}' * 1000}).encode())
+    assert len(caplog.records) <= 10
+    assert all(len(record.getMessage()) < 500 for record in caplog.records)
+
+
+@QUICK
+@given(arrives=nonsense(TO_RANK))
+def test_a_rank_goes_on_after_nonsense(arrives: bytes) -> None:
+    ours, theirs = channel_pair()
+    with closing(ours), closing(theirs):
+        inbox = Inbox(ours)
+        theirs.send_bytes(arrives)
+        inbox.standing()
+        theirs.send(STOP)
+        assert inbox.stop_requested()
+
+
+class Control:
+    """A member's control channel that only notes what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        encode(message)
+        self.sent.append(message)
+
+
+@QUICK
+@given(arrives=nonsense(FROM_RANK))
+def test_a_member_goes_on_after_nonsense_of_a_rank(arrives: bytes) -> None:
+    ours, theirs = channel_pair()
+    with closing(ours):
+        member, control = Member(MemberOrder(ORDER, 0, 1, [], 0, None, '/logs', '/logs')), Control()
+        process = RankProcess(theirs, os.getpid())
+        member._results[0] = RankResult(0, 'n1', '/log')
+        try:
+            for data in (arrives, encode(ms.TotalSamples(77))):
+                ours.send_bytes(data)
+                assert member._hear(0, process, control)  # type: ignore[arg-type]
+            assert control.sent[-1] == ms.TotalSamples(77)
+        finally:
+            process.close()
+
+
+@pytest.fixture(scope='module')
+def server() -> Iterator[ControlServer]:
+    server = ControlServer(None, '127.0.0.1', (50000, 60000))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope='module')
+def client(server: ControlServer) -> Iterator[ControlClient]:
+    client = ControlClient(['127.0.0.1'], server.port, None, ('cnn', 3, 1))
+    client.send(ms.Alive())
+    assert list(server.receive(LIMIT_S))
+    yield client
+    client.close()
+
+
+@QUICK
+@given(arrives=nonsense([FromMember('cnn', 3, 1, message) for message in FROM_MEMBER]))
+def test_the_executor_goes_on_after_nonsense_of_a_member(
+    server: ControlServer, client: ControlClient, arrives: bytes
+) -> None:
+    client.socket.send_multipart([arrives, b''] if len(arrives) % 2 else [arrives])
+    client.send(ms.Hello('last'))
+    heard: list[FromMember] = []
+    while not heard or heard[-1].message != ms.Hello('last'):
+        heard += server.receive(LIMIT_S)
+    assert all(isinstance(message, FromMember) for message in heard)
+
+
+@QUICK
+@given(arrives=nonsense(TO_MEMBER))
+def test_a_member_goes_on_after_nonsense_of_the_executor(
+    server: ControlServer, client: ControlClient, arrives: bytes
+) -> None:
+    identity = server._identities['cnn', 3, 1]
+    server._router.send_multipart([identity, arrives])
+    assert server.send(('cnn', 3, 1), ms.Abandon('last'))
+    heard: list[Any] = []
+    while not heard or heard[-1] != ms.Abandon('last'):
+        assert client.socket.poll(int(1000 * LIMIT_S), zmq.POLLIN)
+        if (message := client.receive()) is not None:
+            heard.append(message)
+
+
+@settings(QUICK, max_examples=40)
+@given(
+    arrives=nonsense(REQUESTS).filter(lambda data: Decoder(ms.ForkRequest, '').decode(data) is None)
+)
+def test_the_fork_server_goes_on_after_nonsense(warm: WarmParent, arrives: bytes) -> None:
+    channel = warm._connect(Decoder[FromRank](FromRank, 'the fork server'))
+    assert channel is not None
+    with closing(channel):
+        channel.send_bytes(arrives)
+        assert channel.poll(LIMIT_S)
+        with pytest.raises(EOFError):
+            channel.recv()
+    warm.wait_ready(LIMIT_S)

@@ -1,0 +1,230 @@
+"""Gradients that are not finite: nothing spoilt is kept, and training goes on as the
+policy says.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.export import load_weights
+from parsl_freetrain.training.checkpoint.trainables import Prepared
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.spec.messages import CheckpointSaved
+from parsl_freetrain.training.spec.on_nan import (
+    MOST_ROLLBACKS,
+    MOST_SKIPPED_IN_A_ROW,
+    NonFinitePolicy,
+)
+from parsl_freetrain.training.steps.nonfinite import Watch, all_finite
+from tests.support.ranks import order, ranks
+
+TOTAL, BATCH = 480, 8
+
+
+def train(
+    ctx: FragmentContext,
+    bad: tuple[int, ...] = (),
+    left_out: tuple[int, ...] = (),
+    culprit: int = 0,
+    always_from: int = TOTAL,
+    pause_s: float = 0.0,
+) -> None:
+    """Loss 'not a number' on rank ``culprit`` in the batches that begin at ``bad``; no step at all
+    in those at ``left_out``.
+    """
+    import time
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model, optimizer = ctx.prepare(model, optimizer)
+    x = torch.randn(TOTAL, 2, generator=torch.Generator().manual_seed(5))
+    for features in ctx.loop(x, BATCH):
+        spoil = (ctx.samples in bad or ctx.samples >= always_from) and ctx.rank == culprit
+        optimizer.zero_grad()
+        kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        loss = model(features * (float('nan') if spoil else 1)).pow(2).mean()
+        loss.backward()
+        if ctx.samples in left_out:
+            for name, buffer in model.named_buffers():
+                buffer.copy_(kept[name])
+            for parameter in model.parameters():
+                parameter.grad = None
+        optimizer.step()
+        time.sleep(pause_s)
+
+
+def run(
+    warm: WarmParent,
+    folder: Path,
+    world_size: int,
+    *args: Any,
+    mode: str,
+    on_nan: str = 'stop',
+    **options: Any,
+) -> list[Any]:
+    settings: dict[str, Any] = {
+        'total_samples': TOTAL,
+        'checkpoint_every_s': 1e-9,
+        'mode': mode,
+        'on_nan': on_nan,
+        'shards': 2,
+    }
+    with ranks(
+        warm, order(folder, **settings), world_size, folder, train, *args, **options
+    ) as gang:
+        outcomes = gang.run()
+        assert all(outcome.how in ('finished', 'error', 'peer-lost') for outcome in outcomes), (
+            outcomes
+        )
+        for checkpoint in gang.ranks[0].said(CheckpointSaved):
+            if Path(checkpoint.path).exists():  # older ones are removed
+                assert all_finite(load_weights(checkpoint.path).values()), checkpoint
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ('mode', 'world_size', 'where'),
+    [
+        ('reproducible', 2, 'samples from 160 to 168, on rank 1;'),
+        ('throughput', 2, r'samples from \d+ to \d+, on rank 1;'),
+        ('throughput', 1, 'samples from '),
+    ],
+)
+def test_stop_is_a_sentence_and_the_last_checkpoint_is_good(
+    warm: WarmParent, tmp_path: Path, mode: str, world_size: int, where: str
+) -> None:
+    outcomes = run(
+        warm, tmp_path, world_size, mode=mode, bad=(160,), culprit=world_size - 1, pause_s=0.01
+    )
+    error = outcomes[0].error
+    assert (outcomes[0].how, error.type) == ('error', 'BadInput'), error
+    assert re.search(
+        f'a gradient was infinite or not a number in training on the {where}', error.message
+    ), error.message
+    assert "Trainer 'digits', fragment 1" in error.message
+    assert '\n' not in error.message
+    assert outcomes[0].path is not None
+
+
+@pytest.mark.parametrize(
+    ('mode', 'on_nan', 'world_size'),
+    [
+        ('reproducible', 'skip', 2),
+        ('reproducible', 'rollback', 1),
+        ('throughput', 'skip', 2),
+        ('throughput', 'rollback', 2),
+        ('throughput', 'rollback', 1),
+    ],
+)
+def test_the_result_is_as_if_the_batch_had_not_been_trained(
+    warm: WarmParent, tmp_path: Path, mode: str, on_nan: str, world_size: int
+) -> None:
+    first, *_ = run(warm, tmp_path / 'clean', world_size, mode=mode, left_out=(160, 320))
+    outcomes = run(
+        warm,
+        tmp_path / 'bad',
+        world_size,
+        mode=mode,
+        on_nan=on_nan,
+        bad=(160, 320),
+        culprit=world_size - 1,
+        pause_s=0.005,
+    )
+    assert [outcome.how for outcome in outcomes] == ['finished'] * world_size, outcomes
+    assert {outcome.samples for outcome in outcomes} == {TOTAL}
+    metrics = outcomes[0].metrics
+    if mode == 'throughput' and on_nan == 'rollback':
+        assert metrics['rollbacks'] in (
+            1,
+            2,
+        )  # 1: both bad batches were trained before it was noticed
+        # Without a checkpoint in between, the second time goes back before the first bad batch too.
+        assert metrics['skipped_steps'] in ((2,) if metrics['rollbacks'] == 1 else (2, 3))
+    else:
+        assert metrics['skipped_steps'] == 2
+        assert 'rollbacks' not in metrics
+    clean, trained = load_weights(first.path), load_weights(outcomes[0].path)
+    for name, tensor in clean.items():
+        if mode == 'reproducible':
+            assert torch.equal(trained[name], tensor), name
+        else:
+            torch.testing.assert_close(trained[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ('on_nan', 'mode'),
+    [('skip', 'throughput'), ('rollback', 'throughput'), ('skip', 'reproducible')],
+)
+def test_what_is_never_finite_again_ends(
+    warm: WarmParent, tmp_path: Path, on_nan: str, mode: str
+) -> None:
+    outcomes = run(warm, tmp_path, 2, mode=mode, on_nan=on_nan, always_from=160)
+    assert outcomes[0].error.type == 'BadInput', outcomes
+    assert 'lower the learning rate' in outcomes[0].error.message
+
+
+def test_rollbacks_are_bounded() -> None:
+    policy = NonFinitePolicy('rollback', 'Trainer t')
+    policy.go_back(0, 80, MOST_ROLLBACKS - 1, '/c')
+    assert policy.looks_at_every_step(79)
+    assert not policy.looks_at_every_step(80)
+    with pytest.raises(BadInput, match=f'went back to a checkpoint {MOST_ROLLBACKS} times'):
+        policy.go_back(80, 160, MOST_ROLLBACKS, '/c')
+    with pytest.raises(BadInput, match='samples from 80 to 160'):
+        policy.go_back(80, 160, 0, '')
+
+
+def test_a_good_step_between_resets_the_count() -> None:
+    policy = NonFinitePolicy('skip', 'Trainer t')
+    for _ in range(3):
+        for i in range(MOST_SKIPPED_IN_A_ROW):
+            policy.kept_back(i, i + 1, '')
+        policy.went_well()
+    for i in range(MOST_SKIPPED_IN_A_ROW):
+        policy.kept_back(i, i + 1, '')
+    with pytest.raises(BadInput, match='in a row were not finite'):
+        policy.kept_back(8, 9, '')
+
+
+@pytest.mark.parametrize(
+    ('values', 'finite'),
+    [
+        ([1.0, 2.0], True),
+        ([1.0, float('nan')], False),
+        ([float('inf'), 0.0], False),
+        ([3e38, 3e38], True),
+        ([], True),
+    ],
+)
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
+def test_what_is_finite(values: list[float], finite: bool, dtype: torch.dtype) -> None:
+    assert (
+        all_finite(
+            [
+                None,
+                torch.tensor([1, 2]),
+                torch.tensor(values, dtype=dtype),
+                torch.ones(3, dtype=torch.float16),
+            ]
+        )
+        is finite
+    )
+
+
+def test_masks_with_infinities_are_left_alone() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer('mask', torch.tensor([0.0, float('-inf')]))
+    watch = Watch(Prepared((model,)))
+    assert not watch.spoilt()
+    with torch.no_grad():
+        model.bias[0] = float('nan')
+    assert watch.spoilt()

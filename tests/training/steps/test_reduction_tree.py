@@ -1,0 +1,95 @@
+"""Sums over virtual shards: the same to the last bit however the shards are divided over ranks."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from parsl_freetrain.training.data.order import shards_of_rank
+from parsl_freetrain.training.steps.reduction_tree import Node, ShardTree
+from parsl_freetrain.training.steps.shard_sum import Contribution, Layout
+
+
+def plus(a: str, b: str) -> str:
+    return f'({a}+{b})'
+
+
+@given(shards=st.integers(1, 40), world_size=st.integers(1, 50), empty=st.sets(st.integers(0, 39)))
+@example(shards=40, world_size=2, empty=set())
+def test_the_sum_does_not_depend_on_the_ranks(
+    shards: int, world_size: int, empty: set[int]
+) -> None:
+    tree = ShardTree(shards)
+    values = [None if s in empty else str(s) for s in range(shards)]
+    alone: dict[Node, str | None] = {}
+    for s, value in enumerate(values):
+        tree.add(alone, (s, s + 1), value, plus)
+    assert alone.keys() == {tree.root}
+    gathered: dict[Node, str | None] = {}
+    for rank in range(world_size):
+        mine: dict[Node, str | None] = {}
+        for s in shards_of_rank(shards, world_size, rank):
+            tree.add(mine, (s, s + 1), values[s], plus)
+        assert tuple(sorted(mine)) == tree.cover(shards_of_rank(shards, world_size, rank))
+        gathered.update(mine)
+    total = tree.total(gathered, plus)
+    assert total == alone[tree.root]
+    assert (
+        sorted((total or '').replace('(', '').replace(')', '').split('+'))
+        == sorted(filter(None, values))
+        or total is None
+    )
+    # Little more than one sum per rank travels.
+    assert len(gathered) <= max(world_size, 1) * 2 * max(shards.bit_length() - 1, 1)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 1000), integers=st.booleans(), half=st.booleans())
+def test_what_is_sent_is_what_arrives(seed: int, integers: bool, half: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.nn.Parameter(
+        torch.randn(3, 2, generator=generator).to(torch.bfloat16 if half else torch.float32)
+    )
+    unused = torch.nn.Parameter(torch.zeros(5))
+    mean = torch.randn(2, generator=generator, dtype=torch.float64)
+    counters = [torch.tensor(seed), torch.tensor([True, False])] if integers else []
+    layout = Layout([weight, unused], [mean], counters, 1, 1, torch.device('cpu'))
+    own = layout.empty()
+    weight.grad = torch.randn(3, 2, generator=generator).to(weight.dtype)
+    layout.put_gradient(own, 0, 0.25)
+    layout.put_gradient(own, 1, 0.25)
+    layout.put_buffers(own, [mean + 1], 0.25)
+    layout.put_steps(own, [True], [(2.0,)], 0.25)
+    packed = own.packed()
+    assert packed.numel() == layout.packed_bytes
+    arrived = layout.unpacked(packed)
+    assert torch.equal(arrived.sums, own.sums)
+    assert torch.equal(arrived.firsts, own.firsts)
+    counted = [counter.clone() for counter in counters]
+    for counter in counters:
+        counter.zero_()
+    expected = weight.grad.clone().to(torch.float64) * 0.25
+    with torch.no_grad():
+        layout.take_gradients(arrived)
+        layout.take_buffers(arrived, [mean + 1])
+    torch.testing.assert_close(
+        weight.grad.to(torch.float64), expected.to(weight.dtype).to(torch.float64)
+    )
+    assert unused.grad is None
+    assert all(torch.equal(now, then) for now, then in zip(counters, counted, strict=True))
+    assert layout.steps_in(arrived) == ([True], [(2.0,)])
+
+
+def test_a_buffer_that_no_shard_changed_stays_to_the_last_bit() -> None:
+    constant = torch.tensor([0.1, float('inf'), 1 / 3])
+    layout = Layout([], [constant], [], 0, 0, torch.device('cpu'))
+    total: Contribution | None = None
+    for _ in range(3):
+        own = layout.empty()
+        layout.put_buffers(own, [constant.clone()], 1 / 3)
+        total = own if total is None else total.plus(own)
+    assert total is not None
+    before = constant.clone()
+    layout.take_buffers(total, [before])
+    assert torch.equal(constant, before)
