@@ -95,7 +95,14 @@ class FreeTrainApp:
         future = TrainingFuture(name)
         _when_done(
             [a for a in (*args, *kwargs.values()) if isinstance(a, Future)],
-            lambda: self._submit(future, executor, dfk, folder, checkpoint, args, kwargs),
+            functools.partial(
+                self._submit,
+                future,
+                executor,
+                functools.partial(
+                    self._start, future, executor, dfk, folder, checkpoint, args, kwargs
+                ),
+            ),
         )
         return future
 
@@ -122,14 +129,7 @@ class FreeTrainApp:
         return tuple(None if isinstance(a, Future) else a for a in args)
 
     def _submit(
-        self,
-        future: TrainingFuture,
-        executor: FreeTrainExecutor,
-        dfk: DataFlowKernel,
-        folder: Path,
-        checkpoint: Checkpoint | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, future: TrainingFuture, executor: FreeTrainExecutor, start: Callable[[], None]
     ) -> None:
         """Start the trainer after all futures it waited for. Errors are set on the future; there is
         no caller left to raise to.
@@ -137,7 +137,7 @@ class FreeTrainApp:
         if future.done():
             return
         try:
-            self._start(future, executor, dfk, folder, checkpoint, args, kwargs)
+            start()
         except Exception as error:
             executor.names.free(future.name)
             future.state = 'failed'

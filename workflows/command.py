@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import time
 from concurrent.futures import wait
@@ -11,6 +12,17 @@ from parsl_freetrain import BadInput, Checkpoint, FreeTrainError, LocalSite, Tra
 from parsl_freetrain.sites.protocols import Site
 
 PREVIOUS = 'previous'
+
+
+def add_site_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        '--site',
+        metavar='NAME|FILE',
+        help=(
+            'a machine with a batch scheduler: a name in site_configs/, or a .py or .toml file '
+            '(default: this computer)'
+        ),
+    )
 
 
 def output_folder(out: Path) -> None:

@@ -52,7 +52,7 @@ from parsl_freetrain.report.figures import figures
 from parsl_freetrain.report.page import report_page
 from parsl_freetrain.sites.generate import generate
 from parsl_freetrain.sites.schedule import Schedule, read_schedule, write_schedule
-from workflows.command import output_folder, result, set_aside
+from workflows.command import add_site_option, output_folder, result, set_aside
 from workflows.digits_models import train_digits
 
 NETWORKS = ('cnn', 'mlp')
@@ -113,14 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog='digits', description=(__doc__ or '').partition('\n')[0])
-    parser.add_argument(
-        '--site',
-        metavar='NAME|FILE',
-        help=(
-            'a machine with a batch scheduler: a name in site_configs/, or a .py or '
-            '.toml file (default: this computer)'
-        ),
-    )
+    add_site_option(parser)
     parser.add_argument(
         '--idle',
         metavar='FILE',

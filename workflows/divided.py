@@ -36,7 +36,7 @@ from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.summary import summary
 from parsl_freetrain.sites.generate import generate
 from parsl_freetrain.sites.protocols import Site
-from workflows.command import output_folder, refuse_to_wait, result, set_aside
+from workflows.command import add_site_option, output_folder, refuse_to_wait, result, set_aside
 
 DIVIDED, WHOLE = 'divided', 'whole'
 SHAPES = {1: Shape(), 2: Shape(spatial=(2, 1, 1)), 4: Shape(data=2, spatial=(2, 1, 1))}
@@ -61,14 +61,7 @@ def main_of(
         action='store_true',
         help='a small training, here on two slots that are always idle: under a minute',
     )
-    parser.add_argument(
-        '--site',
-        metavar='NAME|FILE',
-        help=(
-            'a machine with a batch scheduler: a name in site_configs/, or a .py or '
-            '.toml file (default: this computer)'
-        ),
-    )
+    add_site_option(parser)
     parser.add_argument(
         '--steady',
         action='store_true',

@@ -85,20 +85,7 @@ USUAL = Preset(
     batch=8,
     lr=3e-3,
 )
-SMALL = Preset(
-    extent=48,
-    tubes=4,
-    radius=3,
-    noise=0.2,
-    volumes=2,
-    view=View(11, 3, 8),
-    channels=8,
-    depth=5,
-    examples=192,
-    epochs=4,
-    batch=8,
-    lr=3e-3,
-)
+SMALL = replace(USUAL, extent=48, radius=3, volumes=2, view=View(11, 3, 8), examples=192)
 PAPER = replace(
     USUAL, extent=128, tubes=9, radius=7, view=View(33, 8, 26), channels=32, depth=12, batch=4
 )

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from parsl_freetrain.sites.provider import BackfillProvider
 
 # The executor's addresses, ports and certificates are only known when it runs.
-COMMAND = 'python3 -P -m parsl_freetrain.training.process.node_agent process_worker_pool.py ...'
+COMMAND = (
+    'python3 -P -m parsl_freetrain.training.process.node_agent '
+    'python3 -P -m parsl_freetrain.executor.block.manager ...'
+)
 
 
 def plan(

@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import structs
 from parsl.data_provider.staging import Staging
+from parsl.executors.high_throughput.executor import DEFAULT_LAUNCH_CMD
 
 from parsl_freetrain.core.allocation.objectives import objective_named
 from parsl_freetrain.core.allocation.problem import Allocator
@@ -19,6 +20,9 @@ from parsl_freetrain.core.model.settings import Settings
 from parsl_freetrain.core.model.types import Trainer
 
 INTERCHANGE = (sys.executable, '-m', 'parsl_freetrain.executor.interchange')
+LAUNCH_CMD = DEFAULT_LAUNCH_CMD.replace(
+    'process_worker_pool.py', 'python3 -P -m parsl_freetrain.executor.block.manager'
+)
 
 
 class Policy(DecisionPolicy, frozen=True, kw_only=True):
@@ -127,8 +131,10 @@ class HtexOptions(Settings, frozen=True, kw_only=True):
     heartbeat_threshold
         Seconds without a heartbeat after which a node counts as lost. Default: ``hang_s`` of the
         executor's time-outs, but at least three heartbeat periods.
-    poll_period, worker_logdir_root, launch_cmd, working_dir, storage_access
+    poll_period, worker_logdir_root, working_dir, storage_access
         As in :class:`parsl.executors.HighThroughputExecutor`.
+    launch_cmd
+        The command that starts the manager on each node, with Parsl's placeholders.
     interchange_launch_cmd
         The command that starts the interchange. It must pin tasks to nodes, as the default does.
     """
@@ -142,7 +148,7 @@ class HtexOptions(Settings, frozen=True, kw_only=True):
     heartbeat_threshold: int | None = None
     poll_period: int = 100
     worker_logdir_root: str | None = None
-    launch_cmd: str | None = None
+    launch_cmd: str = LAUNCH_CMD
     working_dir: str | None = None
     storage_access: list[Staging] | None = None
     interchange_launch_cmd: tuple[str, ...] = INTERCHANGE

@@ -124,13 +124,12 @@ Pick = Callable[[Started, str], psutil.Process]
 
 def worker(started: Started, node: str) -> psutil.Process:
     """The process that runs the node's member: the last that the manager has started."""
-    return [p for p in of_node(started, node) if 'spawn_main' in command_line(p)][-1]
+    return [p for p in of_node(started, node) if "a node's workers" in command_line(p)][-1]
 
 
 def manager(started: Started, node: str) -> psutil.Process:
-    return next(
-        p for p in of_node(started, node) if 'bin/process_worker_pool.py' in command_line(p)
-    )
+    command = 'python3 -P -m parsl_freetrain.executor.block.manager'  # not as an argument
+    return next(p for p in of_node(started, node) if command_line(p).startswith(command))
 
 
 def rank(started: Started, node: str) -> psutil.Process:

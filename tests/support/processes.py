@@ -13,7 +13,7 @@ from tests.support import template
 # one.
 KINDS = {
     'block': 'sites/local/slots.py',
-    'manager': 'process_worker_pool.py',
+    'manager': 'parsl_freetrain.executor.block.manager',
     'rank': 'training.process.fork_server',
 }
 

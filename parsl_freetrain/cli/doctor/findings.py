@@ -131,15 +131,6 @@ def _batch(
                 f'no commands of {", ".join(schedulers)} here; the local site works',
             )
         )
-    pool = 'process_worker_pool.py'
-    if pool not in programs:
-        found.append(
-            Finding(
-                'Parsl programs',
-                'note',
-                f'{pool} is not on the PATH; batch scripts need it there (worker_init)',
-            )
-        )
     return found
 
 

@@ -23,7 +23,7 @@ from parsl_freetrain.host.files import sync_dir, write_new
 from parsl_freetrain.sites.registry import SiteType
 from parsl_freetrain.training.process.probe import RACES, appears, race
 
-EXTRA_PROGRAMS = ('sacct', 'srun', 'mpiexec', 'process_worker_pool.py')
+EXTRA_PROGRAMS = ('sacct', 'srun', 'mpiexec')
 PROGRAM_S = 10.0
 WRITES = 20
 RACERS = 8

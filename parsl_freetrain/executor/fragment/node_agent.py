@@ -167,6 +167,12 @@ def manager_pid() -> int:
     return os.getppid() if parent is None or parent.pid is None else parent.pid
 
 
+def manager_lives() -> bool:
+    """Whether the manager of this worker still runs. It need not be the worker's parent."""
+    manager = multiprocessing.parent_process()
+    return manager is None or manager.is_alive()
+
+
 def warm_parent(log_dir: str, template: str | None = None) -> WarmParent:
     """This node's fork server, started if necessary. It ends with the node's manager."""
     node = os.environ['PARSL_WORKER_POOL_ID']
@@ -189,7 +195,6 @@ class Member:
 
     def __init__(self, order: MemberOrder) -> None:
         self._order = order
-        self._manager = manager_pid()
         self._ranks: dict[int, RankProcess] = {}
         self._watches: dict[int, StopWatch] = {}
         self._warm: tuple[int, StopWatch] | None = None
@@ -273,7 +278,7 @@ class Member:
                 beat = time.monotonic()
                 control.send(Alive())
                 self._end_stopped(running)
-            if os.getppid() != self._manager:
+            if not manager_lives():
                 raise RuntimeError('The manager of this node is gone.')
 
     def _look_for_notice(self, notices: Channel[Notice] | None) -> Channel[Notice] | None:

@@ -1,0 +1,78 @@
+"""Parsl's manager of a node, started so that Parsl is imported once on the node and not four times.
+
+``python3 -P -m parsl_freetrain.executor.block.manager`` takes the options of Parsl's
+``process_worker_pool.py`` and runs it. Parsl starts the manager's other processes by
+``multiprocessing``'s method 'spawn', each with an import of Parsl (about a second of a processor).
+Here they are forked from a process that was forked when Parsl had been imported and there were no
+threads and no ZeroMQ contexts yet.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from multiprocessing import forkserver, resource_tracker, util
+from unittest import mock
+
+POOL = 'parsl.executors.high_throughput.process_worker_pool'
+
+
+def main() -> None:
+    """Run Parsl's manager until it ends."""
+    import_parsl()
+    fork_server()
+    import parsl.multiprocessing  # not before: see import_parsl
+
+    parsl.multiprocessing.SpawnContext = multiprocessing.get_context('forkserver')
+    runpy.run_module(POOL, run_name='__main__', alter_sys=True)
+
+
+def import_parsl() -> None:
+    """Import Parsl without its monitoring database, which a node does not use, and which takes half
+    of the time where SQLAlchemy is installed.
+    """
+    hidden = 'sqlalchemy' not in sys.modules
+    if hidden:
+        sys.modules['sqlalchemy'] = None  # type: ignore[assignment]
+    import parsl  # noqa: F401
+
+    if hidden:
+        del sys.modules['sqlalchemy']
+
+
+def fork_server() -> None:
+    """Start the fork server of ``multiprocessing`` as a fork of this process, which has imported
+    what its children need, instead of as a new interpreter.
+    """
+    from parsl.utils import setproctitle
+
+    def fork(_: object, command: Sequence[str], kept: Sequence[int]) -> int:
+        if pid := os.fork():
+            return pid
+        try:
+            # This side of the pipe by which the server learns of its clients' end must be closed.
+            for name in os.listdir('/proc/self/fd'):
+                if int(name) > 2 and int(name) not in kept:
+                    _close(int(name))
+            setproctitle("parsl: fork server of a node's workers")
+            exec(command[-1], {})  # noqa: S102  # the statement that the interpreter would be given
+        finally:
+            os._exit(0)
+
+    resource_tracker.ensure_running()
+    with mock.patch.object(util, 'spawnv_passfds', fork):
+        forkserver.ensure_running()
+
+
+def _close(fd: int) -> None:
+    try:
+        os.close(fd)
+    except OSError:  # the descriptor by which the folder was listed
+        pass
+
+
+if __name__ == '__main__':
+    main()
