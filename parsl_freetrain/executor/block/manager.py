@@ -15,6 +15,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
+from typing import Any
 from unittest import mock
 
 POOL = 'parsl.executors.high_throughput.process_worker_pool'
@@ -26,7 +27,8 @@ def main() -> None:
     fork_server()
     import parsl.multiprocessing  # not before: see import_parsl
 
-    parsl.multiprocessing.SpawnContext = multiprocessing.get_context('forkserver')
+    context: Any = multiprocessing.get_context('forkserver')
+    parsl.multiprocessing.SpawnContext = context
     runpy.run_module(POOL, run_name='__main__', alter_sys=True)
 
 
