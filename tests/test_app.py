@@ -299,7 +299,12 @@ def test_calls_that_can_never_work(executor: FreeTrainExecutor) -> None:
     with pytest.raises(BadInput) as caught:
         app(executor='elsewhere')()
     assert_sentence(caught.value, "'elsewhere'", "'freetrain'")
-    assert {path.name for path in root.iterdir()} <= {'ledger.sqlite', 'logs', 'requests'}
+    assert {path.name for path in root.iterdir()} <= {
+        'ledger.sqlite',
+        'logs',
+        'requests',
+        'run.json',
+    }
 
     foreign = root / 'foreign'
     foreign.mkdir(mode=0o700)

@@ -42,6 +42,7 @@ from parsl_freetrain.executor.monitoring_export import Mirror
 from parsl_freetrain.executor.notices import Stream
 from parsl_freetrain.executor.request_handler import RequestHandler
 from parsl_freetrain.executor.requests import Requests, requests_folder
+from parsl_freetrain.executor.run_lock import RunLock
 from parsl_freetrain.executor.settings import HtexOptions, Policy, Timeouts, check_trainer
 from parsl_freetrain.executor.trainer.record import TrainerNames, TrainerRecord
 from parsl_freetrain.executor.trainer.updates import FutureUpdater
@@ -145,6 +146,7 @@ class FreeTrainExecutor(BlockExecutor):
         self.names = TrainerNames()
         self._loop: EventLoop | None = None
         self._template: WarmParent | None = None
+        self._lock: RunLock | None = None
         self.mirror = Mirror()
 
     @property
@@ -176,6 +178,9 @@ class FreeTrainExecutor(BlockExecutor):
         """Start everything. ``undo`` collects what to do if the start fails."""
         provider = self.provider
         assert isinstance(provider, BackfillProvider)
+        lock = self._lock = RunLock(Path(self.checkpoint_dir), f'{self.run_id} {self.label}')
+        lock.take_folder()
+        undo.callback(lock.free_folder)
         self._adoption = Adoption(
             provider, Path(self.checkpoint_dir), self.label, str(self.run_id), self.timeouts.adopt_s
         )
@@ -216,7 +221,7 @@ class FreeTrainExecutor(BlockExecutor):
         adopted = self._adoption.take_over(self._register)
         control = ControlServer(self.cert_dir, self.address, self.htex.interchange_port_range)
         undo.callback(control.close)
-        stream = Stream([LedgerWriter(ledger, run), FutureUpdater()])
+        stream = Stream([LedgerWriter(ledger, run), FutureUpdater(), lock])
         fragments = FragmentRunner(
             control,
             stream,
@@ -350,3 +355,5 @@ class FreeTrainExecutor(BlockExecutor):
             self.provider.site.close()
         if self._adoption is not None:
             self._adoption.end()
+        if self._lock is not None:
+            self._lock.free_folder()

@@ -39,20 +39,20 @@ class Liveness:
     sentence: str = ''
 
 
-def gone_here(about: Mapping[str, Any]) -> bool:
-    """Whether the run's process was on this computer and has ended."""
+def lives_here(about: Mapping[str, Any]) -> bool | None:
+    """Whether the run's process lives; None if it cannot be seen from this computer."""
     if about.get('host') != platform.node() or 'pid' not in about:
-        return False
+        return None
     try:
         process = psutil.Process(int(about['pid']))
         return bool(
-            abs(process.create_time() - float(about['started'])) > SAME_START_S
-            or process.status() == psutil.STATUS_ZOMBIE
+            abs(process.create_time() - float(about['started'])) <= SAME_START_S
+            and process.status() != psutil.STATUS_ZOMBIE
         )
     except psutil.NoSuchProcess:
-        return True
-    except psutil.Error:
         return False
+    except psutil.Error:
+        return None
 
 
 def life_of(
@@ -60,7 +60,7 @@ def life_of(
     run: RunRow,
     about: Mapping[str, Any],
     now: float,
-    gone: Callable[[Mapping[str, Any]], bool] = gone_here,
+    lives: Callable[[Mapping[str, Any]], bool | None] = lives_here,
 ) -> Liveness:
     """The state of a run.
 
@@ -70,8 +70,8 @@ def life_of(
         User, host and process of the run; see :meth:`parsl_freetrain.ledger.reader.Reader.about`.
     now
         Epoch seconds.
-    gone
-        Whether that process is known to have ended.
+    lives
+        Whether that process lives; None if it is unknown.
     """
     if run.ended_at is not None:
         return Liveness('ended')
@@ -80,12 +80,13 @@ def life_of(
         if {'pid', 'host'} <= about.keys()
         else 'its process'
     )
-    if not story.alive(run):
+    living = lives(about)
+    if not living and not story.alive(run):
         return Liveness(
             'died',
             f'This run died: {process} ended without a word, and another run has begun since.',
         )
-    if gone(about):
+    if living is False:
         return Liveness(
             'died',
             f'This run died: {process} is gone, and did not end it. {how_to_resume(run, about)}',

@@ -12,16 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.sites.protocols import Adopting
 from parsl_freetrain.sites.provider import BackfillProvider
-from parsl_freetrain.training.process.block_lease import (
-    read_holder,
-    release,
-    this_process,
-    write_holder,
-)
+from parsl_freetrain.training.process.block_lease import release, this_process, write_holder
 
 logger = logging.getLogger(__name__)
 
@@ -62,23 +56,9 @@ class Adoption:
         self._path = folder.absolute() / f'holder-{self._name}.json'
 
     def begin(self) -> None:
-        """Name this run's blocks; before the site starts.
-
-        Raises
-        ------
-        BadInput
-            A run that is still alive holds the blocks.
-        """
-        if self._site is None:
-            return
-        holder = read_holder(self._path)
-        if holder is not None and holder.lives():
-            raise BadInput(
-                f'Process {holder.pid} of this computer is a run with the folder '
-                f'{self._path.parent} already; wait for its end, '
-                f'or give another checkpoint_dir.'
-            )
-        self._site.identify(self._name)
+        """Name this run's blocks; before the site starts."""
+        if self._site is not None:
+            self._site.identify(self._name)
 
     def node_command(self) -> str:
         """What the command of a block's nodes begins with; its signals become notices to the

@@ -44,14 +44,10 @@ class Holder:
     commands: Mapping[str, str] = field(default_factory=dict)
 
     def lives(self) -> bool:
-        """Whether its process is another, living process of this computer. Processes of other
-        computers cannot be checked and count as dead.
+        """Whether its process is a living process of this computer. Processes of other computers
+        cannot be checked and count as dead.
         """
-        return (
-            self.host == platform.node()
-            and self.pid != os.getpid()
-            and self.born == start_of(self.pid) != ''
-        )
+        return self.host == platform.node() and self.born == start_of(self.pid) != ''
 
 
 def this_process(run: str, commands: Mapping[str, str] | None = None) -> Holder:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.executor.block.adoption import NODE, Adoption
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.slurm import SlurmSite
 from parsl_freetrain.training.process.block_lease import (
-    Holder,
     read_holder,
-    this_process,
-    write_holder,
 )
 
 
@@ -41,20 +35,6 @@ def test_the_same_folder_and_label_name_the_same_run(tmp_path: Path) -> None:
     mine = SlurmSite(partition='batch', run='mine')
     adoption(tmp_path, mine).begin()
     assert mine.run == 'mine'
-
-
-def test_two_runs_at_once_are_refused_before_anything_is_asked(tmp_path: Path) -> None:
-    (file,) = (tmp_path / f'holder-{named(tmp_path)}.json',)
-    with subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE) as process:
-        born = Path(f'/proc/{process.pid}/stat').read_text().rpartition(')')[2].split()[19]
-        write_holder(file, Holder('other', this_process('').host, process.pid, born))
-        with pytest.raises(
-            BadInput, match=f'Process {process.pid} of this computer is a run with the folder'
-        ):
-            adoption(tmp_path, SlurmSite(partition='batch')).begin()
-        process.kill()
-        process.wait()
-    adoption(tmp_path, SlurmSite(partition='batch')).begin()
 
 
 @pytest.mark.parametrize(

@@ -175,4 +175,4 @@ def test_a_holder_lives_as_long_as_its_process(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         assert not other.lives()
-    assert not this_process('mine').lives(), 'it need not wait for itself'
+    assert this_process('mine').lives()

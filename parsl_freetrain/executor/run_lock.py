@@ -1,0 +1,114 @@
+"""One live run for each checkpoint folder: two would train the same trainers and overwrite each
+other's ledger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from pathlib import Path
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.executor import notices as no
+from parsl_freetrain.host.files import make_dir
+from parsl_freetrain.training.process.block_lease import (
+    Holder,
+    read_holder,
+    release,
+    this_process,
+    write_holder,
+)
+
+logger = logging.getLogger(__name__)
+
+FILE = 'run.json'
+BEAT_S = 20.0
+"""Seconds between two signs of life of a run."""
+SILENT_S = 90.0
+"""Seconds without one after which a run on another computer counts as dead."""
+
+
+class RunLock:
+    """A file in the checkpoint folder that names the live run. As a subscriber, it touches the
+    file, which is how runs on other computers see that this one lives.
+
+    Parameters
+    ----------
+    folder
+        The checkpoint folder.
+    run
+        Unlike every other run.
+    """
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self._path = folder.absolute() / FILE
+        self._run = run
+        self._touched_at = 0.0
+
+    def take_folder(self) -> None:
+        """Claim the folder.
+
+        Raises
+        ------
+        BadInput
+            If another live run has it, or the folder cannot be written.
+        """
+        try:
+            make_dir(self._path.parent)
+            other = read_holder(self._path)
+            if other is not None and (left_s := self._lives_s(other)) > 0:
+                raise BadInput(_refusal(other, self._path, left_s))
+            write_holder(self._path, this_process(self._run))
+        except OSError as error:
+            raise BadInput(
+                f'checkpoint_dir {self._path.parent} cannot be written ({error.strerror}): name a '
+                'folder that you can write to and that the compute nodes see.'
+            ) from error
+        holder = read_holder(self._path)
+        if holder is None or holder.run != self._run:
+            raise BadInput(f'Another run began in {self._path.parent} at the same moment.')
+
+    def free_folder(self) -> None:
+        """This run has ended."""
+        release(self._path, self._run)
+
+    def take(self, notice: no.Notice) -> None:
+        """Touch the file now and then."""
+        if isinstance(notice, no.OffersSeen) and notice.at - self._touched_at >= BEAT_S:
+            self._touched_at = notice.at
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
+
+    def flush(self) -> None:
+        """Nothing is ever pending."""
+
+    def _lives_s(self, other: Holder) -> float:
+        """Seconds for which the other run must be taken for alive; 0: it is dead."""
+        if other.host == this_process('').host:
+            return SILENT_S if other.lives() else 0.0
+        # Its process cannot be seen from here. Both times are the file server's.
+        probe = self._path.with_name(f'.{FILE}-{os.getpid()}')
+        probe.touch()
+        try:
+            silent_s = probe.stat().st_mtime - self._path.stat().st_mtime
+        finally:
+            probe.unlink()
+        return max(0.0, SILENT_S - silent_s)
+
+
+def _refusal(other: Holder, path: Path, left_s: float) -> str:
+    begun = time.strftime('%H:%M:%S', time.localtime(path.stat().st_mtime))
+    here = other.host == this_process('').host
+    process = f'process {other.pid} on {other.host}'
+    return (
+        f'A run with the checkpoint_dir {path.parent} is alive: {process}; wait for its end, or '
+        'give another checkpoint_dir.'
+        + (
+            ''
+            if here
+            else f' (Its last sign of life was at {begun}; if that process is gone, the '
+            f'folder is free in {left_s:.0f} s.)'
+        )
+    )

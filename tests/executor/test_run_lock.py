@@ -1,0 +1,70 @@
+"""Two live runs never share a checkpoint folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from parsl_freetrain import BadInput, LocalSite
+from parsl_freetrain.cli.main import main
+from parsl_freetrain.executor.run_lock import FILE, SILENT_S, RunLock
+from parsl_freetrain.training.process.block_lease import Holder, write_holder
+from tests.support.training import freetrain
+
+LIVES = """
+import sys
+from pathlib import Path
+from parsl_freetrain import LocalSite
+from tests.support.training import freetrain
+with freetrain(Path(sys.argv[1]), LocalSite(nodes=1)):
+    print('begun', flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_live_run_is_refused_and_status_sees_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = str(tmp_path / 'checkpoints' / 'ledger.sqlite')
+
+    def state() -> str:
+        assert main(['status', '--json', '--ledger', ledger]) == 0
+        return str(json.loads(capsys.readouterr().out)['state'])
+
+    with subprocess.Popen(
+        [sys.executable, '-c', LIVES, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, 'PYTHONPATH': os.getcwd()},
+        text=True,
+    ) as first:
+        assert first.stdin is not None and first.stdout is not None
+        assert first.stdout.readline() == 'begun\n'
+        with (
+            pytest.raises(BadInput, match=f'alive: process {first.pid} on '),
+            freetrain(tmp_path, LocalSite(nodes=1)),
+        ):
+            pass
+        assert state() == 'running'
+        first.stdin.close()
+    with freetrain(tmp_path, LocalSite(nodes=1)):
+        assert state() == 'running'
+
+
+def test_a_run_on_another_computer_lives_as_long_as_it_touches_its_file(tmp_path: Path) -> None:
+    theirs = Holder('theirs', 'elsewhere', 1, '1')
+    write_holder(tmp_path / FILE, theirs)
+    with pytest.raises(BadInput, match='process 1 on elsewhere.*the folder is free in'):
+        RunLock(tmp_path, 'mine').take_folder()
+    long_ago = time.time() - 2 * SILENT_S
+    os.utime(tmp_path / FILE, (long_ago, long_ago))
+    mine = RunLock(tmp_path, 'mine')
+    mine.take_folder()
+    mine.free_folder()
+    assert list(tmp_path.iterdir()) == []
