@@ -28,7 +28,7 @@ from parsl_freetrain.training.comm.collectives import Alone, Peers, RankGroup
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.loop.training_loop import RankParts
+from parsl_freetrain.training.loop.parts import RankParts
 from parsl_freetrain.training.spec.order import RankPlace
 from tests.benchmarks.workload import BATCH, data, network
 from tests.support.ranks import channel_pair, order

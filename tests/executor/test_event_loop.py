@@ -140,7 +140,8 @@ def test_a_trainer_submitted_after_the_interchange_has_died_fails_at_once(tmp_pa
 def test_a_function_that_leaves_the_process_fails_its_trainer_alone(tmp_path: Path) -> None:
     with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2)):
         left = short(leave)()
-        with pytest.raises(FreeTrainError):
+        said = r"called sys\.exit\('enough after 0'\); let it return instead"
+        with pytest.raises(FreeTrainError, match=said):
             left.result(LIMIT_S)
         assert short(fit)().result(LIMIT_S).samples == 192
 

@@ -32,7 +32,8 @@ def load_weights(source: Checkpoint | str | os.PathLike[str]) -> dict[str, torch
     -------
     dict
         What ``model.load_state_dict`` takes. If there are several models, names begin with
-        'model.', 'model_2.' and so on.
+        'model.', 'model_2.' and so on, and those of moving averages with 'ema.', 'ema_2.' and so
+        on.
 
     Raises
     ------
@@ -40,11 +41,12 @@ def load_weights(source: Checkpoint | str | os.PathLike[str]) -> dict[str, torch
         If there is no checkpoint, it is damaged, or others may write to its folder.
     """
     folder = _checkpoint_folder(Path(source.path if isinstance(source, Checkpoint) else source))
-    models = read_state(str(folder)).models
-    if len(models) == 1:
-        return models[0]
+    saved = read_state(str(folder))
+    if len(saved.models) == 1 and not saved.averages:
+        return saved.models[0]
     return {
-        f'model_{i}.{name}' if i > 1 else f'model.{name}': value
+        f'{kind}_{i}.{name}' if i > 1 else f'{kind}.{name}': value
+        for kind, models in (('model', saved.models), ('ema', saved.averages))
         for i, model in enumerate(models, 1)
         for name, value in model.items()
     }

@@ -4,7 +4,7 @@ position in the data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from pathlib import Path
@@ -28,6 +28,7 @@ _KINDS = {
     'optimizer': 'optimizers',
     'scheduler': 'schedulers',
     'scaler': 'scalers',
+    'ema': 'averages',
 }
 _STRUCTURE = 'structure'
 _ANEW = 'or start anew in another folder'
@@ -95,6 +96,7 @@ class Saved:
     optimizers: list[dict[str, Any]]
     schedulers: list[dict[str, Any]]
     scalers: list[dict[str, Any]] = field(default_factory=list)
+    averages: list[dict[str, Any]] = field(default_factory=list)
     classes: dict[str, str] = field(default_factory=dict)
 
 
@@ -176,6 +178,8 @@ def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
     """
     for kind, several in _KINDS.items():
         now, then = getattr(prepared, several), getattr(saved, several)
+        if kind == 'ema' and not now:
+            continue  # made after ctx.prepare, which then loads them
         if len(now) != len(then):
             raise BadInput(
                 f'Checkpoint {saved.path} holds {len(then)} {several} and ctx.prepare '
@@ -215,6 +219,29 @@ def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
                     f'The state of {name} in checkpoint {saved.path} does not fit ({error}): '
                     f'make it as the earlier fragments did, {_ANEW}.'
                 ) from error
+
+
+def restore_average(average: torch.nn.Module, saved: Saved, number: int) -> None:
+    """Set a moving average to a saved state; ``number`` counts from 0.
+
+    Raises
+    ------
+    BadInput
+        If the checkpoint has fewer averages.
+    """
+    if number >= len(saved.averages):
+        check_averages(saved, (average,) * (number + 1))
+    _check_model(average, saved.averages[number], number, saved.path)
+    average.load_state_dict(saved.averages[number])
+
+
+def check_averages(saved: Saved, now: Sequence[torch.nn.Module]) -> None:
+    """Check the number of moving averages; raises BadInput if it has changed."""
+    if len(now) != len(saved.averages):
+        raise BadInput(
+            f'Checkpoint {saved.path} holds {len(saved.averages)} moving averages and ctx.ema was '
+            f'called for {len(now)}: call it as the earlier fragments did, {_ANEW}.'
+        )
 
 
 def check_position(now: Position, saved: Saved) -> None:

@@ -15,13 +15,14 @@ from parsl_freetrain.core.model.errors import BadInput
 @dataclass(frozen=True)
 class Prepared:
     """What the user gave to ``ctx.prepare``, by kind and in the given order, before it was
-    wrapped.
+    wrapped. ``averages`` are the copies that hold moving averages of models.
     """
 
     models: tuple[torch.nn.Module, ...] = ()
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     schedulers: tuple[Any, ...] = ()
     scalers: tuple[torch.amp.GradScaler, ...] = ()
+    averages: tuple[torch.nn.Module, ...] = ()
 
     def tensors(self) -> list[torch.Tensor]:
         """Parameters and buffers of all models."""

@@ -2,185 +2,49 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.types import Shape
-from parsl_freetrain.training.checkpoint.state import Position, check_position, restore
+from parsl_freetrain.training.checkpoint.state import (
+    Position,
+    check_averages,
+    check_position,
+    restore,
+    restore_average,
+)
 from parsl_freetrain.training.checkpoint.trainables import check_schedulers, sort_out
 from parsl_freetrain.training.data.loader import size_of
 from parsl_freetrain.training.data.order import GlobalOrder, samples_in
-from parsl_freetrain.training.loop.training_loop import (
-    BatchSource,
-    LoopState,
-    Model,
-    RankParts,
-    TrainingLoop,
-)
+from parsl_freetrain.training.loop.fragment_view import FragmentView
+from parsl_freetrain.training.loop.hooks import Hooks, MovingAverage, run_all
+from parsl_freetrain.training.loop.parts import BatchSource, Model, RankParts
+from parsl_freetrain.training.loop.training_loop import TrainingLoop
+from parsl_freetrain.training.loop.turn_guard import TurnGuard, modules_among
 from parsl_freetrain.training.spec.messages import Ending, Outcome, RankError, TotalSamples
-from parsl_freetrain.training.spec.mode import Scaled
+from parsl_freetrain.training.spec.mode import Reproducible, Scaled
 from parsl_freetrain.training.spec.on_nan import NonFinitePolicy
 from parsl_freetrain.training.steps import lr
-from parsl_freetrain.training.steps.mesh import Division
 from parsl_freetrain.training.steps.modes import make_steps
 from parsl_freetrain.training.steps.nonfinite import Watch
 
 
-class FragmentContext:
-    """One fragment as one of its ranks sees it.
+class FragmentContext(FragmentView):
+    """One fragment as one of its ranks sees it: the first argument of the user's function.
 
-    Attributes
-    ----------
-    trainer, fragment
-        The trainer's name and the number of this fragment.
-    rank, world_size, local_rank, nodes
-        This rank among all ranks and on its node, the number of ranks, and the number of nodes.
-    device
-        The device of models and batches.
-    samples
-        Number of training samples so far, over all fragments and ranks.
-    total_samples
-        Number of samples to train; None until :meth:`loop` knows it, if the total is in epochs.
-    epoch
-        The current epoch, from 0.
-    last_of_epoch
-        Whether the current batch is part of the last global batch of its epoch.
-    stopped
-        Whether the fragment ended before the total.
-    state
-        The user's own dict, saved in every checkpoint. It must be valid JSON; rank 0's dict is
-        saved.
+    Its attributes are those of :class:`~parsl_freetrain.training.loop.fragment_view.FragmentView`.
     """
 
     def __init__(self, parts: RankParts) -> None:
-        order, place, saved = parts.order, parts.place, parts.saved
-        self._parts, self._order, self._saved = parts, order, saved
-        self._peers, self._checkpointer = parts.peers, parts.checkpointer
-        self.trainer, self.fragment, self.device = order.trainer, order.fragment, parts.device
-        self.rank, self.world_size = place.rank, place.world_size
-        self.local_rank, self.nodes = place.local_rank, place.nodes
-        self._division = Division(order, place, parts.device)
-        samples = saved.position.samples if saved is not None else 0
-        total_samples = order.spec.total_samples
-        if saved is not None and total_samples is None:
-            total_samples = saved.position.total_samples
-        last = self._checkpointer.last
-        self._state = LoopState(
-            samples,
-            total_samples,
-            reached=samples,
-            metrics=dict(last.metrics) if last is not None else {},
-            user=dict(saved.position.user) if saved is not None else {},
-        )
-        self._state.saved_extras = self._state.extras()
+        super().__init__(parts)
+        self._hooks = Hooks()
         self._model: Model | None = None
         self._loop: TrainingLoop | None = None
-
-    @property
-    def samples(self) -> int:
-        return self._state.samples
-
-    @property
-    def total_samples(self) -> int | None:
-        return self._state.total_samples
-
-    @property
-    def epoch(self) -> int:
-        return self._state.epoch
-
-    @property
-    def last_of_epoch(self) -> bool:
-        return self._state.last_of_epoch
-
-    @property
-    def stopped(self) -> bool:
-        return self._state.stopped
-
-    @property
-    def state(self) -> dict[str, Any]:
-        return self._state.user
-
-    @state.setter
-    def state(self, value: dict[str, Any]) -> None:
-        self._state.user = value
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, which writes files."""
-        return self.rank == 0
-
-    @property
-    def shape(self) -> Shape:
-        """How the ranks of this fragment share the work. If the trainer has no ``shapes``, every
-        rank trains its own samples.
-        """
-        return self._division.shape
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The ranks as torch's DeviceMesh, with the dimensions
-        :data:`~parsl_freetrain.core.model.types.MESH`. Ranks count along the last dimension first.
-
-        The mesh and its process groups are created on first use. All ranks must use it first at the
-        same point of the function.
-        """
-        return self._division.mesh
-
-    def time_left(self) -> float:
-        """Seconds until the nodes are taken away; infinite if unknown."""
-        return self._checkpointer.time_left()
-
-    def should_stop(self) -> bool:
-        """Whether this rank knows of a reason to stop. The loop stops by itself; only long work
-        outside of it needs to ask.
-        """
-        return self._parts.inbox.stop_requested() or self._checkpointer.must_stop(1)
-
-    def samples_lr(
-        self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]
-    ) -> torch.optim.lr_scheduler.LambdaLR:
-        """A learning rate scheduler by samples instead of steps, so that the schedule is the same
-        for any number of nodes.
-
-        Parameters
-        ----------
-        optimizer
-            The optimizer, before :meth:`prepare`.
-        factor
-            A function of the number of samples seen before a batch, by all ranks in all fragments.
-            It returns the factor by which the initial learning rate is multiplied in that batch.
-
-        Returns
-        -------
-        torch.optim.lr_scheduler.LambdaLR
-            Pass it to :meth:`prepare`, and call its ``step()`` once per batch, after the
-            optimizer's.
-        """
-        return lr.by_samples(optimizer, factor, lambda: self._state.reached)
-
-    def report(self, **metrics: float) -> None:
-        """Report numbers by name. Rank 0's last values are shown and saved with checkpoints.
-
-        Raises
-        ------
-        TypeError
-            If a value is not a number.
-        """
-        for name, value in metrics.items():
-            try:
-                if isinstance(value, (str, bytes)):
-                    raise TypeError
-                self._state.metrics[name] = float(value)
-            except (TypeError, ValueError, RuntimeError):
-                raise TypeError(
-                    f'ctx.report was given {name}={value!r}, a {type(value).__name__}; '
-                    'it takes numbers.'
-                ) from None
 
     def prepare(
         self,
@@ -237,7 +101,8 @@ class FragmentContext:
             find_unused_parameters,
             self.device,
         )
-        self._model = Model(prepared, self._division, steps, watch)
+        steps.before_step.append(lambda: run_all(self._hooks.before_step))
+        self._model = Model(prepared, self._division, steps, watch, self._hooks)
         self._checkpointer.expect(
             3 * sum(tensor.nbytes for tensor in prepared.tensors()),
             self._saved.position.checkpoint_s if self._saved is not None else 0.0,
@@ -250,6 +115,59 @@ class FragmentContext:
         of.update((id(scaler), scaler) for scaler in prepared.scalers)
         answers = tuple(of[id(thing)] for thing in things)
         return answers[0] if len(answers) == 1 else answers
+
+    def before_step(self, function: Callable[[], object]) -> None:
+        """Call a function once per global batch, on all ranks, when the gradient of the global
+        batch is known and before it is clipped and used. There it may be read and changed.
+        """
+        self._hooks.before_step.append(function)
+
+    def after_step(self, function: Callable[[], object]) -> None:
+        """Call a function once per global batch, on all ranks, after the step of the optimizers.
+        There, parameters may be read and changed, in the same way on all ranks. Steps that
+        ``on_nan`` has skipped do not count.
+        """
+        self._hooks.after_step.append(function)
+
+    def ema(self, model: torch.nn.Module, decay: float) -> torch.nn.Module:
+        """The exponential moving average of a model's parameters over the steps, which is saved
+        with every checkpoint.
+
+        Parameters
+        ----------
+        model
+            A model that :meth:`prepare` has returned.
+        decay
+            Weight of the old average in each step, 0 to 1, for instance 0.999.
+
+        Returns
+        -------
+        torch.nn.Module
+            A copy of the model with the averaged parameters and the model's own buffers, in
+            evaluation mode. In :func:`~parsl_freetrain.load_weights` its names begin with 'ema.'.
+
+        Raises
+        ------
+        BadInput
+            If it is called before :meth:`prepare` or after :meth:`loop`, for a model that was not
+            prepared, or with a pipeline.
+        """
+        if self._model is None or self._loop is not None:
+            raise BadInput('ctx.ema must be called after ctx.prepare and before ctx.loop.')
+        source = model.module if isinstance(model, DistributedDataParallel) else model
+        if not any(source is one for one in self._model.prepared.models):
+            raise BadInput('ctx.ema was given a model that was not given to ctx.prepare.')
+        if self._division.pipelined:
+            raise BadInput('ctx.ema cannot average a model that is divided into stages.')
+        average = MovingAverage(source, decay)
+        averages = (*self._model.prepared.averages, average.model)
+        if self._saved is not None:
+            restore_average(average.model, self._saved, len(averages) - 1)
+        self._model = replace(
+            self._model, prepared=replace(self._model.prepared, averages=averages)
+        )
+        self._hooks.after_step.insert(len(averages) - 1, average.update)
+        return average.model
 
     def loop(
         self,
@@ -296,6 +214,8 @@ class FragmentContext:
                 'in it.'
             )
         check_schedulers(self._model.prepared)
+        if self._saved is not None:
+            check_averages(self._saved, self._model.prepared.averages)
         size = size_of(dataset)
         total_samples = self._order.spec.total_samples
         if self._order.spec.total_epochs is not None:
@@ -319,7 +239,12 @@ class FragmentContext:
         policy = NonFinitePolicy(
             self._order.spec.mode.on_nan, f'Trainer {self.trainer!r}, fragment {self.fragment}'
         )
-        self._loop = TrainingLoop(self._parts, self._model, self._state, position, policy)
+        guard = TurnGuard(
+            self._model.prepared,
+            modules_among(sys._getframe(1).f_locals),
+            reproducible=isinstance(self._order.spec.mode, Reproducible),
+        )
+        self._loop = TrainingLoop(self._parts, self._model, self._state, position, policy, guard)
         if self._saved is not None:
             check_position(position, self._saved)
             # The models hold its tensors now.

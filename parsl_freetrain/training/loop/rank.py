@@ -25,8 +25,8 @@ from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.handover_receive import receive
 from parsl_freetrain.training.loop.handover_send import Leaving
+from parsl_freetrain.training.loop.parts import RankParts
 from parsl_freetrain.training.loop.standby_context import StandbyContext, StandbyPlace
-from parsl_freetrain.training.loop.training_loop import RankParts
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.messages import Ending, Outcome, RankError, ToRank
 from parsl_freetrain.training.spec.mode import Reproducible
@@ -179,9 +179,12 @@ def _described(raised: BaseException) -> RankError:
     # Leave out our own frame; the traceback begins in the user's function.
     below = raised.__traceback__.tb_next if raised.__traceback__ is not None else None
     trace = below or raised.__traceback__
+    message = str(raised)
+    if isinstance(raised, SystemExit):
+        message = f'the function called sys.exit({raised.code!r}); let it return instead'
     return RankError(
         type(raised).__name__,
-        str(raised),
+        message,
         ''.join(traceback.format_exception(type(raised), raised, trace)),
         _packed(raised, trace),
     )

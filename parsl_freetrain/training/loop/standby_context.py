@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.loop.training_loop import RankParts
+from parsl_freetrain.training.loop.parts import RankParts
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.codec import Decoder
 from parsl_freetrain.training.spec.messages import ForkRequest, Launch, ToRank, Waiting

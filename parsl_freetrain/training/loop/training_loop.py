@@ -4,38 +4,27 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import tee
 from typing import Any
-
-import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.state import (
     Position,
-    Saved,
     State,
     collect,
     content_of,
     read_state,
     restore,
 )
-from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.comm.collectives import Peers
 from parsl_freetrain.training.comm.consensus import GO_ON, SAVE, SPOILT, STOP
-from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.data.loader import MicroBatch, make_loader, seed_everything, to_device
-from parsl_freetrain.training.data.order import GlobalOrder
-from parsl_freetrain.training.loop.checkpointer import Checkpointer
-from parsl_freetrain.training.process.channel import Channel
-from parsl_freetrain.training.spec.messages import Progress, Started, ToRank
+from parsl_freetrain.training.loop.hooks import run_all
+from parsl_freetrain.training.loop.parts import BatchSource, LoopState, Model, RankParts
+from parsl_freetrain.training.loop.turn_guard import TurnGuard
+from parsl_freetrain.training.spec.messages import Progress, Started
 from parsl_freetrain.training.spec.mode import Reproducible
 from parsl_freetrain.training.spec.on_nan import ROLLBACK, NonFinitePolicy
-from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
-from parsl_freetrain.training.steps.mesh import Division
-from parsl_freetrain.training.steps.modes import Steps
-from parsl_freetrain.training.steps.nonfinite import Watch
 
 PROGRESS_EVERY_S = 0.5
 
@@ -44,101 +33,6 @@ class FragmentEnd(BaseException):
     """Ends the user's function when the fragment stops before the total. The state is already
     saved.
     """
-
-
-@dataclass(frozen=True)
-class RankParts:
-    """What a rank trains with.
-
-    Attributes
-    ----------
-    order, place
-        The rank's instructions.
-    peers, channel, inbox
-        Connections to the other ranks and to the node agent.
-    checkpointer
-        Writes checkpoints and knows the last one.
-    device
-        The device of models and batches.
-    saved
-        The state to continue from; None at the beginning of the training.
-    """
-
-    order: FragmentOrder
-    place: RankPlace
-    peers: Peers
-    channel: Channel[ToRank]
-    inbox: Inbox
-    checkpointer: Checkpointer
-    device: torch.device
-    saved: Saved | None
-
-
-@dataclass(frozen=True)
-class Model:
-    """The trained models and the way in which they take a step."""
-
-    prepared: Prepared
-    division: Division
-    steps: Steps
-    watch: Watch
-
-
-@dataclass(frozen=True)
-class BatchSource:
-    """The arguments of :meth:`FragmentContext.loop`."""
-
-    order: GlobalOrder
-    dataset: Any
-    collate_fn: Callable[[list[Any]], Any] | None
-    num_workers: int
-
-
-@dataclass
-class LoopState:
-    """The progress of the training.
-
-    Attributes
-    ----------
-    samples, total_samples
-        Number of samples so far, and in total (None: not known yet).
-    reached
-        Number of samples at the end of the current global batch.
-    metrics, user
-        What the user has reported, and the user's own dict.
-    epoch, last_of_epoch
-        The epoch of the current global batch, and whether it is the last batch of that epoch.
-    complete, stopped
-        Whether the total was reached, and whether the fragment ended before that.
-    saved_extras
-        :meth:`extras` of the last checkpoint.
-    """
-
-    samples: int
-    total_samples: int | None
-    reached: int
-    metrics: dict[str, float]
-    user: dict[str, Any]
-    epoch: int = 0
-    last_of_epoch: bool = False
-    complete: bool = False
-    stopped: bool = False
-    saved_extras: str = ''
-
-    def extras(self) -> str:
-        """Metrics and the user's dict as JSON.
-
-        Raises
-        ------
-        BadInput
-            If the dict holds something that JSON cannot express.
-        """
-        try:
-            return json.dumps([self.metrics, self.user], sort_keys=True)
-        except (TypeError, ValueError) as error:
-            raise BadInput(
-                f'ctx.state cannot be saved ({error}): keep texts, numbers, lists and dicts in it.'
-            ) from error
 
 
 class TrainingLoop:
@@ -154,6 +48,8 @@ class TrainingLoop:
         Saved with each checkpoint, with samples, longest checkpoint and user's dict filled in.
     policy
         Decides what happens when numbers are not finite.
+    guard
+        Notices parameters that change where they must not.
     """
 
     def __init__(
@@ -163,6 +59,7 @@ class TrainingLoop:
         state: LoopState,
         position: Position,
         policy: NonFinitePolicy,
+        guard: TurnGuard,
     ) -> None:
         self._order, self._device, self._peers = parts.order, parts.device, parts.peers
         self._channel, self._inbox = parts.channel, parts.inbox
@@ -172,6 +69,7 @@ class TrainingLoop:
         self._resumed = parts.saved is not None
         self._prepared, self._division = model.prepared, model.division
         self._steps, self._watch = model.steps, model.watch
+        self._hooks, self._guard = model.hooks, guard
         self._state, self._position, self._policy = state, position, policy
         self._fine_at = state.samples
         self._went_back = 0
@@ -228,6 +126,7 @@ class TrainingLoop:
             self._state.last_of_epoch = self._state.reached % data.order.dataset_size == 0
             guarded = self._policy.looks_at_every_step(self._state.samples)
             self._steps.begin(batch, guarded)
+            self._guard.begin_batch()
             if self._state.samples == began_with:
                 self._channel.send(Started(self._rank, self._state.samples, time.time()))
             for turn in turns:
@@ -235,7 +134,9 @@ class TrainingLoop:
                 self._steps.begin_turn(turn)
                 if reproducible:
                     seed_everything(turn.seed(seed, 'model'))
+                self._guard.begin_turn()
                 yield batch_data
+                self._guard.end_turn()
                 self._steps.end_turn()
             decision = self._steps.end(self._wish, self._checkpointer.time_left)
             if self._steps.kept_back:
@@ -246,6 +147,8 @@ class TrainingLoop:
             elif guarded or reproducible:
                 self._policy.went_well()
             self._state.samples = self._state.reached
+            if not self._steps.kept_back:
+                run_all(self._hooks.after_step)
             now = time.monotonic()
             self._checkpointer.step_took(now - batch_began_at)
             self._report_progress((self._state.samples - began_with) / (now - began_at))

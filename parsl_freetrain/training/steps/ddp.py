@@ -85,6 +85,11 @@ class ThroughputSteps:
             for optimizer in prepared.optimizers:
                 optimizer.register_step_pre_hook(self._average)
         self._guard = Guard(prepared.optimizers)
+        self.before_step: list[Callable[[], object]] = []
+        self.stepped = any(scaler.is_enabled() for scaler in prepared.scalers)  # it may skip steps
+        self._hooks_ran = False
+        for optimizer in prepared.optimizers:
+            optimizer.register_step_pre_hook(self._run_hooks)
         if clip_grad_norm is not None:
             for optimizer in prepared.optimizers:
                 optimizer.register_step_pre_hook(_clipping(clip_grad_norm))
@@ -131,6 +136,7 @@ class ThroughputSteps:
     def begin_turn(self, turn: MicroBatch) -> None:
         """Call before the turn."""
         self._weight = turn.weight
+        self._hooks_ran = False
         self._blame.next_step()
         if not self._at_step:
             self._count_gradients(turn.weight)
@@ -192,6 +198,13 @@ class ThroughputSteps:
         return (
             gradient * self._factor if self._factor else torch.zeros_like(gradient)
         )  # 0 x inf is not 0
+
+    def _run_hooks(self, *_: object) -> None:
+        self.stepped = True
+        if not self._hooks_ran and not self.kept_back:
+            self._hooks_ran = True
+            for hook in self.before_step:
+                hook()
 
     def _wrapped(self, model: torch.nn.Module, find_unused_parameters: bool) -> torch.nn.Module:
         alone = self._division.shape.data == 1 or self._at_step

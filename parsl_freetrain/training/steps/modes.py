@@ -27,6 +27,10 @@ class Steps(Protocol):
         Maximum number of batches from a wish to the decision.
     kept_back
         Whether the last batch's step was skipped because its gradient was not finite.
+    before_step
+        Functions to call once per global batch, when its gradient is known.
+    stepped
+        Whether an optimizer has been stepped at all.
     """
 
     @property
@@ -39,6 +43,10 @@ class Steps(Protocol):
     def schedulers(self) -> tuple[Any, ...]: ...
     @property
     def kept_back(self) -> bool: ...
+    @property
+    def before_step(self) -> list[Callable[[], object]]: ...
+    @property
+    def stepped(self) -> bool: ...
     def culprit(self) -> str:
         """The rank whose gradient was not finite first, as part of a sentence; empty: unknown. All
         ranks must call this.

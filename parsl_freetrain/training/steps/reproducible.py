@@ -15,6 +15,7 @@ from parsl_freetrain.training.comm.collectives import Peers
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.data.order import GlobalBatch, shard, shards_of_rank
 from parsl_freetrain.training.steps.deferred import DeferredOptimizer, DeferredScheduler
+from parsl_freetrain.training.steps.gradient_guard import GradientGuard
 from parsl_freetrain.training.steps.reduction_tree import Node, ShardTree
 from parsl_freetrain.training.steps.shard_sum import Contribution, Layout
 
@@ -90,6 +91,9 @@ class ReproducibleSteps:
         self._sizes: tuple[int, ...] = ()
         self._turn: MicroBatch | None = None
         self._own = Contribution(torch.empty(0), torch.empty(0))
+        self._guard = GradientGuard(self._parameters)
+        self.before_step: list[Callable[[], object]] = []
+        self.stepped = False
         self.kept_back = False
         self._culprit = ''
         self._stepped = [False] * len(prepared.optimizers)
@@ -146,6 +150,7 @@ class ReproducibleSteps:
     def begin_turn(self, turn: MicroBatch) -> None:
         """Call before a turn. Every shard starts from the same state."""
         self._turn = turn
+        self._guard.begin_turn()
         self._own = self._layout.empty()
         self._stepped = [False] * len(self._stepped)
         self._scheduled = [()] * len(self._scheduled)
@@ -192,7 +197,10 @@ class ReproducibleSteps:
             layout.take_buffers(total, self._before)
         layout.take_gradients(total)
         stepped, scheduled = layout.steps_in(total)
+        self.stepped |= any(stepped)
         if not self.kept_back:
+            for hook in self.before_step:
+                hook()
             if self._clip is not None:
                 torch.nn.utils.clip_grad_norm_(
                     [p for p in layout.parameters if p.grad is not None], self._clip
@@ -247,6 +255,7 @@ class ReproducibleSteps:
                     'once in every turn.'
                 )
             self._stepped[number] = True
+            self._guard.check(p for p in layout.parameters if id(p) in self._of_optimizer[number])
             with torch.no_grad():
                 for i, parameter in enumerate(layout.parameters):
                     if id(parameter) in self._of_optimizer[number]:

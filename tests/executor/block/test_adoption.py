@@ -12,9 +12,7 @@ from parsl_freetrain.executor.block.adoption import NODE, Adoption
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.slurm import SlurmSite
-from parsl_freetrain.training.process.block_lease import (
-    read_holder,
-)
+from parsl_freetrain.training.process.block_lease import read_holder
 
 
 def adoption(

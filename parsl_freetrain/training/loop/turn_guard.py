@@ -1,0 +1,129 @@
+"""Refuses loops that change parameters where the training does not know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.trainables import Prepared
+
+_OFFER = (
+    'for a moving average use ctx.ema(model, decay), and do anything else that changes parameters '
+    'in ctx.after_step(fn)'
+)
+
+
+class TurnGuard:
+    """Compares parameters before and after the body of the user's loop.
+
+    In reproducible mode the body runs once per virtual shard and before the optimizer's step, so
+    any change of a parameter there makes the result depend on the nodes. In every mode, a module
+    that changes but was not prepared would be lost at the end of the fragment.
+
+    Every in-place operation is noticed, except those on ``parameter.data``, of which PyTorch keeps
+    no count. Sums of the numbers show these in the first, second, fourth, eighth, ... global batch
+    of a fragment.
+
+    Parameters
+    ----------
+    others
+        Modules around the loop that may not have been prepared, by name.
+    """
+
+    def __init__(
+        self, prepared: Prepared, others: Mapping[str, torch.nn.Module], *, reproducible: bool
+    ) -> None:
+        self._reproducible = reproducible
+        self._names: list[str] = []
+        self._watched: list[torch.Tensor] = []
+        known = {id(p) for model in prepared.models for p in model.parameters()}
+        if reproducible:
+            for number, model in enumerate(prepared.models, 1):
+                which = f' of model {number}' if len(prepared.models) > 1 else ''
+                self._add(model.named_parameters(), lambda name, which=which: f'{name!r}{which}')
+        self._prepared = len(self._watched)
+        for called, module in others.items():
+            own = [(name, p) for name, p in module.named_parameters() if id(p) not in known]
+            self._add(own, lambda name, called=called: f'{called}.{name}')
+        self._batches = 0
+        self._sums: list[torch.Tensor] | None = None
+        self._versions: list[int] = []
+
+    def _add(self, named: Iterable[tuple[str, torch.Tensor]], called: Any) -> None:
+        for name, parameter in named:
+            if not (parameter.is_inference() or parameter.is_meta):
+                self._names.append(called(name))
+                self._watched.append(parameter)
+
+    def begin_batch(self) -> None:
+        """Call before the turns of a global batch."""
+        self._batches += 1
+
+    def begin_turn(self) -> None:
+        """Call before a turn."""
+        self._versions = [parameter._version for parameter in self._watched]
+        thorough = self._batches & (self._batches - 1) == 0
+        self._sums = self._sums_now() if thorough else None
+
+    def end_turn(self) -> None:
+        """Call after a turn.
+
+        Raises
+        ------
+        BadInput
+            If a parameter has changed in it.
+        """
+        now = [parameter._version for parameter in self._watched]
+        if now != self._versions:
+            pairs = zip(now, self._versions, strict=True)
+            self._refuse(next(i for i, (after, before) in enumerate(pairs) if after != before))
+        if self._sums is not None:
+            for i, (one, other) in enumerate(zip(self._sums, self._sums_now(), strict=True)):
+                if not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
+                    self._refuse(i)
+
+    def _sums_now(self) -> list[torch.Tensor]:
+        return [_sum(parameter.detach()) for parameter in self._watched]
+
+    def _refuse(self, i: int) -> None:
+        if i < self._prepared:
+            raise BadInput(
+                f'The body of ctx.loop changed the parameter {self._names[i]}. In reproducible '
+                'mode it runs once per virtual shard and before the step of the optimizer, so '
+                f'the result would depend on the number of nodes: {_OFFER}.'
+            )
+        raise BadInput(
+            f'The body of ctx.loop changed {self._names[i]}, a parameter that was not given to '
+            f'ctx.prepare, so the change would be lost at the end of the fragment: {_OFFER}, or '
+            'give the module and its optimizer to ctx.prepare.'
+        )
+
+
+def modules_among(names: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
+    """The modules among variables, in lists and dicts, and in attributes of objects there."""
+    found: dict[str, torch.nn.Module] = {}
+    for name, value in names.items():
+        for inner, module in _modules_in(value):
+            found.setdefault(f'{name}{inner}', module)
+    return found
+
+
+def _modules_in(value: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    if isinstance(value, torch.nn.Module):
+        yield '', value
+    elif isinstance(value, (list, tuple)):
+        yield from ((f'[{i}]', m) for i, m in enumerate(value) if isinstance(m, torch.nn.Module))
+    elif isinstance(value, Mapping):
+        yield from ((f'[{k!r}]', m) for k, m in value.items() if isinstance(m, torch.nn.Module))
+    elif not isinstance(value, type) and hasattr(value, '__dict__'):
+        yield from ((f'.{k}', m) for k, m in vars(value).items() if isinstance(m, torch.nn.Module))
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    local = tensor.to_local() if hasattr(tensor, 'to_local') else tensor
+    if local.is_complex():
+        local = torch.view_as_real(local)
+    return local.sum(dtype=torch.float64).cpu()

@@ -1,0 +1,194 @@
+"""What a loop may do around its step: hooks and moving averages; what it must not do is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import TensorDataset
+
+from parsl_freetrain.training.checkpoint.export import load_weights
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.process.fork_client import WarmParent
+from tests.support.ranks import order, ranks
+
+DATA = TensorDataset(torch.arange(32.0).reshape(16, 2) / 32)
+
+
+def made(ctx: FragmentContext, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(1)
+    model = nn.Linear(2, 1)
+    return tuple(
+        ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **options)
+    )
+
+
+def train(
+    ctx: FragmentContext,
+    inside: Callable[[Any], object] = lambda model: None,
+    model: Any = None,
+    optimizer: Any = None,
+    before_step: Callable[[Any], object] = lambda model: None,
+) -> None:
+    if model is None:
+        model, optimizer = made(ctx)
+    for (x,) in ctx.loop(DATA, 4):
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        before_step(model)
+        optimizer.step()
+        inside(model)
+
+
+def run(
+    warm: WarmParent,
+    folder: Path,
+    function: Callable[..., None],
+    *,
+    world_size: int = 1,
+    **options: Any,
+) -> list[Any]:
+    ordered = order(folder, **{'total_samples': 32, **options})
+    with ranks(warm, ordered, world_size, folder, function) as gang:
+        return gang.run()
+
+
+def averages_by_hand(ctx: FragmentContext) -> None:
+    model, optimizer = made(ctx)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    train(ctx, average.update_parameters, model, optimizer)
+
+
+def averages_around(ctx: FragmentContext) -> None:
+    model, optimizer = made(ctx)
+    average = AveragedModel(getattr(model, 'module', model), multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for (x,) in ctx.loop(DATA, 4):
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        average.update_parameters(getattr(model, 'module', model))
+
+
+def averages_prepared(ctx: FragmentContext) -> None:
+    model = nn.Linear(2, 1)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    model, average, optimizer = ctx.prepare(
+        model, average, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    train(ctx, average.update_parameters, model, optimizer)
+
+
+def averages_its_data(ctx: FragmentContext) -> None:
+    model, optimizer = made(ctx)
+    keeper = type('Keeper', (), {})()
+    keeper.copy = copy.deepcopy(model)
+    for (x,) in ctx.loop(DATA, 4):
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        for mine, its in zip(keeper.copy.parameters(), model.parameters(), strict=True):
+            mine.data.mul_(0.9).add_(its.data, alpha=0.1)
+            mine.data += 1
+
+
+def clamps_weights(ctx: FragmentContext) -> None:
+    def clamp(model: Any) -> None:
+        with torch.no_grad():
+            model.weight.clamp_(-0.1, 0.1)
+
+    train(ctx, clamp)
+
+
+def clips_in_the_loop(ctx: FragmentContext) -> None:
+    train(ctx, before_step=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+
+
+def replaces_gradients(ctx: FragmentContext) -> None:
+    def normalise(model: Any) -> None:
+        model.weight.grad = model.weight.grad / model.weight.grad.norm()
+
+    train(ctx, before_step=normalise)
+
+
+def averages_too_late(ctx: FragmentContext) -> None:
+    model, optimizer = made(ctx)
+    for (x,) in ctx.loop(DATA, 4):
+        ctx.ema(model, 0.9)
+        optimizer.step()
+        model(x)
+
+
+@pytest.mark.parametrize(
+    ('function', 'sentence'),
+    [
+        (averages_around, 'changed average.module.weight, a parameter that was not given'),
+        (averages_prepared, "changed the parameter 'module.weight' of model 2"),
+        (averages_its_data, 'changed keeper.copy.weight'),
+        (clamps_weights, "changed the parameter 'weight'. In reproducible mode it runs once per"),
+        (clips_in_the_loop, 'ctx.prepare(..., clip_grad_norm=...)'),
+        (replaces_gradients, 'A gradient was changed between backward() and optimizer.step()'),
+        (averages_too_late, 'ctx.ema must be called after ctx.prepare and before ctx.loop'),
+    ],
+)
+def test_what_would_depend_on_the_nodes_is_refused(
+    warm: WarmParent, tmp_path: Path, function: Callable[..., None], sentence: str
+) -> None:
+    (outcome,) = run(warm, tmp_path, function)
+    assert (outcome.how, outcome.error.type) == ('error', 'BadInput'), outcome.error
+    assert sentence in outcome.error.message
+    assert '\n' not in outcome.error.message
+
+
+def test_throughput_mode_refuses_only_what_would_be_lost(warm: WarmParent, tmp_path: Path) -> None:
+    (outcome,) = run(warm, tmp_path / 'lost', averages_around, mode='throughput')
+    assert 'would be lost at the end of the fragment' in outcome.error.message
+    for function in (averages_prepared, clips_in_the_loop, clamps_weights):
+        (outcome,) = run(warm, tmp_path / function.__name__, function, mode='throughput')
+        assert outcome.how == 'finished', outcome.error
+
+
+def averages(ctx: FragmentContext) -> None:
+    """An average, a clipped gradient and clamped weights, by hooks."""
+    model, optimizer = made(ctx)
+    average = ctx.ema(model, 0.8)
+    inner = getattr(model, 'module', model)
+    ctx.before_step(lambda: nn.utils.clip_grad_norm_(inner.parameters(), 0.05))
+
+    def after() -> None:
+        with torch.no_grad():
+            inner.weight.clamp_(-0.3, 0.3)
+        ctx.state['steps'] = ctx.state.get('steps', 0) + 1
+        ctx.state.setdefault('norms', []).append(float(next(average.parameters()).norm()))
+
+    ctx.after_step(after)
+    for (x,) in ctx.loop(DATA, 4):
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+    assert ctx.state['steps'] == ctx.samples // 4 and len(set(ctx.state['norms'])) > 2
+
+
+@pytest.mark.parametrize('mode', ['reproducible', 'throughput'])
+def test_hooks_act_once_per_step_and_an_average_is_saved(
+    warm: WarmParent, tmp_path: Path, mode: str
+) -> None:
+    """The same bits, averages included, on one rank and on three ranks and then two."""
+    (outcome,) = run(warm, tmp_path / 'one', averages, mode=mode)
+    assert outcome.how == 'finished', outcome.error
+    for fragment, world_size, total in ((1, 3, 16), (2, 2, 32)):
+        ordered = order(tmp_path / 'cut', fragment, total_samples=total, mode=mode)
+        with ranks(warm, ordered, world_size, tmp_path / 'cut', averages) as gang:
+            outcomes = gang.run()
+        assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
+    one, cut = load_weights(outcome.path), load_weights(outcomes[0].path)
+    assert {name.split('.')[0] for name in one} == {'model', 'ema'}
+    assert not torch.equal(one['model.weight'], one['ema.weight'])
+    for name in one:
+        if mode == 'reproducible':
+            assert torch.equal(one[name], cut[name]), name
+        else:
+            torch.testing.assert_close(one[name], cut[name])
