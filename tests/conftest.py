@@ -52,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ['PATH'] = os.pathsep.join(
         [str(Path(sys.executable).parent), os.environ.get('PATH', '')]
     )
+    # A shell starts what runs in the background with Ctrl-C ignored, and programs inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # The list of fonts takes seconds to make; the home folder of the last session is gone.
     os.environ['MPLCONFIGDIR'] = (
         str(config.cache.mkdir('matplotlib')) if config.cache is not None else ''

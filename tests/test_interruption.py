@@ -66,8 +66,6 @@ class Demo:
                 process_group=0,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # A test run in the background ignores Ctrl-C, and its children would too.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def wait_for_progress(self) -> None:

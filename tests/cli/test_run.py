@@ -96,7 +96,6 @@ def test_ctrl_c_stops_it_and_says_that_nothing_is_lost(folder: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         process_group=0,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as running:
         end = time.monotonic() + LIMIT_S
         while not list((folder / 'kept').glob('train/logs/*')):
