@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from itertools import pairwise
@@ -9,6 +10,8 @@ from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.jobs import LONGEST_S, Job, JobTable, job_table, read_lines
+
+logger = logging.getLogger(__name__)
 
 COLUMNS = (
     'job number',
@@ -31,6 +34,10 @@ COLUMNS = (
     'think time',
 )
 _SUBMIT, _WAIT, _RUN, _ALLOCATED, _REQUESTED, _LIMIT, _STATUS = 1, 2, 3, 4, 7, 8, 10
+_NEEDED = _ALLOCATED + 1  # a log may leave out the columns that follow
+# Headers give the size of a machine at one time. A job many times larger was rather counted in
+# other units than the header.
+_MOST_GROWTH = 2
 STANDARD = 'the columns must be the 18 of the Standard Workload Format, in its order'
 
 _HEADER = re.compile(r';\s*(\w+)\s*:\s*(.*?)\s*$')
@@ -44,6 +51,11 @@ def read_swf(path: str | Path, machine_nodes: int | None = None) -> JobTable:
     without a known wait or run time are left out. Jobs that were cancelled before they ran wait in
     the queue until then.
 
+    Public logs are not tidy, so these are accepted, with one warning that has their counts: jobs
+    that are not in order of submission, lines that end after the first five columns (the others are
+    then unknown), and jobs of up to twice as many nodes as ``MaxNodes`` (the machine then has as
+    many as the largest job).
+
     Parameters
     ----------
     path
@@ -54,8 +66,8 @@ def read_swf(path: str | Path, machine_nodes: int | None = None) -> JobTable:
     Raises
     ------
     BadInput
-        Missing columns, columns in another order, or impossible numbers; the message names file and
-        line.
+        Fewer than five columns, columns in another order, or impossible numbers; the message names
+        file and line.
     """
     lines = read_lines(path, 'a job log in Standard Workload Format')
     header = {m[1]: m[2] for line in lines if line.startswith(';') and (m := _HEADER.match(line))}
@@ -69,15 +81,32 @@ def read_swf(path: str | Path, machine_nodes: int | None = None) -> JobTable:
     _check_order(path, rows)
     nodes, per_node = _size(path, header, machine_nodes)
     jobs = [job for number, row in rows if (job := _job(path, number, row, per_node)) is not None]
+    back = sum(later[_SUBMIT] < row[_SUBMIT] for (_, row), (_, later) in pairwise(rows))
+    short = sum(len(row) < len(COLUMNS) for _, row in rows)
+    largest = max((job.nodes for job in jobs if job.end > job.start), default=0)
+    notes = [
+        f'{back} lines were submitted before the line above (sorted)' if back else '',
+        f'{short} lines have fewer than {len(COLUMNS)} columns (the others are unknown)'
+        if short
+        else '',
+    ]
+    if machine_nodes is None and nodes < largest <= _MOST_GROWTH * nodes:
+        larger = sum(job.nodes > nodes for job in jobs)
+        notes.append(
+            f'{larger} jobs have more than the {nodes} nodes of the header (the machine has {largest}, then)'
+        )
+        nodes = largest
+    if any(notes):
+        logger.warning('%s: %s.', path, '; '.join(filter(None, notes)))
     return job_table(path, jobs, nodes)
 
 
 def _numbers(path: str | Path, number: int, line: str) -> list[float]:
     fields = line.split()
-    if len(fields) != len(COLUMNS):
+    if not _NEEDED <= len(fields) <= len(COLUMNS):
         raise BadInput(f'{path}, line {number}: {len(fields)} columns; {STANDARD}.')
     numbers: list[float] = []
-    for column, text in zip(COLUMNS, fields, strict=True):
+    for column, text in zip(COLUMNS, fields, strict=False):
         try:
             numbers.append(float(text))
         except ValueError:
@@ -90,7 +119,8 @@ def _numbers(path: str | Path, number: int, line: str) -> list[float]:
 
 def _check_order(path: str | Path, rows: list[tuple[int, list[float]]]) -> None:
     """Refuse logs in which a needed column holds something else."""
-    for number, row in rows:
+    for number, fields in rows:
+        row = _filled(fields)
         for at in (_WAIT, _RUN, _LIMIT):
             if row[at] > LONGEST_S:
                 raise BadInput(
@@ -108,14 +138,11 @@ def _check_order(path: str | Path, rows: list[tuple[int, list[float]]]) -> None:
                     f'{path}, line {number}: column {at + 1} ({COLUMNS[at]}) is '
                     f'{row[at]:g}, not a whole number; {STANDARD}.'
                 )
-    back = [
-        later[0] for earlier, later in pairwise(rows) if later[1][_SUBMIT] < earlier[1][_SUBMIT]
-    ]
-    if 4 * len(back) > len(rows):
-        raise BadInput(
-            f'{path}, line {back[0]}: column 2 (submit time) goes back, here and on '
-            f'{len(back) - 1} other lines; {STANDARD}.'
-        )
+
+
+def _filled(row: list[float]) -> list[float]:
+    """All columns; -1, the standard's mark of what is unknown, where the line ends early."""
+    return row + [-1.0] * (len(COLUMNS) - len(row))
 
 
 def _size(path: str | Path, header: dict[str, str], machine_nodes: int | None) -> tuple[int, float]:
@@ -134,6 +161,7 @@ def _size(path: str | Path, header: dict[str, str], machine_nodes: int | None) -
 
 
 def _job(path: str | Path, number: int, row: list[float], per_node: float) -> Job | None:
+    row = _filled(row)
     if row[_WAIT] < 0 or row[_SUBMIT] < 0:
         return None
     processors = row[_ALLOCATED] if row[_ALLOCATED] > 0 else row[_REQUESTED]

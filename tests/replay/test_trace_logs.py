@@ -108,15 +108,10 @@ def test_swf_in_whole_nodes_from_the_first_submission_on(tmp_path: Path) -> None
             SWF + '5 1030 1 1 1.5 -1 -1 1 1 -1 1 1 1 -1 1 -1 -1 -1\n',
             'line 9: column 5 (allocated processors) is 1.5',
         ),
-        (
-            SWF + '5 30 1 1 1 -1 -1 1 1 -1 1 1 1 -1 1 -1 -1 -1\n6 29 1 1 1 -1 -1 1 1 -1 1 1 1 '
-            '-1 1 -1 -1 -1\n',
-            'line 9: column 2 (submit time)',
-        ),
         (SWF + '5 1030 1 1 -1 -1 -1 -1 1 -1 1 1 1 -1 1 -1 -1 -1\n', 'line 9: neither column 5'),
         (
-            SWF + '5 1030 1 1 9 -1 -1 9 1 -1 1 1 1 -1 1 -1 -1 -1\n',
-            'line 9: the job has 5 nodes; the machine has 4',
+            SWF + '5 1030 1 1 17 -1 -1 17 1 -1 1 1 1 -1 1 -1 -1 -1\n',
+            'line 9: the job has 9 nodes; the machine has 4',
         ),
         (SWF.replace('MaxNodes', 'Nodes'), 'MaxNodes'),
         (SWF.splitlines()[1] + '\n', 'has no jobs'),
@@ -129,6 +124,29 @@ def test_bad_swf_gets_a_sentence(tmp_path: Path, text: str, says: str) -> None:
         read_swf(path)
     assert says in str(raised.value)
     assert str(path) in str(raised.value)
+
+
+def test_an_untidy_swf_is_read_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head, lines = SWF.split('\n\n')
+    tidy = read_swf(written(tmp_path, SWF))
+    assert not caplog.records
+    # Ordered by end, as the public log of Theta of 2023 is; the first job in five columns only.
+    first, *others = lines.splitlines()
+    untidy = [*reversed(others), ' '.join(first.split()[:5]), '5 1030 1 1 13 -1 -1 13 1']
+    path = written(tmp_path, '\n'.join([head, *untidy, '']))
+    found = read_swf(path)
+    assert [record.getMessage() for record in caplog.records] == [
+        f'{path}: 3 lines were submitted before the line above (sorted); 2 lines have fewer than '
+        '18 columns (the others are unknown); 1 jobs have more than the 4 nodes of the header '
+        '(the machine has 7, then).'
+    ]
+    assert len(found.machine) == 7
+    first_row, *rest = rows(tidy)
+    assert rows(found) == [(*first_row[:4], INF), *rest, (30, 31, 32, 7, 1)]
+    with pytest.raises(BadInput, match='the job has 7 nodes; the machine has 4'):
+        read_swf(path, machine_nodes=4)
 
 
 def test_sacct_without_steps_and_with_node_lists(tmp_path: Path) -> None:
