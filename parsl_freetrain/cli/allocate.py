@@ -130,6 +130,8 @@ def _said(name: str | int, answer: Answer, by_block: bool) -> dict[str, Any]:
         'id': name,
         'status': answer.status,
         'objective': answer.objective,
+        'bound': answer.bound,
+        'gap': answer.gap,
         'solver': answer.solver,
         'seconds': round(answer.seconds, 6),
         'allocation': {trainer: answer.by_block.get(trainer, {}) for trainer in answer.allocation}

@@ -116,6 +116,7 @@ class LedgerWriter:
             solver=decision.answer.solver,
             objective=decision.answer.objective,
             seconds=decision.answer.seconds,
+            bound=decision.answer.bound,
             staying=decision.staying,
             current=decision.current,
             allocation=decision.answer.allocation,

@@ -44,10 +44,12 @@ class DecisionRows:
         current: Mapping[str, int],
         allocation: Mapping[str, int],
         actions: Sequence[Action],
+        bound: float | None = None,
     ) -> None:
         """The allocator's task and answer for the last :meth:`batch`.
 
-        ``staying`` is the objective of leaving the running fragments as they are.
+        ``staying`` is the objective of leaving the running fragments as they are, ``bound`` an
+        upper bound of what any allocation is worth.
         """
         self._rows.insert(
             'decisions',
@@ -59,6 +61,7 @@ class DecisionRows:
                 'status': str(status),
                 'solver': str(solver),
                 'objective': _number(objective),
+                'bound': bound,
                 'staying': _number(staying),
                 'seconds': _number(seconds),
                 'current': as_json(current),

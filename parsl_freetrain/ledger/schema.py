@@ -6,7 +6,7 @@ import sqlite3
 
 from parsl_freetrain.core.model.errors import BadInput
 
-VERSION = 3
+VERSION = 4
 """Stands in ``PRAGMA user_version``; raised whenever a table changes."""
 
 APPLICATION_ID = 0x46725472
@@ -29,7 +29,7 @@ TABLES = (
     """CREATE TABLE decisions (
         run INTEGER NOT NULL, batch INTEGER, at REAL NOT NULL, trigger TEXT NOT NULL,
         nodes INTEGER NOT NULL, status TEXT NOT NULL, solver TEXT NOT NULL,
-        objective REAL NOT NULL, staying REAL NOT NULL, seconds REAL NOT NULL,
+        objective REAL NOT NULL, bound REAL, staying REAL NOT NULL, seconds REAL NOT NULL,
         current TEXT NOT NULL, allocation TEXT NOT NULL, actions TEXT NOT NULL)""",
     """CREATE TABLE trainers (
         run INTEGER NOT NULL, name TEXT NOT NULL, submitted_at REAL NOT NULL, spec TEXT NOT NULL,

@@ -93,7 +93,8 @@ def read_swf(path: str | Path, machine_nodes: int | None = None) -> JobTable:
     if machine_nodes is None and nodes < largest <= _MOST_GROWTH * nodes:
         larger = sum(job.nodes > nodes for job in jobs)
         notes.append(
-            f'{larger} jobs have more than the {nodes} nodes of the header (the machine has {largest}, then)'
+            f'{larger} jobs have more than the {nodes} nodes of the header (the machine has '
+            f'{largest}, then)'
         )
         nodes = largest
     if any(notes):

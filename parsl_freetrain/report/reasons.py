@@ -10,6 +10,7 @@ from typing import Any
 
 from parsl_freetrain.core.allocation.constraints import OWNERS
 from parsl_freetrain.core.allocation.explain import Reason
+from parsl_freetrain.core.allocation.problem import relative_gap
 from parsl_freetrain.ledger.rows import FINAL_STATES, FragmentRow, RunHistory, RunRow, TrainerRow
 from parsl_freetrain.report.outcome import DecisionOutcome
 from parsl_freetrain.report.sentences import describe
@@ -51,6 +52,9 @@ class DecisionAbout:
         The trainer's nodes before and after.
     staying, objective
         Worth of keeping everything, and worth of the decision.
+    gap
+        By what share of its worth a better decision could have been better, at most; None: not
+        known.
     others
         Nodes of the other trainers that have any.
     horizon_s, worth_before, worth, rescale_cost, alternative
@@ -82,6 +86,7 @@ class DecisionAbout:
     expected: float | None = None
     staying_expected: float | None = None
     trained: float | None = None
+    gap: float | None = None
 
 
 def decision_about(
@@ -126,6 +131,7 @@ def decision_about(
         objective=row['objective'],
         others={k: n for k, n in row['allocation'].items() if n and k != name},
         actions=tuple(map(describe, row['actions'])),
+        gap=relative_gap(row['objective'], row.get('bound')),
         **known,
     )
 
@@ -257,7 +263,7 @@ def in_words(name: str, about: DecisionAbout) -> list[str]:
             if gain > 0
             else 'and no change is worth more'
         )
-        + f' ({about.status}, by {about.solver}).'
+        + f' ({_quality(about.status, about.gap)}, by {about.solver}).'
     )
     if about.worth is not None and about.worth_before is not None:
         own = f'To {name} it is worth {_number(about.worth)}'
@@ -278,6 +284,11 @@ def in_words(name: str, about: DecisionAbout) -> list[str]:
     if about.stood_s and (about.nodes_after or about.trained):
         lines.append(_what_became(name, about))
     return lines
+
+
+def _quality(status: str, gap: float | None) -> str:
+    """How good a decision is known to be."""
+    return f'within {100 * gap:.2g} % of the optimum' if status == 'feasible' and gap else status
 
 
 def _what_became(name: str, about: DecisionAbout) -> str:

@@ -87,11 +87,15 @@ def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
 def test_the_answer_has_the_fields_of_the_contract(ask: Ask) -> None:
     said = ask(problem())
     (answer,) = said.answers
-    assert list(answer) == ['id', 'status', 'objective', 'solver', 'seconds', 'allocation']
+    assert list(answer) == [
+        'id', 'status', 'objective', 'bound', 'gap', 'solver', 'seconds', 'allocation',
+    ]  # fmt: skip
     assert answer | {'seconds': 0} == {
         'id': 'p1',
         'status': 'optimal',
         'objective': 120 * 70 - 18 * 27.5,
+        'bound': 120 * 70 - 18 * 27.5,
+        'gap': 0,
         'solver': 'dp',
         'seconds': 0,
         'allocation': {'a': 8},

@@ -53,7 +53,8 @@ def test_everything_comes_back_as_it_was_told(tmp_path: Path) -> None:
     ledger.decisions.batch(1002, [JOINED])
     ledger.decisions.decision(
         at=1002, trigger='NodesJoined', nodes=4, status='optimal', solver='milp', objective=9.5,
-        seconds=0.01, staying=3.0, current={'a': 1}, allocation={'a': 4}, actions=[START],
+        seconds=0.01, staying=3.0, bound=9.75, current={'a': 1}, allocation={'a': 4},
+        actions=[START],
     )  # fmt: skip
     ledger.trainers.submitted(
         name='a', at=1003, spec={'min_nodes': 1}, total_samples=None, samples=64
@@ -114,7 +115,7 @@ def test_everything_comes_back_as_it_was_told(tmp_path: Path) -> None:
     assert (
         decision['allocation'] == {'a': 4}
         and (decision['actions'], decision['batch']) == ((START,), 1)
-        and decision['staying'] == 3.0
+        and (decision['staying'], decision['bound']) == (3.0, 9.75)
     )
     assert (trainer.total_samples, trainer.first_samples, trainer.samples, trainer.state) == (
         1000,
@@ -202,7 +203,7 @@ def test_what_is_no_ledger_gets_a_sentence(tmp_path: Path, opener: type[Ledger |
     text.write_text('not a database at all, whatever its name says\n' * 50)
     for path, says in (
         (newer, 'is a ledger of version 99'),
-        (older, 'is a ledger of version 2, and this parsl-freetrain reads version 3'),
+        (older, 'is a ledger of version 2, and this parsl-freetrain reads version 4'),
         (other, 'not a FreeTrain'),
         (text, 'is not a FreeTrain ledger'),
     ):

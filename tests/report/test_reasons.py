@@ -144,3 +144,11 @@ def test_a_decision_whose_problem_was_not_kept() -> None:
         and 't7 8, t6 7, t5 6, t4 5, t3 4 and 3 more' in lines[0]
         and about.worth is None
     )
+
+
+def test_a_decision_without_proof_says_how_far_from_the_optimum_it_may_be() -> None:
+    row = decided(me=3, you=1) | {'status': 'feasible', 'solver': 'columns', 'bound': 303.0}
+    assert (
+        '(within 0.99 % of the optimum, by columns)'
+        in in_words('me', decision_about('me', row, 62.0))[1]
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 from parsl_freetrain.cli.live.liveness import Liveness, life_of
 from parsl_freetrain.cli.where import run_named
-from parsl_freetrain.core.allocation.problem import Allocator
+from parsl_freetrain.core.allocation.problem import Allocator, relative_gap
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import FINAL_STATES, FragmentRow, RunHistory, RunRow, TrainerRow
 from parsl_freetrain.ledger.summary import efficiency
@@ -58,6 +58,18 @@ NEVER = Liveness('ended')
 
 
 @dataclass(frozen=True)
+class DecisionNow:
+    """The last decision: ``ago_s`` seconds since, the solver and how it ended, and by what share of
+    its worth a better decision could be better at most (None: not known).
+    """
+
+    ago_s: float
+    status: str
+    solver: str
+    gap: float | None
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """A run, with its trainers' counts summed over all runs of the ledger up to it.
 
@@ -73,6 +85,7 @@ class RunStatus:
     ended: str | None = None
     trainers: tuple[TrainerNow, ...] = ()
     blocks: tuple[BlockNow, ...] = ()
+    decision: DecisionNow | None = None
 
 
 def snapshot(
@@ -112,6 +125,7 @@ def snapshot(
             if t.run == run.id
         ),
         blocks=_blocks(story, run, now) if going else (),
+        decision=_last_decision(reader, run, now) if going else None,
     )
 
 
@@ -120,6 +134,13 @@ def as_document(seen: RunStatus) -> dict[str, Any]:
     document = asdict(seen)
     life = document.pop('life')
     return {**document, 'state': life['state'], 'note': life['sentence']}
+
+
+def _last_decision(reader: Reader, run: RunRow, now: float) -> DecisionNow | None:
+    for row in reader.recent_decisions(run, 1):
+        gap = relative_gap(row['objective'], row['bound'])
+        return DecisionNow(now - row['at'], row['status'], row['solver'], gap)
+    return None
 
 
 def _trainer(

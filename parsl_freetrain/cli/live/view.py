@@ -105,7 +105,7 @@ def block_cells(block: BlockNow) -> dict[str, str]:
 
 
 def heading_words(seen: RunStatus) -> str:
-    """The run's duration, number of nodes and state."""
+    """The run's duration, number of nodes and state, and the gap of its last decision."""
     words = [_duration(seen.elapsed_s), _nodes(sum(b.nodes for b in seen.blocks))]
     if seen.ended is not None:
         words.append(f'ended: {clean(seen.ended)}')
@@ -113,6 +113,8 @@ def heading_words(seen: RunStatus) -> str:
         words.append('died')
     elif seen.life.state == 'silent':
         words.append(f'silent for {_duration(seen.silent_s)}')
+    if seen.decision is not None and seen.decision.gap is not None:
+        words.append(f'gap {100 * seen.decision.gap:.2g} %')
     return '  '.join(words)
 
 

@@ -273,6 +273,16 @@ class Problem:
         return worth
 
 
+def relative_gap(objective: float, bound: float | None) -> float | None:
+    """``(bound - objective) / bound``, 0 where the objective reaches the bound; None without a
+    bound.
+    """
+    if bound is None:
+        return None
+    size = max(abs(bound), abs(objective))
+    return max(bound - objective, 0.0) / size if size > 0 else 0.0
+
+
 @dataclass(frozen=True)
 class Answer:
     """An allocation.
@@ -295,6 +305,9 @@ class Answer:
         problem names no blocks.
     staying
         The objective of keeping what runs, as far as it can be kept.
+    bound
+        No allocation is worth more than this; the objective itself where the answer is optimal.
+        None: there is no allocation that keeps all limits, or none is known.
     """
 
     status: str
@@ -304,6 +317,12 @@ class Answer:
     allocation: dict[str, int] = field(default_factory=dict)
     by_block: dict[str, dict[str, int]] = field(default_factory=dict)
     staying: float = 0.0
+    bound: float | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """``(bound - objective) / bound``: by how much the optimum could be better at most."""
+        return relative_gap(self.objective, self.bound)
 
 
 class Allocator(Protocol):

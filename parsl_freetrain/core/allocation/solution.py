@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from time import perf_counter
 
+from parsl_freetrain.core.allocation.bounds import upper_bound
 from parsl_freetrain.core.allocation.feasibility import objections
 from parsl_freetrain.core.allocation.incumbent import stay_put
 from parsl_freetrain.core.allocation.problem import Answer, Problem
@@ -46,6 +47,7 @@ class Asked:
         found: Mapping[str, Sequence[int]],
         worth: float | None = None,
         staying_worth: float | None = None,
+        bound: float | None = None,
     ) -> Answer:
         """The answer ``found``, or staying put where that is worth no less and keeps all limits.
 
@@ -57,12 +59,15 @@ class Asked:
             Nodes in each place by trainer.
         worth, staying_worth
             The objectives of both, where the solver knows them.
+        bound
+            An upper bound of the objective, where the solver has one; for an answer that is not
+            optimal.
         """
         worth = self._problem.objective(found) if worth is None else worth
         before = self._problem.objective(self.staying) if staying_worth is None else staying_worth
         if worth <= before + NO_GAIN * abs(before) and self._staying_is_allowed():
             found, worth = self.staying, before
-        return self._answer(status, worth, before, found)
+        return self._answer(status, worth, before, found, bound)
 
     def of(self, status: str, found: Mapping[str, Sequence[int]]) -> Answer:
         """The answer ``found``, whatever staying put is worth."""
@@ -86,7 +91,12 @@ class Asked:
         return not self._problem.limits or not objections(self._problem, self.staying)
 
     def _answer(
-        self, status: str, worth: float, before: float, nodes: Mapping[str, Sequence[int]]
+        self,
+        status: str,
+        worth: float,
+        before: float,
+        nodes: Mapping[str, Sequence[int]],
+        bound: float | None = None,
     ) -> Answer:
         allocation = {name: sum(counts) for name, counts in nodes.items()}
         by_block: dict[str, dict[str, int]] = {}
@@ -96,4 +106,21 @@ class Asked:
                 name: {block: n for block, n in zip(blocks, counts, strict=True) if n}
                 for name, counts in nodes.items()
             }
-        return Answer(status, worth, self._solver, self.seconds, allocation, by_block, before)
+        return Answer(
+            status,
+            worth,
+            self._solver,
+            self.seconds,
+            allocation,
+            by_block,
+            before,
+            self._bound(status, worth, bound),
+        )
+
+    def _bound(self, status: str, worth: float, known: float | None) -> float | None:
+        if status == 'optimal':
+            return worth
+        if status == 'infeasible':
+            return None
+        simple = upper_bound(self._problem)
+        return max(worth, simple if known is None else min(known, simple))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
+from parsl_freetrain.cli.live.snapshot import DecisionNow
 from parsl_freetrain.cli.live.view import LiveView, closing_table, run_live
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.core.model.errors import BadInput
@@ -133,6 +134,15 @@ def test_what_is_shown_is_what_the_ledger_says(tmp_path: Path) -> None:
             ('b0', ('cnn',), 70.0), ('b1', ('cnn',), None), ('b2', (), 30.0)]  # fmt: skip
         assert 'silent' in shown(view.render(1200.0), 80)
 
+        assert seen.decision is None
+        ledger.decisions.decision(
+            at=1030, trigger='Tick', nodes=3, status='feasible', solver='columns', objective=99.0,
+            bound=100.0, seconds=1.0, staying=9.0, current={}, allocation={'cnn': 3}, actions=[],
+        )  # fmt: skip
+        ledger.commit()
+        assert view.snapshot(1031.0).decision == DecisionNow(1.0, 'feasible', 'columns', 0.01)
+        for width in (40, 80):
+            assert '0:31  4 nodes  gap 1 %' in shown(view.render(1031.0), width)
         ledger.nodes.block_until('b1', until=1040.0)
         ledger.nodes.block_closed('b2', at=1031, how='cancelled')
         ledger.commit()

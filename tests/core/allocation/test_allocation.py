@@ -58,10 +58,10 @@ def check_against_brute_force(problem: Problem, allocators: list[Allocator]) -> 
     for allocator in allocators:
         answer = allocator.allocate(problem)
         if not values:
-            assert answer.status == 'infeasible'
+            assert (answer.status, answer.bound, answer.gap) == ('infeasible', None, None)
             assert by_place(problem, answer) == stay_put(problem)
             continue
-        assert answer.status == 'optimal'
+        assert (answer.status, answer.bound, answer.gap) == ('optimal', answer.objective, 0.0)
         assert_valid(problem, answer)
         assert answer.objective == pytest.approx(max(values), rel=1e-9, abs=rounding(problem))
 
@@ -107,6 +107,30 @@ def test_blocks_that_end(problem: Problem) -> None:
             *([COLUMNS] if COLUMNS.applies(problem) else []),
         ],
     )
+
+
+@settings(PROPERTIES, max_examples=150)
+@given(problems() | problems(constrained=True) | problems_with_blocks())
+def test_the_bound_of_what_is_not_proven_is_a_bound(problem: Problem) -> None:
+    best = max(map(problem.objective, feasible(problem)), default=-math.inf)
+    for allocator in (EqualShareAllocator(), MilpAllocator(0.0), ColumnAllocator(0.0)):
+        if isinstance(allocator, ColumnAllocator) and not allocator.applies(problem):
+            continue
+        answer = allocator.allocate(problem)
+        if answer.status == 'infeasible':
+            assert answer.gap is None
+            continue
+        assert answer.bound is not None and answer.gap is not None
+        assert answer.bound >= max(best, answer.objective) - rounding(problem)
+        assert answer.gap >= 0
+
+
+@pytest.mark.parametrize('time_limit_s', [0.05, 0.2, 1.0])
+def test_the_bound_of_a_milp_without_time_is_a_bound(time_limit_s: float) -> None:
+    problem = ending(7, 12, 120, 3)
+    answer, best = MilpAllocator(time_limit_s).allocate(problem), COLUMNS.allocate(problem)
+    assert answer.bound is not None and best.status == 'optimal'
+    assert answer.bound >= best.objective * (1 - 1e-9)
 
 
 def ending(seed: int, trainers: int, nodes: int, ends: int) -> Problem:
@@ -417,7 +441,7 @@ class Breaking(MilpAllocator):
 
     def _solve(
         self, problem: Problem, asked: Asked
-    ) -> tuple[str, dict[str, tuple[int, ...]] | None]:
+    ) -> tuple[str, dict[str, tuple[int, ...]] | None, float | None]:
         raise self.error
 
 
@@ -432,8 +456,8 @@ class Stopped(MilpAllocator):
 
     def _solve(
         self, problem: Problem, asked: Asked
-    ) -> tuple[str, dict[str, tuple[int, ...]] | None]:
-        return 'feasible', self.left
+    ) -> tuple[str, dict[str, tuple[int, ...]] | None, float | None]:
+        return 'feasible', self.left, None
 
 
 def without_time(seconds: float, solver: str) -> MilpAllocator:

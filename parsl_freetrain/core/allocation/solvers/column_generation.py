@@ -1,45 +1,46 @@
-"""Column generation: the exact allocation of blocks with several ends, in seconds.
+"""Column generation and branch and price: the exact allocation of blocks with several ends.
 
 A trainer can hold nodes of the blocks in too many ways to list them all (see
 :mod:`parsl_freetrain.core.allocation.solvers.column_pricing`), so they are generated as needed. A
 linear programme over the ways known so far puts prices on the nodes; each trainer then proposes its
-best way at these prices, until none proposes a new one. The prices bound the optimum from above. A
-way that falls short of its trainer's best one by more than the gap between this bound and the best
-known allocation cannot be part of a better allocation. A small MILP finds the optimum among the
-rest.
+best way at these prices, until none proposes a new one. The prices bound the optimum from above.
+
+The linear programme divides a few trainers, mostly between keeping what they hold and changing it,
+which costs a rescale. The search branches on these: to keep or to change, then the number of nodes,
+then the nodes of one place. It ends when the bound of every open branch is reached by the best
+known allocation.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import count
 
 import numpy as np
 
 from parsl_freetrain.core.allocation.block_groups import grouped, groups_of, spread
 from parsl_freetrain.core.allocation.feasibility import objections
-from parsl_freetrain.core.allocation.incumbent import pinned, stay_put
-from parsl_freetrain.core.allocation.problem import Answer, Limit, Problem
+from parsl_freetrain.core.allocation.incumbent import stay_put
+from parsl_freetrain.core.allocation.problem import Answer, Problem
 from parsl_freetrain.core.allocation.solution import NO_GAIN, Asked
-from parsl_freetrain.core.allocation.solvers.column_pricing import Floats, Way, Ways
-
-if TYPE_CHECKING:
-    import pulp
+from parsl_freetrain.core.allocation.solvers.column_incumbents import Incumbent
+from parsl_freetrain.core.allocation.solvers.column_master import Caps, Master
+from parsl_freetrain.core.allocation.solvers.column_pricing import Floats, Integers, Pricing, Region
 
 logger = logging.getLogger(__name__)
 
 _ROUNDS = 200
-_MOST_WAYS = 100_000
-_FIRST_SHORT, _WIDER = 3e-5, 2.0
-# A matrix by nodes before and after an end is kept for each trainer and block.
+# Numbers in one table by trainer and count.
 _MOST_NUMBERS = 3e7
-_LARGEST = 1e5  # as in the MILP of counts
+_WHOLE = 1e-6
+# A better allocation is sought around the first linear programmes, then around every n-th one.
+_FIRST, _EVERY = 8, 16
 
 
 class ColumnAllocator:
-    """Exact allocation by column generation.
+    """Exact allocation by branch and price.
 
     Parameters
     ----------
@@ -55,12 +56,13 @@ class ColumnAllocator:
         and no limit with a minimum.
         """
         ends = len(groups_of(problem))
-        numbers = ends * sum(min(bid.max_nodes, problem.nodes) ** 2 for bid in problem.bids)
+        largest = max((min(bid.max_nodes, problem.nodes) for bid in problem.bids), default=0)
         return (
             ends > 1
+            and bool(problem.bids)
             and problem.spans_blocks
             and problem.held_fits
-            and numbers <= _MOST_NUMBERS
+            and ends * len(problem.bids) * largest <= _MOST_NUMBERS
             and all(limit.least <= 0 for limit in problem.limits)
         )
 
@@ -69,253 +71,170 @@ class ColumnAllocator:
         asked = Asked(problem, 'columns')
         try:
             groups = groups_of(problem)
-            status, found = _Search(grouped(problem, groups), asked, self.time_limit_s).run()
+            search = _Search(grouped(problem, groups), asked, self.time_limit_s)
+            status = search.run()
+            found = search.found()
             nodes = None if found is None else spread(problem, groups, found)
         except Exception:  # whatever a solver raises, training continues unchanged
             logger.warning('The solver failed, what runs is kept.', exc_info=True)
             return asked.stay()
         if status == 'infeasible' or nodes is None or objections(problem, nodes):
             return asked.stay('infeasible' if status == 'infeasible' else None)
-        return asked.best_of(status, nodes)
+        return asked.best_of(status, nodes, bound=search.bound)
+
+
+@dataclass(order=True)
+class _Branch:
+    """A part of the search, those with the highest bound first."""
+
+    minus_bound: float
+    number: int
+    region: Region = field(compare=False)
+    prices: Floats = field(compare=False)  # of the caps
+    divided: tuple[Region, Region] | None = field(compare=False)  # None: there is no more to find
 
 
 class _Search:
-    """The search for the optimum of one problem."""
+    """The search for the optimum of one problem.
+
+    Attributes
+    ----------
+    bound
+        No allocation is worth more.
+    """
 
     def __init__(self, problem: Problem, asked: Asked, time_limit_s: float) -> None:
         self._problem, self._asked, self._time_limit_s = problem, asked, time_limit_s
-        self._seconds = [min(problem.horizon_s, block.remaining_s) for block in problem.places]
-        keep, staying = pinned(problem), stay_put(problem)
-        nothing = (0,) * len(problem.places)
-        self._known: list[dict[Way, float]] = []  # by bid, the worth of each way
-        self._ways: list[Ways | None] = []  # None: it has to keep what it holds
-        for bid in problem.bids:
-            start = {keep[bid.name]} if bid.name in keep else {nothing, staying[bid.name]}
-            self._known.append({way: problem.value(bid, way) for way in start})
-            self._ways.append(None if bid.name in keep else Ways(problem, bid))
+        self._pricing, self._caps = Pricing(problem), Caps(problem)
+        self._master = Master(self._pricing, self._caps)
+        self._numbers = count()
+        self.bound = np.inf
+        staying = stay_put(problem)
+        ways = np.array([staying[bid.name] for bid in problem.bids], dtype=np.int64)
+        self._best = Incumbent(self._pricing, self._caps, ways, lambda: self._left_s() > 0)
 
-    def run(self) -> tuple[str, dict[str, Way] | None]:
-        """'optimal', 'feasible' or 'infeasible', and the best allocation found."""
-        priced = self._price()
-        if priced is None:
-            return 'infeasible', None
-        prices, bound, best = priced
-        found, worth = self._choose(self._known)
-        if found is None:
-            return 'feasible', None
-        found, worth = self._improve(found)
-        # Search all ways that fall short by at most `short`, starting with a small value of it,
-        # which usually suffices.
-        gap = bound - worth
-        short = min(gap, _FIRST_SHORT * abs(bound))
-        while gap > self._rounding(bound):
-            if self._left_s() <= 0:
-                return 'feasible', found
-            near = self._near(prices, best, short + self._rounding(bound))
-            if near is None:
-                return 'feasible', found
-            better, more = self._choose(near)
-            if better is not None and more > worth:
-                found, worth = self._improve(better)
-            if self._left_s() <= 0:
-                return 'feasible', found
-            if bound - worth <= short or short >= gap:
+    def found(self) -> dict[str, tuple[int, ...]] | None:
+        """The best allocation; None if none is known that keeps all limits."""
+        if self._best.worth == -np.inf:
+            return None
+        ways = self._best.ways.tolist()
+        return {bid.name: tuple(way) for bid, way in zip(self._problem.bids, ways, strict=True)}
+
+    def run(self) -> str:
+        """'optimal', 'feasible' or 'infeasible'."""
+        pricing, every = self._pricing, self._pricing.every
+        nothing = np.zeros_like(pricing.held)
+        for ways, kept in ((nothing, False), (pricing.held, True)):
+            flags = np.full(len(every), kept)
+            some = np.flatnonzero(pricing.region.has(every, ways, flags))
+            self._master.add(some, ways[some], flags[some])
+        open_: list[_Branch] = []
+        self._open(pricing.region, np.zeros(len(self._caps.most)), np.inf, open_)
+        while open_:
+            self.bound = -open_[0].minus_bound
+            if self.bound <= self._best.worth + self._rounding():
+                open_.clear()
                 break
-            gap = bound - worth
-            short = min(_WIDER * short, gap)
-        return 'optimal', found
+            if self._left_s() <= 0:
+                return 'feasible'
+            branch = heappop(open_)
+            if branch.divided is None:
+                continue
+            for region in branch.divided:
+                self._open(region, branch.prices, -branch.minus_bound, open_)
+        return 'infeasible' if self._best.worth == -np.inf else 'optimal'
 
     def _left_s(self) -> float:
         return self._time_limit_s - self._asked.seconds
 
-    def _rounding(self, bound: float) -> float:
-        return NO_GAIN / 10 * abs(bound)
+    def _rounding(self) -> float:
+        return NO_GAIN * abs(self._best.worth) if np.isfinite(self._best.worth) else 0.0
 
-    def _price(self) -> tuple[list[Floats], float, list[float]] | None:
-        """For each bid, the prices of the nodes of each place; the bound that they give; and for
-        each bid the worth of its best way after paying.
+    def _open(self, region: Region, prices: Floats, bound: float, open_: list[_Branch]) -> None:
+        """Solve the linear programme of a region and keep it for later, unless nothing better than
+        what is known can be in it.
         """
-        lowest = None
+        master, caps, every = self._master, self._caps, self._pricing.every
+        master.allow(region.has(master.bid, master.ways, master.kept))
+        converged = False
         for _ in range(_ROUNDS):
-            if self._left_s() <= 0 and lowest is not None:
+            optimum, paid = master.solve()
+            for trial in (0.5 * (prices + paid), paid):
+                best, ways, kept = self._pricing.best(caps.prices(trial), region)
+                if not np.isfinite(best).all():
+                    return  # a bid has no way here
+                at_trial = float(trial @ caps.most + best.sum())
+                if at_trial < bound:
+                    bound, prices = at_trial, trial
+                if master.add(every, ways, kept):
+                    break
+            else:
+                converged = True
+            if bound <= self._best.worth + self._rounding():
+                return
+            if converged or bound - optimum <= self._rounding() or self._left_s() <= 0:
                 break
-            master = _Programme(self._problem, self._known, self._seconds, whole=False)
-            if not master.solve(max(self._left_s(), 0.01)):
-                return None
-            prices, fixed = master.prices()
-            bests, new = [], False
-            for j, (ways, known) in enumerate(zip(self._ways, self._known, strict=True)):
-                chosen = {way: worth - float(prices[j] @ way) for way, worth in known.items()}
-                top = max(chosen.values())
-                if ways is not None:
-                    way, left = ways.best(prices[j])
-                    top = max(top, left)
-                    if way not in known:
-                        known[way] = self._problem.value(self._problem.bids[j], way)
-                        new = True
-                bests.append(top)
-            bound = fixed + sum(bests)
-            if lowest is None or bound < lowest[1]:
-                lowest = prices, bound, bests
-            if not new or bound - master.worth <= self._rounding(bound):
-                break
-        return lowest
+        shares = master.shares()
+        shares = np.append(shares, np.zeros(len(master.bid) - len(shares)))
+        divided = self._divide(region, shares)
+        number = next(self._numbers)
+        if divided is None or number < _FIRST or number % _EVERY == 0:
+            self._best.round(master, shares, caps.prices(prices))
+            self._exchange(prices, bound)
+        if bound > self._best.worth + self._rounding():
+            heappush(open_, _Branch(-bound, number, region, prices, divided))
 
-    def _near(
-        self, prices: list[Floats], best: list[float], short: float
-    ) -> list[dict[Way, float]] | None:
-        """All ways that fall short of the best one by at most ``short``; None if there are too
-        many.
-        """
-        near, room = [], _MOST_WAYS
-        for j, (ways, known) in enumerate(zip(self._ways, self._known, strict=True)):
-            if ways is None:
-                near.append(known)
+    def _exchange(self, prices: Floats, bound: float) -> None:
+        of_node = self._caps.prices(prices)
+        best, _, _ = self._pricing.best(of_node, self._pricing.region)
+        master = self._master
+        paid = (of_node[master.bid] * master.ways).sum(axis=1)
+        losses = best[master.bid] - master.worth + paid
+        self._best.exchange(master, losses, bound - self._best.worth)
+
+    def _divide(self, region: Region, shares: Floats) -> tuple[Region, Region] | None:
+        """Two parts of a region, so that the present shares are in neither of them."""
+        master = self._master
+        taken = np.flatnonzero(shares > _WHOLE)
+        chosen, largest = None, -np.inf
+        for j in np.unique(master.bid[taken]).tolist():
+            mine = taken[master.bid[taken] == j]
+            if len(mine) < 2:
                 continue
-            found = list(islice(ways.at_least(prices[j], best[j] - short), room))
-            room -= len(found)
-            if room <= 0:
-                return None
-            near.append({way: self._problem.value(self._problem.bids[j], way) for way in found})
-        return near
+            mean = shares[mine] @ master.ways[mine] / shares[mine].sum()
+            near = np.floor(mean + _WHOLE).astype(np.int64)
+            value = float(shares[mine] @ master.worth[mine])
+            score = value - float(self._pricing.worth(np.array([j]), near[None])[0])
+            if score > largest:
+                chosen, largest = mine, score
+        if chosen is None:
+            return None
+        return self._divided_by(region, int(master.bid[chosen[0]]), chosen, shares[chosen])
 
-    def _improve(self, found: dict[str, Way]) -> tuple[dict[str, Way], float]:
-        """Improve an allocation, and return it with its worth. Each trainer in turn chooses again
-        among its own nodes and the free ones, until none finds a better way.
-        """
-        problem = self._problem
-        free = np.array([block.nodes for block in problem.places]) - np.array(
-            list(found.values())
-        ).sum(axis=0)
-        again = True
-        while again and self._left_s() > 0:
-            again = False
-            for bid, ways in zip(problem.bids, self._ways, strict=True):
-                if ways is None:
-                    continue
-                now = found[bid.name]
-                way, worth = ways.best(np.zeros(len(free)), free + now)
-                before = problem.value(bid, now)
-                if worth > before + self._rounding(before) and not objections(
-                    problem, found | {bid.name: way}
-                ):
-                    free = free + now - way
-                    found = found | {bid.name: way}
-                    again = True
-        return found, problem.objective(found)
-
-    def _choose(self, known: Sequence[dict[Way, float]]) -> tuple[dict[str, Way] | None, float]:
-        """The best allocation of these ways found in time, and its worth."""
-        programme = _Programme(self._problem, known, self._seconds, whole=True)
-        if not programme.solve(max(self._left_s(), 0.01)):
-            return None, -np.inf
-        found = programme.chosen()
-        if objections(self._problem, found):
-            return None, -np.inf
-        return found, self._problem.objective(found)
+    def _divided_by(
+        self, region: Region, j: int, ways: Integers, shares: Floats
+    ) -> tuple[Region, Region]:
+        kept = self._master.kept[ways]
+        if kept.any():
+            return _with(region, j, high=-1), _with(region, j, keep=False)
+        nodes = self._master.ways[ways]
+        totals, mean = nodes.sum(axis=1), shares @ nodes / shares.sum()
+        if totals.min() < totals.max():
+            split = int(np.clip(np.floor(mean.sum()), totals.min(), totals.max() - 1))
+            return _with(region, j, high=split), _with(region, j, low=split + 1)
+        place = int((nodes.max(axis=0) - nodes.min(axis=0)).argmax())
+        here = nodes[:, place]
+        split = int(np.clip(np.floor(mean[place]), here.min(), here.max() - 1))
+        most, least = region.most.copy(), region.least.copy()
+        most[j, place], least[j, place] = split, split + 1
+        return replace(region, most=most), replace(region, least=least)
 
 
-class _Programme:
-    """Chooses one way for each bid: a linear or an integer linear programme."""
-
-    def __init__(
-        self, problem: Problem, known: Sequence[dict[Way, float]], seconds: list[float], whole: bool
-    ) -> None:
-        import pulp  # takes long to import, and most problems are solved without it
-
-        self._pulp, self._problem, self._seconds, self._known = pulp, problem, seconds, known
-        self._lp: Any = pulp.LpProblem('allocation', pulp.LpMaximize)
-        self._chosen: list[dict[Way, pulp.LpVariable]] = [
-            {
-                way: self._lp.add_variable(
-                    f'trainer_{j}_way_{i}', 0, 1, pulp.LpInteger if whole else pulp.LpContinuous
-                )
-                for i, way in enumerate(ways)
-            }
-            for j, ways in enumerate(known)
-        ]
-        self._scale = _LARGEST / max(
-            (abs(worth) for ways in known for worth in ways.values() if worth), default=1.0
-        )
-        self._lp.setObjective(
-            pulp.LpAffineExpression(
-                {
-                    variable: self._scale * known[j][way]
-                    for j, ways in enumerate(self._chosen)
-                    for way, variable in ways.items()
-                }
-            )
-        )
-        for ways in self._chosen:
-            self._lp += pulp.lpSum(ways.values()) == 1
-        self._weights = [
-            (self._weight_of_place(b), float(block.nodes)) for b, block in enumerate(problem.places)
-        ]
-        for limit in problem.limits:
-            if limit.most is not None:
-                self._weights.append(
-                    (self._weight_of_limit(limit, [1.0] * len(seconds)), float(limit.most))
-                )
-            if limit.node_s is not None:
-                self._weights.append((self._weight_of_limit(limit, seconds), limit.node_s))
-        self._caps = []
-        for weights, most in self._weights:
-            terms = {
-                variable: weight
-                for j, ways in enumerate(self._chosen)
-                for way, variable in ways.items()
-                if (weight := float(weights[j] @ way))
-            }
-            cap = pulp.LpAffineExpression(terms) <= most
-            if terms or most < 0:
-                self._lp += cap
-            self._caps.append(cap if terms else None)
-
-    def _weight_of_place(self, place: int) -> Floats:
-        weights = np.zeros((len(self._known), len(self._seconds)))
-        weights[:, place] = 1.0
-        return weights
-
-    def _weight_of_limit(self, limit: Limit, of_node: list[float]) -> Floats:
-        members = [not limit.members or bid.name in limit.members for bid in self._problem.bids]
-        return np.outer(members, of_node)
-
-    def solve(self, time_limit_s: float) -> bool:
-        """Whether there is a solution."""
-        self._lp.solve(
-            self._pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=0.0, gapAbs=0.0, threads=1)
-        )
-        return self._lp.sol_status in (
-            self._pulp.LpSolutionOptimal,
-            self._pulp.LpSolutionIntegerFeasible,
-        )
-
-    @property
-    def worth(self) -> float:
-        """The objective."""
-        return float(self._pulp.value(self._lp.objective)) / self._scale
-
-    def prices(self) -> tuple[list[Floats], float]:
-        """By bid, the price of a node of each place; and the total price of all nodes and
-        limits.
-        """
-        # A cap's price cannot be negative; libraries disagree on the sign.
-        paid = [abs(cap.pi) / self._scale if cap is not None else 0.0 for cap in self._caps]
-        each = [
-            sum(
-                (
-                    price * weights[j]
-                    for price, (weights, _) in zip(paid, self._weights, strict=True)
-                ),
-                np.zeros(len(self._seconds)),
-            )
-            for j in range(len(self._known))
-        ]
-        return each, sum(price * most for price, (_, most) in zip(paid, self._weights, strict=True))
-
-    def chosen(self) -> dict[str, Way]:
-        """The chosen way of each bid."""
-        return {
-            bid.name: max(ways, key=lambda way: ways[way].value() or 0.0)
-            for bid, ways in zip(self._problem.bids, self._chosen, strict=True)
-        }
+def _with(region: Region, j: int, **bounds: int) -> Region:
+    """The region with other bounds for one bid."""
+    changed = {}
+    for name, value in bounds.items():
+        array = getattr(region, name).copy()
+        array[j] = value
+        changed[name] = array
+    return replace(region, **changed)

@@ -1,125 +1,212 @@
-"""The pricing problem of column generation: a trainer's best way to hold nodes at given prices.
+"""The pricing problem of column generation: every trainer's best way to hold nodes at given prices.
 
 A trainer that holds nodes of several blocks loses them as the blocks end. Its value is a sum over
-the intervals between ends; each term depends only on the nodes left before and after an end. The
-best way is therefore a longest path through these counts.
+the intervals between ends. Each term depends on the nodes left and on whether some of them go at
+the end, but not on how many go. So the best number of nodes that go is the argument of a maximum
+over a window of counts, and one pass over the blocks prices all trainers at once, in time
+proportional to blocks x counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from parsl_freetrain.core.allocation.problem import Bid, Problem
+from parsl_freetrain.core.allocation.incumbent import pinned
+from parsl_freetrain.core.allocation.problem import Problem
 
 Floats = NDArray[np.float64]
-Way = tuple[int, ...]
-"""Nodes in each place."""
+Integers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
-class Ways:
-    """All ways in which one bid can hold nodes.
+@dataclass(frozen=True)
+class Region:
+    """The ways that are considered.
+
+    Attributes
+    ----------
+    keep
+        Shape (bids,): whether a bid may keep exactly what it holds.
+    low, high
+        Shape (bids,): least and greatest number of nodes of a bid that changes.
+    least, most
+        Shape (bids, places): least and greatest number of nodes of each place, if it changes.
+    """
+
+    keep: Flags
+    low: Integers
+    high: Integers
+    least: Integers
+    most: Integers
+
+    def of(self, bids: Integers) -> Region:
+        """The rows of these bids."""
+        return Region(
+            self.keep[bids], self.low[bids], self.high[bids], self.least[bids], self.most[bids]
+        )
+
+    def within(self, room: Integers, held: Integers) -> Region:
+        """Only the ways with at most ``room`` nodes, shape (bids, places)."""
+        return replace(
+            self, keep=self.keep & (held <= room).all(axis=1), most=np.minimum(self.most, room)
+        )
+
+    def has(self, bid: Integers, ways: Integers, kept: Flags) -> Flags:
+        """For each way, of the bids with these indices, whether it is in the region."""
+        total = ways.sum(axis=1)
+        changed = (total >= self.low[bid]) & (total <= self.high[bid])
+        changed &= ((ways >= self.least[bid]) & (ways <= self.most[bid])).all(axis=1)
+        return np.where(kept, self.keep[bid], changed)
+
+
+class Pricing:
+    """All ways in which the bids of a problem can hold nodes.
+
+    A way is kept (exactly what the bid holds) or changed. A change to the same nodes counts as one
+    to others, and is worth less.
 
     Parameters
     ----------
     problem
         The problem. Its places are in the order of their ends, no two places end together, and
         trainers may span places.
-    bid
-        One of its bids.
     """
 
-    def __init__(self, problem: Problem, bid: Bid) -> None:
-        self._problem, self._bid = problem, bid
-        places = problem.places
-        most = min(bid.max_nodes, problem.nodes)
-        usable = [bid.usable(n) for n in range(most + 1)]
-        rate = np.array([bid.curve.rate_at(n) for n in usable])
-        left = np.arange(most + 1)
-        self._going = left[:, None] - left
-        self._terms: list[Floats] = []
+    def __init__(self, problem: Problem) -> None:
+        bids, places = problem.bids, problem.places
+        self.places, self.every = len(places), np.arange(len(bids))
+        most = max((min(bid.max_nodes, problem.nodes) for bid in bids), default=0)
+        self._counts = np.arange(most + 1)
+        self._rate = np.zeros((len(bids), most + 1))
+        self._start = np.full((len(bids), most + 1), -np.inf)
+        limit = np.zeros((len(bids), len(places)), dtype=np.int64)
+        self.held = np.array([problem.held(bid) for bid in bids], dtype=np.int64).reshape(
+            len(bids), len(places)
+        )
+        self.held_worth = np.array([problem.value(bid, problem.held(bid)) for bid in bids])
+        keep = pinned(problem)
+        room = np.array([place.nodes for place in places])
+        fits: Flags = np.all(self.held <= room, axis=1)
+        can_keep = np.zeros(len(bids), dtype=bool)
+        low, high = np.zeros(len(bids), dtype=np.int64), np.full(len(bids), most)
+        for j, bid in enumerate(bids):
+            usable = np.zeros(most + 1, dtype=np.int64)
+            allowed = np.array([0, *bid.counts(most)])
+            usable[allowed] = allowed
+            usable = np.maximum.accumulate(usable)
+            self._rate[j] = [bid.curve.rate_at(n) for n in usable.tolist()]
+            grows = allowed >= bid.current_nodes
+            cost_s = np.where(grows, bid.rescale_up_s, bid.rescale_down_s)
+            self._start[j, allowed] = -cost_s * bid.current_rate
+            limit[j] = room
+            limit[j, list(problem.too_short(bid))] = 0
+            can_keep[j] = fits[j] and bid.usable(bid.current_nodes) == bid.current_nodes
+            if bid.name in keep:
+                high[j] = -1
+        self._ends = [min(place.remaining_s, problem.horizon_s) for place in places]
+        down = np.array([bid.rescale_down_s for bid in bids])
+        self._loss = down[:, None] * self._rate
+        self._goes = [place.remaining_s < problem.horizon_s for place in places]
+        self.region = Region(can_keep, low, high, np.zeros_like(limit), limit)
+
+    def worth(self, bid: Integers, ways: Integers) -> Floats:
+        """:meth:`Problem.value` of these changed ways of the bids with these indices."""
+        left = ways.sum(axis=1)
+        worth: Floats = self._start[bid, left]
         since = 0.0
-        short = problem.too_short(bid)
-        for b, block in enumerate(places):
-            end = min(block.remaining_s, problem.horizon_s)
-            there = 0 if b in short else block.nodes
-            term = np.where(
-                (self._going < 0) | (self._going > there), -np.inf, ((end - since) * rate)[:, None]
-            )
-            if block.remaining_s < problem.horizon_s:
-                term -= np.where(self._going > 0, (bid.rescale_down_s * rate)[:, None], 0.0)
-            self._terms.append(term)
-            since = end
-        cost_s = np.where(left > bid.current_nodes, bid.rescale_up_s, bid.rescale_down_s)
-        if bid.current_nodes <= most:
-            # The same number of nodes, but other ones. Keeping its own nodes is a separate way.
-            cost_s[bid.current_nodes] = bid.rescale_up_s if bid.current_nodes else 0.0
-        allowed = np.array([n == count for n, count in enumerate(usable)])
-        self._start = np.where(allowed, -cost_s * bid.current_rate, -np.inf)
-        held = problem.held(bid)
-        self._held = held if bid.usable(bid.current_nodes) == bid.current_nodes else None
-        self._held_worth = problem.value(bid, held)
+        for b, end in enumerate(self._ends):
+            worth = worth + (end - since) * self._rate[bid, left]
+            if self._goes[b]:
+                worth = worth - np.where(ways[:, b] > 0, self._loss[bid, left], 0.0)
+            left, since = left - ways[:, b], end
+        return worth
 
-    def best(self, prices: Floats, caps: NDArray[np.int64] | None = None) -> tuple[Way, float]:
-        """The way that is worth most after paying ``prices`` for each node of each place, and its
-        worth after paying.
+    def best(
+        self, prices: Floats, region: Region, bids: Integers | None = None
+    ) -> tuple[Floats, Integers, Flags]:
+        """For each bid, the most that a way of the region is worth after paying; that way; and
+        whether it is to keep what it holds.
 
-        ``caps`` is the maximum number of nodes of each place.
+        Parameters
+        ----------
+        prices
+            Of a node, shape (bids, places).
+        region
+            The ways that are considered. A bid that has none of them gets minus infinity.
+        bids
+            The indices of the bids that the rows of ``prices`` and ``region`` are about; None: all.
         """
-        terms, after = self._priced(prices, caps)
-        first = self._start + after[0]
-        left = int(first.argmax())
-        worth, way = float(first[left]), []
-        for term, rest in zip(terms, after[1:], strict=True):
-            then = int((term[left] + rest).argmax())
-            way.append(left - then)
-            left = then
-        if (
-            self._held is not None
-            and self._held_worth - prices @ self._held >= worth
-            and (caps is None or (caps >= self._held).all())
-        ):
-            return self._held, float(self._held_worth - prices @ self._held)
-        return tuple(way), worth
+        bids = self.every if bids is None else bids
+        counts, then, rate = self._counts, [], self._rate[bids]
+        after = np.full(rate.shape, -np.inf)
+        after[:, 0] = 0.0
+        for b in range(self.places - 1, -1, -1):
+            paid = prices[:, b, None] * counts
+            low, high = region.least[:, b], region.most[:, b]
+            value, left = _window_maximum(after + paid, np.maximum(low, 1), high)
+            value = value - paid
+            if self._goes[b]:
+                value = value - self._loss[bids]
+            stay = np.where(low[:, None] <= 0, after, -np.inf)
+            some_go = value > stay
+            then.append(np.where(some_go, left, counts))
+            since = self._ends[b - 1] if b else 0.0
+            after = (self._ends[b] - since) * rate + np.where(some_go, value, stay)
+        inside = (counts >= region.low[:, None]) & (counts <= region.high[:, None])
+        first = np.where(inside, self._start[bids] + after, -np.inf)
+        rows, left = np.arange(len(bids)), first.argmax(axis=1)
+        worth, ways = first[rows, left], np.zeros((len(bids), self.places), dtype=np.int64)
+        for b, by_left in enumerate(reversed(then)):
+            following = by_left[rows, left]
+            ways[:, b], left = left - following, following
+        held = self.held_worth[bids] - (prices * self.held[bids]).sum(axis=1)
+        kept = region.keep & (held >= worth)
+        ways[kept] = self.held[bids][kept]
+        return np.where(kept, held, worth), ways, kept
 
-    def at_least(self, prices: Floats, least: float) -> Iterator[Way]:
-        """Every way whose worth after paying is at least ``least``."""
-        terms, after = self._priced(prices)
 
-        def go_on(place: int, left: int, so_far: float) -> Iterator[Way]:
-            if place == len(terms):
-                yield ()
-                return
-            reached = so_far + terms[place][left]
-            for then in np.flatnonzero(reached + after[place + 1] >= least).tolist():
-                for rest in go_on(place + 1, then, float(reached[then])):
-                    yield (left - then, *rest)
+def _window_maximum(values: Floats, low: Integers, high: Integers) -> tuple[Floats, Integers]:
+    """For each row j and column n, the maximum of ``values[j, m]`` over n - high[j] <= m <= n -
+    low[j], and its m; minus infinity where there is none.
+    """
+    counts = np.arange(values.shape[1])
+    # In most rows the window holds all smaller counts.
+    top = np.maximum.accumulate(values, axis=1)
+    at = np.maximum.accumulate(np.where(values >= top, counts, 0), axis=1)
+    best, where = np.full_like(values, -np.inf), np.zeros(values.shape, dtype=np.int64)
+    best[:, 1:], where[:, 1:] = top[:, :-1], at[:, :-1]
+    narrow = np.flatnonzero((high < len(counts) - 1) | (low > 1))
+    if len(narrow):
+        best[narrow], where[narrow] = _narrow_maximum(values[narrow], low[narrow], high[narrow])
+    return best, where
 
-        for left in np.flatnonzero(self._start + after[0] >= least).tolist():
-            yield from (
-                way for way in go_on(0, left, float(self._start[left])) if way != self._held
-            )
-        if self._held is not None and self._held_worth - prices @ self._held >= least:
-            yield self._held
 
-    def _priced(
-        self, prices: Floats, caps: NDArray[np.int64] | None = None
-    ) -> tuple[list[Floats], list[Floats]]:
-        """The terms after paying, and by place and nodes left the maximum worth of the remaining
-        places.
-        """
-        terms = [
-            term - price * self._going for term, price in zip(self._terms, prices, strict=True)
-        ]
-        if caps is not None:
-            terms = [
-                np.where(self._going > cap, -np.inf, term)
-                for term, cap in zip(terms, caps, strict=True)
-            ]
-        after = [np.full(len(self._going), -np.inf)]
-        after[0][0] = 0.0
-        for term in reversed(terms):
-            after.append((term + after[-1]).max(axis=1))
-        return terms, after[::-1]
+def _narrow_maximum(values: Floats, low: Integers, high: Integers) -> tuple[Floats, Integers]:
+    rows, size = values.shape
+    counts = np.arange(size)
+    # Maxima over windows of 1, 2, 4, ... columns; two of them cover any window.
+    width = np.clip(high - low + 1, 0, size)
+    tops, ats = [values], [np.broadcast_to(counts, values.shape)]
+    for k in range(int(width.max(initial=1)).bit_length() - 1):
+        top, at, shift = tops[-1], ats[-1], 1 << k
+        wider, where = top.copy(), at.copy()
+        later = top[:, shift:] >= top[:, :-shift]
+        wider[:, shift:] = np.where(later, top[:, shift:], top[:, :-shift])
+        where[:, shift:] = np.where(later, at[:, shift:], at[:, :-shift])
+        tops.append(wider)
+        ats.append(where)
+    level = np.maximum(np.frexp(np.maximum(width, 1))[1] - 1, 0)
+    top, at, row = np.array(tops), np.array(ats), np.arange(rows)[:, None]
+    last = counts - low[:, None]
+    first = last - (width - (1 << level))[:, None]
+    best, where = np.full(values.shape, -np.inf), np.zeros(values.shape, dtype=np.int64)
+    for end in (last, first):
+        known = (end >= 0) & (width > 0)[:, None]
+        at_end = level[:, None], row, np.maximum(end, 0)
+        value = np.where(known, top[at_end], -np.inf)
+        better = value > best
+        best, where = np.where(better, value, best), np.where(better, at[at_end], where)
+    return best, where

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsl_freetrain.core.allocation.block_groups import groups_of, spread
+from parsl_freetrain.core.allocation.bounds import worth_by_count
 from parsl_freetrain.core.allocation.incumbent import pinned
 from parsl_freetrain.core.allocation.problem import Answer, Bid, Limit, Problem
 from parsl_freetrain.core.allocation.solution import Asked
@@ -161,36 +162,6 @@ class DpAllocator:
                 self._rows.clear()
             known = self._rows[key] = bid, worth_by_count(bid, size - 1, horizon_s, stay_s)
         return known[1][:size]
-
-
-def worth_by_count(bid: Bid, most: int, horizon_s: float, stay_s: float) -> Floats:
-    """:meth:`Problem.value` at each count 0..``most``, shape (most + 1,), of nodes that stay for
-    ``stay_s`` seconds.
-
-    Minus infinity where the bid may not have that count.
-    """
-    counts = np.arange(most + 1)
-    points, rates = bid.curve.nodes, bid.curve.rate
-    rate = (
-        np.interp(counts, (0, *points), (0.0, *rates))
-        if points[0]
-        else np.interp(counts, points, rates)
-    )
-    seconds = horizon_s if stay_s >= horizon_s else stay_s - bid.rescale_down_s
-    now = bid.current_nodes
-    worth = seconds * rate
-    worth[:now] -= bid.rescale_down_s * bid.current_rate
-    worth[now + 1 :] -= bid.rescale_up_s * bid.current_rate
-    if bid.sizes:
-        banned = np.ones(most + 1, dtype=bool)
-        banned[[0, *bid.counts(most)]] = False
-        worth[banned] = -np.inf
-    else:
-        worth[1 : bid.min_nodes] = -np.inf
-    if stay_s < bid.shortest_s:
-        worth[1:now] = -np.inf
-        worth[now + 1 :] = -np.inf
-    return worth
 
 
 def _limited(

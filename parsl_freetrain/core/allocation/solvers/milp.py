@@ -64,7 +64,7 @@ class MilpAllocator:
         asked = Asked(problem, 'milp')
         try:
             groups = groups_of(problem)
-            status, found = self._solve(grouped(problem, groups), asked)
+            status, found, bound = self._solve(grouped(problem, groups), asked)
             if status == 'infeasible':
                 return asked.stay('infeasible')
             nodes = None if found is None else spread(problem, groups, found)
@@ -75,13 +75,13 @@ class MilpAllocator:
             problem, nodes
         ):  # a solver that timed out may leave values that are no solution
             return asked.stay()
-        return asked.best_of(status, nodes)
+        return asked.best_of(status, nodes, bound=bound)
 
     def _solve(
         self, problem: Problem, asked: Asked
-    ) -> tuple[str, dict[str, tuple[int, ...]] | None]:
-        """'optimal', 'feasible' or 'infeasible', and nodes in each place by trainer; None if the
-        solver has no solution yet.
+    ) -> tuple[str, dict[str, tuple[int, ...]] | None, float | None]:
+        """'optimal', 'feasible' or 'infeasible'; nodes in each place by trainer, None if the solver
+        has no solution yet; and the solver's upper bound, if it has one.
         """
         import pulp  # slow to import, and most problems are solved without it
 
@@ -95,12 +95,12 @@ class MilpAllocator:
             )
         model.lp.solve(solver)
         if model.lp.sol_status == pulp.LpSolutionInfeasible:
-            return 'infeasible', None
+            return 'infeasible', None, None
         if model.lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
-            return 'feasible', None
-        return (
-            'optimal' if model.lp.sol_status == pulp.LpSolutionOptimal else 'feasible'
-        ), model.allocation()
+            return 'feasible', None, None
+        if model.lp.sol_status == pulp.LpSolutionOptimal:
+            return 'optimal', model.allocation(), None
+        return 'feasible', model.allocation(), model.bound()
 
 
 class IntegerProgram:
@@ -128,7 +128,7 @@ class IntegerProgram:
                 self._in_one_block(j, bid) if one_block else self._in_several(j, bid)
             )
         largest = max(abs(worth) for worth, _ in self._worth)
-        scale = _LARGEST / largest if largest > 0 else 1.0
+        self._scale = scale = _LARGEST / largest if largest > 0 else 1.0
         self.lp.setObjective(
             self._weighted((scale * worth, variable) for worth, variable in self._worth)
         )
@@ -143,6 +143,13 @@ class IntegerProgram:
             name: tuple(round(expression.value() or 0.0) for expression in nodes)
             for name, nodes in self._nodes.items()
         }
+
+    def bound(self) -> float | None:
+        """HiGHS's upper bound of the objective, once it has run; None: it has none."""
+        info = getattr(self.lp.solverModel, 'getInfo', None)
+        # PuLP has HiGHS minimise the negative of the objective.
+        bound = math.inf if info is None else -float(info().mip_dual_bound) / self._scale
+        return bound if math.isfinite(bound) else None
 
     def _in_one_block(self, j: int, bid: Bid) -> list[pulp.LpAffineExpression]:
         """One binary for each block and count: the trainer gets this number of nodes there and none

@@ -1,0 +1,77 @@
+"""Upper bounds of the objective that need no solver."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsl_freetrain.core.allocation.problem import Bid, Problem
+
+Floats = NDArray[np.float64]
+
+_STEPS = 30
+
+
+def worth_by_count(bid: Bid, most: int, horizon_s: float, stay_s: float = math.inf) -> Floats:
+    """:meth:`Problem.value` at each count 0..``most``, shape (most + 1,), of nodes that stay for
+    ``stay_s`` seconds.
+
+    Minus infinity where the bid may not have that count.
+    """
+    counts = np.arange(most + 1)
+    points, rates = bid.curve.nodes, bid.curve.rate
+    rate = (
+        np.interp(counts, (0, *points), (0.0, *rates))
+        if points[0]
+        else np.interp(counts, points, rates)
+    )
+    seconds = horizon_s if stay_s >= horizon_s else stay_s - bid.rescale_down_s
+    now = bid.current_nodes
+    worth = seconds * rate
+    worth[:now] -= bid.rescale_down_s * bid.current_rate
+    worth[now + 1 :] -= bid.rescale_up_s * bid.current_rate
+    if bid.sizes:
+        banned = np.ones(most + 1, dtype=bool)
+        banned[[0, *bid.counts(most)]] = False
+        worth[banned] = -np.inf
+    else:
+        worth[1 : bid.min_nodes] = -np.inf
+    if stay_s < bid.shortest_s:
+        worth[1:now] = -np.inf
+        worth[now + 1 :] = -np.inf
+    return worth
+
+
+def upper_bound(problem: Problem) -> float:
+    """An upper bound of the objective over all allocations, by a price per node.
+
+    It takes all nodes to stay for the horizon, and leaves out the limits. So it can be far from the
+    optimum where many nodes leave early; solvers that know a better bound state that one.
+    """
+    nodes = sum(block.nodes for block in problem.places)
+    worths = [_with_fewer(problem, bid, nodes) for bid in problem.bids]
+
+    def at(price: float) -> float:
+        return price * nodes + sum(
+            float((worth - price * np.arange(len(worth))).max()) for worth in worths
+        )
+
+    # The bound is convex in the price; each step leaves out a third of the interval.
+    low, high = 0.0, max((float(np.diff(worth).max(initial=0.0)) for worth in worths), default=0.0)
+    best = at(low)
+    for _ in range(_STEPS):
+        if high <= low:
+            break
+        left, right = low + (high - low) / 3, high - (high - low) / 3
+        of_left, of_right = at(left), at(right)
+        best = min(best, of_left, of_right)
+        low, high = (low, right) if of_left <= of_right else (left, high)
+    return best
+
+
+def _with_fewer(problem: Problem, bid: Bid, nodes: int) -> Floats:
+    """The most that each count of nodes can be worth: nodes that it cannot use do not harm it."""
+    worth = worth_by_count(bid, min(bid.max_nodes, nodes), problem.horizon_s)
+    return np.maximum.accumulate(worth)

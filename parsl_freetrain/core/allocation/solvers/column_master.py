@@ -1,0 +1,142 @@
+"""The restricted master problem of column generation: a linear programme over the known ways.
+
+It stays in HiGHS from one round to the next. New columns are added to it, and the next solve starts
+from the last basis.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from parsl_freetrain.core.allocation.problem import Problem
+from parsl_freetrain.core.allocation.solvers.column_pricing import Flags, Floats, Integers, Pricing
+
+# HiGHS stops at absolute tolerances, so worths are scaled to this.
+_LARGEST = 1e5
+# A bid without a way costs this many times the largest worth, so that every region has a solution.
+_PENALTY = 1e3
+
+
+class Caps:
+    """What the bids share: the nodes of each place, and the limits.
+
+    Attributes
+    ----------
+    weight
+        Shape (caps, bids, places): how much of a cap one node uses.
+    most
+        Shape (caps,): how much there is. The first caps are the places.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        bids, places = len(problem.bids), len(problem.places)
+        weights = [np.zeros((bids, places)) for _ in problem.places]
+        for b, weight in enumerate(weights):
+            weight[:, b] = 1.0
+        most = [float(place.nodes) for place in problem.places]
+        seconds = [min(problem.horizon_s, place.remaining_s) for place in problem.places]
+        for limit in problem.limits:
+            member = [not limit.members or bid.name in limit.members for bid in problem.bids]
+            if limit.most is not None:
+                weights.append(np.outer(member, np.ones(places)))
+                most.append(float(limit.most))
+            if limit.node_s is not None:
+                weights.append(np.outer(member, seconds))
+                most.append(limit.node_s)
+        self.weight = np.array(weights)
+        self.most = np.array(most)
+
+    def use(self, bid: Integers, ways: Integers) -> Floats:
+        """Shape (ways, caps): what each way of the bids with these indices uses."""
+        use: Floats = np.einsum('cwp,wp->wc', self.weight[:, bid], ways)
+        return use
+
+    def prices(self, paid: Floats) -> Floats:
+        """Shape (bids, places): the price of a node, from the prices of the caps."""
+        of_node: Floats = np.tensordot(paid, self.weight, axes=1)
+        return of_node
+
+
+class Master:
+    """The linear programme, and the ways that it knows.
+
+    Attributes
+    ----------
+    bid, ways, kept, worth
+        By way: index of its bid, its nodes by place, whether it is to keep what the bid holds, and
+        its worth.
+    """
+
+    def __init__(self, pricing: Pricing, caps: Caps) -> None:
+        import highspy  # takes long to import, and most problems are solved without it
+
+        self._highspy, self._pricing, self._caps = highspy, pricing, caps
+        places = pricing.places
+        self.bid = np.zeros(0, dtype=np.int64)
+        self.ways = np.zeros((0, places), dtype=np.int64)
+        self.kept = np.zeros(0, dtype=bool)
+        self.worth = np.zeros(0)
+        self._known: set[tuple[int, bool, tuple[int, ...]]] = set()
+        free = np.zeros((len(pricing.every), places))
+        best, _, _ = pricing.best(free, pricing.region)
+        largest = max(float(np.abs(best).max()), float(np.abs(pricing.held_worth).max()))
+        self._scale = _LARGEST / largest if largest > 0 else 1.0
+        self._lp: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+        for option, value in (('output_flag', False), ('threads', 1), ('presolve', 'off')):
+            self._lp.setOptionValue(option, value)
+        for most in caps.most:
+            self._lp.addRow(-highspy.kHighsInf, most, 0, [], [])
+        for _ in pricing.every:
+            self._lp.addRow(1.0, 1.0, 0, [], [])
+        for j in pricing.every:  # no way at all
+            row = np.array([len(caps.most) + j], dtype=np.int32)
+            self._lp.addCol(_PENALTY * _LARGEST, 0.0, highspy.kHighsInf, 1, row, np.ones(1))
+
+    def add(self, bid: Integers, ways: Integers, kept: Flags) -> int:
+        """Add the ways that are not known yet; returns how many."""
+        new = []
+        keys = zip(bid.tolist(), kept.tolist(), map(tuple, ways.tolist()), strict=True)
+        for i, key in enumerate(keys):
+            if key not in self._known:
+                self._known.add(key)
+                new.append(i)
+        if not new:
+            return 0
+        bid, ways, kept = bid[new], ways[new], kept[new]
+        worth = np.where(kept, self._pricing.held_worth[bid], self._pricing.worth(bid, ways))
+        rows = np.zeros((len(new), len(self._caps.most) + len(self._pricing.every)))
+        rows[:, : len(self._caps.most)] = self._caps.use(bid, ways)
+        rows[np.arange(len(new)), len(self._caps.most) + bid] = 1.0
+        way, row = np.nonzero(rows)
+        self._lp.addCols(
+            len(new),
+            -worth * self._scale,
+            np.zeros(len(new)),
+            np.full(len(new), self._highspy.kHighsInf),
+            len(way),
+            np.searchsorted(way, np.arange(len(new))).astype(np.int32),
+            row.astype(np.int32),
+            rows[way, row],
+        )
+        self.bid, self.ways = np.append(self.bid, bid), np.concatenate([self.ways, ways])
+        self.kept, self.worth = np.append(self.kept, kept), np.append(self.worth, worth)
+        return len(new)
+
+    def allow(self, allowed: Flags) -> None:
+        """Use only these of the known ways."""
+        columns = np.arange(len(allowed), dtype=np.int32) + len(self._pricing.every)
+        upper = np.where(allowed, self._highspy.kHighsInf, 0.0)
+        self._lp.changeColsBounds(len(columns), columns, np.zeros(len(columns)), upper)
+
+    def solve(self) -> tuple[float, Floats]:
+        """The optimum, and the prices of the caps, which are not negative."""
+        self._lp.run()
+        dual = np.array(self._lp.getSolution().row_dual[: len(self._caps.most)])
+        optimum = -float(self._lp.getInfo().objective_function_value) / self._scale
+        return optimum, np.maximum(-dual, 0.0) / self._scale
+
+    def shares(self) -> Floats:
+        """By way, how much of it the optimum takes."""
+        return np.array(self._lp.getSolution().col_value[len(self._pricing.every) :])
