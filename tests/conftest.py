@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import hypothesis
 import psutil
 import pytest
 
@@ -34,6 +35,12 @@ PATIENCE_S = 120.0  # for things to go away; a passing test needs a fraction of 
 # Several tests run at once: more threads than processors would wait for each other, spinning. Set
 # before any module imports torch.
 os.environ.setdefault('OMP_NUM_THREADS', '1')
+# Nor does time decide the verdict of a property: by default hypothesis fails an example that takes
+# 200 ms, and a strategy that is slow on a busy machine.
+hypothesis.settings.register_profile(
+    'time decides nothing', deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile('time decides nothing')
 # What tools write into the repository when they run as tests, all of it ignored by git.
 EXPECTED = {'demo-out'}
 # Helpers that Python starts once and keeps to its end.

@@ -10,6 +10,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.support.pages import pages
@@ -226,3 +227,8 @@ def test_make_says_which_python_it_needs(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert 'needs Python 3.11 or newer' in done.stderr
     assert not (tmp_path / 'venv').exists()
+
+
+def test_no_property_test_has_a_deadline() -> None:
+    assert hypothesis.settings().deadline is None
+    assert hypothesis.HealthCheck.too_slow in hypothesis.settings().suppress_health_check
