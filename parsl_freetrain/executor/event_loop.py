@@ -84,7 +84,6 @@ class EventLoop:
         self._broken = ''  # why no trainer can continue
         self._failures = 0  # consecutive failures of the allocator
         self._ordinary = 0
-        self._reported_spent_at = 0.0  # when the controller last heard of a spent budget
         self._holes_wanted = False
         self._quiet: threading.Event | None = None
         self._stopping = False
@@ -235,9 +234,7 @@ class EventLoop:
         """Check time limits, budgets, and requests of other programs."""
         if silent := self._fragments.look(now):
             self._blocks.lose(silent, now)
-        spent_at = self._controller.state.budgets.next_spent()
-        if spent_at <= now and spent_at != self._reported_spent_at:
-            self._reported_spent_at = spent_at
+        if self._controller.state.budgets.next_spent() <= now:
             self._stream.emit(ev.Tick(now))
         self._requests.look(now)
 

@@ -21,12 +21,15 @@ floats.
 
 @dataclass
 class Meter:
-    """The use of one budget, in node-seconds; ``used`` counts up to the time ``at``."""
+    """The use of one budget, in node-seconds; ``used`` counts up to the time ``at``. ``noted``: the
+    controller has stopped its trainers, which may take some time.
+    """
 
     limit: float
     used: float
     nodes: int = 0
     at: float = -math.inf
+    noted: bool = False
 
     def change(self, nodes: int, at: float) -> None:
         """Use ``nodes`` nodes more (or less, where negative) from now on."""
@@ -76,8 +79,18 @@ class Budgets:
         return self._meters[key].used_at(at)
 
     def next_spent(self) -> float:
-        """When the next budget in use will be spent if nothing changes; infinite: never."""
-        return min((m.spent_at for m in self._meters.values() if m.nodes), default=math.inf)
+        """When the next budget in use will be spent if nothing changes; infinite: never. Budgets of
+        :meth:`note` are left out.
+        """
+        return min(
+            (m.spent_at for m in self._meters.values() if m.nodes and not m.noted), default=math.inf
+        )
+
+    def note(self, at: float) -> None:
+        """Note the budgets that are spent: their trainers are stopped now."""
+        for meter in self._meters.values():
+            if meter.limit - meter.used_at(at) <= meter.nodes * INSTANT_S:
+                meter.noted = True
 
     def spent(self, trainer: Trainer, at: float, needed_node_s: float = 0.0) -> str:
         """The spent budget that stops the trainer, as a clause for a message; empty if there is

@@ -341,6 +341,7 @@ class Controller:
     def _stop_spent(self, at: float) -> list[ev.Action]:
         """End the trainers whose budget is spent; running ones write a checkpoint."""
         actions: list[ev.Action] = []
+        self.state.budgets.note(at)
         if not self.state.budgets or self.state.shutting_down:
             return actions
         for trainer in list(self.state.trainers.values()):

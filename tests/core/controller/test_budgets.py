@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.allocation.constraints import reachable_sums
@@ -69,12 +69,9 @@ class World:
             following = min(max(spent, self.at), stops, at)
             if following >= at:
                 break
-            advanced = following > self.at
             self.at = following
             if not self.end_stopped():
                 self.tell(ev.Tick(self.at))
-                if not advanced:  # it has been asked to stop, and is not yet gone
-                    watched = False
         self.at = at
         self.end_stopped()
         self.tell(ev.Tick(self.at))
@@ -149,6 +146,18 @@ def test_cancelling_wins_over_a_spent_budget() -> None:
     assert world.over['net'].state == 'cancelled'
 
 
+def test_a_budget_is_watched_while_the_fragments_of_another_one_stop() -> None:
+    world = World(budgets={'user anna': 40.0, 'user bert': 42.0})
+    world.tell(ev.NodesJoined(0.0, 'b', nodes(4)))
+    for owner in ('anna', 'bert'):
+        world.tell(ev.TrainerSubmitted(0.0, trainer(f'of {owner}', high=2, user=owner)))
+    world.until(20.5)
+    assert math.isfinite(world.running['of anna'][1].stops_at)  # and it still has its nodes
+    assert world.controller.state.budgets.next_spent() == 21.0
+    world.until(60.0)
+    assert world.used('of bert') == pytest.approx(42 + 2 * STOP_S)
+
+
 OWNERS = st.sampled_from(['', 'anna', 'bert'])
 STEPS = st.lists(
     st.tuples(
@@ -165,6 +174,11 @@ STEPS = st.lists(
     steps=STEPS,
     total=st.sampled_from([0.0, 50.0, 1000.0, 1e9]),
     annas=st.sampled_from([30.0, 500.0, 1e9]),
+)
+@example(
+    steps=[('submit', 2, 0.0, 'anna'), ('join', 2, 0.0, ''), ('submit', 1, 40.0, '')],
+    total=50.0,
+    annas=30.0,
 )
 def test_a_budget_is_exceeded_by_no_more_than_the_stops(
     steps: list[tuple[str, int, float, str]], total: float, annas: float
