@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
-from itertools import count
+from heapq import heapify, heappush
 
 import numpy as np
 
@@ -37,6 +36,9 @@ _MOST_NUMBERS = 3e7
 _WHOLE = 1e-6
 # A better allocation is sought around the first linear programmes, then around every n-th one.
 _FIRST, _EVERY = 8, 16
+_DIVE = 24
+# The prices of a linear programme are exact to about this share.
+_PROVEN = 1e-9
 
 
 class ColumnAllocator:
@@ -107,8 +109,8 @@ class _Search:
         self._problem, self._asked, self._time_limit_s = problem, asked, time_limit_s
         self._pricing, self._caps = Pricing(problem), Caps(problem)
         self._master = Master(self._pricing, self._caps)
-        self._numbers = count()
-        self.bound = np.inf
+        self._opened = 0
+        self.bound, self._closed = np.inf, -np.inf
         staying = stay_put(problem)
         ways = np.array([staying[bid.name] for bid in problem.bids], dtype=np.int64)
         self._best = Incumbent(self._pricing, self._caps, ways, lambda: self._left_s() > 0)
@@ -128,21 +130,40 @@ class _Search:
             flags = np.full(len(every), kept)
             some = np.flatnonzero(pricing.region.has(every, ways, flags))
             self._master.add(some, ways[some], flags[some])
-        open_: list[_Branch] = []
-        self._open(pricing.region, np.zeros(len(self._caps.most)), np.inf, open_)
-        while open_:
-            self.bound = -open_[0].minus_bound
-            if self.bound <= self._best.worth + self._rounding():
-                open_.clear()
-                break
+        free = np.zeros(len(self._caps.most))
+        branch = self._open(pricing.region, free, np.inf)
+        waiting: list[_Branch] = []
+        while branch is not None:
+            self.bound = max(-branch.minus_bound, -waiting[0].minus_bound if waiting else -np.inf)
             if self._left_s() <= 0:
                 return 'feasible'
-            branch = heappop(open_)
             if branch.divided is None:
-                continue
-            for region in branch.divided:
-                self._open(region, branch.prices, -branch.minus_bound, open_)
-        return 'infeasible' if self._best.worth == -np.inf else 'optimal'
+                self._closed = max(self._closed, -branch.minus_bound)
+            parts = branch.divided or ()
+            opened = [self._open(part, branch.prices, -branch.minus_bound) for part in parts]
+            for child in opened:
+                if child is not None:
+                    heappush(waiting, child)
+            branch = self._next(waiting, [child for child in opened if child is not None])
+        self.bound = max(self._closed, self._best.worth)
+        if self._best.worth == -np.inf:
+            return 'infeasible'
+        proven = self.bound - self._best.worth <= _PROVEN * abs(self._best.worth)
+        return 'optimal' if proven else 'feasible'
+
+    def _next(self, waiting: list[_Branch], children: list[_Branch]) -> _Branch | None:
+        """The part to divide next: at first the better half of the last one, which soon gives good
+        allocations, later the one with the highest bound.
+        """
+        reached = self._best.worth + self._rounding()
+        while waiting:
+            branch = min(children) if children and self._opened < _DIVE else waiting[0]
+            waiting.remove(branch)
+            heapify(waiting)
+            children = []
+            if -branch.minus_bound > reached:
+                return branch
+        return None
 
     def _left_s(self) -> float:
         return self._time_limit_s - self._asked.seconds
@@ -150,9 +171,9 @@ class _Search:
     def _rounding(self) -> float:
         return NO_GAIN * abs(self._best.worth) if np.isfinite(self._best.worth) else 0.0
 
-    def _open(self, region: Region, prices: Floats, bound: float, open_: list[_Branch]) -> None:
-        """Solve the linear programme of a region and keep it for later, unless nothing better than
-        what is known can be in it.
+    def _open(self, region: Region, prices: Floats, bound: float) -> _Branch | None:
+        """Solve the linear programme of a region; None if nothing better than what is known can be
+        in it.
         """
         master, caps, every = self._master, self._caps, self._pricing.every
         master.allow(region.has(master.bid, master.ways, master.kept))
@@ -162,7 +183,7 @@ class _Search:
             for trial in (0.5 * (prices + paid), paid):
                 best, ways, kept = self._pricing.best(caps.prices(trial), region)
                 if not np.isfinite(best).all():
-                    return  # a bid has no way here
+                    return None  # a bid has no way here
                 at_trial = float(trial @ caps.most + best.sum())
                 if at_trial < bound:
                     bound, prices = at_trial, trial
@@ -171,18 +192,17 @@ class _Search:
             else:
                 converged = True
             if bound <= self._best.worth + self._rounding():
-                return
+                return None
             if converged or bound - optimum <= self._rounding() or self._left_s() <= 0:
                 break
         shares = master.shares()
         shares = np.append(shares, np.zeros(len(master.bid) - len(shares)))
-        divided = self._divide(region, shares)
-        number = next(self._numbers)
-        if divided is None or number < _FIRST or number % _EVERY == 0:
+        divided = self._divide(region, shares, caps.prices(prices))
+        self._opened += 1
+        if divided is None or self._opened <= _FIRST or self._opened % _EVERY == 0:
             self._best.round(master, shares, caps.prices(prices))
             self._exchange(prices, bound)
-        if bound > self._best.worth + self._rounding():
-            heappush(open_, _Branch(-bound, number, region, prices, divided))
+        return _Branch(-bound, self._opened, region, prices, divided)
 
     def _exchange(self, prices: Floats, bound: float) -> None:
         of_node = self._caps.prices(prices)
@@ -192,7 +212,9 @@ class _Search:
         losses = best[master.bid] - master.worth + paid
         self._best.exchange(master, losses, bound - self._best.worth)
 
-    def _divide(self, region: Region, shares: Floats) -> tuple[Region, Region] | None:
+    def _divide(
+        self, region: Region, shares: Floats, prices: Floats
+    ) -> tuple[Region, Region] | None:
         """Two parts of a region, so that the present shares are in neither of them."""
         master = self._master
         taken = np.flatnonzero(shares > _WHOLE)
@@ -203,8 +225,9 @@ class _Search:
                 continue
             mean = shares[mine] @ master.ways[mine] / shares[mine].sum()
             near = np.floor(mean + _WHOLE).astype(np.int64)
-            value = float(shares[mine] @ master.worth[mine])
-            score = value - float(self._pricing.worth(np.array([j]), near[None])[0])
+            value = float(shares[mine] @ master.worth[mine] / shares[mine].sum())
+            lost = (mean - near) @ prices[j]
+            score = value - lost - float(self._pricing.worth(np.array([j]), near[None])[0])
             if score > largest:
                 chosen, largest = mine, score
         if chosen is None:
@@ -218,6 +241,12 @@ class _Search:
         if kept.any():
             return _with(region, j, high=-1), _with(region, j, keep=False)
         nodes = self._master.ways[ways]
+        share = shares @ (nodes > 0) / shares.sum()
+        place = int(np.minimum(share, 1 - share).argmax())
+        if _WHOLE < share[place] < 1 - _WHOLE:  # an end that takes some nodes costs a restart
+            most, least = region.most.copy(), region.least.copy()
+            most[j, place], least[j, place] = 0, 1
+            return replace(region, most=most), replace(region, least=least)
         totals, mean = nodes.sum(axis=1), shares @ nodes / shares.sum()
         if totals.min() < totals.max():
             split = int(np.clip(np.floor(mean.sum()), totals.min(), totals.max() - 1))
