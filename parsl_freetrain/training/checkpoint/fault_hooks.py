@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-SAVING_STAGES = ('begin', 'written', 'manifest', 'before-commit', 'committed')
-"""The stages of saving a checkpoint, in order."""
+SAVING_STAGES = (
+    'begin',
+    'part-begun',
+    'part-data',
+    'part-written',
+    'written',
+    'manifest',
+    'before-commit',
+    'committed',
+)
+"""The stages of saving a checkpoint, in order. If all ranks write it, each of them passes 'begin'
+and those of its part; otherwise there are no parts.
+"""
 
 on_saving: list[Callable[[str], None]] = []
 """Functions that the writing thread calls with each of :data:`SAVING_STAGES` as it is reached."""

@@ -14,17 +14,24 @@ import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.host.files import sync_dir, write_new
+from parsl_freetrain.training.checkpoint.blocks import (
+    DIGEST_BYTES,
+    blocks_of,
+    digest,
+    digest_of_blocks,
+)
 
-FORMAT = 1
+FORMAT = 2
+_READ = (1, FORMAT)  # format 1 has no digests of blocks
 MANIFEST = 'manifest.json'
 MARKER = 'COMMITTED'
-_DIGEST_BYTES = 32
 
 
 class Damaged(FreeTrainError):
@@ -40,6 +47,7 @@ class Manifest:
     fragment: int
     metrics: dict[str, float]
     files: tuple[tuple[str, int, str], ...]  # (name relative to the directory, bytes, digest)
+    blocks: dict[str, tuple[int, tuple[str, ...]]]  # by name: bytes, and each block's digest
 
     def checkpoint(self, folder: Path) -> Checkpoint:
         """The handle to the checkpoint in ``folder``."""
@@ -49,21 +57,31 @@ class Manifest:
 
 
 def write_manifest(
-    folder: Path, *, trainer: str, samples: int, fragment: int, metrics: Mapping[str, float]
+    folder: Path,
+    *,
+    trainer: str,
+    samples: int,
+    fragment: int,
+    metrics: Mapping[str, float],
+    hashed: Mapping[str, tuple[str, ...]],
 ) -> Manifest:
     """Make the data files in ``folder`` durable and private, and write their manifest.
+
+    ``hashed``: the files that are so already, with the digest of each block. They are not read.
 
     Raises
     ------
     BadInput
         If there is something other than plain files and directories, or a name that is reserved.
     """
+    files = tuple(_sealed_files(folder, hashed))
     manifest = Manifest(
         trainer,
         samples,
         fragment,
         {name: float(value) for name, value in metrics.items()},
-        tuple(_sealed_files(folder)),
+        files,
+        {name: (size, tuple(hashed[name])) for name, size, _ in files if name in hashed},
     )
     write_new(
         folder / MANIFEST,
@@ -75,8 +93,9 @@ def write_manifest(
                 'fragment': fragment,
                 'metrics': manifest.metrics,
                 'files': [
-                    {'name': name, 'bytes': size, 'blake2b': digest}
-                    for name, size, digest in manifest.files
+                    {'name': name, 'bytes': size, 'blake2b': its_digest}
+                    | ({'blocks': hashed[name]} if name in hashed else {})
+                    for name, size, its_digest in files
                 ],
             },
             indent=1,
@@ -88,7 +107,7 @@ def write_manifest(
 
 def commit(folder: Path) -> None:
     """Write the marker: from now on the directory is a checkpoint."""
-    write_new(folder / MARKER, _digest((folder / MANIFEST).read_bytes()).encode() + b'\n')
+    write_new(folder / MARKER, digest((folder / MANIFEST).read_bytes()).encode() + b'\n')
     sync_dir(folder)
 
 
@@ -97,7 +116,7 @@ def is_committed(folder: Path) -> bool:
     has not committed.
     """
     try:
-        return len((folder / MARKER).read_bytes()) > 2 * _DIGEST_BYTES
+        return len((folder / MARKER).read_bytes()) > 2 * DIGEST_BYTES
     except (FileNotFoundError, NotADirectoryError):
         return False
 
@@ -116,8 +135,8 @@ def read_manifest(folder: Path) -> Manifest:
         content = (folder / MANIFEST).read_bytes()
         marker = (folder / MARKER).read_bytes()
     except OSError as error:
-        raise _damage(error) from error
-    if marker.decode('ascii', 'replace').strip() != _digest(content):
+        raise damage(error) from error
+    if marker.decode('ascii', 'replace').strip() != digest(content):
         raise Damaged(f'{MANIFEST} does not have the digest that {MARKER} holds')
     try:
         return _parse(json.loads(content), folder)
@@ -138,24 +157,25 @@ def verify(folder: Path) -> Manifest:
         If the file system does not answer, which says nothing about the checkpoint.
     """
     manifest = read_manifest(folder)
-    for name, size, digest in manifest.files:
+    for name, size, committed in manifest.files:
         try:
             with (folder / name).open('rb') as file:
                 found = os.fstat(file.fileno()).st_size
                 if found != size:
                     raise Damaged(f'{name} has {found} bytes, {size} were committed')
-                if hashlib.file_digest(file, _hasher).hexdigest() != digest:
+                if _digest_of(file, blocked=name in manifest.blocks) != committed:
                     raise Damaged(f'{name} does not have the digest that was committed')
         except OSError as error:
-            raise _damage(error) from error
+            raise damage(error) from error
     return manifest
 
 
 def _parse(document: Any, folder: Path) -> Manifest:
-    if document['format'] != FORMAT:
+    if document['format'] not in _READ:
         raise BadInput(
             f'Checkpoint {folder} has format {document["format"]} and this version of '
-            f'parsl-freetrain reads format {FORMAT}: use the version that wrote it.'
+            f'parsl-freetrain reads formats {" and ".join(map(str, _READ))}: use the '
+            'version that wrote it.'
         )
     return Manifest(
         str(document['trainer']),
@@ -166,10 +186,17 @@ def _parse(document: Any, folder: Path) -> Manifest:
             (str(file['name']), int(file['bytes']), str(file['blake2b']))
             for file in document['files']
         ),
+        {
+            str(file['name']): (int(file['bytes']), tuple(map(str, file['blocks'])))
+            for file in document['files']
+            if 'blocks' in file
+        },
     )
 
 
-def _sealed_files(folder: Path) -> list[tuple[str, int, str]]:
+def _sealed_files(
+    folder: Path, hashed: Mapping[str, tuple[str, ...]]
+) -> list[tuple[str, int, str]]:
     sealed = []
     for parent, folders, files in os.walk(folder, topdown=False):
         for name in sorted(files) + sorted(folders):
@@ -188,6 +215,8 @@ def _sealed_files(folder: Path) -> list[tuple[str, int, str]]:
                 )
             if stat.S_ISDIR(mode):
                 path.chmod(0o700)
+            elif relative in hashed:
+                sealed.append((relative, path.stat().st_size, digest_of_blocks(hashed[relative])))
             else:
                 sealed.append((relative, *_seal(path)))
         sync_dir(Path(parent))
@@ -197,12 +226,13 @@ def _sealed_files(folder: Path) -> list[tuple[str, int, str]]:
 def _seal(path: Path) -> tuple[int, str]:
     with path.open('rb') as file:
         os.fchmod(file.fileno(), 0o600)
-        digest = hashlib.file_digest(file, _hasher).hexdigest()
+        found = hashlib.file_digest(file, _hasher).hexdigest()
         os.fsync(file.fileno())
-        return os.fstat(file.fileno()).st_size, digest
+        return os.fstat(file.fileno()).st_size, found
 
 
-def _damage(error: OSError) -> Exception:
+def damage(error: OSError) -> Exception:
+    """What an error in reading a checkpoint means: :class:`Damaged`, or the error itself."""
     # A file that is missing or that the disk cannot read is damage. Any other error (stale handle,
     # time-out, permission) says nothing about the file, and setting the checkpoint aside would lose
     # work.
@@ -213,9 +243,11 @@ def _damage(error: OSError) -> Exception:
     return error
 
 
+def _digest_of(file: BufferedReader, *, blocked: bool) -> str:
+    if blocked:
+        return digest_of_blocks(blocks_of(file))
+    return hashlib.file_digest(file, _hasher).hexdigest()
+
+
 def _hasher() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=_DIGEST_BYTES)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()
+    return hashlib.blake2b(digest_size=DIGEST_BYTES)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from parsl_freetrain.host.files import create
+from parsl_freetrain.training.checkpoint.blocks import write_hashed
 
 # The format's own names; https://github.com/huggingface/safetensors, "Format".
 _NAMES = {
@@ -62,13 +61,16 @@ class Piece:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(path: Path, pieces: Iterable[Piece]) -> dict[str, tuple[int, int]]:
+def write_tensors(
+    path: Path, pieces: Iterable[Piece]
+) -> tuple[dict[str, tuple[int, int]], tuple[str, ...]]:
     """Write a new, private (0600) file and make it durable.
 
     Returns
     -------
-    dict
-        By name: where in the file the tensor's bytes begin, and their number.
+    tuple
+        By name, where in the file the tensor's bytes begin, and their number; and the digest of
+        each block of the file.
 
     Raises
     ------
@@ -90,18 +92,16 @@ def write_tensors(path: Path, pieces: Iterable[Piece]) -> dict[str, tuple[int, i
     header = json.dumps(entries, separators=(',', ':')).encode()
     header += b' ' * (-len(header) % _ALIGNMENT)
     places, at = {}, _ALIGNMENT + len(header)
-    with create(path) as file:
-        file.write(struct.pack('<Q', len(header)) + header)
+    for piece in ordered:
+        places[piece.name] = at, piece.nbytes
+        at += piece.nbytes
+
+    def content() -> Iterator[bytes | memoryview]:
+        yield struct.pack('<Q', len(header)) + header
         for piece in ordered:
-            # Large writes release the interpreter lock, so training continues meanwhile.
-            file.write(
-                bytes_of(piece.get().detach().cpu().resolve_conj().resolve_neg().contiguous())
-            )
-            places[piece.name] = at, piece.nbytes
-            at += piece.nbytes
-        file.flush()
-        os.fsync(file.fileno())
-    return places
+            yield bytes_of(piece.get().detach().cpu().resolve_conj().resolve_neg().contiguous())
+
+    return places, write_hashed(path, content())
 
 
 def read_into(file: BinaryIO, start: int, target: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ class Snapshots:
         for device in {tensor.device for tensor in state.tensors.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)
         self._buffers = buffers
-        return State(dict(buffers), state.structure)
+        return State(dict(buffers), state.structure, state.boxes)
 
     def _buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         known = self._buffers.get(name)

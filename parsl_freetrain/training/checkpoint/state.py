@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.dcp import load_all, save, tensor_differences
+from parsl_freetrain.training.checkpoint.box import Box
 from parsl_freetrain.training.checkpoint.flatten import put_together, take_apart
 from parsl_freetrain.training.checkpoint.parameter_names import (
     by_name,
@@ -21,6 +21,8 @@ from parsl_freetrain.training.checkpoint.parameter_names import (
     is_by_name,
     parameter_names,
 )
+from parsl_freetrain.training.checkpoint.part_reader import PartReader
+from parsl_freetrain.training.checkpoint.parts import Blocks, Part, write_part, write_table
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 
 _KINDS = {
@@ -30,7 +32,7 @@ _KINDS = {
     'scaler': 'scalers',
     'ema': 'averages',
 }
-_STRUCTURE = 'structure'
+_SHOWN = 5
 _ANEW = 'or start anew in another folder'
 
 
@@ -70,17 +72,39 @@ class State:
     Attributes
     ----------
     tensors
-        By names such as 'model.0.weight' and 'optimizer.state.0.exp_avg'.
+        By names such as 'model.0.weight' and 'optimizer.state.0.exp_avg'; in a sharded state, this
+        rank's parts of those that it writes.
     structure
-        Everything else.
+        Everything else; None: another rank writes it.
+    boxes
+        Which part of the whole a tensor is; those that are not named are whole.
     """
 
     tensors: dict[str, torch.Tensor]
-    structure: dict[str, Any]
+    structure: dict[str, Any] | None
+    boxes: dict[str, Box] = field(default_factory=dict)
 
-    def write(self, folder: Path) -> None:
-        """Write it into an empty folder. Nothing is exchanged with other ranks."""
-        save(folder, {**self.tensors, _STRUCTURE: self.structure})
+    def write(self, folder: Path) -> Blocks:
+        """Write it into an empty folder. Nothing is exchanged with other ranks. Returns the digests
+        of the blocks of the files.
+        """
+        return write_table(folder, [self.write_part(folder, 0)])
+
+    def write_part(self, folder: Path, rank: int) -> Part:
+        """Write this rank's part into a folder where the other ranks write theirs."""
+        return write_part(folder, rank, self.tensors, self.boxes, self.structure)
+
+
+class Source(Protocol):
+    """A checkpoint to continue from."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def position(self) -> Position: ...
+    def load(self, prepared: Prepared) -> Saved:
+        """Its content, divided as the prepared models are. All ranks call this together."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -99,6 +123,10 @@ class Saved:
     averages: list[dict[str, Any]] = field(default_factory=list)
     classes: dict[str, str] = field(default_factory=dict)
 
+    def load(self, prepared: Prepared) -> Saved:
+        """Itself: it is read already."""
+        return self
+
 
 def content_of(prepared: Prepared, *, named: bool = False) -> dict[str, Any]:
     """The states of everything, as 'model', 'optimizer', 'scheduler', 'scaler', 'model_2' and so
@@ -110,14 +138,14 @@ def content_of(prepared: Prepared, *, named: bool = False) -> dict[str, Any]:
     things = {
         name: thing
         for kind, field_ in _KINDS.items()
-        for name, thing in zip(_names(kind), getattr(prepared, field_), strict=False)
+        for name, thing in zip(names_of(kind), getattr(prepared, field_), strict=False)
     }
     content: dict[str, Any] = {name: thing.state_dict() for name, thing in things.items()}
     if named:
         names = parameter_names(prepared)
         content.update(
             (name, by_name(optimizer, names))
-            for name, optimizer in zip(_names('optimizer'), prepared.optimizers, strict=False)
+            for name, optimizer in zip(names_of('optimizer'), prepared.optimizers, strict=False)
         )
     return {**content, 'classes': {name: type(thing).__name__ for name, thing in things.items()}}
 
@@ -151,17 +179,19 @@ def read_state(path: str) -> Saved:
     BadInput
         If it is not a checkpoint of this format.
     """
-    tensors = load_all(Path(path))
-    return assemble(path, State(tensors, tensors.pop(_STRUCTURE)))
+    reader = PartReader(Path(path), verify=False)
+    wanted = {name: Box.whole(shape) for name, shape in reader.shapes().items()}
+    return assemble(path, State(reader.read(wanted), reader.structure()))
 
 
 def assemble(path: str, state: State) -> Saved:
     """A checkpoint's content from a split state. ``path`` is the checkpoint with the same
     content.
     """
+    assert state.structure is not None
     content = put_together(state.tensors, state.structure)
     states = {
-        several: [content[name] for name in takewhile(content.__contains__, _names(kind))]
+        several: [content[name] for name in takewhile(content.__contains__, names_of(kind))]
         for kind, several in _KINDS.items()
     }
     return Saved(path, Position(**content['position']), classes=content['classes'], **states)
@@ -187,7 +217,7 @@ def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
             )
         if kind == 'model':
             continue
-        for name, thing in zip(_names(kind), now, strict=False):
+        for name, thing in zip(names_of(kind), now, strict=False):
             made, was = type(thing).__name__, saved.classes.get(name)
             if was is not None and was != made:
                 raise BadInput(
@@ -206,7 +236,7 @@ def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
     names = parameter_names(prepared)
     for kind, several in _KINDS.items():
         for name, thing, state in zip(
-            _names(kind), getattr(prepared, several), states[several], strict=False
+            names_of(kind), getattr(prepared, several), states[several], strict=False
         ):
             try:
                 thing.load_state_dict(
@@ -244,7 +274,7 @@ def check_averages(saved: Saved, now: Sequence[torch.nn.Module]) -> None:
         )
 
 
-def check_position(now: Position, saved: Saved) -> None:
+def check_position(now: Position, saved: Source) -> None:
     """Check that what the data order depends on is the same as in the checkpoint.
 
     Raises
@@ -268,19 +298,46 @@ def check_position(now: Position, saved: Saved) -> None:
             )
 
 
-def _names(kind: str) -> Iterator[str]:
+def names_of(kind: str) -> Iterator[str]:
+    """The names of things of a kind, such as 'model', 'model_2' and so on."""
     return (kind if i == 1 else f'{kind}_{i}' for i in count(1))
 
 
 def _check_model(model: torch.nn.Module, state: Mapping[str, Any], number: int, path: str) -> None:
-    if faults := tensor_differences(_shapes(state), _shapes(model.state_dict())):
+    check_shapes(shapes_of(model.state_dict()), shapes_of(state), number, path)
+
+
+def check_shapes(
+    here: Mapping[str, tuple[int, ...]],
+    there: Mapping[str, tuple[int, ...]],
+    number: int,
+    path: str,
+) -> None:
+    """Check that a model has the tensors of checkpoint ``path``, by name and shape.
+
+    Raises
+    ------
+    BadInput
+        If not, with the first differences.
+    """
+    faults = [f'{name} is missing there' for name in here if name not in there]
+    faults += [f'{name} is unknown here' for name in there if name not in here]
+    faults += [
+        f'{name} has shape {shape} there and {here[name]} here'
+        for name, shape in there.items()
+        if name in here and here[name] != shape
+    ]
+    if faults:
+        more = f' and {len(faults) - _SHOWN} more' if len(faults) > _SHOWN else ''
         raise BadInput(
-            f'Checkpoint {path} is of another model than model {number} of ctx.prepare ({faults}): '
+            f'Checkpoint {path} is of another model than model {number} of ctx.prepare '
+            f'({"; ".join(faults[:_SHOWN])}{more}): '
             f'use the model that the earlier fragments trained, {_ANEW}.'
         )
 
 
-def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in a model's state."""
     return {
         name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)
     }

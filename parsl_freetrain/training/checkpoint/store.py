@@ -65,7 +65,7 @@ class CheckpointStore(Protocol):
 
     def save(
         self,
-        write: Callable[[Path], None],
+        write: Callable[[Path], Mapping[str, tuple[str, ...]] | None],
         *,
         samples: int,
         fragment: int,
@@ -78,6 +78,16 @@ class CheckpointStore(Protocol):
 
     def latest(self) -> Checkpoint | None:
         """The newest good checkpoint, verified to the last byte. Damaged ones are set aside."""
+        ...
+
+    def newest(self) -> Checkpoint | None:
+        """The newest checkpoint whose manifest is good. Its data are not read: the ranks verify
+        what they read.
+        """
+        ...
+
+    def put_aside(self, path: Path, reason: str) -> None:
+        """Set a damaged checkpoint aside."""
         ...
 
     def checkpoints(self) -> tuple[Checkpoint, ...]:
@@ -151,7 +161,7 @@ class PosixCheckpointStore:
 
     def save(
         self,
-        write: Callable[[Path], None],
+        write: Callable[[Path], Mapping[str, tuple[str, ...]] | None],
         *,
         samples: int,
         fragment: int,
@@ -162,7 +172,9 @@ class PosixCheckpointStore:
         Parameters
         ----------
         write
-            Writes plain files, also in sub-directories, and returns when they are closed.
+            Writes plain files, also in sub-directories, and returns when they are closed. It may
+            return the digests of the blocks of files that are private and durable already; those
+            are not read again.
         samples
             Training samples that the state has seen.
         fragment
@@ -182,10 +194,15 @@ class PosixCheckpointStore:
         folder = fresh(self.folder, samples, fragment)
         try:
             self._hook('begin')
-            write(folder)
+            hashed = write(folder)
             self._hook('written')
             manifest = write_manifest(
-                folder, trainer=self.trainer, samples=samples, fragment=fragment, metrics=metrics
+                folder,
+                trainer=self.trainer,
+                samples=samples,
+                fragment=fragment,
+                metrics=metrics,
+                hashed=hashed or {},
             )
             sync_dir(self.folder)
             self._hook('manifest')
@@ -215,18 +232,13 @@ class PosixCheckpointStore:
         OSError
             If the file system does not answer. No checkpoint is set aside for that.
         """
-        refuse_open(self.folder)
-        seen: set[Path] = set()
-        while left := [path for path in self._committed() if path not in seen]:
-            newest = left[-1]
-            seen.add(newest)
-            try:
-                return self._whole(newest).checkpoint(newest)
-            except Damaged as damage:
-                # Without a marker, another process has pruned it or set it aside meanwhile.
-                if is_committed(newest):
-                    self._put_aside(newest, str(damage))
-        return None
+        return self._newest(verify)
+
+    def newest(self) -> Checkpoint | None:
+        """The newest checkpoint whose manifest is good, or None; otherwise as :meth:`latest`. Its
+        data are not read: the ranks verify what they read, and call :meth:`put_aside`.
+        """
+        return self._newest(read_manifest)
 
     def checkpoints(self) -> tuple[Checkpoint, ...]:
         """The committed checkpoints, oldest first. Their data are not read."""
@@ -271,8 +283,25 @@ class PosixCheckpointStore:
             self._last_fence(), *fragments_in(self.folder), *fragments_in(self.folder / BAD), 0
         )
 
-    def _whole(self, path: Path) -> Manifest:
-        manifest = verify(path)
+    def put_aside(self, path: Path, reason: str) -> None:
+        """Move a damaged checkpoint to ``folder/bad``."""
+        # Without a marker, another process has pruned it or set it aside meanwhile.
+        if is_committed(path):
+            self._put_aside(path, reason)
+
+    def _newest(self, read: Callable[[Path], Manifest]) -> Checkpoint | None:
+        refuse_open(self.folder)
+        seen: set[Path] = set()
+        while left := [path for path in self._committed() if path not in seen]:
+            newest = left[-1]
+            seen.add(newest)
+            try:
+                return self._checked(newest, read(newest)).checkpoint(newest)
+            except Damaged as damage:
+                self.put_aside(newest, str(damage))
+        return None
+
+    def _checked(self, path: Path, manifest: Manifest) -> Manifest:
         if manifest.trainer != self.trainer:
             raise Damaged(f'it is of trainer {manifest.trainer!r}')
         if (manifest.samples, manifest.fragment) != key(path)[:2]:

@@ -90,6 +90,12 @@ class Peers(Protocol):
         """Overwrite a tensor with what another rank sends, and return it."""
         ...
 
+    def store(self) -> Store | None:
+        """Another connection to the store of all ranks, for use in another thread; None if there is
+        only one rank.
+        """
+        ...
+
     def leave(self) -> bool:
         """Wait for all ranks before the process ends; False if one of them is gone."""
         ...
@@ -122,6 +128,9 @@ class Alone:
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         raise ValueError('There is no other rank.')
 
+    def store(self) -> Store | None:
+        return None
+
     def leave(self) -> bool:
         return True
 
@@ -134,6 +143,7 @@ class RankGroup:
         self.world_size = place.world_size
         self._store = store
         self._open: list[dist.Work] = []
+        self._hang_s = order.hang_s
         backend = self._agree_on_backend(gpu)
         # gloo can add up and broadcast tensors on GPUs, but nothing else.
         self._gathers_on_cpu = backend == GLOO
@@ -212,6 +222,12 @@ class RankGroup:
         with _as_peer_loss():
             dist.recv(tensor, source)
         return tensor
+
+    def store(self) -> Store | None:
+        with _as_peer_loss():
+            store: Store = self._store.clone()  # type: ignore[attr-defined]
+        guard_connections(self._hang_s)
+        return store
 
     def leave(self) -> bool:
         # The process group is not destroyed. If it were, models wrapped in DDP would own it last,

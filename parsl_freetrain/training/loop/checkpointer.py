@@ -14,6 +14,7 @@ from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint.snapshot import Snapshots
 from parsl_freetrain.training.checkpoint.state import State
 from parsl_freetrain.training.checkpoint.store import CheckpointStore
+from parsl_freetrain.training.comm.part_writers import PartWriters
 from parsl_freetrain.training.loop.background import Background
 from parsl_freetrain.training.loop.handover_send import Leaving
 from parsl_freetrain.training.process.channel import Channel
@@ -35,8 +36,8 @@ _STEPS = 8
 
 
 class Checkpointer:
-    """Decides when to save and when to stop, and saves the checkpoints of one fragment. Only rank 0
-    writes them.
+    """Decides when to save and when to stop, and saves the checkpoints of one fragment. Rank 0
+    writes them, or all ranks together.
 
     A checkpoint during training is a copy of the state, which a thread writes while training
     continues. There is one such thread at a time. Its errors are raised at the next step.
@@ -45,6 +46,8 @@ class Checkpointer:
     ----------
     leaving
         Leaves the state in memory when the fragment stops; None: the state is not left there.
+    writers
+        The ranks that write together; None: rank 0 writes alone.
     """
 
     def __init__(
@@ -54,12 +57,15 @@ class Checkpointer:
         channel: Channel[ToRank],
         last: Checkpoint | None,
         leaving: Leaving | None = None,
+        writers: PartWriters | None = None,
     ) -> None:
         self._store = store
         self._order = order
         self._channel = channel
         self._background = Background('checkpoint')
         self._leaving = leaving
+        self._writers = writers
+        self._save = 0
         self._stepped_at = 0.0
         self._snapshots = Snapshots()
         self._saved_at = time.monotonic()
@@ -90,6 +96,8 @@ class Checkpointer:
         self, how: Ending, error: RankError | None, samples: int, metrics: Mapping[str, float]
     ) -> Outcome:
         """The last message of the rank. Waits for a checkpoint that is being written."""
+        if self._writers is not None and how not in ('finished', 'stopped'):
+            self._writers.peer_lost()
         last = self.settled()
         return Outcome(
             how,
@@ -145,8 +153,10 @@ class Checkpointer:
         state, numbers = self._collected(collect), dict(metrics)
         if state is not None:
             copied = self._snapshots.take(state)
-            pause_s = time.monotonic() - began
-            self._background.start(lambda: self._commit(copied, samples, numbers, lambda: pause_s))
+            pause_s, save = time.monotonic() - began, self._save
+            self._background.start(
+                lambda: self._commit(copied, save, samples, numbers, lambda: pause_s)
+            )
         self._count_from_here()
 
     def save_now(
@@ -171,7 +181,7 @@ class Checkpointer:
         began = time.monotonic()
         state = self._collected(collect)
         if state is not None:
-            self._commit(state, samples, metrics, lambda: time.monotonic() - began)
+            self._commit(state, self._save, samples, metrics, lambda: time.monotonic() - began)
         self._count_from_here()
 
     def save_and_stop(
@@ -190,7 +200,9 @@ class Checkpointer:
         if state is not None:
             if leaving is not None:
                 self._background.start(lambda: leaving.leave(state, samples))
-            self._commit(state, samples, metrics, lambda: time.monotonic() - began, tidy=False)
+            self._commit(
+                state, self._save, samples, metrics, lambda: time.monotonic() - began, tidy=False
+            )
             self._background.wait()
         if leaving is not None:
             leaving.take(samples)
@@ -207,7 +219,14 @@ class Checkpointer:
 
     def _collected(self, collect: Callable[[], State | None]) -> State | None:
         self._background.wait()
-        return collect()
+        if self._writers is None:
+            return collect()
+        self._save = self._writers.begin()
+        try:
+            return collect()
+        except BaseException as error:
+            self._writers.refuse(self._save, error)
+            raise
 
     def _count_from_here(self) -> None:
         self._saved_at = time.monotonic()
@@ -216,23 +235,39 @@ class Checkpointer:
     def _commit(
         self,
         state: State,
+        save: int,
         samples: int,
         metrics: Mapping[str, float],
         pause_s: Callable[[], float],
         *,
         tidy: bool = True,
     ) -> None:
-        began = time.monotonic()
+        began, writers = time.monotonic(), self._writers
         try:
+            if writers is not None and writers.rank > 0:
+                writers.follow(save, state)
+                self._longest_s = max(self._longest_s, time.monotonic() - began)
+                return  # rank 0 commits and tells
             self.last = self._store.save(
-                state.write, samples=samples, fragment=self._order.fragment, metrics=metrics
+                state.write
+                if writers is None
+                else lambda folder: writers.lead(save, folder, state),
+                samples=samples,
+                fragment=self._order.fragment,
+                metrics=metrics,
             )
         except OSError as error:
+            if writers is not None:
+                writers.refuse(save, error)
             raise FreeTrainError(
                 f'The checkpoint of trainer {self._order.trainer!r} at {samples} samples '
                 'cannot be written to '
                 f'{self._order.store} ({error.strerror or error}); the one before is still there.'
             ) from error
+        except BaseException as error:
+            if writers is not None:
+                writers.refuse(save, error)
+            raise
         seconds = time.monotonic() - began
         self._longest_s = max(self._longest_s, seconds)
         self._channel.send(

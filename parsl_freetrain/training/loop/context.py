@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.box import local
 from parsl_freetrain.training.checkpoint.state import (
     Position,
+    Saved,
     check_averages,
     check_position,
     restore,
@@ -26,12 +28,14 @@ from parsl_freetrain.training.loop.hooks import Hooks, MovingAverage, run_all
 from parsl_freetrain.training.loop.parts import BatchSource, Model, RankParts
 from parsl_freetrain.training.loop.training_loop import TrainingLoop
 from parsl_freetrain.training.loop.turn_guard import TurnGuard, modules_among
+from parsl_freetrain.training.parallel.sharded import shard_model
 from parsl_freetrain.training.spec.messages import Ending, Outcome, RankError, TotalSamples
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled
 from parsl_freetrain.training.spec.on_nan import NonFinitePolicy
 from parsl_freetrain.training.steps import lr
 from parsl_freetrain.training.steps.modes import make_steps
 from parsl_freetrain.training.steps.nonfinite import Watch
+from parsl_freetrain.training.steps.sharded import check_sharded
 
 
 class FragmentContext(FragmentView):
@@ -45,6 +49,39 @@ class FragmentContext(FragmentView):
         self._hooks = Hooks()
         self._model: Model | None = None
         self._loop: TrainingLoop | None = None
+
+    def shard(
+        self,
+        model: torch.nn.Module,
+        *,
+        blocks: Sequence[type[torch.nn.Module]] = (),
+        plan: Mapping[str, Any] | None = None,
+        precision: Any = None,
+        initialise: Callable[[torch.nn.Module], None] | None = None,
+    ) -> torch.nn.Module:
+        """Divide a model's parameters as :attr:`shape` says. Call it before the optimizer is made.
+
+        Parameters and errors are those of
+        :func:`parsl_freetrain.training.parallel.sharded.shard_model`.
+        """
+        if not self._division.sharded:
+            raise BadInput(
+                f'Trainer {self.trainer!r} calls ctx.shard, and none of its shapes divides the '
+                'parameters: state them, such as sizes={1: Shape(), 2: Shape(shard=2)}.'
+            )
+        if self._saved is None:
+            self._division.make_equal((t.data for t in model.state_dict().values()), self._peers)
+        return shard_model(
+            model,
+            self.mesh,
+            self.device,
+            self._order.spec.mode.seed,
+            blocks=blocks,
+            plan=plan,
+            precision=precision,
+            initialise=initialise,
+            saved=self._saved is not None,
+        )
 
     def prepare(
         self,
@@ -83,8 +120,11 @@ class FragmentContext(FragmentView):
         prepared = sort_out(things, named=self._division.stated)
         for model in prepared.models:
             model.to(self.device)
+        if self._division.sharded:
+            check_sharded(prepared, self._division, self._order.spec.mode)
         if self._saved is not None:
-            restore(prepared, self._saved, parts=self._division.pipelined)
+            saved = self._saved.load(prepared)
+            restore(prepared, saved, parts=self._division.pipelined)
         else:
             self._division.make_equal((tensor.data for tensor in prepared.tensors()), self._peers)
         watch = Watch(prepared)
@@ -104,7 +144,7 @@ class FragmentContext(FragmentView):
         steps.before_step.append(lambda: run_all(self._hooks.before_step))
         self._model = Model(prepared, self._division, steps, watch, self._hooks)
         self._checkpointer.expect(
-            3 * sum(tensor.nbytes for tensor in prepared.tensors()),
+            3 * sum(local(tensor).nbytes for tensor in prepared.tensors()),
             self._saved.position.checkpoint_s if self._saved is not None else 0.0,
         )
         of = {
@@ -157,11 +197,11 @@ class FragmentContext(FragmentView):
         source = model.module if isinstance(model, DistributedDataParallel) else model
         if not any(source is one for one in self._model.prepared.models):
             raise BadInput('ctx.ema was given a model that was not given to ctx.prepare.')
-        if self._division.pipelined:
-            raise BadInput('ctx.ema cannot average a model that is divided into stages.')
+        if self._division.pipelined or self._division.sharded:
+            raise BadInput('ctx.ema cannot average a model that is divided among ranks.')
         average = MovingAverage(source, decay)
         averages = (*self._model.prepared.averages, average.model)
-        if self._saved is not None:
+        if isinstance(self._saved, Saved):
             restore_average(average.model, self._saved, len(averages) - 1)
         self._model = replace(
             self._model, prepared=replace(self._model.prepared, averages=averages)
@@ -214,7 +254,7 @@ class FragmentContext(FragmentView):
                 'in it.'
             )
         check_schedulers(self._model.prepared)
-        if self._saved is not None:
+        if isinstance(self._saved, Saved):
             check_averages(self._saved, self._model.prepared.averages)
         size = size_of(dataset)
         total_samples = self._order.spec.total_samples
@@ -282,7 +322,7 @@ class FragmentContext(FragmentView):
                 f'and state a smaller total if that is enough.'
             )
         changed = self.is_main and self._state.extras() != self._state.saved_extras
-        if self._division.pipelined:
+        if self._division.pipelined or self._division.sharded:
             changed = bool(self._peers.largest((changed,))()[0])
         if changed:
             self._checkpointer.save_now(self._loop.to_save, self.samples, self._state.metrics)

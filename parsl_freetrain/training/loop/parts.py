@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.state import Saved
+from parsl_freetrain.training.checkpoint.state import Source
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.comm.collectives import Peers
 from parsl_freetrain.training.comm.inbox import Inbox
@@ -50,7 +50,7 @@ class RankParts:
     inbox: Inbox
     checkpointer: Checkpointer
     device: torch.device
-    saved: Saved | None
+    saved: Source | None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
+from parsl_freetrain.training.checkpoint.manifest import Damaged
 from parsl_freetrain.training.checkpoint.state import read_state
 from parsl_freetrain.training.checkpoint.store import Fenced, PosixCheckpointStore
 from parsl_freetrain.training.comm.collectives import Peers, is_peer_loss, join
@@ -26,6 +27,7 @@ from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.handover_receive import receive
 from parsl_freetrain.training.loop.handover_send import Leaving
 from parsl_freetrain.training.loop.parts import RankParts
+from parsl_freetrain.training.loop.sharded_start import begin_sharded
 from parsl_freetrain.training.loop.standby_context import StandbyContext, StandbyPlace
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.messages import Ending, Outcome, RankError, ToRank
@@ -139,6 +141,8 @@ def _parts(
     device: torch.device,
 ) -> RankParts:
     store = PosixCheckpointStore(Path(order.store), order.trainer, hook=saving)
+    if order.spec.sharded:
+        return begin_sharded(order, place, peers, channel, inbox, device, store)
     handed = order.handover
     saved = receive(handed, order.trainer, peers) if handed is not None else None
     latest = None
@@ -172,6 +176,8 @@ def _ending(raised: BaseException, context: FragmentContext | None, place: RankP
         return 'stopped'
     if isinstance(raised, Fenced):
         return 'fenced'
+    if isinstance(raised, Damaged):
+        return 'peer-lost'  # the checkpoint is set aside, and the next fragment uses the one before
     return 'peer-lost' if place.world_size > 1 and is_peer_loss(raised) else 'error'
 
 

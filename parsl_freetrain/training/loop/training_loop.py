@@ -9,6 +9,7 @@ from itertools import tee
 from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.sharded_state import Opened, divided
 from parsl_freetrain.training.checkpoint.state import (
     Position,
     State,
@@ -196,7 +197,7 @@ class TrainingLoop:
             f'Going back from {self._state.samples} samples to checkpoint {path}: numbers were '
             'not finite'
         )
-        saved = read_state(path)
+        saved = Opened(path).load(self._prepared) if self._division.sharded else read_state(path)
         restore(self._prepared, saved, parts=self._division.pipelined)
         self._state.user.clear()
         self._state.user.update(saved.position.user)
@@ -240,17 +241,18 @@ class TrainingLoop:
             raise BadInput(self._policy.sentence(self._fine_at, self._state.samples))
         extras = self._state.extras() if self._is_main else ''
         content = self._division.join(content_of(self._prepared, named=self._division.stated))
-        if not self._is_main:
+        if not self._is_main and not self._division.sharded:
             return None
         self._state.saved_extras = extras
-        return collect(
+        state = collect(
             content,
             Position(
                 **{
                     **vars(self._position),
                     'samples': self._state.samples,
                     'checkpoint_s': self._checkpointer.longest_s,
-                    'user': self._state.user,
+                    'user': self._state.user if self._is_main else {},
                 }
             ),
         )
+        return divided(state, self._division.mesh, self._rank) if self._division.sharded else state

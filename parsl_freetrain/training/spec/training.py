@@ -17,7 +17,7 @@ from parsl_freetrain.core.model.types import (
     Shape,
     Trainer,
 )
-from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
+from parsl_freetrain.training.spec.mode import ADASUM, Reproducible, Scaled, Throughput
 from parsl_freetrain.training.spec.on_nan import STOP
 from parsl_freetrain.training.spec.retention import Checkpoints
 
@@ -257,6 +257,11 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         return self.goal.count if isinstance(self.goal, Epochs) else None
 
     @property
+    def sharded(self) -> bool:
+        """Whether a shape divides the parameters. Then all ranks write checkpoints in any shape."""
+        return any(shape.sharded for shape in self.shapes.values())
+
+    @property
     def shards(self) -> int:
         """Number of virtual shards of the global batch; 0: not in reproducible mode."""
         return (self.mode.shards or 0) if isinstance(self.mode, Reproducible) else 0
@@ -296,6 +301,9 @@ def check_shape(shape: Shape, mode: Reproducible | Throughput | Scaled, where: s
     """
     if math.prod(shape.sizes[1:]) == 1:
         return
+    if shape.sharded:
+        _check_sharded(shape, mode, where)
+        return
     if not isinstance(mode, Throughput):
         raise BadInput(
             f'{where}: the shape {shape} divides more than the data, and the mode is {mode}; say '
@@ -306,6 +314,28 @@ def check_shape(shape: Shape, mode: Reproducible | Throughput | Scaled, where: s
             f'{where}: on_nan is {mode.on_nan!r}, but a single stage of a pipeline cannot '
             'leave out a step; '
             "say on_nan='stop', or give shapes without a pipeline."
+        )
+
+
+def _check_sharded(shape: Shape, mode: Reproducible | Throughput | Scaled, where: str) -> None:
+    if math.prod(shape.spatial) * shape.pipeline > 1:
+        raise BadInput(
+            f'{where}: the shape divides the parameters (shard {shape.shard}, tensor '
+            f'{shape.tensor}) and also space or stages; say either.'
+        )
+    if isinstance(mode, Scaled) and mode.combine == ADASUM:
+        raise BadInput(
+            f"{where}: combine='adasum' needs whole gradients, and in the shape {shape} no rank "
+            "has them; say combine='mean'."
+        )
+    if not isinstance(mode, Reproducible):
+        return
+    shards, divided = mode.shards or 0, shape.shard & (shape.shard - 1)
+    if divided or shards % shape.batch_parts:
+        raise BadInput(
+            f'{where}: for a reproducible sum, shard must be a power of two, and data x shard '
+            f'must divide the {shards} virtual shards; shard is {shape.shard}, and data x shard '
+            f'is {shape.batch_parts}.'
         )
 
 

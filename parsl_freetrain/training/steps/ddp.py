@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -18,9 +19,11 @@ from parsl_freetrain.training.comm.collectives import Peers
 from parsl_freetrain.training.comm.consensus import Agreement
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.data.order import GlobalBatch, split_for_ranks
+from parsl_freetrain.training.steps import row_norm
 from parsl_freetrain.training.steps.adasum import combine
 from parsl_freetrain.training.steps.mesh import Division
 from parsl_freetrain.training.steps.nonfinite import NEVER, Blame, Guard
+from parsl_freetrain.training.steps.sharded import MeanOfParts, fsdp_modules
 
 
 class ThroughputSteps:
@@ -79,12 +82,17 @@ class ThroughputSteps:
                 'ctx.prepare was given a gradient scaler, but a rank of a pipeline cannot skip a '
                 'step that the others take: use bfloat16, which needs no scaler.'
             )
+        self._mean = (
+            MeanOfParts(prepared.models, division, self._blame.note)
+            if fsdp_modules(prepared.models)
+            else None
+        )
         # Hooks run in the order of their registration. Averaging comes first, so all ranks check
         # and clip the same gradient.
         if self._at_step:
             for optimizer in prepared.optimizers:
                 optimizer.register_step_pre_hook(self._average)
-        self._guard = Guard(prepared.optimizers)
+        self._guard = Guard(prepared.optimizers, self._anywhere)
         self.before_step: list[Callable[[], object]] = []
         self.stepped = any(scaler.is_enabled() for scaler in prepared.scalers)  # it may skip steps
         self._hooks_ran = False
@@ -92,7 +100,11 @@ class ThroughputSteps:
             optimizer.register_step_pre_hook(self._run_hooks)
         if clip_grad_norm is not None:
             for optimizer in prepared.optimizers:
-                optimizer.register_step_pre_hook(_clipping(clip_grad_norm))
+                optimizer.register_step_pre_hook(
+                    _clipping(clip_grad_norm)
+                    if self._mean is None
+                    else _clipping_parts(clip_grad_norm, division.mesh)
+                )
         self.models = tuple(
             self._wrapped(model, find_unused_parameters) for model in prepared.models
         )
@@ -116,7 +128,7 @@ class ThroughputSteps:
         """The one turn of this rank. A rank without samples trains one with weight 0, since DDP
         needs all ranks.
         """
-        own = split_for_ranks(batch.indices, self._division.shape.data, self._division.data_rank)
+        own = split_for_ranks(batch.indices, self._division.parts, self._division.data_rank)
         weight = len(own) / len(batch.indices)
         return [
             MicroBatch(
@@ -138,7 +150,9 @@ class ThroughputSteps:
         self._weight = turn.weight
         self._hooks_ran = False
         self._blame.next_step()
-        if not self._at_step:
+        if self._mean is not None:
+            self._mean.weight = turn.weight
+        elif not self._at_step:
             self._count_gradients(turn.weight)
         if self._guard.on:
             self._guard.bad = False
@@ -170,6 +184,12 @@ class ThroughputSteps:
         self._blame.forget()
         culprits = [str(rank) for rank, step in enumerate(steps) if step == min(steps) < NEVER]
         return f', on rank {", ".join(culprits)}' if culprits else ''
+
+    def _anywhere(self, bad: bool) -> bool:
+        """Whether a gradient is not finite on any rank; with parts of gradients, a rank sees only
+        its own.
+        """
+        return bad if self._mean is None else bool(self._peers.largest((bad,))()[0])
 
     def _count_gradients(self, weight: float) -> None:
         """Weight this rank's gradient by its number of samples, if the ranks have different
@@ -207,7 +227,7 @@ class ThroughputSteps:
                 hook()
 
     def _wrapped(self, model: torch.nn.Module, find_unused_parameters: bool) -> torch.nn.Module:
-        alone = self._division.shape.data == 1 or self._at_step
+        alone = self._division.shape.data == 1 or self._at_step or self._mean is not None
         if alone or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         # With views, gradients need not be copied to and from the buffers that are exchanged.
@@ -253,6 +273,13 @@ class ThroughputSteps:
             )
         )
         return done
+
+
+def _clipping_parts(norm: float, mesh: DeviceMesh) -> Callable[..., None]:
+    def clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        row_norm.clip([p for group in optimizer.param_groups for p in group['params']], mesh, norm)
+
+    return clip
 
 
 def _clipping(norm: float) -> Callable[..., None]:

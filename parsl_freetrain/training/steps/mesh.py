@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import MESH, Shape
@@ -34,8 +35,10 @@ class Division:
         The shape in the order; if there is none, every rank trains its own samples.
     stated
         Whether the order has a shape. The trainer may then continue in another one.
-    data_rank
-        Number of this rank's part of a global batch, from 0.
+    sharded
+        Whether a shape of the trainer divides the parameters.
+    parts, data_rank
+        Number of parts of a global batch, and the number of this rank's part, from 0.
 
     Raises
     ------
@@ -54,7 +57,9 @@ class Division:
             )
         check_shape(self.shape, order.spec.mode, where)
         self._rank, self._device, self._hang_s = place.rank, device, order.hang_s
-        self.data_rank = place.rank * self.shape.data // self.shape.ranks
+        self.sharded = order.spec.sharded
+        self.parts = self.shape.batch_parts
+        self.data_rank = place.rank * self.parts // self.shape.ranks
 
     @property
     def pipelined(self) -> bool:
@@ -64,14 +69,14 @@ class Division:
     @property
     def grouped(self) -> bool:
         """Whether several ranks train the same samples."""
-        return self.shape.ranks > self.shape.data
+        return self.shape.ranks > self.parts
 
     @property
     def saves(self) -> bool:
-        """Whether this rank gives a part of a checkpoint: the first data and spatial part of each
-        stage does.
+        """Whether this rank gives a part of a checkpoint: each rank of a sharded trainer, else the
+        first data and spatial part of each stage.
         """
-        return self._rank < self.shape.pipeline
+        return self.sharded or self._rank < self.shape.pipeline
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -92,14 +97,17 @@ class Division:
         return self.mesh.get_group('data') if self.grouped else None
 
     def make_equal(self, tensors: Iterable[torch.Tensor], peers: Peers) -> None:
-        """Overwrite tensors with those of the first rank that holds the same ones."""
+        """Overwrite tensors with those of the first rank that holds the same ones. Tensors that are
+        divided among ranks, or have no values yet, are left as they are.
+        """
+        tensors = [t for t in tensors if not (isinstance(t, DTensor) or t.is_meta)]
         if not self.pipelined:
             peers.broadcast(tensors)
             return
         groups = [
             self.mesh.get_group(what)
-            for what, size in zip(MESH[:-1], self.shape.sizes, strict=False)
-            if size > 1
+            for what, size in zip(MESH, self.shape.sizes, strict=True)
+            if size > 1 and what != 'pipeline'
         ]
         for tensor in tensors:
             for group in groups:
@@ -135,6 +143,7 @@ def _receive(stage: int, group: ProcessGroup) -> dict[str, Any]:
     data = torch.empty(int(size), dtype=torch.uint8, device='cpu')
     dist.recv(data, group=group, group_src=stage)
     state = unpack(data)
+    assert state.structure is not None
     return put_together(state.tensors, state.structure)
 
 

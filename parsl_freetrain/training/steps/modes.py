@@ -16,6 +16,7 @@ from parsl_freetrain.training.spec.order import FragmentOrder
 from parsl_freetrain.training.steps.ddp import ThroughputSteps
 from parsl_freetrain.training.steps.mesh import Division
 from parsl_freetrain.training.steps.reproducible import ReproducibleSteps
+from parsl_freetrain.training.steps.sharded_reproducible import ShardedReproducibleSteps
 
 
 class Steps(Protocol):
@@ -71,6 +72,10 @@ def make_steps(
 ) -> Steps:
     """The implementation of the order's mode."""
     mode = order.spec.mode
+    if isinstance(mode, Reproducible) and division.sharded:
+        return ShardedReproducibleSteps(
+            prepared, peers, division, order.spec.shards, clip_grad_norm, device
+        )
     if isinstance(mode, Reproducible):
         return ReproducibleSteps(prepared, peers, order.spec.shards, clip_grad_norm, device)
     return ThroughputSteps(

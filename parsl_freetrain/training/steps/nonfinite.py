@@ -10,6 +10,7 @@ from time import monotonic
 import torch
 from torch.nn.utils import get_total_norm
 
+from parsl_freetrain.training.checkpoint.box import local
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 
 LOOK_EVERY_S = 0.25
@@ -20,7 +21,7 @@ NEVER = 2**62
 def all_finite(tensors: Iterable[torch.Tensor | None]) -> bool:
     """Whether all elements are finite. Waits for the device. None and integers count as finite."""
     found = [
-        t._values() if t.layout is torch.sparse_coo else t
+        t._values() if t.layout is torch.sparse_coo else local(t)
         for t in tensors
         if t is not None and t.is_floating_point()
     ]
@@ -71,7 +72,7 @@ class Blame:
         for model in models:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             if trained:
-                min(trained, key=lambda parameter: parameter.numel()).register_hook(self._note)
+                min(trained, key=lambda parameter: parameter.numel()).register_hook(self.note)
 
     def next_step(self) -> None:
         """Call when a step begins."""
@@ -86,7 +87,8 @@ class Blame:
         """Forget all steps so far."""
         self._sums.clear()
 
-    def _note(self, gradient: torch.Tensor) -> None:
+    def note(self, gradient: torch.Tensor) -> None:
+        """Look at a gradient of this rank."""
         gradient = gradient.detach()
         values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
         self._sums.append(
@@ -108,25 +110,37 @@ class Guard:
         Whether it checks at all. Each check reads every gradient and waits for the device.
     bad
         Whether a step was skipped since this was last set to False.
+
+    Parameters
+    ----------
+    anywhere
+        Says whether any rank has found one, if a rank sees only parts of gradients.
     """
 
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self,
+        optimizers: Iterable[torch.optim.Optimizer],
+        anywhere: Callable[[bool], bool] = lambda bad: bad,
+    ) -> None:
         self.on = False
         self.bad = False
+        self._anywhere = anywhere
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._look)
 
     def _look(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self.on and drop_bad_gradients(optimizer):
+        if self.on and drop_bad_gradients(optimizer, self._anywhere):
             self.bad = True
 
 
-def drop_bad_gradients(optimizer: torch.optim.Optimizer) -> bool:
+def drop_bad_gradients(
+    optimizer: torch.optim.Optimizer, anywhere: Callable[[bool], bool] = lambda bad: bad
+) -> bool:
     """If a gradient is not finite, remove all gradients of the optimizer, so that its step does
     nothing. Returns whether it did so.
     """
     parameters = [p for group in optimizer.param_groups for p in group['params']]
-    if all_finite(p.grad for p in parameters):
+    if not anywhere(not all_finite(p.grad for p in parameters)):
         return False
     for parameter in parameters:
         parameter.grad = None

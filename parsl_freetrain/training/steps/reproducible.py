@@ -57,6 +57,9 @@ class ReproducibleSteps:
             shards_of_rank(shards, peers.world_size, rank) for rank in range(peers.world_size)
         ]
         self._mine = ranges[peers.rank]
+        # In a turn, ranks that divide parameters take neighbouring shards: how many, and which of
+        # them this rank takes.
+        self._width, self._place = 1, 0
         self._covers = [self._tree.cover(shards_) for shards_ in ranges]
         parameters: dict[int, torch.nn.Parameter] = {}
         self._of_optimizer: list[set[int]] = []
@@ -125,14 +128,20 @@ class ReproducibleSteps:
         return self._prepared.models
 
     def turns(self, batch: GlobalBatch) -> list[MicroBatch]:
-        """The turns of this rank for a global batch: one for each of its shards that is not
-        empty.
+        """The turns of this rank for a global batch: one for each of its shards that is not empty
+        or has a neighbour in the same turn that is not.
         """
         parts = shard(batch.indices, self._shards)
         return [
-            MicroBatch(tuple(parts[s]), batch.samples_before, s, len(parts[s]) / len(batch.indices))
-            for s in self._mine
-            if parts[s]
+            MicroBatch(
+                tuple(parts[s] or batch.indices[:1]),
+                batch.samples_before,
+                s,
+                len(parts[s]) / len(batch.indices),
+            )
+            for node in self._nodes()
+            for s in (node[0] + self._place,)
+            if any(parts[slice(*node)])
         ]
 
     @torch.no_grad()
@@ -140,9 +149,9 @@ class ReproducibleSteps:
         """Call before the turns of a global batch. Steps are always guarded in this mode."""
         self._sizes = tuple(len(part) for part in shard(batch.indices, self._shards))
         self._sums = {}
-        for s in self._mine:
-            if not self._sizes[s]:
-                self._tree.add(self._sums, (s, s + 1), None, Contribution.plus)
+        for node in self._nodes():
+            if not any(self._sizes[slice(*node)]):
+                self._tree.add(self._sums, node, None, Contribution.plus)
         self._before = [buffer.clone() for buffer in self._buffers]
         self._integers_before = [buffer.clone() for buffer in self._integers]
 
@@ -173,7 +182,8 @@ class ReproducibleSteps:
                 )
         layout.put_buffers(self._own, self._before, turn.weight)
         layout.put_steps(self._own, self._stepped, self._scheduled, turn.weight)
-        self._tree.add(self._sums, (turn.part, turn.part + 1), self._own, Contribution.plus)
+        self._complete()
+        self._tree.add(self._sums, self._node_of(turn), self._own, Contribution.plus)
         self._turn = None
 
     @torch.no_grad()
@@ -182,10 +192,9 @@ class ReproducibleSteps:
         Returns the maximum of all ranks' wishes.
         """
         layout = self._layout
-        alone = self._peers.world_size == 1
         # Checked before the sum over all ranks, which hides the culprit.
         bad = not all(own is None or layout.is_finite(own) for own in self._sums.values())
-        decision, culprits = (wish(), [0] * bad) if alone else self._exchange(wish(), bad)
+        decision, culprits = self._exchange(wish(), bad)
         total = self._tree.total(self._sums, Contribution.plus)
         assert total is not None
         self._sums = {}
@@ -202,9 +211,7 @@ class ReproducibleSteps:
             for hook in self.before_step:
                 hook()
             if self._clip is not None:
-                torch.nn.utils.clip_grad_norm_(
-                    [p for p in layout.parameters if p.grad is not None], self._clip
-                )
+                self._clip_gradients(self._clip)
             for optimizer, wanted in zip(self._prepared.optimizers, stepped, strict=True):
                 if wanted:
                     optimizer.step()
@@ -212,6 +219,22 @@ class ReproducibleSteps:
             for value in calls:
                 scheduler.step(*(() if value is None else (value,)))
         return decision
+
+    def _nodes(self) -> list[Node]:
+        """The shards of each turn of this rank, with the neighbours that other ranks take."""
+        return [(s, s + self._width) for s in self._mine[:: self._width]]
+
+    def _node_of(self, turn: MicroBatch) -> Node:
+        first = turn.part - self._place
+        return first, first + self._width
+
+    def _complete(self) -> None:
+        """Make the contribution of a turn that of all its shards."""
+
+    def _clip_gradients(self, largest: float) -> None:
+        torch.nn.utils.clip_grad_norm_(
+            [p for p in self._layout.parameters if p.grad is not None], largest
+        )
 
     def _undo_buffers(self) -> None:
         for buffer, old in zip(
@@ -223,6 +246,8 @@ class ReproducibleSteps:
         """Exchange sums with the other ranks. Returns the maximum wish, and the ranks whose sums
         are not finite.
         """
+        if self._peers.world_size == 1:
+            return wish, [0] * bad
         size = self._layout.packed_bytes
         row = torch.zeros(
             _WISH_BYTES + size * max(map(len, self._covers)), dtype=torch.uint8, device=self._device
@@ -259,7 +284,8 @@ class ReproducibleSteps:
             with torch.no_grad():
                 for i, parameter in enumerate(layout.parameters):
                     if id(parameter) in self._of_optimizer[number]:
-                        layout.put_gradient(self._own, i, turn.weight)
+                        # FSDP has weighted the gradients that it has added up.
+                        layout.put_gradient(self._own, i, 1.0 if self._width > 1 else turn.weight)
 
         return hand_over
 

@@ -12,6 +12,7 @@ from functools import reduce
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.box import divided_like, local
 
 
 @dataclass
@@ -74,7 +75,7 @@ class Layout:
             )
         self._starts = [0]
         for tensor in (*self.parameters, *self.buffers):
-            self._starts.append(self._starts[-1] + tensor.numel())
+            self._starts.append(self._starts[-1] + local(tensor).numel())
         at = self._starts[-1]
         ends = []
         for count in (
@@ -116,6 +117,7 @@ class Layout:
                 'with sparse=False, or use '
                 'throughput mode.'
             )
+        gradient = local(gradient)
         torch.mul(gradient.to(self._dtype), weight, out=self._piece(into, index, gradient.shape))
         into.sums[self._has_grad[0] + index] = 1
 
@@ -166,8 +168,11 @@ class Layout:
         """Set the parameters' gradients to the sums, or to None where no shard had one."""
         present = total.sums[slice(*self._has_grad)].tolist()
         for i, parameter in enumerate(self.parameters):
+            own = local(parameter)
             parameter.grad = (
-                self._piece(total, i, parameter.shape).to(parameter.dtype) if present[i] else None
+                divided_like(self._piece(total, i, own.shape).to(own.dtype), parameter)
+                if present[i]
+                else None
             )
 
     def take_buffers(self, total: Contribution, before: Sequence[torch.Tensor]) -> None:
@@ -200,6 +205,10 @@ class Layout:
             for count, weight, value in zip(counts, weights, values, strict=True)
         ]
         return stepped, scheduled
+
+    def values(self, contribution: Contribution) -> torch.Tensor:
+        """The weights and weighted sums of the values of schedulers' steps."""
+        return contribution.sums[self._with_value[0] : self._values[1]]
 
     def _piece(self, contribution: Contribution, index: int, shape: torch.Size) -> torch.Tensor:
         return contribution.sums[self._starts[index] : self._starts[index + 1]].view(shape)

@@ -23,7 +23,7 @@ class ByAThread(PosixCheckpointStore):
 
     def save(
         self,
-        write: Callable[[Path], None],
+        write: Callable[[Path], Mapping[str, tuple[str, ...]] | None],
         *,
         samples: int,
         fragment: int,

@@ -1,160 +1,139 @@
-"""What was saved by any number of ranks is loaded by any other number."""
+"""What was written by any number of ranks is read by any other number, each its own part."""
 
 from __future__ import annotations
 
-import json
+import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from parsl_freetrain.training.checkpoint.dcp import load, load_all, save
-from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
-from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
-from tests.support.ranks import finish, order, ranks
+from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.training.checkpoint import blocks as hashing
+from parsl_freetrain.training.checkpoint.box import Box
+from parsl_freetrain.training.checkpoint.manifest import Damaged, commit, verify, write_manifest
+from parsl_freetrain.training.checkpoint.part_reader import PartReader
+from parsl_freetrain.training.checkpoint.parts import (
+    Part,
+    read_table_of_part,
+    write_part,
+    write_table,
+    write_table_of_part,
+)
 
-SAVERS = 4
+SHAPES = {'rows': (13, 5), 'cube': (6, 7, 4), 'bias': (9,), 'number': (), 'none': (0, 3)}
+BLOCK = 100
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that end within rows."""
+    monkeypatch.setattr(hashing, 'BLOCK', BLOCK)
 
 
 def whole() -> dict[str, torch.Tensor]:
-    """What each rank can work out; lengths that no number of ranks divides."""
     made = torch.Generator().manual_seed(1)
-    return {
-        'rows': torch.randn(13, 5, generator=made),
-        'columns': torch.randn(3, 11, generator=made),
-        'replicated': torch.randn(6, generator=made),
-    }
+    return {name: torch.randn(shape, generator=made) for name, shape in SHAPES.items()}
 
 
-def sharded(ctx: FragmentContext, *, fill: bool) -> dict[str, Any]:
+def boxes(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
+    """A tensor cut into this number of parts in each dimension, as torch's chunk cuts."""
+    cuts = []
+    for length, number in zip(shape, (*parts, 1, 1, 1), strict=False):
+        each = -(-length // number)
+        cuts.append([(at, min(each, length - at)) for at in range(0, max(length, 1), max(each, 1))])
+    return [
+        Box(shape, tuple(at for at, _ in cut), tuple(size for _, size in cut))
+        for cut in itertools.product(*cuts)
+    ]
+
+
+def written(folder: Path, writers: int, parts: tuple[int, ...] = (2, 2)) -> dict[str, torch.Tensor]:
+    """A committed checkpoint by this number of writers, which share the parts in turn."""
     full = whole()
-    mesh = init_device_mesh('cpu', (ctx.world_size,))
-    if not fill:
-        full = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
-    return {
-        'rows': distribute_tensor(full['rows'], mesh, [Shard(0)]),
-        'columns': distribute_tensor(full['columns'], mesh, [Shard(1)]),
-        'replicated': full['replicated'].clone(),
-    }
+    shares: list[dict[str, tuple[torch.Tensor, Box]]] = [{} for _ in range(writers)]
+    for name, tensor in full.items():
+        for number, box in enumerate(boxes(SHAPES[name], parts if writers > 1 else ())):
+            view = Box.whole(box.shape).inside(tensor, box)
+            assert name not in shares[number % writers]
+            shares[number % writers][name] = view, box
+    found = []
+    for rank, share in enumerate(shares):
+        tensors = {name: tensor for name, (tensor, _) in share.items()}
+        placed = {name: box for name, (_, box) in share.items()}
+        part = write_part(folder, rank, tensors, placed, {'a': 1} if rank == 0 else None)
+        if rank:
+            part = read_table_of_part(folder, rank, write_table_of_part(folder, rank, part))
+        found.append(part)
+    hashed = write_table(folder, found)
+    write_manifest(folder, trainer='t', samples=1, fragment=1, metrics={}, hashed=hashed)
+    commit(folder)
+    return full
 
 
-def fsdp_state(ctx: FragmentContext, steps: int) -> dict[str, Any]:
-    """Parameters and momenta of a model in FSDP2 shards, after some steps that do not depend on the
-    number of ranks.
-    """
-    torch.manual_seed(2)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-    fully_shard(model, mesh=init_device_mesh('cpu', (ctx.world_size,)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    x = torch.ones(2, 5)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(x).pow(2).sum().backward()
-        optimizer.step()
-    names = dict(model.named_parameters())
-    state: dict[str, Any] = {f'model.{name}': parameter.data for name, parameter in names.items()}
-    for name, parameter in names.items():
-        state[f'optimizer.{name}'] = (
-            optimizer.state[parameter]['momentum_buffer']
-            if steps
-            else torch.zeros_like(parameter.data)
-        )
-    return state
-
-
-def save_sharded(ctx: FragmentContext, folder: Path) -> None:
-    state = {**sharded(ctx, fill=True), **fsdp_state(ctx, 3), 'position': {'samples': 30}}
-    store = PosixCheckpointStore(folder, 'sharded')
-
-    def write(path: Path) -> None:
-        dist.broadcast_object_list([str(path)], src=0)
-        save(path, state, group=dist.group.WORLD)
-
-    if ctx.is_main:
-        store.save(write, samples=30, fragment=1, metrics={})
-    else:
-        told: list[Any] = [None]
-        dist.broadcast_object_list(told, src=0)
-        save(Path(told[0]), state, group=dist.group.WORLD)
-    finish(ctx)
-
-
-def load_sharded(ctx: FragmentContext, path: Path) -> None:
-    state: dict[str, Any] = {**sharded(ctx, fill=False), **fsdp_state(ctx, 0), 'position': None}
-    load(path, state, group=dist.group.WORLD)
-    full = {
-        name: value.full_tensor() if isinstance(value, DTensor) else value
-        for name, value in state.items()
-    }
-    assert full.pop('position') == {'samples': 30}
-    expected = load_all(path)
-    assert expected.pop('position') == {'samples': 30}
-    assert full.keys() == expected.keys()
-    wrong = [name for name in full if not torch.equal(full[name], expected[name])]
-    assert not wrong, wrong
-    finish(ctx)
-
-
-@pytest.fixture(scope='module')
-def checkpoint(warm: WarmParent, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp('sharded')
-    with ranks(
-        warm, order(folder, total_samples=4), SAVERS, folder, save_sharded, folder / 'sharded'
-    ) as gang:
-        outcomes = gang.run()
-    assert [outcome.how for outcome in outcomes] == ['finished'] * SAVERS, outcomes
-    found = PosixCheckpointStore(folder / 'sharded', 'sharded').latest()
-    assert found is not None
-    return Path(found.path)
-
-
-def test_every_rank_writes_its_part_and_nobody_writes_twice(checkpoint: Path) -> None:
-    names = {path.name for path in checkpoint.iterdir()}
-    assert {f'rank-{rank}.safetensors' for rank in range(SAVERS)} <= names
-    table = json.loads((checkpoint / 'tensors.json').read_text())['tensors']
-    assert len(table['rows']['chunks']) == SAVERS
-    assert len(table['replicated']['chunks']) == 1
-    data = sum(path.stat().st_size for path in checkpoint.glob('*.safetensors'))
-    assert (
-        data
-        < 2
-        * sum(
-            tensor.nbytes
-            for tensor in load_all(checkpoint).values()
-            if isinstance(tensor, torch.Tensor)
-        )
-        + 8000
-    )
-
-
-def test_one_process_reads_it_all(checkpoint: Path) -> None:
-    loaded = load_all(checkpoint)
-    for name, tensor in whole().items():
-        assert torch.equal(loaded[name], tensor)
-    assert loaded['model.0.weight'].shape == (7, 5)
-    assert any(
-        tensor.abs().max() > 0 for name, tensor in loaded.items() if name.startswith('optimizer.')
-    )
-
-
-@pytest.mark.parametrize('world_size', [2, 3, 5])
-def test_other_numbers_of_ranks_read_their_shards(
-    warm: WarmParent, checkpoint: Path, tmp_path: Path, world_size: int
+@pytest.mark.parametrize('writers', [1, 4])
+@pytest.mark.parametrize('parts', [(1,), (2,), (8,), (3, 2), (1, 3, 2)], ids=str)
+def test_any_parts_are_read_whoever_wrote_them(
+    tmp_path: Path, writers: int, parts: tuple[int, ...]
 ) -> None:
-    with ranks(
-        warm,
-        order(tmp_path, total_samples=4, shards=5),
-        world_size,
-        tmp_path,
-        load_sharded,
-        checkpoint,
-    ) as gang:
-        outcomes = gang.run()
-    assert [outcome.how for outcome in outcomes] == ['finished'] * world_size, outcomes
+    full = written(tmp_path, writers)
+    assert verify(tmp_path).blocks.keys() >= {'rank-0.safetensors', 'rank-0-0.pt'}
+    for name, tensor in full.items():
+        for box in boxes(SHAPES[name], parts):
+            reader = PartReader(tmp_path, verify=True)
+            found = reader.read({name: box})[name]
+            assert torch.equal(found, Box.whole(box.shape).inside(tensor, box)), (name, box)
+    assert PartReader(tmp_path, verify=True).structure() == {'a': 1}
+
+
+def test_a_reader_reads_the_rows_that_it_needs(tmp_path: Path) -> None:
+    written(tmp_path, 1)
+    reader = PartReader(tmp_path, verify=False)
+    reader.read({'cube': Box((6, 7, 4), (2, 0, 0), (1, 7, 4))})
+    assert reader.bytes_read == 7 * 4 * 4
+    reader = PartReader(tmp_path, verify=True)
+    reader.read({'cube': Box((6, 7, 4), (2, 0, 0), (1, 7, 4))})
+    assert reader.bytes_read <= 3 * BLOCK
+
+
+def test_a_flipped_byte_is_found_by_who_reads_its_block_and_by_nobody_else(tmp_path: Path) -> None:
+    full = written(tmp_path, 1)
+    file = tmp_path / 'rank-0.safetensors'
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    reader = PartReader(tmp_path, verify=True)
+    assert torch.equal(reader.whole('rows'), full['rows'])
+    last = (len(content) - 1) // BLOCK
+    names = [name for name in SHAPES if name not in ('rows', 'none')]
+    with pytest.raises(Damaged, match=rf'block {last} of rank-0\.safetensors does not have'):
+        for name in names:
+            reader.whole(name)
+    with pytest.raises(Damaged, match=r'rank-0\.safetensors does not have the digest'):
+        verify(tmp_path)
+
+
+def test_a_lost_or_cut_file_is_damage(tmp_path: Path) -> None:
+    written(tmp_path, 4)
+    file = tmp_path / 'rank-2.safetensors'
+    file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(Damaged, match=r'rank-2\.safetensors is shorter'):
+        PartReader(tmp_path, verify=True).whole('rows')
+    file.unlink()
+    with pytest.raises(Damaged, match=r'rank-2\.safetensors cannot be read'):
+        PartReader(tmp_path, verify=True).whole('rows')
+
+
+def test_parts_that_do_not_make_up_a_tensor_are_refused(tmp_path: Path) -> None:
+    half = write_part(tmp_path, 0, {'x': torch.ones(2)}, {'x': Box((4,), (0,), (2,))})
+    with pytest.raises(FreeTrainError, match="written 2 of 4 elements of 'x', so the checkpoint"):
+        write_table(tmp_path, [half])
+
+
+def test_a_table_that_is_not_what_was_written_is_refused(tmp_path: Path) -> None:
+    part: Part = write_part(tmp_path, 1, {'x': torch.ones(2)}, {})
+    digest = write_table_of_part(tmp_path, 1, part)
+    assert read_table_of_part(tmp_path, 1, digest).table == part.table
+    (tmp_path / 'rank-1.json').write_bytes(b'{}')
+    with pytest.raises(FreeTrainError, match=r'rank-1\.json is not what rank 1 wrote'):
+        read_table_of_part(tmp_path, 1, digest)

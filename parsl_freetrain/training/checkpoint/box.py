@@ -1,0 +1,117 @@
+"""Which part of a tensor this rank holds. For torch's DTensors that is a box; of any other tensor
+every rank holds all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor.
+
+    Attributes
+    ----------
+    shape
+        Shape of the whole tensor.
+    offsets, sizes
+        Where the part begins, and how large it is, in each dimension.
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """All of a tensor."""
+        return cls(shape, (0,) * len(shape), shape)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements in the part."""
+        return math.prod(self.sizes)
+
+    def overlap(self, other: Box) -> Box | None:
+        """What is in both parts of one tensor; None: nothing."""
+        begins = tuple(map(max, self.offsets, other.offsets))
+        ends = tuple(
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
+            return None
+        return Box(self.shape, begins, tuple(e - b for b, e in zip(begins, ends, strict=True)))
+
+    def inside(self, tensor: torch.Tensor, part: Box) -> torch.Tensor:
+        """The view of ``part`` in a tensor that holds this box."""
+        for dimension, (mine, begin, size) in enumerate(
+            zip(self.offsets, part.offsets, part.sizes, strict=True)
+        ):
+            tensor = tensor.narrow(dimension, begin - mine, size)
+        return tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor; it shares its memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def box_of(tensor: torch.Tensor) -> Box:
+    """Which part of a tensor :func:`local` is."""
+    if not isinstance(tensor, DTensor):
+        return Box.whole(tuple(tensor.shape))
+    sizes, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return Box(tuple(tensor.shape), tuple(offsets), tuple(sizes))
+
+
+def divided_like(part: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that is divided among ranks as another one is, from this rank's part of it."""
+    if not isinstance(tensor, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def divided_along(tensor: torch.Tensor) -> frozenset[str]:
+    """The dimensions of the mesh along which ranks hold different parts of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return frozenset()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return frozenset(
+        name
+        for name, placement in zip(names, tensor.placements, strict=True)
+        if not placement.is_replicate()
+    )
+
+
+def holders(tensor: torch.Tensor, mesh: DeviceMesh) -> tuple[int, ...]:
+    """The ranks of ``mesh`` that hold the same part as this one, in order."""
+    divided = divided_along(tensor)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    assert mesh.mesh_dim_names is not None
+    index: tuple[Any, ...] = tuple(
+        at if name in divided else slice(None)
+        for name, at in zip(mesh.mesh_dim_names, coordinate, strict=True)
+    )
+    return tuple(sorted(mesh.mesh[index].flatten().tolist()))

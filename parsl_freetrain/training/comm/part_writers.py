@@ -1,0 +1,161 @@
+"""All ranks write a checkpoint together, in their threads beside training.
+
+They coordinate by keys of the store, never by the process groups that training uses, and nothing is
+planned together: each rank knows what it writes. Rank 0 names the folder; each rank writes its part
+and sets a key; rank 0 waits for all keys. If one is missing, nothing is committed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.training.checkpoint.fault_hooks import saving
+from parsl_freetrain.training.checkpoint.parts import (
+    Blocks,
+    read_table_of_part,
+    write_table,
+    write_table_of_part,
+)
+from parsl_freetrain.training.checkpoint.state import State
+
+_POLL_S = (0.005, 0.1)
+_LEAST_S = 60.0
+_SHOWN = 5
+_NOTHING = b'-'
+
+
+class _Report(msgspec.Struct, frozen=True):
+    """What a rank says of its part: the digest of its table, or why there is none."""
+
+    digest: str = ''
+    error: str = ''
+
+
+class PartWriters:
+    """The ranks that write together, as one of them sees it.
+
+    Parameters
+    ----------
+    store
+        A connection of its own, since the waits are in a thread; None: this rank is alone.
+    folder
+        The trainer's folder.
+    limit_s
+        Seconds that rank 0 waits for the other ranks' parts after its own is written.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        rank: int,
+        world_size: int,
+        folder: Path,
+        limit_s: Callable[[], float],
+    ) -> None:
+        self._store, self._folder, self._limit_s = store, folder, limit_s
+        self.rank, self._world_size = rank, world_size
+        self._saves = 0
+        self._until: float | None = None
+
+    def begin(self) -> int:
+        """The number of a save. All ranks call this at the same point of the training."""
+        self._saves += 1
+        return self._saves
+
+    def peer_lost(self) -> None:
+        """A rank is gone: wait only as long as the others may still need for their parts."""
+        self._until = time.monotonic() + self._limit_s() / 10
+
+    def lead(self, save: int, folder: Path, state: State) -> Blocks:
+        """On rank 0: write its part and the table of all parts into an empty folder. Returns the
+        digests of the blocks of the files.
+
+        Raises
+        ------
+        FreeTrainError
+            If a rank did not write its part.
+        """
+        self._set(f'{save}/folder', folder.name.encode())
+        saving('part-begun')
+        parts = [state.write_part(folder, 0)]
+        saving('part-data')
+        saving('part-written')
+        for rank, report in self._reports(save).items():
+            if report.error:
+                raise FreeTrainError(
+                    f'Rank {rank} could not write its part of checkpoint {folder} '
+                    f'({report.error}); the one before is still there.'
+                )
+            parts.append(read_table_of_part(folder, rank, report.digest))
+        return write_table(folder, parts)
+
+    def follow(self, save: int, state: State) -> None:
+        """On the other ranks: write this rank's part, once rank 0 has made the folder.
+
+        Raises
+        ------
+        OSError
+            If it cannot be written; rank 0 is told.
+        """
+        name = self._wait_for([f'{save}/folder'], None)
+        if not name or name[0] == _NOTHING:
+            return  # rank 0 could not begin, and says why
+        folder = self._folder / name[0].decode()
+        try:
+            saving('begin')
+            saving('part-begun')
+            part = state.write_part(folder, self.rank)
+            saving('part-data')
+            digest = write_table_of_part(folder, self.rank, part)
+            self._set(f'{save}/{self.rank}', msgspec.json.encode(_Report(digest)))
+        except Exception as error:
+            self.refuse(save, error)
+            raise
+        saving('part-written')
+
+    def refuse(self, save: int, error: BaseException) -> None:
+        """Tell the others that this rank has no part to give; on rank 0: that nothing is saved."""
+        if self.rank == 0:
+            self._set(f'{save}/folder', _NOTHING)
+        else:
+            why = getattr(error, 'strerror', None) or str(error)
+            self._set(f'{save}/{self.rank}', msgspec.json.encode(_Report(error=why)))
+
+    def _reports(self, save: int) -> dict[int, _Report]:
+        keys = [f'{save}/{rank}' for rank in range(1, self._world_size)]
+        found = self._wait_for(keys, time.monotonic() + max(self._limit_s(), _LEAST_S))
+        if not found and keys:
+            missing = [key.split('/')[1] for key in keys if not self._check([key])]
+            more = f' and {len(missing) - _SHOWN} more' if len(missing) > _SHOWN else ''
+            raise FreeTrainError(
+                f'Ranks {", ".join(missing[:_SHOWN])}{more} have not written their parts of a '
+                f'checkpoint in {self._folder}; the one before is still there.'
+            )
+        return {
+            rank: msgspec.json.decode(content, type=_Report)
+            for rank, content in enumerate(found, 1)
+        }
+
+    def _wait_for(self, keys: list[str], until: float | None) -> list[bytes]:
+        """The values of keys, once all are set; none if that takes too long."""
+        pause_s, longest_s = _POLL_S
+        while not self._check(keys):
+            ends = [end for end in (until, self._until) if end is not None]
+            if ends and time.monotonic() > min(ends):
+                return []
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+        return [bytes(self._store.get(f'save/{key}')) for key in keys] if self._store else []
+
+    def _check(self, keys: list[str]) -> bool:
+        return self._store is None or bool(self._store.check([f'save/{key}' for key in keys]))
+
+    def _set(self, key: str, value: bytes) -> None:
+        if self._store is not None:
+            self._store.set(f'save/{key}', value.decode())

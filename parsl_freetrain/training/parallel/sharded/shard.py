@@ -1,0 +1,121 @@
+"""Dividing a model among ranks by torch's ``parallelize_module`` and ``fully_shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.parallel.sharded.initial import fill, on_meta, refuse_ties
+
+
+def shard_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    device: torch.device,
+    seed: int,
+    *,
+    blocks: Sequence[type[nn.Module]] = (),
+    plan: Mapping[str, Any] | None = None,
+    precision: MixedPrecisionPolicy | None = None,
+    initialise: Callable[[nn.Module], None] | None = None,
+    saved: bool = False,
+) -> nn.Module:
+    """Divide a model's parameters along the dimensions 'shard' and 'tensor' of a mesh.
+
+    Parameters
+    ----------
+    model
+        The model, before its optimizer is made. On the meta device it takes no memory; it is then
+        made on ``device`` and initialised module by module, so that no rank ever holds it whole.
+    blocks
+        Classes of the modules whose parameters are gathered together, usually the layer that the
+        model repeats.
+    plan
+        As in ``parallelize_module``: by name of a module, how its work is divided along 'tensor'.
+    precision
+        As ``mp_policy`` of ``fully_shard``.
+    initialise
+        For a model on the meta device: sets a module's own parameters and buffers. Default: the
+        module's ``reset_parameters()``.
+    saved
+        Whether a checkpoint will set everything that is in the model's state, so that only modules
+        that keep something else need to be initialised.
+
+    Raises
+    ------
+    BadInput
+        If the model is sharded already, ``blocks`` or ``plan`` name nothing in it, a dimension
+        cannot be divided, or a module cannot be initialised.
+    """
+    if any(isinstance(tensor, DTensor) for tensor in model.parameters()):
+        raise BadInput('ctx.shard was given a model that is sharded already: give it a plain one.')
+    found = [module for module in model.modules() if isinstance(module, tuple(blocks))]
+    names = {type(module) for module in found}
+    for block in blocks:
+        if not any(issubclass(name, block) for name in names):
+            raise BadInput(
+                f'ctx.shard was given blocks={block.__name__}, and the model has no module of this '
+                f'class; it has {_named(model)}.'
+            )
+    was_meta = on_meta(model)
+    if was_meta:
+        refuse_ties(model)
+    whole = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    _check_plan(model, plan or {})
+    if plan and mesh['tensor'].size() > 1:
+        parallelize_module(model, mesh['tensor'], dict(plan))
+        _check_divided(model, whole, mesh['tensor'].size())
+    options: dict[str, Any] = {'mesh': mesh['shard']}
+    if precision is not None:
+        options['mp_policy'] = precision
+    for module in reversed(found):  # from the inside out
+        if not isinstance(module, FSDPModule):
+            fully_shard(module, **options)
+    if not isinstance(model, FSDPModule):
+        fully_shard(model, **options)
+    if was_meta:
+        model.to_empty(device=device)
+        fill(model, device, seed, initialise, saved=saved)
+    return model
+
+
+def _check_plan(model: nn.Module, plan: Mapping[str, Any]) -> None:
+    names = [name for name, _ in model.named_modules() if name]
+    for key in plan:
+        parts = key.split('.')
+        if key and not any(
+            len(parts) == len(name.split('.')) and all(map(fnmatchcase, name.split('.'), parts))
+            for name in names
+        ):
+            raise BadInput(
+                f'ctx.shard was given a plan for {key!r}, and no module of the model has that '
+                f'name; there are {", ".join(map(repr, names[:8]))}'
+                f'{" and others" if len(names) > 8 else ""}.'
+            )
+
+
+def _check_divided(model: nn.Module, whole: Mapping[str, tuple[int, ...]], parts: int) -> None:
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        for placement in parameter.placements:
+            dim = getattr(placement, 'dim', None)
+            if dim is not None and whole[name][dim] % parts:
+                raise BadInput(
+                    f'ctx.shard: dimension {dim} of {name!r} has {whole[name][dim]} elements, '
+                    f'which {parts} tensor parallel ranks cannot share evenly; choose a multiple.'
+                )
+
+
+def _named(model: nn.Module) -> str:
+    names = sorted({type(module).__name__ for module in model.modules()})
+    return ', '.join(names[:8]) + (' and others' if len(names) > 8 else '')

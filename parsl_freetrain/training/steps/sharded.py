@@ -1,0 +1,227 @@
+"""Models whose parameters are divided among ranks (FSDP2, tensor parallelism): what is refused, and
+how their gradients are added up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.trainables import Prepared
+from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
+from parsl_freetrain.training.steps.mesh import Division
+from parsl_freetrain.training.steps.reduction_tree import ShardTree
+
+_DIMENSIONS = {'shard', 'tensor'}
+_ELEMENTWISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+
+def fsdp_modules(models: Iterable[torch.nn.Module]) -> list[FSDPModule]:
+    """The modules that ``fully_shard`` was called on."""
+    return [m for model in models for m in model.modules() if isinstance(m, FSDPModule)]
+
+
+def check_sharded(
+    prepared: Prepared, division: Division, mode: Reproducible | Throughput | Scaled
+) -> None:
+    """Refuse what cannot be trained in a shape that divides parameters, or not as the mode
+    promises; raises BadInput.
+    """
+    if any(scaler.is_enabled() for scaler in prepared.scalers):
+        raise BadInput(
+            'ctx.prepare was given a gradient scaler, but each rank sees only its own part of a '
+            'sharded gradient: use bfloat16, which needs no scaler.'
+        )
+    known = {
+        id(parameter)
+        for optimizer in prepared.optimizers
+        for group in optimizer.param_groups
+        for parameter in group['params']
+    }
+    parted = bool(fsdp_modules(prepared.models)) or division.shape.sharded
+    for number, model in enumerate(prepared.models, 1):
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            what = f'Parameter {name!r} of model {number} of ctx.prepare'
+            if id(parameter) not in known:
+                raise BadInput(
+                    f'{what} is in no optimizer: make the optimizer after ctx.shard, from '
+                    'model.parameters(), or freeze it with requires_grad_(False).'
+                )
+            if parted:
+                _check_mesh(what, parameter, division)
+            if isinstance(mode, Reproducible) and torch.finfo(parameter.dtype).bits < 32:
+                raise BadInput(
+                    f'{what} is of type {parameter.dtype}, in which a reproducible sum would '
+                    'depend on the ranks: keep parameters in float32, and compute in less by '
+                    'precision=MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32).'
+                )
+    if isinstance(mode, Reproducible):
+        _check_reproducible(prepared)
+
+
+def _check_mesh(what: str, parameter: torch.Tensor, division: Division) -> None:
+    if not isinstance(parameter, DTensor):
+        if division.parts > 1:
+            raise BadInput(
+                f'{what} is not sharded, while others are: divide the whole model with ctx.shard, '
+                'or call fully_shard on it too.'
+            )
+        return
+    names = tuple(parameter.device_mesh.mesh_dim_names or ())
+    if (
+        not names
+        or not _DIMENSIONS.issuperset(names)
+        or parameter.device_mesh != division.mesh[names]
+        or (division.parts > 1 and 'shard' not in names)
+    ):
+        raise BadInput(
+            f'{what} is sharded over another mesh ({parameter.device_mesh}): use ctx.shard, or '
+            "fully_shard(..., mesh=ctx.mesh['shard']) and, for tensor parallelism, "
+            "ctx.mesh['tensor']; copies (data) are averaged by ctx.prepare."
+        )
+
+
+def _check_reproducible(prepared: Prepared) -> None:
+    for optimizer in prepared.optimizers:
+        if not (isinstance(optimizer, _ELEMENTWISE) or getattr(optimizer, 'elementwise', False)):
+            raise BadInput(
+                f'ctx.prepare was given {type(optimizer).__name__}, which is not known to treat '
+                'each element by itself, so its result would depend on how parameters are divided: '
+                'use mode=Throughput(), or an elementwise optimizer such as AdamW (a class of your '
+                'own says so by elementwise = True).'
+            )
+    for module in fsdp_modules(prepared.models):
+        policy = module._get_fsdp_state()._mp_policy
+        reduced = policy.reduce_dtype or policy.param_dtype or torch.float32
+        if torch.finfo(reduced).bits < 32:
+            raise BadInput(
+                f'ctx.prepare was given a model whose gradients are added up in {reduced}, in '
+                'which a reproducible sum would depend on the ranks: say '
+                'precision=MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32).'
+            )
+
+
+class MeanOfParts(ReduceScatter):
+    """Throughput mode: the mean over the samples of a global batch. Copies of the model are added
+    up after FSDP's reduce-scatter.
+
+    Attributes
+    ----------
+    weight
+        This rank's share of the samples of the global batch.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        division: Division,
+        note: Callable[[torch.Tensor], None],
+    ) -> None:
+        self.weight = 1.0
+        self._note = note
+        copies = division.mesh.get_group('data') if division.shape.data > 1 else None
+        alone = division.shape.shard == 1
+
+        def after(sums: torch.Tensor) -> None:
+            if alone:  # then there is no reduce-scatter
+                self._weigh(sums)
+            if copies is not None:
+                dist.all_reduce(sums, group=copies)
+
+        for module in fsdp_modules(models):
+            module.set_custom_reduce_scatter(self)
+            module.set_gradient_divide_factor(1.0)
+            module.set_all_reduce_hook(after)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        self._weigh(input_tensor)
+        dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group)
+
+    def _weigh(self, gradient: torch.Tensor) -> None:
+        self._note(gradient)
+        if self.weight:
+            gradient.mul_(self.weight)
+        else:
+            gradient.zero_()  # 0 x inf is not 0
+
+
+class SumOfShards(ReduceScatter):
+    """Reproducible mode: the sum over a block of virtual shards, one on each rank that FSDP divides
+    parameters among, along the same tree as on one rank.
+
+    Attributes
+    ----------
+    weights
+        Of the shards in the block, in order; 0: the shard is empty.
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module], parts: int) -> None:
+        self.weights: list[float] = []
+        self._tree = ShardTree(parts)
+        self._seen: list[torch.Tensor] = []
+        for module in fsdp_modules(models):
+            module.set_custom_reduce_scatter(self)
+            module.set_gradient_divide_factor(1.0)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        input_tensor.mul_(self.weights[dist.get_rank(group)])
+        self._seen.append(input_tensor.sum())
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        output_tensor.copy_(self.add_up(received.view(len(self.weights), -1)))
+
+    def add_up(self, rows: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+        """The sum of the rows of the shards that are not empty. It overwrites rows."""
+        total = self._tree.total(
+            {(i, i + 1): rows[i] if weight else None for i, weight in enumerate(self.weights)},
+            torch.Tensor.add_,
+        )
+        assert total is not None
+        return total
+
+    def saw_bad(self) -> bool:
+        """Whether a gradient of this rank was not finite since this was last asked."""
+        seen, self._seen = self._seen, []
+        return bool(seen) and not math.isfinite(float(torch.stack(seen).sum()))

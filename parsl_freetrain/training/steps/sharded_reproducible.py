@@ -1,0 +1,85 @@
+"""Reproducible mode for models whose parameters are divided among ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.trainables import Prepared
+from parsl_freetrain.training.comm.collectives import Alone, Peers
+from parsl_freetrain.training.comm.subgroup import Subgroup
+from parsl_freetrain.training.data.loader import MicroBatch
+from parsl_freetrain.training.steps import row_norm
+from parsl_freetrain.training.steps.mesh import Division
+from parsl_freetrain.training.steps.reproducible import ReproducibleSteps
+from parsl_freetrain.training.steps.shard_sum import Contribution
+from parsl_freetrain.training.steps.sharded import SumOfShards
+
+
+class ShardedReproducibleSteps(ReproducibleSteps):
+    """As :class:`~parsl_freetrain.training.steps.reproducible.ReproducibleSteps`; in each turn the
+    ranks of 'shard' take neighbouring virtual shards, and FSDP adds them up along the tree.
+
+    Each rank then has the sums of its own parts of the parameters. What is the same in any shape:
+    the micro-batches, the tree, the order in which squares are added up for a norm, and the
+    optimizer, which treats each element by itself.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        peers: Peers,
+        division: Division,
+        shards: int,
+        clip_grad_norm: float | None,
+        device: torch.device,
+    ) -> None:
+        mesh, shape = division.mesh, division.shape
+        copies = Subgroup(mesh.get_group('data')) if shape.data > 1 else Alone()
+        super().__init__(prepared, copies, shards, clip_grad_norm, device)
+        self._all, self._mesh = peers, mesh
+        self._width, self._place = shape.shard, mesh['shard'].get_local_rank()
+        self._sum = SumOfShards(prepared.models, shape.shard)
+
+    def begin_turn(self, turn: MicroBatch) -> None:
+        super().begin_turn(turn)
+        sizes = self._sizes[slice(*self._node_of(turn))]
+        self._sum.weights = [size / sum(self._sizes) for size in sizes]
+
+    def _complete(self) -> None:
+        """Add up what FSDP has not: the numbers for schedulers."""
+        for buffer, old in zip(
+            (*self._buffers, *self._integers), (*self._before, *self._integers_before), strict=True
+        ):
+            if not torch.equal(buffer, old):
+                raise BadInput(
+                    f'A buffer of shape {tuple(buffer.shape)} has changed in a forward pass, as in '
+                    'batch normalisation; reproducible mode cannot add up buffers of sharded '
+                    'models: use a normalisation without running statistics, or '
+                    'mode=Throughput().'
+                )
+        if self._width > 1 and any(calls and calls[-1] is not None for calls in self._scheduled):
+            values = self._layout.values(self._own)
+            rows = [torch.empty_like(values) for _ in range(self._width)]
+            dist.all_gather(rows, values.contiguous(), group=self._mesh.get_group('shard'))
+            sums = self._sum.add_up(rows)
+            values.copy_(sums)
+
+    def _exchange(self, wish: int, bad: bool) -> tuple[int, list[int]]:
+        super()._exchange(wish, bad)
+        total = self._tree.total(self._sums, Contribution.plus)
+        assert total is not None
+        self._sums = {self._tree.root: total}
+        # Sums may overflow where no term is infinite, and only on the rank that has the parameter.
+        own = [wish, not self._layout.is_finite(total), bad or self._sum.saw_bad()]
+        rows = [
+            row.tolist()
+            for row in self._all.gather(torch.tensor(own, dtype=torch.uint8, device=self._device))
+        ]
+        spoilt = any(row[1] or row[2] for row in rows)
+        named = [rank for rank, row in enumerate(rows) if row[2]]
+        return max(row[0] for row in rows), named or list(range(len(rows))) * spoilt
+
+    def _clip_gradients(self, largest: float) -> None:
+        row_norm.clip(self._layout.parameters, self._mesh, largest)

@@ -1,0 +1,117 @@
+"""Models whose parameters are divided among ranks: real ranks, in one shape after another, train
+what one process trains.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils.data import TensorDataset
+
+from parsl_freetrain.core.model.types import Shape
+from parsl_freetrain.training.checkpoint.state import Saved, read_state
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.process.fork_client import WarmParent
+from tests.support.ranks import order, ranks
+
+SIZE, BATCH, TOTAL, WIDTH = 37, 10, 74, 6
+SHAPES = {1: Shape(), 2: Shape(shard=2), 4: Shape(shard=4)}
+
+
+class Block(nn.Module):
+    """A layer with parameters whose lengths no number of ranks divides, but those of the plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+def data() -> TensorDataset:
+    made = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(SIZE, 5, generator=made), torch.randn(SIZE, 3, generator=made))
+
+
+PLAN = {'*.up': ColwiseParallel(), '*.down': RowwiseParallel()}
+
+
+def train(
+    ctx: FragmentContext, *, stop: bool = False, clip: float | None = 0.1, lr: float = 0.01
+) -> None:
+    with torch.device('meta'):
+        model: nn.Module = nn.Sequential(nn.Linear(5, WIDTH), Block(), Block(), nn.Linear(WIDTH, 3))
+    model = ctx.shard(model, blocks=(Block,), plan=PLAN)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    model, optimizer = ctx.prepare(model, optimizer, clip_grad_norm=clip)
+    for x, y in ctx.loop(data(), BATCH):
+        if stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    ctx.state['end'] = ctx.rank
+
+
+def run(
+    warm: WarmParent,
+    folder: Path,
+    shape: Shape,
+    fragment: int = 1,
+    function: Any = train,
+    mode: str = 'reproducible',
+    **options: Any,
+) -> Saved:
+    shapes = {**SHAPES, shape.ranks: shape}
+    ordered = order(folder, fragment, total_samples=TOTAL, mode=mode, shape=shape, shapes=shapes)
+    with ranks(warm, ordered, shape.ranks, folder, function, **options) as gang:
+        outcomes = gang.run()
+        assert {outcome.how for outcome in outcomes} <= {'stopped', 'finished'}, [
+            rank.log.read_text() for rank in gang.ranks
+        ]
+    assert {outcome.samples for outcome in outcomes} == {outcomes[0].samples}
+    return read_state(outcomes[0].path)
+
+
+def tensors(saved: Saved) -> dict[str, torch.Tensor]:
+    state = saved.optimizers[0]['state']
+    return {
+        **saved.models[0],
+        **{f'{name}.{key}': value for name, kept in state.items() for key, value in kept.items()},
+    }
+
+
+@pytest.fixture(scope='module')
+def undisturbed(warm: WarmParent, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """What one process makes of it without an interruption."""
+    return run(warm, tmp_path_factory.mktemp('one'), Shape())
+
+
+TWICE = Shape(data=2, shard=2)
+
+
+@pytest.mark.parametrize(
+    'shapes',
+    [(Shape(shard=4), Shape(), Shape(shard=2)), (TWICE, Shape(shard=2), Shape(data=2))],
+    ids=['4-1-2', 'copies'],
+)
+def test_in_any_shapes_in_turn_the_bits_are_those_of_one_process(
+    warm: WarmParent, tmp_path: Path, undisturbed: Saved, shapes: tuple[Shape, ...]
+) -> None:
+    for number, shape in enumerate(shapes, 1):
+        last = number == len(shapes)
+        state = run(warm, tmp_path, shape, number, stop=not last)
+        assert (state.position.samples == TOTAL) == last
+    assert state.position.user == {'end': 0}
+    found, expected = tensors(state), tensors(undisturbed)
+    assert found.keys() == expected.keys()
+    assert not [name for name in found if not torch.equal(found[name], expected[name])]
