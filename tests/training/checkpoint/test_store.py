@@ -253,9 +253,9 @@ def test_a_later_format_is_not_damage(
     store: PosixCheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as later:
-        later.setattr('parsl_freetrain.training.checkpoint.manifest.FORMAT', 2)
+        later.setattr('parsl_freetrain.training.checkpoint.manifest.FORMAT', 3)
         saved(store, 100)
-    with pytest.raises(BadInput, match='has format 2 and this version.*reads format 1'):
+    with pytest.raises(BadInput, match='has format 3 and this version.*reads formats 1 and 2'):
         store.latest()
     assert store.set_aside == ()
 
