@@ -16,9 +16,9 @@ def config(
         account=account,
         # Shell lines that make Python ready:
         worker_init='',  # 'module load python; source ~/venv/bin/activate'
-        # Maximum length of a block in seconds if nothing is planned. Jobs submitted meanwhile wait
-        # for its end.
-        longest_s=1800,
+        # Length of a block in seconds if nothing is planned. Jobs that come meanwhile get its nodes
+        # within seconds; they wait for its end only if this process is gone.
+        longest_s=300,
         # The network that ranks use, and whether nodes of different blocks can reach each other:
         interface=None,  # 'ib0'
         spans_blocks=True,

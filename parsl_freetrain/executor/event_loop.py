@@ -228,6 +228,7 @@ class EventLoop:
             return
         self._blocks.poll(self._statuses(), now)
         self._stream.emit(ev.Tick(now))
+        self._blocks.look_for_needs(now)
         self._holes_wanted = True
 
     def _look(self, now: float) -> None:
@@ -267,6 +268,9 @@ class EventLoop:
             case ev.CloseBlock(block, why):
                 logger.info('Giving block %s back: %s', block, why)
                 self._blocks.close(block, now)
+            case ev.ReleaseNodes(block, nodes, why):
+                logger.info('Giving %d nodes of block %s back: %s', len(nodes), block, why)
+                self._blocks.release(block, nodes, now)
             case ev.StartFragment():
                 self._fragments.start(action, now)
             case ev.StopFragment():
@@ -318,4 +322,10 @@ class EventLoop:
                 quiet.set()
 
 
-_URGENT = (ev.BlockEndKnown, ev.TrainerCancelled, ev.TrainerAborted, ev.ShutdownRequested)
+_URGENT = (
+    ev.BlockEndKnown,
+    ev.NodesNeeded,
+    ev.TrainerCancelled,
+    ev.TrainerAborted,
+    ev.ShutdownRequested,
+)

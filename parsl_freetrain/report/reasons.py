@@ -23,6 +23,7 @@ MOST_OTHERS = 5
 TRIGGERS = {
     'NodesJoined': 'nodes joined',
     'NodesLeft': 'nodes left',
+    'NodesNeeded': 'waiting jobs of others need nodes',
     'BlockClosed': 'a block ended',
     'BlockEndKnown': 'the end of a block became known',
     'TrainerSubmitted': 'a trainer was submitted',

@@ -12,6 +12,8 @@ def describe(action: ev.Action) -> str:
             return f'open a block of {request.nodes} nodes'
         case ev.CloseBlock(block, why):
             return f'close block {block}: {why}'
+        case ev.ReleaseNodes(block, nodes, why):
+            return f'give {len(nodes)} nodes of block {block} back: {why}'
         case ev.StartFragment(trainer, fragment, nodes):
             return f'start fragment {fragment} of {trainer} on {len(nodes)} nodes'
         case ev.StopFragment(trainer, fragment, why):

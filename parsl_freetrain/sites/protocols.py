@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.model.errors import FreeTrainError
-from parsl_freetrain.core.model.types import BlockRequest, Hole
+from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, Hole, NodeDemand
 
 
 class HoleGone(FreeTrainError, RuntimeError):
@@ -167,5 +167,24 @@ class Adopting(Protocol):
         """Blocks of the run that are not over; from now on they count as opened by this process.
 
         Raises FreeTrainError if the scheduler does not answer.
+        """
+        ...
+
+
+@runtime_checkable
+class Yielding(Protocol):
+    """A site with other people's jobs, which may wait for nodes that blocks hold."""
+
+    def needed(self) -> tuple[tuple[NodeDemand, ...], tuple[BlockNodes, ...]]:
+        """The jobs that would start now on nodes of blocks, and the nodes of all blocks, each by
+        the id of its job; nothing if no job would.
+        """
+        ...
+
+    def release(self, job_id: str, names: Sequence[str]) -> None:
+        """Give some nodes of a block back; it goes on with the others. Only for nodes that
+        :meth:`needed` calls releasable.
+
+        Raises FreeTrainError if the scheduler does not do it.
         """
         ...

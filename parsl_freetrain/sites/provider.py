@@ -14,7 +14,7 @@ from parsl.utils import RepresentationMixin
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import BlockRequest, Hole
-from parsl_freetrain.sites.protocols import Adopting, FoundBlock, Site
+from parsl_freetrain.sites.protocols import Adopting, FoundBlock, Site, Yielding
 
 logger = logging.getLogger(__name__)
 
@@ -213,6 +213,22 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
             self.site.gone(job_id)
         with self._lock:
             return [self._jobs.get(job_id) is not None for job_id in wanted]
+
+    def release(self, job_id: str, nodes: Sequence[str]) -> None:
+        """Give some nodes of a block back; it goes on with the others.
+
+        Parameters
+        ----------
+        nodes
+            Their names, as the site calls them.
+
+        Raises
+        ------
+        FreeTrainError
+            The scheduler does not do it.
+        """
+        assert isinstance(self.site, Yielding)
+        self.site.release(job_id, nodes)
 
     def holes(self) -> tuple[Hole, ...]:
         """What can be had now, however short; nothing while ``max_blocks`` blocks are open."""

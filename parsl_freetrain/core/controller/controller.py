@@ -14,6 +14,7 @@ from functools import singledispatchmethod
 from parsl_freetrain.core.allocation.objectives import Metric
 from parsl_freetrain.core.allocation.problem import Allocator
 from parsl_freetrain.core.controller.block_policy import blocks_to_open, idle_blocks
+from parsl_freetrain.core.controller.giving_back import give_back, releases
 from parsl_freetrain.core.controller.node_pool import PoolNode
 from parsl_freetrain.core.controller.planner import Planner
 from parsl_freetrain.core.controller.settings import ControllerSettings
@@ -108,6 +109,7 @@ class Controller:
         except Exception as error:
             raise DecisionFailed(tuple(actions)) from error
         actions += reply.actions
+        actions += releases(self.state, at)
         actions += idle_blocks(self.state, self.settings, at)
         return Reply(tuple(actions), reply.decision)
 
@@ -145,6 +147,8 @@ class Controller:
         )
         if block.until_s is None:
             block.until_s = until_s
+        if any(yielded.block == event.block for yielded in self.state.yielded.values()):
+            until_s = event.at  # it may be one of those that are given back
         for node in event.nodes:
             if node not in self.state.pool.nodes:
                 self.state.pool.join(PoolNode(node, event.block, until_s))
@@ -182,12 +186,18 @@ class Controller:
         return actions
 
     @_take_in.register
+    def _(self, event: ev.NodesNeeded) -> tuple[list[ev.Action], bool]:
+        return list(give_back(self.state, self.settings, event)), True
+
+    @_take_in.register
     def _(self, event: ev.NodesLeft) -> tuple[list[ev.Action], bool]:
         return self._lose(event.nodes), True
 
     @_take_in.register
     def _(self, event: ev.BlockClosed) -> tuple[list[ev.Action], bool]:
         self.state.closed.add(event.block)
+        for node in [n for n, y in self.state.yielded.items() if y.block == event.block]:
+            del self.state.yielded[node]
         block = self.state.blocks.pop(event.block, None)
         return (self._lose(sorted(block.nodes)), True) if block else ([], False)
 

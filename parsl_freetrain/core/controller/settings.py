@@ -48,6 +48,9 @@ class DecisionPolicy(Settings, frozen=True, kw_only=True):
         not count.
     idle_block_s
         Seconds after which an idle block is given back.
+    give_back_s
+        Maximum seconds that a fragment may take to save and stop when a waiting job of others needs
+        its nodes; then they are given back without its last checkpoint.
 
     Raises
     ------
@@ -66,6 +69,7 @@ class DecisionPolicy(Settings, frozen=True, kw_only=True):
     budgets: dict[str, float] = field(default_factory=dict)
     retries: int = 0
     idle_block_s: float = 30.0
+    give_back_s: float = 30.0
 
     def __post_init__(self) -> None:
         objective_named(self.metric, 'metric')
@@ -76,6 +80,7 @@ class DecisionPolicy(Settings, frozen=True, kw_only=True):
             )
         self.at_least(
             idle_block_s=0,
+            give_back_s=0,
             retries=0,
             trainers_at_a_time=1,
             min_rescale_s=0,

@@ -80,6 +80,16 @@ class BlockState:
     idle_since: float | None = None
 
 
+@dataclass(frozen=True)
+class Yielded:
+    """A node that is given back as soon as no fragment runs on it, by ``by_s`` at the latest."""
+
+    block: str
+    whole_block: bool
+    why: str
+    by_s: float
+
+
 class ControllerState:
     """Everything that has not ended.
 
@@ -98,6 +108,8 @@ class ControllerState:
         By name.
     closed
         Blocks that have closed: events about them come late.
+    yielded
+        Nodes that are about to be given back, by name; some have not joined.
     ordinary
         Number of ordinary Parsl tasks that wait or run.
     shortest_s
@@ -119,6 +131,7 @@ class ControllerState:
         self.pool = Pool()
         self.blocks: dict[str, BlockState] = {}
         self.closed: set[str] = set()
+        self.yielded: dict[str, Yielded] = {}
         self.ordinary = 0
         self.shutting_down = False
         self._at_a_time = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from parsl_freetrain.core.model.types import BlockRequest, Hole, Trainer
+from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, Hole, NodeDemand, Trainer
 
 
 class Ending(StrEnum):
@@ -59,6 +59,18 @@ class BlockEndKnown(Event):
 
     block: str
     until_s: float | None
+
+
+@dataclass(frozen=True)
+class NodesNeeded(Event):
+    """Waiting jobs of others would start now on nodes of our blocks.
+
+    Together they can all be served. A name in ``demands`` and ``blocks`` is that of a node which
+    has joined, or of one that has not joined yet.
+    """
+
+    demands: tuple[NodeDemand, ...]
+    blocks: tuple[BlockNodes, ...]
 
 
 @dataclass(frozen=True)
@@ -183,6 +195,15 @@ class CloseBlock:
 
 
 @dataclass(frozen=True)
+class ReleaseNodes:
+    """Give some nodes of a block back; the block goes on with the others."""
+
+    block: str
+    nodes: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
 class StartFragment:
     """Start a fragment of ``trainer`` on ``nodes``; ``deadline_s``: when the first of them goes,
     None if unknown.
@@ -200,13 +221,15 @@ class StopFragment:
     """Ask a fragment to write a checkpoint at its next step boundary and stop.
 
     ``then``: nodes on which the trainer is expected to go on at once, as far as they are known: its
-    own that stay, and free ones.
+    own that stay, and free ones. ``leaving``: those of its nodes that are given back, so that no
+    state is left in their memory.
     """
 
     trainer: str
     fragment: int
     why: str
     then: tuple[str, ...] = field(default=(), compare=False)
+    leaving: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -228,4 +251,12 @@ class EndTrainer:
     why: str = ''
 
 
-Action = OpenBlock | CloseBlock | StartFragment | StopFragment | AbandonFragment | EndTrainer
+Action = (
+    OpenBlock
+    | CloseBlock
+    | ReleaseNodes
+    | StartFragment
+    | StopFragment
+    | AbandonFragment
+    | EndTrainer
+)

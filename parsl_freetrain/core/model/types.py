@@ -60,6 +60,44 @@ class BlockRequest:
 
 
 @dataclass(frozen=True)
+class NodeDemand:
+    """A waiting job of others that would start now if some nodes of our blocks were given back.
+
+    Attributes
+    ----------
+    job
+        Its id.
+    nodes
+        Number of our nodes that it lacks.
+    among
+        The names of our nodes that would serve it.
+    """
+
+    job: str
+    nodes: int
+    among: frozenset[str]
+
+
+@dataclass(frozen=True)
+class BlockNodes:
+    """The nodes of an open block.
+
+    Attributes
+    ----------
+    block
+        Its id.
+    nodes
+        Their names.
+    releasable
+        Those that can be given back while the block goes on; all others only with the whole block.
+    """
+
+    block: str
+    nodes: tuple[str, ...]
+    releasable: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class ScalingCurve:
     """Training speed against nodes: linear between points, 0 at 0 nodes, flat behind the last
     point.

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parsl.executors.high_throughput.errors import ManagerLost
 from parsl.jobs.states import JobState, JobStatus
 
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.types import BlockRequest
+from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.core.model.types import BlockNodes, BlockRequest
 from parsl_freetrain.executor import notices as no
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
 from parsl_freetrain.executor.commands import CommandInbox, GreetingReturned
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.host.backoff import Backoff
-from parsl_freetrain.sites.protocols import HoleGone
+from parsl_freetrain.sites.protocols import HoleGone, Yielding
 from parsl_freetrain.sites.provider import BackfillProvider
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ class BlockRecord:
         Managers whose first task failed, or that were lost.
     noticed
         Whether the scheduler has notified its nodes of their end.
+    managers
+        The manager of each node that was ever ready, by host name.
     """
 
     job_id: str
@@ -56,6 +59,7 @@ class BlockRecord:
     nodes: dict[str, str] = field(default_factory=dict)
     unusable: set[str] = field(default_factory=set)
     noticed: bool = False
+    managers: dict[str, str] = field(default_factory=dict)
 
     def complete(self) -> bool:
         return len(self.nodes) + len(self.unusable) >= self.request.nodes
@@ -144,6 +148,61 @@ class BlockManager:
             self._provider.cancel([self.blocks[block].job_id])
             self._ended(block, 'returned', at)
 
+    def look_for_needs(self, at: float) -> None:
+        """Emit which waiting jobs of others need nodes of blocks, if any does."""
+        if not isinstance(self._provider.site, Yielding):
+            return
+        demands, held = self._provider.site.needed()
+        if not demands:
+            return
+        of_job = {block.job_id: (name, block) for name, block in self.blocks.items()}
+        known = [
+            (*of_job[nodes.block], nodes)
+            for nodes in held
+            if nodes.block in of_job and not of_job[nodes.block][1].noticed
+        ]
+        manager: dict[str, str] = {}
+        for name, block, nodes in known:
+            manager |= {host: block.managers.get(host, f'{name} {host}') for host in nodes.nodes}
+        self._stream.emit(
+            ev.NodesNeeded(
+                at,
+                tuple(
+                    replace(d, among=frozenset(manager[host] for host in d.among & manager.keys()))
+                    for d in demands
+                ),
+                tuple(
+                    BlockNodes(
+                        name,
+                        tuple(manager[host] for host in nodes.nodes),
+                        frozenset(manager[host] for host in nodes.releasable),
+                    )
+                    for name, _, nodes in known
+                ),
+            )
+        )
+
+    def release(self, block_id: str, nodes: Sequence[str], at: float) -> None:
+        """Give some nodes of a block back. If the scheduler refuses, they can be used again."""
+        block = self.blocks.get(block_id)
+        if block is None:
+            return
+        host = {manager: host for host, manager in block.managers.items()}
+        leave = [host.get(node) or node.partition(' ')[2] for node in nodes]
+        gone = tuple(node for node in nodes if node in block.nodes)
+        try:
+            self._provider.release(block.job_id, leave)
+        except FreeTrainError as error:
+            logger.warning('Block %s keeps its nodes: %s', block_id, error)
+            self._stream.emit(
+                ev.NodesLeft(at, gone), ev.NodesJoined(at, block_id, gone, block.until_s)
+            )
+            return
+        block.request = replace(block.request, nodes=block.request.nodes - len(leave))
+        for node in gone:
+            del block.nodes[node]
+        self._emit_gone(gone, 'returned', at)
+
     def look_for_holes(self, at: float) -> None:
         """Emit the site's current offers."""
         self._stream.emit(ev.HolesSeen(at, self._provider.holes()))
@@ -197,6 +256,7 @@ class BlockManager:
         self._ever_joined = True
         self._backoff.reset()
         block.nodes[manager] = done.result()['name']
+        block.managers[block.nodes[manager]] = manager
         if not block.noticed:
             block.until_s = self._provider.end_of(block.job_id)
         self._stream.emit(

@@ -22,7 +22,13 @@ class Members:
         """Ask the fragment to save a checkpoint at the next step boundary and end."""
         fragment.awaited.clear()
         fragment.stop_at = at
-        self.tell_all(fragment, StopTraining(fragment.stop))
+        for member in fragment.members:
+            self._ask_to_stop(fragment, member)
+
+    def _ask_to_stop(self, fragment: RunningFragment, member: int) -> None:
+        # State that is left in the memory of a node that is given back would be lost.
+        stop = StopTraining(fragment.stop, node_leaves=fragment.leaves(member))
+        self._control.send((fragment.name, fragment.number, member), stop)
 
     def give_up(self, fragment: RunningFragment, why: str) -> None:
         """Kill the remaining ranks of a fragment."""
@@ -36,7 +42,7 @@ class Members:
         if fragment.abandoned:
             self._control.send(key, Abandon(fragment.abandoned))
         elif fragment.stop and not fragment.awaited:
-            self._control.send(key, StopTraining(fragment.stop))
+            self._ask_to_stop(fragment, member)
         if fragment.rendezvous:
             self._control.send(key, fragment.rendezvous)
 

@@ -153,7 +153,7 @@ class FragmentRunner:
         if fragment is None or fragment.stop:
             return  # a rehearsed preemption does not wait for the next fragment
         fragment.stop, fragment.stop_at = action.why, at
-        fragment.goes_on = bool(action.then)
+        fragment.goes_on, fragment.leaving = bool(action.then), frozenset(action.leaving)
         if not self._standby.send(
             fragment,
             action.then,

@@ -73,6 +73,7 @@ class RunningFragment:
         default_factory=set
     )  # members whose ranks of the next fragment it is kept training for
     goes_on: bool = False  # the trainer is expected to go on at once when it has stopped
+    leaving: frozenset[str] = frozenset()  # nodes of it that are given back when it has stopped
     begins_with: Handover | None = None  # the state that it finds in memory
     trouble_at: float | None = None
     stepped_at: float | None = None  # when rank 0 last told of a step or a checkpoint
@@ -97,6 +98,10 @@ class RunningFragment:
     @property
     def members(self) -> range:
         return range(len(self.action.nodes))
+
+    def leaves(self, member: int) -> bool:
+        """Whether a member's node is given back when the fragment has stopped."""
+        return self.action.nodes[member] in self.leaving
 
     def over(self) -> bool:
         """Whether nothing more can come."""

@@ -79,8 +79,10 @@ class Commands:
             )
         return done.stdout
 
-    def run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end, whatever its exit status.
+    def run(
+        self, command: Sequence[str], folder: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end, whatever its exit status; in ``folder`` if that is given.
 
         Raises
         ------
@@ -104,6 +106,7 @@ class Commands:
                 errors='replace',
                 timeout=self._timeout_s,
                 check=False,
+                cwd=folder,
             )
         except FileNotFoundError:
             raise BadInput(

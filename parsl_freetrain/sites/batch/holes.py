@@ -23,7 +23,7 @@ from parsl_freetrain.sites.batch.records import (
 
 USABLE = ('idle', 'planned')
 # A planned node is idle; older versions mark it so instead of naming the state.
-_HARMLESS_MARKS = '-'
+HARMLESS_MARKS = '-'
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Wanted:
         return (
             nodes.partition == self.partition
             and nodes.state in USABLE
-            and not nodes.marks.strip(_HARMLESS_MARKS)
+            and not nodes.marks.strip(HARMLESS_MARKS)
             and nodes.gpus >= self.gpus
             and (not self.features or any(f <= set(nodes.features) for f in self.features))
         )

@@ -33,6 +33,10 @@ class Mode(StrEnum):
     PREEMPTIBLE = 'preemptible'
 
 
+def _longest_s(given: dict[str, object]) -> float:
+    return 3600.0 if given.get('mode') is Mode.PREEMPTIBLE else 300.0
+
+
 class BatchOptions(BaseModel):
     """The settings of one queue that all batch schedulers share; times in seconds.
 
@@ -54,7 +58,8 @@ class BatchOptions(BaseModel):
     shortest_s
         Minimum walltime of a block.
     longest_s
-        Maximum walltime of a block; blocks where nothing is planned ask for it.
+        Walltime of blocks where nothing is planned; default: 300 in backfill mode, where a job
+        waits so long if this process cannot give nodes back, and 3600 in preemptible mode.
     least_nodes, most_nodes
         Minimum and maximum number of nodes of a block, in addition to the queue's limits.
     margin_s
@@ -72,6 +77,8 @@ class BatchOptions(BaseModel):
         Minimum time between two submissions.
     poll_s
         Time between two questions to the scheduler.
+    waiting_poll_s
+        The same while jobs of others wait for nodes and blocks hold some, if it is less.
     longest_backoff_s
         Maximum time between two questions after failures; each failure doubles the time.
     command_s
@@ -97,7 +104,7 @@ class BatchOptions(BaseModel):
     shortest_s: float = Field(60.0, ge=1, allow_inf_nan=False)
     least_nodes: int = Field(1, ge=1)
     most_nodes: int | None = Field(None, ge=1)
-    longest_s: float = Field(3600.0, ge=60, allow_inf_nan=False)
+    longest_s: float = Field(default_factory=_longest_s, ge=60, allow_inf_nan=False)
     margin_s: Seconds = 15.0
     ending_s: Seconds = 10.0
     start_s: Seconds = 30.0
@@ -105,6 +112,7 @@ class BatchOptions(BaseModel):
     max_waiting: int = Field(4, ge=1)
     submit_every_s: Seconds = 2.0
     poll_s: float = Field(10.0, gt=0, allow_inf_nan=False)
+    waiting_poll_s: float = Field(3.0, gt=0, allow_inf_nan=False)
     longest_backoff_s: float = Field(300.0, gt=0, allow_inf_nan=False)
     command_s: float = Field(10.0, gt=0, allow_inf_nan=False)
     unreachable_s: Seconds = 60.0

@@ -74,6 +74,16 @@ class BatchJob:
         Why it waits, in the scheduler's words.
     restarts
         How often it was requeued; 0 where the form of the answer does not tell.
+    limit_s
+        The walltime that it asks for; None: unknown.
+    priority
+        The scheduler's priority; of two jobs with equal ones, the earlier in the answer is first.
+    blocked
+        Whether it waits for something that nodes would not change: another job, a date, a limit.
+    only
+        The nodes that it asks for by name; empty: any.
+    tasks
+        Number of jobs alike that a pending job array stands for.
     """
 
     job_id: str
@@ -88,6 +98,11 @@ class BatchJob:
     reason: str = ''
     name: str = ''
     restarts: int = 0
+    limit_s: float | None = None
+    priority: float = 0.0
+    blocked: bool = False
+    only: tuple[str, ...] = ()
+    tasks: int = 1
 
 
 @dataclass(frozen=True)

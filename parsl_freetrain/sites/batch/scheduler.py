@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.sites.batch.commands import Commands
@@ -102,5 +102,21 @@ class Scheduler(Protocol):
         """End jobs; those that are over are no error.
 
         After SchedulerSilent they may still run.
+        """
+        ...
+
+
+@runtime_checkable
+class Shrinking(Protocol):
+    """A scheduler that can take nodes away from a running job."""
+
+    def releasable(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those of a job's nodes that can be taken away while it goes on."""
+        ...
+
+    def shrink(self, job_id: str, keep: Sequence[str], leave: Sequence[str]) -> None:
+        """Take the nodes ``leave`` away from a job; it goes on with ``keep``.
+
+        Raises SchedulerRefused.
         """
         ...

@@ -11,14 +11,14 @@ from pathlib import Path
 from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.model.errors import FreeTrainError
-from parsl_freetrain.core.model.types import BlockRequest, Hole
+from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, Hole, NodeDemand
 from parsl_freetrain.sites.batch.adoption import block_from, found_from
 from parsl_freetrain.sites.batch.book import BatchBlock
 from parsl_freetrain.sites.batch.checks import within
 from parsl_freetrain.sites.batch.holes import OnTheWay, holes, windows
-from parsl_freetrain.sites.batch.options import BatchOptions, given_options
+from parsl_freetrain.sites.batch.options import BatchOptions, Mode, given_options
 from parsl_freetrain.sites.batch.records import BatchJob, Partition
-from parsl_freetrain.sites.batch.scheduler import Scheduler
+from parsl_freetrain.sites.batch.scheduler import Scheduler, Shrinking
 from parsl_freetrain.sites.batch.shape import BlockShape, is_block_of
 from parsl_freetrain.sites.batch.submission import Submitter
 from parsl_freetrain.sites.batch.tracker import BlockTracker
@@ -78,6 +78,7 @@ class BatchSite(ABC):
         )
         self._partition: Partition | None = None
         self._closed = False
+        self._stiff: set[str] = set()  # blocks that could not be made smaller
 
     @abstractmethod
     def scheduler(self, clock: Callable[[], float]) -> Scheduler:
@@ -168,8 +169,9 @@ class BatchSite(ABC):
             ours,
             now,
         )
+        spoken_for = self._tracker.needs(snapshot).idle if ours else frozenset[str]()
         return holes(
-            until,
+            {name: end for name, end in until.items() if name not in spoken_for},
             [OnTheWay(block.nodes, block.latest_end_s) for block in waiting],
             partition,
             now,
@@ -225,7 +227,9 @@ class BatchSite(ABC):
 
     def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
         """The status of each job; the last one seen while the scheduler is silent."""
-        return self._tracker.statuses(job_ids)
+        statuses = self._tracker.statuses(job_ids)
+        self.poll_s = self._tracker.poll_s
+        return statuses
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         """End these jobs at once.
@@ -248,6 +252,44 @@ class BatchSite(ABC):
         """
         end_s = self._tracker.end_of(job_id)
         return None if end_s is None else end_s - self.options.ending_s
+
+    # --- what others wait for
+
+    def needed(self) -> tuple[tuple[NodeDemand, ...], tuple[BlockNodes, ...]]:
+        """Which waiting jobs of others would start on nodes of blocks, and the nodes of all blocks,
+        each by the id of its job.
+
+        Nothing in preemptible mode, where the scheduler takes what it needs, and nothing while it
+        is silent.
+        """
+        if self.options.mode is Mode.PREEMPTIBLE or not self._tracker.anybody_waits():
+            return (), ()
+        snapshot = self._tracker.snapshot()
+        if snapshot is None or not (demands := self._tracker.needs(snapshot).demands):
+            return (), ()
+        return demands, tuple(
+            BlockNodes(job, names, self._releasable(job, names))
+            for job, names in self._tracker.nodes_held().items()
+        )
+
+    def _releasable(self, job_id: str, names: Sequence[str]) -> frozenset[str]:
+        if job_id in self._stiff or not isinstance(self._scheduler, Shrinking):
+            return frozenset()
+        return frozenset(self._scheduler.releasable(names))
+
+    def release(self, job_id: str, names: Sequence[str]) -> None:
+        """Give some nodes of a block back; it goes on with the others. If that fails once, it is
+        not tried again with this block.
+
+        Raises
+        ------
+        FreeTrainError
+            The scheduler refused it, or did not answer.
+        """
+        assert isinstance(self._scheduler, Shrinking)
+        self._stiff.add(job_id)
+        self._tracker.shrink(self._scheduler, job_id, names)
+        self._stiff.discard(job_id)
 
     # --- adoption
 

@@ -14,15 +14,19 @@ from parsl.jobs.states import JobStatus
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.sites.batch.book import BatchBlock, Book
 from parsl_freetrain.sites.batch.commands import SchedulerSilent
+from parsl_freetrain.sites.batch.demand import Needs, needs, waits
 from parsl_freetrain.sites.batch.holes import windows
 from parsl_freetrain.sites.batch.offers import OfferLog
 from parsl_freetrain.sites.batch.options import BatchOptions
-from parsl_freetrain.sites.batch.records import BatchJob, NotUnderstood
-from parsl_freetrain.sites.batch.scheduler import NoHistory, Scheduler
+from parsl_freetrain.sites.batch.patience import Patience
+from parsl_freetrain.sites.batch.records import BatchJob, JobState, NotUnderstood
+from parsl_freetrain.sites.batch.scheduler import NoHistory, Scheduler, Shrinking
 from parsl_freetrain.sites.batch.watch import NEVER, QueueSnapshot, QueueWatch
 from parsl_freetrain.sites.protocols import NodeOffer
 
 logger = logging.getLogger(__name__)
+
+_HOLDING = (JobState.RUNNING, JobState.STARTING, JobState.SUSPENDED)
 
 
 class BlockTracker:
@@ -53,8 +57,12 @@ class BlockTracker:
         self._user = _user()
         self._lock = threading.Lock()
         self._book = Book()
+        self._patience = Patience()
+        self._needs: tuple[QueueSnapshot, Needs] = (QueueSnapshot(), Needs())
         self._offers = OfferLog(3 * options.poll_s)
         self._taken_in = NEVER  # when the question was asked whose answer was last taken in
+        self._waiting = False
+        self._held: dict[str, tuple[str, ...]] = {}
         self._changed = NEVER  # answers to older questions do not show what we did
         self._next_history = NEVER
 
@@ -90,6 +98,41 @@ class BlockTracker:
         """Which nodes were idle or ours, as far as answers tell."""
         with self._lock:
             return self._offers.between(since, until)
+
+    @property
+    def poll_s(self) -> float:
+        """Time until the next question, in seconds: less while jobs of others wait and blocks hold
+        nodes.
+        """
+        return self._watch.poll_s
+
+    # --- what others wait for
+
+    def needs(self, snapshot: QueueSnapshot) -> Needs:
+        """What waiting jobs of others need, by these answers."""
+        with self._lock:
+            if snapshot is not self._needs[0]:
+                ours, now = self._book.ids(), snapshot.jobs_at
+                found = needs(
+                    snapshot.nodes,
+                    snapshot.jobs,
+                    snapshot.reservations,
+                    ours,
+                    now,
+                    self._patience.ignored(now),
+                )
+                pending = {job.job_id for job in snapshot.jobs if waits(job, ours)}
+                self._patience.note(found.served, pending, now)
+                self._needs = snapshot, found
+            return self._needs[1]
+
+    def nodes_held(self) -> dict[str, tuple[str, ...]]:
+        """The nodes of each block that has some, and is not ending, by the last answer."""
+        return self._held
+
+    def anybody_waits(self) -> bool:
+        """Whether a job of others waits for nodes while blocks hold some, by the last answer."""
+        return self._waiting
 
     # --- the scheduler's answers
 
@@ -150,8 +193,20 @@ class BlockTracker:
             with self._lock:
                 self._book.take_in(snapshot.jobs, snapshot.jobs_at)
                 self._note_offers(snapshot)
+                self._note_waiting(snapshot.jobs)
             self._cancel_unanswered([job for job in snapshot.jobs if job.user == self._user])
         return snapshot
+
+    def _note_waiting(self, jobs: Sequence[BatchJob]) -> None:
+        ours = self._book.ids()
+        self._held = {
+            job.job_id: job.names
+            for job in jobs
+            if job.job_id in ours and job.names and job.state in _HOLDING
+        }
+        self._waiting = bool(self._held) and any(waits(job, ours) for job in jobs)
+        slow, fast = self._options.poll_s, self._options.waiting_poll_s
+        self._watch.poll_s = min(slow, fast) if self._waiting else slow
 
     def _note_offers(self, snapshot: QueueSnapshot) -> None:
         ours = self._book.ids()
@@ -185,6 +240,20 @@ class BlockTracker:
             self._book.take_in_history(states)
 
     # --- cancellation
+
+    def shrink(self, scheduler: Shrinking, job_id: str, leave: Collection[str]) -> None:
+        """Take nodes away from a running block.
+
+        Raises
+        ------
+        FreeTrainError
+            The scheduler refused it, or did not answer.
+        """
+        names = self._held.get(job_id, ())
+        keep = [name for name in names if name not in leave]
+        scheduler.shrink(job_id, keep, [name for name in names if name in leave])
+        with self._lock:
+            self._changed = self._clock()
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         """End these jobs at once.

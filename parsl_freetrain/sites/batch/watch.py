@@ -43,13 +43,19 @@ class QueueWatch:
     ----------
     clock
         Seconds of ``time.time()``.
+
+    Attributes
+    ----------
+    poll_s
+        Time between two questions, in seconds; may be changed at any time.
+    error
+        Why the last question was not answered; empty if it was.
     """
 
     def __init__(
         self, scheduler: Scheduler, options: BatchOptions, clock: Callable[[], float]
     ) -> None:
         self._scheduler = scheduler
-        self._options = options
         self._clock = clock
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -57,6 +63,7 @@ class QueueWatch:
         self._not_before = NEVER
         self._backoff = Backoff(options.poll_s, options.longest_backoff_s)
         self.error = ''
+        self.poll_s = options.poll_s
 
     @property
     def failures(self) -> int:
@@ -82,7 +89,7 @@ class QueueWatch:
             seen = self._snapshot.nodes_at if with_nodes else self._snapshot.jobs_at
             # Half the interval, so that a caller who comes every poll_s seconds always gets a new
             # answer.
-            old = now - seen >= self._options.poll_s / 2 or seen <= newer_than
+            old = now - seen >= self.poll_s / 2 or seen <= newer_than
             if old and now >= self._not_before and self._thread is None:
                 self._thread = threading.Thread(
                     target=self._ask,
@@ -107,7 +114,7 @@ class QueueWatch:
             if (
                 not with_nodes
                 or snapshot.jobs_at <= newer_than
-                or at - snapshot.jobs_at > self._options.poll_s / 4
+                or at - snapshot.jobs_at > self.poll_s / 4
             ):
                 snapshot = replace(snapshot, jobs=self._scheduler.jobs(), jobs_at=at)
             if with_nodes:

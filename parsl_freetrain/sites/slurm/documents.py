@@ -14,7 +14,7 @@ from typing import Any
 from parsl_freetrain.sites.batch.records import BatchJob, Nodes, NotUnderstood
 from parsl_freetrain.sites.slurm.hostlist import expand
 from parsl_freetrain.sites.slurm.states import state_of
-from parsl_freetrain.sites.slurm.text import features_of, gpus_of
+from parsl_freetrain.sites.slurm.text import features_of, gpus_of, is_blocked, tasks_of
 
 JOBS = ('squeue', '--json')
 NODES = ('sinfo', '--json', '--all')
@@ -72,6 +72,11 @@ def _job(job: dict[str, Any]) -> BatchJob:
         'Preempted' if preempted else job['state_reason'],
         job['name'],
         int(_number(job.get('restart_cnt', 0)) or 0),
+        limit_s=None if (minutes := _number(job.get('time_limit'))) is None else 60 * minutes,
+        priority=_number(job.get('priority')) or 0.0,
+        blocked=is_blocked(job['state_reason']),
+        only=expand(job.get('required_nodes') or ''),
+        tasks=tasks_of(job.get('array_task_string') or ''),
     )
 
 

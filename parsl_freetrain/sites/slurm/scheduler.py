@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -136,3 +137,19 @@ class Slurm:
     def cancel(self, job_ids: Sequence[str]) -> None:
         """``scancel``, which does not complain about jobs that are over."""
         self.client.cancel(('scancel', '--quiet', *job_ids))
+
+    def releasable(self, names: Sequence[str]) -> tuple[str, ...]:
+        """All but the first, which runs the batch script."""
+        return tuple(names[1:])
+
+    def shrink(self, job_id: str, keep: Sequence[str], leave: Sequence[str]) -> None:
+        """``scontrol update``. It kills what runs on the nodes that leave."""
+        with tempfile.TemporaryDirectory(prefix='freetrain-') as folder:  # for its own scripts
+            done = self.client.run(
+                ('scontrol', 'update', f'JobId={job_id}', f'NodeList={",".join(keep)}'), folder
+            )
+        if done.returncode:
+            raise SchedulerRefused(
+                f'Slurm does not take {", ".join(leave)} from job {job_id}: '
+                f'{in_one_line(done.stderr, "scontrol")}'
+            )

@@ -30,6 +30,7 @@ def render(
             '--ntasks-per-node=1',
             '--wait=0',
             '--kill-on-bad-exit=0',
+            '--no-kill',  # the block goes on when nodes of it are given back
             '--input=none',
             '--cpu-bind=none',
             '--mpi=none',

@@ -20,8 +20,10 @@ from parsl_freetrain.sites.slurm.hostlist import expand
 from parsl_freetrain.sites.slurm.states import state_of
 
 # Names of jobs may hold any character but a line's end: they come last.
-_JOB_FIELDS = '%i|%T|%P|%D|%S|%e|%Y|%N|%u|%r|%j'
+_JOB_FIELDS = '%i|%T|%P|%D|%S|%e|%Y|%N|%u|%r|%l|%Q|%n|%j'
 _NODE_FIELDS = '%R|%T|%G|%f|%N'
+# The reasons of a pending job that more idle nodes may let start.
+_FOR_NODES = ('None', 'Resources', 'Priority', '')
 _UNLIMITED = ('UNLIMITED', 'INFINITE', 'infinite', 'NONE', 'N/A', '')
 _MARKS = '*~#!%$@^-+'
 
@@ -61,7 +63,8 @@ def _job(line: str) -> BatchJob:
         raise NotUnderstood(
             f'squeue answered {line[:200]!r}, which does not have the fields {_JOB_FIELDS}'
         )
-    job_id, state, partition, nodes, start, end, planned, names, user, reason, name = fields
+    job_id, state, partition, nodes, start, end, planned, names, user, reason, *rest, name = fields
+    limit, priority, only = rest
     return BatchJob(
         job_id.strip(),
         state_of(state),
@@ -74,6 +77,11 @@ def _job(line: str) -> BatchJob:
         user,
         reason,
         name,
+        limit_s=duration_s(limit),
+        priority=float(priority or 0),
+        blocked=is_blocked(reason),
+        only=expand(only),
+        tasks=tasks_of(job_id.partition('_')[2]),
     )
 
 
@@ -172,6 +180,23 @@ def parse_version(answer: str) -> tuple[int, int]:
     if found is None:
         raise NotUnderstood(f'squeue --version answered {answer[:80]!r}, which holds no version')
     return int(found[1]), int(found[2])
+
+
+def is_blocked(reason: str) -> bool:
+    """Whether a pending job waits for something else than nodes, given Slurm's reason."""
+    return reason not in _FOR_NODES
+
+
+def tasks_of(tasks: str) -> int:
+    """Number of jobs in the tasks of an array, such as ``[0-3,7%2]`` or ``5``; 1 without any."""
+    words, _, at_once = tasks.strip('[]').partition('%')
+    count = 0
+    for word in words.replace('...', '').split(','):
+        first, _, last = word.partition(':')[0].partition('-')
+        step = word.partition(':')[2]
+        if first.isdigit():
+            count += (int(last or first) - int(first)) // int(step or 1) + 1
+    return max(1, min(count, int(at_once))) if at_once.isdigit() else max(1, count)
 
 
 def duration_s(text: str) -> float | None:

@@ -18,7 +18,15 @@ from parsl_freetrain.core.model.records import (
     from_json,
     to_json,
 )
-from parsl_freetrain.core.model.types import BlockRequest, Efficiency, Hole, ScalingCurve, Trainer
+from parsl_freetrain.core.model.types import (
+    BlockNodes,
+    BlockRequest,
+    Efficiency,
+    Hole,
+    NodeDemand,
+    ScalingCurve,
+    Trainer,
+)
 
 TRAINER = Trainer(
     'a', 1, 4, 100, ScalingCurve((1, 2), (1.0, 2.0)), sizes=(1, 2), finish_by_s=1e9 + 0.1,
@@ -29,6 +37,9 @@ EVENTS: tuple[ev.Event, ...] = (
     ev.BlockOpened(1.0, 'b', BlockRequest(2, 60.0)),
     ev.NodesJoined(2.0, 'b', ('b/x', 'b/y'), math.inf),
     ev.BlockEndKnown(3.0, 'b', None),
+    ev.NodesNeeded(
+        3.5, (NodeDemand('7', 1, frozenset({'b/x'})),), (BlockNodes('b', ('b/x', 'b/y')),)
+    ),
     ev.NodesLeft(4.0, ('b/x',)),
     ev.BlockClosed(5.0, 'b'),
     ev.TrainerSubmitted(6.0, TRAINER, 7, 1),
@@ -50,6 +61,7 @@ ACTIONS: tuple[ev.Action, ...] = (
     ev.StopFragment('a', 1, 'rescale', ('b/x', 'b/y')),
     ev.AbandonFragment('a', 1),
     ev.EndTrainer('a', 'failed', 'why'),
+    ev.ReleaseNodes('b', ('b/y',), 'job 7 waits for its nodes'),
 )
 
 

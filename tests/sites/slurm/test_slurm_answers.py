@@ -48,6 +48,10 @@ def job_document(**changes: object) -> str:
         'state_reason': 'Resources',
         'name': 'next',
         'restart_cnt': 0,
+        'time_limit': number(10),
+        'priority': number(17),
+        'required_nodes': '',
+        'array_task_string': '0-4%3',
         **changes,
     }
     return json.dumps(
@@ -69,12 +73,26 @@ def test_jobs_as_text() -> None:
         'root',
         'Resources',
         'next',
+        limit_s=600.0,
+        priority=4294901757.0,
     )
     assert jobs['1'].name == 'wide|name, "x"'
     assert jobs['1'].names == ('node01', 'node02', 'node03')
     assert (jobs['5_[0-3]'].start_s, jobs['5_[0-3]'].nodes) == (None, 8)
     assert (jobs['4'].planned, jobs['4'].start_s) == ((), 1795251289.0)
+    assert (jobs['5_[0-3]'].tasks, jobs['5_[0-3]'].limit_s) == (4, 180.0)
+    assert [name for name, job in jobs.items() if job.blocked] == ['4'], 'it waits for a date'
+    assert (jobs['7'].only, jobs['2'].only) == (('node08',), ('node04', 'node05'))
     assert {job.state for job in jobs.values()} == {'PENDING', 'RUNNING', 'COMPLETED', 'CANCELLED'}
+
+
+@pytest.mark.parametrize(
+    ('tasks', 'count'),
+    [('', 1), ('3', 1), ('[0-3]', 4), ('[0-3%2]', 2), ('[1,4,9-11]', 5), ('[0-8:4]', 3),
+     ('[1-2,5,...]', 3), ('0-3', 4)],
+)  # fmt: skip
+def test_tasks_of_an_array_that_wait(tasks: str, count: int) -> None:
+    assert text.tasks_of(tasks) == count
 
 
 def test_jobs_as_a_document_of_22_05_lack_planned_nodes() -> None:
@@ -106,6 +124,9 @@ def test_jobs_as_a_document_of_23_11() -> None:
         'eve',
         'Resources',
         'next',
+        limit_s=600.0,
+        priority=17.0,
+        tasks=3,
     )
     [job] = documents.parse_jobs(
         job_document(

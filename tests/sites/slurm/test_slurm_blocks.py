@@ -112,6 +112,35 @@ def running(slurm: Cluster, mine: Blocks, nodes: int = 1, **more: object) -> str
     return job
 
 
+def test_a_block_gives_a_node_to_a_waiting_job_and_goes_on(slurm: Cluster, blocks: Make) -> None:
+    mine = blocks(poll_s=60.0, waiting_poll_s=0.2)
+    job = running(
+        slurm, mine, 4, command='while true; do echo "$FREETRAIN_NODE runs"; sleep 1; done'
+    )
+    names = {f'node0{number}' for number in range(1, 5)}
+    assert mine.site.needed() == ((), ())
+    other = slurm.submit('--nodes=2', '--time=1')
+    slurm.wait(lambda: mine.status(job) and mine.site.needed()[0])
+    assert mine.site.poll_s == 0.2
+    [demand], [held] = mine.site.needed()
+    assert (demand.job, demand.nodes, demand.among) == (other, 2, names)
+    assert (held.block, set(held.nodes)) == (job, names)
+    leave = sorted(held.releasable)[1:]
+    assert len(leave) == 2
+    mine.provider.release(job, leave)
+    slurm.wait(lambda: slurm.state(other) == 'RUNNING')
+    slurm.wait(lambda: mine.status(job) and mine.site.needed() == ((), ()))
+    before = mine.output().count('node01 runs')
+    slurm.wait(lambda: mine.output().count('node01 runs') > before + 2)
+    assert slurm.state(job) == 'RUNNING'
+    slurm.submit('--nodes=1', '--time=1')
+    slurm.wait(lambda: mine.status(job) and mine.site.needed()[0])
+    # Without an accounting database, Slurm does this once for each job.
+    with pytest.raises(FreeTrainError, match='does not take'):
+        mine.provider.release(job, sorted(names - set(leave))[1:])
+    assert mine.site.needed()[1][0].releasable == frozenset()
+
+
 def test_a_node_fails(slurm: Cluster, blocks: Make) -> None:
     mine = blocks()
     job = running(slurm, mine)

@@ -35,7 +35,7 @@ wait "$command"; status=$?
 kill -KILL -- "-$command" 2>/dev/null
 exit "$status"
 '
-timeout --kill-after=10 "$left" srun --nodes=4 --ntasks=4 --ntasks-per-node=1 --wait=0 --kill-on-bad-exit=0 --input=none --cpu-bind=none --mpi=none /bin/bash -c "$node" freetrain-node 'process_worker_pool.py --cert_dir '"'"'/a b'"'"''
+timeout --kill-after=10 "$left" srun --nodes=4 --ntasks=4 --ntasks-per-node=1 --wait=0 --kill-on-bad-exit=0 --no-kill --input=none --cpu-bind=none --mpi=none /bin/bash -c "$node" freetrain-node 'process_worker_pool.py --cert_dir '"'"'/a b'"'"''
 status=$?
 [ "$status" != 124 ] || status=0
 exit "$status"

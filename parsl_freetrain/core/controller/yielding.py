@@ -1,0 +1,99 @@
+"""Which nodes are given back because jobs of others wait that would start on them.
+
+The nodes are the fewest that serve all of these jobs. Among such choices, the fragments that have
+to stop are the cheapest to stop. A node that cannot be given back alone goes with its whole block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from parsl_freetrain.core.model.types import BlockNodes, NodeDemand
+
+_Group = tuple[int, bool, str, tuple[bool, ...], bool]
+
+
+def nodes_to_give(
+    demands: Sequence[NodeDemand],
+    blocks: Sequence[BlockNodes],
+    holder: Mapping[str, str],
+    cost: Mapping[str, float],
+    given: Collection[str] = (),
+) -> frozenset[str]:
+    """The nodes to give back, those that go with their blocks included.
+
+    Parameters
+    ----------
+    demands
+        Must be such that all can be served together; if not, nothing is given.
+    blocks
+        All nodes of ours. Each block gives back either nodes that are releasable, or all.
+    holder
+        The trainer whose fragment runs on a node; nodes without one are missing.
+    cost
+        What stopping its fragment costs, by trainer, in any one unit, 0 or more.
+    given
+        Nodes that are being given back already: they serve first, and cost nothing.
+
+    Returns
+    -------
+    frozenset of str
+        Names of nodes. Equal problems have equal answers.
+
+    Notes
+    -----
+    An integer programme. Nodes of one block with the same holder that serve the same jobs are
+    counted together, so that its size depends on blocks and trainers and not on nodes.
+    """
+    import pulp  # slow to import, and seldom needed
+
+    groups: dict[_Group, list[str]] = {}
+    for b, block in enumerate(blocks):
+        for name in sorted(block.nodes):
+            serves = tuple(name in demand.among for demand in demands)
+            key = (b, name in block.releasable, holder.get(name, ''), serves, name in given)
+            groups.setdefault(key, []).append(name)
+    lp = pulp.LpProblem('yielding', pulp.LpMinimize)
+    whole = [lp.add_variable(f'block_{b}', cat=pulp.LpBinary) for b in range(len(blocks))]
+    stopped = {
+        name: lp.add_variable(f'trainer_{i}', cat=pulp.LpBinary)
+        for i, name in enumerate(sorted({key[2] for key in groups if key[2]}))
+    }
+    counts = []
+    for i, ((b, alone, held_by, _, _), names) in enumerate(groups.items()):
+        count = lp.add_variable(f'group_{i}', 0, len(names), cat=pulp.LpInteger)
+        counts.append(count)
+        lp += count >= len(names) * whole[b]
+        if not alone:
+            lp += count <= len(names) * whole[b]
+        if held_by:
+            lp += count <= len(names) * stopped[held_by]
+    serving = {
+        (i, j): lp.add_variable(f'group_{i}_job_{j}', 0)
+        for i, key in enumerate(groups)
+        for j, serves in enumerate(key[3])
+        if serves
+    }
+    for j, demand in enumerate(demands):
+        lp += pulp.lpSum(v for key, v in serving.items() if key[1] == j) >= demand.nodes
+    for i, count in enumerate(counts):
+        lp += pulp.lpSum(v for key, v in serving.items() if key[0] == i) <= count
+    # All costs together weigh less than one node.
+    going = {key[2] for key in groups if key[4] and key[2]}
+    scale = 0.5 / max(sum(cost.get(name, 0.0) for name in stopped), 1e-9)
+    lp.setObjective(
+        pulp.lpSum(count for key, count in zip(groups, counts, strict=True) if not key[4])
+        + pulp.lpSum(
+            scale * cost.get(name, 0.0) * variable
+            for name, variable in stopped.items()
+            if name not in going
+        )
+    )
+    lp.solve(pulp.HiGHS(msg=False, gapRel=0.0, gapAbs=0.0, threads=1))
+    if lp.sol_status != pulp.LpSolutionOptimal:
+        return frozenset()
+    return frozenset(
+        name
+        for names, count in zip(groups.values(), counts, strict=True)
+        for name in names[: round(count.value() or 0.0)]
+    )

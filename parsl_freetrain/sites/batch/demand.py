@@ -1,0 +1,224 @@
+"""Which waiting jobs of others would start now on nodes of our blocks: pure.
+
+The scheduler's queue is played through as its backfill would: in order of priority, each job gets
+the first time at which enough nodes are free for as long as it asks. Nodes of our blocks count as
+free. A job that starts now in this game, and needs nodes of ours for it, is a reason to give them
+back. A job that lacks more than that is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from parsl_freetrain.core.model.types import NodeDemand
+from parsl_freetrain.sites.batch.holes import HARMLESS_MARKS, USABLE
+from parsl_freetrain.sites.batch.records import BatchJob, JobState, NodeReservation, Nodes
+from parsl_freetrain.sites.batch.shape import PREFIX
+
+MOST_JOBS = 100
+"""Number of waiting jobs that are looked at; schedulers limit this too."""
+ENDING_S = 60.0
+"""Nodes of a job that has been ending for so long, in seconds, do not count as free."""
+# Parts of the states, in the words of any scheduler, of nodes that can run nothing.
+_BROKEN = (
+    *('down', 'drain', 'offline', 'fail', 'maint', 'stale', 'unk', 'resv', 'reserved', 'power'),
+    *('boot', 'provision', 'error', 'inval', 'future'),
+)
+_HOLDING = (JobState.RUNNING, JobState.SUSPENDED, JobState.STARTING, JobState.ENDING)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What waiting jobs need now.
+
+    Attributes
+    ----------
+    demands
+        The jobs that lack nodes of ours, in order of priority.
+    idle
+        Idle nodes that jobs will get, those of ``demands`` included.
+    served
+        Ids of the jobs that get nodes now, on paper.
+    """
+
+    demands: tuple[NodeDemand, ...] = ()
+    idle: frozenset[str] = frozenset()
+    served: frozenset[str] = frozenset()
+
+
+def waits(job: BatchJob, ours: frozenset[str]) -> bool:
+    """Whether a job of others waits for nodes and for nothing else. Blocks of other runs do not
+    count: they have the lowest priority too.
+    """
+    return (
+        job.state is JobState.PENDING
+        and not job.blocked
+        and job.job_id not in ours
+        and not job.name.startswith(f'{PREFIX}.')
+    )
+
+
+def needs(
+    nodes: Iterable[Nodes],
+    jobs: Sequence[BatchJob],
+    reservations: Iterable[NodeReservation],
+    ours: frozenset[str],
+    now: float,
+    ignored: frozenset[str] = frozenset(),
+) -> Needs:
+    """The jobs that would start now if nodes of ours were given back.
+
+    Parameters
+    ----------
+    ours
+        Ids of our own jobs.
+    now
+        In seconds of ``time.time()``.
+    ignored
+        Ids of jobs that could have started for long, and did not: something else keeps them.
+    """
+    waiting = sorted(
+        (job for job in jobs if waits(job, ours) and job.job_id not in ignored),
+        key=lambda job: -job.priority,
+    )
+    if not waiting:
+        return Needs()
+    table = _Table(nodes, jobs, reservations, ours, now)
+    demands: list[NodeDemand] = []
+    served: list[str] = []
+    taken = 0
+    each = (job for job in waiting for _ in range(min(job.tasks, MOST_JOBS)))
+    for job in islice(each, MOST_JOBS):
+        eligible = table.eligible(job)
+        length_s = math.inf if job.limit_s is None else job.limit_s
+        begin, free = table.first_time(eligible, job.nodes, length_s)
+        if free is None:
+            continue
+        if begin > now:
+            table.reserve(free, begin, begin + length_s)
+            continue
+        others = free & ~table.ours
+        lacking = max(0, job.nodes - others.bit_count())
+        got = first_of(others, job.nodes - lacking)
+        taken |= got & table.idle
+        # Which of ours it gets is decided elsewhere: any of them stand for these here.
+        own = first_of(free & table.ours, lacking)
+        among = table.free_of_ours(eligible, length_s)
+        table.reserve(got, now, now + length_s, own)
+        served.append(job.job_id)
+        if lacking:
+            demands.append(NodeDemand(job.job_id, lacking, frozenset(table.names(among))))
+    return Needs(tuple(demands), frozenset(table.names(taken)), frozenset(served))
+
+
+class _Table:
+    """When each node is free. Sets of nodes are integers, one bit for each node."""
+
+    def __init__(
+        self,
+        nodes: Iterable[Nodes],
+        jobs: Sequence[BatchJob],
+        reservations: Iterable[NodeReservation],
+        ours: frozenset[str],
+        now: float,
+    ) -> None:
+        self._now = now
+        self._bits: dict[str, int] = {}
+        self._partitions: dict[str, int] = {}
+        self.idle = self.ours = 0
+        until: dict[str, float] = {}
+        up = 0
+        for group in nodes:
+            members = self._set(group.names)
+            if group.marks.strip(HARMLESS_MARKS) or any(word in group.state for word in _BROKEN):
+                continue
+            up |= members
+            self._partitions[group.partition] = self._partitions.get(group.partition, 0) | members
+            if group.state in USABLE:
+                self.idle |= members
+                until |= dict.fromkeys(group.names, now)
+        for job in jobs:
+            if job.state in _HOLDING and job.names:
+                end_s = math.inf if job.end_s is None else job.end_s
+                if job.state is JobState.ENDING:
+                    end_s = now if now - min(end_s, now) < ENDING_S else math.inf
+                elif job.job_id in ours:
+                    end_s = now
+                    self.ours |= self._set(job.names) & up
+                else:
+                    end_s = max(end_s, now + 1.0)  # it is late, and holds them still
+                    self.idle &= ~self._set(job.names)
+                for name in job.names:
+                    until[name] = max(end_s, until.get(name, now))
+        ends: dict[float, int] = {now: 0}
+        for name, end in until.items():
+            ends[end] = ends.get(end, 0) | self._set((name,))
+        self._ends = sorted((end, members) for end, members in ends.items() if end < math.inf)
+        self._taken = [
+            (r.start_s, r.end_s, self._set(r.nodes)) for r in reservations if r.end_s > now
+        ]
+        # Nodes of ours that stand for those that jobs before got.
+        self._given: list[tuple[float, float, int]] = []
+
+    def eligible(self, job: BatchJob) -> int:
+        """The nodes that a job may get."""
+        members = 0
+        for partition in job.partition.split(','):
+            members |= self._partitions.get(partition, 0)
+        return members & self._set(job.only) if job.only else members
+
+    def first_time(self, eligible: int, count: int, length_s: float) -> tuple[float, int | None]:
+        """When ``count`` of these nodes are first free for so long, and all that are free then."""
+        times = sorted(
+            {end for end, _ in self._ends}
+            | {end for _, end, _ in self._taken if self._now < end < math.inf}
+        )
+        for time in times:
+            free = self._free(eligible, time, length_s, self._taken + self._given)
+            if free.bit_count() >= count:
+                return time, free if time <= self._now else first_of(free, count)
+        return math.inf, None
+
+    def free_of_ours(self, eligible: int, length_s: float) -> int:
+        """Nodes of ours that a job can have now, those included that jobs before got."""
+        return self._free(eligible, self._now, length_s, self._taken) & self.ours
+
+    def _free(
+        self, eligible: int, time: float, length_s: float, taken: list[tuple[float, float, int]]
+    ) -> int:
+        free = 0
+        for end, members in self._ends:
+            if end <= time:
+                free |= members
+        for begin, end, members in taken:
+            if begin < time + length_s and time < end:
+                free &= ~members
+        return free & eligible
+
+    def reserve(self, members: int, begin: float, end: float, own: int = 0) -> None:
+        """These nodes, and these of ours, are somebody's from then to then."""
+        self._taken.append((begin, end, members))
+        self._given.append((begin, end, own))
+
+    def names(self, members: int) -> list[str]:
+        """Of a set."""
+        return [name for name, bit in self._bits.items() if members >> bit & 1]
+
+    def _set(self, names: Iterable[str]) -> int:
+        members = 0
+        for name in names:
+            members |= 1 << self._bits.setdefault(name, len(self._bits))
+        return members
+
+
+def first_of(members: int, count: int) -> int:
+    """The first nodes of a set."""
+    chosen = 0
+    for _ in range(count):
+        lowest = members & -members
+        chosen |= lowest
+        members ^= lowest
+    return chosen

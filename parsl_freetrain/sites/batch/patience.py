@@ -1,0 +1,38 @@
+"""Jobs of others that could start, as far as can be seen from outside, and do not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+PATIENCE_S = 120.0
+"""A job that has not started after so many seconds is kept by something else than nodes."""
+FORGET_S = 1800.0
+"""After so many seconds it gets another chance."""
+
+
+class Patience:
+    """Since when jobs could have started, and which are not waited for any more.
+
+    Without it, nodes would be given back for ever for a job that waits for what no answer tells,
+    such as a licence or a kind of node.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+
+    def note(self, served: Collection[str], pending: Collection[str], now: float) -> None:
+        """These jobs could start now; ``pending`` are all that wait. Ids; ``now`` in seconds."""
+        self._since = {
+            job: since
+            for job, since in self._since.items()
+            if job in pending and now - since < FORGET_S and (job in served or self._over(job, now))
+        }
+        for job in served:
+            self._since.setdefault(job, now)
+
+    def ignored(self, now: float) -> frozenset[str]:
+        """The jobs that get no nodes."""
+        return frozenset(job for job in self._since if self._over(job, now))
+
+    def _over(self, job: str, now: float) -> bool:
+        return now - self._since[job] > PATIENCE_S

@@ -1,0 +1,168 @@
+"""Which nodes are given back for waiting jobs: the fewest, and the cheapest to lose."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import combinations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
+from parsl_freetrain.core.controller.controller import Controller
+from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.controller.yielding import nodes_to_give
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, NodeDemand, Trainer
+
+
+def served(given: Collection[str], demands: Sequence[NodeDemand]) -> bool:
+    """Whether every job gets nodes of its own: Hall's condition."""
+    return all(
+        sum(demand.nodes for demand in some)
+        <= len(set(given) & frozenset[str]().union(*(demand.among for demand in some)))
+        for size in range(1, len(demands) + 1)
+        for some in combinations(demands, size)
+    )
+
+
+def price(
+    given: Collection[str],
+    holder: Mapping[str, str],
+    cost: Mapping[str, float],
+    already: Collection[str],
+) -> tuple[int, float]:
+    stopped = {holder[node] for node in given if node in holder}
+    free = {holder[node] for node in already if node in holder}
+    return len(set(given) - set(already)), sum(cost[name] for name in stopped - free)
+
+
+def allowed(given: frozenset[str], blocks: Sequence[BlockNodes]) -> bool:
+    return all(
+        given.issuperset(block.nodes) or given & set(block.nodes) <= block.releasable
+        for block in blocks
+    )
+
+
+@st.composite
+def situations(
+    draw: st.DrawFn,
+) -> tuple[list[NodeDemand], list[BlockNodes], dict[str, str], dict[str, float], frozenset[str]]:
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    blocks = []
+    for b, size in enumerate(sizes):
+        names = tuple(f'{b}.{i}' for i in range(size))
+        alone = frozenset(names[1:]) if draw(st.booleans()) else frozenset[str]()
+        blocks.append(BlockNodes(str(b), names, alone))
+    every = [name for block in blocks for name in block.nodes]
+    trainers = ('x', 'y', 'z')
+    holder = {name: held for name in every if (held := draw(st.sampled_from(('', *trainers))))}
+    cost = {name: float(draw(st.integers(0, 4))) for name in trainers}
+    demands = [
+        NodeDemand(
+            str(j), draw(st.integers(1, 3)), frozenset(draw(st.sets(st.sampled_from(every))))
+        )
+        for j in range(draw(st.integers(1, 2)))
+    ]
+    # Only whole blocks and releasable nodes are ever being given back.
+    already = frozenset(
+        name
+        for block in blocks
+        for name in draw(st.sampled_from((block.releasable, frozenset(block.nodes), frozenset())))
+    )
+    return demands, blocks, holder, cost, already
+
+
+@settings(max_examples=150, deadline=None)
+@given(situations())
+def test_the_choice_is_the_best_of_all(
+    situation: tuple[
+        list[NodeDemand], list[BlockNodes], dict[str, str], dict[str, float], frozenset[str]
+    ],
+) -> None:
+    demands, blocks, holder, cost, already = situation
+    every = [name for block in blocks for name in block.nodes]
+    choices = [
+        chosen
+        for size in range(len(every) + 1)
+        for some in combinations(every, size)
+        if served(chosen := frozenset(some), demands) and allowed(chosen, blocks)
+    ]
+    found = nodes_to_give(demands, blocks, holder, cost, already)
+    if not choices:
+        assert found == frozenset()
+        return
+    assert served(found, demands) and allowed(found, blocks)
+    best = min(price(chosen, holder, cost, already) for chosen in choices)
+    assert price(found, holder, cost, already) == best
+
+
+class Story:
+    """A controller with blocks ``a`` of three nodes, which can be made smaller, and ``b`` of two,
+    which cannot.
+    """
+
+    blocks = (
+        BlockNodes('a', ('a1', 'a2', 'a3'), frozenset({'a2', 'a3'})),
+        BlockNodes('b', ('b1', 'b2')),
+    )
+
+    def __init__(self) -> None:
+        self.controller = Controller(EqualShareAllocator(), ControllerSettings(give_back_s=30.0))
+        for block in self.blocks:
+            request = BlockRequest(len(block.nodes))
+            self.tell(ev.BlockOpened(0.0, block.block, request))
+            self.tell(ev.NodesJoined(0.0, block.block, block.nodes))
+
+    def tell(self, event: ev.Event) -> tuple[ev.Action, ...]:
+        return self.controller.handle(event).actions
+
+    def need(self, at: float, nodes: int) -> tuple[ev.Action, ...]:
+        among = frozenset(name for block in self.blocks for name in block.nodes)
+        return self.tell(ev.NodesNeeded(at, (NodeDemand('7', nodes, among),), self.blocks))
+
+
+WHY = 'job 7 waits for its nodes'
+
+
+def test_free_nodes_are_given_at_once_and_nothing_else() -> None:
+    [action] = Story().need(1.0, 2)
+    assert action in (ev.ReleaseNodes('a', ('a2', 'a3'), WHY), ev.CloseBlock('b', WHY))
+
+
+def test_a_fragment_stops_before_its_node_is_given_back() -> None:
+    story = Story()
+    [start] = story.tell(ev.TrainerSubmitted(1.0, Trainer('t', 1, 5)))
+    assert isinstance(start, ev.StartFragment) and len(start.nodes) == 5
+    [stop] = story.need(2.0, 1)
+    assert stop == ev.StopFragment('t', 1, WHY)
+    assert isinstance(stop, ev.StopFragment) and stop.leaving[0] in ('a2', 'a3')
+    assert story.need(3.0, 1) == (), 'it is stopping already'
+    again, release = story.tell(ev.FragmentEnded(4.0, 't', 1, 8, ev.Ending.STOPPED))
+    assert release == ev.ReleaseNodes('a', stop.leaving, WHY)
+    assert isinstance(again, ev.StartFragment)
+    assert set(again.nodes) == {'a1', 'a2', 'a3', 'b1', 'b2'} - set(stop.leaving)
+    assert story.tell(ev.NodesLeft(4.1, stop.leaving)) == (), 'nothing ran there any more'
+
+
+def test_all_nodes_of_a_job_are_given_back_together_as_whole_blocks_where_they_must() -> None:
+    story = Story()
+    story.tell(ev.TrainerSubmitted(1.0, Trainer('t', 1, 5)))
+    [stop] = story.need(2.0, 5)
+    assert stop == ev.StopFragment('t', 1, WHY)
+    closing = story.tell(ev.FragmentEnded(4.0, 't', 1, 8, ev.Ending.STOPPED))
+    assert closing == (ev.CloseBlock('a', WHY), ev.CloseBlock('b', WHY))
+
+
+def test_a_fragment_that_does_not_stop_is_not_waited_for() -> None:
+    story = Story()
+    story.tell(ev.TrainerSubmitted(1.0, Trainer('t', 1, 5)))
+    story.need(2.0, 5)
+    assert story.tell(ev.Tick(31.0)) == ()
+    assert story.tell(ev.Tick(32.0)) == (ev.CloseBlock('a', WHY), ev.CloseBlock('b', WHY))
+
+
+def test_more_than_there_is_is_no_reason() -> None:
+    story = Story()
+    story.tell(ev.TrainerSubmitted(1.0, Trainer('t', 1, 5)))
+    assert story.need(2.0, 6) == ()

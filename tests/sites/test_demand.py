@@ -1,0 +1,120 @@
+"""Which waiting jobs would start on nodes of our blocks: pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from parsl_freetrain.core.model.types import NodeDemand
+from parsl_freetrain.sites.batch.demand import ENDING_S, Needs, needs
+from parsl_freetrain.sites.batch.patience import FORGET_S, PATIENCE_S, Patience
+from parsl_freetrain.sites.batch.records import BatchJob, JobState, NodeReservation, Nodes
+
+NOW = 1000.0
+OURS = frozenset({'mine', 'other'})
+
+
+def cluster(
+    idle: tuple[str, ...] = (), busy: tuple[str, ...] = ('a', 'b', 'c', 'd')
+) -> list[Nodes]:
+    return [
+        Nodes('batch', idle, 'idle'),
+        Nodes('batch', tuple(name for name in busy if name not in idle), 'allocated'),
+    ]
+
+
+def running(job: str, *names: str, end_s: float | None = NOW + 500) -> BatchJob:
+    return BatchJob(job, JobState.RUNNING, 'batch', len(names), NOW - 100, end_s, (), names)
+
+
+def waiting(job: str, nodes: int, limit_s: float | None = 60.0, **more: Any) -> BatchJob:
+    return BatchJob(job, JobState.PENDING, 'batch', nodes, limit_s=limit_s, **more)
+
+
+def need(nodes: list[Nodes], *jobs: BatchJob, **more: Any) -> Needs:
+    return needs(nodes, jobs, more.pop('reservations', ()), OURS, NOW, **more)
+
+
+def test_a_job_needs_what_idle_nodes_lack() -> None:
+    jobs = running('mine', 'a', 'b', 'c'), waiting('7', 2)
+    assert need(cluster(('d',)), *jobs) == Needs(
+        (NodeDemand('7', 1, frozenset('abc')),), frozenset('d'), frozenset({'7'})
+    )
+    assert need(cluster(('c', 'd')), running('mine', 'a', 'b'), waiting('7', 2)).demands == ()
+
+
+def test_a_job_that_needs_more_than_we_have_is_no_reason() -> None:
+    jobs = running('mine', 'a', 'b'), running('5', 'c', 'd'), waiting('7', 3)
+    assert need(cluster(), *jobs) == Needs()
+
+
+@pytest.mark.parametrize(
+    'job',
+    [
+        waiting('7', 1, blocked=True),
+        BatchJob('7', JobState.HELD, 'batch', 1),
+        BatchJob('7', JobState.PENDING, 'debug', 1),
+        waiting('mine', 1),
+        waiting('8', 1, name='freetrain.run.block'),
+        waiting('7', 1, only=('c',)),
+    ],
+)
+def test_jobs_that_our_nodes_would_not_serve(job: BatchJob) -> None:
+    assert need(cluster(), running('mine', 'a', 'b'), running('5', 'c', 'd'), job).demands == ()
+
+
+def test_the_scheduler_would_not_let_a_long_job_delay_the_one_before_it() -> None:
+    """The wide one gets its turn when job 5 ends; what is shorter than that may go first."""
+    jobs = running('mine', 'a', 'b'), running('5', 'c', 'd', end_s=NOW + 100), waiting('wide', 4)
+    assert need(cluster(), *jobs, waiting('7', 1, 120.0)).demands == ()
+    assert [d.job for d in need(cluster(), *jobs, waiting('7', 1, 90.0)).demands] == ['7']
+    first = waiting('7', 1, 120.0, priority=5.0)
+    assert [d.job for d in need(cluster(), *jobs, first).demands] == ['7']
+
+
+def test_a_reservation_keeps_jobs_away_that_would_run_into_it() -> None:
+    maintenance = [NodeReservation('m', NOW + 100, NOW + 900, ('a', 'b'))]
+    jobs = running('mine', 'a', 'b'), running('5', 'c', 'd')
+    assert need(cluster(), *jobs, waiting('7', 1, 120.0), reservations=maintenance).demands == ()
+    assert need(cluster(), *jobs, waiting('7', 1, 90.0), reservations=maintenance).demands
+
+
+def test_several_jobs_and_the_tasks_of_an_array_get_nodes_of_their_own() -> None:
+    jobs = running('mine', 'a', 'b'), running('other', 'c', 'd')
+    found = need(cluster(), *jobs, waiting('7_[0-2]', 1, tasks=3), waiting('8', 2))
+    assert found.demands == (NodeDemand('7_[0-2]', 1, frozenset('abcd')),) * 3
+    found = need(cluster(), *jobs, waiting('7_[0-1]', 1, tasks=2), waiting('8', 2))
+    assert [demand.nodes for demand in found.demands] == [1, 1, 2]
+
+
+def test_nodes_on_their_way_back_are_waited_for_but_not_for_ever() -> None:
+    def ending(since_s: float) -> BatchJob:
+        return BatchJob('other', JobState.ENDING, 'batch', 1, NOW - 100, NOW - since_s, (), ('c',))
+
+    jobs = running('mine', 'a', 'b'), running('5', 'd'), waiting('7', 1)
+    assert need(cluster(), *jobs, ending(2.0)).demands == ()
+    assert need(cluster(), *jobs, ending(ENDING_S + 1)).demands
+
+
+def test_broken_nodes_serve_nobody() -> None:
+    for broken in (Nodes('batch', ('a',), 'draining'), Nodes('batch', ('a',), 'allocated', '*')):
+        assert need([broken], running('mine', 'a'), waiting('7', 1)) == Needs()
+
+
+def test_a_job_that_could_start_and_does_not_is_ignored_for_a_while() -> None:
+    patience = Patience()
+    patience.note({'7'}, {'7', '8'}, NOW)
+    assert patience.ignored(NOW + PATIENCE_S) == frozenset()
+    late = NOW + PATIENCE_S + 1
+    assert patience.ignored(late) == {'7'}
+    patience.note((), {'7', '8'}, late)  # since it is ignored, it is not served
+    assert patience.ignored(late) == {'7'}
+    patience.note({'8'}, {'7', '8'}, NOW + FORGET_S)
+    assert patience.ignored(NOW + FORGET_S) == frozenset()
+    patience.note({'8'}, {'7', '8'}, NOW + FORGET_S + 1)
+    patience.note((), {'7', '8'}, NOW + FORGET_S + 2)  # nodes went to somebody else meanwhile
+    patience.note({'8'}, {'7', '8'}, NOW + FORGET_S + 3)
+    assert patience.ignored(NOW + FORGET_S + PATIENCE_S + 2) == frozenset()
+    jobs = running('mine', 'a', 'b'), waiting('7', 1)
+    assert need(cluster(), *jobs, ignored=frozenset({'7'})) == Needs()
