@@ -21,7 +21,7 @@ help:
 	@echo 'make docs    build the documentation into docs/_build/html'
 	@echo 'make bench   measure (options: BENCH_ARGS)'
 	@echo 'make chaos   strike a training 200 fragments long at random, and compare its weights (options: CHAOS_ARGS)'
-	@echo 'make delay   ordinary jobs on a real Slurm cluster, without FreeTrain and with it: who starts later (12 minutes)'
+	@echo 'make delay   ordinary jobs on a real Slurm cluster, without FreeTrain and with it: who starts later (30 minutes)'
 	@echo 'make storm   a training on a real Slurm cluster that loses nodes and its scheduler for a minute'
 	@echo 'make evidence  replay every row of docs/evidence-replay.md again, where the public records are at hand'
 	@echo 'make clean   remove what these made, .venv included'

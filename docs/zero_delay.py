@@ -14,16 +14,12 @@ import matplotlib
 matplotlib.use('Agg')
 from matplotlib import pyplot
 
-TITLES = {
-    'known': 'between jobs that the scheduler knows',
-    'arriving': 'preemptible, jobs come unforeseen',
-}
-
-
-def draw(found: dict[str, Any], picture: Path) -> None:
-    """Ordinary jobs in grey with their numbers, blocks in light blue, what was trained in dark
+def draw(every: dict[str, Any], picture: Path) -> None:
+    """The first mix in each mode. Ordinary jobs in grey with their numbers, blocks in light blue, what was trained in dark
     blue.
     """
+    first = next(iter(every)).partition(', ')[2]
+    found = {name: said for name, said in every.items() if name.endswith(f', {first}')}
     figure, axes = pyplot.subplots(
         2 * len(found), 1, figsize=(9, 3.4 * len(found)), layout='constrained'
     )
@@ -33,7 +29,7 @@ def draw(found: dict[str, Any], picture: Path) -> None:
             axis = axes[2 * row + place]
             nodes(axis, said[kind], end)
             axis.set_title(
-                f'{TITLES[mix]}: '
+                f'{mix}: '
                 + (
                     'without FreeTrain'
                     if kind == 'alone'

@@ -26,14 +26,18 @@ def delays_s(alone: list[Outcome], filled: Outcome) -> list[float]:
     return [min(each) for each in zip(*(later_s(one, filled) for one in alone), strict=True)]
 
 
+LONG_S = 60.0
+
+
 @dataclass(frozen=True)
 class Idle:
-    """Node-seconds that ordinary jobs left idle between the first submission and the end of the
-    last of them, and what became of them.
+    """Node-seconds that ordinary jobs and reservations left idle between the first submission and
+    the end of the last job, and what became of them.
 
-    The parts add up to ``idle``: ``outside`` was in no block (the hole was too short, the block was
-    waiting, minutes were rounded down), ``other`` was in a block without a fragment: its start and
-    its end, Slurm's own included.
+    The first parts add up to ``idle``: ``outside`` was in no block (the hole was too short, the
+    block was waiting, minutes were rounded down), ``other`` was in a block without a fragment: its
+    start and its end, Slurm's own included. ``long`` are the times for which a node was idle for
+    more than :data:`LONG_S` seconds, ``in_long`` what fragments had of these.
     """
 
     idle: float
@@ -42,18 +46,26 @@ class Idle:
     lost: float
     other: float
     outside: float
+    long: float
+    in_long: float
 
     @property
     def share(self) -> float:
         """What was turned into training."""
         return self.trained / self.idle
 
+    @property
+    def share_of_long(self) -> float:
+        """The same of long times, checkpoints included; 1 if there were none."""
+        return self.in_long / self.long if self.long else 1.0
+
 
 def idle_of(outcome: Outcome) -> Idle:
+    """What became of the idle node-seconds of a run."""
     end = max(job.end_s for job in outcome.ordinary)
-    idle = outcome.nodes * end - sum(
-        len(job.names) * (job.end_s - job.start_s) for job in outcome.ordinary
-    )
+    names = [f'node{number:02d}' for number in range(1, outcome.nodes + 1)]
+    gaps = {name: _gaps(outcome, name, end) for name in names}
+    idle = sum(stop - start for each in gaps.values() for start, stop in each)
     blocks = sum(
         len(b.names) * max(0.0, min(b.end_s, end) - max(b.start_s, 0.0)) for b in outcome.blocks
     )
@@ -62,6 +74,12 @@ def idle_of(outcome: Outcome) -> Idle:
         max(0.0, min(ended, end) - max(begun, 0.0)) for _, begun, ended in outcome.trained
     )
     checkpointing, lost = spent.get('checkpointing', 0.0), spent.get('lost', 0.0)
+    long = [
+        (name, start, stop)
+        for name, each in gaps.items()
+        for start, stop in each
+        if stop - start > LONG_S
+    ]
     return Idle(
         idle,
         fragments - checkpointing - lost,
@@ -69,4 +87,22 @@ def idle_of(outcome: Outcome) -> Idle:
         lost,
         blocks - fragments,
         idle - blocks,
+        sum(stop - start for _, start, stop in long),
+        sum(
+            max(0.0, min(ended, stop) - max(begun, start))
+            for name, start, stop in long
+            for node, begun, ended in outcome.trained
+            if node == name
+        ),
     )
+
+
+def _gaps(outcome: Outcome, name: str, end: float) -> list[tuple[float, float]]:
+    """When a node had no ordinary job, and was not set aside."""
+    gaps, at = [], 0.0
+    busy = [ran for ran in (*outcome.ordinary, *outcome.reserved) if name in ran.names]
+    for start, stop in sorted((ran.start_s, ran.end_s) for ran in busy):
+        if min(start, end) > at:
+            gaps.append((at, min(start, end)))
+        at = max(at, stop)
+    return [*gaps, (at, end)] if at < end else gaps

@@ -9,14 +9,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 from parsl_freetrain.sites.slurm.hostlist import expand
-from tests.slurm.mix import Ordinary
+from tests.slurm.mix import Mix
 from tests.support.slurm import Cluster, running_cluster
 from tests.support.waiting import LIMIT_S
 
@@ -46,6 +47,8 @@ class Outcome:
         Fragments as (node, first step, end), in the same seconds; each had one node.
     commands
         How often each of Slurm's commands was run.
+    reserved
+        Nodes that were set aside.
     """
 
     nodes: int
@@ -54,6 +57,7 @@ class Outcome:
     node_s: dict[str, float] | None = None
     trained: tuple[tuple[str, float, float], ...] = ()
     commands: dict[str, int] = field(default_factory=dict)
+    reserved: tuple[Ran, ...] = ()
 
     def document(self) -> dict[str, Any]:
         return asdict(self)
@@ -94,44 +98,60 @@ class Filler:
 
 
 def run(
-    mix: Sequence[Ordinary], nodes: int, folder: Path, filling: dict[str, Any] | None
+    mix: Mix, nodes: int, folder: Path, filling: dict[str, Any] | None, ready: Barrier
 ) -> Outcome:
-    """One run of the mix; ``filling`` are the settings of FreeTrain's site, None: without it."""
+    """One run of the mix; ``filling`` are the settings of FreeTrain's site, None: without it. The
+    mix begins when all runs are ready, and every node has a block.
+    """
     folder.mkdir(parents=True)
     with running_cluster(nodes) as cluster:
         filler = Filler(cluster, folder, filling) if filling is not None else None
         try:
+            if filler is not None:
+                filler.begin()
+                cluster.wait(lambda: not cluster.idle_nodes())
+            ready.wait(LIMIT_S)
             return _watched(cluster, mix, nodes, filler)
+        except BaseException:
+            ready.abort()
+            raise
         finally:
             if filler is not None:
                 filler.kill()
 
 
-def _watched(
-    cluster: Cluster, mix: Sequence[Ordinary], nodes: int, filler: Filler | None
-) -> Outcome:
-    known = sum(job.at_s == 0 for job in mix)
-    if filler is not None and not known:
-        filler.begin()
+def _watched(cluster: Cluster, mix: Mix, nodes: int, filler: Filler | None) -> Outcome:
     zero = time.time()
-    ids: list[str] = []
-    for job in mix:
-        time.sleep(max(0.0, zero + job.at_s - time.time()))
-        ids.append(
-            cluster.submit(
-                f'--nodes={job.nodes}',
-                f'--time={job.minutes}',
-                '--job-name=ordinary',
-                seconds=job.run_s,
-            )
+    reserved: tuple[Ran, ...] = ()
+    if mix.reserved is not None:
+        aside = tuple(f'node{number:02d}' for number in range(1, mix.reserved.nodes + 1))
+        at_s, names = mix.reserved.at_s, ','.join(aside)
+        reserved = (Ran(at_s, at_s + 60 * mix.reserved.minutes, aside),)
+        begin = time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(zero + at_s))
+        cluster.run(
+            *('scontrol', 'create', 'reservation', 'users=root', 'flags=maint,ignore_jobs'),
+            *(f'starttime={begin}', f'duration={mix.reserved.minutes}', f'nodes={names}'),
         )
-        if filler is not None and len(ids) == known:
-            # Blocks between other jobs go by the scheduler's plan, so there has to be one.
-            cluster.wait(lambda: all(row.start for row in rows(cluster) if row.job in ids))
-            filler.begin()
-    cluster.wait(
-        lambda: all(row.state == 'COMPLETED' for row in rows(cluster) if row.job in ids), LIMIT_S
-    )
+    ids: list[str] = []
+    for job in mix.jobs:
+        time.sleep(max(0.0, zero + job.at_s - time.time()))
+        options = [f'--nodes={job.nodes}', f'--time={job.minutes}', '--job-name=ordinary']
+        if job.tasks > 1:
+            options.append(f'--array=0-{job.tasks - 1}')
+        if job.after is not None:
+            options.append(f'--dependency=afterany:{ids[job.after]}')
+        ids.append(cluster.submit(*options, seconds=job.run_s))
+    each = [
+        f'{job_id}_{task}' if job.tasks > 1 else job_id
+        for job_id, job in zip(ids, mix.jobs, strict=True)
+        for task in range(job.tasks)
+    ]
+
+    def over() -> bool:
+        done = {row.job for row in rows(cluster) if row.state == 'COMPLETED'}
+        return done.issuperset(each)
+
+    cluster.wait(over, LIMIT_S)
     answer = filler.end() if filler is not None else {}
     ran = {
         row.job: Ran(row.start - zero, row.end - zero, row.names)
@@ -143,11 +163,12 @@ def _watched(
     )
     return Outcome(
         nodes,
-        tuple(ran[job] for job in ids),
-        tuple(ran[job] for job in ran.keys() - set(ids)),
+        tuple(ran[job] for job in each),
+        tuple(ran[job] for job in ran.keys() - set(each)),
         answer.get('node_s'),
         trained,
         answer.get('commands', {}),
+        reserved,
     )
 
 
@@ -170,7 +191,7 @@ def rows(cluster: Cluster) -> list[Row]:
         '--noheader',
         '--all',
         '--states=all',
-        '--format=%A|%S|%e|%T|%N',
+        '--format=%i|%S|%e|%T|%N',
     )
     fields = (line.split('|') for line in asked.splitlines())
     return [
@@ -184,14 +205,15 @@ def _time(said: str) -> int:
 
 
 def side_by_side(
-    runs: Mapping[str, tuple[Sequence[Ordinary], dict[str, Any] | None]], nodes: int, folder: Path
+    runs: Mapping[str, dict[str, Any] | None], mix: Mix, nodes: int, folder: Path
 ) -> dict[str, Outcome]:
-    """Several runs at once, each on a cluster of its own: what slows one of them down slows down
-    all.
+    """Several runs of one mix at once, each on a cluster of its own: what slows one of them down
+    slows down all. By name: the settings of FreeTrain's site, None: without it.
     """
+    ready = Barrier(len(runs))
     with ThreadPoolExecutor(len(runs)) as pool:
         futures = {
-            name: pool.submit(run, mix, nodes, folder / name, filling)
-            for name, (mix, filling) in runs.items()
+            name: pool.submit(run, mix, nodes, folder / name, filling, ready)
+            for name, filling in runs.items()
         }
         return {name: future.result() for name, future in futures.items()}

@@ -2,51 +2,92 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-EARLY_S = 3.0  # jobs end so long before their limit, in seconds
 
 
 @dataclass(frozen=True)
 class Ordinary:
-    """One job of another user: submitted ``at_s`` seconds after the start, with a limit in Slurm's
-    minutes.
+    """Jobs of another user that are submitted together.
+
+    Attributes
+    ----------
+    at_s
+        When, in seconds after the start.
+    nodes, minutes, run_s
+        What each asks for, its limit in Slurm's minutes, and how long it takes in seconds.
+    tasks
+        Number of jobs in an array; 1: no array.
+    after
+        Position in the mix of a job that has to be over before; None: of none.
     """
 
     at_s: float
     nodes: int
     minutes: int
     run_s: float
+    tasks: int = 1
+    after: int | None = None
 
 
-def known(seed: int, nodes: int, jobs: int, longest_min: int) -> list[Ordinary]:
-    """Jobs that the scheduler knows from the beginning, and that take about as long as they say:
-    its plans come true.
+@dataclass(frozen=True)
+class Reserved:
+    """Nodes that are set aside, ``at_s`` seconds after the start, for whole ``minutes``."""
 
-    Widths are between one node and all of them, so that some are wider than what is idle.
+    at_s: float
+    nodes: int
+    minutes: int
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Jobs in the order of their submission, and a reservation."""
+
+    jobs: tuple[Ordinary, ...]
+    reserved: Reserved | None = None
+
+
+def untidy(seed: int, nodes: int, jobs: int, over_s: float, longest_s: float) -> Mix:
+    """Jobs as users submit them: a few at the beginning, then in bursts and one by one; with limits
+    2 to 10 times as long as they take; with arrays, dependencies, and a reservation of half of the
+    nodes for maintenance.
+
+    Parameters
+    ----------
+    jobs
+        Number of submissions.
+    over_s
+        The last one comes by then, in seconds.
+    longest_s
+        Maximum time that a job takes, in seconds.
     """
     draw = random.Random(seed)
-    return [
-        Ordinary(0.0, _width(draw, nodes), minutes, 60.0 * minutes - EARLY_S)
-        for minutes in (draw.randint(1, longest_min) for _ in range(jobs))
-    ]
+    times = sorted(_times(draw, jobs, over_s))
+    made: list[Ordinary] = []
+    for number, at_s in enumerate(times):
+        run_s = round(draw.uniform(5.0, longest_s), 1)
+        minutes = max(1, math.ceil(run_s * draw.uniform(2.0, 10.0) / 60))
+        kind = draw.random()
+        if kind < 0.2:
+            made.append(Ordinary(at_s, 1, minutes, run_s, tasks=draw.randint(2, nodes)))
+        else:
+            after = draw.randrange(number) if number and kind > 0.8 else None
+            made.append(Ordinary(at_s, _width(draw, nodes), minutes, run_s, after=after))
+    return Mix(tuple(made), Reserved(round(over_s / 2), max(1, nodes // 2), 1))
 
 
-def arriving(seed: int, nodes: int, jobs: int, over_s: float, longest_s: float) -> list[Ordinary]:
-    """Jobs that come one after the other, unforeseen, and often end long before their limit."""
-    draw = random.Random(seed)
-    times = sorted(draw.uniform(0.0, over_s) for _ in range(jobs))
-    lengths = [draw.uniform(5.0, longest_s) for _ in range(jobs)]
-    return [
-        Ordinary(
-            round(at, 1),
-            _width(draw, nodes),
-            max(1, round(1.5 * length / 60 + 0.5)),
-            round(length, 1),
-        )
-        for at, length in zip(times, lengths, strict=True)
-    ]
+def _times(draw: random.Random, jobs: int, over_s: float) -> Iterable[float]:
+    """A quarter at the start, a quarter in two bursts, the others at any time."""
+    bursts = [draw.uniform(0.2, 0.9) * over_s for _ in range(2)]
+    for number in range(jobs):
+        if number < jobs / 4:
+            yield 0.0
+        elif number < jobs / 2:
+            yield round(bursts[number % 2], 1)
+        else:
+            yield round(draw.uniform(0.0, over_s), 1)
 
 
 def _width(draw: random.Random, nodes: int) -> int:
@@ -54,6 +95,6 @@ def _width(draw: random.Random, nodes: int) -> int:
     return min(
         nodes,
         int(2 ** draw.uniform(0.0, 1.05 * nodes.bit_length() - 1.0))
-        if draw.random() < 0.8
+        if draw.random() < 0.85
         else nodes,
     )

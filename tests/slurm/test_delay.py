@@ -6,7 +6,7 @@ import pytest
 
 from tests.slurm.delay import delays_s, idle_of, scatter_s
 from tests.slurm.experiment import Outcome, Ran
-from tests.slurm.mix import Ordinary, arriving, known
+from tests.slurm.mix import Mix, untidy
 
 
 def outcome(
@@ -14,7 +14,7 @@ def outcome(
 ) -> Outcome:
     return Outcome(
         2,
-        tuple(Ran(start, start + 10.0, ('a',)) for start in starts),
+        tuple(Ran(start, start + 10.0, ('node01',)) for start in starts),
         blocks,
         {'checkpointing': 1.0, 'lost': 2.0},
         trained,
@@ -32,8 +32,8 @@ def test_idle_seconds_add_up() -> None:
         outcome(
             0,
             10,
-            blocks=(Ran(-5, 12, ('b',)), Ran(15, 40, ('b',))),
-            trained=(('b', 2, 12), ('b', 16, 40)),
+            blocks=(Ran(-5, 12, ('node02',)), Ran(15, 40, ('node02',))),
+            trained=(('node02', 2, 12), ('node02', 16, 40)),
         )
     )
     assert idle.idle == 2 * 20 - 2 * 10
@@ -43,7 +43,24 @@ def test_idle_seconds_add_up() -> None:
     assert idle.share == 11 / 20
 
 
-@pytest.mark.parametrize('mix', [known(396, 4, 4, 3), arriving(8, 4, 9, 150.0, 30.0)])
-def test_mixes_have_narrow_and_wide_jobs_that_keep_their_limits(mix: list[Ordinary]) -> None:
-    assert {1, 4} <= {job.nodes for job in mix}
-    assert all(job.run_s < 60 * job.minutes for job in mix)
+def test_what_is_idle_for_more_than_a_minute_is_counted_apart() -> None:
+    idle = idle_of(
+        Outcome(
+            1,
+            (Ran(0, 10, ('node01',)), Ran(90, 100, ('node01',)), Ran(300, 310, ('node01',))),
+            trained=(('node01', 20, 90), ('node01', 120, 200)),
+            reserved=(Ran(140, 300, ('node01',)),),
+        )
+    )
+    assert (idle.idle, idle.long, idle.in_long) == (80 + 40, 80, 70)
+    assert idle.share_of_long == 70 / 80
+
+
+@pytest.mark.parametrize('mix', [untidy(seed, 4, 8, 90.0, 30.0) for seed in (6, 8)])
+def test_mixes_are_untidy_but_keep_their_limits(mix: Mix) -> None:
+    assert {1, 4} <= {job.nodes for job in mix.jobs}
+    assert any(job.tasks > 1 for job in mix.jobs)
+    assert any(job.after is not None for job in mix.jobs)
+    assert all(job.after is None or job.after < n for n, job in enumerate(mix.jobs))
+    assert all(2 * job.run_s <= 60 * job.minutes for job in mix.jobs)
+    assert mix.reserved is not None

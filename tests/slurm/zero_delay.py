@@ -1,7 +1,7 @@
-"""The long form of the experiment: ``python -m tests.slurm.zero_delay FOLDER``; ``make delay`` runs
-it.
+"""The long form of the experiment: ``python -m tests.slurm.zero_delay FOLDER [SEED ...]``; ``make
+delay`` runs it.
 
-Writes ``zero-delay.json``, from which ``docs/zero_delay.py`` draws, and says what it found.
+Writes ``zero-delay.json``, from which ``docs/zero_delay.py`` draws, and prints a table.
 """
 
 from __future__ import annotations
@@ -12,54 +12,55 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from tests.slurm.delay import delays_s, idle_of, scatter_s
 from tests.slurm.experiment import Outcome, side_by_side
-from tests.slurm.mix import arriving, known
-from tests.slurm.test_zero_delay import BETWEEN, NODES, PREEMPTIBLE
+from tests.slurm.mix import Mix, untidy
+from tests.slurm.test_zero_delay import MODES
 
-MIXES = {
-    'known': (known(104, NODES, 5, 7), BETWEEN),
-    'arriving': (arriving(2, NODES, 10, 540.0, 100.0), PREEMPTIBLE),
-}
+NODES = 5
+SEEDS = (1, 2, 3, 4, 5)
 
 
-def main(folder: str) -> None:
+def mix_of(seed: int) -> Mix:
+    """About 23 jobs within four minutes."""
+    return untidy(seed, NODES, 14, 240.0, 60.0)
+
+
+def main(folder: str, *seeds: str) -> None:
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        runs = side_by_side(
-            {
-                f'{name}-{kind}': (mix, filling if kind == 'filled' else None)
-                for name, (mix, filling) in MIXES.items()
-                for kind in ('alone', 'again', 'filled')
-            },
-            NODES,
-            Path(scratch),
-        )
-    found = {
-        name: told(*(runs[f'{name}-{kind}'] for kind in ('alone', 'again', 'filled')))
-        for name in MIXES
-    }
-    for name, said in found.items():
-        print(
-            name,
-            json.dumps(
-                {key: value for key, value in said.items() if key not in ('alone', 'filled')}
-            ),
-            flush=True,
-        )
+    found: dict[str, Any] = {}
+    print('| mix | mode | jobs | median delay, s | maximum | scatter | idle over 60 s trained |')
+    print('|---|---|---|---|---|---|---|')
+    for seed in map(int, seeds or SEEDS):
+        with tempfile.TemporaryDirectory() as scratch:
+            runs = side_by_side(
+                {'alone': None, 'again': None, **MODES}, mix_of(seed), NODES, Path(scratch)
+            )
+        for mode in MODES:
+            said = found[f'{mode}, mix {seed}'] = told(runs['alone'], runs['again'], runs[mode])
+            delays = said['delays_s']
+            print(
+                f'| {seed} | {mode} | {len(delays)} | {median(delays):.1f} | {max(delays):.1f} '
+                f'| {said["scatter_s"]:.1f} | {100 * said["share_of_long"]:.0f} % |',
+                flush=True,
+            )
     (out / 'zero-delay.json').write_text(json.dumps(found, indent=1) + '\n')
 
 
-def told(alone: Outcome, again: Outcome, filled: Outcome) -> dict[str, object]:
+def told(alone: Outcome, again: Outcome, filled: Outcome) -> dict[str, Any]:
     """All that is drawn and said about one mix; times in seconds since the first submission."""
     idle = idle_of(filled)
     return {
         'delays_s': [round(delay, 1) for delay in delays_s([alone, again], filled)],
         'scatter_s': round(scatter_s(alone, again), 1),
         'share': round(idle.share, 3),
+        'share_of_long': round(idle.share_of_long, 3),
         'idle_node_s': {name: round(value) for name, value in asdict(idle).items()},
+        'commands': filled.commands,
         'load_average': [round(value, 1) for value in os.getloadavg()],
         'cpus': os.cpu_count(),
         'alone': alone.document(),
