@@ -14,12 +14,13 @@ import matplotlib
 matplotlib.use('Agg')
 from matplotlib import pyplot
 
+
 def draw(every: dict[str, Any], picture: Path) -> None:
-    """The first mix in each mode. Ordinary jobs in grey with their numbers, blocks in light blue, what was trained in dark
-    blue.
+    """Draw the first mix in each mode: ordinary jobs in grey with their numbers, blocks in light
+    blue, what was trained in dark blue.
     """
     first = next(iter(every)).partition(', ')[2]
-    found = {name: said for name, said in every.items() if name.endswith(f', {first}')}
+    found = {name: said for name, said in every.items() if name.partition(', ')[2] == first}
     figure, axes = pyplot.subplots(
         2 * len(found), 1, figsize=(9, 3.4 * len(found)), layout='constrained'
     )
