@@ -14,7 +14,7 @@ import pytest
 from parsl.jobs.states import JobState
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
-from parsl_freetrain.core.model.types import BlockRequest
+from parsl_freetrain.core.model.types import BlockRequest, NodeDemand
 from parsl_freetrain.sites.protocols import HoleGone
 from parsl_freetrain.sites.slurm.scheduler import Slurm
 from tests.sites.batch_blocks import Blocks
@@ -123,7 +123,7 @@ def test_a_block_gives_a_node_to_a_waiting_job_and_goes_on(slurm: Cluster, block
     slurm.wait(lambda: mine.status(job) and mine.site.needed()[0])
     assert mine.site.poll_s == 0.2
     [demand], [held] = mine.site.needed()
-    assert (demand.job, demand.nodes, demand.among) == (other, 2, names)
+    assert demand == NodeDemand(other, 2, frozenset(names))
     assert (held.block, set(held.nodes)) == (job, names)
     leave = sorted(held.releasable)[1:]
     assert len(leave) == 2
