@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import TensorDataset
 
 from parsl_freetrain.core.model.types import Shape
+from parsl_freetrain.training.checkpoint.manifest import verify
 from parsl_freetrain.training.checkpoint.state import Saved, read_state
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import WarmParent
@@ -115,3 +117,54 @@ def test_in_any_shapes_in_turn_the_bits_are_those_of_one_process(
     found, expected = tensors(state), tensors(undisturbed)
     assert found.keys() == expected.keys()
     assert not [name for name in found if not torch.equal(found[name], expected[name])]
+
+
+@pytest.mark.parametrize(
+    'shapes',
+    [
+        (Shape(shard=2, tensor=2), Shape(data=2, shard=2), Shape()),
+        (Shape(data=4), Shape(tensor=2), Shape(data=2, tensor=2)),
+    ],
+    ids=['fsdp-and-tensor', 'copies-and-tensor'],
+)
+def test_in_throughput_mode_any_shapes_train_what_one_process_trains(
+    warm: WarmParent, tmp_path: Path, undisturbed: Saved, shapes: tuple[Shape, ...]
+) -> None:
+    """The last batch of an epoch is no multiple of the ranks; every sample counts the same."""
+    for number, shape in enumerate(shapes, 1):
+        state = run(warm, tmp_path, shape, number, mode='throughput', stop=number < len(shapes))
+    found, expected = tensors(state), tensors(undisturbed)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_every_rank_writes_its_part_and_copies_share_the_work(
+    warm: WarmParent, tmp_path: Path
+) -> None:
+    run(warm, tmp_path, Shape(data=2, shard=2))
+    folder = max((tmp_path / 'store').glob('ckpt-*'))
+    sizes = [(folder / f'rank-{rank}.safetensors').stat().st_size for rank in range(4)]
+    assert max(sizes) < 2 * min(sizes)
+    assert verify(folder).blocks.keys() >= {f'rank-{rank}.json' for rank in range(1, 4)}
+
+
+def sharded_by_hand(ctx: FragmentContext) -> None:
+    """A model that its user has sharded over the mesh, made on the CPU."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, WIDTH), Block(), nn.Linear(WIDTH, 3))
+    fully_shard(model[1], mesh=ctx.mesh['shard'])
+    fully_shard(model, mesh=ctx.mesh['shard'])
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for x, y in ctx.loop(data(), BATCH):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def test_a_model_sharded_by_hand_has_the_bits_of_one_process(
+    warm: WarmParent, tmp_path: Path
+) -> None:
+    one = run(warm, tmp_path / 'one', Shape(), function=sharded_by_hand)
+    two = run(warm, tmp_path / 'two', Shape(shard=2), function=sharded_by_hand)
+    assert all(torch.equal(two.models[0][name], one.models[0][name]) for name in one.models[0])
