@@ -18,6 +18,7 @@ LONG = (
     'tests/test_ffn.py',
     'tests/executor/test_hangs.py',
     'tests/test_chimera_gpt.py',
+    'tests/test_gpt_sharded.py',
     'tests/slurm/test_zero_delay.py',
     'tests/test_house.py',
     'tests/globus/test_in_its_environment.py',

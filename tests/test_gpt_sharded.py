@@ -1,0 +1,31 @@
+"""The workflow ``workflows/gpt_sharded.py`` in small: a sharded model that loses its ranks, and
+changes its shape.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from workflows import gpt_sharded
+
+
+@pytest.mark.slow
+def test_it_learns_through_kills_and_in_other_shapes_to_the_same_bits(run_dir: Path) -> None:
+    assert gpt_sharded.main(['--small', '--out', str(run_dir / 'out')]) == 0
+    told = json.loads((run_dir / 'out' / 'summary.json').read_text())
+    assert told['weights_equal'] is True
+    assert told['kills'] >= 2
+    assert sum(one != other for one, other in itertools.pairwise(told['shapes'])) >= 3
+    assert told['writers'] == 4
+    assert told['samples'] == told['samples_expected']
+
+
+def test_an_output_folder_that_cannot_be_made_is_one_sentence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert gpt_sharded.main(['--out', '/proc/nothing']) == 2
+    assert 'cannot be made' in capsys.readouterr().err
