@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint import optimizer_state
 from parsl_freetrain.training.checkpoint.box import Box
 from parsl_freetrain.training.checkpoint.flatten import put_together, take_apart
 from parsl_freetrain.training.checkpoint.parameter_names import (
@@ -234,16 +235,20 @@ def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
     for i, (model, state) in enumerate(zip(prepared.models, states['models'], strict=True)):
         _check_model(model, state, i, saved.path)
     names = parameter_names(prepared)
+    keep_types = all(
+        _types(model.state_dict()) == _types(state)
+        for model, state in zip(prepared.models, states['models'], strict=True)
+    )
     for kind, several in _KINDS.items():
         for name, thing, state in zip(
             names_of(kind), getattr(prepared, several), states[several], strict=False
         ):
             try:
-                thing.load_state_dict(
-                    by_number(state, thing, names)
-                    if kind == 'optimizer' and is_by_name(state)
-                    else state
-                )
+                if kind == 'optimizer':
+                    numbered = by_number(state, thing, names) if is_by_name(state) else state
+                    optimizer_state.load(thing, numbered, keep_types=keep_types)
+                else:
+                    thing.load_state_dict(state)
             except (ValueError, KeyError, RuntimeError) as error:
                 raise BadInput(
                     f'The state of {name} in checkpoint {saved.path} does not fit ({error}): '
@@ -341,3 +346,7 @@ def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {
         name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)
     }
+
+
+def _types(state: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    return {name: value.dtype for name, value in state.items() if isinstance(value, torch.Tensor)}

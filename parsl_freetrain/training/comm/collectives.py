@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.training.comm.devices import GLOO, backend_for
+from parsl_freetrain.training.comm.faults import causes, device_fault
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.liveness import guard_connections
@@ -186,7 +187,7 @@ class RankGroup:
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         with _as_peer_loss():
             for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+                broadcast_into(tensor, src=0)
 
     def largest(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
         shared = torch.tensor(numbers, dtype=torch.int64, device='cpu')
@@ -244,6 +245,16 @@ class RankGroup:
         return True
 
 
+def broadcast_into(tensor: torch.Tensor, **source: Any) -> None:
+    """``torch.distributed.broadcast`` for any memory layout. gloo sends as many bytes as the tensor
+    has, from where it begins, and NCCL refuses other layouts.
+    """
+    dense = tensor.contiguous()
+    dist.broadcast(dense, **source)
+    if dense is not tensor:
+        tensor.copy_(dense)
+
+
 def join(
     order: FragmentOrder, place: RankPlace, channel: Channel[ToRank], inbox: Inbox, gpu: str
 ) -> Callable[[], Peers]:
@@ -291,17 +302,12 @@ def is_peer_loss(error: BaseException) -> bool:
 
     torch.distributed raises mostly plain RuntimeErrors, which are recognised by their texts.
     """
-    seen: set[int] = set()
-    while id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(
-            error, (PeerLost, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
-        ):
-            return True
-        if isinstance(error, RuntimeError) and any(mark in str(error) for mark in _MARKS):
-            return True
-        error = error.__cause__ or error.__context__ or error
-    return False
+    lost = (PeerLost, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+    return any(
+        isinstance(cause, lost)
+        or (isinstance(cause, RuntimeError) and any(mark in str(cause) for mark in _MARKS))
+        for cause in causes(error)
+    )
 
 
 @contextmanager
@@ -309,6 +315,8 @@ def _as_peer_loss() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if device_fault(error):
+            raise
         raise PeerLost(f'Another rank is gone: {error}') from error
 
 

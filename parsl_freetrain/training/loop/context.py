@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.box import local
+from parsl_freetrain.training.checkpoint.optimizer_state import move_to_parameters
 from parsl_freetrain.training.checkpoint.state import (
     Position,
     Saved,
@@ -120,6 +121,8 @@ class FragmentContext(FragmentView):
         prepared = sort_out(things, named=self._division.stated)
         for model in prepared.models:
             model.to(self.device)
+        for optimizer in prepared.optimizers:
+            move_to_parameters(optimizer)
         if self._division.sharded:
             check_sharded(prepared, self._division, self._order.spec.mode)
         if self._saved is not None:

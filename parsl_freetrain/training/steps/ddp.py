@@ -96,7 +96,9 @@ class ThroughputSteps:
         self.before_step: list[Callable[[], object]] = []
         self.stepped = any(scaler.is_enabled() for scaler in prepared.scalers)  # it may skip steps
         self._hooks_ran = False
+        self._clips = clip_grad_norm is not None
         for optimizer in prepared.optimizers:
+            optimizer.register_step_pre_hook(self._unscale)
             optimizer.register_step_pre_hook(self._run_hooks)
         if clip_grad_norm is not None:
             for optimizer in prepared.optimizers:
@@ -242,6 +244,20 @@ class ThroughputSteps:
             # in this module.
             wrapped.register_comm_hook(None, lambda state, bucket: self._combined(bucket))
         return wrapped
+
+    @torch.no_grad()
+    def _unscale(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Undo the scaling of a gradient scaler before the gradients are looked at. The scaler
+        leaves it to the kernel of a fused optimizer.
+        """
+        scale = getattr(optimizer, 'grad_scale', None)
+        if scale is None or not (self._clips or self.before_step):
+            return
+        for group in optimizer.param_groups:
+            for parameter in group['params']:
+                if parameter.grad is not None:
+                    parameter.grad.div_(scale)
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def _average(self, optimizer: torch.optim.Optimizer, *_: object) -> None:

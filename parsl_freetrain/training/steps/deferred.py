@@ -9,6 +9,12 @@ import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 
+NO_SCALER = (
+    'A gradient scaler decides by the numbers of each rank whether a step is taken, so in '
+    'reproducible mode the result would depend on the ranks: use mode=Throughput(), or bfloat16, '
+    'which needs no scaler.'
+)
+
 
 class DeferredOptimizer:
     """Stands for an optimizer in the user's loop. ``step()`` hands over the turn's gradient, and
@@ -51,6 +57,8 @@ class DeferredOptimizer:
         return self._optimizer.state
 
     def __getattr__(self, name: str) -> Any:
+        if name == '_step_supports_amp_scaling':  # only an enabled gradient scaler asks for it
+            raise BadInput(NO_SCALER)
         return getattr(self._optimizer, name)
 
 

@@ -20,7 +20,7 @@ from parsl_freetrain.core.model.types import MESH, Shape
 from parsl_freetrain.training.checkpoint.flatten import put_together, take_apart
 from parsl_freetrain.training.checkpoint.memory_image import pack, unpack
 from parsl_freetrain.training.checkpoint.state import State
-from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.comm.collectives import Peers, broadcast_into
 from parsl_freetrain.training.process.liveness import guard_connections
 from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.training import check_shape
@@ -111,7 +111,7 @@ class Division:
         ]
         for tensor in tensors:
             for group in groups:
-                dist.broadcast(tensor, group=group, group_src=0)
+                broadcast_into(tensor, group=group, group_src=0)
 
     def join(self, content: dict[str, Any]) -> dict[str, Any]:
         """Collect the state of all stages on the first stage's rank. The other ranks send theirs,

@@ -129,7 +129,10 @@ class Guard:
             optimizer.register_step_pre_hook(self._look)
 
     def _look(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self.on and drop_bad_gradients(optimizer, self._anywhere):
+        # With a gradient scaler, fused optimizers step in any case, and skip by themselves what the
+        # scaler has found; it also lowers its scale for that, which is no fault.
+        scaled = getattr(optimizer, 'found_inf', None) is not None
+        if self.on and not scaled and drop_bad_gradients(optimizer, self._anywhere):
             self.bad = True
 
 

@@ -5,6 +5,7 @@ training is cut into fragments.
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.comm.collectives import Peers
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.data.order import GlobalBatch, shard, shards_of_rank
-from parsl_freetrain.training.steps.deferred import DeferredOptimizer, DeferredScheduler
+from parsl_freetrain.training.steps.deferred import NO_SCALER, DeferredOptimizer, DeferredScheduler
 from parsl_freetrain.training.steps.gradient_guard import GradientGuard
 from parsl_freetrain.training.steps.reduction_tree import Node, ShardTree
 from parsl_freetrain.training.steps.shard_sum import Contribution, Layout
@@ -42,11 +43,15 @@ class ReproducibleSteps:
         device: torch.device,
     ) -> None:
         if any(scaler.is_enabled() for scaler in prepared.scalers):
-            raise BadInput(
-                'ctx.prepare was given a gradient scaler, which decides by the numbers of each '
-                'rank whether a step is taken, so the result would depend on the ranks: use '
-                'mode=Throughput(), or bfloat16, which needs no scaler.'
-            )
+            raise BadInput(NO_SCALER)
+        for optimizer in prepared.optimizers:
+            closure = signature(optimizer.step).parameters.get('closure')
+            if closure is not None and closure.default is Parameter.empty:
+                raise BadInput(
+                    f'ctx.prepare was given {type(optimizer).__name__}, which computes the loss '
+                    'several times in a step, and reproducible mode has one gradient for it: use '
+                    'mode=Throughput(), or another optimizer.'
+                )
         self._prepared = prepared
         self._peers = peers
         self._shards = shards

@@ -168,12 +168,14 @@ class Layout:
         """Set the parameters' gradients to the sums, or to None where no shard had one."""
         present = total.sums[slice(*self._has_grad)].tolist()
         for i, parameter in enumerate(self.parameters):
-            own = local(parameter)
-            parameter.grad = (
-                divided_like(self._piece(total, i, own.shape).to(own.dtype), parameter)
-                if present[i]
-                else None
-            )
+            own, gradient = local(parameter), None
+            if present[i]:
+                piece = self._piece(total, i, own.shape).to(own.dtype)
+                if piece.stride() != own.stride():
+                    # Fused optimizers need the parameter's memory layout.
+                    piece = torch.empty_like(own).copy_(piece)
+                gradient = divided_like(piece, parameter)
+            parameter.grad = gradient
 
     def take_buffers(self, total: Contribution, before: Sequence[torch.Tensor]) -> None:
         """Set each buffer to the mean, or to its value before if no shard changed it; integer

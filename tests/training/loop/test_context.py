@@ -113,6 +113,11 @@ def has_sparse_gradients(ctx: FragmentContext) -> None:
         optimizer.step()
 
 
+def has_an_optimizer_that_needs_a_closure(ctx: FragmentContext) -> None:
+    model = nn.Linear(2, 1)
+    ctx.prepare(model, torch.optim.LBFGS(model.parameters()))
+
+
 def keeps_an_object(ctx: FragmentContext) -> None:
     ctx.state['thing'] = object()
     fit(ctx)
@@ -142,6 +147,7 @@ def run(
         (prepares_twice, 'ctx.prepare was called twice'),
         (prepares_a_number, 'was given a int'),
         (prepares_no_optimizer, '0 optimizers'),
+        (has_an_optimizer_that_needs_a_closure, 'was given LBFGS, which computes the loss several'),
         (loops_unprepared, 'before ctx.prepare'),
         (loops_twice, 'ctx.loop was called twice'),
         (never_loops, 'returned without ctx.loop'),

@@ -1,0 +1,204 @@
+"""Every optimizer of torch: training that is cut into fragments gives the same bits as training
+that is not, whatever the type and the memory layout of the parameters.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from parsl_freetrain.training.checkpoint.export import load_weights
+from parsl_freetrain.training.checkpoint.optimizer_state import move_to_parameters
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.process.fork_client import WarmParent
+from tests.support.ranks import order, ranks
+
+TOTAL, BATCH = 24, 4
+SETTINGS: dict[str, dict[str, Any]] = {
+    'ASGD': {'t0': 2},
+    'Adadelta': {},
+    'Adafactor': {},
+    'Adagrad': {'lr_decay': 0.1},
+    'Adam': {'amsgrad': True},
+    'AdamW': {},
+    'Adamax': {},
+    'LBFGS': {'max_iter': 3},
+    'Muon': {},
+    'NAdam': {},
+    'RAdam': {},
+    'RMSprop': {'momentum': 0.9, 'centered': True},
+    'Rprop': {},
+    'SGD': {'momentum': 0.9},
+    'SparseAdam': {},
+}
+# LBFGS needs several gradients for a step, and reproducible mode has one; sparse gradients cannot
+# be added up there.
+NOT_REPRODUCIBLE = {'LBFGS', 'SparseAdam'}
+
+
+def kinds(reproducible: bool) -> list[tuple[str, torch.dtype, dict[str, bool]]]:
+    """Name, type of the parameters, and implementation of each optimizer."""
+    found = []
+    for name in SETTINGS:
+        if reproducible and name in NOT_REPRODUCIBLE:
+            continue
+        known = getattr(optim, name).__init__.__code__.co_varnames
+        ways = [{'fused': True}] * ('fused' in known) + [{'foreach': True}] * ('foreach' in known)
+        ways.append({way: False for way in ('fused', 'foreach') if way in known})
+        found += [(name, torch.float32, way) for way in ways]
+        found.append((name, torch.bfloat16, ways[0]))
+    return found
+
+
+def network(name: str, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(1)
+    if name == 'SparseAdam':
+        return nn.Embedding(8, 3, sparse=True, dtype=dtype)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 2), nn.Flatten())
+    net.append(nn.Linear(8, 8, bias=False))
+    # torch's LBFGS takes no other memory format.
+    return net.to(dtype, memory_format=None if name == 'LBFGS' else torch.channels_last)
+
+
+def backward(model: Any, optimizer: Any, own: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    if isinstance(own, nn.Embedding):
+        made = model((batch[:, 0, 0] > 0).sum(1))
+    else:
+        made = model(batch.to(next(own.parameters()).dtype))
+    loss: torch.Tensor = (made.float() - 1).pow(2).mean()
+    loss.backward()
+    return loss
+
+
+def train(ctx: FragmentContext, reproducible: bool) -> None:
+    things: list[Any] = []
+    for name, dtype, way in kinds(reproducible):
+        model = network(name, dtype)
+        wanted = [p for p in model.parameters() if p.ndim == 2 or name != 'Muon']
+        for parameter in model.parameters():
+            parameter.requires_grad_(any(parameter is p for p in wanted))
+        things += [model, getattr(optim, name)(wanted, lr=0.01, **SETTINGS[name], **way)]
+    prepared = ctx.prepare(*things)
+    pairs = list(zip(prepared[::2], prepared[1::2], things[::2], strict=True))
+    x = torch.randn(TOTAL, 3, 5, 5, generator=torch.Generator().manual_seed(5))
+    for batch in ctx.loop(x, BATCH):
+        for model, optimizer, own in pairs:
+            optimizer.step(partial(backward, model, optimizer, own, batch))
+
+
+def result(
+    warm: WarmParent, folder: Path, mode: str, totals: tuple[int, ...]
+) -> list[dict[str, torch.Tensor]]:
+    """The weights of all models after fragments that end at these numbers of samples."""
+    reproducible = mode == 'reproducible'
+    path = ''
+    for fragment, total in enumerate(totals, 1):
+        ordered = order(folder, fragment, mode=mode, total_samples=total)
+        with ranks(warm, ordered, 1, folder, train, reproducible) as gang:
+            (outcome,) = gang.run()
+            assert outcome.how == 'finished', gang.ranks[0].log.read_text()
+            path = outcome.path
+    weights = load_weights(path)
+    return [
+        {
+            name.partition('.')[2]: value
+            for name, value in weights.items()
+            if name.partition('.')[0] == (f'model_{i}' if i > 1 else 'model')
+        }
+        for i in range(1, len(kinds(reproducible)) + 1)
+    ]
+
+
+@pytest.mark.parametrize('mode', ['reproducible', 'throughput'])
+def test_cut_is_uncut_for_every_optimizer_and_fused_is_unfused(
+    warm: WarmParent, tmp_path: Path, mode: str
+) -> None:
+    whole = result(warm, tmp_path / 'whole', mode, (TOTAL,))
+    cut = result(warm, tmp_path / 'cut', mode, (TOTAL // 3, TOTAL))
+    all_kinds = kinds(mode == 'reproducible')
+    assert [
+        kind
+        for kind, one, other in zip(all_kinds, whole, cut, strict=True)
+        if not all(torch.equal(one[name], other[name]) for name in one)
+    ] == []
+    last: dict[tuple[str, torch.dtype], dict[str, torch.Tensor]] = {}
+    # From the plain implementation, which is the last of each optimizer, back to the fused one.
+    for (name, dtype, way), weights in reversed(list(zip(all_kinds, whole, strict=True))):
+        plain = last.setdefault((name, dtype), weights)
+        # bfloat16 is rounded in between by some implementations.
+        assert dtype is torch.bfloat16 or all(
+            torch.allclose(weights[key], plain[key], atol=1e-5) for key in plain
+        ), (name, way)
+
+
+def test_every_optimizer_of_torch_is_looked_at() -> None:
+    ours = {
+        name
+        for name, kind in vars(optim).items()
+        if isinstance(kind, type)
+        and issubclass(kind, optim.Optimizer)
+        and kind is not optim.Optimizer
+    }
+    assert ours == SETTINGS.keys()
+
+
+def test_a_state_that_was_made_with_the_optimizer_follows_the_model_to_its_device() -> None:
+    model = nn.Linear(2, 2, device='meta')
+    optimizer = optim.Adagrad(model.parameters())
+    for parameter in model.parameters():  # as if it had been made before the model was moved
+        optimizer.state[parameter]['sum'] = torch.zeros(parameter.shape)
+    move_to_parameters(optimizer)
+    for state in optimizer.state.values():
+        assert state['sum'].device.type == 'meta'
+        assert state['step'].device.type == 'cpu'
+
+
+def scales(ctx: FragmentContext, prepare_scaler: bool = True) -> None:
+    """Two equal models, one with a fused optimizer; the scaler meets an infinite gradient once."""
+    models, optimizers, scalers = [], [], []
+    for fused in (True, False):
+        torch.manual_seed(1)
+        models.append(nn.Linear(3, 2))
+        optimizers.append(optim.SGD(models[-1].parameters(), lr=0.1, fused=fused))
+        scalers.append(torch.amp.GradScaler('cpu', init_scale=1024.0, growth_interval=100))
+    given = ctx.prepare(
+        *models, *optimizers, *(scalers if prepare_scaler else ()), clip_grad_norm=0.01
+    )
+    for batch in ctx.loop(torch.randn(TOTAL, 3, generator=torch.Generator().manual_seed(5)), BATCH):
+        for model, optimizer, scaler in zip(given[:2], given[2:4], scalers, strict=True):
+            optimizer.zero_grad()
+            loss = model(batch).pow(2).mean() * (float('inf') if ctx.samples == 8 else 1)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert [scaler.get_scale() for scaler in scalers] == [512.0, 512.0]
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-6), (one, other)
+
+
+def test_clipping_and_skipped_steps_are_the_same_for_a_fused_optimizer_with_a_scaler(
+    warm: WarmParent, tmp_path: Path
+) -> None:
+    ordered = order(tmp_path, mode='throughput', total_samples=TOTAL, on_nan='skip')
+    with ranks(warm, ordered, 1, tmp_path, scales) as gang:
+        (outcome,) = gang.run()
+    assert outcome.how == 'finished', outcome.error
+    assert 'skipped_steps' not in outcome.metrics
+
+
+@pytest.mark.parametrize('prepare_scaler', [True, False])
+def test_reproducible_mode_refuses_a_scaler_wherever_it_is_used(
+    warm: WarmParent, tmp_path: Path, prepare_scaler: bool
+) -> None:
+    with ranks(
+        warm, order(tmp_path, total_samples=TOTAL), 1, tmp_path, scales, prepare_scaler
+    ) as gang:
+        (outcome,) = gang.run()
+    assert outcome.how == 'error'
+    assert 'A gradient scaler decides by the numbers of each rank' in outcome.error.message
