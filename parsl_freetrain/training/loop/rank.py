@@ -33,6 +33,7 @@ from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.messages import Ending, Outcome, RankError, ToRank
 from parsl_freetrain.training.spec.mode import Reproducible
 from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
+from parsl_freetrain.training.steps.determinism import demand_determinism, explained
 
 _LARGEST_EXCEPTION = 1_000_000
 
@@ -101,7 +102,7 @@ def run_rank(
         how = _ending(raised, context, place)
         if how != 'stopped':
             traceback.print_exc()
-            error = _described(raised)
+            error = _described(explained(raised))
     if (
         how in ('finished', 'stopped')
         and peers is not None
@@ -117,10 +118,7 @@ def run_rank(
 def _set_up(order: FragmentOrder, place: RankPlace) -> torch.device:
     torch.set_num_threads(order.spec.ranks.threads)
     if isinstance(order.spec.mode, Reproducible):
-        os.environ.setdefault(
-            'CUBLAS_WORKSPACE_CONFIG', ':4096:8'
-        )  # CUDA's matrix products need it to be deterministic
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        demand_determinism(warn_only=order.spec.mode.warn_only)
     device = take_gpus(place.local_rank, order.spec.ranks.per_node)
     print(
         f'Process {os.getpid()}: device {device} '

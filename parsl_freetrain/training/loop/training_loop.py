@@ -26,6 +26,7 @@ from parsl_freetrain.training.loop.turn_guard import TurnGuard
 from parsl_freetrain.training.spec.messages import Progress, Started
 from parsl_freetrain.training.spec.mode import Reproducible
 from parsl_freetrain.training.spec.on_nan import ROLLBACK, NonFinitePolicy
+from parsl_freetrain.training.steps.determinism import demand_determinism
 
 PROGRESS_EVERY_S = 0.5
 
@@ -99,7 +100,8 @@ class TrainingLoop:
             self._state.samples,
             time.monotonic(),
         )
-        reproducible = isinstance(self._order.spec.mode, Reproducible)
+        mode = self._order.spec.mode
+        reproducible = isinstance(mode, Reproducible)
         if not reproducible:
             seed_everything(
                 MicroBatch((), self._state.samples, self._division.data_rank, 0.0).seed(
@@ -133,8 +135,9 @@ class TrainingLoop:
             for turn in turns:
                 batch_data = to_device(next(micro_batches), self._device)
                 self._steps.begin_turn(turn)
-                if reproducible:
+                if isinstance(mode, Reproducible):
                     seed_everything(turn.seed(seed, 'model'))
+                    demand_determinism(warn_only=mode.warn_only)
                 self._guard.begin_turn()
                 yield batch_data
                 self._guard.end_turn()

@@ -58,16 +58,28 @@ class Reproducible(Mode, frozen=True, kw_only=True):
     shards
         Number of virtual shards of the global batch, at least ``max_nodes`` times the ranks per
         node, which is the default.
+    warn_only
+        Whether operations without a deterministic implementation only warn, as in
+        ``torch.use_deterministic_algorithms``. By default the trainer fails with an error that
+        names the operation. Checkpoints record this setting if it is True, since results may then
+        differ from run to run.
     seed, on_nan
         As in :class:`Mode`.
     """
 
     shards: int | None = None
+    warn_only: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.shards is not None and self.shards < 1:
             raise BadInput(f'shards is {self.shards}; it must be at least 1.')
+
+    def identity(self) -> dict[str, Any]:
+        found = super().identity()
+        if not self.warn_only:
+            del found['warn_only']  # checkpoints from before this setting have none
+        return found
 
 
 class Throughput(Mode, frozen=True, kw_only=True):

@@ -1,0 +1,46 @@
+"""What reproducible mode asks of torch, beside the order of its sums."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from parsl_freetrain.core.model.errors import BadInput
+
+
+def demand_determinism(*, warn_only: bool) -> None:
+    """Have torch use deterministic implementations only, also if the user's function has asked for
+    something else.
+
+    Parameters
+    ----------
+    warn_only
+        As in ``torch.use_deterministic_algorithms``: an operation that has none only warns. Flash
+        and memory-efficient attention then keep their fast backward pass, which is not
+        deterministic.
+    """
+    # CUDA's matrix products need it, and read it when they are first used.
+    os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
+    if (
+        not torch.are_deterministic_algorithms_enabled()
+        or torch.is_deterministic_algorithms_warn_only_enabled() is not warn_only
+    ):
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    if torch.backends.cudnn.benchmark:
+        print('torch.backends.cudnn.benchmark is switched off: it chooses kernels by their speed')
+        torch.backends.cudnn.benchmark = False
+
+
+def explained(error: BaseException) -> BaseException:
+    """The error, or a sentence in its place if torch refused an operation that is not
+    deterministic.
+    """
+    if not isinstance(error, RuntimeError) or 'use_deterministic_algorithms' not in str(error):
+        return error
+    refusal = BadInput(
+        f'Reproducible mode allows only deterministic operations, and torch says: {error} In '
+        'FreeTrain, use another operation, or allow it by mode=Reproducible(warn_only=True), with '
+        'which results may differ from run to run.'
+    )
+    return refusal.with_traceback(error.__traceback__)
