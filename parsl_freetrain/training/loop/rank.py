@@ -97,7 +97,12 @@ def run_rank(
         else:
             context.finish()
     except BaseException as raised:  # the node agent must hear of any error
-        if isinstance(context, StandbyContext) and not context.began():
+        if standby is not None and not (isinstance(context, StandbyContext) and context.arrived):
+            # The fragment before still trains, and holds what this rank may have failed for: a
+            # GPU's memory, a lock. Without this rank, the next fragment starts plainly.
+            traceback.print_exc()
+            return 1
+        if isinstance(context, StandbyContext) and not context.began:
             context = None  # the fragment could not begin
         how = _ending(raised, context, place)
         if how != 'stopped':

@@ -5,7 +5,6 @@ needs to know its own fragment.
 from __future__ import annotations
 
 import os
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -92,10 +91,12 @@ class StandbyContext(FragmentContext):
         self.__dict__['_begun'] = True
         return True
 
+    @property
+    def arrived(self) -> bool:
+        """Whether it has its fragment, or has failed to begin it."""
+        return '_arrive' not in self.__dict__
+
+    @property
     def began(self) -> bool:
-        """Wait for the fragment if that has not been done. Returns False if it failed to begin."""
-        try:
-            self.arrive()
-        except Exception:
-            traceback.print_exc()
+        """Whether the fragment has begun."""
         return '_begun' in self.__dict__

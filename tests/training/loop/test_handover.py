@@ -583,14 +583,47 @@ def test_only_a_rank_that_is_wanted_and_lives_is_given_to_a_launch(
         os.close(rank.pidfd)
 
 
+def locks(ctx: FragmentContext, where: str, **options: Any) -> None:
+    """Only one rank at a time may come as far as ``ctx.prepare``."""
+    import fcntl
+
+    lock = (Path(where) / 'lock').open('w')
+    with (Path(where) / 'tried').open('a') as tried:
+        tried.write(f'{os.getpid()}\n')
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    train(ctx, **options)
+
+
+def test_a_rank_ahead_that_fails_ends_and_the_fragment_starts_plainly(
+    warm: WarmParent, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    ordered, given = order(tmp_path, total_samples=TOTAL), {'where': str(tmp_path), 'endless': 1}
+    with ranks(warm, ordered, 1, tmp_path, locks, **given) as gang:
+        gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
+        with running_ahead(warm, ordered, 1, tmp_path, function=locks, **given) as (asked,):
+            assert asked.poll(LIMIT_S)
+            with pytest.raises(EOFError):  # it has ended, and does not wait
+                asked.recv()
+        first, ahead = (tmp_path / 'tried').read_text().split()
+        assert is_true(lambda: not Path(f'/proc/{ahead}').exists())
+        left = stopped_and_left(gang)
+    following = replace(ordered, fragment=2, handover=left)
+    with ranks(warm, following, 1, tmp_path, locks, **given) as gang:
+        assert [outcome.how for outcome in gang.run()] == ['finished']
+        assert gang.ranks[0].process.pid not in (int(first), int(ahead))
+    assert equal(final(tmp_path), undisturbed)
+
+
 def fails_before(ctx: FragmentContext) -> None:
     raise LookupError('not there')
 
 
-def test_what_goes_wrong_ahead_is_told_in_the_fragment(warm: WarmParent, tmp_path: Path) -> None:
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    payload = cloudpickle.dumps((fails_before, (), {}))
-    warm.start_standby(order(tmp_path), 0, payload, {}, str(tmp_path / 'ahead.log'), 60.0).close()
+def test_what_goes_wrong_ahead_goes_wrong_again_in_the_fragment(
+    warm: WarmParent, tmp_path: Path
+) -> None:
+    with running_ahead(warm, order(tmp_path), 1, tmp_path, function=fails_before) as (asked,):
+        assert asked.poll(LIMIT_S)
+        assert is_true(lambda: not (tmp_path / 'ahead-0.log').exists())  # it has been reaped
     with ranks(warm, order(tmp_path), 1, tmp_path, fails_before) as gang:
         (outcome,) = gang.run()
     assert (outcome.how, outcome.error.message) == ('error', 'not there')
