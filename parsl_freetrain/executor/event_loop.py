@@ -135,6 +135,8 @@ class EventLoop:
         now = self._clock()
         for item in items:
             self._guarded(self._take, item, now)
+        for node, why in self._fragments.faulty().items():
+            self._guarded(self._blocks.avoid, node, why, now)
         if now >= self._next_poll:
             self._guarded(self._poll, now)
             # Do not ask again at once after a slow answer.

@@ -51,12 +51,16 @@ class BlockRequest:
         Walltime in seconds; None where the site needs none.
     queue, names
         As in the hole.
+    avoid
+        Names of nodes with broken devices, which the block shall not have. PBS Pro and Cobalt
+        cannot be told.
     """
 
     nodes: int
     walltime_s: float | None = None
     queue: str = ''
     names: tuple[str, ...] = ()
+    avoid: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

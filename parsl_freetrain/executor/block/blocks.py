@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 300.0
 HOPELESS_GREETINGS = 3
+AVOID_S = 600.0
+"""Seconds for which a node with a broken device is not used."""
 
 
 @dataclass
@@ -109,6 +111,7 @@ class BlockManager:
         self._backoff = Backoff(FIRST_BACKOFF_S, LONGEST_BACKOFF_S)
         self._refusals: list[str] = []
         self._ever_joined = False
+        self._avoided: dict[str, tuple[float, str]] = {}  # by host name: until when, and why
 
     def open(self, request: BlockRequest, at: float) -> None:
         """Submit a block. After a refusal nothing is submitted for a while, twice as long each
@@ -116,6 +119,7 @@ class BlockManager:
         """
         if at < self._not_before:
             return
+        request = replace(request, avoid=tuple(sorted(self._avoided_at(at))))
         try:
             block, job_id = self._launch(request)
         except HoleGone:
@@ -205,7 +209,13 @@ class BlockManager:
 
     def look_for_holes(self, at: float) -> None:
         """Emit the site's current offers."""
-        self._stream.emit(ev.HolesSeen(at, self._provider.holes()))
+        avoided = self._avoided_at(at)
+        holes = []
+        for hole in self._provider.holes():
+            names = tuple(name for name in hole.names if name not in avoided)
+            if names or not hole.names:
+                holes.append(replace(hole, nodes=len(names) or hole.nodes, names=names))
+        self._stream.emit(ev.HolesSeen(at, tuple(holes)))
 
     def starting(self) -> bool:
         """Whether there are nodes to come that have not been greeted."""
@@ -254,9 +264,13 @@ class BlockManager:
         if error is not None:
             return self._unusable(block_id, manager, error, at)
         self._ever_joined = True
+        name = done.result()['name']
+        until_s, why = self._avoided.get(name, (0.0, ''))
+        if at < until_s:
+            return self._unusable(block_id, manager, FreeTrainError(why), at)
         self._backoff.reset()
-        block.nodes[manager] = done.result()['name']
-        block.managers[block.nodes[manager]] = manager
+        block.nodes[manager] = name
+        block.managers[name] = manager
         if not block.noticed:
             block.until_s = self._provider.end_of(block.job_id)
         self._stream.emit(
@@ -352,6 +366,21 @@ class BlockManager:
                 del block.nodes[node]
                 block.unusable.add(node)
             self._emit_gone(lost, 'lost', at)
+
+    def avoid(self, node: str, why: str, at: float) -> None:
+        """Do not use a node for :data:`AVOID_S`, in no block, since a device of it is broken."""
+        for block_id, block in self.blocks.items():
+            if node in block.nodes:
+                self._avoided[block.nodes[node]] = at + AVOID_S, why
+                logger.warning('Node %s is not used for %g s: %s', node, AVOID_S, why)
+                self.lose({node}, at)
+                self._stream.emit(no.NodeUnusable(at, block_id, node, why))
+                if block.complete() and not block.nodes:
+                    self.close(block_id, at)
+                return
+
+    def _avoided_at(self, at: float) -> set[str]:
+        return {name for name, (until_s, _) in self._avoided.items() if at < until_s}
 
     def _emit_gone(self, nodes: tuple[str, ...], how: str, at: float) -> None:
         # The controller must hear of lost nodes before it hears of the ends of their fragments.

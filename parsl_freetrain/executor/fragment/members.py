@@ -34,6 +34,9 @@ class Members:
         """Kill the remaining ranks of a fragment."""
         if not fragment.abandoned:
             fragment.abandoned = why
+            fragment.ended_before = frozenset(
+                rank for ranks in fragment.ended.values() for rank in ranks
+            )
             self.tell_all(fragment, Abandon(why))
 
     def catch_up(self, fragment: RunningFragment, member: int) -> None:

@@ -19,7 +19,12 @@ from parsl_freetrain.executor.fragment.listener import Listener
 from parsl_freetrain.executor.fragment.members import Members
 from parsl_freetrain.executor.fragment.orders import ControlEndpoint, member_order
 from parsl_freetrain.executor.fragment.standby import StandbyLauncher
-from parsl_freetrain.executor.fragment.state import FragmentResult, RunningFragment, came_back
+from parsl_freetrain.executor.fragment.state import (
+    FragmentResult,
+    RunningFragment,
+    came_back,
+    fault_of,
+)
 from parsl_freetrain.executor.fragment.watchdog import GiveUp, NodeSilent, StopNow, Watchdog
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.executor.settings import Timeouts
@@ -71,6 +76,7 @@ class FragmentRunner:
         # Results of fragments that ended before Parsl passed on their tasks.
         self._early: dict[tuple[str, int], FragmentResult] = {}
         self._silent: dict[str, str] = {}  # nodes that were given up, with reasons
+        self._faulty: dict[str, str] = {}  # nodes with a broken device, with reasons
 
     def start(self, action: ev.StartFragment, at: float) -> None:
         """Submit the fragment's Parsl task; it comes back through :meth:`arrived`."""
@@ -229,12 +235,15 @@ class FragmentRunner:
             self._conclude(fragment, at)
 
     def _conclude(self, fragment: RunningFragment, at: float) -> None:
-        result = fragment.verdict()
+        record = self.records[fragment.name]
+        result = fragment.verdict(record.device_faults)
         name, number, samples = fragment.name, fragment.number, result.checkpoint.samples
         del self.running[name, number]
         self._members.forget(fragment)
-        record = self.records[name]
-        record.fragment_ended(result)
+        faults = fragment.device_faults()
+        record.fragment_ended(result, faults.values())
+        if result.ending is not Ending.FAILED:
+            self._faulty |= {node: fault_of(rank) for node, rank in faults.items()}
         record.pause(fragment, result)
         reached = max(fragment.reached, samples)
         started_at, last = fragment.started_at, fragment.outcome()
@@ -265,6 +274,11 @@ class FragmentRunner:
                     silent[node] = why
         self._silent |= silent
         return set(silent)
+
+    def faulty(self) -> dict[str, str]:
+        """Nodes on which a device has failed since the last call, with reasons."""
+        found, self._faulty = self._faulty, {}
+        return found
 
     def end(self, why: str) -> None:
         """End the running fragments for Parsl, since no more messages will arrive."""

@@ -5,7 +5,7 @@ effects.
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +21,9 @@ from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.training.spec.messages import Outcome, RankError, Rendezvous, StateLeft
 from parsl_freetrain.training.spec.order import Handover
+
+FAULTY_NODES = 3
+"""Number of nodes on which the same fault of a device is the function's."""
 
 _ENDINGS = {'finished': Ending.FINISHED, 'stopped': Ending.STOPPED}
 
@@ -68,6 +71,8 @@ class RunningFragment:
         None  # until it is killed after a request to stop; None: the usual patience
     )
     abandoned: str = ''  # why it was given up
+    abandoned_at: float | None = None  # when the watchdog first saw that
+    ended_before: frozenset[int] = frozenset()  # ranks that had ended when it was given up
     task: bytes = b''  # what its members run
     awaited: set[int] = field(
         default_factory=set
@@ -132,6 +137,13 @@ class RunningFragment:
                 )
             elif len(ended) < self.ranks_per_node and at - self.heard.get(member, at) > patience_s:
                 found[node] = f'no sign of life for {patience_s:g} s'
+            elif (
+                self.abandoned_at is not None
+                and member in self.heard
+                and at - self.abandoned_at > patience_s
+            ):
+                # SIGKILL ends a process only when it returns from the driver.
+                found[node] = f'a rank there has not ended {patience_s:g} s after SIGKILL'
         return found
 
     def nobody_listened(self, seconds: float) -> None:
@@ -139,6 +151,7 @@ class RunningFragment:
         means nothing.
         """
         self.stepped_at = None if self.stepped_at is None else self.stepped_at + seconds
+        self.abandoned_at = None if self.abandoned_at is None else self.abandoned_at + seconds
         self.heard = {member: at + seconds for member, at in self.heard.items()}
         self.ended = {
             member: {rank: at + seconds for rank, at in ranks.items()}
@@ -176,8 +189,21 @@ class RunningFragment:
                     return self.action.nodes[member], handover
         return None
 
-    def verdict(self) -> FragmentResult:
-        """What all that the members said adds up to."""
+    def device_faults(self) -> dict[str, RankResult]:
+        """By node, a rank whose device is broken."""
+        return {
+            self.action.nodes[member]: result
+            for member in sorted(self.settled)
+            for result in self._results(member)
+            if result.how == 'device-fault'
+        }
+
+    def verdict(self, faults_before: Mapping[str, Collection[str]] = {}) -> FragmentResult:
+        """What all that the members said adds up to.
+
+        ``faults_before``: by the message of a device's fault, the names of the nodes where earlier
+        fragments of the trainer had it.
+        """
         # Only rank 0 knows which checkpoint is the last; without its word the next fragment looks
         # for it.
         last = self.outcome()
@@ -186,6 +212,8 @@ class RunningFragment:
                 self.note_checkpoint(last.path, last.samples, last.metrics)
             return FragmentResult(_ENDINGS[last.how], self.checkpoint)
         results = [result for member in sorted(self.settled) for result in self._results(member)]
+        if faults := self.device_faults():
+            return self._faulty(list(faults.values()), faults_before)
         for result in () if self.lost else results:
             if result.outcome is not None and result.outcome.error and result.how == 'error':
                 error = result.outcome.error
@@ -193,6 +221,31 @@ class RunningFragment:
                 sentence = f'{error.type}: {error.message}'
                 return FragmentResult(Ending.FAILED, self.checkpoint, sentence, exception)
         return FragmentResult(Ending.PREEMPTED, self.checkpoint, self._cause(results))
+
+    def _faulty(
+        self, faults: list[RankResult], before: Mapping[str, Collection[str]]
+    ) -> FragmentResult:
+        """A broken device is a preemption. The same fault on several nodes is no coincidence."""
+        for result in faults:
+            assert result.outcome is not None
+            assert result.outcome.error is not None
+            error = result.outcome.error
+            nodes = {other.node for other in faults if fault_of(other) == error.message}
+            nodes |= set(before.get(error.message, ()))
+            if len(nodes) >= FAULTY_NODES:
+                sentence = (
+                    f'{error.message} (on {len(nodes)} nodes: {", ".join(sorted(nodes))}; so it is '
+                    'an error of the function and not of a device)'
+                )
+                exception = self._exception(result, error)
+                exception.add_note(sentence)
+                return FragmentResult(Ending.FAILED, self.checkpoint, sentence, exception)
+        first = faults[0]
+        return FragmentResult(
+            Ending.PREEMPTED,
+            self.checkpoint,
+            f'{_rank(first)} has a broken device: {fault_of(first)}; its output is in {first.log}',
+        )
 
     def _cause(self, results: list[RankResult]) -> str:
         """Who is to blame, from the surest sign to the vaguest."""
@@ -205,9 +258,10 @@ class RunningFragment:
             return (
                 f'{len(self.lost)} of its {len(self.members)} nodes were lost: {", ".join(named)}'
             )
-        for result in sorted(results, key=lambda result: result.how != 'hung'):
+        for result in sorted(results, key=_suffers):
             # Those that it killed itself, when it was given up, are not to blame.
-            if result.how == 'hung' or (result.how == 'died' and not self.abandoned):
+            at_fault = not self.abandoned or result.rank in self.ended_before
+            if result.how == 'hung' or (result.how == 'died' and at_fault):
                 what = result.killed or _describe(result.status)
                 return f'{_rank(result)} {what}; its output is in {result.log}'
         if self.abandoned:
@@ -253,6 +307,21 @@ def came_back(done: Future[Any]) -> list[RankResult] | BaseException:
     if isinstance(result, list) and all(isinstance(one, RankResult) for one in result):
         return result
     return FreeTrainError(f'a task returned a {type(result).__name__}, no list of rank results')
+
+
+def _suffers(result: RankResult) -> int:
+    """How likely it is that a rank ended because of another one; NCCL, for instance, aborts the
+    ranks that have lost a peer.
+    """
+    if result.how == 'hung':
+        return 0
+    ended_by = -(result.status or 0)
+    return 1 if ended_by > 0 and ended_by != signal.SIGABRT else 2
+
+
+def fault_of(result: RankResult) -> str:
+    """What a rank with a broken device said of it."""
+    return result.outcome.error.message if result.outcome and result.outcome.error else ''
 
 
 def _rank(result: RankResult) -> str:

@@ -53,6 +53,8 @@ class Watchdog:
         for fragment in fragments:
             if away_s > LOOK_S:
                 fragment.nobody_listened(away_s)
+            if fragment.abandoned and fragment.abandoned_at is None:
+                fragment.abandoned_at = at
             found += [
                 NodeSilent(node, why)
                 for node, why in fragment.silent(at, self._timeouts.silence_s).items()

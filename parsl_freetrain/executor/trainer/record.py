@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.events import Ending
 from parsl_freetrain.core.model.types import Checkpoint, Trainer
-from parsl_freetrain.executor.fragment.state import FragmentResult, RunningFragment
+from parsl_freetrain.executor.fragment.rank_result import RankResult
+from parsl_freetrain.executor.fragment.state import FragmentResult, RunningFragment, fault_of
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.training.spec.order import Handover
 from parsl_freetrain.training.spec.training import TrainingSpec
@@ -51,6 +52,9 @@ class TrainerRecord:
     left: tuple[str, Handover] | None = (
         None  # a node, and the state that the last fragment left in its memory
     )
+    device_faults: dict[str, set[str]] = field(
+        default_factory=dict
+    )  # by message, the names of the nodes
     paused: tuple[int, float] | None = (
         None  # during a rescale: number of nodes before it, and end of the last step
     )
@@ -59,8 +63,10 @@ class TrainerRecord:
         """Set the total of a trainer that is measured in epochs; raises BadInput if it is 0."""
         self.trainer = replace(self.trainer, total_samples=total_samples)
 
-    def fragment_ended(self, result: FragmentResult) -> None:
-        """Update what the next fragment starts from."""
+    def fragment_ended(self, result: FragmentResult, faults: Iterable[RankResult] = ()) -> None:
+        """Update what the next fragment starts from. ``faults``: ranks with a broken device."""
+        for rank in faults:
+            self.device_faults.setdefault(fault_of(rank), set()).add(rank.node)
         if result.checkpoint.path:
             self.checkpoint = result.checkpoint
         if result.ending is not Ending.FAILED:

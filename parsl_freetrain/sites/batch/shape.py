@@ -27,6 +27,8 @@ class BlockShape:
         limits it.
     names
         Which nodes; empty: any.
+    avoid
+        Which nodes not.
     """
 
     nodes: int
@@ -34,6 +36,7 @@ class BlockShape:
     least_s: int
     deadline: int | None = None
     names: tuple[str, ...] = ()
+    avoid: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

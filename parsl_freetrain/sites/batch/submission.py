@@ -6,6 +6,7 @@ import math
 import secrets
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -100,6 +101,7 @@ class Submitter:
             self._scheduler.step_s,
             partition.shortest_s,
         )
+        shape = replace(shape, avoid=request.avoid)
         place = self._place(folder, block)
         return shape, place, self._scheduler.render(shape, place, command, worker_init)
 

@@ -77,6 +77,7 @@ def _options(options: SlurmOptions, shape: BlockShape, place: Place) -> list[str
         ('mem', options.memory),
         ('signal', options.signal),
         ('nodelist', ','.join(shape.names) or None),
+        ('exclude', ','.join(shape.avoid) or None),
     ):
         if value is not None:
             said.append(f'--{name}={value}')

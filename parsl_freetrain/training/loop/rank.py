@@ -12,6 +12,7 @@ import cloudpickle
 import tblib
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
@@ -20,6 +21,7 @@ from parsl_freetrain.training.checkpoint.state import read_state
 from parsl_freetrain.training.checkpoint.store import Fenced, PosixCheckpointStore
 from parsl_freetrain.training.comm.collectives import Peers, is_peer_loss, join
 from parsl_freetrain.training.comm.devices import VISIBLE_VARIABLE, name_of, take_gpus
+from parsl_freetrain.training.comm.faults import device_fault
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.data.loader import seed_everything
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
@@ -108,6 +110,8 @@ def run_rank(
         if how != 'stopped':
             traceback.print_exc()
             error = _described(explained(raised))
+            if how == 'device-fault':
+                error = replace(error, message=device_fault(raised))
     if (
         how in ('finished', 'stopped')
         and peers is not None
@@ -181,6 +185,8 @@ def _ending(raised: BaseException, context: FragmentContext | None, place: RankP
         return 'fenced'
     if isinstance(raised, Damaged):
         return 'peer-lost'  # the checkpoint is set aside, and the next fragment uses the one before
+    if device_fault(raised):
+        return 'device-fault'
     return 'peer-lost' if place.world_size > 1 and is_peer_loss(raised) else 'error'
 
 

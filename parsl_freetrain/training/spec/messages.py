@@ -131,7 +131,7 @@ class StateLeft(msgspec.Struct, frozen=True):
     here: bool
 
 
-Ending = Literal['finished', 'stopped', 'fenced', 'peer-lost', 'error']
+Ending = Literal['finished', 'stopped', 'fenced', 'peer-lost', 'device-fault', 'error']
 
 
 class Outcome(Message, frozen=True):
@@ -148,7 +148,8 @@ class Outcome(Message, frozen=True):
     metrics
         The user's last reported metrics.
     error
-        The exception of the user's function, if any.
+        The exception of the user's function, if any. With 'device-fault', its message is the line
+        that says what is wrong with the device.
     stepped_at
         End of the last step in seconds since the epoch; 0: there was none.
     step_s, checkpoint_s

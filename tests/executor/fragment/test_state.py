@@ -9,14 +9,24 @@ import cloudpickle
 import pytest
 import tblib
 
+from parsl_freetrain import Timeouts
 from parsl_freetrain.core.model.events import Ending, StartFragment
 from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.executor.fragment.members import Members
 from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.executor.fragment.state import RunningFragment
+from parsl_freetrain.executor.fragment.watchdog import NodeSilent, Watchdog
 from parsl_freetrain.training.spec.messages import Ending as Ending_
 from parsl_freetrain.training.spec.messages import Outcome, RankError, StateLeft
 from parsl_freetrain.training.spec.order import Handover
 
+
+class Nobody:
+    def send(self, *_: object) -> None:
+        pass
+
+
+members = Members(Nobody())  # type: ignore[arg-type]
 START = Checkpoint('cnn', '', 0, 0)
 
 
@@ -166,6 +176,55 @@ def test_what_it_was_given_up_for_is_the_cause_and_not_the_ranks_killed_for_it()
     fragment.abandoned = 'it did not stop within 2 s'
     fragment.settled = {0: [result(0, status=-9)]}
     assert fragment.verdict().error == 'it did not stop within 2 s'
+
+
+def test_the_rank_that_was_killed_is_named_before_those_that_abort_for_it() -> None:
+    fragment = running_fragment(2)
+    fragment.settled = {
+        0: [result(0, 'n-a', status=-6)],
+        1: [result(1, 'n-b', status=-9), result(2, 'n-b', status=1)],
+    }
+    assert fragment.verdict().error.startswith('rank 1 on n-b was ended by SIGKILL')
+    # Also if the others did not notice, and had to be killed.
+    fragment.ended = {1: {1: 5.0}}
+    members.give_up(fragment, 'some of its ranks ended in trouble and the others did not notice')
+    fragment.settled[0] = [result(0, 'n-a', status=-9)]
+    assert fragment.verdict().error.startswith('rank 1 on n-b was ended by SIGKILL')
+
+
+def test_a_rank_that_does_not_end_after_sigkill_loses_its_node() -> None:
+    fragment, watchdog = running_fragment(2), Watchdog(Timeouts(hang_s=10.0))
+    fragment.heard = {0: 100.0, 1: 100.0}
+    members.give_up(fragment, 'it did not stop within 2 s')
+    fragment.settled[0] = [result(0, status=-9)]
+    for second in range(100, 120):
+        fragment.heard[1] = float(second)  # the node itself is alive
+        found = watchdog.look([fragment], float(second))
+        if second <= 108:
+            assert found == []
+    assert [type(one) for one in found] == [NodeSilent]
+    assert (found[0].node, 'SIGKILL' in found[0].why) == ('n1', True)  # type: ignore[union-attr]
+
+
+def faulty(rank: int, node: str) -> RankResult:
+    return outcome(rank, 'device-fault', node, error=user_error(RuntimeError('CUDA error: ECC')))
+
+
+def test_a_broken_device_is_a_preemption_unless_it_is_so_on_three_nodes() -> None:
+    fragment = running_fragment(3)
+    fragment.settled = {
+        0: [outcome(0, 'peer-lost')],
+        1: [faulty(1, 'n-b')],
+        2: [outcome(2, 'error', error=user_error(KeyError('it has lost a peer')))],
+    }
+    verdict = fragment.verdict({'CUDA error: ECC': {'n-a'}})
+    assert verdict.ending is Ending.PREEMPTED
+    assert 'rank 1 on n-b has a broken device: CUDA error: ECC;' in verdict.error
+    assert fragment.device_faults().keys() == {'n1'}
+    verdict = fragment.verdict({'CUDA error: ECC': {'n-a', 'n-c'}})
+    assert verdict.ending is Ending.FAILED
+    assert '3 nodes: n-a, n-b, n-c' in verdict.error
+    assert fragment.verdict({'CUDA error: other': {'n-a', 'n-c'}}).ending is Ending.PREEMPTED
 
 
 def test_lost_nodes_are_named_with_the_reason() -> None:
