@@ -32,5 +32,5 @@ def test_a_broken_device_is_a_preemption_and_its_node_is_avoided(tmp_path: Path)
     with Reader(executor.ledger_path) as ledger:
         fragments = ledger.story().fragments
     assert [fragment.ending for fragment in fragments] == ['preempted', 'preempted', 'failed']
-    assert f' has a broken device: {FAULT};' in fragments[0].error
+    assert f' has a broken device: {FAULT};' in (fragments[0].error or '')
     assert any(f'{FAULT} (on 3 nodes: ' in note for note in raised.value.__notes__)

@@ -597,7 +597,8 @@ def locks(ctx: FragmentContext, where: str, **options: Any) -> None:
 def test_a_rank_ahead_that_fails_ends_and_the_fragment_starts_plainly(
     warm: WarmParent, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
-    ordered, given = order(tmp_path, total_samples=TOTAL), {'where': str(tmp_path), 'endless': 1}
+    ordered = order(tmp_path, total_samples=TOTAL)
+    given: dict[str, Any] = {'where': str(tmp_path), 'endless': 1}
     with ranks(warm, ordered, 1, tmp_path, locks, **given) as gang:
         gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
         with running_ahead(warm, ordered, 1, tmp_path, function=locks, **given) as (asked,):

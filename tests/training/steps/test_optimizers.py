@@ -19,6 +19,7 @@ from parsl_freetrain.training.process.fork_client import WarmParent
 from tests.support.ranks import order, ranks
 
 TOTAL, BATCH = 24, 4
+LAST = torch.channels_last
 SETTINGS: dict[str, dict[str, Any]] = {
     'ASGD': {'t0': 2},
     'Adadelta': {},
@@ -62,7 +63,7 @@ def network(name: str, dtype: torch.dtype) -> nn.Module:
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 2), nn.Flatten())
     net.append(nn.Linear(8, 8, bias=False))
     # torch's LBFGS takes no other memory format.
-    return net.to(dtype, memory_format=None if name == 'LBFGS' else torch.channels_last)
+    return net.to(dtype) if name == 'LBFGS' else net.to(dtype).to(memory_format=LAST)  # type: ignore[call-overload]
 
 
 def backward(model: Any, optimizer: Any, own: nn.Module, batch: torch.Tensor) -> torch.Tensor:
