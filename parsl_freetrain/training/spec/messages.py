@@ -148,8 +148,7 @@ class Outcome(Message, frozen=True):
     metrics
         The user's last reported metrics.
     error
-        The exception of the user's function, if any. With 'device-fault', its message is the line
-        that says what is wrong with the device.
+        The exception of the user's function, or the fault of a device, if any.
     stepped_at
         End of the last step in seconds since the epoch; 0: there was none.
     step_s, checkpoint_s
