@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from parsl_freetrain.core.model.errors import FreeTrainError
-from parsl_freetrain.training.comm.devices import GLOO, backend_for
+from parsl_freetrain.training.comm.devices import GLOO, backend_for, kind_here
 from parsl_freetrain.training.comm.faults import causes, device_fault
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.process.channel import Channel
@@ -165,7 +165,7 @@ class RankGroup:
             'backend',
             lambda: backend_for(
                 [bytes(self._store.get(f'gpu/{rank}')).decode() for rank in range(self.world_size)],
-                nccl=dist.is_nccl_available(),
+                kind_here(),
             ),
         )
 
@@ -268,7 +268,9 @@ def join(
         return Alone
     interface = order.interface or ('lo' if place.nodes == 1 else None)
     if interface is not None:
-        os.environ['GLOO_SOCKET_IFNAME'] = os.environ['NCCL_SOCKET_IFNAME'] = interface
+        os.environ['GLOO_SOCKET_IFNAME'] = interface
+        # A site's modules may have set it, to several interfaces or a prefix.
+        os.environ.setdefault('NCCL_SOCKET_IFNAME', interface)
     if place.rank > 0:
 
         def come() -> Peers:

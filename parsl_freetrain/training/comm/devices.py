@@ -1,83 +1,218 @@
-"""Which GPUs a rank uses, and which backend exchanges the tensors of a fragment's ranks."""
+"""Which accelerators a rank uses, and which backend exchanges the tensors of a fragment's ranks."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
-VISIBLE_VARIABLE = 'CUDA_VISIBLE_DEVICES'
+from parsl_freetrain.core.model.errors import BadInput
+
 GLOO = 'gloo'
-GLOO_AND_NCCL = 'cpu:gloo,cuda:nccl'
+_PART = 'MIG-'  # a part of a GPU
 
 
-def share_of(gpus: Sequence[str], local_rank: int, ranks_per_node: int) -> tuple[str, ...]:
-    """A rank's share of its node's GPUs.
+@dataclass(frozen=True)
+class Kind:
+    """A kind of accelerator.
 
-    All ranks get the same number of GPUs. Where there are more ranks than GPUs, ranks share them in
-    turn.
+    Attributes
+    ----------
+    device
+        torch's name of its devices.
+    variables
+        Environment variables that restrict a process to some devices. Only one of them is set here:
+        ROCm applies HIP_VISIBLE_DEVICES to what ROCR_VISIBLE_DEVICES has left, so the same numbers
+        in both would name other devices.
+    backend
+        The backend of torch.distributed for their tensors.
+    """
+
+    device: str
+    variables: tuple[str, ...]
+    backend: str
+
+    @property
+    def variable(self) -> str:
+        """The variable that is set already, by the block's environment or by Parsl; else the first
+        one.
+        """
+        return next((name for name in self.variables if name in os.environ), self.variables[0])
+
+    def has_backend(self) -> bool:
+        """Whether this torch has the backend."""
+        return bool(getattr(dist, f'is_{self.backend}_available')())
+
+
+CUDA = Kind('cuda', ('CUDA_VISIBLE_DEVICES',), 'nccl')
+ROCM = Kind('cuda', ('HIP_VISIBLE_DEVICES', 'CUDA_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES'), 'nccl')
+XPU = Kind('xpu', ('ZE_AFFINITY_MASK',), 'xccl')
+
+
+def kind_here() -> Kind | None:
+    """The kind of accelerator that this torch is built for; None: only CPUs. It starts no device
+    runtime.
+    """
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        return None
+    if found.type == 'cuda':
+        return ROCM if torch.version.hip else CUDA
+    return XPU if found.type == 'xpu' else None
+
+
+def share_of(names: Sequence[str], local_rank: int, ranks_per_node: int) -> tuple[str, ...]:
+    """A rank's share of its node's devices. All ranks get the same number.
 
     Parameters
     ----------
-    gpus
-        As CUDA_VISIBLE_DEVICES names them.
+    names
+        As the environment variable names them.
     local_rank, ranks_per_node
         The rank's number on its node, from 0, and the number of ranks there.
+
+    Raises
+    ------
+    BadInput
+        If there are more ranks than devices.
     """
-    each = max(1, len(gpus) // ranks_per_node)
-    first = local_rank * each % max(1, len(gpus))
-    return tuple(gpus[first : first + each])
+    if 0 < len(names) < ranks_per_node:
+        raise BadInput(
+            f'There are {ranks_per_node} ranks on {platform.node()} and {len(names)} devices '
+            f'({", ".join(names)}), and two ranks cannot exchange tensors on one device: say '
+            f'ranks=Ranks(per_node={len(names)}), or use nodes with more devices.'
+        )
+    each = len(names) // ranks_per_node
+    return tuple(names[local_rank * each : (local_rank + 1) * each])
 
 
-def backend_for(gpus: Sequence[str], *, nccl: bool) -> str:
-    """The backend of torch.distributed: gloo for tensors on CPUs; for those on GPUs NCCL if all
-    ranks can use it, else gloo.
+def backend_for(names: Sequence[str], kind: Kind | None) -> str:
+    """The backends of torch.distributed: gloo for tensors on CPUs, and the kind's own for those on
+    accelerators. Parts of GPUs (MIG) use gloo, since NCCL does not support them.
 
     Parameters
     ----------
-    gpus
-        What :func:`name_of` gives, by rank. NCCL does not allow two ranks on one GPU.
-    nccl
-        Whether this torch has NCCL.
+    names
+        What :func:`name_of` gives, by rank.
+
+    Raises
+    ------
+    BadInput
+        If only some ranks have a device, two ranks have the same one, or this torch has no backend
+        for it.
     """
-    return GLOO_AND_NCCL if nccl and all(gpus) and len(set(gpus)) == len(gpus) else GLOO
+    if kind is None or not any(names) or all(_PART in name for name in names):
+        return GLOO
+    without = [str(rank) for rank, name in enumerate(names) if not name or _PART in name]
+    if without:
+        raise BadInput(
+            f'Rank {", ".join(without)} of {len(names)} has no whole device, and the others have: '
+            'use nodes of one kind, or hide the devices of all (CUDA_VISIBLE_DEVICES=).'
+        )
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadInput(
+            f'Several ranks have the device {twice}, and {kind.backend} allows one each: give each '
+            'block nodes of its own.'
+        )
+    if not kind.has_backend():
+        raise BadInput(
+            f'This torch ({torch.__version__}) has no {kind.backend}, which exchanges tensors '
+            f'between {kind.device} devices: install one that has it.'
+        )
+    return f'cpu:{GLOO},{kind.device}:{kind.backend}'
 
 
-def take_gpus(local_rank: int, ranks_per_node: int) -> torch.device:
-    """Restrict this process to its share of the visible GPUs. Returns the device to train on: the
-    first of them, or the CPU.
+def take_devices(local_rank: int, ranks_per_node: int) -> torch.device:
+    """Restrict this process to its share of the visible devices. Returns the device to train on:
+    the first of them, or the CPU.
 
-    Call it before anything in this process uses CUDA, which reads CUDA_VISIBLE_DEVICES once. If the
-    variable is already set, by the block's environment or by Parsl, the GPUs that it names are
-    shared.
+    Call it before anything in this process uses a device: the runtimes read their environment
+    variable once.
+
+    Raises
+    ------
+    BadInput
+        If there are more ranks than devices, or the variable names devices that do not exist.
     """
-    own = share_of(_visible(), local_rank, ranks_per_node)
-    if own:
-        os.environ[VISIBLE_VARIABLE] = ','.join(own)
-    if not own or not torch.cuda.is_available():
+    kind = kind_here()
+    if kind is None:
         return torch.device('cpu')
-    device = torch.device('cuda', 0)
-    torch.cuda.set_device(device)
-    torch.cuda.init()  # so that it can be seeded
+    visible = _visible(kind)
+    own = share_of(visible, local_rank, ranks_per_node)
+    if not own:
+        return torch.device('cpu')
+    os.environ[kind.variable] = ','.join(own)
+    if local_rank == 0 and len(own) > 1:
+        print(
+            f'This node has {len(visible)} devices for {ranks_per_node} ranks, so a rank has '
+            f'{len(own)} and trains on the first one: say ranks=Ranks(per_node={len(visible)}) to '
+            'use all.'
+        )
+    _check(kind, own)
+    device = torch.device(kind.device, 0)
+    torch.accelerator.set_device_index(0)
+    torch.zeros(1, device=device)  # starts the runtime, so that it can be seeded
     return device
 
 
 def name_of(device: torch.device) -> str:
-    """Host and identifier of a GPU; empty for a CPU and for a part of a GPU (MIG), which NCCL does
-    not support.
-    """
-    if device.type != 'cuda' or os.environ.get(VISIBLE_VARIABLE, '').startswith('MIG-'):
+    """Host and identifier of a device; empty for a CPU."""
+    kind = kind_here()
+    if device.type == 'cpu' or kind is None:
         return ''
-    return f'{platform.node()} {torch.cuda.get_device_properties(device).uuid}'
+    named = os.environ[kind.variable]
+    return f'{platform.node()} {named if named.startswith(_PART) else _uuid(device) or named}'
 
 
-def _visible() -> list[str]:
-    count = torch.cuda.device_count()  # asks NVML, which does not initialise CUDA
-    named = os.environ.get(VISIBLE_VARIABLE)
-    return (
-        [str(i) for i in range(count)]
-        if named is None
-        else [name.strip() for name in named.split(',')][:count]
-    )
+def visible_as() -> str:
+    """Which devices this process may use, as an assignment to the environment variable."""
+    variable = (kind_here() or CUDA).variable
+    return f'{variable}={os.environ.get(variable)}'
+
+
+def _visible(kind: Kind) -> list[str]:
+    named = os.environ.get(kind.variable)
+    if named is None:
+        return [str(number) for number in range(_apart(torch.accelerator.device_count))]
+    names = [name.strip() for name in named.split(',') if name.strip()]
+    return names[: names.index('-1')] if '-1' in names else names
+
+
+def _apart(count: Callable[[], int]) -> int:
+    """A number that a child process finds. Counting may start the runtime, which reads the
+    environment variable then.
+    """
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writes, str(count()).encode())
+        finally:
+            os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads) as answer:
+        found = answer.read()
+    os.waitpid(pid, 0)
+    return int(found or 0)
+
+
+def _check(kind: Kind, own: Sequence[str]) -> None:
+    """Check that torch sees what the variable names; raises BadInput."""
+    count = torch.accelerator.device_count()
+    found = _uuid(torch.device(kind.device, 0)) if count and own[0].startswith('GPU-') else ''
+    if count != len(own) or (found and not own[0].removeprefix('GPU-').startswith(found[:8])):
+        raise BadInput(
+            f'{kind.variable}={",".join(own)} on {platform.node()} names {len(own)} devices, and '
+            f'torch finds {count}{f", the first with UUID {found}" if found else ""}: name devices '
+            'that exist (nvidia-smi -L, rocm-smi and xpu-smi discovery list them).'
+        )
+
+
+def _uuid(device: torch.device) -> str:
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return str(getattr(properties, 'uuid', ''))

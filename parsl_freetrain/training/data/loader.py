@@ -53,8 +53,9 @@ def seed_everything(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     # torch.manual_seed also records a stack for every kind of device that may be used later, which
     # takes as long as a step of a small model.
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
+    for module in (torch.cuda, torch.xpu):
+        if module.is_initialized():
+            module.manual_seed_all(seed)
     random.seed(seed)
     numpy = sys.modules.get('numpy')
     if numpy is not None:
@@ -67,6 +68,8 @@ def make_loader(
     seed: int | None,
     collate_fn: Callable[[list[Any]], Any] | None,
     num_workers: int,
+    *,
+    pin_memory: bool = False,
 ) -> DataLoader[Any]:
     """A DataLoader that yields one collated micro-batch per turn, in order.
 
@@ -78,6 +81,7 @@ def make_loader(
         'collate_fn': collate_fn,
         'num_workers': num_workers,
         'worker_init_fn': _begin_worker,
+        'pin_memory': pin_memory,
     }
     if seed is None:
         return DataLoader(dataset, batch_sampler=(list(turn.indices) for turn in turns), **options)

@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from parsl_freetrain.core.controller.shortest_hole import FLOOR_S
 from parsl_freetrain.core.model.errors import FreeTrainError
@@ -71,6 +72,7 @@ class Checkpointer:
         self._saved_at = time.monotonic()
         self._asked = False
         self._steps_s: deque[float] = deque(maxlen=_STEPS)
+        self._first_step_s = 0.0
         self._expected_s = 0.0
         self._longest_s = 0.0
         self._tidying_s = 0.0
@@ -88,8 +90,13 @@ class Checkpointer:
         return self._longest_s or self._expected_s
 
     def step_took(self, seconds: float) -> None:
-        """Record the duration of a global batch."""
-        self._steps_s.append(seconds)
+        """Record the duration of a global batch. The first one includes compilation and the set-up
+        of communicators, so it counts only until there is another.
+        """
+        if self._stepped_at:
+            self._steps_s.append(seconds)
+        else:
+            self._first_step_s = seconds
         self._stepped_at = time.time()
 
     def outcome(
@@ -117,7 +124,8 @@ class Checkpointer:
 
     def must_stop(self, steps_ahead: int) -> bool:
         """Whether there may be too little time to save after ``steps_ahead`` more batches."""
-        margin_s = 2 * self.longest_s + steps_ahead * max(self._steps_s, default=0.0) + FLOOR_S
+        step_s = max(self._steps_s, default=self._first_step_s)
+        margin_s = 2 * self.longest_s + steps_ahead * step_s + FLOOR_S
         if self._background.busy:
             margin_s += self.longest_s + self._tidying_s  # the last checkpoint has to wait for it
         return self.time_left() < margin_s
@@ -198,8 +206,9 @@ class Checkpointer:
             leaving.agree()
         state = self._collected(collect)
         if state is not None:
+            state = self._snapshots.on_cpu(state)  # once for both
             if leaving is not None:
-                self._background.start(lambda: leaving.leave(state, samples))
+                self._background.start(partial(leaving.leave, state, samples))
             self._commit(
                 state, self._save, samples, metrics, lambda: time.monotonic() - began, tidy=False
             )

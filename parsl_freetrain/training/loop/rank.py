@@ -20,7 +20,7 @@ from parsl_freetrain.training.checkpoint.manifest import Damaged
 from parsl_freetrain.training.checkpoint.state import read_state
 from parsl_freetrain.training.checkpoint.store import Fenced, PosixCheckpointStore
 from parsl_freetrain.training.comm.collectives import Peers, is_peer_loss, join
-from parsl_freetrain.training.comm.devices import VISIBLE_VARIABLE, name_of, take_gpus
+from parsl_freetrain.training.comm.devices import name_of, take_devices, visible_as
 from parsl_freetrain.training.comm.faults import device_fault
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.data.loader import seed_everything
@@ -128,10 +128,9 @@ def _set_up(order: FragmentOrder, place: RankPlace) -> torch.device:
     torch.set_num_threads(order.spec.ranks.threads)
     if isinstance(order.spec.mode, Reproducible):
         demand_determinism(warn_only=order.spec.mode.warn_only)
-    device = take_gpus(place.local_rank, order.spec.ranks.per_node)
+    device = take_devices(place.local_rank, order.spec.ranks.per_node)
     print(
-        f'Process {os.getpid()}: device {device} '
-        f'({VISIBLE_VARIABLE}={os.environ.get(VISIBLE_VARIABLE)}), '
+        f'Process {os.getpid()}: device {device} ({visible_as()}), '
         f'{order.spec.ranks.threads} threads'
     )
     # What the function draws before its loop (initial weights) must be the same on all ranks.

@@ -194,6 +194,35 @@ def test_snapshots_use_the_same_memory_again_and_follow_what_changes() -> None:
     assert third.tensors.keys() == {'x', 'y'} and third.tensors['x'].shape == (2, 3)
 
 
+def test_a_snapshot_is_one_piece_of_memory_of_the_states_size() -> None:
+    tensors = {
+        'number': torch.tensor(7),
+        'none': torch.zeros(0, 3, dtype=torch.float64),
+        'half': torch.randn(3, 5).to(torch.bfloat16),
+        'bits': torch.tensor([True, False, True]),
+        'complex': torch.randn(4, dtype=torch.complex128)[::2].conj(),
+        'last': torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    }
+    copy = Snapshots().take(State(tensors, {})).tensors
+    assert all(torch.equal(copy[name], tensors[name]) for name in tensors)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in copy.values()}) == 1
+    assert copy['last'].untyped_storage().nbytes() == 64 * (1 + 0 + 1 + 1 + 1 + 6)
+    assert Snapshots().on_cpu(state := State(tensors, {})) is state
+
+
+def test_the_first_step_is_no_measure_of_the_others(
+    tmp_path: Path, channels: tuple[Channel[ToRank], Channel[FromRank]]
+) -> None:
+    """It includes compilation, and the connections of the ranks."""
+    kept = keeper(tmp_path, channels[0], deadline=time.time() + 3000.0)
+    kept.step_took(10_000.0)
+    assert kept.must_stop(1)  # nothing else is known
+    assert kept.outcome('stopped', None, 0, {}).step_s == 0.0
+    kept.step_took(0.5)
+    assert not kept.must_stop(1)
+    assert kept.outcome('stopped', None, 0, {}).step_s == 0.5
+
+
 def fails_while_saving(ctx: FragmentContext) -> None:
     model = nn.Linear(3000, 3000)
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))

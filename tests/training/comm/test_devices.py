@@ -1,33 +1,40 @@
-"""GPUs: whose are which, and by what ranks exchange tensors. There is none here, so what CUDA
-itself does is not tested.
+"""Accelerators: whose are which, and by what ranks exchange tensors. There is none here, so what
+torch says of devices is replaced; the documentation says what ran on real ones.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parsl_freetrain import BadInput
+from parsl_freetrain.training.comm import devices
 from parsl_freetrain.training.comm.devices import (
+    CUDA,
     GLOO,
-    GLOO_AND_NCCL,
-    VISIBLE_VARIABLE,
+    ROCM,
+    XPU,
+    Kind,
     backend_for,
     name_of,
     share_of,
-    take_gpus,
+    take_devices,
 )
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import WarmParent
 from tests.support.ranks import order, ranks
 
+VARIABLES = (*ROCM.variables, *XPU.variables)
+
 
 @pytest.mark.parametrize(
-    ('gpus', 'ranks_per_node', 'shares'),
+    ('names', 'ranks_per_node', 'shares'),
     [
         ('', 2, ['', '']),
         ('0', 1, ['0']),
@@ -35,69 +42,136 @@ from tests.support.ranks import order, ranks
         ('0123', 4, ['0', '1', '2', '3']),
         ('5713', 2, ['57', '13']),
         ('01234', 2, ['01', '23']),
-        ('01', 5, ['0', '1', '0', '1', '0']),
     ],
 )
-def test_the_ranks_of_a_node_share_its_gpus(
-    gpus: str, ranks_per_node: int, shares: list[str]
+def test_the_ranks_of_a_node_share_its_devices(
+    names: str, ranks_per_node: int, shares: list[str]
 ) -> None:
     assert [
-        ''.join(share_of(gpus, rank, ranks_per_node)) for rank in range(ranks_per_node)
+        ''.join(share_of(names, rank, ranks_per_node)) for rank in range(ranks_per_node)
     ] == shares
 
 
 @given(st.integers(0, 20), st.integers(1, 20))
-def test_every_rank_has_a_gpu_where_there_is_one_and_none_waits_for_another(
-    gpus: int, ranks_per_node: int
+def test_every_rank_has_devices_of_its_own_or_there_are_too_few(
+    count: int, ranks_per_node: int
 ) -> None:
-    shares = [
-        share_of([str(gpu) for gpu in range(gpus)], rank, ranks_per_node)
-        for rank in range(ranks_per_node)
-    ]
-    assert {len(share) for share in shares} == {max(1, gpus // ranks_per_node) if gpus else 0}
-    given_out = [gpu for share in shares for gpu in share]
-    users = {gpu: given_out.count(gpu) for gpu in given_out}
-    assert max(users.values(), default=0) - min(users.values(), default=0) <= 1
-    assert gpus < ranks_per_node or set(users.values()) <= {1}
+    names = [str(number) for number in range(count)]
+    if 0 < count < ranks_per_node:
+        with pytest.raises(BadInput, match=rf'say ranks=Ranks\(per_node={count}\)'):
+            share_of(names, 0, ranks_per_node)
+        return
+    shares = [share_of(names, rank, ranks_per_node) for rank in range(ranks_per_node)]
+    assert {len(share) for share in shares} == {count // ranks_per_node}
+    given_out = [name for share in shares for name in share]
+    assert len(given_out) == len(set(given_out))
+
+
+class Machine:
+    """What torch says of devices, and whether it was asked before the variable was set."""
+
+    def __init__(self, kind: Kind, count: int, uuid: str = '') -> None:
+        self.kind, self.count, self.uuid = kind, count, uuid
+        self.asked_by: list[int] = []
+
+    def device_count(self) -> int:
+        self.asked_by.append(os.getpid())
+        named = os.environ.get(self.kind.variable)
+        if named is None:
+            return self.count
+        known = {str(number) for number in range(self.count)} | {f'GPU-{self.uuid}'}
+        return len([name for name in named.split(',') if name in known])
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        for name in VARIABLES:
+            patch.setenv(name, '')  # so that it is put back
+            patch.delenv(name)
+        patch.setattr(devices, 'kind_here', lambda: self.kind)
+        patch.setattr(torch.accelerator, 'device_count', self.device_count)
+        patch.setattr(torch.accelerator, 'set_device_index', lambda index: None)
+        patch.setattr(torch, 'zeros', lambda *_, device: None)
+        module = SimpleNamespace(
+            get_device_properties=lambda device: SimpleNamespace(uuid=self.uuid)
+        )
+        patch.setattr(torch, 'get_device_module', lambda device: module)
 
 
 @pytest.mark.parametrize(
-    ('named', 'count', 'own'),
+    ('kind', 'given', 'count', 'own'),
     [
-        (None, 4, '2,3'),
-        ('4,5,6,7', 4, '6,7'),
-        ('GPU-1a, GPU-2b', 2, 'GPU-2b'),
-        ('3,1,-1,2', 2, '1'),
-        (None, 0, None),
-        ('', 0, ''),
+        (CUDA, {}, 4, {'CUDA_VISIBLE_DEVICES': '2,3'}),
+        (CUDA, {'CUDA_VISIBLE_DEVICES': '3,1,-1,2'}, 4, {'CUDA_VISIBLE_DEVICES': '1'}),
+        (CUDA, {'CUDA_VISIBLE_DEVICES': '0,GPU-1a'}, 4, {'CUDA_VISIBLE_DEVICES': 'GPU-1a'}),
+        (CUDA, {'CUDA_VISIBLE_DEVICES': ''}, 4, {'CUDA_VISIBLE_DEVICES': ''}),
+        (CUDA, {}, 0, {}),
+        (ROCM, {}, 4, {'HIP_VISIBLE_DEVICES': '2,3'}),
+        (ROCM, {'ROCR_VISIBLE_DEVICES': '0,1,2,3'}, 4, {'ROCR_VISIBLE_DEVICES': '2,3'}),
+        (XPU, {}, 2, {'ZE_AFFINITY_MASK': '1'}),
     ],
 )
-def test_what_is_visible_already_is_shared(
-    monkeypatch: pytest.MonkeyPatch, named: str | None, count: int, own: str | None
+def test_a_rank_sees_its_own_devices_before_the_runtime_starts(
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Kind,
+    given: dict[str, str],
+    count: int,
+    own: dict[str, str],
 ) -> None:
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: count)
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)  # else CUDA would begin here
-    monkeypatch.setenv(VISIBLE_VARIABLE, named or '')
-    if named is None:
-        monkeypatch.delenv(VISIBLE_VARIABLE)
-    assert take_gpus(1, 2) == torch.device('cpu')
-    assert os.environ.get(VISIBLE_VARIABLE) == own
+    machine = Machine(kind, count, uuid='1a')
+    machine.install(monkeypatch)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    device = take_devices(1, 2)
+    assert {name: os.environ[name] for name in VARIABLES if name in os.environ} == own
+    # What is counted in this process is counted when the variable has been set.
+    assert device.type == (kind.device if any(own.values()) else 'cpu')
+    assert len(machine.asked_by) == (device.type != 'cpu')
+    if device.type != 'cpu':
+        assert os.uname().nodename in name_of(device)
 
 
 @pytest.mark.parametrize(
-    ('gpus', 'nccl', 'backend'),
+    ('named', 'uuid'),
+    [('MIG-00000000-0000-0000-0000-000000000000', ''), ('7', ''), ('GPU-99', '1a')],
+)
+def test_devices_that_do_not_exist_get_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, named: str, uuid: str
+) -> None:
+    Machine(CUDA, 4, uuid).install(monkeypatch)
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', named)
+    with pytest.raises(BadInput, match=f'CUDA_VISIBLE_DEVICES={named} on .* that exist'):
+        take_devices(0, 1)
+
+
+def test_a_sentence_says_that_devices_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Machine(CUDA, 4).install(monkeypatch)
+    take_devices(0, 1)
+    assert 'say ranks=Ranks(per_node=4) to use all' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ('names', 'kind', 'has', 'backend'),
     [
-        (['a GPU-1', 'a GPU-2', 'b GPU-3'], True, GLOO_AND_NCCL),
-        (['a GPU-1', 'a GPU-2', 'b GPU-3'], False, GLOO),
-        (['a GPU-1', 'a GPU-2', 'a GPU-1'], True, GLOO),
-        (['a GPU-1', ''], True, GLOO),
-        (['', ''], True, GLOO),
+        (['a 1', 'a 2', 'b 3'], CUDA, True, 'cpu:gloo,cuda:nccl'),
+        (['a 1', 'a 2', 'b 3'], XPU, True, 'cpu:gloo,xpu:xccl'),
+        (['a MIG-1', 'a MIG-2'], CUDA, True, GLOO),
+        (['', ''], CUDA, True, GLOO),
+        (['', ''], None, False, GLOO),
+        (['a 1', 'a 2'], CUDA, False, 'has no nccl'),
+        (['a 1', 'a 2', 'a 1'], CUDA, True, 'Several ranks have the device a 1'),
+        (['a 1', '', 'a MIG-2'], CUDA, True, 'Rank 1, 2 of 3 has no whole device'),
     ],
 )
-def test_nccl_is_for_ranks_of_which_each_has_a_gpu_of_its_own(
-    gpus: list[str], nccl: bool, backend: str
+def test_ranks_with_devices_use_their_backend_or_are_refused(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], kind: Kind | None, has: bool, backend: str
 ) -> None:
-    assert backend_for(gpus, nccl=nccl) == backend
+    monkeypatch.setattr(Kind, 'has_backend', lambda _: has)
+    if ' ' not in backend:
+        assert backend_for(names, kind) == backend
+        return
+    with pytest.raises(BadInput, match=backend):
+        backend_for(names, kind)
 
 
 def tells_its_backend(ctx: FragmentContext) -> None:
