@@ -59,6 +59,7 @@ def train_cosmoflow(ctx: FragmentContext, folder: str, extent: int) -> None:
     model, optimizer = ctx.prepare(model, optimizer)
     targets = torch.from_numpy(np.load(f'{folder}/targets.npy', allow_pickle=False))
     curve = ctx.state.setdefault('losses', [])
+    ctx.each_epoch(lambda: curve.append((ctx.samples, ctx.metrics['loss'])))
     for field, (target,) in ctx.loop(
         StackDataset(ShardedVolumes(f'{folder}/fields.npy', grid), TensorDataset(targets)),
         batch_size=8,
@@ -68,7 +69,5 @@ def train_cosmoflow(ctx: FragmentContext, folder: str, extent: int) -> None:
         loss.backward()
         optimizer.step()
         ctx.report(loss=loss.item())
-        if ctx.last_of_epoch:
-            curve.append((ctx.samples, loss.item()))
     if ctx.is_main:
         Path(folder, f'{ctx.trainer}-losses.json').write_text(json.dumps(curve))

@@ -110,6 +110,13 @@ def train_ffn(
     scheduler = ctx.samples_lr(optimizer, lambda samples: max(0.05, 1 - samples / end))
     model, optimizer, scheduler = ctx.prepare(model, optimizer, scheduler)
     curve, recent, at = ctx.state.setdefault('losses', []), ctx.state.setdefault('recent', []), -1
+
+    def note_mean() -> None:
+        if ctx.is_main:
+            curve.append((ctx.samples, sum(recent) / len(recent)))
+            recent.clear()
+
+    ctx.each_epoch(note_mean)
     for image, target, offsets in ctx.loop(examples, preset.batch):
         optimizer.zero_grad()
         loss, places = follow(model, image, target, offsets, preset.view)
@@ -122,9 +129,6 @@ def train_ffn(
         ):  # the batch's first iteration: rank 0 has the same samples in it on any number of nodes
             at = ctx.samples
             recent.append(loss.item())
-            if ctx.last_of_epoch:
-                curve.append((ctx.samples, sum(recent) / len(recent)))
-                recent.clear()
     if ctx.is_main:
         Path(folder, f'{ctx.trainer}-losses.json').write_text(json.dumps(curve))
 

@@ -92,6 +92,7 @@ def train_unet(
     model, optimizer = ctx.prepare(model, torch.optim.Adam(model.parameters(), lr=3e-3))
     files = [Path(folder, f'{name}.npy') for name in ('template', 'labels')]
     curve = ctx.state.setdefault('losses', [])
+    ctx.each_epoch(lambda: curve.append((ctx.samples, ctx.metrics['loss'])))
     for image, label in ctx.loop(
         StackDataset(*(ShardedVolumes(file, grid, extents, corners) for file in files)),
         batch_size=4,
@@ -103,8 +104,6 @@ def train_unet(
         loss.backward()
         optimizer.step()
         ctx.report(loss=loss.item())
-        if ctx.last_of_epoch:
-            curve.append((ctx.samples, loss.item()))
     shape = np.load(files[0], mmap_mode='r', allow_pickle=False).shape
     rest = (shape[2], shape[3] - front, shape[4])
     image, label = (ShardedVolumes(file, grid, rest, [(0, 0, front, 0)])[0] for file in files)

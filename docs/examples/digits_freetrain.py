@@ -27,7 +27,7 @@ def train(ctx, images, labels, lr=0.05):
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
-    ctx.report(loss=loss.item())
+        ctx.report(loss=loss.item())
 
 
 if __name__ == '__main__':

@@ -54,6 +54,14 @@ class Position:
         Longest time that a checkpoint of this trainer has taken, in seconds; 0: unknown.
     user
         The user's ``ctx.state``.
+    loop, base
+        Number of the function's loop, from 1, and the samples that its earlier loops trained.
+    epoch_due
+        Whether what is done at the end of an epoch is still to be done for the last one.
+    finishing
+        Why the training is to end before the total; empty: it is not.
+    finished
+        Whether the function has returned.
     """
 
     samples: int
@@ -64,6 +72,11 @@ class Position:
     shards: int
     checkpoint_s: float = 0.0
     user: dict[str, Any] = field(default_factory=dict)
+    loop: int = 1
+    base: int = 0
+    epoch_due: bool = False
+    finishing: str = ''
+    finished: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from time import monotonic
 from parsl_freetrain.training.comm.collectives import Peers
 
 # Each takes precedence over those before it.
-GO_ON, SAVE, STOP, SPOILT = range(4)
+GO_ON, REPORT, SAVE, STOP, FINISH, SPOILT = range(6)
 EVERY_S = 0.25
 
 

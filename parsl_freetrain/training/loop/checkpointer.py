@@ -34,6 +34,10 @@ ASSUMED_BYTES_PER_S = (
     200e6  # assumed for a trainer's first checkpoint; slower than most file systems
 )
 _STEPS = 8
+NEAR_END_S = 1.0
+"""Maximum age of the checkpoint before the last global batch, in seconds. The last checkpoint is
+written when the user's function returns; a kill before that repeats the work since this one.
+"""
 
 
 class Checkpointer:
@@ -130,9 +134,9 @@ class Checkpointer:
             margin_s += self.longest_s + self._tidying_s  # the last checkpoint has to wait for it
         return self.time_left() < margin_s
 
-    def wants_to_save(self) -> bool:
+    def wants_to_save(self, *, near_end: bool = False) -> bool:
         """Whether it is time for a periodic checkpoint: True once for each, and never while another
-        is being written.
+        is being written. ``near_end``: one that is not older than :data:`NEAR_END_S` is wanted.
 
         Raises
         ------
@@ -142,7 +146,10 @@ class Checkpointer:
         if self._background.busy:
             return False
         self._background.check()
-        if self._asked or time.monotonic() - self._saved_at < self._order.spec.checkpoints.every_s:
+        every_s = self._order.spec.checkpoints.every_s
+        if near_end:
+            every_s = min(every_s, NEAR_END_S)
+        if self._asked or time.monotonic() - self._saved_at < every_s:
             return False
         self._asked = True
         return True

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.box import local
@@ -19,15 +18,14 @@ from parsl_freetrain.training.checkpoint.state import (
     check_averages,
     check_position,
     restore,
-    restore_average,
 )
 from parsl_freetrain.training.checkpoint.trainables import check_schedulers, sort_out
 from parsl_freetrain.training.data.loader import size_of
 from parsl_freetrain.training.data.order import GlobalOrder, samples_in
-from parsl_freetrain.training.loop.fragment_view import FragmentView
-from parsl_freetrain.training.loop.hooks import Hooks, MovingAverage, run_all
+from parsl_freetrain.training.loop.around_loop import AroundTheLoop
+from parsl_freetrain.training.loop.hooks import run_all
 from parsl_freetrain.training.loop.parts import BatchSource, Model, RankParts
-from parsl_freetrain.training.loop.training_loop import TrainingLoop
+from parsl_freetrain.training.loop.training_loop import FragmentEnd, TrainingLoop
 from parsl_freetrain.training.loop.turn_guard import TurnGuard, modules_among
 from parsl_freetrain.training.parallel.sharded import shard_model
 from parsl_freetrain.training.spec.messages import Ending, Outcome, RankError, TotalSamples
@@ -39,7 +37,7 @@ from parsl_freetrain.training.steps.nonfinite import Watch
 from parsl_freetrain.training.steps.sharded import check_sharded
 
 
-class FragmentContext(FragmentView):
+class FragmentContext(AroundTheLoop):
     """One fragment as one of its ranks sees it: the first argument of the user's function.
 
     Its attributes are those of :class:`~parsl_freetrain.training.loop.fragment_view.FragmentView`.
@@ -47,9 +45,9 @@ class FragmentContext(FragmentView):
 
     def __init__(self, parts: RankParts) -> None:
         super().__init__(parts)
-        self._hooks = Hooks()
-        self._model: Model | None = None
-        self._loop: TrainingLoop | None = None
+        self._loops = 0
+        self._loop_samples = 0  # at the end of the loop that was called last
+        self._epochs_before = 0.0
 
     def shard(
         self,
@@ -159,64 +157,13 @@ class FragmentContext(FragmentView):
         answers = tuple(of[id(thing)] for thing in things)
         return answers[0] if len(answers) == 1 else answers
 
-    def before_step(self, function: Callable[[], object]) -> None:
-        """Call a function once per global batch, on all ranks, when the gradient of the global
-        batch is known and before it is clipped and used. There it may be read and changed.
-        """
-        self._hooks.before_step.append(function)
-
-    def after_step(self, function: Callable[[], object]) -> None:
-        """Call a function once per global batch, on all ranks, after the step of the optimizers.
-        There, parameters may be read and changed, in the same way on all ranks. Steps that
-        ``on_nan`` has skipped do not count.
-        """
-        self._hooks.after_step.append(function)
-
-    def ema(self, model: torch.nn.Module, decay: float) -> torch.nn.Module:
-        """The exponential moving average of a model's parameters over the steps, which is saved
-        with every checkpoint.
-
-        Parameters
-        ----------
-        model
-            A model that :meth:`prepare` has returned.
-        decay
-            Weight of the old average in each step, 0 to 1, for instance 0.999.
-
-        Returns
-        -------
-        torch.nn.Module
-            A copy of the model with the averaged parameters and the model's own buffers, in
-            evaluation mode. In :func:`~parsl_freetrain.load_weights` its names begin with 'ema.'.
-
-        Raises
-        ------
-        BadInput
-            If it is called before :meth:`prepare` or after :meth:`loop`, for a model that was not
-            prepared, or with a pipeline.
-        """
-        if self._model is None or self._loop is not None:
-            raise BadInput('ctx.ema must be called after ctx.prepare and before ctx.loop.')
-        source = model.module if isinstance(model, DistributedDataParallel) else model
-        if not any(source is one for one in self._model.prepared.models):
-            raise BadInput('ctx.ema was given a model that was not given to ctx.prepare.')
-        if self._division.pipelined or self._division.sharded:
-            raise BadInput('ctx.ema cannot average a model that is divided among ranks.')
-        average = MovingAverage(source, decay)
-        averages = (*self._model.prepared.averages, average.model)
-        if isinstance(self._saved, Saved):
-            restore_average(average.model, self._saved, len(averages) - 1)
-        self._model = replace(
-            self._model, prepared=replace(self._model.prepared, averages=averages)
-        )
-        self._hooks.after_step.insert(len(averages) - 1, average.update)
-        return average.model
-
     def loop(
         self,
         dataset: Any,
         batch_size: int,
         *,
+        epochs: float | None = None,
+        samples: int | None = None,
         shuffle: bool = True,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
@@ -225,7 +172,11 @@ class FragmentContext(FragmentView):
         DataLoader.
 
         When the fragment has to stop, the loop ends the function by an exception that is not an
-        ``Exception``. Code after the loop runs only when the total has been trained and saved.
+        ``Exception``. Code after the loop runs only when the total has been trained. The last
+        checkpoint is written when the function returns.
+
+        A function may have several loops, one after the other. Each but the last one then says how
+        much it trains; the last one trains the rest of the total.
 
         Parameters
         ----------
@@ -234,6 +185,8 @@ class FragmentContext(FragmentView):
         batch_size
             Number of samples in a global batch, over all ranks: what one optimizer step sees. In
             scaled mode, the number for the reference number of ranks.
+        epochs, samples
+            How much this loop trains, if the function has several; in the unit of the total.
         shuffle
             Whether each epoch has its own random order.
         collate_fn, num_workers
@@ -242,93 +195,132 @@ class FragmentContext(FragmentView):
         Raises
         ------
         BadInput
-            If :meth:`prepare` was not called, the loop is called twice, or the data have changed
-            since the last checkpoint.
+            If :meth:`prepare` was not called, an earlier loop has not ended, the loops are longer
+            than the total, or the data have changed since the last checkpoint.
         """
         if self._model is None:
             raise BadInput(
                 'ctx.loop was called before ctx.prepare: prepare models, optimizers and '
                 'schedulers first.'
             )
-        if self._loop is not None:
-            raise BadInput(
-                'ctx.loop was called twice: one loop trains up to the total; for phases, '
-                'look at ctx.samples or ctx.epoch '
-                'in it.'
-            )
+        if self._loop is not None and not self._state.complete:
+            raise BadInput(self._left_early())
         check_schedulers(self._model.prepared)
-        if isinstance(self._saved, Saved):
-            check_averages(self._saved, self._model.prepared.averages)
         size = size_of(dataset)
-        total_samples = self._order.spec.total_samples
-        if self._order.spec.total_epochs is not None:
-            total_samples = samples_in(self._order.spec.total_epochs, size)
-            if self.is_main:
-                self._parts.channel.send(TotalSamples(total_samples))
-        if total_samples is None:
-            raise BadInput(
-                f'Trainer {self.trainer!r} has neither a number of samples nor of epochs '
-                'to train: state one.'
-            )
-        self._state.total_samples = total_samples
+        self._loops += 1
+        here, saved = self._saved is None or self._loops == self._saved.position.loop, self._saved
+        if here:
+            base = saved.position.base if saved is not None else self.samples
+        else:
+            base = self._loop_samples
+        length, total = self._lengths(base, size, epochs, samples)
+        self._loop_samples = base + length
+        if self._state.finished_early or not here:
+            return iter(())
+        self._state.total_samples = total
+        if self.is_main and self._order.spec.total_epochs is not None:
+            self._parts.channel.send(TotalSamples(total))
+        spec, mode = self._order.spec, self._order.spec.mode
         position = Position(
             self.samples,
-            total_samples,
-            self._order.spec.mode.seed,
+            total,
+            mode.seed,
             size,
             batch_size,
-            self._order.spec.shards,
-        )
-        policy = NonFinitePolicy(
-            self._order.spec.mode.on_nan, f'Trainer {self.trainer!r}, fragment {self.fragment}'
+            spec.shards,
+            loop=self._loops,
+            base=base,
         )
         guard = TurnGuard(
             self._model.prepared,
             modules_among(sys._getframe(1).f_locals),
-            reproducible=isinstance(self._order.spec.mode, Reproducible),
+            reproducible=isinstance(mode, Reproducible),
         )
+        policy = NonFinitePolicy(mode.on_nan, f'Trainer {self.trainer!r}, fragment {self.fragment}')
+        self._state.complete = False
         self._loop = TrainingLoop(self._parts, self._model, self._state, position, policy, guard)
-        if self._saved is not None:
-            check_position(position, self._saved)
+        if saved is not None:
+            if isinstance(saved, Saved):
+                check_averages(saved, self._model.prepared.averages)
+            check_position(position, saved)
+            self._state.epoch_due = saved.position.epoch_due
             # The models hold its tensors now.
             self._saved, self._parts = None, replace(self._parts, saved=None)
-        mode = self._order.spec.mode
+            if saved.position.finished and saved.position.total_samples == total:
+                self._state.finished = True
+                raise FragmentEnd
         data_order = GlobalOrder(
             dataset_size=size,
             batch_size=mode.batch_size(batch_size, self.world_size)
             if isinstance(mode, Scaled)
             else batch_size,
-            seed=self._order.spec.mode.seed,
+            seed=mode.seed,
             shuffle=shuffle,
-            total_samples=total_samples,
+            total_samples=length,
             aligned=not isinstance(mode, Scaled),
         )
-        return self._loop.run(BatchSource(data_order, dataset, collate_fn, num_workers))
+        return self._loop.run(BatchSource(data_order, dataset, collate_fn, num_workers, base))
+
+    def _lengths(
+        self, base: int, size: int, epochs: float | None, samples: int | None
+    ) -> tuple[int, int]:
+        """Samples of a loop that begins at ``base``, and of all loops, as far as it is known."""
+        spec = self._order.spec
+        if epochs is not None and samples is not None:
+            raise BadInput('ctx.loop was given epochs and samples: give one of them.')
+        if spec.total_epochs is None:
+            assert spec.total_samples is not None
+            total = spec.total_samples
+            own = samples_in(epochs, size) if epochs is not None else samples
+        else:
+            if samples is not None:
+                raise BadInput(
+                    'ctx.loop was given samples, but the total of the trainer is in epochs: '
+                    'say epochs=..., or state the total in samples.'
+                )
+            left = spec.total_epochs - self._epochs_before
+            if epochs is not None and epochs > left:
+                raise BadInput(
+                    f'ctx.loop was given {epochs:g} epochs, but only {left:g} of the total of '
+                    f'{spec.total_epochs:g} are left.'
+                )
+            total = base + samples_in(left, size) if left else base
+            own = samples_in(epochs, size) if epochs is not None else None
+            self._epochs_before += left if epochs is None else epochs
+        length = total - base if own is None else own
+        if not 0 < length <= total - base:
+            raise BadInput(
+                f'ctx.loop was to train {length} samples, but {total - base} of the total of '
+                f'{total} are left.'
+            )
+        return length, total
+
+    def _left_early(self) -> str:
+        return (
+            f'The function left ctx.loop after {self.samples} of {self.total_samples} samples: let '
+            'the loop end by itself; say ctx.finish_early(reason) where the training is good '
+            'enough, or state a smaller total.'
+        )
 
     def finish(self) -> None:
-        """Save what the user's function reported or changed after the loop.
+        """Write the last checkpoint, after the function has returned.
 
         Raises
         ------
         BadInput
             If the function did not train to the total.
         """
+        if self._state.finished:
+            return
         if self._loop is None:
             raise BadInput(
                 'The function returned without ctx.loop: train in "for batch in '
                 'ctx.loop(dataset, batch_size):".'
             )
-        if not self._state.complete:
-            raise BadInput(
-                f'The function left ctx.loop after {self.samples} of '
-                f'{self.total_samples} samples: let the loop end by itself, '
-                f'and state a smaller total if that is enough.'
-            )
-        changed = self.is_main and self._state.extras() != self._state.saved_extras
-        if self._division.pipelined or self._division.sharded:
-            changed = bool(self._peers.largest((changed,))()[0])
-        if changed:
-            self._checkpointer.save_now(self._loop.to_save, self.samples, self._state.metrics)
+        trained = self._state.finished_early or self.samples == self.total_samples
+        if not (self._state.complete and trained):
+            raise BadInput(self._left_early())
+        self._loop.save_last()
 
     def outcome(self, how: Ending, error: RankError | None) -> Outcome:
         """The last message of this rank."""

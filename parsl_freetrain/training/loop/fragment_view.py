@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parsl_freetrain.core.model.types import Shape
 from parsl_freetrain.training.loop.parts import LoopState, RankParts
+from parsl_freetrain.training.loop.reports import Reports
 from parsl_freetrain.training.steps import lr
 from parsl_freetrain.training.steps.mesh import Division
 
@@ -31,8 +32,6 @@ class FragmentView:
         Number of samples to train; None until :meth:`loop` knows it, if the total is in epochs.
     epoch
         The current epoch, from 0.
-    last_of_epoch
-        Whether the current batch is part of the last global batch of its epoch.
     stopped
         Whether the fragment ended before the total.
     state
@@ -57,10 +56,10 @@ class FragmentView:
             samples,
             total_samples,
             reached=samples,
-            metrics=dict(last.metrics) if last is not None else {},
+            reports=Reports(dict(last.metrics) if last is not None else {}),
             user=dict(saved.position.user) if saved is not None else {},
+            finishing=saved.position.finishing if saved is not None else '',
         )
-        self._state.saved_extras = self._state.extras()
 
     @property
     def samples(self) -> int:
@@ -75,8 +74,11 @@ class FragmentView:
         return self._state.epoch
 
     @property
-    def last_of_epoch(self) -> bool:
-        return self._state.last_of_epoch
+    def metrics(self) -> dict[str, float]:
+        """The last reported metrics. At the end of an epoch these are means over its last global
+        batch, the same on all ranks.
+        """
+        return dict(self._state.metrics)
 
     @property
     def stopped(self) -> bool:
@@ -145,7 +147,11 @@ class FragmentView:
         return lr.by_samples(optimizer, factor, lambda: self._state.reached)
 
     def report(self, **metrics: float) -> None:
-        """Report numbers by name. Rank 0's last values are shown and saved with checkpoints.
+        """Report numbers by name; they are shown, recorded and saved with checkpoints.
+
+        Of what is reported in the body of the loop, the mean over the last global batch counts:
+        over all virtual shards or ranks, weighted by their samples. Elsewhere, for instance in
+        functions given to :meth:`~FragmentContext.each_epoch`, the value of rank 0 counts.
 
         Raises
         ------
@@ -156,7 +162,7 @@ class FragmentView:
             try:
                 if isinstance(value, (str, bytes)):
                     raise TypeError
-                self._state.metrics[name] = float(value)
+                self._state.reports.put(name, float(value))
             except (TypeError, ValueError, RuntimeError):
                 raise TypeError(
                     f'ctx.report was given {name}={value!r}, a {type(value).__name__}; '

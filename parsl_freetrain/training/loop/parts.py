@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from parsl_freetrain.training.checkpoint.state import Source
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.comm.collectives import Peers
 from parsl_freetrain.training.comm.inbox import Inbox
-from parsl_freetrain.training.data.order import GlobalOrder
+from parsl_freetrain.training.data.order import GlobalBatch, GlobalOrder
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.hooks import Hooks
+from parsl_freetrain.training.loop.reports import Reports
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.messages import ToRank
 from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
@@ -66,12 +67,29 @@ class Model:
 
 @dataclass(frozen=True)
 class BatchSource:
-    """The arguments of :meth:`FragmentContext.loop`."""
+    """The arguments of :meth:`FragmentContext.loop`. ``base``: samples that earlier loops of the
+    function have trained; the order does not count them.
+    """
 
     order: GlobalOrder
     dataset: Any
     collate_fn: Callable[[list[Any]], Any] | None
     num_workers: int
+    base: int = 0
+
+    @property
+    def end(self) -> int:
+        """Number of samples at the end of the loop."""
+        return self.base + self.order.total_samples
+
+    def batches(self, samples: int) -> Iterator[GlobalBatch]:
+        """The global batches from a number of samples on."""
+        for batch in self.order.batches(samples - self.base):
+            yield replace(batch, samples_before=self.base + batch.samples_before)
+
+    def ends_epoch(self, samples: int) -> bool:
+        """Whether an epoch of this loop ends at this number of samples."""
+        return samples > self.base and (samples - self.base) % self.order.dataset_size == 0
 
 
 @dataclass
@@ -84,29 +102,47 @@ class LoopState:
         Number of samples so far, and in total (None: not known yet).
     reached
         Number of samples at the end of the current global batch.
-    metrics, user
+    reports, user
         What the user has reported, and the user's own dict.
-    epoch, last_of_epoch
-        The epoch of the current global batch, and whether it is the last batch of that epoch.
-    complete, stopped
-        Whether the total was reached, and whether the fragment ended before that.
-    saved_extras
-        :meth:`extras` of the last checkpoint.
+    epoch
+        The epoch of the current global batch.
+    finishing, finished_early
+        Why the training is to end before the total (empty: this rank does not want it), and whether
+        all ranks have ended it.
+    wants_checkpoint, best
+        Whether a checkpoint is to be written at the end of this epoch, and the value by which the
+        best one is chosen.
+    at_epoch_end, epoch_due
+        Whether what is done at the end of an epoch is being done, and whether it is still to be
+        done.
+    complete, stopped, finished
+        Whether the loop has reached its end, whether the fragment ended before that, and whether
+        the function has returned (in this or an earlier fragment).
     """
 
     samples: int
     total_samples: int | None
     reached: int
-    metrics: dict[str, float]
+    reports: Reports
     user: dict[str, Any]
     epoch: int = 0
-    last_of_epoch: bool = False
+    finishing: str = ''
+    finished_early: bool = False
+    wants_checkpoint: bool = False
+    best: float | None = None
+    at_epoch_end: bool = False
+    epoch_due: bool = False
     complete: bool = False
     stopped: bool = False
-    saved_extras: str = ''
+    finished: bool = False
 
-    def extras(self) -> str:
-        """Metrics and the user's dict as JSON.
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last known metrics."""
+        return self.reports.values
+
+    def user_text(self) -> str:
+        """The user's dict as JSON.
 
         Raises
         ------
@@ -114,7 +150,7 @@ class LoopState:
             If the dict holds something that JSON cannot express.
         """
         try:
-            return json.dumps([self.metrics, self.user], sort_keys=True)
+            return json.dumps(self.user)
         except (TypeError, ValueError) as error:
             raise BadInput(
                 f'ctx.state cannot be saved ({error}): keep texts, numbers, lists and dicts in it.'

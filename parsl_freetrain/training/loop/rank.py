@@ -31,6 +31,7 @@ from parsl_freetrain.training.loop.handover_send import Leaving
 from parsl_freetrain.training.loop.parts import RankParts
 from parsl_freetrain.training.loop.sharded_start import begin_sharded
 from parsl_freetrain.training.loop.standby_context import StandbyContext, StandbyPlace
+from parsl_freetrain.training.loop.training_loop import FragmentEnd
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.messages import Ending, Outcome, RankError, ToRank
 from parsl_freetrain.training.spec.mode import Reproducible
@@ -107,7 +108,7 @@ def run_rank(
         if isinstance(context, StandbyContext) and not context.began:
             context = None  # the fragment could not begin
         how = _ending(raised, context, place)
-        if how != 'stopped':
+        if how not in ('stopped', 'finished'):
             traceback.print_exc()
             error = _described(explained(raised))
             if how == 'device-fault':
@@ -180,6 +181,8 @@ def _parts(
 def _ending(raised: BaseException, context: FragmentContext | None, place: RankPlace) -> Ending:
     if context is not None and context.stopped:
         return 'stopped'
+    if isinstance(raised, FragmentEnd):  # an earlier fragment has done it all
+        return 'finished'
     if isinstance(raised, Fenced):
         return 'fenced'
     if isinstance(raised, Damaged):

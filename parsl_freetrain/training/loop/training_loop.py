@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import tee
 from typing import Any
 
@@ -18,7 +18,15 @@ from parsl_freetrain.training.checkpoint.state import (
     read_state,
     restore,
 )
-from parsl_freetrain.training.comm.consensus import GO_ON, SAVE, SPOILT, STOP
+from parsl_freetrain.training.comm.consensus import (
+    FINISH,
+    GO_ON,
+    REPORT,
+    SAVE,
+    SPOILT,
+    STOP,
+    Agreement,
+)
 from parsl_freetrain.training.data.loader import MicroBatch, make_loader, seed_everything, to_device
 from parsl_freetrain.training.loop.hooks import run_all
 from parsl_freetrain.training.loop.parts import BatchSource, LoopState, Model, RankParts
@@ -29,12 +37,17 @@ from parsl_freetrain.training.spec.on_nan import ROLLBACK, NonFinitePolicy
 from parsl_freetrain.training.steps.determinism import demand_determinism
 
 PROGRESS_EVERY_S = 0.5
+BUSY_EVERY_S = 10.0  # during an evaluation, which makes no progress
 
 
 class FragmentEnd(BaseException):
     """Ends the user's function when the fragment stops before the total. The state is already
     saved.
     """
+
+
+class EvaluationStopped(BaseException):
+    """Ends an evaluation, since the fragment has to stop."""
 
 
 class TrainingLoop:
@@ -68,7 +81,6 @@ class TrainingLoop:
         self._checkpointer = parts.checkpointer
         self._rank = parts.place.rank
         self._is_main = self._rank == 0
-        self._resumed = parts.saved is not None
         self._prepared, self._division = model.prepared, model.division
         self._steps, self._watch = model.steps, model.watch
         self._hooks, self._guard = model.hooks, guard
@@ -76,40 +88,50 @@ class TrainingLoop:
         self._fine_at = state.samples
         self._went_back = 0
         self._reported_at = 0.0
+        self._rate = 0.0
+        self._near_end = self._at_end = False
 
     def run(self, data: BatchSource) -> Iterator[Any]:
-        """Yield micro-batches up to the total, and save the last state."""
-        if self._policy.policy == ROLLBACK and not self._resumed:
-            self._checkpointer.save_now(
-                self.to_save, self._state.samples, self._state.metrics
-            )  # the checkpoint that a rollback would need
-        began_with = self._state.samples
-        while True:
-            yield from self._until_total(data)
-            if self._state.samples == self._state.total_samples and not self._must_go_back():
+        """Yield micro-batches up to the end of the loop."""
+        state = self._state
+        if self._policy.policy == ROLLBACK and not state.samples:
+            self._save(self._checkpointer.save_now)  # the checkpoint that a rollback would need
+        began_with = state.samples
+        if state.wants_checkpoint:  # since the end of the loop before
+            self._save(self._checkpointer.save_beside)
+        if state.epoch_due:
+            state.epoch = (state.samples - data.base) // data.order.dataset_size - 1
+            self._at_end = state.samples == data.end
+            self._end_epoch()
+            if state.wants_checkpoint:
+                self._save(self._checkpointer.save_beside)
+        while not state.finished_early:
+            yield from self._until_end(data)
+            if (state.finished_early or state.samples == data.end) and not self._must_go_back():
                 break
+            state.finished_early, state.finishing = False, ''
             self._go_back()
-        if self._state.samples > began_with:
-            self._checkpointer.save_now(self.to_save, self._state.samples, self._state.metrics)
-        self._state.complete = True
+        if state.samples > began_with and not self._steps.stepped:
+            raise BadInput(
+                'ctx.loop ended without a single optimizer.step(), so nothing was trained: call '
+                'loss.backward() and optimizer.step() in it, with the optimizer that ctx.prepare '
+                'returned.'
+            )
+        if state.finished_early:
+            why = state.finishing or 'another rank called ctx.finish_early'
+            print(f'Finished early at {state.samples} samples: {why}')
+        state.complete = True
 
-    def _until_total(self, data: BatchSource) -> Iterator[Any]:
-        """Yield micro-batches up to the total, or until training must go back."""
-        seed, began_with, began_at = (
-            self._order.spec.mode.seed,
-            self._state.samples,
-            time.monotonic(),
-        )
-        mode = self._order.spec.mode
+    def _until_end(self, data: BatchSource) -> Iterator[Any]:
+        """Yield micro-batches up to the end, or until training must go back."""
+        state, mode = self._state, self._order.spec.mode
+        seed, began_with, began_at = mode.seed, state.samples, time.monotonic()
         reproducible = isinstance(mode, Reproducible)
         if not reproducible:
-            seed_everything(
-                MicroBatch((), self._state.samples, self._division.data_rank, 0.0).seed(
-                    seed, 'fragment'
-                )
-            )
+            turn = MicroBatch((), state.samples, self._division.data_rank, 0.0)
+            seed_everything(turn.seed(seed, 'fragment'))
         ahead, here = tee(
-            (batch, self._steps.turns(batch)) for batch in data.order.batches(self._state.samples)
+            (batch, self._steps.turns(batch)) for batch in data.batches(state.samples)
         )
         # Ranks that train the same samples must also draw the same random numbers for them.
         drawn = seed if reproducible or self._division.grouped else None
@@ -125,54 +147,116 @@ class TrainingLoop:
         )
         for batch, turns in here:
             batch_began_at = time.monotonic()
-            self._state.reached = batch.samples_before + len(batch.indices)
-            self._state.epoch = batch.epoch
-            self._state.last_of_epoch = self._state.reached % data.order.dataset_size == 0
-            guarded = self._policy.looks_at_every_step(self._state.samples)
+            state.reached = batch.samples_before + len(batch.indices)
+            state.epoch = batch.epoch
+            guarded = self._policy.looks_at_every_step(state.samples)
             self._steps.begin(batch, guarded)
             self._guard.begin_batch()
-            if self._state.samples == began_with:
-                self._channel.send(Started(self._rank, self._state.samples, time.time()))
+            if state.samples == began_with:
+                self._channel.send(Started(self._rank, state.samples, time.time()))
             for turn in turns:
                 batch_data = to_device(next(micro_batches), self._device)
                 self._steps.begin_turn(turn)
                 if isinstance(mode, Reproducible):
                     seed_everything(turn.seed(seed, 'model'))
                     demand_determinism(warn_only=mode.warn_only)
+                state.reports.begin_turn(state.reached)
                 self._guard.begin_turn()
                 yield batch_data
                 self._guard.end_turn()
+                state.reports.end_turn(turn.weight)
                 self._steps.end_turn()
+            # The next batch, or with a delay one of the next, is the last one.
+            self._near_end = (
+                state.total_samples is not None
+                and state.reached + (1 + self._steps.delay) * data.order.batch_size
+                >= state.total_samples
+            )
             decision = self._steps.end(self._wish, self._checkpointer.time_left)
             if self._steps.kept_back:
-                self._policy.kept_back(
-                    self._state.samples, self._state.reached, self._steps.culprit()
-                )
+                self._policy.kept_back(state.samples, state.reached, self._steps.culprit())
                 self._count('skipped_steps')
             elif guarded or reproducible:
                 self._policy.went_well()
-            self._state.samples = self._state.reached
+            state.samples = state.reached
             if not self._steps.kept_back:
                 run_all(self._hooks.after_step)
             now = time.monotonic()
             self._checkpointer.step_took(now - batch_began_at)
-            self._report_progress((self._state.samples - began_with) / (now - began_at))
-            if (
-                self._state.samples == self._state.total_samples
-                or decision == SPOILT
-                or (decision != GO_ON and self._must_go_back())
+            self._rate = (state.samples - began_with) / (now - began_at)
+            at_end = self._at_end = state.samples == data.end
+            state.epoch_due = bool(self._hooks.each_epoch) and data.ends_epoch(state.samples)
+            if decision == SPOILT or (
+                (at_end or state.epoch_due or decision >= SAVE) and self._must_go_back()
             ):
                 return
-            if decision == SAVE:
-                self._checkpointer.save_beside(
-                    self.to_save, self._state.samples, self._state.metrics
-                )
-            elif decision == STOP:
-                self._checkpointer.save_and_stop(
-                    self.to_save, self._state.samples, self._state.metrics
-                )
-                self._state.stopped = True
-                raise FragmentEnd
+            if at_end or state.epoch_due or decision >= REPORT:
+                state.reports.gather(self._peers)
+                self.report_progress(wait=at_end)
+            # The code behind the loop needs its variables, so the last batch is not stopped at.
+            if decision == STOP and not at_end:
+                self.stop()
+            if state.epoch_due:
+                self._end_epoch()
+            if decision == FINISH:
+                state.finished_early = True
+            if at_end or state.finished_early:
+                return
+            if decision == SAVE or state.wants_checkpoint:
+                self._save(self._checkpointer.save_beside)
+
+    def stop(self) -> None:
+        """End the fragment here, with a checkpoint. All ranks call this together.
+
+        Raises
+        ------
+        FragmentEnd
+            Always.
+        """
+        self._save(self._checkpointer.save_and_stop)
+        self._state.stopped = True
+        raise FragmentEnd
+
+    def save_last(self) -> None:
+        """Commit the last checkpoint, after the function has returned."""
+        self._state.finished = True
+        self._save(self._checkpointer.save_now)
+        self.report_progress(wait=True)
+
+    def _stop_unsaved(self) -> None:
+        """End the fragment in the last batch; the next one goes on from the last checkpoint."""
+        last = self._checkpointer.settled()
+        self._state.samples = last.samples if last is not None else 0
+        self._state.stopped = True
+        raise FragmentEnd
+
+    def _save(self, save: Callable[[Any, int, Mapping[str, float]], None]) -> None:
+        state = self._state
+        best = {} if state.best is None else {'best': state.best}
+        save(self.to_save, state.samples, {**state.metrics, **best})
+        state.best, state.wants_checkpoint = None, False
+
+    def _end_epoch(self) -> None:
+        """Do what is to be done at the end of an epoch."""
+        state = self._state
+        before = json.loads(state.user_text())
+        state.at_epoch_end = True
+        try:
+            run_all(self._hooks.each_epoch)
+        except EvaluationStopped:
+            # The next fragment does it again, from the beginning.
+            state.user.clear()
+            state.user.update(before)
+            if not self._at_end:
+                self.stop()
+            self._stop_unsaved()
+        finally:
+            state.at_epoch_end = False
+        state.epoch_due = False
+        finishing, checkpoint = self._peers.largest(
+            (bool(state.finishing), state.wants_checkpoint)
+        )()
+        state.finished_early, state.wants_checkpoint = bool(finishing), bool(checkpoint)
 
     def _must_go_back(self) -> bool:
         """Whether the state of any rank has numbers that are not finite. All ranks take part, so
@@ -206,6 +290,7 @@ class TrainingLoop:
         self._state.user.clear()
         self._state.user.update(saved.position.user)
         self._state.samples = self._fine_at = self._state.reached = saved.position.samples
+        self._state.reports.forget()
         self._state.metrics['rollbacks'] = before
         self._count('rollbacks')
         self._checkpointer.went_back()
@@ -218,22 +303,49 @@ class TrainingLoop:
             if self._watch.spoilt():
                 return SPOILT
             self._fine_at = self._state.samples
+        if self._state.finishing:
+            return FINISH
         if self._inbox.stop_requested():
             return STOP
         if not self._is_main:
             return GO_ON
         if self._checkpointer.must_stop(1 + self._steps.delay):
             return STOP
-        return SAVE if self._checkpointer.wants_to_save() else GO_ON
+        if self._checkpointer.wants_to_save(near_end=self._near_end):
+            return SAVE
+        due = time.monotonic() - self._reported_at >= PROGRESS_EVERY_S
+        return REPORT if due else GO_ON
 
-    def _report_progress(self, rate: float) -> None:
-        now = time.monotonic()
-        if self._is_main and now - self._reported_at >= PROGRESS_EVERY_S:
-            self._reported_at = now
-            # The node agent may be busy; training does not wait for it.
+    def report_progress(self, *, wait: bool) -> None:
+        """Tell the node agent how far the training is. Unless ``wait``, training does not wait for
+        the node agent, which may be busy.
+        """
+        self._reported_at = time.monotonic()
+        if self._is_main:
+            state = self._state
             self._channel.send(
-                Progress(self._state.samples, self._state.metrics, rate, time.time()), wait=False
+                Progress(state.samples, state.metrics, self._rate, time.time()), wait=wait
             )
+
+    def may_stop(self) -> Callable[[], None]:
+        """For an evaluation: to be called after each of its batches, equally often on all ranks.
+        It raises :class:`EvaluationStopped` when the fragment has to stop.
+        """
+        agreement = Agreement(self._peers)
+
+        def wish() -> int:
+            stop = self._inbox.stop_requested() or (
+                self._is_main and self._checkpointer.must_stop(1)
+            )
+            return STOP if stop else GO_ON
+
+        def look() -> None:
+            if time.monotonic() - self._reported_at >= BUSY_EVERY_S:
+                self.report_progress(wait=False)
+            if agreement.after_step(wish, self._checkpointer.time_left) == STOP:
+                raise EvaluationStopped
+
+        return look
 
     def to_save(self) -> State | None:
         """The state of all ranks, on the rank that writes it; None on the others. All ranks that
@@ -243,11 +355,11 @@ class TrainingLoop:
             return None
         if self._watch.spoilt():
             raise BadInput(self._policy.sentence(self._fine_at, self._state.samples))
-        extras = self._state.extras() if self._is_main else ''
+        if self._is_main:
+            self._state.user_text()  # raises BadInput if it cannot be saved
         content = self._division.join(content_of(self._prepared, named=self._division.stated))
         if not self._is_main and not self._division.sharded:
             return None
-        self._state.saved_extras = extras
         state = collect(
             content,
             Position(
@@ -256,6 +368,9 @@ class TrainingLoop:
                     'samples': self._state.samples,
                     'checkpoint_s': self._checkpointer.longest_s,
                     'user': self._state.user if self._is_main else {},
+                    'epoch_due': self._state.epoch_due,
+                    'finishing': self._state.finishing,
+                    'finished': self._state.finished,
                 }
             ),
         )

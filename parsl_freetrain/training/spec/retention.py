@@ -9,6 +9,8 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.settings import Settings
 from parsl_freetrain.core.model.types import Checkpoint
 
+BEST = 'best'
+"""The metric that ``ctx.checkpoint`` reports."""
 RESUME = ('auto', 'require', 'never')
 
 
@@ -30,7 +32,7 @@ class Retention(Settings, frozen=True, kw_only=False):
         Keep the last checkpoint of each fragment whose number is a multiple of this; None: none.
     best
         Name of a metric given to ``ctx.report``. The checkpoint with its best value is kept (the
-        newest of equal ones); None: none.
+        newest of equal ones). Default: the value given to ``ctx.checkpoint``.
     mode
         Whether the best value is the 'min' or the 'max'. NaN is never the best.
 
@@ -58,15 +60,14 @@ class Retention(Settings, frozen=True, kw_only=False):
         if self.every is not None:
             last_of = {checkpoint.fragment: checkpoint.path for checkpoint in checkpoints}
             kept |= {path for fragment, path in last_of.items() if fragment % self.every == 0}
-        if self.best is not None:
-            sign = 1 if self.mode == 'max' else -1
-            measured = [
-                (sign * checkpoint.metrics[self.best], i, checkpoint.path)
-                for i, checkpoint in enumerate(checkpoints)
-                if not math.isnan(checkpoint.metrics.get(self.best, math.nan))
-            ]
-            kept |= {max(measured)[2]} if measured else set()
-        return kept
+        best = self.best or BEST
+        sign = 1 if self.mode == 'max' else -1
+        measured = [
+            (sign * checkpoint.metrics[best], i, checkpoint.path)
+            for i, checkpoint in enumerate(checkpoints)
+            if not math.isnan(checkpoint.metrics.get(best, math.nan))
+        ]
+        return kept | ({max(measured)[2]} if measured else set())
 
 
 class Checkpoints(Settings, frozen=True, kw_only=True):

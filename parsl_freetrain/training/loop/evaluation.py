@@ -1,0 +1,143 @@
+"""Evaluation of a model on a dataset, divided among the ranks, with the same figures for any number
+of them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.comm.variable_rows import gather_bytes
+from parsl_freetrain.training.data.loader import MicroBatch, make_loader, size_of, to_device
+
+Measure = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
+_Sums = dict[str, tuple[float, float]]
+"""By metric: sum and number."""
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """What is evaluated: the arguments of ``ctx.evaluate``."""
+
+    dataset: Any
+    batch_size: int
+    collate_fn: Callable[[list[Any]], Any] | None
+    num_workers: int
+    seed: int
+
+
+def evaluate(
+    model: torch.nn.Module,
+    data: EvaluationData,
+    measure: Measure,
+    peers: Peers,
+    device: torch.device,
+    part: int,
+    parts: int,
+    after_batch: Callable[[], None],
+) -> dict[str, float]:
+    """The mean of each metric over all samples. All ranks call this.
+
+    The batches are the same for any number of ranks, and their sums are added exactly.
+
+    Parameters
+    ----------
+    part, parts
+        This rank's part of the batches, and the number of parts.
+    after_batch
+        Called equally often on all ranks.
+
+    Raises
+    ------
+    BadInput
+        If the dataset has no length or no samples, or ``measure`` returns something else than it
+        should.
+    """
+    size = size_of(data.dataset)
+    if size < 1 or data.batch_size < 1:
+        raise BadInput(
+            f'ctx.evaluate was given {size} samples and a batch size of {data.batch_size}; both '
+            'must be at least 1.'
+        )
+    batches = [
+        tuple(range(start, min(start + data.batch_size, size)))
+        for start in range(0, size, data.batch_size)
+    ]
+    # A rank without a batch in the last round repeats one: the model may need all ranks.
+    mine = [
+        first + part if first + part < len(batches) else part % len(batches)
+        for first in range(0, len(batches), parts)
+    ]
+    turns = [MicroBatch(batches[number], 0, number, 0.0) for number in mine]
+    found: dict[int, _Sums] = {}
+    with _evaluating(model), torch.no_grad():
+        loaded = iter(
+            make_loader(data.dataset, turns, data.seed, data.collate_fn, data.num_workers)
+        )
+        for number in mine:
+            said = measure(model, to_device(next(loaded), device))
+            found[number] = _sums(said, len(batches[number]))
+            after_batch()
+    for others in gather_bytes(peers, msgspec.msgpack.encode(found)):
+        found.update(msgspec.msgpack.decode(others, type=dict[int, _Sums]))
+    return _means(list(found.values()))
+
+
+def _sums(said: Mapping[str, Any], samples: int) -> _Sums:
+    if not isinstance(said, Mapping):
+        raise BadInput(
+            f'The function given to ctx.evaluate returned a {type(said).__name__}; it must return '
+            'a dict of metrics.'
+        )
+    sums: _Sums = {}
+    for name, value in said.items():
+        if isinstance(value, tuple) and len(value) == 2:
+            sums[name] = float(value[0]), float(value[1])
+        elif isinstance(value, torch.Tensor) and tuple(value.shape) == (samples,):
+            sums[name] = float(value.sum(dtype=torch.float64)), float(samples)
+        else:
+            shape = f' of shape {tuple(value.shape)}' if hasattr(value, 'shape') else ''
+            raise BadInput(
+                f'The function given to ctx.evaluate returned for {name!r} a '
+                f'{type(value).__name__}{shape}; for a batch of {samples} samples it must be a '
+                f"tensor of shape ({samples},), one value per sample (reduction='none'), or a pair "
+                '(sum, number).'
+            )
+    return sums
+
+
+def _means(found: list[_Sums]) -> dict[str, float]:
+    means = {}
+    for name in sorted({name for sums in found for name in sums}):
+        pairs = [sums[name] for sums in found if name in sums]
+        try:
+            total = math.fsum(value for value, _ in pairs)
+        except (OverflowError, ValueError):  # infinities of both signs
+            total = math.nan
+        number = math.fsum(count for _, count in pairs)
+        means[name] = total / number if number else math.nan
+    return means
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; modes and random numbers are restored afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    state = random.getstate()
+    model.eval()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(state)
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,206 @@
+"""How a training ends: at its total, early, after several loops, killed behind the loop, again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from parsl_freetrain.training.checkpoint.export import load_weights
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.spec.messages import CheckpointSaved, Progress
+from tests.support.ranks import KILLED, order, ranks
+
+DATA = TensorDataset(torch.arange(32.0).reshape(16, 2) / 32)
+MORE = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24)
+
+
+def made(ctx: FragmentContext) -> tuple[Any, Any]:
+    torch.manual_seed(1)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return tuple(ctx.prepare(model, optimizer))
+
+
+def step(model: Any, optimizer: Any, x: torch.Tensor) -> float:
+    optimizer.zero_grad()
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def as_documented(ctx: FragmentContext, killed_in: int = 0) -> None:
+    """Uses a variable of the loop behind it, as scripts do."""
+    import time
+
+    model, optimizer = made(ctx)
+    for (x,) in ctx.loop(DATA, 4):
+        loss = step(model, optimizer, x)
+        if ctx.samples == 24 and ctx.fragment == 1:
+            time.sleep(1.2)  # long enough for a checkpoint before the last batch
+    if ctx.fragment <= killed_in:
+        ctx._checkpointer.settled()
+        os.kill(os.getpid(), signal.SIGKILL)
+    ctx.report(last=loss)
+
+
+def run(
+    warm: WarmParent,
+    folder: Path,
+    function: Callable[..., None],
+    *args: Any,
+    fragment: int = 1,
+    world_size: int = 1,
+    **options: Any,
+) -> tuple[list[Any], Any]:
+    ordered = order(folder, fragment, **{'total_samples': 32, **options})
+    with ranks(warm, ordered, world_size, folder, function, *args) as gang:
+        return gang.run(), gang.ranks[0]
+
+
+def test_the_same_script_twice(warm: WarmParent, tmp_path: Path) -> None:
+    """What has been trained stays so, with its metrics, and nothing is done again."""
+    (first,), rank = run(warm, tmp_path, as_documented)
+    assert first.how == 'finished' and first.metrics.keys() == {'last'}, first.error
+    assert rank.said(Progress)[-1].metrics == first.metrics  # which the ledger records
+    for world_size in (1, 2):
+        outcomes, rank = run(warm, tmp_path, as_documented, fragment=2, world_size=world_size)
+        for again in outcomes:
+            assert again.how == 'finished', again.error
+        assert (outcomes[0].samples, outcomes[0].path) == (32, first.path)
+        assert outcomes[0].metrics == first.metrics
+        assert not rank.said(CheckpointSaved)
+
+
+def test_a_kill_behind_the_loop_repeats_the_last_batch_alone(
+    warm: WarmParent, tmp_path: Path
+) -> None:
+    (undisturbed,), _ = run(warm, tmp_path / 'one', as_documented)
+    outcomes, rank = run(warm, tmp_path / 'cut', as_documented, 1)
+    assert outcomes == [KILLED]
+    assert [saved.samples for saved in rank.said(CheckpointSaved)] == [28]
+    (outcome,), _ = run(warm, tmp_path / 'cut', as_documented, 1, fragment=2)
+    assert outcome.how == 'finished', outcome.error
+    assert outcome.metrics == undisturbed.metrics
+    one, cut = load_weights(undisturbed.path), load_weights(outcome.path)
+    assert all(torch.equal(one[name], cut[name]) for name in one)
+
+
+def ends_in_the_body(ctx: FragmentContext) -> None:
+    model, optimizer = made(ctx)
+    for (x,) in ctx.loop(DATA, 4):
+        step(model, optimizer, x)
+        if ctx.samples == 8 and ctx.rank == ctx.world_size - 1:
+            ctx.finish_early('good enough')
+    ctx.report(behind=1.0)
+
+
+def ends_after_a_step(ctx: FragmentContext) -> None:
+    model, optimizer = made(ctx)
+
+    def after() -> None:
+        if ctx.samples == 8:
+            ctx.finish_early('good enough')
+
+    ctx.after_step(after)
+    for (x,) in ctx.loop(DATA, 4):
+        step(model, optimizer, x)
+
+
+def ends_at_an_epoch(ctx: FragmentContext) -> None:
+    model, optimizer = made(ctx)
+    ctx.each_epoch(lambda: ctx.finish_early('good enough') if ctx.is_main else None)
+    for (x,) in ctx.loop(DATA, 4):
+        step(model, optimizer, x)
+
+
+@pytest.mark.parametrize(
+    ('function', 'samples'),
+    [(ends_in_the_body, 12), (ends_after_a_step, 12), (ends_at_an_epoch, 16)],
+)
+def test_an_early_end_is_an_end(
+    warm: WarmParent, tmp_path: Path, function: Callable[..., None], samples: int
+) -> None:
+    """At the same batch for any number of ranks; the next run does not train on."""
+    for world_size in (1, 3):
+        outcomes, rank = run(warm, tmp_path / str(world_size), function, world_size=world_size)
+        assert {(outcome.how, outcome.samples) for outcome in outcomes} == {('finished', samples)}
+        assert 'Finished early' in rank.log.read_text()
+    outcomes, _ = run(warm, tmp_path / '3', function, fragment=2, world_size=2)
+    assert {(outcome.how, outcome.samples) for outcome in outcomes} == {('finished', samples)}
+
+
+def phases(ctx: FragmentContext, stop_at: int | None = None) -> None:
+    """Two rounds on two datasets; frozen in the second loop."""
+    model, optimizer = made(ctx)
+    seen = ctx.state.setdefault('seen', [])
+    ctx.after_step(lambda: seen.append(ctx.samples))
+    for turn in range(2):
+        model.bias.requires_grad_(True)
+        for (x,) in ctx.loop(DATA, 4, samples=16):
+            if ctx.samples == stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            step(model, optimizer, x)
+        assert ctx.samples >= 16 + 28 * turn
+        model.bias.requires_grad_(False)
+        for (x,) in ctx.loop(MORE, 6, epochs=1):
+            if ctx.samples == stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            step(model, optimizer, x)
+
+
+@pytest.mark.parametrize('stop_at', [0, 12, 16, 22, 28, 44, 50])
+def test_several_loops_go_on_in_the_right_one(
+    warm: WarmParent, tmp_path: Path, stop_at: int
+) -> None:
+    (one,), _ = run(warm, tmp_path / 'one', phases, total_samples=56)
+    assert one.how == 'finished', one.error
+    outcomes, _ = run(
+        warm, tmp_path / 'cut', phases, stop_at, total_samples=56, world_size=2 if stop_at else 1
+    )
+    how = {outcome.how for outcome in outcomes}
+    if how == {'stopped'}:
+        outcomes, _ = run(warm, tmp_path / 'cut', phases, fragment=2, total_samples=56)
+        how = {outcome.how for outcome in outcomes}
+    assert (how == {'finished'}) and outcomes[0].samples == 56, outcomes
+    whole, cut = load_weights(one.path), load_weights(outcomes[0].path)
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def epochs_of_two_loops(ctx: FragmentContext) -> None:
+    model, optimizer = made(ctx)
+    for (x,) in ctx.loop(DATA, 4, epochs=2):
+        step(model, optimizer, x)
+    for (x,) in ctx.loop(MORE, 4):
+        step(model, optimizer, x)
+
+
+def too_many_epochs(ctx: FragmentContext) -> None:
+    made(ctx)
+    ctx.loop(DATA, 4, epochs=4)
+
+
+def too_few_samples(ctx: FragmentContext) -> None:
+    model, optimizer = made(ctx)
+    for (x,) in ctx.loop(DATA, 4, epochs=2):
+        step(model, optimizer, x)
+
+
+def test_totals_of_several_loops(warm: WarmParent, tmp_path: Path) -> None:
+    (outcome,), _ = run(warm, tmp_path / '1', epochs_of_two_loops, total_epochs=3)
+    assert (outcome.how, outcome.samples) == ('finished', 2 * 16 + 12), outcome.error
+    for function, sentence in (
+        (too_many_epochs, 'was given 4 epochs, but only 3 of the total of 3 are left'),
+        (too_few_samples, 'left ctx.loop after 32 of 48 samples'),
+    ):
+        (outcome,), _ = run(warm, tmp_path / sentence[:9], function, total_epochs=3)
+        assert sentence in outcome.error.message

@@ -1,0 +1,177 @@
+"""What is done at the end of an epoch, and metrics: the same for any number of ranks and cuts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from parsl_freetrain.training.checkpoint.state import read_state
+from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.loop.reports import mean
+from parsl_freetrain.training.process.fork_client import WarmParent
+from tests.support.ranks import order, ranks
+
+DATA = TensorDataset(torch.arange(44.0).reshape(22, 2) / 44)
+HELD_OUT = TensorDataset(torch.linspace(-3, 5, 34).reshape(17, 2))
+
+
+def made(ctx: FragmentContext) -> tuple[Any, Any]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.3), nn.Linear(3, 1))
+    return tuple(ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05)))
+
+
+def measure(model: Any, batch: Any) -> dict[str, Any]:
+    out = model(batch[0])[:, 0]
+    return {'loss': out.square(), 'above': out > 0, 'sum': (out.sum(), 2 * len(out))}
+
+
+def train(ctx: FragmentContext, stop_at: int | None = None, slow: float = 0.0) -> None:
+    """Evaluates after each epoch, and keeps the best; asks to stop at ``stop_at`` samples, or, if
+    that is negative, in the first evaluation.
+    """
+    model, optimizer = made(ctx)
+
+    def measured(model: Any, batch: Any) -> dict[str, Any]:
+        if stop_at == -1 and ctx.fragment == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return measure(model, batch)
+
+    def end_of_epoch() -> None:
+        ctx.state.setdefault('begun', []).append(ctx.epoch)
+        found = ctx.evaluate(model, HELD_OUT, measured, batch_size=2)
+        ctx.state.setdefault('found', []).append([ctx.epoch, ctx.samples, found, ctx.metrics])
+        ctx.checkpoint(best=found['loss'])
+
+    ctx.each_epoch(end_of_epoch)
+    for (x,) in ctx.loop(DATA, 8):
+        if ctx.samples == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        ctx.report(loss=loss, twice=2 * loss.item())
+        time.sleep(slow)
+
+
+def run(
+    warm: WarmParent,
+    folder: Path,
+    function: Callable[..., None],
+    *args: Any,
+    fragment: int = 1,
+    world_size: int = 1,
+    **options: Any,
+) -> list[Any]:
+    ordered = order(folder, fragment, **{'total_samples': 66, 'shards': 3, **options})
+    with ranks(warm, ordered, world_size, folder, function, *args) as gang:
+        return gang.run()
+
+
+def last(folder: Path) -> tuple[Any, Any]:
+    checkpoint = PosixCheckpointStore(folder / 'store', 'digits').latest()
+    assert checkpoint is not None
+    return checkpoint, read_state(checkpoint.path)
+
+
+@pytest.mark.parametrize('stop_at', [None, 16, 22, -1], ids=['no-stop', 'at-end', 'after', 'in'])
+def test_each_epoch_is_ended_once_with_the_same_figures(
+    warm: WarmParent, tmp_path: Path, stop_at: int | None
+) -> None:
+    """Also if the fragment stops in the last batch of an epoch, or within the evaluation."""
+    assert [outcome.how for outcome in run(warm, tmp_path / 'one', train)] == ['finished']
+    one, whole = last(tmp_path / 'one')
+    assert [row[:2] for row in whole.position.user['found']] == [[0, 22], [1, 44], [2, 66]]
+    outcomes = run(warm, tmp_path / 'cut', train, stop_at, world_size=3)
+    if stop_at is not None:
+        assert {outcome.how for outcome in outcomes} == {'stopped'}, outcomes
+        outcomes = run(warm, tmp_path / 'cut', train, stop_at, fragment=2, world_size=2)
+    assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
+    checkpoint, cut = last(tmp_path / 'cut')
+    assert cut.position.user == whole.position.user
+    assert checkpoint.metrics == one.metrics and checkpoint.metrics.keys() >= {'loss', 'twice'}
+    assert checkpoint.metrics['twice'] == pytest.approx(2 * checkpoint.metrics['loss'])
+
+
+def test_the_best_checkpoint_is_kept(warm: WarmParent, tmp_path: Path) -> None:
+    run(warm, tmp_path, train, keep=1)
+    rows = last(tmp_path)[1].position.user['found']
+    found = {samples: figures['loss'] for _, samples, figures, _ in rows}
+    kept = PosixCheckpointStore(tmp_path / 'store', 'digits').checkpoints()
+    best = {c.samples: c.metrics['best'] for c in kept if 'best' in c.metrics}
+    assert min(found, key=found.__getitem__) in best
+    assert all(found[samples] == value for samples, value in best.items())
+
+
+@pytest.mark.parametrize('mode', ['throughput', 'scaled'])
+def test_evaluation_in_other_modes(warm: WarmParent, tmp_path: Path, mode: str) -> None:
+    """All ranks find the same figures, with the batch statistics that are saved."""
+
+    def look(ctx: FragmentContext) -> None:
+        train(ctx)
+        model, _ = ctx._model.prepared.models[0], None  # type: ignore[union-attr]
+        ctx.state['last'] = ctx.evaluate(model, HELD_OUT, measure, batch_size=5)
+        assert ctx.state['last']['loss'] == pytest.approx(ctx.state['found'][-1][2]['loss'])
+
+    outcomes = run(warm, tmp_path, look, mode=mode, world_size=2)
+    assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
+    saved = last(tmp_path)[1]
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.3), nn.Linear(3, 1))
+    model.load_state_dict(saved.models[0])
+    model.eval()
+    with torch.no_grad():
+        out = model(HELD_OUT.tensors[0])[:, 0].double()
+    found = saved.position.user['last']
+    assert found['loss'] == pytest.approx(float(out.square().mean()))
+    assert found['above'] == pytest.approx(float((out > 0).double().mean()))
+    assert found['sum'] == pytest.approx(float(out.mean()) / 2)
+
+
+def evaluates_in_the_body(ctx: FragmentContext) -> None:
+    model, _ = made(ctx)
+    for _ in ctx.loop(DATA, 8):
+        ctx.evaluate(model, HELD_OUT, measure, batch_size=2)
+
+
+def returns_a_mean(ctx: FragmentContext) -> None:
+    model, _ = made(ctx)
+    ctx.evaluate(model, HELD_OUT, lambda m, b: {'loss': m(b[0]).mean()}, batch_size=2)
+
+
+def checkpoints_in_the_body(ctx: FragmentContext) -> None:
+    made(ctx)
+    for _ in ctx.loop(DATA, 8):
+        ctx.checkpoint(best=1.0)
+
+
+@pytest.mark.parametrize(
+    ('function', 'sentence'),
+    [
+        (evaluates_in_the_body, 'ctx.evaluate was called in the body of ctx.loop'),
+        (returns_a_mean, "for 'loss' a Tensor of shape (); for a batch of 2 samples it must be"),
+        (checkpoints_in_the_body, 'ctx.checkpoint was called outside of the end of an epoch'),
+    ],
+)
+def test_a_mistake_gets_a_sentence(
+    warm: WarmParent, tmp_path: Path, function: Callable[..., None], sentence: str
+) -> None:
+    (outcome,) = run(warm, tmp_path, function)
+    assert outcome.error.type == 'BadInput' and sentence in outcome.error.message
+
+
+def test_means_are_exact() -> None:
+    parts = [(1 / 3, 0.1), (1 / 3, 0.2), (1 / 3, 0.7)]
+    assert mean(parts) == mean(parts[::-1])
+    assert mean([(0.3, 0.1), (0.7, 0.1)]) == 0.1
+    assert mean([(0.5, float('inf')), (0.5, float('-inf'))]) != mean([(1.0, 1.0)])
