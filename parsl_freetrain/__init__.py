@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parsl_freetrain.app import FreeTrainApp, freetrain_app
     from parsl_freetrain.core.model.errors import BadInput, FreeTrainError, TrainerFailed
-    from parsl_freetrain.core.model.types import Checkpoint, Shape
+    from parsl_freetrain.core.model.shape import Shape
+    from parsl_freetrain.core.model.types import Checkpoint
     from parsl_freetrain.executor.executor import FreeTrainExecutor
     from parsl_freetrain.executor.settings import HtexOptions, Policy, Timeouts
     from parsl_freetrain.executor.trainer.future import Progress, TrainingFuture
@@ -38,7 +39,8 @@ __version__ = '2026.11.21'
 _MODULES = {
     'app': ('freetrain_app', 'FreeTrainApp'),
     'core.model.errors': ('BadInput', 'FreeTrainError', 'TrainerFailed'),
-    'core.model.types': ('Checkpoint', 'Shape'),
+    'core.model.shape': ('Shape',),
+    'core.model.types': ('Checkpoint',),
     'executor.executor': ('FreeTrainExecutor',),
     'executor.settings': ('HtexOptions', 'Policy', 'Timeouts'),
     'executor.trainer.future': ('Progress', 'TrainingFuture'),

@@ -17,7 +17,8 @@ from parsl.dataflow.dflow import DataFlowKernel, DataFlowKernelLoader
 
 from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
 from parsl_freetrain.core.model.settings import checked_arguments
-from parsl_freetrain.core.model.types import Checkpoint, Shape
+from parsl_freetrain.core.model.shape import Shape
+from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.executor.fragment.node_agent import fragment_task
 from parsl_freetrain.executor.fragment.payload import pack

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from parsl_freetrain.core.model.types import Shape
+from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.loop.parts import LoopState, RankParts
 from parsl_freetrain.training.loop.reports import Reports
 from parsl_freetrain.training.steps import lr

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from parsl_freetrain.core.model.types import Shape
+from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.spec.training import TrainingSpec
 
 

@@ -10,13 +10,8 @@ from msgspec import field, structs
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.settings import Settings
-from parsl_freetrain.core.model.types import (
-    ASSUMED_RESCALE_S,
-    Efficiency,
-    ScalingCurve,
-    Shape,
-    Trainer,
-)
+from parsl_freetrain.core.model.shape import Shape
+from parsl_freetrain.core.model.types import ASSUMED_RESCALE_S, Efficiency, ScalingCurve, Trainer
 from parsl_freetrain.training.spec.mode import ADASUM, Reproducible, Scaled, Throughput
 from parsl_freetrain.training.spec.on_nan import STOP
 from parsl_freetrain.training.spec.retention import Checkpoints

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.types import MESH, Shape
+from parsl_freetrain.core.model.shape import MESH, Shape
 from parsl_freetrain.training.checkpoint.flatten import put_together, take_apart
 from parsl_freetrain.training.checkpoint.memory_image import pack, unpack
 from parsl_freetrain.training.checkpoint.state import State

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from parsl_freetrain.core.allocation.objectives import METRICS, Candidate, objective_named
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
-from parsl_freetrain.core.model.types import Checkpoint, Efficiency, ScalingCurve, Shape, Trainer
+from parsl_freetrain.core.model.shape import Shape
+from parsl_freetrain.core.model.types import Checkpoint, Efficiency, ScalingCurve, Trainer
 
 CURVE = ScalingCurve((1, 2, 4), (10.0, 19.0, 36.0))
 

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 from parsl_freetrain import Samples
 from parsl_freetrain.core.model.errors import FreeTrainError
-from parsl_freetrain.core.model.types import Shape
+from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.checkpoint.memory_image import digest_of, pack, unpack
 from parsl_freetrain.training.checkpoint.state import (

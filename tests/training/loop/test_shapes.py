@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from parsl_freetrain.core.model.types import MESH, Shape
+from parsl_freetrain.core.model.shape import MESH, Shape
 from parsl_freetrain.training.checkpoint.state import Saved, read_state
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import WarmParent

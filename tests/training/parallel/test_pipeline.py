@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.types import Shape
+from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.checkpoint.state import Saved, read_state
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.parallel.pipeline import Pipeline, activations

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain.core.model.types import Shape
+from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.checkpoint.manifest import verify
 from parsl_freetrain.training.checkpoint.state import Saved, read_state
 from parsl_freetrain.training.loop.context import FragmentContext

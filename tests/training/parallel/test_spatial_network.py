@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain.core.model.types import Shape
+from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.parallel.spatial import (
     BatchNorm3d,

@@ -18,7 +18,7 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from parsl_freetrain.core.model.types import Shape
+from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.executor.fragment.control_channel import ControlClient, ControlServer
 from parsl_freetrain.executor.fragment.member_order import MemberOrder
 from parsl_freetrain.executor.fragment.node_agent import Member
