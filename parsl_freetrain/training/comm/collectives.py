@@ -63,6 +63,14 @@ class Peers(Protocol):
         """
         ...
 
+    def all_to_all(
+        self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        """Send each rank its part of a flat tensor, and return the parts that came, in order of
+        rank. ``sent``, ``received``: the number of elements by rank.
+        """
+        ...
+
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Overwrite tensors with those of rank 0."""
         ...
@@ -113,6 +121,11 @@ class Alone:
 
     def gather(self, row: torch.Tensor) -> list[torch.Tensor]:
         return [row]
+
+    def all_to_all(
+        self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        return row
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         pass
@@ -183,6 +196,15 @@ class RankGroup:
         with _as_peer_loss():
             dist.all_gather(rows, sent)
         return [other.to(row.device) for other in rows]
+
+    def all_to_all(
+        self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        own = row.cpu() if self._gathers_on_cpu else row
+        got = own.new_empty(sum(received))
+        with _as_peer_loss():
+            dist.all_to_all_single(got, own, list(received), list(sent))
+        return got.to(row.device)
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         with _as_peer_loss():

@@ -19,8 +19,7 @@ from parsl_freetrain.training.steps.deferred import NO_SCALER, DeferredOptimizer
 from parsl_freetrain.training.steps.gradient_guard import GradientGuard
 from parsl_freetrain.training.steps.reduction_tree import Node, ShardTree
 from parsl_freetrain.training.steps.shard_sum import Contribution, Layout
-
-_WISH_BYTES = 8
+from parsl_freetrain.training.steps.tree_exchange import total_of_ranks
 
 
 class ReproducibleSteps:
@@ -253,28 +252,27 @@ class ReproducibleSteps:
         """
         if self._peers.world_size == 1:
             return wish, [0] * bad
-        size = self._layout.packed_bytes
-        row = torch.zeros(
-            _WISH_BYTES + size * max(map(len, self._covers)), dtype=torch.uint8, device=self._device
-        )
-        row[0], row[1] = wish, bad
-        for i, node in enumerate(self._covers[self._peers.rank]):
-            own = self._sums[node]
-            if own is not None:
-                row[_WISH_BYTES + i * size : _WISH_BYTES + (i + 1) * size] = own.packed()
+        nodes = [[node for node in cover if self._has_samples(node)] for cover in self._covers]
+        mine = {node: own for node, own in self._sums.items() if own is not None}
+        firsts = self._layout.firsts_of([mine[node] for node in nodes[self._peers.rank][:1]])
+        row = torch.cat([firsts.new_tensor([wish, bad]), firsts])
         rows = self._peers.gather(row)
-        self._sums = {
-            node: self._layout.unpacked(
-                rows[rank][_WISH_BYTES + i * size : _WISH_BYTES + (i + 1) * size]
-            )
-            if any(self._sizes[slice(*node)])
-            else None
-            for rank, cover in enumerate(self._covers)
-            for i, node in enumerate(cover)
-        }
+        sums = total_of_ranks(
+            {node: own.sums for node, own in mine.items()},
+            nodes,
+            [node for cover in self._covers for node in cover if not self._has_samples(node)],
+            (mine[nodes[self._peers.rank][0]] if mine else self._layout.empty()).sums,
+            self._tree,
+            self._peers,
+        )
+        first = next(rank for rank, theirs in enumerate(nodes) if theirs)
+        self._sums = {self._tree.root: Contribution(sums, rows[first][2:])}
         return max(int(other[0]) for other in rows), [
             rank for rank, other in enumerate(rows) if other[1]
         ]
+
+    def _has_samples(self, node: Node) -> bool:
+        return any(self._sizes[slice(*node)])
 
     def _hand_over(self, number: int) -> Callable[[], None]:
         def hand_over() -> None:

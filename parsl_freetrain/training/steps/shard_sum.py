@@ -35,12 +35,6 @@ class Contribution:
         self.sums.add_(later.sums)
         return self
 
-    def packed(self) -> torch.Tensor:
-        """Everything as bytes; the length is a multiple of 8."""
-        parts = [self.sums.view(torch.uint8), self.firsts]
-        size = sum(part.numel() for part in parts)
-        return torch.cat([*parts, self.sums.new_zeros(-size % 8, dtype=torch.uint8)])
-
 
 class Layout:
     """The layout of :attr:`Contribution.sums`.
@@ -91,7 +85,6 @@ class Layout:
         self._has_grad, self._changed, self._opt, self._sched, self._with_value, self._values = ends
         self._size = at
         self._first_bytes = [tensor.numel() * tensor.element_size() for tensor in self.integers]
-        self.packed_bytes = -(-(at * self._dtype.itemsize + sum(self._first_bytes)) // 8) * 8
 
     def empty(self) -> Contribution:
         """A contribution of zeros, which the other methods fill."""
@@ -100,11 +93,11 @@ class Layout:
             torch.zeros(0, dtype=torch.uint8, device=self._device),
         )
 
-    def unpacked(self, data: torch.Tensor) -> Contribution:
-        """The inverse of :meth:`Contribution.packed`; copies."""
-        data = data.clone()
-        end = self._size * self._dtype.itemsize
-        return Contribution(data[:end].view(self._dtype), data[end : end + sum(self._first_bytes)])
+    def firsts_of(self, contributions: Sequence[Contribution]) -> torch.Tensor:
+        """The bytes of the integer buffers in the first contribution; zeros if there is none."""
+        if contributions:
+            return contributions[0].firsts
+        return torch.zeros(sum(self._first_bytes), dtype=torch.uint8, device=self._device)
 
     def put_gradient(self, into: Contribution, index: int, weight: float) -> None:
         """Enter the gradient of parameter ``index``, if there is one."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.data.order import shards_of_rank
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.process.fork_client import WarmParent
 from parsl_freetrain.training.steps.reduction_tree import Node, ShardTree
 from parsl_freetrain.training.steps.shard_sum import Contribution, Layout
+from tests.support.ranks import order, ranks
 
 
 def plus(a: str, b: str) -> str:
@@ -46,7 +54,7 @@ def test_the_sum_does_not_depend_on_the_ranks(
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1000), integers=st.booleans(), half=st.booleans())
-def test_what_is_sent_is_what_arrives(seed: int, integers: bool, half: bool) -> None:
+def test_what_was_put_in_is_taken_out(seed: int, integers: bool, half: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.nn.Parameter(
         torch.randn(3, 2, generator=generator).to(torch.bfloat16 if half else torch.float32)
@@ -61,24 +69,19 @@ def test_what_is_sent_is_what_arrives(seed: int, integers: bool, half: bool) -> 
     layout.put_gradient(own, 1, 0.25)
     layout.put_buffers(own, [mean + 1], 0.25)
     layout.put_steps(own, [True], [(2.0,)], 0.25)
-    packed = own.packed()
-    assert packed.numel() == layout.packed_bytes
-    arrived = layout.unpacked(packed)
-    assert torch.equal(arrived.sums, own.sums)
-    assert torch.equal(arrived.firsts, own.firsts)
     counted = [counter.clone() for counter in counters]
     for counter in counters:
         counter.zero_()
     expected = weight.grad.clone().to(torch.float64) * 0.25
     with torch.no_grad():
-        layout.take_gradients(arrived)
-        layout.take_buffers(arrived, [mean + 1])
+        layout.take_gradients(own)
+        layout.take_buffers(own, [mean + 1])
     torch.testing.assert_close(
         weight.grad.to(torch.float64), expected.to(weight.dtype).to(torch.float64)
     )
     assert unused.grad is None
     assert all(torch.equal(now, then) for now, then in zip(counters, counted, strict=True))
-    assert layout.steps_in(arrived) == ([True], [(2.0,)])
+    assert layout.steps_in(own) == ([True], [(2.0,)])
 
 
 def test_a_buffer_that_no_shard_changed_stays_to_the_last_bit() -> None:
@@ -93,3 +96,47 @@ def test_a_buffer_that_no_shard_changed_stays_to_the_last_bit() -> None:
     before = constant.clone()
     layout.take_buffers(total, [before])
     assert torch.equal(constant, before)
+
+
+def counts_what_it_receives(ctx: FragmentContext, elements: int) -> None:
+    """Reports the number of tensor elements that each exchange brings, relative to the model's."""
+    import torch.distributed as dist
+
+    received: list[int] = []
+    gather, to_all = dist.all_gather, dist.all_to_all_single
+
+    def all_gather(rows: Any, *args: Any, **kwargs: Any) -> Any:
+        received.append(sum(row.nbytes for row in rows))
+        return gather(rows, *args, **kwargs)
+
+    def all_to_all_single(got: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        received.append(got.nbytes)
+        return to_all(got, *args, **kwargs)
+
+    vars(dist).update(all_gather=all_gather, all_to_all_single=all_to_all_single)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(elements // 10, 10), torch.nn.BatchNorm1d(10))
+    model, optimizer = ctx.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    for batch in ctx.loop(torch.randn(32, elements // 10), 16):
+        optimizer.zero_grad()
+        model(batch).pow(2).mean().backward()
+        optimizer.step()
+    ctx.report(received=sum(received) / (2 * 4 * elements))
+
+
+def test_what_a_rank_receives_does_not_grow_with_the_ranks(
+    warm: WarmParent, tmp_path: Path
+) -> None:
+    weights: list[dict[str, torch.Tensor]] = []
+    for world_size in (1, 2, 3, 4):
+        folder = tmp_path / str(world_size)
+        ordered = order(folder, shards=8, total_samples=32)
+        with ranks(warm, ordered, world_size, folder, counts_what_it_receives, 20_000) as gang:
+            outcomes = gang.run()
+        assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
+        weights.append(load_weights(outcomes[0].path))
+        # A slice of the sums of all nodes, and the slices of the total. Of 8 shards, two and
+        # four ranks have one node each, and three have five nodes together.
+        expected = {1: 0.0, 2: 2.0, 3: 1 + 5 / 3, 4: 2.0}[world_size]
+        assert outcomes[0].metrics['received'] == pytest.approx(expected, rel=0.02)
+        assert all(torch.equal(weights[0][name], weights[-1][name]) for name in weights[0])
