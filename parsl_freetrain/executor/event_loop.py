@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from parsl.executors.high_throughput.errors import ManagerLost
@@ -296,7 +296,7 @@ class EventLoop:
                     f'because {why}; its checkpoints are in {record.store}, and the same '
                     'call continues from there.'
                 )
-                self._stream.emit(no.TrainerInterrupted(now, name, sentence))
+                self._guarded(self._stream.emit, no.TrainerInterrupted(now, name, sentence))
         # After the futures: nodes that are given back now make no preemption there.
         for block in list(self._blocks.blocks):
             self._guarded(self._blocks.close, block, now)
@@ -305,10 +305,9 @@ class EventLoop:
         self._stream.emit(no.RunEnded(now, how))
         with self._ending:
             self._ended = why
-            late: Sequence[Any] = list(self._control.receive(0.0))
-            self._control.close()
-        for item in late:
+        for item in self._control.posted():
             self._guarded(self._refuse, item)
+        self._guarded(self._control.close)
 
     def _refuse(self, item: Any) -> None:
         """Refuse a command after the event loop has ended, so that nothing waits for it."""

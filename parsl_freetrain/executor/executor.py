@@ -5,11 +5,12 @@ loop that runs trainers in them.
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Optional
 
@@ -46,6 +47,8 @@ from parsl_freetrain.executor.run_lock import RunLock
 from parsl_freetrain.executor.settings import HtexOptions, Policy, Timeouts, check_trainer
 from parsl_freetrain.executor.trainer.record import TrainerNames, TrainerRecord
 from parsl_freetrain.executor.trainer.updates import FutureUpdater
+from parsl_freetrain.host.ownership import refuse_foreign, refuse_replaceable
+from parsl_freetrain.host.processes import allow_open_files
 from parsl_freetrain.ledger.rows import DecisionSettings
 from parsl_freetrain.ledger.store import Ledger
 from parsl_freetrain.ledger.usage import used_node_s
@@ -128,7 +131,7 @@ class FreeTrainExecutor(BlockExecutor):
             # max_workers_per_node alone determines the number of workers
             cores_per_worker=1e-9,
             block_error_handler=False,  # losing blocks is normal here
-            **htex.arguments(provider.site.is_local, timeouts.hang_s),
+            **htex.arguments(provider.site.interface, timeouts.hang_s),
         )
         self.checkpoint_dir = checkpoint_dir
         self.ledger = ledger
@@ -178,6 +181,7 @@ class FreeTrainExecutor(BlockExecutor):
         """Start everything. ``undo`` collects what to do if the start fails."""
         provider = self.provider
         assert isinstance(provider, BackfillProvider)
+        self._keep_others_out()
         lock = self._lock = RunLock(Path(self.checkpoint_dir), f'{self.run_id} {self.label}')
         lock.take_folder()
         undo.callback(lock.free_folder)
@@ -261,6 +265,17 @@ class FreeTrainExecutor(BlockExecutor):
         for block in adopted:
             self._loop.post(AdoptBlock(block))
         self._loop.start()
+
+    def _keep_others_out(self) -> None:
+        """Refuse a checkpoint folder that other users can change. Make Parsl's folder of this run
+        private, with its log. Have room for connections of others.
+        """
+        folder = Path(self.checkpoint_dir).absolute()
+        refuse_replaceable(folder, 'checkpoint_dir')
+        refuse_foreign(folder, 'checkpoint_dir')
+        with suppress(OSError):
+            os.chmod(self.run_dir, 0o700)
+        allow_open_files()
 
     def initialize_scaling(self) -> None:
         """Compose the launch command with one more worker than ordinary tasks use. The interchange

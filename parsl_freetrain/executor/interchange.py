@@ -18,6 +18,8 @@ from parsl.executors.high_throughput.errors import ManagerLost
 from parsl.executors.high_throughput.interchange import Interchange
 from parsl.serialize import serialize
 
+from parsl_freetrain.host.processes import allow_open_files
+
 PIN = 'freetrain_manager'
 
 
@@ -78,4 +80,5 @@ class PinningInterchange(Interchange):
 if __name__ == '__main__':
     # Ctrl-C reaches the whole terminal; the submitting process ends this one in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    allow_open_files()
     PinningInterchange(**pickle.load(sys.stdin.buffer)).start()  # noqa: S301

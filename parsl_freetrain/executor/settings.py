@@ -18,6 +18,7 @@ from parsl_freetrain.core.controller.throughput_profile import Profile
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.settings import Settings
 from parsl_freetrain.core.model.types import Trainer
+from parsl_freetrain.host.network import address_of
 
 INTERCHANGE = (sys.executable, '-m', 'parsl_freetrain.executor.interchange')
 LAUNCH_CMD = DEFAULT_LAUNCH_CMD.replace(
@@ -126,8 +127,8 @@ class HtexOptions(Settings, frozen=True, kw_only=True):
     Attributes
     ----------
     address, worker_port_range, interchange_port_range, worker_debug, encrypted, heartbeat_period
-        As in :class:`parsl.executors.HighThroughputExecutor`. On the local site, the default of
-        ``address`` is 127.0.0.1.
+        As in :class:`parsl.executors.HighThroughputExecutor`. The default of ``address`` is that of
+        the site's ``interface`` on this computer. Without it, the ports listen on every interface.
     heartbeat_threshold
         Seconds without a heartbeat after which a node counts as lost. Default: ``hang_s`` of the
         executor's time-outs, but at least three heartbeat periods.
@@ -153,14 +154,22 @@ class HtexOptions(Settings, frozen=True, kw_only=True):
     storage_access: list[Staging] | None = None
     interchange_launch_cmd: tuple[str, ...] = INTERCHANGE
 
-    def arguments(self, is_local: bool, hang_s: float) -> dict[str, Any]:
-        """The arguments for HighThroughputExecutor."""
+    def arguments(self, interface: str | None, hang_s: float) -> dict[str, Any]:
+        """The arguments for HighThroughputExecutor; ``interface`` is the site's."""
         threshold = max(3 * self.heartbeat_period, math.ceil(hang_s))
         return {
             **structs.asdict(self),
-            'address': self.address or ('127.0.0.1' if is_local else None),
+            'address': self.address or _address(interface),
             'heartbeat_threshold': self.heartbeat_threshold or threshold,
         }
+
+
+def _address(interface: str | None) -> str | None:
+    """The address of a site's network on this computer; None if it has no such interface."""
+    try:
+        return address_of(interface) if interface else None
+    except OSError:
+        return None
 
 
 def check_trainer(trainer: Trainer, metric: str, samples: int, at: float) -> None:

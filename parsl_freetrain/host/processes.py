@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import stat
 from collections.abc import Iterator
@@ -65,6 +66,16 @@ def is_stopped(pid: int) -> bool:
 def process_ids() -> set[int]:
     """The ids of all processes of this computer."""
     return {int(entry.name) for entry in Path('/proc').iterdir() if entry.name.isdigit()}
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files to the maximum that it may have.
+
+    Whoever can connect to a port of this process takes one of them.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def tcp_sockets() -> Iterator[socket.socket]:

@@ -9,6 +9,7 @@ from types import TracebackType
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host import files
+from parsl_freetrain.host.ownership import is_ours, refuse_foreign
 from parsl_freetrain.ledger import schema
 
 BUSY_S = 30.0
@@ -44,16 +45,23 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         # SQLite would create the file with the umask's permissions; its journal takes those of the
         # file. An existing file is not opened here: closing it would drop the locks of this
         # process's readers.
+        # What can replace the file or its journal can change what is in it.
+        refuse_foreign(path.parent, 'folder of the ledger')
         try:
             files.create(path).close()
         except FileExistsError:
-            mode = path.stat().st_mode
-            if not stat.S_ISREG(mode):
+            found = path.lstat()
+            if not stat.S_ISREG(found.st_mode):
                 raise BadInput(
                     f'{path} is not a regular file; name a ledger, or a file that does '
                     'not exist yet.'
                 ) from None
-            if mode & 0o077:
+            if not is_ours(found.st_uid, path.parent):
+                raise BadInput(
+                    f'The ledger {path} belongs to another user (id {found.st_uid}); name a file '
+                    'of your own.'
+                ) from None
+            if found.st_mode & 0o077:
                 path.chmod(files.PRIVATE)
     except OSError as error:
         raise BadInput(

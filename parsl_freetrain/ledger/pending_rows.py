@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
+import re
 import sqlite3
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.ledger import damage, schema
 from parsl_freetrain.ledger.connection import Transaction
 
 log = logging.getLogger(__name__)
@@ -19,6 +23,11 @@ Value = str | int | float | None
 
 ALIVE_S = 30.0
 """Seconds after which a run that has nothing to write notes that it is alive."""
+
+KEPT = ('runs', 'trainers', 'blocks', 'nodes', 'fragments')
+"""Tables whose rows are kept in memory too. They are changed later and others refer to them, so a
+new file needs them where the ledger is damaged.
+"""
 
 
 class PendingRows:
@@ -30,7 +39,9 @@ class PendingRows:
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self._path = path
-        self._connection = connection
+        self.connection = connection
+        self._kept = sqlite3.connect(':memory:', isolation_level=None, check_same_thread=False)
+        schema.create(self._kept)
         self._pending: list[tuple[str, tuple[Value, ...]]] = []
         self._owner: threading.Thread | None = None
         self._run: int | None = None
@@ -44,12 +55,16 @@ class PendingRows:
     def begin(self, run: int, at: float) -> None:
         """Write rows of run number ``run`` from now on."""
         self._run = run
+        row = self.connection.execute('SELECT * FROM runs WHERE id = ?', (run,)).fetchone()
+        self._kept.execute(f'INSERT OR REPLACE INTO runs VALUES ({", ".join("?" * len(row))})', row)  # noqa: S608
         self._last_at = self._written_at = at
         self._owner = None
 
     def end(self) -> None:
-        """Accept no more rows."""
+        """Accept no more rows, and close the file."""
         self._run = None
+        self._kept.close()
+        self.connection.close()
 
     def insert(
         self, table: str, values: Mapping[str, Value], at: float | None, *, replace: bool = False
@@ -93,20 +108,21 @@ class PendingRows:
 
     def commit(self) -> None:
         """Write what is pending. If the file cannot be written now, it stays pending and a warning
-        is logged once.
+        is logged once. A damaged file is set aside, and a new one takes its place.
         """
-        run = self.run()
+        self.run()
         if not self._pending and self._last_at == self._written_at:
             return
+        # Nothing that happens to this file may end the training that it describes.
         try:
-            with Transaction(self._connection):
-                for statement, values in self._pending:
-                    self._connection.execute(statement, values)
-                self._connection.execute(
-                    'UPDATE runs SET last_at = max(last_at, ?) WHERE id = ?', (self._last_at, run)
-                )
-        except sqlite3.OperationalError as error:
-            # A full disk or a stuck lock must not end the training that this ledger describes.
+            try:
+                self._write()
+            except sqlite3.Error as error:
+                if not damage.is_damage(error):
+                    raise
+                self._begin_anew(error)
+                self._write()
+        except (sqlite3.Error, OSError, BadInput) as error:
             if not self._complained:
                 log.warning(
                     'The ledger %s cannot be written now (%s); its rows are kept in memory, and '
@@ -119,6 +135,34 @@ class PendingRows:
         self._pending.clear()
         self._written_at = self._last_at
         self._complained = False
+
+    def _write(self) -> None:
+        with Transaction(self.connection):
+            for statement, values in self._statements():
+                try:
+                    self.connection.execute(statement, values)
+                except (sqlite3.IntegrityError, sqlite3.InterfaceError, OverflowError) as error:
+                    # It would keep all later rows out of the file.
+                    log.warning('The ledger %s leaves out %s (%s)', self._path, values, error)
+        for statement, values in self._statements():
+            if _table(statement) in KEPT:
+                with contextlib.suppress(sqlite3.Error, OverflowError):
+                    self._kept.execute(statement, values)
+
+    def _statements(self) -> Iterator[tuple[str, tuple[Value, ...]]]:
+        yield from self._pending
+        yield ('UPDATE runs SET last_at = max(last_at, ?) WHERE id = ?', (self._last_at, self._run))
+
+    def _begin_anew(self, error: sqlite3.Error) -> None:
+        aside, self.connection = damage.begin_anew(self._path, self.connection, self._kept)
+        log.warning(
+            'The ledger %s was damaged while it was written (%s). It is %s, and the run goes on '
+            'with a new file of this name, which has what could still be read. Reports and budgets '
+            'may lack something of the time before.',
+            self._path,
+            error,
+            'gone' if aside is None else f'kept as {aside}',
+        )
 
     def run(self) -> int:
         """The number of the run.
@@ -143,6 +187,13 @@ class PendingRows:
                 f'The ledger {self._path} has no run to write to; call begin_run first.'
             )
         return self._run
+
+
+def _table(statement: str) -> str:
+    """The table that a statement changes."""
+    found = re.match(r'(?:INSERT (?:OR \w+ )?INTO|UPDATE|DELETE FROM) (\w+)', statement)
+    assert found is not None
+    return found[1]
 
 
 def as_json(value: object) -> str:

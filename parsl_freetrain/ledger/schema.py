@@ -66,6 +66,9 @@ TABLES = (
     'CREATE INDEX offers_by_node ON offers (run, name)',
 )
 
+NAMES = tuple(statement.split()[2] for statement in TABLES if statement.startswith('CREATE TABLE'))
+"""The names of the tables."""
+
 
 def create(connection: sqlite3.Connection) -> None:
     """Make the tables of an empty database, in the transaction that the caller opened."""

@@ -48,9 +48,12 @@ class Ledger:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._connection = open_for_writing(self.path)
-        self._rows = PendingRows(self.path, self._connection)
+        self._rows = PendingRows(self.path, open_for_writing(self.path))
         self._start_tables()
+
+    @property
+    def _connection(self) -> sqlite3.Connection:
+        return self._rows.connection
 
     def _start_tables(self) -> None:
         self.decisions = DecisionRows(self._rows)
@@ -61,7 +64,6 @@ class Ledger:
         """Commit and close the file; calling it again does nothing."""
         if self._rows.has_run:
             self.commit()
-        self._connection.close()
         self._rows.end()
 
     def begin_run(
@@ -113,7 +115,7 @@ class Ledger:
                 f'The ledger {self.path} has a run {run!r} already; each run needs a '
                 'name of its own.'
             ) from None
-        except sqlite3.OperationalError as error:
+        except sqlite3.Error as error:
             raise BadInput(
                 f'The ledger {self.path} cannot be written ({error}); give a path that can.'
             ) from error
@@ -163,6 +165,6 @@ class Ledger:
 
     def commit(self) -> None:
         """Write what is pending. If the file cannot be written now, it stays pending and a warning
-        is logged once.
+        is logged once. A damaged file is set aside, and a new one takes its place.
         """
         self._rows.commit()

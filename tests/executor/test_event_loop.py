@@ -24,7 +24,6 @@ from parsl_freetrain import (
 from parsl_freetrain.core.allocation.problem import Answer, Problem
 from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
 from parsl_freetrain.core.controller.controller import Controller
-from parsl_freetrain.core.controller.state import Reply
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.executor import commands as co
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
@@ -160,17 +159,20 @@ def test_an_allocator_that_fails_is_asked_again(tmp_path: Path) -> None:
         assert short(fit)().result(LIMIT_S).samples == 192
 
 
+@pytest.mark.parametrize(
+    ('broken_class', 'method'), [(Controller, 'handle_all'), (ControlServer, 'receive')]
+)
 def test_whatever_ends_the_event_loop_fails_all_futures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken_class: type, method: str
 ) -> None:
-    handle_all, broken = Controller.handle_all, threading.Event()
+    works, broken = getattr(broken_class, method), threading.Event()
 
-    def handle(self: Controller, events: Any) -> Reply:
+    def call(*args: Any) -> Any:
         if broken.is_set():
             raise KeyboardInterrupt('a test')
-        return handle_all(self, events)
+        return works(*args)
 
-    monkeypatch.setattr(Controller, 'handle_all', handle)
+    monkeypatch.setattr(broken_class, method, call)
     with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), stop_grace_s=1.0) as executor:
         app = freetrain_app(max_nodes=1, total_epochs=1000)(fit)
         running, waiting = app(pause_s=0.03), app(pause_s=0.03)

@@ -19,6 +19,9 @@ from parsl.addresses import tcp_url
 from parsl_freetrain.training.spec.codec import Decoder, encode
 from parsl_freetrain.training.spec.messages import FromMember, MemberMessage, ToMember
 
+HANDSHAKE_MS = 3000
+"""Milliseconds after which a connection ends that has not proved who it is."""
+
 MemberKey = tuple[str, int, int]  # trainer, fragment, member
 
 
@@ -42,6 +45,8 @@ class ControlServer:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 0)
+        # Each connection takes a file descriptor, whoever has opened it.
+        self._router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self.port: int = self._router.bind_to_random_port(
             tcp_url(address or '*'), min_port=port_range[0], max_port=port_range[1]
         )
@@ -65,6 +70,11 @@ class ControlServer:
         except OSError:
             pass  # closed: no thread waits
 
+    def posted(self) -> Iterator[Any]:
+        """Yield posted items, without waiting."""
+        while not self._waiting.empty():
+            yield self._waiting.get()
+
     def receive(self, timeout_s: float) -> Iterator[Any]:
         """Yield posted items and members' messages (:class:`FromMember`). Waits at most
         ``timeout_s`` seconds for the first.
@@ -75,8 +85,7 @@ class ControlServer:
                 pass
         except BlockingIOError:
             pass
-        while not self._waiting.empty():
-            yield self._waiting.get()
+        yield from self.posted()
         while True:
             try:
                 identity, *parts = self._router.recv_multipart(zmq.NOBLOCK)
@@ -119,6 +128,11 @@ class ControlClient:
         Parsl's certificates, on the shared file system.
     key
         The member's key, added to every message.
+
+    Attributes
+    ----------
+    address
+        This node's own address in the connection.
     """
 
     def __init__(
@@ -128,7 +142,8 @@ class ControlClient:
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, os.urandom(12).hex().encode())
         self.socket.setsockopt(zmq.LINGER, 1000)
-        self.socket.connect(tcp_url(reachable(addresses, port), port))
+        theirs, self.address = reachable(addresses, port)
+        self.socket.connect(tcp_url(theirs, port))
         self._key = key
         self._decoder: Decoder[ToMember] = Decoder(ToMember, 'the executor')
 
@@ -151,8 +166,8 @@ class ControlClient:
         self._context.term()  # type: ignore[no-untyped-call]
 
 
-def reachable(addresses: list[str], port: int, timeout_s: float = 2.0) -> str:
-    """The first address at which ``port`` answers.
+def reachable(addresses: list[str], port: int, timeout_s: float = 2.0) -> tuple[str, str]:
+    """The first address at which ``port`` answers, and the own address from which it was reached.
 
     Raises
     ------
@@ -161,8 +176,8 @@ def reachable(addresses: list[str], port: int, timeout_s: float = 2.0) -> str:
     """
     for address in addresses:
         try:
-            with socket.create_connection((address, port), timeout_s):
-                return address
+            with socket.create_connection((address, port), timeout_s) as connection:
+                return address, str(connection.getsockname()[0])
         except OSError:
             continue
     raise ConnectionError(

@@ -217,7 +217,7 @@ class Member:
         notices = listen_for_notices()
         try:
             control.send(Hello(node_name()))
-            self._launch(payload)
+            self._launch(payload, control.address)
             self._relay(control, notices)
         finally:
             for rank in self._ranks.values():
@@ -234,7 +234,7 @@ class Member:
     def _on_signal(self, number: int, _: object) -> None:
         self._notice = signal.Signals(number).name
 
-    def _launch(self, payload: bytes) -> None:
+    def _launch(self, payload: bytes, address: str) -> None:
         order = self._order
         warm = warm_parent(order.node_log_dir, order.template)
         warm.wait_ready(_WARM_S)
@@ -251,6 +251,7 @@ class Member:
                 local_rank=local_rank,
                 nodes=order.members,
                 log=str(log),
+                address=address,
             )
             self._ranks[rank] = warm.launch(order.fragment, place, payload, {})
             self._watches[rank] = StopWatch(self._ranks[rank].pid)

@@ -90,7 +90,9 @@ class BatchOptions(BaseModel):
     spans_blocks
         Whether one fragment may use nodes of several blocks.
     interface
-        The network interface that ranks use; None lets them choose.
+        The network interface that ranks use, and at which the submitting process listens if its
+        computer has one of this name. None: each node uses the one by which it reaches the
+        submitting process.
     """
 
     model_config = ConfigDict(extra='forbid', frozen=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TypeAlias, cast
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host.files import make_dir, sync_dir, write_new
+from parsl_freetrain.host.ownership import refuse_foreign
 
 JSON: TypeAlias = 'bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None'
 
@@ -38,42 +38,26 @@ def prove_writable(folder: Path, trainer: str) -> None:
         probe = folder / f'.freetrain-probe-{secrets.token_hex(8)}'
         try:
             write_new(probe, b'can this be written?\n')
-            # The probe's owner, not our own user id: a file system may map ids (root squash, user
-            # namespaces).
-            owner = probe.stat().st_uid
         finally:
             probe.unlink(missing_ok=True)
-        found = folder.stat()
     except OSError as error:
         raise BadInput(
             f'Checkpoints of trainer {trainer!r} cannot be written to {folder} ({error.strerror}): '
             f'name a folder that you can write to and that the compute nodes see.'
         ) from error
-    if found.st_uid != owner:
-        raise BadInput(
-            f'Checkpoint folder {folder} of trainer {trainer!r} belongs to another user (id '
-            f'{found.st_uid}), who could change what is loaded from it: name a folder of your own.'
-        )
     refuse_open(folder)
 
 
 def refuse_open(folder: Path) -> None:
-    """Refuse a folder that other users may write to, since loading from it could run their code.
+    """Refuse a folder of another user, or that other users may write to, since loading from it
+    could run their code.
 
     Raises
     ------
     BadInput
         If others may write to it; the message has the command that forbids it.
     """
-    try:
-        mode = stat.S_IMODE(folder.stat().st_mode)
-    except FileNotFoundError:
-        return
-    if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise BadInput(
-            f'Other users may write to checkpoint folder {folder} (mode {mode:04o}), so nothing is '
-            f'loaded from it: forbid that (chmod go-w) or name a folder of your own.'
-        )
+    refuse_foreign(folder, 'checkpoint folder')
 
 
 def record_or_compare(folder: Path, trainer: str, identity: Mapping[str, JSON]) -> None:

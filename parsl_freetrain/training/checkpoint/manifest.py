@@ -27,6 +27,7 @@ from parsl_freetrain.training.checkpoint.blocks import (
     digest,
     digest_of_blocks,
 )
+from parsl_freetrain.training.checkpoint.identity import refuse_open
 
 FORMAT = 2
 _READ = (1, FORMAT)  # format 1 has no digests of blocks
@@ -144,6 +145,29 @@ def read_manifest(folder: Path) -> Manifest:
         if isinstance(error, BadInput):
             raise
         raise Damaged(f'{MANIFEST} cannot be understood: {error!r}') from error
+
+
+def manifest_digest(folder: Path) -> str:
+    """The digest of the manifest in ``folder``; it stands for the whole checkpoint."""
+    return digest((folder / MANIFEST).read_bytes())
+
+
+def check_chosen(path: Path, folder: Path, chosen: str) -> None:
+    """Check, before any of it is read, that ``path`` is the checkpoint that rank 0 has verified: it
+    lies in the trainer's own ``folder``, and the digest of its manifest is ``chosen``.
+
+    Raises
+    ------
+    Damaged
+        If it is another one.
+    BadInput
+        If the folder is another user's, or others may write to it.
+    """
+    refuse_open(folder)
+    if path.parent != folder or path.is_symlink():
+        raise Damaged(f'{path} is no checkpoint in {folder}; nothing of it is read')
+    if manifest_digest(path) != chosen:
+        raise Damaged(f'{path} is not the checkpoint that rank 0 has verified')
 
 
 def verify(folder: Path) -> Manifest:

@@ -152,6 +152,7 @@ class PosixCheckpointStore:
         """
         fences = self.folder / FENCES
         make_dir(self.folder)
+        refuse_open(self.folder)
         make_dir(fences)
         try:
             write_new(fences / f'{fragment:06d}', b'')

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
+import secrets
 import socket
-import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,9 +15,11 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.host.network import address_of, interface_with, is_loopback, own_address
 from parsl_freetrain.training.comm.devices import GLOO, backend_for, kind_here
 from parsl_freetrain.training.comm.faults import causes, device_fault
 from parsl_freetrain.training.comm.inbox import Inbox
+from parsl_freetrain.training.comm.sealed_store import SealBroken, SealedStore
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.liveness import guard_connections
 from parsl_freetrain.training.spec.messages import Rendezvous, ToRank
@@ -28,7 +29,6 @@ RENDEZVOUS_TIMEOUT_S = 120.0
 # A peer that was killed is noticed at once. This limit is for a peer whose node is silent; the node
 # agent normally notices that sooner.
 EXCHANGE_TIMEOUT = timedelta(minutes=10)
-_SIOCGIFADDR = 0x8915
 _MARKS = (
     'gloo/transport',
     'Connection closed by peer',
@@ -152,10 +152,12 @@ class Alone:
 class RankGroup:
     """The default process group of torch.distributed, and its store."""
 
-    def __init__(self, order: FragmentOrder, place: RankPlace, store: Store, gpu: str) -> None:
+    def __init__(
+        self, order: FragmentOrder, place: RankPlace, store: Store, secret: str, gpu: str
+    ) -> None:
         self.rank = place.rank
         self.world_size = place.world_size
-        self._store = store
+        self._texts = SealedStore(store, secret)
         self._open: list[dist.Work] = []
         self._hang_s = order.hang_s
         backend = self._agree_on_backend(gpu)
@@ -173,11 +175,11 @@ class RankGroup:
 
     def _agree_on_backend(self, gpu: str) -> str:
         with _as_peer_loss():
-            self._store.set(f'gpu/{self.rank}', gpu)
+            self._texts.set(f'gpu/{self.rank}', gpu)
         return self.tell(
             'backend',
             lambda: backend_for(
-                [bytes(self._store.get(f'gpu/{rank}')).decode() for rank in range(self.world_size)],
+                [self._texts.get(f'gpu/{rank}') for rank in range(self.world_size)],
                 kind_here(),
             ),
         )
@@ -186,9 +188,9 @@ class RankGroup:
         with _as_peer_loss():
             if self.rank == 0:
                 said = value()
-                self._store.set(f'told/{what}', said)
+                self._texts.set(f'told/{what}', said)
                 return said
-            return bytes(self._store.get(f'told/{what}')).decode()
+            return self._texts.get(f'told/{what}')
 
     def gather(self, row: torch.Tensor) -> list[torch.Tensor]:
         sent = row.cpu() if self._gathers_on_cpu else row
@@ -288,23 +290,33 @@ def join(
     """
     if place.world_size == 1:
         return Alone
-    interface = order.interface or ('lo' if place.nodes == 1 else None)
+    host, interface = _listens_at(order, place)
     if interface is not None:
         os.environ['GLOO_SOCKET_IFNAME'] = interface
-        # A site's modules may have set it, to several interfaces or a prefix.
-        os.environ.setdefault('NCCL_SOCKET_IFNAME', interface)
+        if order.interface or place.nodes == 1:
+            # A site's modules may have set it, to several interfaces or a prefix.
+            os.environ.setdefault('NCCL_SOCKET_IFNAME', interface)
     if place.rank > 0:
 
         def come() -> Peers:
             where = inbox.wait_for_rendezvous(RENDEZVOUS_TIMEOUT_S)
+            if is_loopback(where.host) and not is_loopback(host):
+                raise FreeTrainError(
+                    f'Rank 0 gives {where.host} as its address, which other nodes cannot reach: '
+                    "name the network of the nodes by the site's interface=."
+                )
             with _as_peer_loss():
                 store = TCPStore(
-                    where.host, where.port, place.world_size, False, timeout=EXCHANGE_TIMEOUT
+                    where.host,
+                    where.port,
+                    place.world_size,
+                    False,
+                    timeout=EXCHANGE_TIMEOUT,
+                    wait_for_workers=False,
                 )
-            return RankGroup(order, place, store, gpu)
+            return RankGroup(order, place, store, where.secret, gpu)
 
         return come
-    host = _address(interface)
     # Listen at this address only; by itself, the store would listen at all addresses of the host.
     listener = socket.create_server((host, 0), backlog=max(128, place.world_size))
     port = int(listener.getsockname()[1])
@@ -317,8 +329,19 @@ def join(
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    channel.send(Rendezvous(host, port))
-    return lambda: RankGroup(order, place, store, gpu)
+    secret = secrets.token_hex(32)
+    channel.send(Rendezvous(host, port, secret))
+    return lambda: RankGroup(order, place, store, secret, gpu)
+
+
+def _listens_at(order: FragmentOrder, place: RankPlace) -> tuple[str, str | None]:
+    """The address and the network interface by which the other ranks reach this one."""
+    if order.interface is not None or place.nodes == 1:
+        interface = order.interface or 'lo'
+        return address_of(interface), interface
+    # The name of a node is often an address of its own loopback interface.
+    seen = place.address if place.address and not is_loopback(place.address) else own_address()
+    return seen, interface_with(seen)
 
 
 def is_peer_loss(error: BaseException) -> bool:
@@ -326,7 +349,13 @@ def is_peer_loss(error: BaseException) -> bool:
 
     torch.distributed raises mostly plain RuntimeErrors, which are recognised by their texts.
     """
-    lost = (PeerLost, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+    lost = (
+        PeerLost,
+        SealBroken,
+        dist.DistBackendError,
+        dist.DistNetworkError,
+        dist.DistStoreError,
+    )
     return any(
         isinstance(cause, lost)
         or (isinstance(cause, RuntimeError) and any(mark in str(cause) for mark in _MARKS))
@@ -342,17 +371,3 @@ def _as_peer_loss() -> Iterator[None]:
         if device_fault(error):
             raise
         raise PeerLost(f'Another rank is gone: {error}') from error
-
-
-def _address(interface: str | None) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        if interface is not None:
-            request = struct.pack('256s', interface.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, request)[20:24])
-        try:
-            # Connecting a datagram socket sends nothing. It shows which address of this host others
-            # see.
-            sock.connect(('192.0.2.1', 9))
-            return str(sock.getsockname()[0])
-        except OSError:
-            return socket.gethostbyname(socket.gethostname())

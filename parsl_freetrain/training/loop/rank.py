@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import traceback
@@ -16,7 +17,7 @@ from msgspec.structs import replace
 
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
-from parsl_freetrain.training.checkpoint.manifest import Damaged
+from parsl_freetrain.training.checkpoint.manifest import Damaged, check_chosen, manifest_digest
 from parsl_freetrain.training.checkpoint.state import read_state
 from parsl_freetrain.training.checkpoint.store import Fenced, PosixCheckpointStore
 from parsl_freetrain.training.comm.collectives import Peers, is_peer_loss, join
@@ -156,22 +157,24 @@ def _parts(
 
     def find() -> str:
         nonlocal latest
+        digest = ''
         store.fence(order.fragment)
         if saved is not None and handed is not None:
             latest = Checkpoint(
                 order.trainer, handed.path, handed.samples, handed.fragment, dict(handed.metrics)
             )
-        else:
-            latest = store.latest()
-        return latest.path if latest is not None else ''
+        elif (latest := store.latest()) is not None:
+            digest = manifest_digest(Path(latest.path))
+        return json.dumps([latest.path if latest is not None else '', digest])
 
     # Rank 0 verifies and chooses; the ranks might choose differently if each looked for itself.
-    path = peers.tell('checkpoint', find)
+    path, digest = json.loads(peers.tell('checkpoint', find))
     if path:
         print(
             f'Going on from checkpoint {path}{", as it is in memory" if saved is not None else ""}'
         )
     if saved is None and path:
+        check_chosen(Path(path), Path(order.store), digest)
         saved = read_state(path)
     leaving = Leaving(order.trainer, peers, inbox)
     checkpointer = Checkpointer(store, order, channel, latest, leaving)

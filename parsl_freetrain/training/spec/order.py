@@ -79,6 +79,8 @@ class RankPlace:
         Number of nodes of the fragment.
     log
         File for the rank's standard output and error; its directory exists.
+    address
+        This node's own address in its connection to the executor; empty if unknown.
     """
 
     rank: int
@@ -86,3 +88,4 @@ class RankPlace:
     local_rank: int
     nodes: int
     log: str
+    address: str = ''

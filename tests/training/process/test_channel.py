@@ -76,7 +76,7 @@ def test_a_stop_that_comes_before_the_rendezvous_is_kept() -> None:
     inbox = Inbox(other)
     assert not inbox.stop_requested()
     one.send(StopTraining('preempted'))
-    one.send(Rendezvous('h', 1))
+    one.send(Rendezvous('h', 1, 's'))
     assert inbox.wait_for_rendezvous(10).port == 1
     assert inbox.stop_requested()
     one.close()

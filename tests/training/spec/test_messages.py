@@ -36,7 +36,7 @@ from tests.support.waiting import LIMIT_S
 PLACE = RankPlace(0, 1, 0, 1, '/log')
 ORDER = order(Path('/'))
 METRICS = {'loss': 0.5}
-RENDEZVOUS = ms.Rendezvous('10.0.0.1', 29400)
+RENDEZVOUS = ms.Rendezvous('10.0.0.1', 29400, 'secret')
 NEWS: list[Any] = [
     RENDEZVOUS,
     ms.TotalSamples(100),

@@ -1,0 +1,39 @@
+"""What another user of this computer may try; only root can become one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+
+import pytest
+
+OTHER = 65534
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason='only root can become another user')
+
+
+@contextlib.contextmanager
+def as_other_user(act: Callable[[], object]) -> Iterator[int]:
+    """Run ``act`` in a forked process of another user until it returns, at most to the exit. Yields
+    its process id.
+    """
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setgroups([])
+            os.setgid(OTHER)
+            os.setuid(OTHER)
+            act()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    try:
+        yield pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
