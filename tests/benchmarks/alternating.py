@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.comm.collectives import Alone, Peers, RankGroup
 from parsl_freetrain.training.comm.inbox import Inbox
+from parsl_freetrain.training.comm.sealed_store import SealedStore
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.parts import RankParts
@@ -98,7 +99,7 @@ def _peers() -> Peers:
     gang = RankGroup.__new__(RankGroup)  # the process group is torchrun's
     gang.rank, gang.world_size, gang._gathers_on_cpu = dist.get_rank(), dist.get_world_size(), True
     gang._open = []
-    gang._store = dist.distributed_c10d._get_default_store()
+    gang._texts = SealedStore(dist.distributed_c10d._get_default_store(), 'a benchmark')
     return gang
 
 
