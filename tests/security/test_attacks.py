@@ -160,7 +160,7 @@ def test_half_open_connections_end_soon_and_messages_still_come(tmp_path: Path) 
 
     try:
         with as_other_user(flood):
-            wait_until(lambda: open_files() >= before + 600, 'they do not take the files')
+            wait_until(lambda: open_files() >= before + 100, 'they do not take the files')
             begun = time.monotonic()
             wait_until(lambda: open_files() < before + 50, 'they are kept')
             assert time.monotonic() - begun < under_load(HANDSHAKE_MS / 1000 + 1)
