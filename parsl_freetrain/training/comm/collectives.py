@@ -99,7 +99,7 @@ class Peers(Protocol):
         """Overwrite a tensor with what another rank sends, and return it."""
         ...
 
-    def store(self) -> Store | None:
+    def store(self) -> SealedStore | None:
         """Another connection to the store of all ranks, for use in another thread; None if there is
         only one rank.
         """
@@ -142,7 +142,7 @@ class Alone:
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         raise ValueError('There is no other rank.')
 
-    def store(self) -> Store | None:
+    def store(self) -> SealedStore | None:
         return None
 
     def leave(self) -> bool:
@@ -179,8 +179,7 @@ class RankGroup:
         return self.tell(
             'backend',
             lambda: backend_for(
-                [self._texts.get(f'gpu/{rank}') for rank in range(self.world_size)],
-                kind_here(),
+                [self._texts.get(f'gpu/{rank}') for rank in range(self.world_size)], kind_here()
             ),
         )
 
@@ -248,9 +247,9 @@ class RankGroup:
             dist.recv(tensor, source)
         return tensor
 
-    def store(self) -> Store | None:
+    def store(self) -> SealedStore | None:
         with _as_peer_loss():
-            store: Store = self._store.clone()  # type: ignore[attr-defined]
+            store = self._texts.clone()
         guard_connections(self._hang_s)
         return store
 
@@ -349,13 +348,7 @@ def is_peer_loss(error: BaseException) -> bool:
 
     torch.distributed raises mostly plain RuntimeErrors, which are recognised by their texts.
     """
-    lost = (
-        PeerLost,
-        SealBroken,
-        dist.DistBackendError,
-        dist.DistNetworkError,
-        dist.DistStoreError,
-    )
+    lost = (PeerLost, SealBroken, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
     return any(
         isinstance(cause, lost)
         or (isinstance(cause, RuntimeError) and any(mark in str(cause) for mark in _MARKS))

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
@@ -23,6 +22,7 @@ from parsl_freetrain.training.checkpoint.parts import (
     write_table_of_part,
 )
 from parsl_freetrain.training.checkpoint.state import State
+from parsl_freetrain.training.comm.sealed_store import SealedStore
 
 _POLL_S = (0.005, 0.1)
 _LEAST_S = 60.0
@@ -52,7 +52,7 @@ class PartWriters:
 
     def __init__(
         self,
-        store: Store | None,
+        store: SealedStore | None,
         rank: int,
         world_size: int,
         folder: Path,
@@ -151,10 +151,10 @@ class PartWriters:
                 return []
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
-        return [bytes(self._store.get(f'save/{key}')) for key in keys] if self._store else []
+        return [self._store.get(f'save/{key}').encode() for key in keys] if self._store else []
 
     def _check(self, keys: list[str]) -> bool:
-        return self._store is None or bool(self._store.check([f'save/{key}' for key in keys]))
+        return self._store is None or self._store.check([f'save/{key}' for key in keys])
 
     def _set(self, key: str, value: bytes) -> None:
         if self._store is not None:

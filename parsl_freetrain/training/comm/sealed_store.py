@@ -34,7 +34,15 @@ class SealedStore:
 
     def __init__(self, store: Store, secret: str) -> None:
         self._store = store
-        self._secret = secret.encode()
+        self._secret = secret
+
+    def clone(self) -> SealedStore:
+        """The same store over a connection of its own."""
+        return SealedStore(self._store.clone(), self._secret)  # type: ignore[attr-defined]
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys have been set."""
+        return bool(self._store.check(keys))
 
     def set(self, key: str, text: str) -> None:
         """Set a text."""
@@ -58,4 +66,4 @@ class SealedStore:
         return text
 
     def _code(self, key: str, text: str) -> str:
-        return hmac.new(self._secret, f'{key}\0{text}'.encode(), _DIGEST).hexdigest()
+        return hmac.new(self._secret.encode(), f'{key}\0{text}'.encode(), _DIGEST).hexdigest()
