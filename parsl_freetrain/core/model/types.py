@@ -25,8 +25,7 @@ class Hole:
     nodes
         Number of nodes.
     until_s
-        When they are needed again, in seconds of the clock that the events use; None: until
-        preempted.
+        When they are needed again, in seconds of the events' clock; None: until preempted.
     queue
         Where a block for this hole is submitted.
     names
@@ -52,8 +51,7 @@ class BlockRequest:
     queue, names
         As in the hole.
     avoid
-        Names of nodes with broken devices, which the block shall not have. PBS Pro and Cobalt
-        cannot be told.
+        Names of nodes with broken devices to do without; not on PBS Pro and Cobalt.
     """
 
     nodes: int
@@ -257,8 +255,7 @@ class Trainer:
         if self.max_nodes < self.min_nodes:
             raise BadInput(
                 f'Trainer {self.name!r}: min_nodes is {self.min_nodes} and max_nodes '
-                f'{self.max_nodes}; '
-                f'max_nodes must be at least min_nodes.'
+                f'{self.max_nodes}; max_nodes must be at least min_nodes.'
             )
         if self.total_samples is not None and self.total_samples < 1:
             raise BadInput(
@@ -280,9 +277,8 @@ class Trainer:
             )
         if self.sizes and not self.counts():
             raise BadInput(
-                f'Trainer {self.name!r}: none of its sizes {list(self.sizes)} is from '
-                'min_nodes to max_nodes, '
-                f'{self.min_nodes} to {self.max_nodes}; one of them must be.'
+                f'Trainer {self.name!r}: none of its sizes {list(self.sizes)} is from min_nodes '
+                f'to max_nodes, {self.min_nodes} to {self.max_nodes}; one of them must be.'
             )
         if self.finish_by_s is not None and not math.isfinite(self.finish_by_s):
             raise BadInput(
