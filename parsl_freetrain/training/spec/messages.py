@@ -51,10 +51,7 @@ class Waiting(Message, frozen=True):
 
 
 class Rendezvous(Message, frozen=True):
-    """The address where rank 0 meets the other ranks, to which it is passed on.
-
-    ``secret``: proves to ranks that what they read there is from each other.
-    """
+    """Where rank 0 meets the other ranks; ``secret`` authenticates what they tell each other."""
 
     host: str
     port: Annotated[int, Meta(ge=1, le=65535)]
