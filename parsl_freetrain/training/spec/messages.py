@@ -122,10 +122,7 @@ class RankError(msgspec.Struct, frozen=True):
 
 
 class StateLeft(msgspec.Struct, frozen=True):
-    """A state in memory for the next fragment.
-
-    ``here``: it is on the sending rank's node; False: it was sent to another node.
-    """
+    """A state in memory for the next fragment, ``here`` (on the rank's node) or on another node."""
 
     digest: str
     samples: Count
@@ -193,10 +190,7 @@ FromRank = (
 
 
 class StopTraining(Message, frozen=True):
-    """Save a checkpoint at the next step boundary, and end.
-
-    ``node_leaves``: the scheduler takes the node away, so no state is left in its memory.
-    """
+    """Save a checkpoint at the next step boundary, and end; ``node_leaves``: leave no state here."""
 
     why: str
     node_leaves: bool = False
@@ -223,9 +217,7 @@ class Alive(Message, frozen=True):
 
 
 class Notice(Message, frozen=True):
-    """The scheduler has sent the node a signal. A node's first process also sends this to
-    members.
-    """
+    """The scheduler has sent the node a signal. Its first process also sends this to members."""
 
     signal: str
 
