@@ -190,7 +190,7 @@ FromRank = (
 
 
 class StopTraining(Message, frozen=True):
-    """Save a checkpoint at the next step boundary, and end; ``node_leaves``: leave no state here."""
+    """Save a checkpoint at the next step boundary and end; ``node_leaves``: leave no state here."""
 
     why: str
     node_leaves: bool = False
