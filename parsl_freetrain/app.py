@@ -14,6 +14,7 @@ from typing import Any, Optional
 
 from parsl.app.app import python_app
 from parsl.dataflow.dflow import DataFlowKernel, DataFlowKernelLoader
+from parsl.dataflow.memoization import id_for_memo
 
 from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
 from parsl_freetrain.core.model.settings import checked_arguments
@@ -188,6 +189,14 @@ class FreeTrainApp:
                 fragments_before=PosixCheckpointStore(folder, future.name).last_fragment(),
             )
         )
+
+
+@id_for_memo.register(Checkpoint)
+def _memo_id(checkpoint: Checkpoint, output_ref: bool = False) -> bytes:
+    """What Parsl's memoization takes for the same checkpoint. Fragments are never numbered twice,
+    so a path never has another content.
+    """
+    return f'{checkpoint.trainer}\0{checkpoint.path}\0{checkpoint.samples}'.encode()
 
 
 def _takes_a_context(function: Callable[..., Any]) -> bool:

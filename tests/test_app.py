@@ -400,6 +400,22 @@ def in_stock(checkpoint: Checkpoint, samples: int) -> tuple[int, int]:
     return checkpoint.samples, samples
 
 
+def test_parsl_memoizes_what_follows_a_training(tmp_path: Path) -> None:
+    """The same checkpoint is the same argument, another one is not."""
+    calls: list[int] = []
+
+    @python_app(executors=['threads'], cache=True)
+    def follow(checkpoint: Checkpoint) -> int:
+        calls.append(checkpoint.samples)
+        return checkpoint.samples
+
+    with load(tmp_path, ThreadPoolExecutor(label='threads')):
+        for samples in (8, 8, 9):
+            done = Checkpoint('fit', f'/c/ckpt-{samples}-f1', samples, 1, {'loss': 0.5})
+            assert follow(done).result(LIMIT_S) == samples
+    assert calls == [8, 9]
+
+
 @pytest.mark.slow
 def test_other_executors_beside_ours_and_any_strategy(tmp_path: Path) -> None:
     """Parsl's own way of scaling leaves our blocks alone, and scales the other executor's."""

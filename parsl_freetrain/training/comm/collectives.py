@@ -361,6 +361,6 @@ def _as_peer_loss() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if device_fault(error):
+        if device_fault(error) or not is_peer_loss(error):
             raise
         raise PeerLost(f'Another rank is gone: {error}') from error
