@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Annotated
 
 import typer
@@ -29,7 +28,7 @@ def cancel(
     run again goes on from them.
     """
     # Parsl is slow to import, and the list of verbs does not need it.
-    from parsl_freetrain.cli.live.liveness import life_of
+    from parsl_freetrain.cli.live.liveness import check_live
     from parsl_freetrain.executor.requests import ask
     from parsl_freetrain.ledger.reader import Reader
     from parsl_freetrain.ledger.rows import FINAL_STATES
@@ -38,22 +37,27 @@ def cancel(
         raise BadInput('Name one trainer, or give --all.')
     path = ledger_at(ledger)
     with Reader(path) as reader:
-        story = reader.story()
-        run = story.runs[-1] if story.runs else None
-        if run is None:
-            raise BadInput(f'The ledger {path} has no run yet.')
-        states = {row.name: row.state for row in story.trainers if row.run == run.id}
-        life = life_of(story, run, reader.about(run), time.time())
-    if life.state == 'ended':
-        raise BadInput(f'The run of {path} has ended ({run.how}), so there is nothing to cancel.')
-    if life.state == 'died':
-        raise BadInput(life.sentence)
-    names = (
-        [name for name, state in states.items() if state not in FINAL_STATES]
-        if trainer is None
-        else [trainer_named(states, trainer)]
-    )
-    answers = {name: ask(path, 'cancel', name, {}, timeout) for name in names}
+
+        def check() -> None:
+            check_live(reader, 'to cancel')
+
+        def states() -> dict[str, str]:
+            story = reader.story()
+            return {row.name: row.state for row in story.trainers if row.run == story.runs[-1].id}
+
+        check()
+        if trainer is not None:
+            name = trainer_named(states(), trainer)
+            answers = {name: ask(path, 'cancel', name, {}, timeout, check)}
+        else:
+            answers = {}
+            for name in [name for name, state in states().items() if state not in FINAL_STATES]:
+                try:
+                    answers[name] = ask(path, 'cancel', name, {}, timeout, check)
+                except BadInput:
+                    if states()[name] not in FINAL_STATES:
+                        raise
+                    answers[name] = f'Trainer {name!r} is over meanwhile ({states()[name]}).'
     if as_json:
         print(json.dumps([{'trainer': name, 'answer': answer} for name, answer in answers.items()]))
     else:

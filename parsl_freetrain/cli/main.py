@@ -7,6 +7,8 @@ called is imported, so ``--help`` and the other verbs do not wait for it.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 import traceback
@@ -43,6 +45,9 @@ USAGE_ERROR: type[Exception] = next(
 )
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 class Verbs(TyperGroup):
     """Lists the verbs by name, and imports only the one that is called."""
 
@@ -65,9 +70,7 @@ class Verbs(TyperGroup):
             sys.stdout.flush()
             return status
         except BrokenPipeError:
-            # The reader of the output has closed the pipe. Python must not complain when it flushes
-            # at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _to_nowhere()  # the reader of the output has closed the pipe
             return 0
 
 
@@ -113,6 +116,9 @@ def main(arguments: list[str] | None = None) -> int:
     standard error), 1 for any other error.
     """
     given = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may lack some characters
+            stream.reconfigure(errors='replace')
     try:
         status = app(given or ['--help'], prog_name='freetrain', standalone_mode=False)
     except BadInput as error:
@@ -125,17 +131,30 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     except FreeTrainError as error:  # such as a scheduler that does not answer
         return _say(f'{str(error).removesuffix(".")}.', 1)
+    except OSError as error:
+        if error.errno in _FULL:
+            _to_nowhere()
+            return _say(f'the output cannot be written: {error.strerror}', 1)
+        return _unexpected(error)
     except Exception as error:
-        if os.environ.get('FREETRAIN_DEBUG'):
-            traceback.print_exc()
-        what = ' '.join(f'{type(error).__name__}: {error}'.split())
-        return _say(
-            f'this should not have happened: {what} '
-            '(please report it to the project, with what FREETRAIN_DEBUG=1 in the '
-            'environment shows in addition)',
-            1,
-        )
+        return _unexpected(error)
     return status if isinstance(status, int) else 0
+
+
+def _unexpected(error: Exception) -> int:
+    if os.environ.get('FREETRAIN_DEBUG'):
+        traceback.print_exc()
+    what = ' '.join(f'{type(error).__name__}: {error}'.split())
+    return _say(
+        f'this should not have happened: {what} (please report it to the project, with what '
+        'FREETRAIN_DEBUG=1 in the environment shows in addition)',
+        1,
+    )
+
+
+def _to_nowhere() -> None:
+    """Send what is still to be flushed to nowhere, or Python complains about it at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(sentence: str, status: int) -> int:

@@ -30,11 +30,20 @@ def preempt(
     Works from any computer that sees the run's file system.
     """
     # Parsl is slow to import, and the list of verbs does not need it.
+    from parsl_freetrain.cli.live.liveness import check_live
     from parsl_freetrain.executor.requests import ask
+    from parsl_freetrain.ledger.reader import Reader
 
     if not 0 <= grace < float('inf'):
         raise BadInput(f'--grace is {grace:g}; it must be a number of seconds, 0 or more.')
-    sentence = ask(ledger_at(ledger), 'preempt', trainer, {'grace_s': grace}, timeout)
+    path = ledger_at(ledger)
+    with Reader(path) as reader:
+
+        def check() -> None:
+            check_live(reader, 'to preempt')
+
+        check()
+        sentence = ask(path, 'preempt', trainer, {'grace_s': grace}, timeout, check)
     print(
         json.dumps({'trainer': trainer, 'grace_s': grace, 'answer': sentence})
         if as_json

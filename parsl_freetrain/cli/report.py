@@ -31,13 +31,18 @@ def report(
     predictions and what came true.
     """
     # Imported here, so that --help is fast.
+    from parsl_freetrain.cli.live.liveness import life_of
     from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
     from parsl_freetrain.ledger.reader import Reader
     from parsl_freetrain.report.figures import as_document, figures
     from parsl_freetrain.report.page import report_page
 
     with Reader(ledger_at(ledger)) as reader:
-        named = None if run == 'all' else run_named([r.name for r in reader.story().runs], run)
+        story = reader.story()
+        last = story.runs[-1] if story.runs else None
+        if last and life_of(story, last, reader.about(last), time.time()).state == 'died':
+            reader.newest_run_died()
+        named = None if run == 'all' else run_named([r.name for r in story.runs], run)
         found = figures(reader, named, time.time(), DpAllocator())
     _write(out, report_page(found))
     if as_json:

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _REQUEST, _ANSWER, _PART = '.request', '.answer', '.part'
 _LARGEST = 64_000  # bytes
 _LOOK_S = 0.1
+_CHECK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,15 @@ def ask(
     trainer: str,
     options: Mapping[str, Any],
     timeout_s: float,
+    check: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> str:
     """Ask the live run that keeps ``ledger``, and wait for its answer, a sentence.
+
+    Parameters
+    ----------
+    check
+        Called about once a second; raises BadInput when the run can no longer answer.
 
     Raises
     ------
@@ -118,7 +125,7 @@ def ask(
     name = secrets.token_hex(8)
     request, answer = folder / f'{name}{_REQUEST}', folder / f'{name}{_ANSWER}'
     _put(request, {'verb': verb, 'trainer': trainer, 'options': dict(options)})
-    deadline = clock() + timeout_s
+    deadline, checked_at = clock() + timeout_s, clock()
     try:
         while clock() < deadline:
             if answer.exists():
@@ -126,6 +133,9 @@ def ask(
                 if not said['done']:
                     raise BadInput(str(said['sentence']))
                 return str(said['sentence'])
+            if clock() - checked_at >= _CHECK_S:
+                check()
+                checked_at = clock()
             time.sleep(_LOOK_S)
         raise BadInput(
             f'No run answered within {timeout_s:g} s at {folder}: the workflow that '

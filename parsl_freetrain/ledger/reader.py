@@ -50,6 +50,7 @@ class Reader:
         if not self.path.is_file():
             raise BadInput(f'There is no ledger at {path}; name the file that a run writes.')
         self._cached: tuple[int, str | None, RunHistory] | None = None
+        self._died = False
         try:
             self._connection = _connect(self.path)
         except sqlite3.OperationalError as error:
@@ -76,6 +77,10 @@ class Reader:
         """Close the file; calling it again does nothing."""
         self._connection.close()
 
+    def newest_run_died(self) -> None:
+        """From now on, take the newest run for over: its process is known to be gone."""
+        self._died, self._cached = True, None
+
     def story(self, run: str | None = None) -> RunHistory:
         """Everything but progress reports, events and decisions, of one run or of all; cheap while
         nothing changes.
@@ -90,7 +95,7 @@ class Reader:
             if self._cached is not None and self._cached[:2] == (version, run):
                 return self._cached[2]
             runs = self._runs()
-            latest = runs[-1].id if runs else None
+            latest = runs[-1].id if runs and not self._died else None
             chosen = self._run_id(runs, run)
             story = RunHistory(
                 runs=tuple(r for r in runs if chosen in (None, r.id)),

@@ -86,6 +86,8 @@ def is_empty(connection: sqlite3.Connection) -> bool:
 
 def check(connection: sqlite3.Connection, path: str) -> None:
     """Raise BadInput unless the database is a ledger of a version that this release can use."""
+    if is_empty(connection):
+        raise BadInput(f'{path} is empty: no run has written to it yet.')
     version: int = connection.execute('PRAGMA user_version').fetchone()[0]
     if connection.execute('PRAGMA application_id').fetchone()[0] != APPLICATION_ID:
         raise BadInput(

@@ -50,7 +50,7 @@ def _ended(found: Figures) -> str:
     last = found.story.runs[-1]
     if found.story.alive(last):
         return 'goes on'
-    return f'ended: {last.how}' if last.ended_at is not None else 'was not ended by anybody'
+    return f'ended: {last.how}' if last.ended_at is not None else 'died'
 
 
 def _tiles(found: Figures) -> dict[str, str]:

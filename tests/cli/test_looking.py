@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sqlite3
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from parsl_freetrain import Checkpoints, LocalSite, TrainingFuture, freetrain_app
+from parsl_freetrain import BadInput, Checkpoints, LocalSite, TrainingFuture, freetrain_app
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.ledger.store import Ledger
 from tests.support.ledgers import demo_ledger
@@ -188,8 +189,74 @@ def test_a_run_that_died_is_said_to_have_died_and_how_to_resume(
     assert 'died' in capsys.readouterr().out
     assert main(['watch', '--ledger', str(path)]) == 0  # does not wait for what will not come
     assert 'This run died' in capsys.readouterr().out
-    assert main(['cancel', 'cnn', '--ledger', str(path)]) == 2
-    assert 'This run died' in capsys.readouterr().err
+    for verb in ('cancel', 'preempt'):
+        assert main([verb, 'cnn', '--ledger', str(path)]) == 2
+        assert 'This run died' in capsys.readouterr().err
+    assert main(['report', '--ledger', str(path), '--out', str(tmp_path / 'r.html')]) == 0
+    page = (tmp_path / 'r.html').read_text()
+    assert 'died' in page and 'goes on' not in page and 'interrupted' in page
+
+
+def test_a_run_that_has_ended_is_not_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = demo_ledger(tmp_path / 'ledger.sqlite', seconds=40.0)
+    for verb in ('cancel', 'preempt'):
+        assert main([verb, 'mlp', '--ledger', str(path)]) == 2
+        assert f'has ended (done), so there is nothing to {verb}' in capsys.readouterr().err
+
+
+def test_all_are_cancelled_though_one_ends_meanwhile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / 'ledger.sqlite'
+    ledger = Ledger(path)
+    ledger.begin_run('r0', at=time.time(), parsl_run_dir='', command='')
+    for name in ('first', 'second'):
+        ledger.trainers.submitted(name=name, at=1.0, spec={}, total_samples=9, samples=0)
+    ledger.commit()
+
+    def ask(path: Path, verb: str, trainer: str, *_: object) -> str:
+        ledger.trainers.state('first', at=time.time(), state='finished')
+        ledger.commit()
+        if trainer == 'first':
+            raise BadInput("Trainer 'first' is finished already.")
+        return f'Trainer {trainer!r} is being cancelled.'
+
+    monkeypatch.setattr('parsl_freetrain.executor.requests.ask', ask)
+    assert main(['cancel', '--all', '--ledger', str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "Trainer 'first' is over meanwhile (finished)." in said and "'second' is being" in said
+    ledger.close()
+
+
+def test_an_empty_ledger_is_said_to_be_empty(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / 'ledger.sqlite').touch()
+    assert main(['status', '--ledger', str(tmp_path)]) == 2
+    assert 'ledger.sqlite is empty: no run has written to it yet.' in capsys.readouterr().err
+
+
+def test_output_that_cannot_be_written(tmp_path: Path) -> None:
+    """A terminal without all characters, and a full disk."""
+    demo_ledger(tmp_path / 'ledger.sqlite', seconds=40.0)
+    command = [sys.executable, '-m', 'parsl_freetrain.cli.main', 'status']
+    latin = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, 'PYTHONIOENCODING': 'latin-1'},
+        capture_output=True,
+        check=False,
+    )
+    assert (latin.returncode, latin.stderr) == (0, b'') and b'mlp' in latin.stdout
+    with open('/dev/full', 'w') as full:
+        done = subprocess.run(
+            command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    said = 'freetrain: the output cannot be written: No space left on device\n'
+    assert done.stderr == said
 
 
 def test_a_run_elsewhere_that_has_long_been_silent(

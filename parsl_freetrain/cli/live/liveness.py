@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import RunHistory, RunRow
 
 SILENT_S = 90.0
@@ -100,6 +103,27 @@ def life_of(
             f'If it is gone: {how_to_resume(run, about)}',
         )
     return Liveness('running')
+
+
+def check_live(reader: Reader, what: str) -> None:
+    """Refuse a run that cannot answer; ``what``: what it is asked for, as in 'to cancel'.
+
+    Raises
+    ------
+    BadInput
+        If there is no run, or the newest one has ended or died.
+    """
+    story = reader.story()
+    if not story.runs:
+        raise BadInput(f'The ledger {reader.path} has no run yet.')
+    run = story.runs[-1]
+    life = life_of(story, run, reader.about(run), time.time())
+    if life.state == 'ended':
+        raise BadInput(
+            f'The run of {reader.path} has ended ({run.how}), so there is nothing {what}.'
+        )
+    if life.state == 'died':
+        raise BadInput(life.sentence)
 
 
 def how_to_resume(run: RunRow, about: Mapping[str, Any]) -> str:
