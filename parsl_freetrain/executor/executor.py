@@ -219,6 +219,8 @@ class FreeTrainExecutor(BlockExecutor):
         if provider.site.is_local:
             # Nodes are processes of this computer, so torch is imported once for all of them.
             self._template = start_template(log_dir)
+        else:
+            self._node_log_dir = log_dir
         template = self._template.name if self._template is not None else None
         super().start()  # type: ignore[no-untyped-call]
         provider.site.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,8 @@ class BlockExecutor(HighThroughputExecutor):
         super().__init__(**arguments)
         self._submitting = threading.Lock()
         self._adoption: Adoption | None = None
+        # Where nodes that import torch themselves write their logs; None: they need not.
+        self._node_log_dir: str | None = None
 
     def _submit_inner(self, context: dict[str, Any], buffer: bytes) -> HTEXFuture:
         """Parsl's own submission. It supports only one thread, but Parsl's thread and the event
@@ -40,7 +43,8 @@ class BlockExecutor(HighThroughputExecutor):
         assert isinstance(self.provider, BackfillProvider)
         assert self._adoption is not None
         block_id = str(self._block_id_counter.get_id())
-        command = f'{self._adoption.node_command()} {self._get_launch_command(block_id)}'
+        warm = '' if self._node_log_dir is None else f' --warm {shlex.quote(self._node_log_dir)}'
+        command = f'{self._adoption.node_command()}{warm} {self._get_launch_command(block_id)}'
         if request.walltime_s is not None:
             # If --drain_period is given several times, the last one counts.
             command += f' --drain_period={max(1, int(request.walltime_s))}'

@@ -36,6 +36,7 @@ from parsl_freetrain.training.process.node_agent import (
     heed_notices,
     ignore_notices,
     listen_for_notices,
+    template_of_node,
 )
 from parsl_freetrain.training.process.rank_process import RankProcess
 from parsl_freetrain.training.spec.messages import (
@@ -177,7 +178,8 @@ def warm_parent(log_dir: str, template: str | None = None) -> WarmParent:
     """This node's fork server, started if necessary. It ends with the node's manager."""
     node = os.environ['PARSL_WORKER_POOL_ID']
     Path(log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
-    return WarmParent.start(node, manager_pid(), str(Path(log_dir) / f'warm-{node}.log'), template)
+    log = str(Path(log_dir) / f'warm-{node}.log')
+    return WarmParent.start(node, manager_pid(), log, template or template_of_node())
 
 
 def start_template(log_dir: str) -> WarmParent:

@@ -9,6 +9,9 @@ started here ignore SIGTERM and SIGUSR1, and this process notifies the members a
 SIGTERM it ends the node as soon as no member is at work. SIGUSR1 is only a warning and does not end
 the node.
 
+With ``--warm FOLDER`` a template of fork servers imports torch beside Parsl's manager, which takes
+about as long to start; its log is in that folder.
+
 Parsl's manager ends by itself when it has lost its interchange. With ``--holder`` the node then
 stays for some time, so that a later run can adopt it; see
 :mod:`parsl_freetrain.training.process.block_lease`.
@@ -31,11 +34,13 @@ from pathlib import Path
 
 from parsl_freetrain.training.process.block_lease import Succession
 from parsl_freetrain.training.process.channel import Channel, is_ours
+from parsl_freetrain.training.process.fork_client import WarmParent
 from parsl_freetrain.training.process.linux import die_with_parent, end_session
 from parsl_freetrain.training.spec.codec import Decoder
 from parsl_freetrain.training.spec.messages import Notice
 
 NOTICE_VARIABLE = 'FREETRAIN_NODE_NOTICE'
+TEMPLATE_VARIABLE = 'FREETRAIN_NODE_TEMPLATE'
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 _LOOK_S = 1.0  # between two checks for a new holder
 _FAREWELL_S = 1.0  # for members' results to reach the executor, through Parsl's manager
@@ -53,6 +58,11 @@ def heed_notices() -> None:
     """
     for number in NOTICES:
         signal.signal(number, signal.SIG_DFL)
+
+
+def template_of_node() -> str | None:
+    """The name of the template of fork servers that this node's first process has started."""
+    return os.environ.get(TEMPLATE_VARIABLE)
 
 
 def listen_for_notices() -> Channel[Notice] | None:
@@ -215,9 +225,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_help=False,
         usage=(
             'python3 -P -m parsl_freetrain.training.process.node_agent '
-            '[--holder FILE --job-variable NAME --wait SECONDS] COMMAND ...'
+            '[--warm FOLDER] [--holder FILE --job-variable NAME --wait SECONDS] COMMAND ...'
         ),
     )
+    parser.add_argument('--warm', type=Path)
     parser.add_argument('--holder', type=Path)
     parser.add_argument('--job-variable', default='')
     parser.add_argument('--wait', type=float, default=0.0)
@@ -227,9 +238,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_usage(sys.stderr)
         return 2
     job = os.environ.get(given.job_variable, '')
-    return Node(
-        given.command, Succession(given.holder, job) if given.holder and job else None, given.wait
-    ).run()
+    template = _start_template(given.warm) if given.warm else None
+    try:
+        return Node(
+            given.command,
+            Succession(given.holder, job) if given.holder and job else None,
+            given.wait,
+        ).run()
+    finally:
+        if template is not None:
+            template.stop(_FAREWELL_S)
+
+
+def _start_template(folder: Path) -> WarmParent | None:
+    """Start importing torch; without it the node's fork server does that later."""
+    name = f'template-{secrets.token_hex(8)}'
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        template = WarmParent.start_template(name, os.getpid(), str(folder / f'warm-{name}.log'))
+    except OSError as error:
+        print(f'torch is not imported ahead: {error}', file=sys.stderr, flush=True)
+        return None
+    os.environ[TEMPLATE_VARIABLE] = name
+    return template
 
 
 if __name__ == '__main__':

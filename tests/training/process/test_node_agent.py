@@ -9,11 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from parsl_freetrain.training.process import node_agent
 from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.process.fork_client import WarmParent
 from parsl_freetrain.training.spec.messages import Notice
 from tests.support.waiting import LIMIT_S
 
@@ -49,6 +51,32 @@ def running() -> Iterator[tuple[subprocess.Popen[str], str, int]]:
             yield process, name, int(pid)
         finally:
             process.kill()
+
+
+def test_torch_is_imported_beside_the_command_and_ends_with_the_node(tmp_path: Path) -> None:
+    command = f'import os; print(os.environ["{node_agent.TEMPLATE_VARIABLE}"], flush=True); input()'
+    with subprocess.Popen(
+        [
+            *(sys.executable, '-P', '-m', 'parsl_freetrain.training.process.node_agent'),
+            *('--warm', str(tmp_path / 'logs'), sys.executable, '-c', command),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        template = process.stdout.readline().strip()
+        log = tmp_path / 'server.log'
+        server = WarmParent.start(f'node-of-{template}', process.pid, str(log), template)
+        server.wait_ready(LIMIT_S)
+        assert server._process is None, 'it was forked, and has not imported torch itself'
+        assert server.pid is not None
+        process.stdin.write('\n')
+        process.stdin.flush()
+        assert process.wait(LIMIT_S) == 0
+        assert gone(server.pid)
+    [its_log] = (tmp_path / 'logs').iterdir()
+    assert its_log.name == f'warm-{template}.log'
 
 
 @contextmanager

@@ -1,0 +1,88 @@
+"""From the first instruction of a block to the first training step, on a real Slurm cluster, beside
+what Python and torch themselves need; run by ``make bench``.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from parsl_freetrain import Checkpoints, freetrain_app
+from parsl_freetrain.executor.block.executor import BlockExecutor
+from parsl_freetrain.ledger.reader import Reader
+from tests.sites.slurm.conftest import slurm_site
+from tests.support.slurm import Cluster
+from tests.support.training import fit, freetrain
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.slurm
+
+ROUNDS = 3
+PARTS = ('node joined', 'first step')
+MACHINE = (
+    f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, '
+    f'torch {torch.__version__}'
+)
+PLAIN = {
+    'import torch': 'import torch',
+    'the same and an optimizer': (
+        'import torch; torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()'
+    ),
+}
+
+
+def boot(folder: Path) -> list[float]:
+    """Seconds from the block's first instruction until its node has joined, and from then until
+    the first step.
+    """
+    folder.mkdir(parents=True)
+    begun = folder / 'begun'
+    site = slurm_site(interface='lo', worker_init=f'date +%s.%N > {begun}')
+    with freetrain(folder, site) as executor:
+        trainer = freetrain_app(
+            max_nodes=1, total_epochs=1e6, checkpoints=Checkpoints(every_s=1000.0)
+        )(fit)
+        training = trainer(pause_s=0.01)
+        wait_until(lambda: training.progress().samples)
+        training.cancel()
+    with Reader(executor.ledger_path) as ledger:
+        story = ledger.story()
+    joined, first = story.nodes[0].joined_at, story.fragments[0].started_at
+    assert first is not None
+    return [joined - float(begun.read_text()), first - joined]
+
+
+def plain(statement: str) -> float:
+    begun = time.monotonic()
+    subprocess.run([sys.executable, '-c', statement], check=True)
+    return time.monotonic() - begun
+
+
+def test_from_a_node_to_its_first_step(
+    slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, list[list[float]]] = {}
+    for turn in range(ROUNDS):
+        for way in ('torch beside the manager', 'torch after the manager'):
+            with monkeypatch.context() as patch:
+                if way.startswith('torch after'):
+                    without = property(lambda _: None, lambda *_: None)
+                    patch.setattr(BlockExecutor, '_node_log_dir', without, raising=False)
+                found.setdefault(way, []).append(boot(tmp_path / f'{way}-{turn}'.replace(' ', '-')))
+            slurm.wait(lambda: slurm.idle_nodes() == 4)
+        for name, statement in PLAIN.items():
+            found.setdefault(name, []).append([plain(statement)])
+    print(f'\nFrom the first instruction of a block, s, median of {ROUNDS} in turns ({MACHINE})')
+    print(f'  {"":26} {PARTS[0]:>12} {PARTS[1]:>12} {"all":>8}')
+    for name, turns in found.items():
+        parts = [f'{statistics.median(part):12.2f}' for part in zip(*turns, strict=True)]
+        whole = statistics.median(sum(parts) for parts in turns)
+        print(f'  {name:26} {" ".join(parts) if len(parts) > 1 else "":>25} {whole:8.2f}')
