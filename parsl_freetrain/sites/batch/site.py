@@ -16,7 +16,7 @@ from parsl_freetrain.sites.batch.adoption import block_from, found_from
 from parsl_freetrain.sites.batch.book import BatchBlock
 from parsl_freetrain.sites.batch.checks import within
 from parsl_freetrain.sites.batch.holes import OnTheWay, holes, windows
-from parsl_freetrain.sites.batch.options import BatchOptions, given_options
+from parsl_freetrain.sites.batch.options import BatchOptions, Mode, given_options
 from parsl_freetrain.sites.batch.records import BatchJob, Partition
 from parsl_freetrain.sites.batch.scheduler import Scheduler, Shrinking
 from parsl_freetrain.sites.batch.shape import BlockShape, is_block_of
@@ -169,7 +169,7 @@ class BatchSite(ABC):
             ours,
             now,
         )
-        spoken_for = self._tracker.needs(snapshot).idle if ours else frozenset[str]()
+        spoken_for = self._tracker.needs(snapshot).idle
         return holes(
             {name: end for name, end in until.items() if name not in spoken_for},
             [OnTheWay(block.nodes, block.latest_end_s) for block in waiting],
@@ -259,9 +259,10 @@ class BatchSite(ABC):
         """Which waiting jobs of others would start on nodes of blocks, and the nodes of all blocks,
         each by the id of its job.
 
-        Nothing while the scheduler is silent.
+        Nothing in preemptible mode, where the scheduler takes what it needs, and nothing while it
+        is silent.
         """
-        if not self._tracker.anybody_waits():
+        if self.options.mode is Mode.PREEMPTIBLE or not self._tracker.anybody_waits():
             return (), ()
         snapshot = self._tracker.snapshot()
         if snapshot is None or not (demands := self._tracker.needs(snapshot).demands):

@@ -46,6 +46,10 @@ class SlurmOptions(BatchOptions):
         sbatch's ``--signal``, for sites that send it at a preemption instead of SIGTERM.
     sbatch_options, srun_options
         More options, each complete, such as ``'--licenses=scratch'``.
+    shrink_blocks
+        Whether a block is made smaller when some of its nodes are enough for a waiting job, instead
+        of being given back as a whole. Slurm kills what runs there: only for clusters that track
+        processes by control groups (``ProctrackType=proctrack/cgroup``).
     form
         The form of Slurm's answers: 'auto', 'text' or 'json'.
     """
@@ -59,6 +63,7 @@ class SlurmOptions(BatchOptions):
     signal: Word | None = None
     sbatch_options: tuple[Option, ...] = ()
     srun_options: tuple[Option, ...] = ()
+    shrink_blocks: bool = False
     form: Form = Form.AUTO
 
     @field_validator('constraint')

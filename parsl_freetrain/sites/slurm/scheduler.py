@@ -139,8 +139,8 @@ class Slurm:
         self.client.cancel(('scancel', '--quiet', *job_ids))
 
     def releasable(self, names: Sequence[str]) -> tuple[str, ...]:
-        """All but the first, which runs the batch script."""
-        return tuple(names[1:])
+        """All but the first, which runs the batch script; none unless the options allow it."""
+        return tuple(names[1:]) if self._options.shrink_blocks else ()
 
     def shrink(self, job_id: str, keep: Sequence[str], leave: Sequence[str]) -> None:
         """``scontrol update``. It kills what runs on the nodes that leave."""

@@ -113,7 +113,7 @@ def running(slurm: Cluster, mine: Blocks, nodes: int = 1, **more: object) -> str
 
 
 def test_a_block_gives_a_node_to_a_waiting_job_and_goes_on(slurm: Cluster, blocks: Make) -> None:
-    mine = blocks(poll_s=60.0, waiting_poll_s=0.2)
+    mine = blocks(poll_s=60.0, waiting_poll_s=0.2, shrink_blocks=True)
     job = running(
         slurm, mine, 4, command='while true; do echo "$FREETRAIN_NODE runs"; sleep 1; done'
     )
