@@ -180,7 +180,7 @@ class FreeTrainApp:
 
         executor.submit_trainer(
             TrainerRecord(
-                trainer=self.spec.trainer(future.name),
+                trainer=self.spec.trainer(future.name, _name_of(self.function)),
                 spec=self.spec,
                 store=str(folder),
                 launch=launch,
@@ -197,6 +197,11 @@ def _memo_id(checkpoint: Checkpoint, output_ref: bool = False) -> bytes:
     so a path never has another content.
     """
     return f'{checkpoint.trainer}\0{checkpoint.path}\0{checkpoint.samples}'.encode()
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    module, name = (getattr(function, at, '') for at in ('__module__', '__qualname__'))
+    return f'{module}.{name}'
 
 
 def _takes_a_context(function: Callable[..., Any]) -> bool:

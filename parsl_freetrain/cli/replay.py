@@ -134,6 +134,24 @@ def replay(
     min_rescale: Annotated[
         float, typer.Option(metavar='S', help='Minimum seconds between two rescales of a trainer.')
     ] = 0.0,
+    curves: Annotated[
+        str,
+        typer.Option(
+            metavar='stated|learned',
+            help="Whether decisions know the trainers' scaling curves, or learn them from what "
+            'fragments measure.',
+        ),
+    ] = 'stated',
+    noise: Annotated[
+        float | None, typer.Option(metavar='SIGMA', help='Noise of a measured speed, relative; 0.')
+    ] = None,
+    measure_s: Annotated[
+        float | None,
+        typer.Option(
+            metavar='S', help='Seconds until a fragment measures its speed, and then doubling; 10.'
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar='N', help='Of the noise; 0.')] = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
@@ -365,6 +383,11 @@ def described(result: ReplayResult) -> list[str]:
             hours = run.node_s[key] / 3600
             share = 100 * run.node_s[key] / run.idle_node_s
             lines.append(f'  {why:30}{hours:10.1f}{share:7.1f} %')
+    if result.oracle is not None:
+        lines.append(
+            f'learned curves       {said["work_ratio"]:.4f} of the normalised work with known '
+            'curves'
+        )
     lines.append(
         f'decisions            {said["events"]}, ms: median {thought["p50"]:.2f}, p99 '
         f'{thought["p99"]:.2f}, '

@@ -20,8 +20,11 @@ from parsl_freetrain.cli.where import (
 from parsl_freetrain.core.model.errors import BadInput
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from parsl_freetrain.core.allocation.explain import Reason
     from parsl_freetrain.ledger.reader import Reader
+    from parsl_freetrain.ledger.rows import ProgressRow, RunHistory
 
 LOOK_BACK = 500
 """Maximum number of decisions to search for those about the trainer."""
@@ -111,6 +114,7 @@ def explanation(
         else row.spec.get('shapes', {}).get(str(len(running.nodes))),
         'since_s': now - (row.state_at if running is None else running.decided_at),
         'waits_for': waits_for(story, chosen, row, decisions, refusals, now) if going else None,
+        'speed': _speed(row.spec, reader.progress(chosen.name, trainer), story),
         'pauses': _pauses(reader.recent_events(chosen, ['Rescaled'], LOOK_BACK), trainer),
         'last_failure': next(
             (
@@ -125,6 +129,45 @@ def explanation(
             for d in mine
         ],
     }
+
+
+def _speed(
+    spec: Mapping[str, Any], reports: Iterable[ProgressRow], story: RunHistory
+) -> dict[str, Any]:
+    """What is known of a trainer's speed in samples per second: whether its curve was stated, the
+    typical rate by measured count, and the count at which it is expected to be fastest.
+    """
+    from parsl_freetrain.report.speed import Speed
+
+    speed = Speed(spec)
+    width = {fragment.key: len(fragment.nodes) for fragment in story.fragments}
+    for report in reports:
+        speed.observe(width.get((report.run, report.trainer, report.fragment), 0), report.rate)
+    curve = speed.curve()
+    fastest = None if curve is None else max(curve.nodes, key=curve.rate_at)
+    return {
+        'stated': speed.stated is not None,
+        'measured': {str(n): rate for n, rate in sorted(speed.measured.items())},
+        'fastest': fastest,
+    }
+
+
+def _speed_in_words(speed: Mapping[str, Any], nodes: int) -> str:
+    measured = [f'{rate:.4g} on {n}' for n, rate in speed['measured'].items()]
+    if speed['stated']:
+        return 'Its scaling curve was stated; decisions use it whatever is measured.'
+    if not measured:
+        return (
+            'Its speed has not been measured yet; it is assumed to scale as trainers of its '
+            'function do, or as most do.'
+        )
+    trying = (
+        f' {nodes} nodes are being tried.' if nodes and str(nodes) not in speed['measured'] else ''
+    )
+    return (
+        f'Its speed in samples/s is known: {", ".join(measured)} nodes. Other counts follow a '
+        f'model fitted to these; it should be fastest on {speed["fastest"]}.{trying}'
+    )
 
 
 def _pauses(events: list[dict[str, Any]], trainer: str) -> dict[str, float]:
@@ -178,6 +221,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         because = f' because {found["why"]}' if found['why'] else ''
         lines = [f'{name} is {found["state"]}{because}, for {found["since_s"]:.0f} s; {done}.']
     lines += [sentence for sentence in (found['waits_for'], found['note']) if sentence]
+    lines.append(_speed_in_words(found['speed'], found['nodes']))
     lines += [
         f'Its last rescale to {way} nodes paused it for {seconds:.2f} s.'
         for way, seconds in found['pauses'].items()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.replay.accounting import Books, RecordedJob
+from parsl_freetrain.replay.measuring import CurveLearning, Measuring
 from parsl_freetrain.replay.result import Outcome
 from parsl_freetrain.replay.trace import PoolChange, Trace
 from parsl_freetrain.replay.world import World
@@ -74,7 +75,11 @@ class Holes:
 
 
 def run(
-    trace: Trace, known_ends: bool, trainers: dict[str, RecordedJob], controller: Controller
+    trace: Trace,
+    known_ends: bool,
+    trainers: dict[str, RecordedJob],
+    controller: Controller,
+    learning: CurveLearning | None = None,
 ) -> Outcome:
     """Let ``controller`` train on a recorded pool.
 
@@ -92,9 +97,12 @@ def run(
         By name; modified. Those submitted before the window count as submitted at its start.
     controller
         A new controller.
+    learning
+        How the controller learns the scaling curves; None: it knows them.
     """
     books = Books(trace.start_s)
-    world = World(controller, books, trainers)
+    measuring = None if learning is None else Measuring(learning)
+    world = World(controller, books, trainers, measuring)
     holes = Holes(trace.names, known_ends or not controller.settings.spans_blocks)
     changes = trace.changes(known_ends)
     in_order = sorted(trainers.values(), key=lambda trainer: trainer.submit_s)
@@ -111,6 +119,7 @@ def run(
             queue[s][0] if s < len(queue) else math.inf,
             math.inf if completion is None else completion,
             world.next_spent_s(),
+            world.next_measurement_s(),
         )
         if at > trace.end_s:
             break

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, Val
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.idle import synthetic
+from parsl_freetrain.replay.measuring import CurveLearning
 from parsl_freetrain.replay.read import kind_of, read_trace
 from parsl_freetrain.replay.scenario import Scenario
 from parsl_freetrain.replay.trace import Trace
@@ -18,6 +19,7 @@ from parsl_freetrain.replay.trainers import ReplayTrainer, read_trainers
 
 KINDS = ('idle', 'swf', 'sacct', 'pbs')
 TRACE_OPTIONS = (*KINDS, 'synthetic', 'machine_nodes', 'nodes', 'since', 'until')
+WHOLE = ('synthetic', 'machine_nodes', 'nodes', 'seed')
 MEANT = {
     'max_trainers': 'a whole number above 0, or all',
     'solver': 'auto, milp, dp or equal-share',
@@ -26,6 +28,7 @@ MEANT = {
     'time_limit': 'a number of seconds above 0',
     'spans_blocks': 'true or false',
     'known_ends': 'true or false',
+    'curves': 'stated or learned',
 }
 
 
@@ -50,6 +53,10 @@ class ReplayRequest(BaseModel):
     horizon, time_limit, rescale_cost, rescale_up, rescale_down, known_ends, min_hole, min_rescale
         As the attributes of these names, with ``_s`` where they are seconds, in
         :class:`~parsl_freetrain.replay.scenario.Scenario` and its settings.
+    curves
+        Whether decisions know the trainers' scaling curves.
+    noise, measure_s, seed
+        For learned curves, see :class:`~parsl_freetrain.replay.measuring.CurveLearning`.
     """
 
     model_config = ConfigDict(frozen=True, extra='forbid')
@@ -76,6 +83,10 @@ class ReplayRequest(BaseModel):
     known_ends: bool = False
     min_hole: float = 5.0
     min_rescale: float = 0.0
+    curves: Literal['stated', 'learned'] = 'stated'
+    noise: float | None = None
+    measure_s: float | None = None
+    seed: int | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> Self:
@@ -88,7 +99,9 @@ class ReplayRequest(BaseModel):
             name = str(error.errors()[0]['loc'][0])
             meant = MEANT.get(
                 name,
-                'a whole number' if name in ('synthetic', 'machine_nodes', 'nodes') else 'a number',
+                'a whole number'
+                if name in ('synthetic', 'machine_nodes', 'nodes', 'seed')
+                else 'a number',
             )
             raise BadInput(f'{option(name)} is {options.get(name)}; it must be {meant}.') from None
 
@@ -122,10 +135,12 @@ class ReplayRequest(BaseModel):
         """The scenario to replay. The trace and the trainers are read unless they are given; raises
         BadInput.
         """
+        learning = self._learning()
+        objective = self.objective or (None if learning is None else 'speedup')
         settings = ControllerSettings(
             horizon_s=self.horizon,
             min_hole_s=self.min_hole,
-            metric=self.objective or 'throughput',
+            metric=objective or 'throughput',
             spans_blocks=self.spans_blocks,
             min_rescale_s=self.min_rescale,
             trainers_at_a_time=None if self.max_trainers == 'all' else self.max_trainers,
@@ -140,8 +155,21 @@ class ReplayRequest(BaseModel):
             self.rescale_cost,
             self.rescale_up,
             self.rescale_down,
-            by_file=self.objective is None,
+            by_file=objective is None,
+            learning=learning,
         )
+
+    def _learning(self) -> CurveLearning | None:
+        given = {
+            name: value
+            for name in ('noise', 'measure_s', 'seed')
+            if (value := getattr(self, name)) is not None
+        }
+        if self.curves == 'learned':
+            return CurveLearning(**given)
+        if given:
+            raise BadInput(f'{option(next(iter(given)))} goes with --curves learned only.')
+        return None
 
 
 def option(name: str) -> str:

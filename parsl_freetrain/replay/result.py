@@ -142,6 +142,24 @@ class Outcome:
         return float(times[i - 1] + min(share, 1.0) * (times[i] - times[i - 1])) - self.start_s
 
 
+@dataclass(frozen=True)
+class Oracle:
+    """The same replay with decisions that know the scaling curves.
+
+    Attributes
+    ----------
+    samples
+        Samples that it trained.
+    work, learned_work
+        Its normalised work, and that of the replay that learned the curves: the node-seconds that
+        the samples of each trainer would have taken on one node.
+    """
+
+    samples: float
+    work: float
+    learned_work: float
+
+
 @dataclass(frozen=True, eq=False)
 class ReplayResult:
     """A replay, and the same trainers on a constant pool.
@@ -162,6 +180,8 @@ class ReplayResult:
         and slow networks can be added up; None if U compares times.
     wall_s
         Computing time of both, in seconds.
+    oracle
+        For learned curves, the comparison with known ones; None: the curves were known.
     """
 
     trace: Outcome
@@ -171,6 +191,7 @@ class ReplayResult:
     compared: str
     work_efficiency: float | None
     wall_s: float
+    oracle: Oracle | None = None
 
     def as_json(self) -> dict[str, object]:
         """The document of ``freetrain replay --json``; times in seconds, decisions in
@@ -196,4 +217,15 @@ class ReplayResult:
             'events': len(run.series.decision_s),
             'decision_ms': {'p50': p50, 'p99': p99, 'max': most},
             'wall_s': self.wall_s,
+            **self._against_the_oracle(),
+        }
+
+    def _against_the_oracle(self) -> dict[str, object]:
+        known = self.oracle
+        if known is None:
+            return {}
+        return {
+            'oracle_samples': known.samples,
+            'oracle_work': known.work,
+            'work_ratio': known.learned_work / known.work if known.work > 0 else None,
         }

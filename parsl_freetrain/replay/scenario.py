@@ -17,7 +17,8 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 from parsl_freetrain.replay.accounting import RecordedJob
 from parsl_freetrain.replay.engine import run
-from parsl_freetrain.replay.result import Outcome, ReplayResult
+from parsl_freetrain.replay.measuring import CurveLearning
+from parsl_freetrain.replay.result import Oracle, Outcome, ReplayResult
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer
 from parsl_freetrain.solver import allocator_named
@@ -47,6 +48,9 @@ class Scenario:
         Costs in seconds in place of the trainers' own ones; None: their own.
     by_file
         Whether the objective of the trainers' file is used in place of ``settings.metric``.
+    learning
+        How decisions learn the scaling curves; None: they know them. The objective cannot be that
+        of the file then, which would tell them.
 
     Raises
     ------
@@ -65,6 +69,7 @@ class Scenario:
     rescale_up_s: float | None = None
     rescale_down_s: float | None = None
     by_file: bool = True
+    learning: CurveLearning | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rescale_cost < np.inf:
@@ -78,6 +83,11 @@ class Scenario:
                     f'A rescale {what} costs {seconds:g} s; it must be a number of '
                     'seconds, 0 or more.'
                 )
+        if self.learning is not None and self.by_file:
+            raise BadInput(
+                "With learned curves decisions do not know the objective of the trainers' file; "
+                'name one, such as --objective speedup.'
+            )
         if self.known_ends and not np.isfinite(self.trace.known_until).any():
             raise BadInput(
                 'Nothing is known of the ends of idle intervals in this trace; give a '
@@ -122,7 +132,13 @@ def replay(scenario: Scenario) -> ReplayResult:
     constant = _run(scenario, constant_pool(trace, round(mean)), False)
     efficiency, compared = compare(outcome, constant)
     work = compare_work(scenario.trainers, outcome, constant) if compared == 'samples' else None
-    return ReplayResult(outcome, constant, mean, efficiency, compared, work, perf_counter() - began)
+    oracle = None
+    if scenario.learning is not None:
+        told = _run(replace(scenario, learning=None), trace, scenario.known_ends)
+        oracle = Oracle(told.samples, *(_work(scenario.trainers, of) for of in (told, outcome)))
+    return ReplayResult(
+        outcome, constant, mean, efficiency, compared, work, perf_counter() - began, oracle
+    )
 
 
 def compare(outcome: Outcome, constant: Outcome) -> tuple[float | None, str]:
@@ -140,10 +156,11 @@ def compare_work(
     """The ratio of the node-seconds that the trained samples would have taken on one node per
     trainer.
     """
+    there = _work(trainers, constant)
+    return _work(trainers, outcome) / there if there > 0 else None
 
-    def work(of: Outcome) -> float:
-        return sum(of.samples_by_trainer[name] / rate for name, rate in one_node.items())
 
+def _work(trainers: Sequence[ReplayTrainer], of: Outcome) -> float:
     # A trainer that hardly moves on few nodes is measured by its speed on its maximum number of
     # nodes.
     one_node = {
@@ -152,8 +169,7 @@ def compare_work(
         if t.curve is not None
         and (rate := t.curve.rate_at(1) or t.curve.rate_at(t.max_nodes) / t.max_nodes) > 0
     }
-    there = work(constant)
-    return work(outcome) / there if there > 0 else None
+    return sum(of.samples_by_trainer[name] / rate for name, rate in one_node.items())
 
 
 def _run(scenario: Scenario, trace: Trace, known_ends: bool) -> Outcome:
@@ -171,6 +187,7 @@ def _run(scenario: Scenario, trace: Trace, known_ends: bool) -> Outcome:
         known_ends,
         runs,
         Controller(allocator, settings, _by_file(worth) if scenario.by_file else None),
+        scenario.learning,
     )
 
 

@@ -52,6 +52,7 @@ class _Row(BaseModel):
     nodes: Annotated[list[int], Field(min_length=1)]
     samples_per_s: _Points
     objective: _Points | None = None
+    function: str = ''
 
 
 _ROWS = TypeAdapter(list[_Row])
@@ -62,7 +63,8 @@ def read_trainers(path: str | Path) -> tuple[ReplayTrainer, ...]:
 
     Each has ``name``, ``max_nodes``, ``total_samples``, ``nodes`` (increasing) and, for each of
     these, ``samples_per_s``; it may have ``submit_s`` (0), ``min_nodes`` (1), ``rescale_up_s``,
-    ``rescale_down_s`` (0) and ``objective`` (as samples_per_s). Speeds are interpolated linearly; 0
+    ``rescale_down_s`` (0), ``objective`` (as samples_per_s) and ``function`` (what it trains:
+    learned curves are shared). Speeds are interpolated linearly; 0
     nodes train nothing.
 
     Raises
@@ -114,6 +116,7 @@ def _trainer(row: _Row) -> ReplayTrainer:
         curve,
         row.rescale_up_s,
         row.rescale_down_s,
+        function=row.function,
     )
     if not any(objective.rate_at(n) > 0 for n in range(row.min_nodes, row.max_nodes + 1)):
         raise BadInput(

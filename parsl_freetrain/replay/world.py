@@ -4,15 +4,19 @@ consequences happen in the same instant.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from heapq import heappop, heappush
 from time import perf_counter
 
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.events import Ending
+from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.replay.accounting import Books, Idle, Interruption, RecordedJob
 from parsl_freetrain.replay.idle_causes import why_unused
+from parsl_freetrain.replay.measuring import Measuring
 
 
 class World:
@@ -26,11 +30,19 @@ class World:
         The accounts.
     trainers
         By name.
+    measuring
+        How their speeds are measured, which are then hidden from the controller; None: it knows
+        them.
     """
 
     def __init__(
-        self, controller: Controller, books: Books, trainers: dict[str, RecordedJob]
+        self,
+        controller: Controller,
+        books: Books,
+        trainers: dict[str, RecordedJob],
+        measuring: Measuring | None = None,
     ) -> None:
+        self._measuring = measuring
         self._controller = controller
         self._books = books
         self._runs = trainers
@@ -50,6 +62,10 @@ class World:
     def next_spent_s(self) -> float:
         """When the next budget is spent if nothing happens before; infinite: never."""
         return self._controller.state.budgets.next_spent()
+
+    def next_measurement_s(self) -> float:
+        """When the next speed is measured if nothing happens before; infinite: never."""
+        return self._measuring.next_s(self._runs) if self._measuring else math.inf
 
     def happen(
         self,
@@ -82,7 +98,9 @@ class World:
         events += closing
         events += joining
         events += (self._ended(name, at, Ending.FINISHED, None) for name in finished)
-        events += (ev.TrainerSubmitted(at, run.trainer) for run in submitted)
+        if self._measuring:
+            events += self._measuring.due(at, self._runs)
+        events += (ev.TrainerSubmitted(at, self._shown(run)) for run in submitted)
         if not events:  # a budget is spent, for which there is no event
             events.append(ev.Tick(at))
         began = perf_counter()
@@ -100,6 +118,9 @@ class World:
             why_unused(self._controller, self._runs, at) if free else Idle(),
             thought_s,
         )
+
+    def _shown(self, run: RecordedJob) -> Trainer:
+        return replace(run.trainer, curve=None) if self._measuring else run.trainer
 
     def _finish(self, at: float) -> dict[str, None]:
         finished: dict[str, None] = {}
@@ -156,5 +177,7 @@ class World:
             run = self._runs[name]
             if run.rate > 0:
                 heappush(self._completions, (run.completion_s(), run.version, name))
+                if self._measuring:
+                    self._measuring.begin(run)
         self._interrupted.clear()
         self._touched.clear()

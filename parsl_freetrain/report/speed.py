@@ -34,6 +34,11 @@ class Speed:
         self._profile = Profile(None)
         self._curves: dict[int, ScalingCurve | None] = {}  # a cache, cleared by each new report
 
+    @property
+    def measured(self) -> dict[int, float]:
+        """The typical rate by measured count."""
+        return self._profile.measured
+
     def observe(self, nodes: int, rate: float | None) -> None:
         """Add the speed that a fragment on ``nodes`` nodes reports, in samples per second."""
         if rate is not None and nodes:
@@ -54,7 +59,7 @@ class Speed:
         if not measured:
             return None
         if self.stated is None:
-            return self._profile.curve(max(most, *measured), 1.0)
+            return self._profile.curve(max(most, *measured), 1.0, optimism=0.0)
         base = min(measured)
         shape = self.stated.rate_at(base)
         if shape <= 0:

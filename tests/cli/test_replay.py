@@ -218,6 +218,11 @@ def test_a_job_log_and_what_its_reservations_promise(
         (['--idle', '{idle}', '--objective', 'loss'], "no metric 'loss'"),
         (['--idle', '{idle}', '--nodes', '0'], 'The first 0 nodes'),
         (['--idle', '{idle}', '--machine-nodes', '9'], 'goes with job logs only'),
+        (['--idle', '{idle}', '--curves', 'guessed'], '--curves is guessed'),
+        (['--idle', '{idle}', '--noise', '0.1'], '--noise goes with --curves learned only'),
+        (['--idle', '{idle}', '--curves', 'learned', '--noise', '-1'], 'The noise is -1'),
+        (['--idle', '{idle}', '--curves', 'learned', '--measure-s', '0'], 'measured after 0 s'),
+        (['--idle', '{idle}', '--curves', 'learned', '--seed', '-1'], 'The seed is -1'),
     ],
 )
 def test_bad_input_gets_a_sentence(

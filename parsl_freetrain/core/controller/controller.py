@@ -19,7 +19,6 @@ from parsl_freetrain.core.controller.node_pool import PoolNode
 from parsl_freetrain.core.controller.planner import Planner
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.controller.state import BlockState, ControllerState, Reply, TrainerState
-from parsl_freetrain.core.controller.throughput_profile import Profile
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import DecisionFailed
 from parsl_freetrain.core.model.types import BlockRequest
@@ -219,7 +218,7 @@ class Controller:
                 trainer,
                 event.samples,
                 event.fragments,
-                Profile(trainer.curve),
+                self.state.profile_of(trainer),
                 waiting_since=event.at,
                 reached=event.samples,
             ),

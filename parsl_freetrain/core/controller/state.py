@@ -138,6 +138,7 @@ class ControllerState:
             math.inf if settings.trainers_at_a_time is None else settings.trainers_at_a_time
         )
         self._queue: dict[str, TrainerState] = {}
+        self._functions: dict[str, list[Profile]] = {}
         self._leaving: dict[str, TrainerState] = {}
 
     def timed(self) -> None:
@@ -154,6 +155,12 @@ class ControllerState:
     def busy(self) -> set[str]:
         """Nodes that a fragment holds."""
         return set(self.pool.holder)
+
+    def profile_of(self, trainer: Trainer) -> Profile:
+        """The profile of a new trainer, which learns from others of its function."""
+        if not trainer.function:
+            return Profile(trainer.curve)
+        return Profile(trainer.curve, self._functions.setdefault(trainer.function, []))
 
     def submit(self, name: str, trainer: TrainerState) -> None:
         """Add a trainer; it gets its turn if fewer than the allowed number are before it."""

@@ -230,6 +230,9 @@ class Trainer:
         The owners whose caps, shares and budgets hold for it; empty: nobody's.
     stated_costs
         The rescale costs that the user has stated, 'up' or 'down'. They hold whatever is measured.
+    function
+        What it trains: trainers of the same function are taken to scale alike until they have been
+        measured. Empty: like no other.
     """
 
     name: str
@@ -246,6 +249,7 @@ class Trainer:
     user: str = ''
     group: str = ''
     stated_costs: tuple[str, ...] = ()
+    function: str = ''
 
     def __post_init__(self) -> None:
         if self.min_nodes < 1:

@@ -261,8 +261,13 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         """Number of virtual shards of the global batch; 0: not in reproducible mode."""
         return (self.mode.shards or 0) if isinstance(self.mode, Reproducible) else 0
 
-    def trainer(self, name: str) -> Trainer:
+    def trainer(self, name: str, function: str = '') -> Trainer:
         """The part that decisions need.
+
+        Parameters
+        ----------
+        function
+            What is trained, see :class:`~parsl_freetrain.core.model.types.Trainer`.
 
         Raises
         ------
@@ -287,6 +292,7 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
             user=owner.user,
             group=owner.group,
             stated_costs=tuple(way for way, seconds in costs.items() if seconds is not None),
+            function=function,
         )
 
 

@@ -1,0 +1,92 @@
+"""Measurements of speeds in a replay whose controller does not know the scaling curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.replay.accounting import RecordedJob
+
+
+@dataclass(frozen=True)
+class CurveLearning:
+    """How curves are learned that the controller is not told.
+
+    Attributes
+    ----------
+    noise
+        Standard deviation of the logarithm of a measured rate.
+    measure_s
+        A fragment's speed is measured after this number of seconds, then after twice, four times
+        as many, and so on.
+    seed
+        Of the noise.
+
+    Raises
+    ------
+    BadInput
+        If a number is out of range.
+    """
+
+    noise: float = 0.0
+    measure_s: float = 10.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.noise < math.inf:
+            raise BadInput(f'The noise is {self.noise:g}; it must be a number, 0 or more.')
+        if not 0 < self.measure_s < math.inf:
+            raise BadInput(
+                f'Speeds are measured after {self.measure_s:g} s; it must be a number of seconds '
+                'above 0.'
+            )
+        if self.seed < 0:
+            raise BadInput(f'The seed is {self.seed}; it must be a whole number, 0 or more.')
+
+
+class Measuring:
+    """The measurements that are due."""
+
+    def __init__(self, learning: CurveLearning) -> None:
+        self._learning = learning
+        self._random = np.random.default_rng(learning.seed)
+        self._due: list[tuple[float, str, int, float]] = []
+
+    def begin(self, run: RecordedJob) -> None:
+        """A fragment begins, or is charged for a rescale."""
+        wait_s = self._learning.measure_s
+        heappush(self._due, (run.started_s + wait_s, run.trainer.name, run.fragment, wait_s))
+
+    def next_s(self, runs: Mapping[str, RecordedJob]) -> float:
+        """When the next measurement is due; infinite: never."""
+        while self._due:
+            at, name, fragment, _ = self._due[0]
+            if runs[name].nodes and runs[name].fragment == fragment:
+                return at
+            heappop(self._due)
+        return math.inf
+
+    def due(self, at: float, runs: Mapping[str, RecordedJob]) -> list[ev.Event]:
+        """The measurements at this time."""
+        events: list[ev.Event] = []
+        while self.next_s(runs) <= at:
+            _, name, fragment, wait_s = heappop(self._due)
+            run = runs[name]
+            heappush(self._due, (at + wait_s, name, fragment, 2 * wait_s))
+            factor = math.exp(self._learning.noise * self._random.standard_normal())
+            events.append(
+                ev.FragmentProgressed(
+                    at,
+                    name,
+                    fragment,
+                    max(int(run.samples + run.rate * (at - run.since)), 0),
+                    run.rate * factor,
+                )
+            )
+        return events

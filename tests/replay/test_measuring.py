@@ -1,0 +1,73 @@
+"""Replays in which the controller learns the scaling curves from noisy measurements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import ScalingCurve, Trainer
+from parsl_freetrain.replay.idle import synthetic
+from parsl_freetrain.replay.measuring import CurveLearning
+from parsl_freetrain.replay.scenario import Scenario, replay
+from parsl_freetrain.replay.trainers import ReplayTrainer
+
+COUNTS = (1, 2, 4, 8, 16, 32)
+TRACE = synthetic(seed=3, nodes=400).window(None, 0, 40_000)
+
+
+def saturating(name: str, half: float, falls: bool = False) -> ReplayTrainer:
+    """Half of its time on one node cannot be divided beyond ``half`` nodes."""
+    rates = tuple(
+        100 * n / (1 + (n - 1) / half) * (0.6 if falls and n > 16 else 1.0) for n in COUNTS
+    )
+    curve = ScalingCurve(COUNTS, rates)
+    return ReplayTrainer(Trainer(name, 1, 32, 10**9, curve, 18.0, 12.0), 0.0, curve)
+
+
+TRAINERS = tuple(
+    saturating(f't{half}', half, falls)
+    for half, falls in ((2, False), (6, False), (20, True), (60, False), (100, True), (4, False))
+)
+SCENARIO = Scenario(
+    TRACE,
+    TRAINERS,
+    ControllerSettings(metric='speedup'),
+    by_file=False,
+    learning=CurveLearning(noise=0.1, seed=5),
+)
+
+
+def test_learned_curves_come_close_to_known_ones() -> None:
+    learned = replay(SCENARIO)
+    said = learned.as_json()
+    assert learned.oracle is not None
+    ratio = said['work_ratio']
+    assert isinstance(ratio, float)
+    assert 0.95 < ratio <= 1.01
+    assert said['oracle_samples'] == learned.oracle.samples > 0
+    told = replay(replace(SCENARIO, learning=None))
+    assert told.oracle is None and 'work_ratio' not in told.as_json()
+    assert told.trace.samples == learned.oracle.samples
+    again = replay(SCENARIO)
+    assert again.trace.samples == learned.trace.samples
+
+
+@pytest.mark.parametrize(
+    ('learning', 'says'),
+    [
+        ({'noise': -0.1}, 'The noise is -0.1'),
+        ({'measure_s': 0.0}, 'measured after 0 s'),
+        ({'seed': -1}, 'The seed is -1'),
+    ],
+)
+def test_bad_numbers_get_a_sentence(learning: dict[str, float], says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        CurveLearning(**learning)  # type: ignore[arg-type]
+
+
+def test_the_objective_of_the_file_would_tell_the_curves() -> None:
+    with pytest.raises(BadInput, match='name one, such as --objective speedup'):
+        replace(SCENARIO, by_file=True)
