@@ -15,8 +15,8 @@ from parsl_freetrain.core.model.types import ScalingCurve
 
 OPTIMISM = 0.5
 """Once a trainer has been measured, decisions take its other counts to be faster than expected by
-this many standard deviations, so that they are tried while little is known about them. What a try costs is in the decision: a
-rescale.
+this many standard deviations, so that they are tried while little is known about them. What a try
+costs is in the decision: a rescale.
 """
 
 REMEMBERED = 15
