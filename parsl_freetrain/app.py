@@ -108,6 +108,19 @@ class FreeTrainApp:
         )
         return future
 
+    def debug(self, *args: Any, **kwargs: Any) -> Checkpoint:
+        """Train in this process, on one rank, without Parsl and without nodes, so that ``pdb`` and
+        ``print`` work. Takes the arguments of a call, and waits for futures among them.
+
+        An exception of the function is raised as it is. Nothing is kept: the checkpoint that is
+        returned has metrics and a result, but no path.
+        """
+        # torch is slow to import, and a call does not need it.
+        from parsl_freetrain.training.loop.debugging import train_here
+
+        values = {key: _value(value) for key, value in kwargs.items()}
+        return train_here(self.name, self.spec, self.function, [_value(a) for a in args], values)
+
     def _executor(self, dfk: DataFlowKernel) -> FreeTrainExecutor:
         ours = {label: e for label, e in dfk.executors.items() if isinstance(e, FreeTrainExecutor)}
         if self.executor is None and ours:

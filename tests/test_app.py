@@ -400,6 +400,23 @@ def in_stock(checkpoint: Checkpoint, samples: int) -> tuple[int, int]:
     return checkpoint.samples, samples
 
 
+def test_debugging_in_the_own_process() -> None:
+    """Without Parsl, with what the function prints, raises and returns."""
+
+    def train(ctx: Any, slope: float) -> list[float]:
+        fit(ctx, fail_at=40 if slope < 0 else None)
+        return [slope, float(os.getpid())]
+
+    trainer = freetrain_app(max_nodes=4, total_epochs=2)(train)
+    coming: Future[float] = Future()
+    coming.set_result(2.0)
+    done = trainer.debug(coming)
+    assert (done.samples, done.path, done.result) == (192, '', [2.0, os.getpid()])
+    assert done.metrics.keys() == {'loss'}
+    with pytest.raises(ValueError, match='no more after 40 samples'):
+        trainer.debug(slope=-1.0)
+
+
 def test_parsl_memoizes_what_follows_a_training(tmp_path: Path) -> None:
     """The same checkpoint is the same argument, another one is not."""
     calls: list[int] = []
@@ -528,10 +545,12 @@ def train(ctx, bonus):
         ((model(features) - target) ** 2).mean().backward()
         optimizer.step()
     ctx.report(slope=SLOPE + bonus)
+    return {'bonus': bonus}
 
 if __name__ == '__main__':
     with freetrain(Path(sys.argv[1]), LocalSite(nodes=1, poll_s=0.2)):
-        print(json.dumps(train(0.5).result().metrics))
+        done = train(0.5).result()
+        print(json.dumps({**done.metrics, **done.result}))
 """
 
 
@@ -553,4 +572,5 @@ def test_functions_of_a_script_and_of_a_notebook_cell(how: str, tmp_path: Path) 
         command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])['slope'] == 3.5
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found['slope'], found['bonus']) == (3.5, 0.5)

@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
 
@@ -318,6 +319,8 @@ class Checkpoint:
         The fragment that wrote it; 0 for the state before the first step.
     metrics
         The last values given to ``ctx.report``.
+    result
+        What the function returned at the end of the training, as JSON knows it; else None.
     """
 
     trainer: str
@@ -325,3 +328,4 @@ class Checkpoint:
     samples: int
     fragment: int
     metrics: dict[str, float] = field(default_factory=dict, compare=False)
+    result: Any = field(default=None, compare=False)

@@ -4,11 +4,12 @@ effects.
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import cloudpickle
@@ -210,7 +211,8 @@ class RunningFragment:
         if last is not None and last.how in _ENDINGS:
             if last.path:
                 self.note_checkpoint(last.path, last.samples, last.metrics)
-            return FragmentResult(_ENDINGS[last.how], self.checkpoint)
+            result = json.loads(last.result) if last.result else None
+            return FragmentResult(_ENDINGS[last.how], replace(self.checkpoint, result=result))
         results = [result for member in sorted(self.settled) for result in self._results(member)]
         if faults := self.device_faults():
             return self._faulty(list(faults.values()), faults_before)

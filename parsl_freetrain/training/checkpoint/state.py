@@ -60,8 +60,8 @@ class Position:
         Whether what is done at the end of an epoch is still to be done for the last one.
     finishing
         Why the training is to end before the total; empty: it is not.
-    finished
-        Whether the function has returned.
+    finished, result
+        Whether the function has returned, and what, as JSON.
     """
 
     samples: int
@@ -77,6 +77,7 @@ class Position:
     epoch_due: bool = False
     finishing: str = ''
     finished: bool = False
+    result: str = ''
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.box import local
@@ -25,6 +26,7 @@ from parsl_freetrain.training.data.order import GlobalOrder, samples_in
 from parsl_freetrain.training.loop.around_loop import AroundTheLoop
 from parsl_freetrain.training.loop.hooks import run_all
 from parsl_freetrain.training.loop.parts import BatchSource, Model, RankParts
+from parsl_freetrain.training.loop.returned import plain_text
 from parsl_freetrain.training.loop.training_loop import FragmentEnd, TrainingLoop
 from parsl_freetrain.training.loop.turn_guard import TurnGuard, modules_among
 from parsl_freetrain.training.parallel.sharded import shard_model
@@ -247,7 +249,7 @@ class FragmentContext(AroundTheLoop):
             # The models hold its tensors now.
             self._saved, self._parts = None, replace(self._parts, saved=None)
             if saved.position.finished and saved.position.total_samples == total:
-                self._state.finished = True
+                self._state.finished, self._state.result = True, saved.position.result
                 raise FragmentEnd
         data_order = GlobalOrder(
             dataset_size=size,
@@ -302,13 +304,13 @@ class FragmentContext(AroundTheLoop):
             'enough, or state a smaller total.'
         )
 
-    def finish(self) -> None:
+    def finish(self, returned: object) -> None:
         """Write the last checkpoint, after the function has returned.
 
         Raises
         ------
         BadInput
-            If the function did not train to the total.
+            If the function did not train to the total, or did not return a plain value.
         """
         if self._state.finished:
             return
@@ -320,8 +322,11 @@ class FragmentContext(AroundTheLoop):
         trained = self._state.finished_early or self.samples == self.total_samples
         if not (self._state.complete and trained):
             raise BadInput(self._left_early())
+        self._state.result = plain_text(returned)
         self._loop.save_last()
 
     def outcome(self, how: Ending, error: RankError | None) -> Outcome:
         """The last message of this rank."""
-        return self._checkpointer.outcome(how, error, self.samples, self._state.metrics)
+        outcome = self._checkpointer.outcome(how, error, self.samples, self._state.metrics)
+        finished = how == 'finished'
+        return structs.replace(outcome, result=self._state.result) if finished else outcome

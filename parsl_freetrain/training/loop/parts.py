@@ -118,6 +118,8 @@ class LoopState:
     complete, stopped, finished
         Whether the loop has reached its end, whether the fragment ended before that, and whether
         the function has returned (in this or an earlier fragment).
+    result
+        What the function has returned, as JSON.
     """
 
     samples: int
@@ -135,6 +137,7 @@ class LoopState:
     complete: bool = False
     stopped: bool = False
     finished: bool = False
+    result: str = ''
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -86,20 +86,20 @@ def run_rank(
         peers = join(order, place, channel, inbox, name_of(device))()
         if place.world_size > 1:
             print(f'Tensors are exchanged by {dist.get_backend()}')
-        return _parts(order, place, peers, channel, inbox, device)
+        return parts_of(order, place, peers, channel, inbox, device)
 
     try:
-        device = _set_up(order, place)
+        device = set_up(order, place)
         function, args, kwargs = cloudpickle.loads(payload)
         if standby is None:
             context = FragmentContext(begin(order, place))
         else:
             context = StandbyContext(order.trainer, device, lambda: begin(*standby.wait()))
-        function(context, *args, **kwargs)
+        returned = function(context, *args, **kwargs)
         if context.stopped:  # the function has caught FragmentEnd
             how = 'stopped'
         else:
-            context.finish()
+            context.finish(returned)
     except BaseException as raised:  # the node agent must hear of any error
         if standby is not None and not (isinstance(context, StandbyContext) and context.arrived):
             # The fragment before still trains, and holds what this rank may have failed for: a
@@ -126,7 +126,8 @@ def run_rank(
     return 0 if how in ('finished', 'stopped') else 1
 
 
-def _set_up(order: FragmentOrder, place: RankPlace) -> torch.device:
+def set_up(order: FragmentOrder, place: RankPlace) -> torch.device:
+    """Prepare this process for training; returns its device."""
     torch.set_num_threads(order.spec.ranks.threads)
     if isinstance(order.spec.mode, Reproducible):
         demand_determinism(warn_only=order.spec.mode.warn_only)
@@ -140,7 +141,7 @@ def _set_up(order: FragmentOrder, place: RankPlace) -> torch.device:
     return device
 
 
-def _parts(
+def parts_of(
     order: FragmentOrder,
     place: RankPlace,
     peers: Peers,
@@ -148,6 +149,7 @@ def _parts(
     inbox: Inbox,
     device: torch.device,
 ) -> RankParts:
+    """What the rank trains with: its checkpoints, and the state that it continues from."""
     store = PosixCheckpointStore(Path(order.store), order.trainer, hook=saving)
     if order.spec.sharded:
         return begin_sharded(order, place, peers, channel, inbox, device, store)

@@ -371,6 +371,7 @@ class TrainingLoop:
                     'epoch_due': self._state.epoch_due,
                     'finishing': self._state.finishing,
                     'finished': self._state.finished,
+                    'result': self._state.result,
                 }
             ),
         )

@@ -154,6 +154,8 @@ class Outcome(Message, frozen=True):
         checkpoint; 0: unknown.
     left
         The state that is left in memory for the next fragment; None: there is none.
+    result
+        What the user's function returned, as JSON; empty: nothing, or it has not returned.
     """
 
     how: Ending
@@ -165,6 +167,7 @@ class Outcome(Message, frozen=True):
     step_s: Seconds = 0.0
     checkpoint_s: Seconds = 0.0
     left: StateLeft | None = None
+    result: str = ''
 
 
 class Exit(Message, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -56,7 +57,7 @@ def as_documented(ctx: FragmentContext, killed_in: int = 0) -> None:
 def run(
     warm: WarmParent,
     folder: Path,
-    function: Callable[..., None],
+    function: Callable[..., Any],
     *args: Any,
     fragment: int = 1,
     world_size: int = 1,
@@ -65,6 +66,26 @@ def run(
     ordered = order(folder, fragment, **{'total_samples': 32, **options})
     with ranks(warm, ordered, world_size, folder, function, *args) as gang:
         return gang.run(), gang.ranks[0]
+
+
+def returns_values(ctx: FragmentContext) -> dict[str, Any]:
+    as_documented(ctx)
+    return {'accuracy': torch.tensor(0.5), 'names': ['a', 'b'], 'rank': ctx.rank}
+
+
+def returns_a_model(ctx: FragmentContext) -> nn.Module:
+    model, optimizer = made(ctx)
+    for (x,) in ctx.loop(DATA, 4):
+        step(model, optimizer, x)
+    return model  # type: ignore[no-any-return]
+
+
+def test_what_the_function_returns_is_kept(warm: WarmParent, tmp_path: Path) -> None:
+    for fragment in (1, 2):  # the second one does nothing again
+        outcomes, _ = run(warm, tmp_path / '1', returns_values, fragment=fragment, world_size=2)
+        assert json.loads(outcomes[0].result) == {'accuracy': 0.5, 'names': ['a', 'b'], 'rank': 0}
+    (outcome,), _ = run(warm, tmp_path / '2', returns_a_model)
+    assert 'The function returned a Linear that cannot be kept' in outcome.error.message
 
 
 def test_the_same_script_twice(warm: WarmParent, tmp_path: Path) -> None:

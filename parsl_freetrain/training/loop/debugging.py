@@ -1,0 +1,75 @@
+"""A training in the user's own process, on one rank, for debuggers and for the first try."""
+
+from __future__ import annotations
+
+import json
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.training.comm.collectives import Alone
+from parsl_freetrain.training.comm.inbox import Inbox
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.loop.rank import parts_of, set_up
+from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.spec.codec import Decoder
+from parsl_freetrain.training.spec.messages import FromRank, ToRank
+from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
+from parsl_freetrain.training.spec.training import TrainingSpec
+
+
+def train_here(
+    name: str,
+    spec: TrainingSpec,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Checkpoint:
+    """Train to the total in this process. Exceptions of the function are raised as they are.
+
+    Returns
+    -------
+    Checkpoint
+        Without a path: the checkpoints were in a temporary folder.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener = Channel(theirs, Decoder[FromRank](FromRank, 'the training'))
+    # The rank's messages have to be read by somebody.
+    reader = threading.Thread(target=_read_all, args=(listener,), daemon=True)
+    reader.start()
+    channel = Channel(ours, Decoder[ToRank](ToRank, 'nobody'))
+    threads = torch.get_num_threads()
+    strict = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        with tempfile.TemporaryDirectory(prefix='freetrain-debug-') as folder:
+            order = FragmentOrder(name, 1, str(Path(folder, name)), spec, deadline=None)
+            place = RankPlace(0, 1, 0, 1, '')
+            device = set_up(order, place)
+            context = FragmentContext(
+                parts_of(order, place, Alone(), channel, Inbox(channel), device)
+            )
+            context.finish(function(context, *args, **kwargs))
+            outcome = context.outcome('finished', None)
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+        channel.close()
+        reader.join()
+        listener.close()
+    result = json.loads(outcome.result) if outcome.result else None
+    return Checkpoint(name, '', outcome.samples, 1, dict(outcome.metrics), result)
+
+
+def _read_all(listener: Channel[FromRank]) -> None:
+    try:
+        while True:
+            listener.recv()
+    except EOFError:
+        pass
