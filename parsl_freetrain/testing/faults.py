@@ -24,6 +24,8 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host.processes import tcp_sockets
 from parsl_freetrain.training.checkpoint import fault_hooks
 
+_DATA = ('part-written', 'written')  # the stages after which a rank's data are on disk
+
 
 class Injected(RuntimeError):
     """Raised by :func:`fail_at`."""
@@ -110,17 +112,22 @@ def kill_between(
     after: str = 'written',
     before: str = 'committed',
     *,
+    rank: int = 0,
     checkpoint: int = 1,
     fragment: int | None = 1,
 ) -> Fault:
-    """The rank that saves gets SIGKILL between two stages of its n-th checkpoint, right after the
+    """A rank that saves gets SIGKILL between two stages of its n-th checkpoint, right after the
     first of them.
 
     Parameters
     ----------
     after, before
         Stages: 'begin' (the directory exists), 'written' (the data), 'manifest' (their digests),
-        'before-commit', 'committed' (the marker).
+        'before-commit', 'committed' (the marker). If all ranks write, each of them passes after
+        'begin': 'part-begun', 'part-data' (its tensors), 'part-written' (rank 0 has been told).
+    rank
+        Ranks other than 0 save only if the trainer has shapes that divide parameters, and then only
+        up to 'part-written'.
 
     Raises
     ------
@@ -133,11 +140,15 @@ def kill_between(
             f'kill_between({after!r}, {before!r}): name two of the stages '
             f'{", ".join(stages)}, in this order.'
         )
-    return Fault(0, fragment, _signalling(signal.SIGKILL, 0.0), stage=after, checkpoint=checkpoint)
+    return Fault(
+        rank, fragment, _signalling(signal.SIGKILL, 0.0), stage=after, checkpoint=checkpoint
+    )
 
 
-def disk_full_at(byte: int, *, checkpoint: int = 1, fragment: int | None = 1) -> Fault:
-    """No file of the n-th checkpoint can grow beyond ``byte`` bytes.
+def disk_full_at(
+    byte: int, *, rank: int = 0, checkpoint: int = 1, fragment: int | None = 1
+) -> Fault:
+    """No file that a rank writes for the n-th checkpoint can grow beyond ``byte`` bytes.
 
     The kernel limits the size of files, so the error is EFBIG ('File too large'), an OSError like
     ENOSPC. It needs neither rights nor a small disk. For a real ENOSPC use
@@ -153,7 +164,7 @@ def disk_full_at(byte: int, *, checkpoint: int = 1, fragment: int | None = 1) ->
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
-    return Fault(0, fragment, strike, stage='begin', checkpoint=checkpoint, mend=mend)
+    return Fault(rank, fragment, strike, stage='begin', checkpoint=checkpoint, mend=mend)
 
 
 def with_faults(function: Callable[..., Any], *faults: Fault) -> Callable[..., Any]:
@@ -223,7 +234,7 @@ def _at_stages(faults: list[Fault]) -> Iterator[None]:
         for fault in faults:
             if fault.checkpoint == begun and fault.stage == stage:
                 fault.strike()
-            elif fault.checkpoint == begun and stage == 'written' and fault.mend is not None:
+            elif fault.checkpoint == begun and stage in _DATA and fault.mend is not None:
                 fault.mend()
 
     if faults:

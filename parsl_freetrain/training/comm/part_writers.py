@@ -26,6 +26,7 @@ from parsl_freetrain.training.comm.sealed_store import SealedStore
 
 _POLL_S = (0.005, 0.1)
 _LEAST_S = 60.0
+_LOST = 10  # without a rank, the others are waited for so many times less long
 _SHOWN = 5
 _NOTHING = b'-'
 
@@ -68,9 +69,12 @@ class PartWriters:
         self._saves += 1
         return self._saves
 
-    def peer_lost(self) -> None:
-        """A rank is gone: wait only as long as the others may still need for their parts."""
-        self._until = time.monotonic() + self._limit_s() / 10
+    def peer_lost(self) -> float:
+        """A rank is gone: wait only as long as the others may still need for their parts. Returns
+        the number of seconds in which a save ends now.
+        """
+        self._until = time.monotonic() + self._limit_s() / _LOST
+        return 2 * self._limit_s() / _LOST
 
     def lead(self, save: int, folder: Path, state: State) -> Blocks:
         """On rank 0: write its part and the table of all parts into an empty folder. Returns the

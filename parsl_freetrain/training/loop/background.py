@@ -33,10 +33,12 @@ class Background:
         if not self.busy:
             self.wait()
 
-    def wait(self) -> None:
-        """Wait until no job runs, and raise the job's exception if there was one."""
+    def wait(self, limit_s: float | None = None) -> None:
+        """Wait until no job runs, and raise the job's exception if there was one. After ``limit_s``
+        seconds the job is left alone.
+        """
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(limit_s)
             self._thread = None
         error, self._error = self._error, None
         if error is not None:

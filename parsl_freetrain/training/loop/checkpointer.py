@@ -107,9 +107,10 @@ class Checkpointer:
         self, how: Ending, error: RankError | None, samples: int, metrics: Mapping[str, float]
     ) -> Outcome:
         """The last message of the rank. Waits for a checkpoint that is being written."""
+        limit_s = None
         if self._writers is not None and how not in ('finished', 'stopped'):
-            self._writers.peer_lost()
-        last = self.settled()
+            limit_s = self._writers.peer_lost()
+        last = self.settled(limit_s)
         return Outcome(
             how,
             samples,
@@ -223,12 +224,12 @@ class Checkpointer:
         if leaving is not None:
             leaving.take(samples)
 
-    def settled(self) -> Checkpoint | None:
-        """The last checkpoint, after waiting for one that is being written. If that one fails, the
-        checkpoint before it.
+    def settled(self, limit_s: float | None = None) -> Checkpoint | None:
+        """The last checkpoint, after waiting for one that is being written, at most ``limit_s``
+        seconds. If that one fails, the checkpoint before it.
         """
         try:
-            self._background.wait()
+            self._background.wait(limit_s)
         except FreeTrainError:
             log.exception('The last checkpoint was not written')
         return self.last

@@ -1,0 +1,158 @@
+"""A sharded save is struck at each of its stages: the checkpoint before is used."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from parsl_freetrain.core.model.types import Shape
+from parsl_freetrain.testing import disk_full_at, kill_between, with_faults
+from parsl_freetrain.testing.faults import Fault
+from parsl_freetrain.training.checkpoint import fault_hooks
+from parsl_freetrain.training.checkpoint.state import read_state
+from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from parsl_freetrain.training.comm import part_writers
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.spec.order import FragmentOrder
+from tests.support.ranks import KILLED, order, ranks
+
+TWO = Shape(shard=2)
+BATCH = 4
+
+
+def train(ctx: FragmentContext, *, settle: bool = True) -> None:
+    """Every step is saved, one after the other."""
+    torch.manual_seed(3)
+    model = ctx.shard(nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 1)))
+    model, optimizer = ctx.prepare(model, torch.optim.Adam(model.parameters()))
+    made = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(16, 3, generator=made))
+    for (x,) in ctx.loop(data, BATCH):
+        optimizer.zero_grad()
+        model(x).pow(2).sum().backward()
+        optimizer.step()
+        thread = ctx._checkpointer._background._thread
+        if settle and thread is not None:
+            thread.join()
+
+
+def stuck(ctx: FragmentContext) -> None:
+    """Rank 1's writing thread never comes back, as with a file server that is gone."""
+
+    def reached(stage: str) -> None:
+        if stage == 'part-begun' and ctx.rank == 1:
+            time.sleep(10_000)
+
+    fault_hooks.on_saving.append(reached)
+    part_writers._LEAST_S = 0.2
+    train(ctx, settle=False)
+
+
+def ordered(folder: Path, number: int = 1, samples: int = 10**6) -> FragmentOrder:
+    """Without a number of samples, every step is saved, and training does not end."""
+    every_s = 1e-9 if samples == 10**6 else 3600.0
+    return order(
+        folder,
+        number,
+        total_samples=samples,
+        shape=TWO,
+        shapes={2: TWO},
+        checkpoint_every_s=every_s,
+    )
+
+
+def struck(
+    warm: WarmParent, folder: Path, function: Callable[..., Any], *ordering: int
+) -> tuple[list[Any], list[str]]:
+    with ranks(warm, ordered(folder, *ordering), 2, folder, function) as gang:
+        outcomes = gang.run()
+        return outcomes, [rank.log.read_text() for rank in gang.ranks]
+
+
+def newest(folder: Path) -> int:
+    found = PosixCheckpointStore(folder / 'store', 'digits').newest()
+    return found.samples if found is not None else 0
+
+
+@pytest.mark.parametrize(
+    ('rank', 'stage', 'kept'),
+    [
+        (0, 'part-begun', 1),
+        (0, 'part-data', 1),
+        (0, 'written', 1),
+        (0, 'before-commit', 1),
+        (0, 'committed', 2),
+        (1, 'begin', 1),
+        (1, 'part-begun', 1),
+        (1, 'part-data', 1),
+        (1, 'part-written', 2),
+    ],
+)
+def test_a_kill_leaves_the_checkpoint_before(
+    warm: WarmParent, tmp_path: Path, rank: int, stage: str, kept: int
+) -> None:
+    stages = fault_hooks.SAVING_STAGES
+    last = stages[-1]
+    fault = (
+        kill_between(stage, last, rank=rank, checkpoint=2)
+        if stage != last
+        else Fault(0, 1, kill_between('begin', last).strike, stage=last, checkpoint=2)
+    )
+    outcomes, logs = struck(warm, tmp_path, with_faults(train, fault))
+    assert outcomes[rank] is KILLED
+    assert outcomes[1 - rank].how == 'peer-lost', logs
+    assert newest(tmp_path) == kept * BATCH
+    # The next fragment goes on from it to the end.
+    outcomes, logs = struck(warm, tmp_path, train, 2, 4 * BATCH)
+    assert [outcome.how for outcome in outcomes] == ['finished'] * 2, logs
+    assert newest(tmp_path) == 4 * BATCH
+
+
+@pytest.mark.parametrize('rank', [0, 1])
+def test_a_full_disk_on_one_rank_is_a_sentence(warm: WarmParent, tmp_path: Path, rank: int) -> None:
+    fault = disk_full_at(100, rank=rank, checkpoint=2)
+    outcomes, logs = struck(warm, tmp_path, with_faults(train, fault))
+    assert outcomes[0].how == 'error', logs
+    assert 'File too large' in outcomes[0].error.message
+    assert 'the one before is still there' in outcomes[0].error.message
+    assert newest(tmp_path) == BATCH
+    assert len(list((tmp_path / 'store').glob('ckpt-*'))) == 1
+
+
+def test_a_rank_that_never_finishes_is_not_waited_for(warm: WarmParent, tmp_path: Path) -> None:
+    with ranks(warm, ordered(tmp_path), 2, tmp_path, stuck) as gang:
+        first = gang.ranks[0]
+        gang.hear(lambda: first.status is not None)
+        assert first.outcome.how == 'error'
+        assert 'Ranks 1 have not written their parts' in first.outcome.error.message
+    assert newest(tmp_path) == 0
+
+
+@pytest.mark.parametrize('damage', ['lost', 'flipped'])
+def test_damage_to_a_part_is_found_by_its_reader_and_the_one_before_used(
+    warm: WarmParent, tmp_path: Path, damage: str
+) -> None:
+    struck(warm, tmp_path, train, 1, BATCH)
+    struck(warm, tmp_path, train, 2, 2 * BATCH)
+    file = max((tmp_path / 'store').glob('ckpt-*')) / 'rank-1.safetensors'
+    if damage == 'lost':
+        file.unlink()
+    else:
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 4
+        file.write_bytes(content)
+    outcomes, logs = struck(warm, tmp_path, train, 3, 3 * BATCH)
+    assert [outcome.how for outcome in outcomes] == ['peer-lost'] * 2, logs
+    assert 'rank-1.safetensors' in ''.join(logs)
+    outcomes, _ = struck(warm, tmp_path, train, 4, 3 * BATCH)
+    assert [outcome.how for outcome in outcomes] == ['finished'] * 2
+    assert len(list((tmp_path / 'store' / 'bad').glob('ckpt-*'))) == 1
+    assert read_state(outcomes[0].path).position.samples == 3 * BATCH
