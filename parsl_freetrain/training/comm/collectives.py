@@ -163,7 +163,7 @@ class RankGroup:
         backend = self._agree_on_backend(gpu)
         # gloo can add up and broadcast tensors on GPUs, but nothing else.
         self._gathers_on_cpu = backend == GLOO
-        with _as_peer_loss():
+        with as_peer_loss():
             dist.init_process_group(
                 backend,
                 store=PrefixStore('group', store),
@@ -174,7 +174,7 @@ class RankGroup:
         guard_connections(order.hang_s)
 
     def _agree_on_backend(self, gpu: str) -> str:
-        with _as_peer_loss():
+        with as_peer_loss():
             self._texts.set(f'gpu/{self.rank}', gpu)
         return self.tell(
             'backend',
@@ -184,7 +184,7 @@ class RankGroup:
         )
 
     def tell(self, what: str, value: Callable[[], str]) -> str:
-        with _as_peer_loss():
+        with as_peer_loss():
             if self.rank == 0:
                 said = value()
                 self._texts.set(f'told/{what}', said)
@@ -194,7 +194,7 @@ class RankGroup:
     def gather(self, row: torch.Tensor) -> list[torch.Tensor]:
         sent = row.cpu() if self._gathers_on_cpu else row
         rows = [torch.empty_like(sent) for _ in range(self.world_size)]
-        with _as_peer_loss():
+        with as_peer_loss():
             dist.all_gather(rows, sent)
         return [other.to(row.device) for other in rows]
 
@@ -203,25 +203,25 @@ class RankGroup:
     ) -> torch.Tensor:
         own = row.cpu() if self._gathers_on_cpu else row
         got = own.new_empty(sum(received))
-        with _as_peer_loss():
+        with as_peer_loss():
             dist.all_to_all_single(got, own, list(received), list(sent))
         return got.to(row.device)
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        with _as_peer_loss():
+        with as_peer_loss():
             for tensor in tensors:
                 broadcast_into(tensor, src=0)
 
     def largest(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
         shared = torch.tensor(numbers, dtype=torch.int64, device='cpu')
-        with _as_peer_loss():
+        with as_peer_loss():
             work = dist.all_reduce(shared, op=dist.ReduceOp.MAX, async_op=True)
         self._open = [
             other for other in (*self._open, work) if other is not None and not other.is_completed()
         ]
 
         def wait() -> tuple[int, ...]:
-            with _as_peer_loss():
+            with as_peer_loss():
                 if work is not None:
                     work.wait()
                 return tuple(map(int, shared.tolist()))
@@ -231,7 +231,7 @@ class RankGroup:
     def swap(self, row: torch.Tensor, partner: int) -> torch.Tensor:
         sent = row.cpu() if self._gathers_on_cpu else row
         got = torch.empty_like(sent)
-        with _as_peer_loss():
+        with as_peer_loss():
             for work in dist.batch_isend_irecv(
                 [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, got, partner)]
             ):
@@ -239,16 +239,16 @@ class RankGroup:
         return got.to(row.device)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        with _as_peer_loss():
+        with as_peer_loss():
             dist.send(tensor, to)
 
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        with _as_peer_loss():
+        with as_peer_loss():
             dist.recv(tensor, source)
         return tensor
 
     def store(self) -> SealedStore | None:
-        with _as_peer_loss():
+        with as_peer_loss():
             store = self._texts.clone()
         guard_connections(self._hang_s)
         return store
@@ -304,7 +304,7 @@ def join(
                     f'Rank 0 gives {where.host} as its address, which other nodes cannot reach: '
                     "name the network of the nodes by the site's interface=."
                 )
-            with _as_peer_loss():
+            with as_peer_loss():
                 store = TCPStore(
                     where.host,
                     where.port,
@@ -357,7 +357,8 @@ def is_peer_loss(error: BaseException) -> bool:
 
 
 @contextmanager
-def _as_peer_loss() -> Iterator[None]:
+def as_peer_loss() -> Iterator[None]:
+    """Raise torch's errors of an exchange as :class:`PeerLost`."""
     try:
         yield
     except RuntimeError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ from parsl_freetrain.training.checkpoint.parts import (
     write_table_of_part,
 )
 from parsl_freetrain.training.checkpoint.state import State
+from parsl_freetrain.training.comm.collectives import PeerLost, as_peer_loss
 from parsl_freetrain.training.comm.sealed_store import SealedStore
 
 _POLL_S = (0.005, 0.1)
@@ -125,11 +127,12 @@ class PartWriters:
 
     def refuse(self, save: int, error: BaseException) -> None:
         """Tell the others that this rank has no part to give; on rank 0: that nothing is saved."""
-        if self.rank == 0:
-            self._set(f'{save}/folder', _NOTHING)
-        else:
-            why = getattr(error, 'strerror', None) or str(error)
-            self._set(f'{save}/{self.rank}', msgspec.json.encode(_Report(error=why)))
+        with suppress(PeerLost):
+            if self.rank == 0:
+                self._set(f'{save}/folder', _NOTHING)
+            else:
+                why = getattr(error, 'strerror', None) or str(error)
+                self._set(f'{save}/{self.rank}', msgspec.json.encode(_Report(error=why)))
 
     def _reports(self, save: int) -> dict[int, _Report]:
         keys = [f'{save}/{rank}' for rank in range(1, self._world_size)]
@@ -155,11 +158,19 @@ class PartWriters:
                 return []
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
-        return [self._store.get(f'save/{key}').encode() for key in keys] if self._store else []
+        if self._store is None:
+            return []
+        with as_peer_loss():
+            return [self._store.get(f'save/{key}').encode() for key in keys]
 
     def _check(self, keys: list[str]) -> bool:
-        return self._store is None or self._store.check([f'save/{key}' for key in keys])
+        if self._store is None:
+            return True
+        with as_peer_loss():
+            return self._store.check([f'save/{key}' for key in keys])
 
     def _set(self, key: str, value: bytes) -> None:
-        if self._store is not None:
+        if self._store is None:
+            return
+        with as_peer_loss():
             self._store.set(f'save/{key}', value.decode())
