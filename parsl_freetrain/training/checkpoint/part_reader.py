@@ -13,9 +13,10 @@ import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint import blocks as hashing
+from parsl_freetrain.training.checkpoint import manifest
 from parsl_freetrain.training.checkpoint.blocks import digest
 from parsl_freetrain.training.checkpoint.box import Box
-from parsl_freetrain.training.checkpoint.manifest import Damaged, damage, read_manifest
+from parsl_freetrain.training.checkpoint.manifest import Damaged, damage
 from parsl_freetrain.training.checkpoint.parts import STRUCTURE, Chunk, read_table
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
 
@@ -52,14 +53,14 @@ class PartReader:
     BadInput
         If the format is another one.
     Damaged
-        If the table is not what was committed.
+        If the table is not what was committed, or a file is missing or has another length.
     """
 
     def __init__(self, folder: Path, *, verify: bool) -> None:
         self._folder = folder
         self._blocks: dict[str, tuple[int, tuple[str, ...]]] = {}
         if verify:
-            self._blocks = read_manifest(folder).blocks
+            self._blocks = manifest.verify(folder, blocks=False).blocks
         self._held: tuple[str, int, memoryview] = ('', 0, memoryview(b''))
         self.bytes_read = 0
         try:

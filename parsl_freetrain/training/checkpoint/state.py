@@ -185,16 +185,18 @@ def collect(content: Mapping[str, Any], position: Position) -> State:
     )
 
 
-def read_state(path: str) -> Saved:
+def read_state(path: str, *, verify: bool = False) -> Saved:
     """Read the checkpoint in the directory ``path``. Tensors are on the CPU. No code of the file is
-    run.
+    run. ``verify``: compare the digests of what is read.
 
     Raises
     ------
     BadInput
         If it is not a checkpoint of this format.
+    Damaged
+        If what is read is not what was committed.
     """
-    reader = PartReader(Path(path), verify=False)
+    reader = PartReader(Path(path), verify=verify)
     wanted = {name: Box.whole(shape) for name, shape in reader.shapes().items()}
     return assemble(path, State(reader.read(wanted), reader.structure()))
 

@@ -95,7 +95,9 @@ class CheckpointStore(Protocol):
         ...
 
     def prune(self, keep: Retention) -> None:
-        """Remove checkpoints that need not be kept, after the newest has been verified."""
+        """Remove checkpoints that need not be kept; the last one that would be left is verified
+        first.
+        """
         ...
 
     def last_fragment(self) -> int:
@@ -252,12 +254,15 @@ class PosixCheckpointStore:
         return tuple(found)
 
     def prune(self, keep: Retention) -> None:
-        """Remove checkpoints that ``keep`` does not keep, after the newest has been verified.
+        """Remove checkpoints that ``keep`` does not keep. If it keeps only the newest, that one is
+        verified first.
 
         Incomplete checkpoints of earlier fragments are removed too. A directory that cannot be
         removed is logged and left.
         """
-        newest = self.latest()
+        newest = self.newest()
+        if newest is not None and keep.kept(self.checkpoints()) <= {newest.path}:
+            newest = self.latest()
         if newest is None:
             return
         committed = self._committed()

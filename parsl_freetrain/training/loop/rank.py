@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
@@ -15,10 +14,8 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
-from parsl_freetrain.training.checkpoint.manifest import Damaged, check_chosen, manifest_digest
-from parsl_freetrain.training.checkpoint.state import read_state
+from parsl_freetrain.training.checkpoint.manifest import Damaged
 from parsl_freetrain.training.checkpoint.store import Fenced, PosixCheckpointStore
 from parsl_freetrain.training.comm.collectives import Peers, is_peer_loss, join
 from parsl_freetrain.training.comm.devices import name_of, take_devices, visible_as
@@ -27,11 +24,11 @@ from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.data.loader import seed_everything
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.loop.handover_receive import receive
 from parsl_freetrain.training.loop.handover_send import Leaving
 from parsl_freetrain.training.loop.parts import RankParts
 from parsl_freetrain.training.loop.sharded_start import begin_sharded
 from parsl_freetrain.training.loop.standby_context import StandbyContext, StandbyPlace
+from parsl_freetrain.training.loop.start import start_of
 from parsl_freetrain.training.loop.training_loop import FragmentEnd
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.messages import Ending, Outcome, RankError, ToRank
@@ -153,31 +150,7 @@ def parts_of(
     store = PosixCheckpointStore(Path(order.store), order.trainer, hook=saving)
     if order.spec.sharded:
         return begin_sharded(order, place, peers, channel, inbox, device, store)
-    handed = order.handover
-    saved = receive(handed, order.trainer, peers) if handed is not None else None
-    latest = None
-
-    def find() -> str:
-        nonlocal latest
-        digest = ''
-        store.fence(order.fragment)
-        if saved is not None and handed is not None:
-            latest = Checkpoint(
-                order.trainer, handed.path, handed.samples, handed.fragment, dict(handed.metrics)
-            )
-        elif (latest := store.latest()) is not None:
-            digest = manifest_digest(Path(latest.path))
-        return json.dumps([latest.path if latest is not None else '', digest])
-
-    # Rank 0 verifies and chooses; the ranks might choose differently if each looked for itself.
-    path, digest = json.loads(peers.tell('checkpoint', find))
-    if path:
-        print(
-            f'Going on from checkpoint {path}{", as it is in memory" if saved is not None else ""}'
-        )
-    if saved is None and path:
-        check_chosen(Path(path), Path(order.store), digest)
-        saved = read_state(path)
+    latest, saved = start_of(order, store, peers)
     leaving = Leaving(order.trainer, peers, inbox)
     checkpointer = Checkpointer(store, order, channel, latest, leaving)
     return RankParts(order, place, peers, channel, inbox, checkpointer, device, saved)

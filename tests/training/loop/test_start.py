@@ -1,0 +1,66 @@
+"""A checkpoint is verified while it is read, and not read without need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.training.checkpoint import manifest
+from parsl_freetrain.training.checkpoint.state import Position, collect, content_of
+from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from parsl_freetrain.training.checkpoint.trainables import sort_out
+from parsl_freetrain.training.comm.collectives import Alone
+from parsl_freetrain.training.loop.start import start_of
+from parsl_freetrain.training.spec.retention import Retention
+from tests.support.ranks import order
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> PosixCheckpointStore:
+    return PosixCheckpointStore(tmp_path / 'store', 'digits')
+
+
+def save(store: PosixCheckpointStore, samples: int) -> Checkpoint:
+    torch.manual_seed(samples)
+    model = nn.Linear(3, 2)
+    prepared = sort_out((model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    state = collect(content_of(prepared), Position(samples, 100, 7, 64, 8, 0))
+    return store.save(state.write, samples=samples, fragment=1, metrics={})
+
+
+@pytest.mark.parametrize('file', ['rank-0.safetensors', 'rank-0-0.pt', 'tensors.json'])
+def test_a_damaged_file_is_found_while_it_is_read(
+    tmp_path: Path, store: PosixCheckpointStore, file: str
+) -> None:
+    before, newest = save(store, 8), save(store, 16)
+    content = bytearray((path := Path(newest.path, file)).read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    latest, saved = start_of(order(tmp_path, 2), store, Alone())
+    assert saved is not None
+    assert (latest, saved.position.samples) == (before, 8)
+    assert len(store.set_aside) == 1
+
+
+def test_pruning_reads_nothing_unless_only_one_would_be_left(
+    store: PosixCheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    blocks_of = manifest.blocks_of
+
+    def counted(file: object) -> tuple[str, ...]:
+        read.append(str(file))
+        return blocks_of(file)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(manifest, 'blocks_of', counted)
+    for samples in (8, 16, 24):
+        save(store, samples)
+        store.prune(Retention(2))
+    assert [checkpoint.samples for checkpoint in store.checkpoints()] == [16, 24]
+    assert len(read) == 2  # of the first, when it was alone: its two files
+    store.prune(Retention(1))
+    assert len(read) > 2
