@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from parsl_freetrain.core.model.errors import BadInput
 
@@ -31,7 +32,7 @@ class Prepared:
         ]
 
 
-def sort_out(things: tuple[Any, ...], *, named: bool = False) -> Prepared:
+def sort_out(things: tuple[Any, ...], *, named: bool = False, sharded: bool = False) -> Prepared:
     """Sort what was given to ``ctx.prepare`` by kind.
 
     Parameters
@@ -39,6 +40,8 @@ def sort_out(things: tuple[Any, ...], *, named: bool = False) -> Prepared:
     named
         Whether every parameter of an optimizer must belong to one of the models, whose names for
         parameters are used in checkpoints.
+    sharded
+        Whether parameters may be divided among ranks.
 
     Raises
     ------
@@ -67,6 +70,15 @@ def sort_out(things: tuple[Any, ...], *, named: bool = False) -> Prepared:
             f'ctx.prepare was given {len(models)} models and {len(optimizers)} '
             'optimizers; it needs at least one of each.'
         )
+    for number, model in enumerate(models, 1):
+        for name, parameter in model.named_parameters():
+            if not sharded and isinstance(parameter, DTensor):
+                raise BadInput(
+                    f'Parameter {name!r} of model {number} of ctx.prepare is a DTensor, so the '
+                    "model is divided among ranks already, and none of the trainer's shapes says "
+                    'so: state them, such as sizes={1: Shape(), 2: Shape(shard=2)}, and let '
+                    'ctx.shard(model) divide it.'
+                )
     known = {id(parameter) for model in models for parameter in model.parameters()}
     strange = [
         p

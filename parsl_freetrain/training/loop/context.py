@@ -118,7 +118,7 @@ class FragmentContext(AroundTheLoop):
                 'ctx.prepare was called twice: call it once, with all models, optimizers '
                 'and schedulers.'
             )
-        prepared = sort_out(things, named=self._division.stated)
+        prepared = sort_out(things, named=self._division.stated, sharded=self._division.sharded)
         for model in prepared.models:
             model.to(self.device)
         for optimizer in prepared.optimizers:

@@ -130,6 +130,13 @@ def has_an_optimizer_that_needs_a_closure(ctx: FragmentContext) -> None:
     ctx.prepare(model, torch.optim.LBFGS(model.parameters()))
 
 
+def is_divided_already(ctx: FragmentContext) -> None:
+    from torch.distributed.tensor import distribute_module
+
+    model = distribute_module(nn.Linear(2, 1), ctx.mesh['data'])
+    ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def keeps_an_object(ctx: FragmentContext) -> None:
     ctx.state['thing'] = object()
     fit(ctx)
@@ -159,6 +166,7 @@ def run(
         (prepares_twice, 'ctx.prepare was called twice'),
         (prepares_a_number, 'was given a int'),
         (prepares_no_optimizer, '0 optimizers'),
+        (is_divided_already, "Parameter 'weight' of model 1 of ctx.prepare is a DTensor"),
         (has_an_optimizer_that_needs_a_closure, 'was given LBFGS, which computes the loss several'),
         (loops_unprepared, 'before ctx.prepare'),
         (loops_too_often, 'ctx.loop was to train 0 samples, but 0 of the total of 16 are left'),
