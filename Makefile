@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 # Parsl starts its own programs by name.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv demo test lint docs bench chaos delay storm evidence clean
+.PHONY: help venv demo test lint docs bench chaos delay storm evidence gpu clean
 
 help:
 	@echo 'make demo    train two networks in the holes of this computer (options: DEMO_ARGS)'
@@ -24,6 +24,7 @@ help:
 	@echo 'make delay   ordinary jobs on a real Slurm cluster, without FreeTrain and with it: who starts later (30 minutes)'
 	@echo 'make storm   a training on a real Slurm cluster that loses nodes and its scheduler for a minute'
 	@echo 'make evidence  replay every row of docs/evidence-replay.md again, where the public records are at hand'
+	@echo 'make gpu     on a node with accelerators: what needs them, and a table for docs/measurements.md'
 	@echo 'make clean   remove what these made, .venv included'
 
 venv: $(INSTALLED)
@@ -68,6 +69,9 @@ storm: $(INSTALLED)
 
 evidence: $(INSTALLED)
 	$(BIN)/python -m tests.replay.evidence demo-out
+
+gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -s -rs tests/gpu $(TEST_ARGS)
 
 clean:
 	rm -rf $(VENV) docs/_build demo-out runinfo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
