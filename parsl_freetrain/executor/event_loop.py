@@ -234,10 +234,10 @@ class EventLoop:
         self._holes_wanted = True
 
     def _look(self, now: float) -> None:
-        """Check time limits, budgets, and requests of other programs."""
+        """Check time limits, budgets, pauses, and requests of other programs."""
         if silent := self._fragments.look(now):
             self._blocks.lose(silent, now)
-        if self._controller.state.budgets.next_spent() <= now:
+        if self._controller.state.next_change_s() <= now:
             self._stream.emit(ev.Tick(now))
         self._requests.look(now)
 

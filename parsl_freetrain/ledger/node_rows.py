@@ -53,14 +53,14 @@ class NodeRows:
         self._rows.update('blocks', {'block': str(block)}, closed, at)
 
     def joined(self, node: str, *, at: float, block: str, name: str) -> None:
-        """A node is ready for fragments; ``node`` is unique within the run, ``name`` is the
-        machine's.
+        """A node is ready for fragments, maybe again; ``node`` is unique within the run, ``name``
+        is the machine's.
         """
-        self._rows.insert(
-            'nodes',
-            {'node': str(node), 'block': str(block), 'name': str(name), 'joined_at': float(at)},
+        self._rows.execute(
+            'INSERT INTO nodes (run, node, block, name, joined_at) VALUES (?, ?, ?, ?, ?) '
+            'ON CONFLICT (run, node) DO UPDATE SET left_at = NULL, how = NULL',
+            (self._rows.run(), str(node), str(block), str(name), float(at)),
             at,
-            replace=True,
         )
 
     def left(self, node: str, *, at: float, how: str) -> None:

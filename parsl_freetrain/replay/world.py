@@ -60,8 +60,8 @@ class World:
         return None
 
     def next_spent_s(self) -> float:
-        """When the next budget is spent if nothing happens before; infinite: never."""
-        return self._controller.state.budgets.next_spent()
+        """When the controller has to decide next if nothing happens before; infinite: never."""
+        return self._controller.state.next_change_s()
 
     def next_measurement_s(self) -> float:
         """When the next speed is measured if nothing happens before; infinite: never."""

@@ -184,6 +184,11 @@ def test_a_node_that_is_stopped_is_lost_in_time_and_the_others_go_on(
             lambda: len(ranks.intersection(forks(started.processes()))) <= 2 + 1,
             'ranks are left on the bad node',
         )
+        if victim is worker:
+            bad.resume()
+            wait_until(
+                lambda: future.progress().nodes == 2, 'the node that came back is not used again'
+            )
 
 
 def test_steps_that_take_longer_than_a_hang_are_none(tmp_path: Path) -> None:

@@ -26,8 +26,11 @@ from parsl_freetrain.core.model.types import BlockRequest
 # A multiple of the setting 'stalls', since several holes that are too short may be bad luck.
 FRUITLESS = 4
 
-BUDGET_SPENT = 'BudgetSpent'
-"""The trigger of decisions when a budget is spent, for which there is no event."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""After failures in a row."""
+
+BUDGET_SPENT, PAUSE_OVER = 'BudgetSpent', 'PauseOver'
+"""Triggers of decisions for which there is no event."""
 
 
 class Controller:
@@ -98,6 +101,8 @@ class Controller:
         if not events:
             return Reply()
         at = events[-1].at
+        if self.state.end_pauses(at):
+            triggers[PAUSE_OVER] = None
         if stopped := self._stop_spent(at):
             actions += stopped
             triggers[BUDGET_SPENT] = None
@@ -268,7 +273,7 @@ class Controller:
         trainer.samples = trainer.reached = max(trainer.samples, event.samples)
         trainer.waiting_since = event.at
         if progressed:
-            trainer.stalled = trainer.fruitless = 0
+            trainer.stalled = trainer.fruitless = trainer.failures = 0
         if event.ending is ev.Ending.FINISHED:
             return [self._end(trainer, 'finished')], True
         if trainer.dismissed:
@@ -308,7 +313,18 @@ class Controller:
                         ),
                     )
                 ], True
+        if event.ending is not ev.Ending.STOPPED and not ended.broken and not progressed:
+            self._pause(trainer, event.at)
         return [], True
+
+    def _pause(self, trainer: TrainerState, at: float) -> None:
+        """Wait before the next fragment, twice as long each time: what makes one fail, such as a
+        full disk, may pass. The first failure may be an accident.
+        """
+        trainer.failures += 1
+        if trainer.failures > 1:
+            pause_s = min(FIRST_PAUSE_S * 2 ** (trainer.failures - 2), LONGEST_PAUSE_S)
+            self.state.pause(trainer.trainer.name, at + pause_s)
 
     @_take_in.register
     def _(self, event: ev.TrainerCancelled) -> tuple[list[ev.Action], bool]:

@@ -53,6 +53,9 @@ class TrainerState:
     former: tuple[str, ...] = ()  # the nodes of the last fragment
     errors: int = 0
     stalled: int = 0
+    failures: int = (
+        0  # consecutive fragments that failed without progress, on nodes that were there
+    )
     waiting_since: float = 0.0  # since when it has had no nodes
     reached: int = 0  # samples trained so far, saved or not
     fruitless: int = 0  # consecutive fragments that used up their holes without progress
@@ -139,6 +142,7 @@ class ControllerState:
         )
         self._queue: dict[str, TrainerState] = {}
         self._functions: dict[str, list[Profile]] = {}
+        self._pausing: dict[str, float] = {}  # trainers that wait after failures, and until when
         self._leaving: dict[str, TrainerState] = {}
 
     def timed(self) -> None:
@@ -175,6 +179,24 @@ class ControllerState:
         self._withdraw(name)
         if trainer.running:
             self._leaving[name] = trainer
+
+    def pause(self, name: str, until_s: float) -> None:
+        """Give a trainer no nodes until then; the next one gets its turn."""
+        self._withdraw(name)
+        self._pausing[name] = until_s
+
+    def end_pauses(self, at: float) -> bool:
+        """Queue the trainers whose pause is over; whether there are any."""
+        over = [name for name, until_s in self._pausing.items() if until_s <= at]
+        for name in over:
+            del self._pausing[name]
+            self._queue[name] = self.trainers[name]
+        self._admit()
+        return bool(over)
+
+    def next_change_s(self) -> float:
+        """When something happens next without an event: a budget is spent, or a pause is over."""
+        return min([self.budgets.next_spent(), *self._pausing.values()])
 
     def remove(self, name: str) -> None:
         """Remove a trainer that has ended."""
@@ -238,6 +260,7 @@ class ControllerState:
 
     def _withdraw(self, name: str) -> None:
         self._queue.pop(name, None)
+        self._pausing.pop(name, None)
         if self.turn.pop(name, None):
             self.changed[name] = None
         self._admit()

@@ -269,6 +269,7 @@ class BlockManager:
         if at < until_s:
             return self._unusable(block_id, manager, FreeTrainError(why), at)
         self._backoff.reset()
+        block.unusable.discard(manager)
         block.nodes[manager] = name
         block.managers[name] = manager
         if not block.noticed:
@@ -303,8 +304,10 @@ class BlockManager:
 
     def poll(self, statuses: dict[str, JobStatus], at: float) -> None:
         """Compare with the batch system's answer. Blocks with an unknown state are left
-        unchanged.
+        unchanged. Nodes that were lost, and whose managers are still connected, are greeted again.
         """
+        if any(block.unusable - block.greeted for block in self.blocks.values()):
+            self.greet_new()
         for block_id, block in list(self.blocks.items()):
             status = statuses.get(block_id)
             if status is not None and status.terminal:
@@ -365,6 +368,7 @@ class BlockManager:
             for node in lost:
                 del block.nodes[node]
                 block.unusable.add(node)
+                block.greeted.discard(node)  # it may come back
             self._emit_gone(lost, 'lost', at)
 
     def avoid(self, node: str, why: str, at: float) -> None:

@@ -14,6 +14,7 @@ from parsl_freetrain.training.spec.messages import (
     Progress,
     RankEnded,
     Rendezvous,
+    SavingCheckpoint,
     StandbyReady,
     Started,
     TotalSamples,
@@ -54,8 +55,10 @@ class Listener:
                     no.MetricsReported(then, name, number, samples, rate, metrics),
                     ev.FragmentProgressed(at, name, number, samples, rate),
                 )
+            case SavingCheckpoint():
+                fragment.saving = True
             case CheckpointSaved() as saved:
-                fragment.stepped_at = at
+                fragment.stepped_at, fragment.saving = at, False
                 record.checkpoint = fragment.note_checkpoint(
                     saved.path, saved.samples, saved.metrics
                 )
@@ -66,10 +69,14 @@ class Listener:
                 fragment.awaited.discard(member)
                 if not fragment.awaited:
                     self._members.ask_to_stop(fragment, at)
-            case RankEnded(rank, ok):
+            case RankEnded(rank, ok, died):
                 fragment.ended.setdefault(member, {}).setdefault(rank, at)
+                fragment.died = fragment.died or died
                 if not ok:
-                    fragment.trouble_at = fragment.trouble_at or at
+                    self._members.in_trouble(fragment, at)
+        if fragment.died and not fragment.saving and not fragment.stop:
+            # The others cannot train on. A checkpoint that is being written is worth the wait.
+            self._members.give_up(fragment, 'one of its ranks died')
 
     def _started(
         self, started: Started, fragment: RunningFragment, record: TrainerRecord, at: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.executor.fragment.state import RunningFragment
-from parsl_freetrain.training.spec.messages import Abandon, StopTraining, ToMember
+from parsl_freetrain.training.spec.messages import Abandon, AreYouThere, StopTraining, ToMember
 
 
 class Members:
@@ -38,6 +38,12 @@ class Members:
                 rank for ranks in fragment.ended.values() for rank in ranks
             )
             self.tell_all(fragment, Abandon(why))
+
+    def in_trouble(self, fragment: RunningFragment, at: float) -> None:
+        """A rank has failed. If others have lost touch with a node, it is silent: ask all."""
+        if fragment.trouble_at is None:
+            fragment.trouble_at = fragment.asked_at = at
+            self.tell_all(fragment, AreYouThere())
 
     def catch_up(self, fragment: RunningFragment, member: int) -> None:
         """Tell a member that has just reported what the others were told before."""

@@ -42,6 +42,7 @@ from parsl_freetrain.training.process.rank_process import RankProcess
 from parsl_freetrain.training.spec.messages import (
     Abandon,
     Alive,
+    AreYouThere,
     Exit,
     FromRank,
     Hello,
@@ -336,7 +337,7 @@ class Member:
             result = self._results[rank]
             if result.outcome is None and result.status is None:
                 # The fork server is gone, and the rank with it.
-                control.send(RankEnded(rank, ok=False))
+                control.send(RankEnded(rank, ok=False, died=True))
             return False
         result = self._results[rank]
         match message:
@@ -346,7 +347,7 @@ class Member:
             case Exit(status):
                 self._results[rank] = replace(result, status=status)
                 if result.outcome is None:
-                    control.send(RankEnded(rank, ok=False))
+                    control.send(RankEnded(rank, ok=False, died=True))
             case RankPid() | Waiting() | None:
                 pass
             case _:
@@ -375,6 +376,8 @@ class Member:
         match message:
             case StartStandby(wait_s):
                 self._start_standby(wait_s, control)
+            case AreYouThere():
+                control.send(Alive())
             case Abandon(why):
                 logger.info('Told to abandon the fragment: %s', why)
                 for process in self._ranks.values():

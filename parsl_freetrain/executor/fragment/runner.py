@@ -230,7 +230,7 @@ class FragmentRunner:
             return
         came = fragment.settled[back.member] = came_back(back.done)
         if isinstance(came, BaseException) or not all(result.ok for result in came):
-            fragment.trouble_at = fragment.trouble_at or at
+            self._members.in_trouble(fragment, at)
         if fragment.over():
             self._conclude(fragment, at)
 

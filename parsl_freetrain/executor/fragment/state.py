@@ -29,6 +29,10 @@ FAULTY_NODES = 3
 _ENDINGS = {'finished': Ending.FINISHED, 'stopped': Ending.STOPPED}
 
 
+ANSWER_S = 2.0
+"""Seconds for a member to answer when other ranks have lost touch with somebody."""
+
+
 @dataclass(frozen=True)
 class FragmentResult:
     """How a fragment ended.
@@ -82,6 +86,9 @@ class RunningFragment:
     leaving: frozenset[str] = frozenset()  # nodes of it that are given back when it has stopped
     begins_with: Handover | None = None  # the state that it finds in memory
     trouble_at: float | None = None
+    asked_at: float | None = None  # when its members were asked whether they are there
+    died: bool = False  # one of its ranks has died without a word
+    saving: bool = False  # rank 0 is writing a checkpoint
     stepped_at: float | None = None  # when rank 0 last told of a step or a checkpoint
     rendezvous: Rendezvous | None = None
     heard: dict[int, float] = field(default_factory=dict)  # member -> when it was last heard of
@@ -136,6 +143,14 @@ class RunningFragment:
                     'its ranks ended, and its Parsl manager has not passed that on '
                     f'within {patience_s:g} s'
                 )
+            elif (
+                self.asked_at is not None
+                and at - self.asked_at > ANSWER_S
+                and self.heard.get(member, at) < self.asked_at
+            ):
+                found[node] = (
+                    f'no sign of life for {ANSWER_S:g} s after other ranks had lost touch with it'
+                )
             elif len(ended) < self.ranks_per_node and at - self.heard.get(member, at) > patience_s:
                 found[node] = f'no sign of life for {patience_s:g} s'
             elif (
@@ -152,6 +167,7 @@ class RunningFragment:
         means nothing.
         """
         self.stepped_at = None if self.stepped_at is None else self.stepped_at + seconds
+        self.asked_at = None if self.asked_at is None else self.asked_at + seconds
         self.abandoned_at = None if self.abandoned_at is None else self.abandoned_at + seconds
         self.heard = {member: at + seconds for member, at in self.heard.items()}
         self.ended = {

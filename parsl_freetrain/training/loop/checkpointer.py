@@ -24,6 +24,7 @@ from parsl_freetrain.training.spec.messages import (
     Ending,
     Outcome,
     RankError,
+    SavingCheckpoint,
     ToRank,
 )
 from parsl_freetrain.training.spec.order import FragmentOrder
@@ -265,6 +266,7 @@ class Checkpointer:
                 writers.follow(save, state)
                 self._longest_s = max(self._longest_s, time.monotonic() - began)
                 return  # rank 0 commits and tells
+            self._channel.send(SavingCheckpoint())
             self.last = self._store.save(
                 state.write
                 if writers is None

@@ -81,6 +81,10 @@ class Progress(Message, frozen=True):
     at: Seconds
 
 
+class SavingCheckpoint(Message, frozen=True):
+    """Rank 0 begins to write a checkpoint."""
+
+
 class CheckpointSaved(Message, frozen=True):
     """A checkpoint has been committed.
 
@@ -105,14 +109,8 @@ class CheckpointSaved(Message, frozen=True):
 
 
 class RankError(msgspec.Struct, frozen=True):
-    """An exception of the user's function.
-
-    Attributes
-    ----------
-    type, message, traceback
-        As strings.
-    exception
-        ``cloudpickle.dumps((exception, tblib's traceback dict))``; None if it cannot be sent.
+    """An exception of the user's function, as texts, and as
+    ``cloudpickle.dumps((exception, tblib's traceback dict))``; None if it cannot be sent.
     """
 
     type: str
@@ -183,6 +181,7 @@ FromRank = (
     | TotalSamples
     | Started
     | Progress
+    | SavingCheckpoint
     | CheckpointSaved
     | Outcome
     | Exit
@@ -226,10 +225,11 @@ class Notice(Message, frozen=True):
 
 
 class RankEnded(Message, frozen=True):
-    """A rank has ended; ``ok``: it finished, or stopped as requested."""
+    """A rank has ended; ``ok``: it finished, or stopped as requested; ``died``: without a word."""
 
     rank: Count
     ok: bool
+    died: bool = False
 
 
 class StandbyReady(Message, frozen=True):
@@ -246,6 +246,7 @@ MemberMessage = (
     | TotalSamples
     | Started
     | Progress
+    | SavingCheckpoint
     | CheckpointSaved
 )
 
@@ -273,6 +274,10 @@ class Abandon(Message, frozen=True):
     why: str
 
 
+class AreYouThere(Message, frozen=True):
+    """Answer :class:`Alive` at once: other ranks have lost touch with somebody."""
+
+
 class StartStandby(Message, frozen=True):
     """Start standby ranks for the next fragment; they end if it does not come within ``wait_s``
     seconds.
@@ -281,7 +286,7 @@ class StartStandby(Message, frozen=True):
     wait_s: Seconds
 
 
-ToMember = Rendezvous | StopTraining | Abandon | StartStandby
+ToMember = Rendezvous | StopTraining | Abandon | AreYouThere | StartStandby
 
 
 # ---- to and from a node's fork server ----

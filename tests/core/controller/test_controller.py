@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from parsl_freetrain.core.allocation.problem import Answer, Problem
@@ -500,6 +502,35 @@ def test_fragments_that_die_without_progress_on_sound_nodes_end_the_trainer() ->
     assert action.state == 'failed'
     assert '2 fragments in a row' in action.why
     assert 'fragment 6: rank 1 was killed' in action.why
+
+
+@pytest.mark.parametrize('ending', [Ending.PREEMPTED, Ending.FAILED])
+def test_failures_in_a_row_are_followed_by_growing_pauses(ending: Ending) -> None:
+    """Whatever is wrong for some seconds, such as a full disk, does not end the trainer."""
+    story = RunHistory(ControllerSettings(stalls=100, retries=100, idle_block_s=1e6))
+    story.submit('net')
+    story.join('b', 'n1')
+    assert starts(story.ended('net', 1, ending)) == {'net': {'n1'}}  # it may be an accident
+    for fragment, pause_s in enumerate([1, 2, 4, 8, 16, 32, 60, 60], 2):
+        assert story.ended('net', fragment, ending) == ()
+        due_s = story.at + pause_s
+        assert story.controller.state.next_change_s() == due_s
+        assert story.tick(pause_s - 0.5) == ()
+        assert starts(story.tick(0.5)) == {'net': {'n1'}}
+    assert starts(story.ended('net', 10, ending, samples=8)) == {'net': {'n1'}}
+    assert starts(story.ended('net', 11, ending, samples=8)) == {'net': {'n1'}}
+
+
+def test_while_a_trainer_pauses_another_one_has_its_nodes_and_it_can_be_cancelled() -> None:
+    story = RunHistory(ControllerSettings(stalls=100, trainers_at_a_time=1))
+    story.submit('net')
+    story.submit('next')
+    story.join('b', 'n1')
+    story.ended('net', 1, Ending.PREEMPTED)
+    assert starts(story.ended('net', 2, Ending.PREEMPTED)) == {'next': {'n1'}}
+    assert story.tell(ev.TrainerCancelled(story.at, 'net')) == (EndTrainer('net', 'cancelled'),)
+    assert story.tick(5) == ()
+    assert story.controller.state.next_change_s() == math.inf
 
 
 def test_steps_longer_than_the_holes_end_the_trainer_with_a_sentence() -> None:

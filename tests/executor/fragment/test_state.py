@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -12,12 +13,25 @@ import tblib
 from parsl_freetrain import Timeouts
 from parsl_freetrain.core.model.events import Ending, StartFragment
 from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.executor.fragment.listener import Listener
 from parsl_freetrain.executor.fragment.members import Members
 from parsl_freetrain.executor.fragment.rank_result import RankResult
-from parsl_freetrain.executor.fragment.state import RunningFragment
+from parsl_freetrain.executor.fragment.state import ANSWER_S, RunningFragment
 from parsl_freetrain.executor.fragment.watchdog import NodeSilent, Watchdog
+from parsl_freetrain.executor.notices import Stream
+from parsl_freetrain.training.spec.messages import (
+    Abandon,
+    Alive,
+    AreYouThere,
+    CheckpointSaved,
+    FromMember,
+    Outcome,
+    RankEnded,
+    RankError,
+    SavingCheckpoint,
+    StateLeft,
+)
 from parsl_freetrain.training.spec.messages import Ending as Ending_
-from parsl_freetrain.training.spec.messages import Outcome, RankError, StateLeft
 from parsl_freetrain.training.spec.order import Handover
 
 
@@ -301,3 +315,63 @@ def test_what_rank_0_has_sent_is_handed_over_where_just_that_was_kept(
     assert fragment.handover(fragment.verdict()) == (
         (node, Handover('d', '/c/9', 900, 7)) if node else None
     )
+
+
+class Told:
+    """Keeps what members are told."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    def send(self, key: Any, message: Any) -> None:
+        self.messages.append((key[2], message))
+
+
+def listening() -> tuple[Told, Listener, RunningFragment]:
+    told = Told()
+    listener = Listener(Members(told), Stream([]))  # type: ignore[arg-type]
+    return told, listener, running_fragment(3)
+
+
+def test_a_node_that_does_not_answer_when_others_lost_touch_is_lost_soon() -> None:
+    told, listener, fragment = listening()
+    watchdog = Watchdog(Timeouts(hang_s=100.0))
+
+    def hear(member: int, message: Any, at: float) -> None:
+        listener.heard(FromMember('cnn', 7, member, message), fragment, None, at)  # type: ignore[arg-type]
+
+    for member in range(3):
+        hear(member, Alive(), 10.0)
+    hear(0, RankEnded(0, ok=False), 10.5)
+    assert [message for _, message in told.messages] == [AreYouThere()] * 3
+    hear(1, Alive(), 10.6)  # the answer of a rank that computes a long step
+    assert watchdog.look([fragment], 10.5 + ANSWER_S) == []
+    (found,) = watchdog.look([fragment], 10.6 + ANSWER_S)
+    assert isinstance(found, NodeSilent) and found.node == 'n2'
+    assert found.why.startswith('no sign of life for 2 s after other ranks')
+
+
+@pytest.mark.parametrize('saving', [False, True])
+def test_a_fragment_is_given_up_at_once_when_a_rank_died_but_a_checkpoint_is_written_first(
+    saving: bool,
+) -> None:
+    told, listener, fragment = listening()
+    record: Any = SimpleNamespace(checkpoint=None)
+
+    def hear(member: int, message: Any) -> None:
+        listener.heard(FromMember('cnn', 7, member, message), fragment, record, 10.0)
+
+    if saving:
+        hear(0, SavingCheckpoint())
+    hear(1, RankEnded(1, ok=False, died=True))
+    if saving:
+        assert not fragment.abandoned
+        hear(0, CheckpointSaved('/c', 8, {}, seconds=1.0, pause_s=0.0, at=10.0))
+    assert fragment.abandoned == 'one of its ranks died'
+    assert [message for _, message in told.messages][-1] == Abandon(fragment.abandoned)
+    fragment.settled = {
+        0: [result(0, 'n0', status=-9)],
+        1: [result(1, 'n1', status=-11)],
+        2: [result(2, 'n2', status=-9)],
+    }
+    assert 'rank 1 on n1 was ended by SIGSEGV' in fragment.verdict().error

@@ -42,6 +42,7 @@ NEWS: list[Any] = [
     ms.TotalSamples(100),
     ms.Started(0, 0, 1.0),
     ms.Progress(10, METRICS, 2.0, 3.0),
+    ms.SavingCheckpoint(),
     ms.CheckpointSaved('/c\udc80', 10, METRICS, seconds=0.2, pause_s=0.1, at=3.0),
 ]
 FROM_RANK = [
@@ -66,7 +67,7 @@ FROM_MEMBER = [
 ]
 STOP = ms.StopTraining('preempted', node_leaves=True)
 TO_RANK = [RENDEZVOUS, STOP, ms.NodeStays()]
-TO_MEMBER = [RENDEZVOUS, STOP, ms.Abandon('hangs'), ms.StartStandby(150.0)]
+TO_MEMBER = [RENDEZVOUS, STOP, ms.Abandon('hangs'), ms.AreYouThere(), ms.StartStandby(150.0)]
 REQUESTS = [
     ms.Launch(ORDER, PLACE, {'A': '\udc80'}, 'digest'),
     ms.LaunchStandby(ORDER, PLACE, {}, 'digest', 30.0),
