@@ -86,18 +86,9 @@ class SavingCheckpoint(Message, frozen=True):
 
 
 class CheckpointSaved(Message, frozen=True):
-    """A checkpoint has been committed.
-
-    Attributes
-    ----------
-    path, samples, metrics
-        As in :class:`~parsl_freetrain.core.model.types.Checkpoint`.
-    seconds
-        Time to write it; a stop must allow for the same time.
-    pause_s
-        Seconds for which training was paused.
-    at
-        Time of the commit, in seconds since the epoch.
+    """A checkpoint has been committed, with fields as in
+    :class:`~parsl_freetrain.core.model.types.Checkpoint`, at ``at`` seconds since the epoch.
+    Writing it took ``seconds``, as long as a stop may take; training was paused for ``pause_s``.
     """
 
     path: str
