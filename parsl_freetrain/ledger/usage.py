@@ -1,4 +1,4 @@
-"""What earlier runs have used of the budgets of users, groups and trainers."""
+"""What runs have used of the budgets of users, groups and trainers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from parsl_freetrain.core.allocation.constraints import keys_of
 from parsl_freetrain.core.model.events import TrainerSubmitted
 from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.ledger.rows import RunHistory, RunRow
 
 
 def used_node_s(ledger: Path) -> dict[str, float]:
@@ -22,20 +23,37 @@ def used_node_s(ledger: Path) -> dict[str, float]:
     """
     if not ledger.exists():
         return {}
-    used: dict[str, float] = {}
     with Reader(ledger) as reader:
         story = reader.story()
-        for run in story.runs:
-            owners = {
-                event.trainer.name: keys_of(event.trainer)
-                for batch in reader.batches(run)
-                for event in batch.events
-                if isinstance(event, TrainerSubmitted)
-            }
-            for fragment in story.fragments:
-                if fragment.run == run.id:
-                    end = run.last_at if fragment.ended_at is None else fragment.ended_at
-                    node_s = len(fragment.nodes) * max(end - fragment.decided_at, 0.0)
-                    for key in owners.get(fragment.trainer, ()):
-                        used[key] = used.get(key, 0.0) + node_s
+        return used_until(reader, story, story.runs[-1], None) if story.runs else {}
+
+
+def used_until(
+    reader: Reader, story: RunHistory, last: RunRow, now: float | None
+) -> dict[str, float]:
+    """The same up to a run, whose running fragments count until ``now`` (epoch seconds); None: they
+    count until the run was last heard of.
+    """
+    used: dict[str, float] = {}
+    for run in story.runs:
+        if run.id > last.id:
+            break
+        owners = owners_in(reader, run)
+        until = now if now is not None and run.id == last.id else run.last_at
+        for fragment in story.fragments:
+            if fragment.run == run.id:
+                end = until if fragment.ended_at is None else fragment.ended_at
+                node_s = len(fragment.nodes) * max(end - fragment.decided_at, 0.0)
+                for key in owners.get(fragment.trainer, ()):
+                    used[key] = used.get(key, 0.0) + node_s
     return used
+
+
+def owners_in(reader: Reader, run: RunRow) -> dict[str, tuple[str, ...]]:
+    """By trainer of a run, the keys of the budgets and shares that it counts for."""
+    return {
+        event.trainer.name: tuple(keys_of(event.trainer))
+        for batch in reader.batches(run)
+        for event in batch.events
+        if isinstance(event, TrainerSubmitted)
+    }

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from parsl_freetrain.cli.live.limits import LimitNow, limits_of
 from parsl_freetrain.cli.live.liveness import Liveness, life_of
 from parsl_freetrain.cli.where import run_named
 from parsl_freetrain.core.allocation.problem import Allocator, relative_gap
@@ -86,6 +87,7 @@ class RunStatus:
     trainers: tuple[TrainerNow, ...] = ()
     blocks: tuple[BlockNow, ...] = ()
     decision: DecisionNow | None = None
+    limits: tuple[LimitNow, ...] = ()
 
 
 def snapshot(
@@ -126,6 +128,7 @@ def snapshot(
         ),
         blocks=_blocks(story, run, now) if going else (),
         decision=_last_decision(reader, run, now) if going else None,
+        limits=limits_of(reader, story, run, now, going),
     )
 
 

@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from parsl_freetrain.cli.live.limits import in_words
 from parsl_freetrain.cli.live.snapshot import BlockNow, RunStatus, TrainerNow, snapshot
 from parsl_freetrain.core.allocation.problem import Allocator
 from parsl_freetrain.core.model.errors import BadInput
@@ -206,6 +207,7 @@ class _Screen:
                 )
         if len(seen.blocks) > MOST_BLOCKS:
             yield _cut(f'and {len(seen.blocks) - MOST_BLOCKS} more blocks', 'dim')
+        yield from (Text(clean(in_words(limit)), 'dim') for limit in seen.limits)
         if seen.life.sentence:
             yield Text(clean(seen.life.sentence), 'yellow')
 
