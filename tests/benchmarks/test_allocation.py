@@ -16,11 +16,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 import matplotlib.pyplot as plt
 import pytest
 
+from parsl_freetrain.core.allocation import solution
 from parsl_freetrain.core.allocation.block_groups import grouped, groups_of
 from parsl_freetrain.core.allocation.problem import Allocator, Bid, Block, Problem
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
@@ -172,6 +173,31 @@ def test_allocation_with_ends() -> None:
         assert (
             len(groups_of(some[0])) == len(grouped(some[0], groups_of(some[0])).places) == ends + 1
         )
+
+
+def test_allocation_with_many_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gap after some CPU time, and CPU time until the proof; limits count CPU time here."""
+    monkeypatch.setattr(solution, 'perf_counter', process_time)
+    ColumnAllocator().allocate(problem(random.Random(0), 3, 12, 1))  # imports
+    print(f'\nBranch and price, limits in CPU time ({MACHINE})')
+    for trainers, nodes, ends, limits, seeds in (
+        (35, 500, 1, (0.05, 2.0), 100),
+        (35, 500, 2, (0.05, 2.0), 100),
+        (35, 500, 3, (0.05, 2.0), 100),
+        (100, 4734, 10, (0.2, 2.0), 20),
+    ):
+        some = [problem(random.Random(seed), trainers, nodes, ends) for seed in range(seeds)]
+        for limit_s in limits:
+            answers = [ColumnAllocator(limit_s).allocate(one) for one in some]
+            gaps = sorted(100 * (answer.gap or 0.0) for answer in answers)
+            took = [1e3 * answer.seconds for answer in answers]
+            proven = sum(answer.status == 'optimal' for answer in answers)
+            print(
+                f'  {trainers:5} x {nodes:5}, {ends:2} ends, {limit_s:4} s   gap %: median '
+                f'{statistics.median(gaps):.3f}, 95 % of the seeds below '
+                f'{gaps[math.ceil(0.95 * seeds) - 1]:.3f}; proven {proven} of {seeds}; '
+                f'CPU {shown(took)}'
+            )
 
 
 def test_allocation_growth() -> None:

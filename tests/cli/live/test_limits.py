@@ -46,8 +46,8 @@ def test_status_shows_budgets_over_restarts_and_minimum_shares(tmp_path: Path) -
         view = LiveView(reader)
         seen = view.snapshot(2030.0)
         assert seen.limits == (
-            LimitNow('budget', 'user anna', 400.0, pytest.approx(160.0)),
-            LimitNow('budget', 'total', 150.0, pytest.approx(160.0)),
+            LimitNow('budget', 'user anna', 400.0, 160.0),
+            LimitNow('budget', 'total', 150.0, 160.0),
             LimitNow('minimum share', 'user anna', 3, 2),
         )
         assert as_document(seen)['limits'][2]['whose'] == 'user anna'
