@@ -23,6 +23,7 @@ from parsl_freetrain.training.checkpoint.state import (
 from parsl_freetrain.training.checkpoint.trainables import check_schedulers, sort_out
 from parsl_freetrain.training.data.loader import size_of
 from parsl_freetrain.training.data.order import GlobalOrder, samples_in
+from parsl_freetrain.training.data.stream import ENDLESS, NumberedStream, is_stream
 from parsl_freetrain.training.loop.around_loop import AroundTheLoop
 from parsl_freetrain.training.loop.hooks import run_all
 from parsl_freetrain.training.loop.parts import BatchSource, Model, RankParts
@@ -183,14 +184,16 @@ class FragmentContext(AroundTheLoop):
         Parameters
         ----------
         dataset
-            A map-style dataset: it has a length and an index.
+            A map-style dataset: it has a length and an index. Or a stream, such as an
+            IterableDataset, which every rank reads in the same order; then each rank gets its own
+            samples of it, and the total is in samples.
         batch_size
             Number of samples in a global batch, over all ranks: what one optimizer step sees. In
             scaled mode, the number for the reference number of ranks.
         epochs, samples
             How much this loop trains, if the function has several; in the unit of the total.
         shuffle
-            Whether each epoch has its own random order.
+            Whether each epoch has its own random order. A stream keeps its order.
         collate_fn, num_workers
             As in DataLoader.
 
@@ -208,7 +211,12 @@ class FragmentContext(AroundTheLoop):
         if self._loop is not None and not self._state.complete:
             raise BadInput(self._left_early())
         check_schedulers(self._model.prepared)
-        size = size_of(dataset)
+        size, stream = ENDLESS, None
+        if is_stream(dataset):
+            self._check_stream(epochs, num_workers)
+            dataset = stream = NumberedStream(dataset, self._order.spec.mode.seed)
+        else:
+            size = size_of(dataset)
         self._loops += 1
         here, saved = self._saved is None or self._loops == self._saved.position.loop, self._saved
         if here:
@@ -251,17 +259,31 @@ class FragmentContext(AroundTheLoop):
             if saved.position.finished and saved.position.total_samples == total:
                 self._state.finished, self._state.result = True, saved.position.result
                 raise FragmentEnd
+        if stream is not None and self.samples < base + length:
+            stream.check_same(self.samples - base, self._peers)
         data_order = GlobalOrder(
             dataset_size=size,
             batch_size=mode.batch_size(batch_size, self.world_size)
             if isinstance(mode, Scaled)
             else batch_size,
             seed=mode.seed,
-            shuffle=shuffle,
+            shuffle=shuffle and stream is None,
             total_samples=length,
             aligned=not isinstance(mode, Scaled),
         )
         return self._loop.run(BatchSource(data_order, dataset, collate_fn, num_workers, base))
+
+    def _check_stream(self, epochs: float | None, num_workers: int) -> None:
+        if epochs is not None or self._order.spec.total_epochs is not None:
+            raise BadInput(
+                'ctx.loop was given a stream, which has no epochs: state how much to train in '
+                'samples (total_samples of the trainer, and samples of ctx.loop).'
+            )
+        if num_workers:
+            raise BadInput(
+                f'ctx.loop was given a stream and num_workers={num_workers}; a stream is read in '
+                'its own order by one process: leave out num_workers.'
+            )
 
     def _lengths(
         self, base: int, size: int, epochs: float | None, samples: int | None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.loop.context import FragmentContext
@@ -109,12 +109,8 @@ def forgets_a_scheduler(ctx: FragmentContext) -> None:
     ctx.loop(DATA, 4)
 
 
-def has_a_stream(ctx: FragmentContext) -> None:
-    class Stream(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter([1, 2])
-
-    fit(ctx, data=Stream())
+def has_a_generator(ctx: FragmentContext) -> None:
+    fit(ctx, data=(x for x in [1, 2]))
 
 
 def has_sparse_gradients(ctx: FragmentContext) -> None:
@@ -178,7 +174,7 @@ def run(
         (steps_outside, 'outside of ctx.loop'),
         (forgets_to_step, 'call optimizer.step() once in every turn'),
         (forgets_a_scheduler, 'not given to ctx.prepare'),
-        (has_a_stream, 'was given a Stream'),
+        (has_a_generator, 'was given a generator, which can be read only once'),
         (has_sparse_gradients, 'sparse'),
         (keeps_an_object, 'ctx.state cannot be saved'),
         (empty_batch, 'batch size is 0'),

@@ -1,0 +1,150 @@
+"""Streams: datasets that can be read only in their own order, with a position that does not depend
+on the ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.comm.variable_rows import gather_bytes
+from parsl_freetrain.training.data.loader import MicroBatch, seed_everything
+
+ENDLESS = 2**53
+"""The length that a stream counts as."""
+
+
+def is_stream(dataset: object) -> bool:
+    """Whether a dataset has no index."""
+    return isinstance(dataset, IterableDataset) or (
+        hasattr(dataset, '__iter__') and not hasattr(dataset, '__getitem__')
+    )
+
+
+class NumberedStream(Dataset[Any]):
+    """A stream whose samples are numbered from 0, over all its passes. Every rank reads the whole
+    stream and keeps the samples that are its own.
+
+    Before each sample the random number generators are seeded by its number. To go on at a number,
+    the samples before it are skipped, by the stream's own ``skip(n)`` if it has one. At the end the
+    stream is read again from its beginning, after ``set_epoch(pass)`` if it has that.
+
+    Raises
+    ------
+    BadInput
+        If it can be read only once.
+    """
+
+    def __init__(self, stream: Any, seed: int) -> None:
+        if iter(stream) is stream:
+            raise BadInput(
+                f'ctx.loop was given a {type(stream).__name__}, which can be read only once, so '
+                'that a fragment could not go on in it: give an object that begins anew with each '
+                'iter(), such as an IterableDataset.'
+            )
+        self._stream = stream
+        self._seed = seed
+        self._samples: Iterator[Any] = iter(())
+        self._next = 0
+        self._pass = -1
+        self._last: tuple[int, Any] | None = None
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        """The samples of these numbers, which increase."""
+        return [self._sample(number) for number in numbers]
+
+    def check_same(self, number: int, peers: Peers) -> None:
+        """Check that a sample is the same on all ranks, which all call this.
+
+        Raises
+        ------
+        BadInput
+            If it is not.
+        """
+        if peers.world_size == 1:
+            return
+        digest = hashlib.blake2b(digest_size=16)
+        for part in _bytes_of(self._sample(number)):
+            digest.update(part)
+        if len(set(gather_bytes(peers, digest.digest()))) > 1:
+            raise BadInput(
+                f'Sample {number} of the stream given to ctx.loop is not the same on all ranks: do '
+                'not divide the stream by rank or shuffle it differently; ctx.loop gives each rank '
+                'its own samples.'
+            )
+
+    def _sample(self, number: int) -> Any:
+        if self._last is not None and self._last[0] == number:
+            return self._last[1]
+        if self._pass < 0 or number < self._next:
+            self._begin(number)
+        while self._next < number:
+            self._read()
+        self._last = number, self._read()
+        return self._last[1]
+
+    def _begin(self, number: int) -> None:
+        self._pass, self._next = 0, 0
+        if number:
+            print(f'Skipping {number} samples of the stream')
+        if number and hasattr(self._stream, 'skip'):
+            try:
+                # Within the first pass; in later ones, reading finds the end of each.
+                self._samples = iter(self._stream.skip(number))
+                self._seed_for(number)
+                first = next(self._samples)
+            except StopIteration:
+                pass
+            else:
+                self._samples = _with_first(first, self._samples)
+                self._next = number
+                return
+        self._samples = iter(self._stream)
+
+    def _read(self) -> Any:
+        """Read the next sample, from the next pass if this one has ended."""
+        for fresh in (False, True):
+            if fresh:
+                self._pass += 1
+                if hasattr(self._stream, 'set_epoch'):
+                    self._stream.set_epoch(self._pass)
+                self._samples = iter(self._stream)
+            self._seed_for(self._next)
+            try:
+                sample = next(self._samples)
+            except StopIteration:
+                continue
+            self._next += 1
+            return sample
+        raise BadInput(f'The stream given to ctx.loop, a {type(self._stream).__name__}, is empty.')
+
+    def _seed_for(self, number: int) -> None:
+        seed_everything(MicroBatch((), number, 0, 0.0).seed(self._seed, 'stream'))
+
+
+def _bytes_of(sample: Any) -> Iterator[bytes]:
+    """The content of a sample, as far as it is known how to read it."""
+    if isinstance(sample, torch.Tensor):
+        flat = sample.detach().cpu().contiguous().reshape(-1)
+        yield bytes(flat.view(torch.uint8).numpy()) if flat.layout is torch.strided else b''
+    elif isinstance(sample, Mapping):
+        for key, value in sample.items():
+            yield str(key).encode()
+            yield from _bytes_of(value)
+    elif isinstance(sample, (list, tuple)):
+        for value in sample:
+            yield from _bytes_of(value)
+    elif isinstance(sample, (bytes, str, int, float, np.ndarray)):
+        yield sample.tobytes() if isinstance(sample, np.ndarray) else repr(sample).encode()
+
+
+def _with_first(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from rest

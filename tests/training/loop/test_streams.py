@@ -1,0 +1,119 @@
+"""Streams: no sample is lost or repeated, and the bits are the same, for any ranks and cuts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from parsl_freetrain.training.checkpoint.export import load_weights
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.process.fork_client import WarmParent
+from tests.support.ranks import order, ranks
+
+SIZE, TOTAL, BATCH = 22, 50, 8
+
+
+class Stream(IterableDataset[Any]):
+    """Numbers in an order of its own in each pass, augmented; may be cut to begin later."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.start, self.epoch = start, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        shuffled = torch.randperm(SIZE, generator=torch.Generator().manual_seed(self.epoch))
+        for number in shuffled[self.start :].tolist():
+            yield number, torch.full((2,), number / SIZE) + 0.1 * torch.randn(2)
+
+
+class Seekable(Stream):
+    def skip(self, n: int) -> Seekable:
+        return Seekable(n)
+
+
+class Divided(Stream):
+    """As users write them for one process per rank."""
+
+    def __iter__(self) -> Iterator[Any]:
+        import torch.distributed as dist
+
+        for i, sample in enumerate(super().__iter__()):
+            if not dist.is_initialized() or i % dist.get_world_size() == dist.get_rank():
+                yield sample
+
+
+def train(
+    ctx: FragmentContext, stream: Any, seen: Path | None = None, stop_at: int | None = None
+) -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(2, 1)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number, x in ctx.loop(stream, BATCH):
+        if ctx.samples == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if seen is not None:
+            with seen.open('a') as file:
+                file.writelines(f'{n}\n' for n in number.tolist())
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def run(
+    warm: WarmParent,
+    folder: Path,
+    *args: Any,
+    fragment: int = 1,
+    world_size: int = 1,
+    function: Callable[..., None] = train,
+    **options: Any,
+) -> list[Any]:
+    ordered = order(folder, fragment, **{'total_samples': TOTAL, **options})
+    with ranks(warm, ordered, world_size, folder, function, *args) as gang:
+        return gang.run()
+
+
+@pytest.mark.parametrize('stream', [Stream(), Seekable()], ids=['plain', 'seekable'])
+@pytest.mark.parametrize('stop_at', [8, 32])
+def test_a_stream_goes_on_where_it_stopped(
+    warm: WarmParent, tmp_path: Path, stream: Any, stop_at: int
+) -> None:
+    one = tmp_path / 'one'
+    (whole,) = run(warm, one, stream, one / 'seen')
+    assert whole.how == 'finished', whole.error
+    numbers = sorted(map(int, (one / 'seen').read_text().split()))
+    assert numbers[: 2 * 6] == [n for n in range(SIZE) for _ in range(numbers.count(n))][:12]
+    assert len(numbers) == TOTAL and set(numbers) == set(range(SIZE))
+    cut = tmp_path / 'cut'
+    outcomes = run(warm, cut, stream, cut / 'seen', stop_at, world_size=3)
+    assert {outcome.how for outcome in outcomes} == {'stopped'}, outcomes
+    outcomes = run(warm, cut, stream, cut / 'seen', fragment=2, world_size=2)
+    assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
+    assert sorted(map(int, (cut / 'seen').read_text().split())) == numbers
+    weights, same = load_weights(whole.path), load_weights(outcomes[0].path)
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+def uses_workers(ctx: FragmentContext) -> None:
+    model = nn.Linear(2, 1)
+    ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ctx.loop(Stream(), BATCH, num_workers=2)
+
+
+def test_streams_that_cannot_be_positioned_are_refused(warm: WarmParent, tmp_path: Path) -> None:
+    outcomes = run(warm, tmp_path / '1', Divided(), world_size=2)
+    assert 'is not the same on all ranks' in outcomes[0].error.message
+    (outcome,) = run(warm, tmp_path / '2', Stream(), total_samples=None, total_epochs=2)
+    assert 'a stream, which has no epochs' in outcome.error.message
+    (outcome,) = run(warm, tmp_path / '3', function=uses_workers)
+    assert 'leave out num_workers' in outcome.error.message
