@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import secrets
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.host.files import sync_dir
+from parsl_freetrain.host.files import sync_dir, write_new
 from parsl_freetrain.training.checkpoint.identity import is_trainer_folder, refuse_open, trainer_of
 from parsl_freetrain.training.checkpoint.manifest import Damaged, is_committed, verify
+from parsl_freetrain.training.checkpoint.part_reader import PartReader
 from parsl_freetrain.training.checkpoint.safetensors_io import Piece, write_tensors
 from parsl_freetrain.training.checkpoint.state import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
@@ -70,10 +75,13 @@ def same_weights(
 
 
 def export_weights(
-    source: Checkpoint | str | os.PathLike[str], file: str | os.PathLike[str]
+    source: Checkpoint | str | os.PathLike[str],
+    file: str | os.PathLike[str],
+    *,
+    shard_bytes: int | None = None,
 ) -> Path:
     """Write the model's weights in a checkpoint to a file in the safetensors format. An existing
-    file is replaced atomically.
+    file is replaced atomically. One tensor at a time is in memory.
 
     Parameters
     ----------
@@ -81,40 +89,92 @@ def export_weights(
         As for :func:`load_weights`.
     file
         The file to write, for instance 'model.safetensors'; private (0600).
+    shard_bytes
+        Write several files of at most this number of bytes of tensors (a larger tensor has a file
+        of its own), 'model-00001-of-00003.safetensors' and so on, and the index that Hugging Face's
+        libraries read, 'model.safetensors.index.json'.
 
     Returns
     -------
     Path
-        The file.
+        The file, or the index.
 
     Raises
     ------
     BadInput
-        As :func:`load_weights`; and if the file cannot be written.
+        As :func:`load_weights`; and if a file cannot be written.
     """
-    # This format has no place for what a module keeps besides tensors (get_extra_state).
-    weights = {
-        name: value
-        for name, value in load_weights(source).items()
-        if isinstance(value, torch.Tensor)
-    }
-    target = Path(file)
-    draft = target.with_name(f'.{target.name}-{secrets.token_hex(8)}')
+    folder = _checkpoint_folder(Path(source.path if isinstance(source, Checkpoint) else source))
+    pieces, target = _pieces(PartReader(folder, verify=False)), Path(file)
     try:
-        write_tensors(draft, [_piece(name, tensor) for name, tensor in weights.items()])
-        draft.replace(target)
-        sync_dir(target.parent)
+        if shard_bytes is None:
+            return _replace(target, lambda draft: write_tensors(draft, pieces))
+        groups = _grouped(pieces, shard_bytes)
+        weight_map: dict[str, str] = {}
+        for number, group in enumerate(groups, 1):
+            name = f'{target.stem}-{number:05d}-of-{len(groups):05d}{target.suffix}'
+            _replace(target.with_name(name), partial(write_tensors, pieces=group))
+            weight_map.update((piece.name, name) for piece in group)
+        index = {
+            'metadata': {'total_size': sum(piece.nbytes for piece in pieces)},
+            'weight_map': weight_map,
+        }
+        return _replace(
+            target.with_name(f'{target.name}.index.json'),
+            lambda draft: write_new(draft, json.dumps(index, indent=2).encode()),
+        )
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise BadInput(
             f'Weights cannot be written to {target} ({error.strerror}): name a file '
             'where you can write.'
         ) from error
+
+
+def _pieces(reader: PartReader) -> list[Piece]:
+    """The tensors of all models, by the names of :func:`load_weights`; each is read when it is
+    written.
+    """
+    # This format has no place for what a module keeps besides tensors (get_extra_state).
+    found = {
+        path: name
+        for name, path in reader.structure()['paths'].items()
+        if len(path) == 2 and re.fullmatch(r'(model|ema)(_\d+)?', path[0])
+    }
+    alone = {model for model, _ in found} == {'model'}
+    shapes = reader.shapes()
+    return [
+        Piece(
+            own if alone else f'{model}.{own}',
+            reader.dtype(name),
+            shapes[name],
+            partial(reader.whole, name),
+        )
+        for (model, own), name in found.items()
+    ]
+
+
+def _grouped(pieces: list[Piece], most: int) -> list[list[Piece]]:
+    groups: list[list[Piece]] = []
+    size = most
+    for piece in pieces:
+        if not groups or size + piece.nbytes > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(piece)
+        size += piece.nbytes
+    return groups
+
+
+def _replace(target: Path, write: Callable[[Path], object]) -> Path:
+    draft = target.with_name(f'.{target.name}-{secrets.token_hex(8)}')
+    try:
+        write(draft)
+        draft.replace(target)
+        sync_dir(target.parent)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
     return target
-
-
-def _piece(name: str, tensor: torch.Tensor) -> Piece:
-    return Piece(name, tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
 
 def _checkpoint_folder(path: Path) -> Path:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import stat
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint.claim import claim
 from parsl_freetrain.training.checkpoint.export import export_weights, load_weights
+from parsl_freetrain.training.checkpoint.part_reader import PartReader
 from parsl_freetrain.training.checkpoint.state import Position, collect, content_of
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import Prepared
@@ -60,6 +63,31 @@ def test_weights_go_to_a_file_that_others_read(tmp_path: Path) -> None:
         assert all(torch.equal(found[name], expected[name]) for name in found)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert sorted(path.name for path in tmp_path.iterdir()) == ['any name', 'net.safetensors']
+
+
+def test_several_files_have_an_index_and_one_tensor_is_in_memory_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    checkpoint = saved(tmp_path / 't', model)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    read = PartReader.whole
+
+    def whole(reader: PartReader, name: str) -> torch.Tensor:
+        assert sum(tensor() is not None for tensor in alive) <= 1
+        found = read(reader, name)
+        alive.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(PartReader, 'whole', whole)
+    index = export_weights(checkpoint, tmp_path / 'net.safetensors', shard_bytes=600)
+    assert index == tmp_path / 'net.safetensors.index.json'
+    told = json.loads(index.read_text())
+    assert told['metadata']['total_size'] == 4 * (64 + 8) * 4
+    files = sorted(set(told['weight_map'].values()))
+    assert files == [f'net-{number:05d}-of-00002.safetensors' for number in (1, 2)]
+    for name, expected in model.state_dict().items():
+        assert torch.equal(load_file(tmp_path / told['weight_map'][name])[name], expected)
 
 
 def test_the_newest_of_a_folder_counts_and_models_have_prefixes(tmp_path: Path) -> None:

@@ -1,0 +1,163 @@
+"""What cannot be sharded, or not with the promised bits, gets a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.shape import Shape
+from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.parallel.sharded import shard_model
+from parsl_freetrain.training.parallel.sharded.initial import fill
+from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
+from parsl_freetrain.training.spec.training import check_shape
+from parsl_freetrain.training.steps.sharded import check_sharded
+from tests.support.ranks import order, ranks
+
+CPU = torch.device('cpu')
+ONE: Any = SimpleNamespace(shape=Shape(), parts=1)
+
+
+@pytest.mark.parametrize(
+    ('shape', 'mode', 'words'),
+    [
+        (Shape(shard=2, pipeline=2), Throughput(), 'and also space or stages; say either'),
+        (Shape(shard=2), Scaled(combine='adasum'), "say combine='mean'"),
+        (Shape(shard=3), Reproducible(shards=6), 'shard must be a power of two'),
+        (Shape(data=3, shard=2), Reproducible(shards=4), 'must divide the 4 virtual shards'),
+    ],
+)
+def test_a_shape_that_the_mode_does_not_support(shape: Shape, mode: Any, words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        check_shape(shape, mode, 'here')
+    check_shape(Shape(data=3, shard=2), Reproducible(shards=12), 'here')
+    check_shape(Shape(shard=3, tensor=2), Throughput(), 'here')
+
+
+class Unset(nn.Module):
+    """Keeps something that only its constructor can make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer('places', torch.arange(3.0), persistent=False)
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+def tied() -> nn.Module:
+    with torch.device('meta'):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    return model
+
+
+def half_on_meta() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device='meta'))
+
+
+@pytest.mark.parametrize(
+    ('model', 'options', 'words'),
+    [
+        (nn.Linear(2, 2), {'blocks': (nn.Conv1d,)}, 'blocks=Conv1d, and the model has no module'),
+        (nn.Sequential(nn.Linear(2, 2)), {'plan': {'*.up': None}}, 'no module of the model has th'),
+        (tied(), {}, "'0.weight' and '1.weight' are one parameter"),
+        (half_on_meta(), {}, "'1.weight' is on the meta device and '0.weight' is not"),
+    ],
+)
+def test_a_model_that_cannot_be_divided(
+    model: nn.Module, options: dict[str, Any], words: str
+) -> None:
+    mesh: Any = None
+    with pytest.raises(BadInput, match=words):
+        shard_model(model, mesh, CPU, 0, **options)
+
+
+def test_a_module_without_first_values() -> None:
+    with pytest.raises(BadInput, match=r"Bare '0' its first values: it has no reset_parameters"):
+        fill(nn.Sequential(Bare()), CPU, 0, None, saved=False)
+    with pytest.raises(BadInput, match=r"leaves 'places' of Unset '0' without a value"):
+        fill(nn.Sequential(Unset()), CPU, 0, None, saved=True)
+    model = nn.Sequential(Bare())
+    fill(model, CPU, 0, lambda module: nn.init.ones_(module.weight), saved=False)  # type: ignore[arg-type]
+    assert torch.equal(model[0].weight, torch.ones(2))
+
+
+def things(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Prepared:
+    return sort_out((model, optimizer or torch.optim.AdamW(model.parameters())), named=True)
+
+
+def test_what_has_no_optimizer_or_too_few_bits() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    some = things(model, torch.optim.AdamW(model[0].parameters()))
+    with pytest.raises(BadInput, match="'1.weight' of model 1 of ctx.prepare is in no optimizer"):
+        check_sharded(some, ONE, Throughput())
+    model[1].requires_grad_(False)
+    check_sharded(some, ONE, Throughput())
+    half = things(nn.Linear(2, 2).bfloat16())
+    with pytest.raises(BadInput, match=r'torch.bfloat16, in which a reproducible sum'):
+        check_sharded(half, ONE, Reproducible(shards=2))
+    check_sharded(half, ONE, Throughput())
+
+
+def test_an_optimizer_that_is_not_elementwise_is_for_throughput_mode() -> None:
+    model = nn.Linear(2, 2)
+    adafactor = things(model, torch.optim.Adafactor(model.parameters()))
+    with pytest.raises(BadInput, match=r'given Adafactor, which is not known.*mode=Throughput\(\)'):
+        check_sharded(adafactor, ONE, Reproducible(shards=2))
+    check_sharded(adafactor, ONE, Throughput())
+
+
+def another_mesh(ctx: FragmentContext) -> None:
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh('cpu', (2,)))
+    ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def partly(ctx: FragmentContext) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], mesh=ctx.mesh['shard'])
+    ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def buffers(ctx: FragmentContext) -> None:
+    model = ctx.shard(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for x in ctx.loop(list(torch.ones(8, 4)), 8):
+        model(x).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ('function', 'words'),
+    [
+        (another_mesh, "'weight' of model 1 of ctx.prepare is sharded over another mesh"),
+        (partly, "'1.weight' of model 1 of ctx.prepare is not sharded, while others are"),
+        (buffers, 'has changed in a forward pass, as in batch normalisation'),
+    ],
+)
+def test_a_model_that_is_sharded_otherwise(
+    warm: WarmParent, tmp_path: Path, function: Any, words: str
+) -> None:
+    shape = Shape(shard=2)
+    ordered = order(tmp_path, total_samples=8, shape=shape, shapes={2: shape})
+    with ranks(warm, ordered, 2, tmp_path, function) as gang:
+        outcomes = gang.run()
+    errors = [outcome.error.message for outcome in outcomes if outcome.how == 'error']
+    assert errors and words in errors[0]
