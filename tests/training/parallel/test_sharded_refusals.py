@@ -94,9 +94,9 @@ def test_a_module_without_first_values() -> None:
         fill(nn.Sequential(Bare()), CPU, 0, None, saved=False)
     with pytest.raises(BadInput, match=r"leaves 'places' of Unset '0' without a value"):
         fill(nn.Sequential(Unset()), CPU, 0, None, saved=True)
-    model = nn.Sequential(Bare())
-    fill(model, CPU, 0, lambda module: nn.init.ones_(module.weight), saved=False)  # type: ignore[arg-type]
-    assert torch.equal(model[0].weight, torch.ones(2))
+    bare = Bare()
+    fill(bare, CPU, 0, lambda module: nn.init.ones_(module.weight), saved=False)  # type: ignore[arg-type]
+    assert torch.equal(bare.weight, torch.ones(2))
 
 
 def things(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Prepared:
