@@ -18,18 +18,21 @@ from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
 from unittest import mock
 
+from parsl_freetrain.executor.block.leftovers import own_names
+
 POOL = 'parsl.executors.high_throughput.process_worker_pool'
 
 
 def main() -> None:
     """Run Parsl's manager until it ends."""
-    import_parsl()
-    fork_server()
-    import parsl.multiprocessing  # not before: see import_parsl
+    with own_names():
+        import_parsl()
+        fork_server()
+        import parsl.multiprocessing  # not before: see import_parsl
 
-    context: Any = multiprocessing.get_context('forkserver')
-    parsl.multiprocessing.SpawnContext = context
-    runpy.run_module(POOL, run_name='__main__', alter_sys=True)
+        context: Any = multiprocessing.get_context('forkserver')
+        parsl.multiprocessing.SpawnContext = context
+        runpy.run_module(POOL, run_name='__main__', alter_sys=True)
 
 
 def import_parsl() -> None:

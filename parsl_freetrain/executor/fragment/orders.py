@@ -46,6 +46,7 @@ def member_order(
         interface=endpoint.interface,
         hang_s=hang_s,
         handover=fragment.begins_with,
+        samples=fragment.checkpoint.samples,
     )
     return MemberOrder(
         order,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
 from parsl_freetrain.training.checkpoint.manifest import Damaged
 from parsl_freetrain.training.checkpoint.store import Fenced, PosixCheckpointStore
@@ -148,6 +149,12 @@ def parts_of(
 ) -> RankParts:
     """What the rank trains with: its checkpoints, and the state that it continues from."""
     store = PosixCheckpointStore(Path(order.store), order.trainer, hook=saving)
+    if place.rank == 0 and order.samples and not store.last_fragment():
+        raise BadInput(
+            f'Folder {store.folder}, with a checkpoint at {order.samples} samples, was deleted or '
+            'moved while its trainer was running: put it back, or call the trainer in a new run '
+            'to start anew.'
+        )
     if order.spec.sharded:
         return begin_sharded(order, place, peers, channel, inbox, device, store)
     latest, saved = start_of(order, store, peers)

@@ -39,6 +39,8 @@ class FragmentOrder:
         The trainer's name and the number of this fragment, from 1.
     store
         The trainer's checkpoint folder.
+    samples
+        Samples of the newest checkpoint that the executor knows; 0: none.
     spec
         What to train, and how.
     deadline
@@ -63,6 +65,7 @@ class FragmentOrder:
     interface: str | None = None
     hang_s: float = 15.0
     handover: Handover | None = None
+    samples: int = 0
 
 
 @dataclass(frozen=True)

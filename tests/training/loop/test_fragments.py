@@ -407,3 +407,14 @@ def test_periodic_checkpoints_are_pruned(warm: WarmParent, tmp_path: Path) -> No
     assert all(message.pause_s >= 0 for message in said)
     kept = PosixCheckpointStore(tmp_path / 'store', 'digits').checkpoints()
     assert [checkpoint.samples for checkpoint in kept] == samples[-2:]
+
+
+def test_a_folder_that_was_deleted_in_a_run_is_not_begun_anew_without_a_word(
+    warm: WarmParent, tmp_path: Path
+) -> None:
+    """Its fragment knows that there was a checkpoint."""
+    with ranks(warm, order(tmp_path, 5, samples=40), 1, tmp_path, closing) as gang:
+        (outcome,) = gang.run()
+    assert outcome.how == 'error'
+    assert 'with a checkpoint at 40 samples, was deleted or moved' in outcome.error.message
+    assert not (tmp_path / 'store').exists()
