@@ -284,6 +284,43 @@ def test_an_endless_loop_ends_its_fragment_with_a_sentence(tmp_path: Path) -> No
     assert 'no training step ended within 2 s: its function is in an endless loop' in first.error
 
 
+def leaves_an_exchange_out(ctx: FragmentContext) -> None:
+    """Rank 0 waits for what rank 1 never sends, and rank 1 for the next sum."""
+    import torch
+
+    from parsl_freetrain.training.comm import exchange_watch
+
+    exchange_watch.LEAST_S = exchange_watch.LOOK_S = 1.0
+
+    class Wrong:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(ctx, name)
+
+        def report(self, **numbers: float) -> None:
+            if ctx.samples >= 32 and ctx.rank == 0:
+                ctx._peers.receive(torch.zeros(1), 1)
+
+    fit(Wrong())  # type: ignore[arg-type]
+
+
+def test_ranks_that_wait_for_each_other_for_ever_are_ended_and_named(tmp_path: Path) -> None:
+    trainer = freetrain_app(
+        min_nodes=2, max_nodes=2, total_epochs=50, scaling=Scaling(rate={1: 1.0, 2: 1.9})
+    )(leaves_an_exchange_out)
+    with freetrain(tmp_path, LocalSite(nodes=2, poll_s=0.2), stop_grace_s=1.0) as executor:
+        trainer()
+        wait_until(lambda: any(f.ending for f in fragments(executor)), 'the fragment does not end')
+        first = fragments(executor)[0]
+        assert first.ending == 'preempted'
+        words = r'all of its ranks waited for each other, rank 0 in receive, rank 1 in \w+'
+        assert re.search(words, first.error), first.error
+        logs = sorted(tmp_path.rglob('fragment-000001-rank-*.log'))
+        assert len(logs) == 2
+        for log in logs:
+            assert 'This rank has waited in' in log.read_text()
+            assert 'most recent call first' in log.read_text()
+
+
 @pytest.mark.parametrize('hang_s', [0.0, 1.9, math.inf, math.nan])
 def test_a_limit_that_cannot_be_kept_is_refused(hang_s: float) -> None:
     with pytest.raises(BadInput, match='hang_s is'):

@@ -17,6 +17,7 @@ from parsl_freetrain.training.spec.messages import (
     SavingCheckpoint,
     StandbyReady,
     Started,
+    Stuck,
     TotalSamples,
 )
 
@@ -50,11 +51,14 @@ class Listener:
                 self._started(started, fragment, record, at)
             case Progress(samples, metrics, rate, then):
                 fragment.stepped_at = at
+                fragment.stuck.clear()
                 fragment.reached = max(fragment.reached, samples)
                 self._stream.emit(
                     no.MetricsReported(then, name, number, samples, rate, metrics),
                     ev.FragmentProgressed(at, name, number, samples, rate),
                 )
+            case Stuck(rank, exchange):
+                fragment.stuck[rank] = exchange, at
             case SavingCheckpoint():
                 fragment.saving = True
             case CheckpointSaved() as saved:

@@ -29,6 +29,8 @@ FAULTY_NODES = 3
 _ENDINGS = {'finished': Ending.FINISHED, 'stopped': Ending.STOPPED}
 
 
+STUCK_S = 10.0
+"""Seconds for which a rank's word counts that it waits."""
 ANSWER_S = 2.0
 """Seconds for a member to answer when other ranks have lost touch with somebody."""
 
@@ -88,6 +90,9 @@ class RunningFragment:
     trouble_at: float | None = None
     asked_at: float | None = None  # when its members were asked whether they are there
     died: bool = False  # one of its ranks has died without a word
+    stuck: dict[int, tuple[str, float]] = field(
+        default_factory=dict
+    )  # rank -> the exchange in which it waits for too long, and when it last said so
     saving: bool = False  # rank 0 is writing a checkpoint
     stepped_at: float | None = None  # when rank 0 last told of a step or a checkpoint
     rendezvous: Rendezvous | None = None
@@ -161,6 +166,18 @@ class RunningFragment:
                 # SIGKILL ends a process only when it returns from the driver.
                 found[node] = f'a rank there has not ended {patience_s:g} s after SIGKILL'
         return found
+
+    def deadlock(self, at: float) -> str:
+        """Who waits in which exchange, if all ranks wait for each other; else empty."""
+        waiting = {rank: name for rank, (name, said) in self.stuck.items() if at - said < STUCK_S}
+        if len(waiting) < len(self.members) * self.ranks_per_node or self.stop or self.saving:
+            return ''
+        named = [f'rank {rank} in {waiting[rank]}' for rank in sorted(waiting)]
+        more = f' and {len(named) - 8} more' if len(named) > 8 else ''
+        return (
+            f'all of its ranks waited for each other, {", ".join(named[:8])}{more}: one of them '
+            'has left out an exchange; their logs show where each was'
+        )
 
     def nobody_listened(self, seconds: float) -> None:
         """For so long the executor has not listened: what was not heard in that time

@@ -70,6 +70,8 @@ class Watchdog:
         limits = self._timeouts
         if fragment.trouble_at is not None and at - fragment.trouble_at > limits.peer_s:
             return 'some of its ranks ended in trouble and the others did not notice'
+        if why := fragment.deadlock(at):
+            return why
         if fragment.awaited:
             return ''
         stop_s = limits.stop_s if fragment.grace_s is None else fragment.grace_s

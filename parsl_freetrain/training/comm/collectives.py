@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +18,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.host.network import address_of, interface_with, is_loopback, own_address
 from parsl_freetrain.training.comm.devices import GLOO, backend_for, kind_here
+from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.comm.faults import causes, device_fault
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.sealed_store import SealBroken, SealedStore
@@ -359,8 +361,10 @@ def is_peer_loss(error: BaseException) -> bool:
 @contextmanager
 def as_peer_loss() -> Iterator[None]:
     """Raise torch's errors of an exchange as :class:`PeerLost`."""
+    caller = sys._getframe(2).f_code.co_qualname
     try:
-        yield
+        with exchanges.exchange(caller.removeprefix('RankGroup.')):
+            yield
     except RuntimeError as error:
         if device_fault(error) or not is_peer_loss(error):
             raise

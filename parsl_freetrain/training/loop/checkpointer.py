@@ -15,6 +15,7 @@ from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint.snapshot import Snapshots
 from parsl_freetrain.training.checkpoint.state import State
 from parsl_freetrain.training.checkpoint.store import CheckpointStore
+from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.comm.part_writers import PartWriters
 from parsl_freetrain.training.loop.background import Background
 from parsl_freetrain.training.loop.handover_send import Leaving
@@ -102,6 +103,7 @@ class Checkpointer:
             self._steps_s.append(seconds)
         else:
             self._first_step_s = seconds
+        exchanges.step_took(seconds)
         self._stepped_at = time.time()
 
     def outcome(
@@ -237,6 +239,10 @@ class Checkpointer:
 
     def _collected(self, collect: Callable[[], State | None]) -> State | None:
         self._background.wait()
+        with exchanges.not_followed():
+            return self._collect(collect)
+
+    def _collect(self, collect: Callable[[], State | None]) -> State | None:
         if self._writers is None:
             return collect()
         self._save = self._writers.begin()

@@ -99,6 +99,13 @@ class CheckpointSaved(Message, frozen=True):
     at: Seconds
 
 
+class Stuck(Message, frozen=True):
+    """A rank has waited in one exchange for much longer than a step takes; sent repeatedly."""
+
+    rank: Count
+    exchange: str
+
+
 class RankError(msgspec.Struct, frozen=True):
     """An exception of the user's function, as texts, and as
     ``cloudpickle.dumps((exception, tblib's traceback dict))``; None if it cannot be sent.
@@ -139,8 +146,7 @@ class Outcome(Message, frozen=True):
     stepped_at
         End of the last step in seconds since the epoch; 0: there was none.
     step_s, checkpoint_s
-        Duration in seconds of the longest of the last steps, and of the longest writing of a
-        checkpoint; 0: unknown.
+        Seconds of the longest of the last steps, and of the longest checkpoint; 0: unknown.
     left
         The state that is left in memory for the next fragment; None: there is none.
     result
@@ -174,6 +180,7 @@ FromRank = (
     | Progress
     | SavingCheckpoint
     | CheckpointSaved
+    | Stuck
     | Outcome
     | Exit
 )
@@ -239,6 +246,7 @@ MemberMessage = (
     | Progress
     | SavingCheckpoint
     | CheckpointSaved
+    | Stuck
 )
 
 

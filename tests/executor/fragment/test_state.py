@@ -17,7 +17,7 @@ from parsl_freetrain.executor.fragment.listener import Listener
 from parsl_freetrain.executor.fragment.members import Members
 from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.executor.fragment.state import ANSWER_S, RunningFragment
-from parsl_freetrain.executor.fragment.watchdog import NodeSilent, Watchdog
+from parsl_freetrain.executor.fragment.watchdog import GiveUp, NodeSilent, Watchdog
 from parsl_freetrain.executor.notices import Stream
 from parsl_freetrain.training.spec.messages import (
     Abandon,
@@ -26,10 +26,12 @@ from parsl_freetrain.training.spec.messages import (
     CheckpointSaved,
     FromMember,
     Outcome,
+    Progress,
     RankEnded,
     RankError,
     SavingCheckpoint,
     StateLeft,
+    Stuck,
 )
 from parsl_freetrain.training.spec.messages import Ending as Ending_
 from parsl_freetrain.training.spec.order import Handover
@@ -375,3 +377,24 @@ def test_a_fragment_is_given_up_at_once_when_a_rank_died_but_a_checkpoint_is_wri
         2: [result(2, 'n2', status=-9)],
     }
     assert 'rank 1 on n1 was ended by SIGSEGV' in fragment.verdict().error
+
+
+def test_ranks_wait_for_each_other_only_if_all_say_so() -> None:
+    _, listener, fragment = listening()
+    watchdog = Watchdog(Timeouts())
+
+    def hear(member: int, message: Any, at: float) -> None:
+        listener.heard(FromMember('cnn', 7, member, message), fragment, None, at)  # type: ignore[arg-type]
+
+    hear(0, Stuck(0, 'gather'), 20.0)
+    hear(1, Stuck(1, 'gather'), 20.0)
+    assert watchdog.look([fragment], 20.0) == []
+    hear(2, Stuck(2, 'receive'), 41.0)  # the others have not said so for a while
+    assert watchdog.look([fragment], 41.0) == []
+    hear(0, Stuck(0, 'gather'), 41.5)
+    hear(1, Stuck(1, 'gather'), 41.5)
+    (found,) = watchdog.look([fragment], 42.0)
+    assert isinstance(found, GiveUp)
+    assert 'rank 0 in gather, rank 1 in gather, rank 2 in receive' in found.why
+    hear(0, Progress(8, {}, 1.0, 42.0), 42.0)
+    assert watchdog.look([fragment], 42.0) == []

@@ -43,6 +43,7 @@ NEWS: list[Any] = [
     ms.Started(0, 0, 1.0),
     ms.Progress(10, METRICS, 2.0, 3.0),
     ms.SavingCheckpoint(),
+    ms.Stuck(1, 'gather'),
     ms.CheckpointSaved('/c\udc80', 10, METRICS, seconds=0.2, pause_s=0.1, at=3.0),
 ]
 FROM_RANK = [

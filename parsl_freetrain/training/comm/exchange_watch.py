@@ -1,0 +1,80 @@
+"""Notices that this rank has waited in one exchange for much longer than a step takes.
+
+If all ranks of a fragment do so, they wait for each other for ever: one of them has left out an
+exchange, or made another one. Only the executor hears of all of them.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from parsl_freetrain.training.spec.messages import Stuck
+
+LEAST_S = 15.0
+"""Minimum seconds in one exchange that count as too long."""
+STEPS = 10
+"""The same, in steps."""
+LOOK_S = 2.0
+"""Seconds between two looks."""
+
+
+class ExchangeWatch:
+    """Follows the exchanges of this process."""
+
+    def __init__(self) -> None:
+        self._now: tuple[str, float] | None = None
+        self._aside = False
+        self._steps_s: deque[float] = deque(maxlen=8)
+
+    @contextmanager
+    def exchange(self, name: str) -> Iterator[None]:
+        """Follow one exchange."""
+        before = self._now
+        self._now = before or (name, time.monotonic())
+        try:
+            yield
+        finally:
+            self._now = before
+
+    @contextmanager
+    def not_followed(self) -> Iterator[None]:
+        """Exchanges that may take longer than many steps: a whole state is sent."""
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
+
+    def step_took(self, seconds: float) -> None:
+        """Record the duration of a step. Before the first one nothing counts as too long."""
+        self._steps_s.append(seconds)
+
+    def start(self, rank: int, send: Callable[[Stuck], object]) -> None:
+        """Look from now on, in a thread, and send what is found."""
+        threading.Thread(target=self._run, args=(rank, send), daemon=True).start()
+
+    def _run(self, rank: int, send: Callable[[Stuck], object]) -> None:
+        shown = None
+        while True:
+            time.sleep(LOOK_S)
+            now = self._now
+            if now is None or self._aside or not self._steps_s:
+                continue
+            waited_s = time.monotonic() - now[1]
+            if waited_s < max(LEAST_S, STEPS * max(self._steps_s)):
+                continue
+            if now is not shown:
+                print(f'This rank has waited in {now[0]} for {waited_s:.0f} s:', file=sys.stderr)
+                faulthandler.dump_traceback(sys.stderr, all_threads=True)
+                shown = now
+            send(Stuck(rank, now[0]))
+
+
+exchanges = ExchangeWatch()
+"""Those of this process."""
