@@ -23,6 +23,15 @@ QUEUES = {
 }
 # with parsl-freetrain: 'conda activate my-environment'
 CONDA = 'module use /soft/modulefiles\nmodule load conda\nconda activate'
+# ALCF's guide, "NCCL": the plugin by which NCCL uses the nodes' network, and its settings. If an
+# application hangs in NCCL, leave the plugin out: nccl=''.
+NCCL = """\
+export NCCL_NET_GDR_LEVEL=PHB NCCL_CROSS_NIC=1 NCCL_COLLNET_ENABLE=1 NCCL_NET='AWS Libfabric'
+export NCCL_SOCKET_IFNAME=hsn
+export FI_CXI_DISABLE_HOST_REGISTER=1 FI_MR_CACHE_MONITOR=userfaultfd FI_CXI_DEFAULT_CQ_SIZE=131072
+plugin=/soft/libraries/hwloc/lib:/soft/libraries/aws-ofi-nccl/v1.9.1-aws/lib
+LD_LIBRARY_PATH=$plugin${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+export LD_LIBRARY_PATH"""
 
 
 def site(
@@ -30,6 +39,7 @@ def site(
     queue: str = 'preemptable',
     filesystems: tuple[str, ...] = ('home', 'eagle'),
     worker_init: str = CONDA,
+    nccl: str = NCCL,
     interface: str = 'hsn0',
     longest_s: float = 3 * 3600,
 ) -> PbsSite:
@@ -56,7 +66,7 @@ def site(
         filesystems=filesystems,
         node_resources={'system': 'polaris'},
         gpus_per_node=4,
-        worker_init=worker_init,
+        worker_init=f'{worker_init}\n{nccl}'.rstrip(),
         interface=interface,  # or 'bond0'
         poll_s=30.0,
         **limits.settings(longest_s),

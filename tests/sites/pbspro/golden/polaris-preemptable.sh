@@ -17,6 +17,12 @@ SECONDS=0
 module use /soft/modulefiles
 module load conda
 conda activate
+export NCCL_NET_GDR_LEVEL=PHB NCCL_CROSS_NIC=1 NCCL_COLLNET_ENABLE=1 NCCL_NET='AWS Libfabric'
+export NCCL_SOCKET_IFNAME=hsn
+export FI_CXI_DISABLE_HOST_REGISTER=1 FI_MR_CACHE_MONITOR=userfaultfd FI_CXI_DEFAULT_CQ_SIZE=131072
+plugin=/soft/libraries/hwloc/lib:/soft/libraries/aws-ofi-nccl/v1.9.1-aws/lib
+LD_LIBRARY_PATH=$plugin${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+export LD_LIBRARY_PATH
 
 # The scheduler may have shortened the walltime so that the block fits: ask.
 walltime=$(timeout 20 qstat -f "$PBS_JOBID" 2>/dev/null |
