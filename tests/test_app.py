@@ -144,6 +144,12 @@ def assert_sentence(error: BadInput, *said: str) -> None:
     assert text.endswith('.')
 
 
+def test_the_decorator_needs_parentheses() -> None:
+    with pytest.raises(BadInput) as caught:
+        freetrain_app(fit)  # type: ignore[call-arg, arg-type]
+    assert_sentence(caught.value, "'fit' has no parentheses", '@freetrain_app(total_epochs=10)')
+
+
 def test_functions_that_cannot_be_trainers() -> None:
     with pytest.raises(BadInput) as caught:
         freetrain_app(total_epochs=1)(lambda: None)
@@ -415,6 +421,18 @@ def test_debugging_in_the_own_process() -> None:
     assert done.metrics.keys() == {'loss'}
     with pytest.raises(ValueError, match='no more after 40 samples'):
         trainer.debug(slope=-1.0)
+
+
+def test_an_app_behind_a_failed_trainer_says_why(tmp_path: Path) -> None:
+    @python_app(executors=['threads'])
+    def follow(checkpoint: Checkpoint) -> int:
+        return checkpoint.samples
+
+    with load(tmp_path, ThreadPoolExecutor(label='threads')):
+        future = TrainingFuture('cnn')
+        after = follow(future)
+        future._settle_failed(ValueError('the loss is nan'))
+        assert 'ValueError: the loss is nan' in str(after.exception(LIMIT_S))
 
 
 def test_parsl_memoizes_what_follows_a_training(tmp_path: Path) -> None:

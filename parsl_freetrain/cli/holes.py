@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 def holes(
     site: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar='NAME|FILE',
             help='A site: local, a name in site_configs/, or a .py or .toml file.',
         ),
-    ],
+    ] = None,
     as_json: Annotated[
         bool, typer.Option('--json', help='One JSON document on standard output.')
     ] = False,

@@ -29,11 +29,11 @@ COMMAND = (
 
 def plan(
     site: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar='NAME|FILE', help='A site: a name in site_configs/, or a .py or .toml file.'
         ),
-    ],
+    ] = None,
     trainers: Annotated[
         Path | None,
         typer.Option(

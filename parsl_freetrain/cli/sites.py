@@ -16,7 +16,7 @@ from parsl_freetrain.sites.protocols import Site
 from parsl_freetrain.sites.provider import BackfillProvider
 
 
-def provider_of(given: str) -> BackfillProvider:
+def provider_of(given: str | None) -> BackfillProvider:
     """The provider of the site that ``--site`` names; it is not started.
 
     Parameters
@@ -31,6 +31,8 @@ def provider_of(given: str) -> BackfillProvider:
     BadInput
         There is no such site, or its file cannot be used.
     """
+    if given is None:
+        raise BadInput(f'Name a site with --site: one of {_known()}, or a .py or .toml file.')
     path = Path(given)
     if path.suffix == '.toml':
         return BackfillProvider(site_in_table(path))
@@ -38,8 +40,11 @@ def provider_of(given: str) -> BackfillProvider:
         return _executor(_configured(file), given)[1]
     if given == 'local':
         return BackfillProvider(LocalSite())
-    known = ', '.join(['local', *sorted(site_files())])
-    raise BadInput(f'There is no site {given!r}; name one of {known}, or a .py or .toml file.')
+    raise BadInput(f'There is no site {given!r}; name one of {_known()}, or a .py or .toml file.')
+
+
+def _known() -> str:
+    return ', '.join(['local', *sorted(site_files())])
 
 
 def config_of(given: str) -> tuple[Config, FreeTrainExecutor]:

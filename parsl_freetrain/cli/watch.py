@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 PLAIN_S = 10.0
 """Default seconds between two updates if the output is not a terminal."""
+
+WAIT_S = 0.5
+"""Seconds between two looks for a run that has not begun."""
 
 TERMINAL_S = 1.0
 """Default seconds between two updates on a terminal."""
@@ -67,7 +71,10 @@ def watch(
         raise BadInput(f'--every is {every:g}; it must be a number of seconds, 0 or more.')
     if port and not web:
         raise BadInput('--port says where --web serves its page; give both or neither.')
-    path = ledger_at(ledger)
+    try:
+        path = _awaited(ledger)
+    except KeyboardInterrupt:
+        return
     with Reader(path) as reader:
         view = LiveView(reader, DpAllocator(), run)
         console = Console()
@@ -83,6 +90,28 @@ def watch(
                 _draw(view, console, every or TERMINAL_S, pause)
         except KeyboardInterrupt:
             pass
+
+
+def _awaited(given: Path | None) -> Path:
+    """The ledger, as soon as a run has begun to write it."""
+    from parsl_freetrain.ledger.reader import Reader
+
+    said = ''
+    while True:
+        try:
+            path = ledger_at(given)
+        except BadInput as error:
+            why = str(error)
+        else:
+            if path.stat().st_size:
+                with Reader(path) as reader:
+                    if reader.story().runs:
+                        return path
+            why = f'The ledger {path} has no run yet.'
+        if why != said:
+            print(f'{why} Waiting for a run to begin; Ctrl-C ends this.', file=sys.stderr)
+            said = why
+        time.sleep(WAIT_S)
 
 
 def _follow(

@@ -41,6 +41,7 @@ from parsl_freetrain.executor.fragment.runner import FRAGMENT, FragmentRunner
 from parsl_freetrain.executor.ledger_writer import LedgerWriter, about_this_process
 from parsl_freetrain.executor.monitoring_export import Mirror
 from parsl_freetrain.executor.notices import Stream
+from parsl_freetrain.executor.progress_line import ProgressLine
 from parsl_freetrain.executor.request_handler import RequestHandler
 from parsl_freetrain.executor.requests import Requests, requests_folder
 from parsl_freetrain.executor.run_lock import RunLock
@@ -228,6 +229,7 @@ class FreeTrainExecutor(BlockExecutor):
         control = ControlServer(self.cert_dir, self.address, self.htex.interchange_port_range)
         undo.callback(control.close)
         stream = Stream([LedgerWriter(ledger, run), FutureUpdater(), lock])
+        stream.subscribers.append(ProgressLine(sys.stderr, self.ledger_path))
         fragments = FragmentRunner(
             control,
             stream,

@@ -75,6 +75,9 @@ def test_this_computer_has_holes_but_no_scripts(capsys: pytest.CaptureFixture[st
     assert json.loads(capsys.readouterr().out) == [
         {'nodes': 2, 'until_s': None, 'queue': '', 'names': ['slot00', 'slot01']}
     ]
+    for verb in ('holes', 'plan'):
+        assert main([verb]) == 2
+        assert 'Name a site with --site: one of local, ' in capsys.readouterr().err
     assert main(['plan', '--site', 'local']) == 2
     assert 'no batch scripts' in capsys.readouterr().err
 

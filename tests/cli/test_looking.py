@@ -230,6 +230,27 @@ def test_all_are_cancelled_though_one_ends_meanwhile(
     ledger.close()
 
 
+def test_watch_waits_for_a_run_that_has_not_begun(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """First there is no ledger, then one without a run."""
+    path = tmp_path / 'ledger.sqlite'
+    with subprocess.Popen(
+        [sys.executable, '-m', 'parsl_freetrain.cli.main', 'watch', '--ledger', str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as watching:
+        assert watching.stderr is not None
+        assert 'Waiting for a run to begin' in watching.stderr.readline()
+        Ledger(path).close()
+        assert 'has no run yet. Waiting for a run' in watching.stderr.readline()
+        other = demo_ledger(tmp_path / 'other.sqlite', seconds=40.0)
+        other.rename(path)
+        out, _ = watching.communicate(timeout=LIMIT_S)
+    assert watching.returncode == 0 and 'mlp' in out
+
+
 def test_an_empty_ledger_is_said_to_be_empty(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

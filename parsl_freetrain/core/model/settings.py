@@ -106,6 +106,11 @@ def checked_arguments(
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            if where.startswith('@') and args and inspect.isfunction(args[0]):
+                raise BadInput(
+                    f'{where} on {args[0].__name__!r} has no parentheses: say how much to train, '
+                    f'such as {where}(total_epochs=10).'
+                )
             refuse_unknown(where, kwargs, known, elsewhere)
             for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
                 if name != 'self':

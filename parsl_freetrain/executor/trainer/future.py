@@ -127,7 +127,11 @@ class TrainingFuture(Future[Checkpoint]):
 
     def __repr__(self) -> str:
         progress = self._progress
+        why = ''
+        if self.done() and not self.cancelled() and (error := self.exception()) is not None:
+            # Parsl names the cause of an app's failure by this text.
+            why = f': {type(error).__name__}: {" ".join(str(error).split())}'
         return (
             f'<TrainingFuture {self.name!r} {self.state}, {progress.samples} of '
-            f'{progress.total_samples or "?"} samples>'
+            f'{progress.total_samples or "?"} samples{why}>'
         )

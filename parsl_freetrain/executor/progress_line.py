@@ -1,0 +1,78 @@
+"""One line on a terminal that says how far the trainers of a run are."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from parsl_freetrain.executor import notices as no
+from parsl_freetrain.executor.trainer.future import TrainingFuture
+
+EVERY_S = 0.5
+MOST_TRAINERS = 3
+_CLEAR = '\r\x1b[K'
+
+
+class ProgressLine:
+    """A subscriber that keeps one line up to date, if ``out`` is a terminal.
+
+    Parameters
+    ----------
+    ledger
+        Named once, for ``freetrain watch``.
+    clock
+        Seconds that only increase.
+    """
+
+    def __init__(
+        self, out: TextIO, ledger: Path, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._out = out
+        self._on = out.isatty()
+        self._ledger = ledger
+        self._clock = clock
+        self._futures: list[TrainingFuture] = []
+        self._shown_at = -EVERY_S
+
+    def take(self, notice: no.Notice) -> None:
+        """Note a trainer; end the line with the run."""
+        match notice:
+            case no.TrainerAccepted(record=record):
+                if self._on and not self._futures:
+                    self._out.write(f'freetrain watch --ledger {self._ledger} shows more.\n')
+                self._futures.append(record.future)
+            case no.RunEnded() if self._on and self._futures:
+                self._out.write(_CLEAR + self._line() + '\n')
+                self._out.flush()
+                self._on = False
+
+    def flush(self) -> None:
+        """Show the line, unless that was done a moment ago."""
+        if self._on and self._futures and self._clock() - self._shown_at >= EVERY_S:
+            self._shown_at = self._clock()
+            self._out.write(_CLEAR + self._line())
+            self._out.flush()
+
+    def _line(self) -> str:
+        ended = [future for future in self._futures if future.done()]
+        going = [future for future in self._futures if not future.done()]
+        parts = [_progress_of(future) for future in going[:MOST_TRAINERS]]
+        if len(going) > MOST_TRAINERS:
+            parts.append(f'{len(going) - MOST_TRAINERS} more')
+        if ended:
+            states = sorted({future.state for future in ended})
+            counts = (f'{sum(f.state == state for f in ended)} {state}' for state in states)
+            parts.append(', '.join(counts))
+        line = '; '.join(parts)
+        return line[: shutil.get_terminal_size().columns - 1]
+
+
+def _progress_of(future: TrainingFuture) -> str:
+    progress = future.progress()
+    total = f' of {progress.total_samples:,}' if progress.total_samples else ''
+    nodes = f' on {progress.nodes} node{"s" * (progress.nodes != 1)}' if progress.nodes else ''
+    loss = f', loss {progress.metrics["loss"]:.4g}' if 'loss' in progress.metrics else ''
+    return f'{future.name} {future.state}{nodes}: {progress.samples:,}{total} samples{loss}'

@@ -1,0 +1,36 @@
+"""The line on a terminal that says how far the trainers are."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from parsl_freetrain import LocalSite, freetrain_app
+from tests.support.training import fit, freetrain
+from tests.support.waiting import LIMIT_S
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize('terminal', [True, False])
+def test_a_terminal_gets_one_line_and_anything_else_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    out = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr('sys.stderr', out)
+    monkeypatch.setenv('COLUMNS', '120')
+    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2)):
+        freetrain_app(max_nodes=1, total_epochs=20)(fit)(pause_s=0.01).result(LIMIT_S)
+    said = out.getvalue()
+    if not terminal:
+        assert said == ''
+        return
+    hint, _, lines = said.partition('\n')
+    assert hint.startswith('freetrain watch --ledger ') and hint.endswith('shows more.')
+    assert 'fit running on 1 node: ' in lines and ' of 1,920 samples, loss ' in lines
+    assert lines.endswith('1 finished\n') and lines.count('\n') == 1
