@@ -8,7 +8,7 @@ import pytest
 
 from parsl_freetrain.core.model.types import NodeDemand
 from parsl_freetrain.sites.batch.demand import ENDING_S, Needs, needs
-from parsl_freetrain.sites.batch.patience import FORGET_S, PATIENCE_S, Patience
+from parsl_freetrain.sites.batch.patience import FORGET_S, Patience
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NodeReservation, Nodes
 
 NOW = 1000.0
@@ -39,7 +39,7 @@ def need(nodes: list[Nodes], *jobs: BatchJob, **more: Any) -> Needs:
 def test_a_job_needs_what_idle_nodes_lack() -> None:
     jobs = running('mine', 'a', 'b', 'c'), waiting('7', 2)
     assert need(cluster(('d',)), *jobs) == Needs(
-        (NodeDemand('7', 1, frozenset('abc')),), frozenset('d'), frozenset({'7'})
+        (NodeDemand('7', 1, frozenset('abc')),), frozenset({'7'})
     )
     assert need(cluster(('c', 'd')), running('mine', 'a', 'b'), waiting('7', 2)).demands == ()
 
@@ -80,6 +80,15 @@ def test_a_reservation_keeps_jobs_away_that_would_run_into_it() -> None:
     assert need(cluster(), *jobs, waiting('7', 1, 90.0), reservations=maintenance).demands
 
 
+def test_a_job_that_a_reservation_keeps_out_holds_nobody_up() -> None:
+    maintenance = [NodeReservation('m', NOW + 100, NOW + 900, ('c', 'd'))]
+    jobs = running('mine', 'a'), waiting('wide', 4, 600.0), waiting('7', 1, 6000.0)
+    nodes = cluster(('b', 'c', 'd'))
+    assert need(nodes, *jobs, reservations=maintenance).served == {'7'}
+    assert need(nodes, *jobs, running('5', 'c'), reservations=maintenance).served == {'7'}
+    assert need(nodes, *jobs, running('5', 'c')).served == frozenset(), 'it is first in the queue'
+
+
 def test_several_jobs_and_the_tasks_of_an_array_get_nodes_of_their_own() -> None:
     jobs = running('mine', 'a', 'b'), running('other', 'c', 'd')
     found = need(cluster(), *jobs, waiting('7_[0-2]', 1, tasks=3), waiting('8', 2))
@@ -103,10 +112,10 @@ def test_broken_nodes_serve_nobody() -> None:
 
 
 def test_a_job_that_could_start_and_does_not_is_ignored_for_a_while() -> None:
-    patience = Patience()
+    patience = Patience(120.0)
     patience.note({'7'}, {'7', '8'}, NOW)
-    assert patience.ignored(NOW + PATIENCE_S) == frozenset()
-    late = NOW + PATIENCE_S + 1
+    assert patience.ignored(NOW + 120.0) == frozenset()
+    late = NOW + 120.0 + 1
     assert patience.ignored(late) == {'7'}
     patience.note((), {'7', '8'}, late)  # since it is ignored, it is not served
     assert patience.ignored(late) == {'7'}
@@ -115,6 +124,6 @@ def test_a_job_that_could_start_and_does_not_is_ignored_for_a_while() -> None:
     patience.note({'8'}, {'7', '8'}, NOW + FORGET_S + 1)
     patience.note((), {'7', '8'}, NOW + FORGET_S + 2)  # nodes went to somebody else meanwhile
     patience.note({'8'}, {'7', '8'}, NOW + FORGET_S + 3)
-    assert patience.ignored(NOW + FORGET_S + PATIENCE_S + 2) == frozenset()
+    assert patience.ignored(NOW + FORGET_S + 120.0 + 2) == frozenset()
     jobs = running('mine', 'a', 'b'), waiting('7', 1)
     assert need(cluster(), *jobs, ignored=frozenset({'7'})) == Needs()

@@ -38,14 +38,11 @@ class Needs:
     ----------
     demands
         The jobs that lack nodes of ours, in order of priority.
-    idle
-        Idle nodes that jobs will get, those of ``demands`` included.
     served
-        Ids of the jobs that get nodes now, on paper.
+        Ids of all jobs that would start now: on idle nodes, or with the help of ours.
     """
 
     demands: tuple[NodeDemand, ...] = ()
-    idle: frozenset[str] = frozenset()
     served: frozenset[str] = frozenset()
 
 
@@ -89,21 +86,22 @@ def needs(
     table = _Table(nodes, jobs, reservations, ours, now)
     demands: list[NodeDemand] = []
     served: list[str] = []
-    taken = 0
     each = (job for job in waiting for _ in range(min(job.tasks, MOST_JOBS)))
     for job in islice(each, MOST_JOBS):
         eligible = table.eligible(job)
         length_s = math.inf if job.limit_s is None else job.limit_s
         begin, free = table.first_time(eligible, job.nodes, length_s)
-        if free is None:
+        if free is None or table.kept_out(eligible, job.nodes, length_s):
             continue
         if begin > now:
-            table.reserve(free, begin, begin + length_s)
+            planned = table.set_of(job.planned) & free
+            got = first_of(planned, min(job.nodes, planned.bit_count()))
+            got |= first_of(free & ~got, job.nodes - got.bit_count())
+            table.reserve(got, begin, begin + length_s)
             continue
         others = free & ~table.ours
         lacking = max(0, job.nodes - others.bit_count())
         got = first_of(others, job.nodes - lacking)
-        taken |= got & table.idle
         # Which of ours it gets is decided elsewhere: any of them stand for these here.
         own = first_of(free & table.ours, lacking)
         among = table.free_of_ours(eligible, length_s)
@@ -111,7 +109,7 @@ def needs(
         served.append(job.job_id)
         if lacking:
             demands.append(NodeDemand(job.job_id, lacking, frozenset(table.names(among))))
-    return Needs(tuple(demands), frozenset(table.names(taken)), frozenset(served))
+    return Needs(tuple(demands), frozenset(served))
 
 
 class _Table:
@@ -128,17 +126,16 @@ class _Table:
         self._now = now
         self._bits: dict[str, int] = {}
         self._partitions: dict[str, int] = {}
-        self.idle = self.ours = 0
+        self.ours = 0
         until: dict[str, float] = {}
         up = 0
         for group in nodes:
-            members = self._set(group.names)
+            members = self.set_of(group.names)
             if group.marks.strip(HARMLESS_MARKS) or any(word in group.state for word in _BROKEN):
                 continue
             up |= members
             self._partitions[group.partition] = self._partitions.get(group.partition, 0) | members
             if group.state in USABLE:
-                self.idle |= members
                 until |= dict.fromkeys(group.names, now)
         for job in jobs:
             if job.state in _HOLDING and job.names:
@@ -147,19 +144,19 @@ class _Table:
                     end_s = now if now - min(end_s, now) < ENDING_S else math.inf
                 elif job.job_id in ours:
                     end_s = now
-                    self.ours |= self._set(job.names) & up
+                    self.ours |= self.set_of(job.names) & up
                 else:
                     end_s = max(end_s, now + 1.0)  # it is late, and holds them still
-                    self.idle &= ~self._set(job.names)
                 for name in job.names:
                     until[name] = max(end_s, until.get(name, now))
         ends: dict[float, int] = {now: 0}
         for name, end in until.items():
-            ends[end] = ends.get(end, 0) | self._set((name,))
+            ends[end] = ends.get(end, 0) | self.set_of((name,))
         self._ends = sorted((end, members) for end, members in ends.items() if end < math.inf)
         self._taken = [
-            (r.start_s, r.end_s, self._set(r.nodes)) for r in reservations if r.end_s > now
+            (r.start_s, r.end_s, self.set_of(r.nodes)) for r in reservations if r.end_s > now
         ]
+        self._set_aside = list(self._taken)
         # Nodes of ours that stand for those that jobs before got.
         self._given: list[tuple[float, float, int]] = []
 
@@ -168,7 +165,7 @@ class _Table:
         members = 0
         for partition in job.partition.split(','):
             members |= self._partitions.get(partition, 0)
-        return members & self._set(job.only) if job.only else members
+        return members & self.set_of(job.only) if job.only else members
 
     def first_time(self, eligible: int, count: int, length_s: float) -> tuple[float, int | None]:
         """When ``count`` of these nodes are first free for so long, and all that are free then."""
@@ -179,8 +176,17 @@ class _Table:
         for time in times:
             free = self._free(eligible, time, length_s, self._taken + self._given)
             if free.bit_count() >= count:
-                return time, free if time <= self._now else first_of(free, count)
+                return time, free
         return math.inf, None
+
+    def kept_out(self, eligible: int, count: int, length_s: float) -> bool:
+        """Whether reservations alone keep a job from starting now. Slurm lets others go first
+        then, however long they take.
+        """
+        for begin, end, members in self._set_aside:
+            if begin < self._now + length_s and self._now < end:
+                eligible &= ~members
+        return eligible.bit_count() < count
 
     def free_of_ours(self, eligible: int, length_s: float) -> int:
         """Nodes of ours that a job can have now, those included that jobs before got."""
@@ -207,7 +213,8 @@ class _Table:
         """Of a set."""
         return [name for name, bit in self._bits.items() if members >> bit & 1]
 
-    def _set(self, names: Iterable[str]) -> int:
+    def set_of(self, names: Iterable[str]) -> int:
+        """Nodes by their names."""
         members = 0
         for name in names:
             members |= 1 << self._bits.setdefault(name, len(self._bits))

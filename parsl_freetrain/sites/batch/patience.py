@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-PATIENCE_S = 120.0
-"""A job that has not started after so many seconds is kept by something else than nodes."""
 FORGET_S = 1800.0
-"""After so many seconds it gets another chance."""
+"""After so many seconds a job gets another chance."""
 
 
 class Patience:
@@ -15,9 +13,15 @@ class Patience:
 
     Without it, nodes would be given back for ever for a job that waits for what no answer tells,
     such as a licence or a kind of node.
+
+    Parameters
+    ----------
+    limit_s
+        A job that has not started after so many seconds is kept by something else than nodes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
         self._since: dict[str, float] = {}
 
     def note(self, served: Collection[str], pending: Collection[str], now: float) -> None:
@@ -35,4 +39,4 @@ class Patience:
         return frozenset(job for job in self._since if self._over(job, now))
 
     def _over(self, job: str, now: float) -> bool:
-        return now - self._since[job] > PATIENCE_S
+        return now - self._since[job] > self._limit_s

@@ -138,6 +138,8 @@ class BatchSite(ABC):
         may_wait = min(self.options.max_waiting, partition.most_waiting or self.options.max_waiting)
         if snapshot is None or len(waiting) >= may_wait or self._clock() < self._submitter.next_s:
             return ()
+        if self._tracker.needs(snapshot).served:
+            return ()  # it is their turn, and the scheduler chooses the nodes
         return self._holes(snapshot, partition, waiting, self._tracker.ids())
 
     def holes_now(self) -> tuple[Hole, ...]:
@@ -169,9 +171,8 @@ class BatchSite(ABC):
             ours,
             now,
         )
-        spoken_for = self._tracker.needs(snapshot).idle
         return holes(
-            {name: end for name, end in until.items() if name not in spoken_for},
+            until,
             [OnTheWay(block.nodes, block.latest_end_s) for block in waiting],
             partition,
             now,

@@ -57,7 +57,7 @@ class BlockTracker:
         self._user = _user()
         self._lock = threading.Lock()
         self._book = Book()
-        self._patience = Patience()
+        self._patience = Patience(4 * options.start_s)
         self._needs: tuple[QueueSnapshot, Needs] = (QueueSnapshot(), Needs())
         self._offers = OfferLog(3 * options.poll_s)
         self._taken_in = NEVER  # when the question was asked whose answer was last taken in
