@@ -21,7 +21,7 @@ from parsl_freetrain.sites.batch.options import BatchOptions
 from parsl_freetrain.sites.batch.patience import Patience
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NotUnderstood
 from parsl_freetrain.sites.batch.scheduler import NoHistory, Scheduler, Shrinking
-from parsl_freetrain.sites.batch.watch import NEVER, QueueSnapshot, QueueWatch
+from parsl_freetrain.sites.batch.watch import NEVER, RESERVATIONS_EVERY_S, QueueSnapshot, QueueWatch
 from parsl_freetrain.sites.protocols import NodeOffer
 
 logger = logging.getLogger(__name__)
@@ -207,6 +207,10 @@ class BlockTracker:
         self._waiting = bool(self._held) and any(waits(job, ours) for job in jobs)
         slow, fast = self._options.poll_s, self._options.waiting_poll_s
         self._watch.poll_s = min(slow, fast) if self._waiting else slow
+        # A reservation decides which of our nodes would serve a waiting job.
+        self._watch.reservations_s = (
+            min(RESERVATIONS_EVERY_S, 5 * fast) if self._waiting else RESERVATIONS_EVERY_S
+        )
 
     def _note_offers(self, snapshot: QueueSnapshot) -> None:
         ours = self._book.ids()

@@ -19,6 +19,7 @@ from parsl_freetrain.sites.batch.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 RESERVATIONS_EVERY_S = 60.0
+"""Time between two questions about reservations; while jobs wait, five times ``poll_s`` if less."""
 NEVER = float('-inf')
 
 
@@ -46,8 +47,9 @@ class QueueWatch:
 
     Attributes
     ----------
-    poll_s
-        Time between two questions, in seconds; may be changed at any time.
+    poll_s, reservations_s
+        Time between two questions, and between two about reservations, in seconds; may be changed
+        at any time.
     error
         Why the last question was not answered; empty if it was.
     """
@@ -64,6 +66,7 @@ class QueueWatch:
         self._backoff = Backoff(options.poll_s, options.longest_backoff_s)
         self.error = ''
         self.poll_s = options.poll_s
+        self.reservations_s = RESERVATIONS_EVERY_S
 
     @property
     def failures(self) -> int:
@@ -118,7 +121,7 @@ class QueueWatch:
             ):
                 snapshot = replace(snapshot, jobs=self._scheduler.jobs(), jobs_at=at)
             if with_nodes:
-                if at - snapshot.reservations_at >= RESERVATIONS_EVERY_S:
+                if at - snapshot.reservations_at >= self.reservations_s:
                     snapshot = replace(
                         snapshot, reservations=self._scheduler.reservations(), reservations_at=at
                     )
