@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.checkpoint.manifest import verify
@@ -71,10 +71,13 @@ def run(
     fragment: int = 1,
     function: Any = train,
     mode: str = 'reproducible',
+    total_samples: int = TOTAL,
     **options: Any,
 ) -> Saved:
     shapes = {**SHAPES, shape.ranks: shape}
-    ordered = order(folder, fragment, total_samples=TOTAL, mode=mode, shape=shape, shapes=shapes)
+    ordered = order(
+        folder, fragment, total_samples=total_samples, mode=mode, shape=shape, shapes=shapes
+    )
     with ranks(warm, ordered, shape.ranks, folder, function, **options) as gang:
         outcomes = gang.run()
         assert {outcome.how for outcome in outcomes} <= {'stopped', 'finished'}, [
@@ -168,3 +171,32 @@ def test_a_model_sharded_by_hand_has_the_bits_of_one_process(
     one = run(warm, tmp_path / 'one', Shape(), function=sharded_by_hand)
     two = run(warm, tmp_path / 'two', Shape(shard=2), function=sharded_by_hand)
     assert all(torch.equal(two.models[0][name], one.models[0][name]) for name in one.models[0])
+
+
+def on_a_plateau(ctx: FragmentContext) -> None:
+    """Last batches that have fewer samples than there are shards, and a scheduler that takes the
+    loss.
+    """
+    torch.manual_seed(3)
+    model = ctx.shard(nn.Sequential(nn.Linear(5, WIDTH), Block(), nn.Linear(WIDTH, 3)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    model, optimizer, scheduler = ctx.prepare(model, optimizer, scheduler)
+    for x, y in ctx.loop(Subset(data(), range(33)), BATCH):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        scheduler.step(loss)
+
+
+def test_empty_shards_and_schedulers_by_loss_have_the_bits_of_one_process(
+    warm: WarmParent, tmp_path: Path
+) -> None:
+    one, four = (
+        run(warm, tmp_path / str(shape), shape, function=on_a_plateau, total_samples=66)
+        for shape in (Shape(), Shape(shard=4))
+    )
+    assert all(torch.equal(four.models[0][name], one.models[0][name]) for name in one.models[0])
+    assert four.schedulers == one.schedulers
+    assert one.optimizers[0]['param_groups'][0]['lr'] < 0.1
