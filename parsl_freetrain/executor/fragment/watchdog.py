@@ -68,7 +68,8 @@ class Watchdog:
     def _too_long(self, fragment: RunningFragment, at: float) -> str:
         """Why a fragment must be given up; empty if it need not be."""
         limits = self._timeouts
-        if fragment.trouble_at is not None and at - fragment.trouble_at > limits.peer_s:
+        peer_s = max(limits.peer_s, limits.hang_s) if fragment.saving else limits.peer_s
+        if fragment.trouble_at is not None and at - fragment.trouble_at > peer_s:
             return 'some of its ranks ended in trouble and the others did not notice'
         if why := fragment.deadlock(at):
             return why
