@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
+import importlib
 import sys
 import sysconfig
 import threading
@@ -52,6 +54,11 @@ def _by_value(function: Callable[..., Any]) -> Iterator[None]:
     home = _home(sys.modules.get(function.__module__.partition('.')[0]))
     known = cloudpickle.list_registry_pickle_by_value()  # whatever the user has registered stays so
     loaded = list(sys.modules.items())
+    for _, module in loaded:
+        # cloudpickle knows plain modules only; torch.backends.cudnn, for instance, is of its own
+        # class.
+        if isinstance(module, ModuleType) and type(module) is not ModuleType:
+            copyreg.pickle(type(module), _by_import)
     # There are thousands of modules, and few packages.
     tops = (
         {name.partition('.')[0] for name, _ in loaded} - {OURS, '__main__'}
@@ -73,6 +80,10 @@ def _by_value(function: Callable[..., Any]) -> Iterator[None]:
     finally:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+def _by_import(module: ModuleType) -> tuple[Callable[[str], ModuleType], tuple[str]]:
+    return importlib.import_module, (module.__name__,)
 
 
 def _home(top: ModuleType | None) -> Path | None:
