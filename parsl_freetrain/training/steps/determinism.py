@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import torch
 
@@ -28,7 +29,10 @@ def demand_determinism(*, warn_only: bool) -> None:
     ):
         torch.use_deterministic_algorithms(True, warn_only=warn_only)
     if torch.backends.cudnn.benchmark:
-        print('torch.backends.cudnn.benchmark is switched off: it chooses kernels by their speed')
+        warnings.warn(
+            'torch.backends.cudnn.benchmark is switched off: it chooses kernels by their speed.',
+            stacklevel=1,
+        )
         torch.backends.cudnn.benchmark = False
 
 
