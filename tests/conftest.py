@@ -25,6 +25,7 @@ import pytest
 from tests.support import template
 from tests.support.cobalt import cobalt  # noqa: F401 fixtures for every test
 from tests.support.lsf import lsf  # noqa: F401
+from tests.support.openpbs import openpbs, pbs_cluster  # noqa: F401
 from tests.support.pbs import pbs  # noqa: F401
 from tests.support.slurm import slurm, slurm_cluster  # noqa: F401
 

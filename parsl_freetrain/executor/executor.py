@@ -180,6 +180,13 @@ class FreeTrainExecutor(BlockExecutor):
 
     def _start(self, undo: ExitStack) -> None:
         """Start everything. ``undo`` collects what to do if the start fails."""
+        logs = os.path.abspath(self.logdir)
+        if shlex.quote(logs) != logs:
+            raise BadInput(
+                f"Parsl's folder for this run is {logs!r}, and Parsl does not quote it "
+                'in the command that starts the nodes of a block, so every block would fail; give '
+                'parsl.Config a run_dir without spaces and special characters.'
+            )
         provider = self.provider
         assert isinstance(provider, BackfillProvider)
         self._keep_others_out()
@@ -252,6 +259,7 @@ class FreeTrainExecutor(BlockExecutor):
             log_dir,
             self._open_block,
             self._managers,
+            self._end_manager,
             self._submit_inner,
             template,
         )

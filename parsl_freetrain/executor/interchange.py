@@ -2,7 +2,8 @@
 private API.
 
 A task whose resource specification has ``freetrain_manager`` is sent to that manager or fails with
-``ManagerLost``. Every manager keeps one worker free for such tasks.
+``ManagerLost``. Every manager keeps one worker free for such tasks. A manager that is put on hold
+is shut down: its block is over.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class PinningInterchange(Interchange):
             # Otherwise Parsl would give waiting pinned tasks to any free manager.
             self.pending_task_queue.remove(entry)
         waiting = [entry for entry in pinned if not self._send_pinned(entry[-1])]
+        self._end_held()
         reserving = [
             m
             for i, m in self._ready_managers.items()
@@ -61,11 +63,7 @@ class PinningInterchange(Interchange):
         manager_id = task['context']['resource_spec'][PIN].encode()
         manager = self._ready_managers.get(manager_id)
         if manager is None:
-            error = ManagerLost(manager_id, 'its node')
-            failure = serialize(RemoteExceptionWrapper(type(error), error, None))
-            self.results_outgoing.send(
-                pickle.dumps({'type': 'result', 'task_id': task['task_id'], 'exception': failure})
-            )
+            self._fail(task['task_id'], manager_id)
         elif len(manager['tasks']) < manager['max_capacity']:
             self.manager_sock.send_multipart([manager_id, pickle.dumps([task])])
             manager['tasks'].append(task['task_id'])
@@ -75,6 +73,22 @@ class PinningInterchange(Interchange):
         else:
             return False
         return True
+
+    def _end_held(self) -> None:
+        """Have Parsl shut down the managers that were held, whose blocks are over."""
+        for manager_id, manager in self._ready_managers.items():
+            if not manager['active']:
+                for task_id in manager['tasks']:
+                    self._fail(task_id, manager_id)
+                manager['tasks'].clear()
+                manager['draining'] = True
+
+    def _fail(self, task_id: int, manager_id: bytes) -> None:
+        error = ManagerLost(manager_id, 'its node')
+        failure = serialize(RemoteExceptionWrapper(type(error), error, None))
+        self.results_outgoing.send(
+            pickle.dumps({'type': 'result', 'task_id': task_id, 'exception': failure})
+        )
 
 
 if __name__ == '__main__':

@@ -22,6 +22,8 @@ class ProcessStatus:
     ----------
     state
         One letter, as in proc(5).
+    parent
+        Process id of the parent.
     session
         Process id of the session's leader.
     start
@@ -30,6 +32,7 @@ class ProcessStatus:
     """
 
     state: str
+    parent: int
     session: int
     start: str
 
@@ -44,7 +47,7 @@ def status(pid: int) -> ProcessStatus | None:
     try:
         # The program's name comes before the last parenthesis, and may hold anything.
         fields = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
-        return ProcessStatus(fields[0], int(fields[3]), fields[19])
+        return ProcessStatus(fields[0], int(fields[1]), int(fields[3]), fields[19])
     except (OSError, IndexError):
         return None
 

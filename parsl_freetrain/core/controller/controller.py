@@ -198,6 +198,12 @@ class Controller:
         return self._lose(event.nodes), True
 
     @_take_in.register
+    def _(self, event: ev.BlockRequeued) -> tuple[list[ev.Action], bool]:
+        if (block := self.state.blocks.get(event.block)) is not None:
+            block.arrived.clear()
+        return [], False
+
+    @_take_in.register
     def _(self, event: ev.BlockClosed) -> tuple[list[ev.Action], bool]:
         self.state.closed.add(event.block)
         for node in [n for n, y in self.state.yielded.items() if y.block == event.block]:

@@ -79,7 +79,7 @@ class BlockState:
     request: BlockRequest
     until_s: float | None = None
     nodes: set[str] = field(default_factory=set)
-    arrived: set[str] = field(default_factory=set)  # every node that ever joined
+    arrived: set[str] = field(default_factory=set)  # every node that joined since it was queued
     idle_since: float | None = None
 
 

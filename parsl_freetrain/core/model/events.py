@@ -81,6 +81,13 @@ class NodesLeft(Event):
 
 
 @dataclass(frozen=True)
+class BlockRequeued(Event):
+    """A block waits for nodes again; the ones that it had have left."""
+
+    block: str
+
+
+@dataclass(frozen=True)
 class BlockClosed(Event):
     """A block is over, with whatever nodes it still had."""
 

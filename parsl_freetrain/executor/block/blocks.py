@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 300.0
 HOPELESS_GREETINGS = 3
+EQUAL_FAILURES = 3
 AVOID_S = 600.0
 """Seconds for which a node with a broken device is not used."""
 
@@ -47,6 +48,8 @@ class BlockRecord:
         Host names of the ready nodes, by manager id.
     unusable
         Managers whose first task failed, or that were lost.
+    left
+        Managers that had nodes which the scheduler has taken.
     noticed
         Whether the scheduler has notified its nodes of their end.
     managers
@@ -60,6 +63,7 @@ class BlockRecord:
     answering: set[str] = field(default_factory=set)
     nodes: dict[str, str] = field(default_factory=dict)
     unusable: set[str] = field(default_factory=set)
+    left: set[str] = field(default_factory=set)
     noticed: bool = False
     managers: dict[str, str] = field(default_factory=dict)
 
@@ -78,6 +82,8 @@ class BlockManager:
         Opens a block through Parsl and returns (block id, job id); raises the site's errors.
     managers
         Returns Parsl's list of connected managers.
+    end_manager
+        Shuts a connected manager down.
     submit
         Sends one payload to the interchange.
     inbox
@@ -95,6 +101,7 @@ class BlockManager:
         warm_log_dir: str,
         launch: Callable[[BlockRequest], tuple[str, str]],
         managers: Callable[[], list[dict[str, Any]]],
+        end_manager: Callable[[str], None],
         submit: Callable[[dict[str, Any], bytes], Future[Any]],
         template: str | None = None,
     ) -> None:
@@ -104,12 +111,14 @@ class BlockManager:
         self._warm_log_dir = warm_log_dir
         self._launch = launch
         self._managers = managers
+        self._end_manager = end_manager
         self._submit = submit
         self._template = template
         self.blocks: dict[str, BlockRecord] = {}
         self._not_before = 0.0
         self._backoff = Backoff(FIRST_BACKOFF_S, LONGEST_BACKOFF_S)
         self._refusals: list[str] = []
+        self._useless = 0  # blocks in a row that ended by themselves before any node was ready
         self._ever_joined = False
         self._avoided: dict[str, tuple[float, str]] = {}  # by host name: until when, and why
 
@@ -226,11 +235,18 @@ class BlockManager:
         return sum(len(block.answering) for block in self.blocks.values())
 
     def greet_new(self) -> None:
-        """Send a first task to managers that have registered since the last call."""
+        """Send a first task to managers that have registered since the last call, and end those
+        whose blocks are over or have lost their nodes.
+        """
         for manager in self._managers():
             block_id, name = manager['block_id'], manager['manager']
             block = self.blocks.get(block_id)
-            if block is None or name in block.greeted or not manager['active']:
+            if not manager['active']:
+                continue
+            if block is None or name in block.left:
+                self._end_manager(name)
+                continue
+            if name in block.greeted:
                 continue
             block.greeted.add(name)
             block.answering.add(name)
@@ -270,6 +286,7 @@ class BlockManager:
             return self._unusable(block_id, manager, FreeTrainError(why), at)
         self._backoff.reset()
         block.unusable.discard(manager)
+        self._useless = 0
         block.nodes[manager] = name
         block.managers[name] = manager
         if not block.noticed:
@@ -315,10 +332,10 @@ class BlockManager:
                 continue
             if (
                 status is not None
-                and status.state is JobState.PENDING
+                and status.state in (JobState.PENDING, JobState.HELD)
                 and (block.nodes or block.unusable)
             ):
-                self._requeued(block, at)
+                self._requeued(block_id, at)
             until_s = block.until_s if block.noticed else self._provider.end_of(block.job_id)
             if until_s != block.until_s:
                 block.until_s = until_s
@@ -335,22 +352,37 @@ class BlockManager:
         else:
             if status.state in (JobState.FAILED, JobState.COMPLETED) and not block.nodes:
                 # The block was not taken but ended by itself; another one would not help.
-                self._not_before = at + self._backoff.failed()
-                logger.warning(
-                    'Block %s ended before any of its nodes was ready: %s', block_id, status
-                )
+                self._ended_useless(block_id, status, at)
             taken = block.noticed or block.until_s is None or at < block.until_s
             how = 'taken' if taken else 'expired'
         self._ended(block_id, how, at)
 
-    def _requeued(self, block: BlockRecord, at: float) -> None:
+    def _ended_useless(self, block_id: str, status: JobStatus, at: float) -> None:
+        """Handle a block that ended by itself before any of its nodes was ready."""
+        self._not_before = at + self._backoff.failed()
+        self._useless += 1
+        logger.warning('Block %s ended before any of its nodes was ready: %s', block_id, status)
+        if self._useless >= EQUAL_FAILURES:
+            why = (
+                f'the last {self._useless} blocks ended by themselves before any of their nodes '
+                f'was ready; the reason is in the output of the last one: {status.message}'
+            )
+            logger.error('%s', why)
+            request = self.blocks[block_id].request
+            self._stream.emit(no.BlockRefused(at, request.nodes, self._not_before - at, why))
+
+    def _requeued(self, block_id: str, at: float) -> None:
         """Handle a block that is queued again: its nodes are gone, and others will come."""
+        block = self.blocks[block_id]
         gone = tuple(block.nodes)
+        block.left |= block.greeted
         block.nodes.clear()
         block.unusable.clear()
         block.answering.clear()
         block.noticed = False
         self._emit_gone(gone, 'taken', at)
+        self._stream.emit(ev.BlockRequeued(at, block_id))
+        self._end_managers(block.left)
 
     def noticed(self, node: str, at: float) -> None:
         """Handle the scheduler's notice to a node. The block counts as ended, so that nothing more
@@ -398,3 +430,11 @@ class BlockManager:
         self._stream.emit(ev.BlockClosed(at, block_id))
         self._stream.emit(*(no.NodeGone(at, node, how) for node in block.nodes))
         self._stream.emit(no.BlockGone(at, block_id, how))
+        self._end_managers(block.greeted)
+
+    def _end_managers(self, names: Collection[str]) -> None:
+        """End managers that go on although their job does not."""
+        if names:
+            for manager in self._managers():
+                if manager['active'] and manager['manager'] in names:
+                    self._end_manager(manager['manager'])

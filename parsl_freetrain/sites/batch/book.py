@@ -83,6 +83,21 @@ class Book:
             and not b.seen.missing
         ]
 
+    def taken(self, requeue: bool) -> list[str]:
+        """Those to be deleted because their nodes were taken.
+
+        Parameters
+        ----------
+        requeue
+            Whether those that are queued again may wait.
+        """
+        lives = (BlockLife.SUSPENDED,) if requeue else (BlockLife.SUSPENDED, BlockLife.REQUEUED)
+        return [
+            b.job_id
+            for b in self._blocks.values()
+            if b.life in lives and not (b.seen.taken or b.seen.cancelled or b.seen.missing)
+        ]
+
     def missing(self) -> list[str]:
         """Those that the scheduler's last answer did not know."""
         return [
@@ -99,7 +114,12 @@ class Book:
         return block.seen.end_s if block is not None and block.life is BlockLife.RUNNING else None
 
     def mark(
-        self, job_ids: Iterable[str], *, cancelled: bool = False, withdrawn: bool = False
+        self,
+        job_ids: Iterable[str],
+        *,
+        cancelled: bool = False,
+        withdrawn: bool = False,
+        taken: bool = False,
     ) -> None:
         """This process has ended these blocks; they are over when the scheduler says so."""
         for job_id in job_ids:
@@ -110,6 +130,7 @@ class Book:
                         block.seen,
                         cancelled=cancelled or block.seen.cancelled,
                         withdrawn=withdrawn or block.seen.withdrawn,
+                        taken=taken or block.seen.taken,
                     ),
                 )
 

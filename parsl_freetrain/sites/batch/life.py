@@ -16,6 +16,7 @@ class BlockLife(StrEnum):
 
     PENDING = 'waits for its nodes'
     RUNNING = 'runs'
+    SUSPENDED = 'was suspended, so its nodes are taken; it is deleted'
     ENDING = 'is ending; its nodes are not free yet'
     COMPLETED = 'ended by itself'
     FAILED = 'ended by itself with an error'
@@ -40,7 +41,7 @@ _MEANING = {
     JobState.HELD: BlockLife.PENDING,
     JobState.STARTING: BlockLife.PENDING,
     JobState.RUNNING: BlockLife.RUNNING,
-    JobState.SUSPENDED: BlockLife.RUNNING,
+    JobState.SUSPENDED: BlockLife.SUSPENDED,
     JobState.ENDING: BlockLife.ENDING,
     JobState.COMPLETED: BlockLife.COMPLETED,
     JobState.FAILED: BlockLife.FAILED,
@@ -60,6 +61,7 @@ _PARSL = {
     BlockLife.PENDING: ParslState.PENDING,
     BlockLife.REQUEUED: ParslState.PENDING,
     BlockLife.RUNNING: ParslState.RUNNING,
+    BlockLife.SUSPENDED: ParslState.HELD,
     BlockLife.ENDING: ParslState.RUNNING,
     BlockLife.COMPLETED: ParslState.COMPLETED,
     BlockLife.FAILED: ParslState.FAILED,
@@ -92,6 +94,8 @@ class Seen:
         Whether its end was moved forward while it ran, by a preemption or by somebody.
     cancelled, withdrawn
         Whether this process cancelled it, and whether because it had not started in time.
+    taken
+        Whether this process cancelled it because its nodes had been taken.
     missing
         Answers in a row that did not know it.
     """
@@ -102,6 +106,7 @@ class Seen:
     shortened: bool = False
     cancelled: bool = False
     withdrawn: bool = False
+    taken: bool = False
     missing: int = 0
 
 
@@ -118,6 +123,8 @@ def life_of(seen: Seen) -> BlockLife:
     )  # some schedulers do not tell one from the other
     if ended and seen.withdrawn:
         return BlockLife.WITHDRAWN
+    if ended and seen.taken:
+        return BlockLife.PREEMPTED
     if ended and seen.cancelled:
         return BlockLife.CANCELLED
     return meaning
@@ -144,6 +151,7 @@ def status_of(
 def forgotten(seen: Seen, latest_end_s: float, now: float, answers: int = 3) -> bool:
     """Whether a block that the scheduler does not know any more is over.
 
-    It must have ended by now, and several answers must agree.
+    It must have ended by now, or been deleted by this process, and several answers must agree.
     """
-    return seen.missing >= answers and now > latest_end_s
+    ended = now > latest_end_s or seen.cancelled or seen.withdrawn or seen.taken
+    return seen.missing >= answers and ended

@@ -69,7 +69,7 @@ class BatchOptions(BaseModel):
     start_s
         How long the scheduler usually takes to start a job that fits.
     withdraw_s
-        How long a block may wait in the queue if the end of its hole is not known; then it is
+        How long a block may wait in the queue, and no longer than its hole lasts; then it is
         withdrawn.
     max_waiting
         Maximum number of blocks that wait in the queue.

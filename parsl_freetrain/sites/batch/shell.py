@@ -67,7 +67,7 @@ def run_with_launcher(launch: Sequence[str], command: str, grace_s: float) -> st
     """
     return f"""node={shlex.quote(on_each_node('"$(hostname -s)"', forwards=True))}
 trap '[ -z "$running" ] || kill -TERM "$running" 2>/dev/null' TERM
-timeout --kill-after={math.ceil(grace_s)} "$left" {shlex.join(launch)} \
+timeout --foreground --kill-after={math.ceil(grace_s)} "$left" {shlex.join(launch)} \
 /bin/bash -c "$node" freetrain-node {shlex.quote(command)} </dev/null &
 running=$!
 while kill -0 "$running" 2>/dev/null; do wait "$running"; done
@@ -88,25 +88,27 @@ def on_each_node(name: str, forwards: bool = False) -> str:
 
     Notes
     -----
-    The command has a process group of its own, so that nothing that it started outlives it and
-    holds the node. At a preemption it gets SIGTERM and knows what to do; this shell waits for it. A
-    signal interrupts a ``wait``, and the command may be over before the first one, so its status is
-    asked for once it is gone.
+    The command stays in the process group in which the scheduler started this shell, since some
+    schedulers stop, continue and kill only that. The node agent ends with this shell and ends what
+    it has started; where it was killed, this shell kills the group, itself included. At a
+    preemption the command gets SIGTERM and knows what to do; this shell waits for it. A signal
+    interrupts a ``wait``, and the command may be over before the first one, so its status is asked
+    for once it is gone.
     """
     traps = (
         'trap : TERM USR1'
         if not forwards
         else '\n'.join(
-            f'trap \'[ -z "$command" ] || kill -{signal} -- "-$command" 2>/dev/null\' {signal}'
+            f'trap \'[ -z "$command" ] || kill -{signal} "$command" 2>/dev/null\' {signal}'
             for signal in ('TERM', 'USR1')
         )
     )
-    return f"""export FREETRAIN_NODE={name}
+    return f"""export FREETRAIN_NODE={name} FREETRAIN_NODE_SHELL=$$
 {traps}
-setsid /bin/bash -c "$1" &
+/bin/bash -c "$1" &
 command=$!
 while kill -0 "$command" 2>/dev/null; do wait "$command"; done
 wait "$command"; status=$?
-kill -KILL -- "-$command" 2>/dev/null
+[ "$status" != 137 ] || kill -KILL 0
 exit "$status"
 """

@@ -141,11 +141,11 @@ class Submitter:
         except SchedulerSilent:
             self.unanswered.add(place.name)
             raise
-        if shape.deadline is None:
-            start_by_s = now + self._options.withdraw_s
-            latest_s = start_by_s + shape.walltime_s
-        else:
-            start_by_s, latest_s = float(shape.deadline - shape.least_s), float(shape.deadline)
+        start_by_s = now + self._options.withdraw_s
+        latest_s = start_by_s + shape.walltime_s
+        if shape.deadline is not None:
+            start_by_s = min(start_by_s, float(shape.deadline - shape.least_s))
+            latest_s = float(shape.deadline)
         return BatchBlock(job_id, shape.nodes, now, start_by_s, latest_s, place)
 
     def _place(self, folder: Path, block: str) -> Place:

@@ -177,7 +177,7 @@ class BlockTracker:
         """
         self._look(with_nodes=False)
         self._ask_history()
-        self._withdraw()
+        self._delete()
         now = self._clock()
         silent = self._watch.failures > 0 and now - self._taken_in > self._options.unreachable_s
         with self._lock:
@@ -269,24 +269,26 @@ class BlockTracker:
         """
         self._cancel(job_ids, cancelled=True)
 
-    def _cancel(
-        self, job_ids: Sequence[str], *, cancelled: bool = False, withdrawn: bool = False
-    ) -> None:
+    def _cancel(self, job_ids: Sequence[str], **why: bool) -> None:
         self._scheduler.cancel(job_ids)
         with self._lock:
-            self._book.mark(job_ids, cancelled=cancelled, withdrawn=withdrawn)
+            self._book.mark(job_ids, **why)
             self._changed = self._clock()
 
-    def _withdraw(self) -> None:
-        """Cancel blocks that have not started while their hole lasted."""
+    def _delete(self) -> None:
+        """Cancel blocks that have not started in time, and those whose nodes were taken."""
         with self._lock:
             late = self._book.late(self._clock())
-        if not late or self._watch.failures:
+            taken = self._book.taken(self._options.requeue)
+        if self._watch.failures:
             return
         try:
-            self._cancel(late, withdrawn=True)
+            if late:
+                self._cancel(late, withdrawn=True)
+            if taken:
+                self._cancel(taken, taken=True)
         except SchedulerSilent as error:
-            logger.warning('Blocks %s have not started in time: cannot cancel: %s', late, error)
+            logger.warning('Blocks %s are not needed: cannot cancel: %s', late + taken, error)
 
     def _cancel_unanswered(self, jobs: Collection[BatchJob]) -> None:
         strays = [job for job in jobs if job.name in self._unanswered]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from parsl_freetrain.sites.batch.records import (
@@ -34,7 +34,7 @@ _STATES = {
     'H': JobState.HELD,
     'W': JobState.HELD,
     'T': JobState.HELD,
-    'B': JobState.HELD,
+    'B': JobState.PENDING,
     'R': JobState.RUNNING,
     'E': JobState.ENDING,
     'S': JobState.SUSPENDED,
@@ -45,6 +45,9 @@ _DELETED = 91  # substate: ended by qdel, or by a preemption that deletes
 _OVER_WALLTIME = -29
 _OVER_MEMORY = (-26, -27)
 _ON_SIGTERM = (128 + 15, 256 + 15)
+# PBS renews only the estimates of the first backfill_depth jobs.
+_STALE_S = 120.0
+_SIZE = re.compile(r'(\d+(?:\.\d+)?)([kmgtp]?)([bw]?)', re.IGNORECASE)
 
 
 def history_of(job_ids: list[str]) -> tuple[str, ...]:
@@ -66,10 +69,12 @@ def parse_jobs(answer: str, pool: str) -> tuple[BatchJob, ...]:
     NotUnderstood
         It is not such a document.
     """
+    said = document(answer, 'qstat')
     try:
+        now = float(said.get('timestamp', time.time()))
         return tuple(
-            _job(job_id, job, pool)
-            for job_id, job in document(answer, 'qstat').get('Jobs', {}).items()
+            _job(job_id, job, pool, now)
+            for job_id, job in said.get('Jobs', {}).items()
             if 'job_state' in job
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -78,13 +83,15 @@ def parse_jobs(answer: str, pool: str) -> tuple[BatchJob, ...]:
         ) from error
 
 
-def _job(job_id: str, job: Mapping[str, Any], pool: str) -> BatchJob:
+def _job(job_id: str, job: Mapping[str, Any], pool: str, now: float) -> BatchJob:
     letter, resources = job['job_state'], job.get('Resource_List', {})
     state = _ended(job) if letter in ('F', 'X') else _STATES.get(letter, JobState.UNKNOWN)
     start_s = end_s = None
     planned: tuple[str, ...] = ()
-    if letter == 'Q' and 'start_time' in (estimate := job.get('estimated', {})):
-        start_s, planned = _time(estimate['start_time']), _hosts(estimate.get('exec_vnode', ''))
+    if letter in ('Q', 'B') and 'start_time' in (estimate := job.get('estimated', {})):
+        planned_s = _time(estimate['start_time'])
+        if planned_s >= now - _STALE_S:
+            start_s, planned = planned_s, _hosts(estimate.get('exec_vnode', ''))
     elif state in _WITH_NODES and 'stime' in job:
         start_s = _time(job['stime'])
         end_s = start_s + seconds(resources['walltime']) if 'walltime' in resources else None
@@ -108,11 +115,9 @@ def _job(job_id: str, job: Mapping[str, Any], pool: str) -> BatchJob:
 def _ended(job: Mapping[str, Any]) -> JobState:
     """How a finished job has ended.
 
-    A preemption that deletes looks like a qdel, but for the comment, and a job that ends itself on
-    SIGTERM was preempted or told to.
+    A preemption that deletes looks like a qdel, and a job that ends itself on SIGTERM was preempted
+    or told to.
     """
-    if 'preempt' in str(job.get('comment', '')).lower():
-        return JobState.PREEMPTED
     status = int(job['Exit_status']) if 'Exit_status' in job else None
     if job.get('substate') == _DELETED or status is None:
         return JobState.CANCELLED
@@ -127,9 +132,16 @@ def _ended(job: Mapping[str, Any]) -> JobState:
     return JobState.BOOT_FAILED if status < 0 else JobState.FAILED
 
 
-def parse_nodes(answer: str, queue: str, resources: Mapping[str, str]) -> tuple[Nodes, ...]:
+def parse_nodes(
+    answer: str, queue: str, resources: Mapping[str, str], owners: Collection[str] = ('',)
+) -> tuple[Nodes, ...]:
     """Hosts in the answer to :data:`NODES` that have these resources; one counts as idle if all of
     its vnodes are.
+
+    Parameters
+    ----------
+    owners
+        Only nodes that belong to these queues are taken; ``''``: nodes that belong to none.
 
     Raises
     ------
@@ -147,7 +159,7 @@ def parse_nodes(answer: str, queue: str, resources: Mapping[str, str]) -> tuple[
                 v for v in vnodes if _count(v.get('resources_available', {}).get('ncpus', 0))
             ] or vnodes
             if all(
-                v.get('queue', queue) == queue and _has(v.get('resources_available', {}), resources)
+                v.get('queue', '') in owners and _has(v.get('resources_available', {}), resources)
                 for v in useful
             ):
                 gpus = sum(_count(v.get('resources_available', {}).get('ngpus', 0)) for v in useful)
@@ -174,12 +186,34 @@ def _has(available: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:
         here = str(
             available.get(name, 'False')
         )  # a boolean that a node does not have counts as false
-        if value.isdigit():
-            if _count(here) < int(value):
+        if (least := _amount(value)) is not None:
+            if (_amount(here) or 0.0) < least:
                 return False
         elif value.lower() not in here.lower().split(','):
             return False
     return True
+
+
+def _amount(value: str) -> float | None:
+    """A number, or a size such as ``24684084kb`` in bytes; None if it is neither."""
+    found = _SIZE.fullmatch(value)
+    if found is None:
+        return None
+    scale = 1024 ** ' kmgtp'.index(found[2].lower() or ' ') * (
+        8 if found[3] in 'wW' and found[3] else 1
+    )
+    return float(found[1]) * scale
+
+
+def node_owners(name: str, queues: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
+    """The queues to which the nodes belong that jobs of a queue can get; ``''``: to none.
+
+    A queue with nodes of its own uses these and no others. A routing queue has those of its
+    destinations.
+    """
+    routes = str(queues[name].get('route_destinations', '')).split(',')
+    ends = [route for route in routes if route in queues] or [name]
+    return frozenset(end if queues[end].get('hasnodes') == 'True' else '' for end in ends)
 
 
 def parse_queues(answer: str) -> dict[str, dict[str, Any]]:

@@ -11,6 +11,9 @@ from parsl_freetrain.sites.batch.options import BatchOptions, Line, Option, Seco
 # Users may lower the priority of their jobs down to this (man qsub, -p).
 LOWEST = -1024
 
+PALS = ('mpiexec', '-n', '{nodes}', '--ppn', '1', '--cpu-bind', 'none')
+"""HPE's launcher, for ``launch``; it starts processes on any HPE Cray machine with PBS."""
+
 Resource = Annotated[str, Field(pattern=r'^[A-Za-z_][\w.-]*$')]
 Value = Annotated[str, Field(pattern=r'^[^\s:+=,\x00-\x1f]+$')]
 
@@ -33,10 +36,14 @@ class PbsOptions(BatchOptions):
         As for ``-l filesystems``, where the site wants to know them.
     priority
         As for ``-p``; the default is the lowest. None: not asked for.
+    withdraw_s
+        As in BatchOptions; one or two scheduling cycles. Where jobs start strictly in their order,
+        a block that waits makes others wait.
     grace_s
         Time between SIGTERM and SIGKILL at a preemption, the queue's ``kill_delay``, in seconds.
     launch
-        Starts one process on each node; ``{nodes}`` stands for their number.
+        Starts one process on each node, such as :data:`PALS`; ``{nodes}`` stands for their number.
+        Empty: PBS's own task manager does, which needs no MPI.
     pbs_options
         More options of qsub, each complete, such as ``'-l singularity_fakeroot=true'``.
     """
@@ -47,8 +54,9 @@ class PbsOptions(BatchOptions):
     place: Word = 'scatter:excl'
     filesystems: tuple[Value, ...] = ()
     priority: int | None = Field(LOWEST, ge=LOWEST, le=1023)
+    withdraw_s: Seconds = 30.0
     grace_s: Seconds = 10.0
-    launch: tuple[Line, ...] = ('mpiexec', '-n', '{nodes}', '--ppn', '1', '--cpu-bind', 'none')
+    launch: tuple[Line, ...] = ()
     pbs_options: tuple[Option, ...] = ()
 
     @field_validator('pin_nodes')

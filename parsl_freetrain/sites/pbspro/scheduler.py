@@ -8,6 +8,7 @@ from pathlib import Path
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.batch.commands import Commands, SchedulerSilent, in_one_line
 from parsl_freetrain.sites.batch.holes import Wanted
+from parsl_freetrain.sites.batch.options import Mode
 from parsl_freetrain.sites.batch.records import (
     BatchJob,
     JobState,
@@ -44,6 +45,8 @@ class Pbs:
         )
         self.history_every_s = options.poll_s  # every job that ends is asked about
         self._chunk: dict[str, str] = {}
+        self._owners: frozenset[str] = frozenset({''})
+        self._suspended: frozenset[str] = frozenset()
 
     def queue(self) -> Partition:
         """The queue, and what its jobs ask of a node without saying it."""
@@ -70,6 +73,7 @@ class Pbs:
                 f'{", ".join(routes) or "another queue"}; name that one.'
             )
         self._chunk = {key: str(value) for key, value in queue.get('default_chunk', {}).items()}
+        self._owners = answers.node_owners(name, queues)
         return answers.limits(name, queue)
 
     def wanted(self) -> Wanted:
@@ -80,7 +84,9 @@ class Pbs:
 
     def jobs(self) -> tuple[BatchJob, ...]:
         """``qstat`` of everything that is not over."""
-        return answers.parse_jobs(self.client.ask(answers.JOBS), self._options.queue)
+        jobs = answers.parse_jobs(self.client.ask(answers.JOBS), self._options.queue)
+        self._suspended = frozenset(j.job_id for j in jobs if j.state is JobState.SUSPENDED)
+        return jobs
 
     def nodes(self) -> tuple[Nodes, ...]:
         """``pbsnodes`` of the nodes that have what blocks need."""
@@ -88,6 +94,7 @@ class Pbs:
             self.client.ask(answers.NODES),
             self._options.queue,
             {**self._chunk, **self._options.node_resources},
+            self._owners,
         )
 
     def reservations(self) -> tuple[NodeReservation, ...]:
@@ -95,7 +102,11 @@ class Pbs:
         return answers.parse_reservations(self.client.ask(answers.RESERVATIONS))
 
     def history(self, places: dict[str, Place]) -> dict[str, JobState]:
-        """``qstat -x``, where PBS keeps a history."""
+        """``qstat -x``, where PBS keeps a history.
+
+        It does not tell a preemption that deletes from a qdel. Where blocks may be preempted, one
+        that ran and was deleted counts as preempted.
+        """
         done = self.client.run(answers.history_of(list(places)))
         if done.returncode == NO_HISTORY:
             raise NoHistory(f'PBS keeps no history: {in_one_line(done.stderr)}')
@@ -103,11 +114,17 @@ class Pbs:
             raise SchedulerSilent(
                 f'qstat -x failed with status {done.returncode}: {in_one_line(done.stderr)}'
             )
-        return (
-            {job.job_id: job.state for job in answers.parse_jobs(done.stdout, self._options.queue)}
-            if done.stdout.strip()
-            else {}
-        )
+        if not done.stdout.strip():
+            return {}
+        return {
+            job.job_id: self._ended(job)
+            for job in answers.parse_jobs(done.stdout, self._options.queue)
+        }
+
+    def _ended(self, job: BatchJob) -> JobState:
+        deleted = job.state is JobState.CANCELLED and job.restarts > 0
+        preempted = deleted and self._options.mode is Mode.PREEMPTIBLE
+        return JobState.PREEMPTED if preempted else job.state
 
     def render(self, shape: BlockShape, place: Place, command: str, worker_init: str = '') -> str:
         """A script for qsub."""
@@ -118,8 +135,13 @@ class Pbs:
 
     def submit(self, script: Path) -> str:
         """``qsub``."""
-        return self.client.submit(('qsub', str(script)), _UNREACHED).splitlines()[-1]
+        command = ('qsub', '-f', str(script))  # -f: no process of it stays behind
+        return self.client.submit(command, _UNREACHED).splitlines()[-1]
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """``qdel``."""
+        """``qdel``, which leaves stopped processes on a suspended job's first node: not without a
+        SIGKILL to all of them.
+        """
+        if stopped := self._suspended.intersection(job_ids):
+            self.client.run(('qsig', '-s', 'SIGKILL', *sorted(stopped)))
         self.client.cancel(('qdel', *job_ids), _OVER)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.sites.batch.options import Mode
 from parsl_freetrain.sites.batch.shape import BlockShape, Place
 from parsl_freetrain.sites.batch.shell import batch_script, run_with_launcher, until_deadline
 from parsl_freetrain.sites.pbspro.options import PbsOptions
+from parsl_freetrain.sites.pbspro.task_manager import task_manager
 
 
 def render(
@@ -25,7 +27,9 @@ def render(
     BadInput
         A path with a quote or a line's end, which qsub's directives cannot hold.
     """
-    launch = [word.replace('{nodes}', str(shape.nodes)) for word in options.launch]
+    launch = [word.replace('{nodes}', str(shape.nodes)) for word in options.launch] or task_manager(
+        place.stdout.removesuffix('.out')
+    )
     return batch_script(
         (f'#PBS {line}' for line in _directives(options, shape, place)),
         options,
@@ -62,7 +66,9 @@ def _directives(options: PbsOptions, shape: BlockShape, place: Place) -> list[st
         said.append(f'-A {options.account}')
     if options.priority is not None:
         said.append(f'-p {options.priority}')
-    return [*said, '-r y' if options.requeue else '-r n', *options.pbs_options]
+    # Where preemption means to requeue, a job that must not be requeued cannot be preempted.
+    again = options.requeue or options.mode is Mode.PREEMPTIBLE
+    return [*said, '-r y' if again else '-r n', *options.pbs_options]
 
 
 def _path(path: str) -> str:

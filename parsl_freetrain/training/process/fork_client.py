@@ -101,11 +101,14 @@ class WarmParent:
         return parent
 
     @classmethod
-    def start_template(cls, name: str, owner_pid: int, log: str) -> WarmParent:
+    def start_template(
+        cls, name: str, owner_pid: int, log: str, new_session: bool = True
+    ) -> WarmParent:
         """As :meth:`start`, for a template of other fork servers. They can ask it as soon as this
         returns.
 
-        It has its own session, so that no signal from a terminal reaches it.
+        With a session of its own no signal from a terminal reaches it. Without, its fork servers
+        stay in this one too, which the scheduler may stop as a whole.
         """
         parent = cls(name, log)
         parent._owner_pid = owner_pid
@@ -116,7 +119,7 @@ class WarmParent:
                     '--listener-fd',
                     str(listener.fileno()),
                     pass_fds=(listener.fileno(),),
-                    start_new_session=True,
+                    start_new_session=new_session,
                 )
         return parent
 

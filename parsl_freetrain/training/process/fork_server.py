@@ -260,7 +260,8 @@ class ForkServer:
     def _become_server(self, channel: Channel[ForkRequest], request: ForkServerWanted) -> NoReturn:
         status = 1
         try:
-            os.setsid()
+            if os.getsid(0) == os.getppid():  # the template leads one
+                os.setsid()
             self._forget()
             take_effect(request, self._started_with)
             status = _serve_as_asked(channel, request)

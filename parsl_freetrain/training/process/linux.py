@@ -6,24 +6,59 @@ import contextlib
 import ctypes
 import os
 import signal
+import time
 
 from parsl_freetrain.host.processes import process_ids, status
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_UNKILLABLE_S = 5.0  # a process that waits for a dead file system does not end
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends (precisely: the parent's thread that
-    forked it).
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent ends (precisely: the parent's
+    thread that forked it).
 
     Raises
     ------
     OSError
         If the kernel refuses.
     """
+    _prctl(_PR_SET_PDEATHSIG, int(number))
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant that loses its own, whatever session it is in.
+
+    Raises
+    ------
+    OSError
+        If the kernel refuses.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0):
-        raise OSError(ctypes.get_errno(), 'prctl(PR_SET_PDEATHSIG)')
+    if libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f'prctl({option}, {value})')
+
+
+def end_descendants() -> None:
+    """SIGKILL all descendants of this process, which adopts orphans; it must not wait for any."""
+    me = os.getpid()
+    until = time.monotonic() + _UNKILLABLE_S
+    # The children of a killed child become ours.
+    while children := {
+        pid for pid in process_ids() if (found := status(pid)) is not None and found.parent == me
+    }:
+        for pid in children:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)  # ours, hence not another one with its number
+                os.waitpid(pid, os.WNOHANG)
+        if time.monotonic() > until:
+            return
+        time.sleep(0.001)
 
 
 def end_session() -> None:

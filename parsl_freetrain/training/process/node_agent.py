@@ -9,6 +9,10 @@ started here ignore SIGTERM and SIGUSR1, and this process notifies the members a
 SIGTERM it ends the node as soon as no member is at work. SIGUSR1 is only a warning and does not end
 the node.
 
+A node ends with its job. A scheduler may stop or kill nothing but the shell that its launcher has
+started (:mod:`parsl_freetrain.sites.batch.shell`), so this process ends with that shell, and
+whatever was started here ends with this process.
+
 With ``--warm FOLDER`` a template of fork servers imports torch beside Parsl's manager, which takes
 about as long to start; its log is in that folder.
 
@@ -32,15 +36,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from parsl_freetrain.host.processes import start_of
 from parsl_freetrain.training.process.block_lease import Succession
 from parsl_freetrain.training.process.channel import Channel, is_ours
 from parsl_freetrain.training.process.fork_client import WarmParent
-from parsl_freetrain.training.process.linux import die_with_parent, end_session
+from parsl_freetrain.training.process.linux import adopt_orphans, die_with_parent, end_descendants
 from parsl_freetrain.training.spec.codec import Decoder
 from parsl_freetrain.training.spec.messages import Notice
 
 NOTICE_VARIABLE = 'FREETRAIN_NODE_NOTICE'
 TEMPLATE_VARIABLE = 'FREETRAIN_NODE_TEMPLATE'
+SHELL_VARIABLE = 'FREETRAIN_NODE_SHELL'
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 _LOOK_S = 1.0  # between two checks for a new holder
 _FAREWELL_S = 1.0  # for members' results to reach the executor, through Parsl's manager
@@ -129,7 +135,7 @@ class Node:
             status = self._run(command)
             if status or self._ending or self._succession is None:
                 return status
-            end_session()  # nothing of the lost run may run beside the next one
+            end_descendants()  # nothing of the lost run may run beside the next one
             following = self._wait_for_holder()
             if following is None:
                 return 128 + signal.SIGTERM if self._ending else status
@@ -210,6 +216,24 @@ class Node:
             self._free_since = time.monotonic()
 
 
+def end_with_shell() -> bool:
+    """End when the shell of this node ends; False if it has ended already.
+
+    True without doing anything where no such shell has started this process.
+    """
+    shell = os.environ.pop(SHELL_VARIABLE, '')
+    if not shell:
+        return True
+    signal.signal(signal.SIGHUP, _end_at_once)
+    die_with_parent(signal.SIGHUP)  # the shell, or one that it has started to run this program
+    return start_of(int(shell)) != ''
+
+
+def _end_at_once(*_: object) -> None:
+    end_descendants()
+    os._exit(128 + signal.SIGHUP)
+
+
 def _before_the_command() -> None:
     die_with_parent()
     ignore_notices()
@@ -237,6 +261,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given.command:
         parser.print_usage(sys.stderr)
         return 2
+    if not end_with_shell():
+        return 128 + signal.SIGKILL
+    adopt_orphans()
     job = os.environ.get(given.job_variable, '')
     template = _start_template(given.warm) if given.warm else None
     try:
@@ -248,6 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         if template is not None:
             template.stop(_FAREWELL_S)
+        end_descendants()
 
 
 def _start_template(folder: Path) -> WarmParent | None:
@@ -255,7 +283,8 @@ def _start_template(folder: Path) -> WarmParent | None:
     name = f'template-{secrets.token_hex(8)}'
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        template = WarmParent.start_template(name, os.getpid(), str(folder / f'warm-{name}.log'))
+        log = str(folder / f'warm-{name}.log')
+        template = WarmParent.start_template(name, os.getpid(), log, new_session=False)
     except OSError as error:
         print(f'torch is not imported ahead: {error}', file=sys.stderr, flush=True)
         return None

@@ -21,16 +21,7 @@ from typing import Any
 
 from parsl_freetrain.host.files import create
 
-PACKAGES = (
-    'parsl-freetrain',
-    'parsl',
-    'torch',
-    'numpy',
-    'cloudpickle',
-    'pyzmq',
-    'safetensors',
-    'psutil',
-)
+PACKAGES = ('parsl-freetrain', 'parsl', 'torch', 'numpy', 'cloudpickle', 'pyzmq', 'psutil')
 PATIENCE_S = 60.0
 RACES = 200
 RACE_PAUSE_S = 0.0005

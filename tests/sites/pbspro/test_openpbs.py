@@ -1,0 +1,448 @@
+"""Blocks on a real OpenPBS: what they fit, all the ways in which they end, and that nothing of them
+stays on a node that is somebody else's.
+"""
+
+from __future__ import annotations
+
+import shlex
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parsl.jobs.states import JobState
+
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
+from parsl_freetrain.core.model.types import BlockRequest
+from parsl_freetrain.sites.batch.commands import SchedulerSilent
+from parsl_freetrain.sites.pbspro import PbsSite
+from parsl_freetrain.sites.pbspro.scheduler import Pbs
+from tests.sites.batch_blocks import QUICK, Blocks
+from tests.support.openpbs import PbsCluster
+
+pytestmark = pytest.mark.pbs
+
+Make = Callable[..., Blocks]
+AGENT = f'{sys.executable} -P -m parsl_freetrain.training.process.node_agent'
+# As a node agent whose command has started things of its own.
+WORK = f'{AGENT} /bin/sh -c ' + shlex.quote('sleep 9876 & echo ready; sleep 9876')
+REQUEUED = 'waits in the queue again'
+
+
+@pytest.fixture
+def blocks(openpbs: PbsCluster, tmp_path: Path) -> Iterator[Make]:
+    """Makes sites on the server, with their blocks in a folder that a shell would stumble on."""
+    made: list[Blocks] = []
+
+    def make(queue: str = 'batch', **settings: Any) -> Blocks:
+        site = PbsSite(queue=queue, **{**QUICK, **settings})
+        made.append(Blocks(tmp_path / f'a run with $HOME %j {len(made)}', site))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.provider.cancel(each.jobs)
+
+
+@contextmanager
+def managed(openpbs: PbsCluster, change: str, undo: str) -> Iterator[None]:
+    openpbs.manage(change)
+    try:
+        yield
+    finally:
+        openpbs.manage(undo)
+
+
+def running(openpbs: PbsCluster, mine: Blocks, nodes: int = 1, **more: Any) -> str:
+    job = mine.open(nodes, **more)
+    openpbs.wait(lambda: mine.status(job).state is JobState.RUNNING)
+    return job
+
+
+def at_work(openpbs: PbsCluster, mine: Blocks, nodes: int, **more: Any) -> str:
+    """A block whose nodes all run :data:`WORK`."""
+    job = running(openpbs, mine, nodes, command=WORK, **more)
+    openpbs.wait(lambda: mine.output().count('ready') == nodes)
+    return job
+
+
+def working(openpbs: PbsCluster, node: str) -> list[str]:
+    """What a block has on a node that goes on: not stopped."""
+    return [line for line in openpbs.processes(node) if not line.startswith('T')]
+
+
+# --- nobody is delayed
+
+
+@pytest.mark.parametrize('end', ['itself', 'qdel', 'qdel -W force', 'requeue'])
+def test_nothing_of_a_block_outlives_its_job(openpbs: PbsCluster, blocks: Make, end: str) -> None:
+    mine = blocks('preemptable', mode='preemptible', ending_s=1.0, shrink=1.0)
+    job = at_work(openpbs, mine, 2, walltime_s=12.0 if end == 'itself' else 300.0)
+    nodes = openpbs.nodes_of(job)
+    assert len(nodes) == 2 and all(working(openpbs, node) for node in nodes)
+    if end == 'requeue':
+        openpbs.submit(4)  # it gets the nodes
+    elif end != 'itself':
+        openpbs.run(*end.split(), job)
+    openpbs.wait(lambda: openpbs.state(job) in ('F', 'Q', '') and mine.status(job).state)
+    openpbs.wait(
+        lambda: not any('9876' in line for node in nodes for line in openpbs.processes(node))
+    )
+
+
+def test_a_suspended_block_does_not_work_and_is_deleted(openpbs: PbsCluster, blocks: Make) -> None:
+    mine = blocks('preemptable', mode='preemptible')
+    job = at_work(openpbs, mine, 2, walltime_s=None)
+    nodes = openpbs.nodes_of(job)
+    with managed(openpbs, 'set sched preempt_order = "SCR"', 'set sched preempt_order = "R"'):
+        other = openpbs.submit(4, seconds=3)
+        openpbs.wait(lambda: openpbs.state(job) == 'S')
+        openpbs.wait(lambda: not any('9876' in line for n in nodes for line in working(openpbs, n)))
+        openpbs.wait(lambda: mine.status(job).state is JobState.HELD)
+        assert 'its nodes are taken' in str(mine.status(job).message)
+        openpbs.wait(lambda: mine.status(job).terminal)
+        assert mine.status(job).state is JobState.TIMEOUT
+        assert openpbs.state(job) == 'F'
+        openpbs.wait(lambda: openpbs.state(other) == 'F')
+
+
+@pytest.mark.parametrize('order', ['R', 'D'])
+def test_a_preemption_takes_the_nodes_whatever_the_scheduler_does(
+    openpbs: PbsCluster, blocks: Make, order: str
+) -> None:
+    """The same settings for every preempt_order: a block is rerunnable, and what was deleted
+    without us counts as preempted.
+    """
+    mine = blocks('preemptable', mode='preemptible')
+    job = at_work(openpbs, mine, 2, walltime_s=None)
+    with managed(openpbs, f'set sched preempt_order = "{order}"', 'set sched preempt_order = "R"'):
+        other = openpbs.submit(4, seconds=2)
+        openpbs.wait(lambda: openpbs.state(other) == 'R')
+        openpbs.wait(lambda: mine.status(job).terminal)
+        assert mine.status(job).state is JobState.TIMEOUT
+        assert 'preempted' in str(mine.status(job).message)
+        openpbs.wait(lambda: openpbs.state(job) == 'F')
+
+
+def test_a_block_may_wait_again_after_a_preemption(openpbs: PbsCluster, blocks: Make) -> None:
+    mine = blocks('preemptable', mode='preemptible', requeue=True)
+    job = running(openpbs, mine, 2, walltime_s=None, command=WORK)
+    other = openpbs.submit(4, seconds=2)
+    openpbs.wait(lambda: mine.status(job).state is JobState.PENDING)
+    assert REQUEUED in str(mine.status(job).message)
+    assert mine.provider.end_of(job) is None
+    openpbs.wait(lambda: openpbs.state(other) == 'F')
+    openpbs.wait(lambda: mine.status(job).state is JobState.RUNNING)
+
+
+def test_a_deletion_is_told_to_every_node(
+    openpbs: PbsCluster, blocks: Make, tmp_path: Path
+) -> None:
+    """A preemption that requeues is not: PBS kills at once then."""
+    mine = blocks('preemptable', mode='preemptible')
+    # PBS may end the process that collects the output before those that write it.
+    wait = (
+        f'trap "echo told >>{tmp_path}/told; sleep 1; exit 143" TERM; echo ready; '
+        'while true; do sleep 0.1; done'
+    )
+    job = running(openpbs, mine, 3, walltime_s=None, command=wait)
+    openpbs.wait(lambda: mine.output().count('ready') == 3)
+    openpbs.run('qdel', job)
+    openpbs.wait(lambda: mine.status(job).terminal)
+    assert (tmp_path / 'told').read_text().count('told') >= 3
+
+
+def test_a_block_that_waits_makes_nobody_wait_for_long(openpbs: PbsCluster, blocks: Make) -> None:
+    """Where jobs start strictly in their order, what comes after a block starts after it, although
+    its priority is the lowest; its hole may last for an hour.
+    """
+    first = openpbs.submit(3, walltime_s=3000)
+    mine = blocks(withdraw_s=2.0)
+    job = mine.open(2, 3000.0)
+    behind = openpbs.submit(1, walltime_s=40000)
+    openpbs.wait(lambda: mine.status(job).terminal)
+    assert 'withdrawn' in str(mine.status(job).message)
+    openpbs.wait(lambda: openpbs.state(behind) == 'R')
+    assert openpbs.state(first) == 'R'
+
+
+# --- holes
+
+
+def test_a_block_fits_between_the_jobs_of_others(openpbs: PbsCluster, blocks: Make) -> None:
+    """Three nodes are free until a wide job's turn; a block there does not move that."""
+    openpbs.submit(1, walltime_s=300)
+    wide = openpbs.submit(4, walltime_s=300)
+    openpbs.wait(lambda: 'estimated' in openpbs.job(wide))
+    planned = openpbs.job(wide)['estimated']['start_time']
+    mine = blocks()
+    openpbs.wait(lambda: any(hole.until_s for hole in mine.site.holes()))
+    [hole] = mine.holes()
+    assert hole.nodes == 3
+    start = time.mktime(time.strptime(planned, '%a %b %d %H:%M:%S %Y'))
+    assert hole.until_s == start - 2
+    job = mine.open(hole.nodes, hole.until_s - time.time())
+    openpbs.wait(lambda: mine.status(job).state is JobState.RUNNING)
+    end = mine.provider.end_of(job)
+    assert end is not None
+    assert end <= hole.until_s
+    openpbs.wait(lambda: mine.site.holes() == ())
+    assert openpbs.job(wide)['estimated']['start_time'] == planned
+
+
+def test_a_reservation_ends_a_hole_and_the_block_asks_how_long_it_has(
+    openpbs: PbsCluster, blocks: Make
+) -> None:
+    start = int(time.time()) + 70  # PBS plans in minutes
+    said = openpbs.run(
+        'pbs_rsub',
+        '-R' + time.strftime('%Y%m%d%H%M.%S', time.localtime(start)),
+        '-D60',
+        '-lselect=4:ncpus=4',
+        '-lplace=scatter:excl',
+    )
+    resv = said.split()[0]
+    try:
+        openpbs.wait(lambda: 'RN' in openpbs.run('pbs_rstat') or 'CO' in openpbs.run('pbs_rstat'))
+        mine = blocks(shrink=0.05)
+        openpbs.wait(lambda: [(h.nodes, h.until_s) for h in mine.site.holes()] == [(4, start - 2)])
+        job = mine.open(1, 300.0)
+        openpbs.wait(lambda: mine.status(job).state is JobState.RUNNING)
+        end = mine.provider.end_of(job)
+        assert end is not None and end <= start
+    finally:
+        openpbs.run('pbs_rdel', resv)
+
+
+@pytest.mark.parametrize(('mem', 'nodes'), [('1gb', 4), ('800tb', 0), ('2048mw', 4)])
+def test_sizes_are_compared_as_sizes(
+    openpbs: PbsCluster, blocks: Make, mem: str, nodes: int
+) -> None:
+    with managed(
+        openpbs, f'set queue batch default_chunk.mem = {mem}', 'unset queue batch default_chunk.mem'
+    ):
+        site = PbsSite(queue='batch', **QUICK)
+        assert sum(hole.nodes for hole in site.holes_now()) == nodes
+
+
+@pytest.mark.parametrize(
+    ('queue', 'names'),
+    [
+        ('debug', {'node01'}),
+        ('batch', {'node02', 'node03', 'node04'}),
+        ('prod', {'node02', 'node03', 'node04'}),
+    ],
+)
+def test_the_nodes_of_a_queue_are_for_its_jobs_alone(
+    openpbs: PbsCluster, queue: str, names: set[str]
+) -> None:
+    with managed(openpbs, 'set node node01 queue = debug', 'unset node node01 queue'):
+        found = PbsSite(queue=queue, **QUICK).holes_now()
+        assert {name for hole in found for name in hole.names} == names
+
+
+def test_an_array_that_has_begun_keeps_its_plan(openpbs: PbsCluster, blocks: Make) -> None:
+    openpbs.submit(1, walltime_s=200)
+    array = openpbs.submit(2, '-J0-1', walltime_s=400)
+    openpbs.wait(lambda: openpbs.state(array) == 'B' and 'estimated' in openpbs.job(array))
+    [hole] = PbsSite(queue='batch', **QUICK).holes_now()
+    assert hole.nodes == 1
+    assert hole.until_s is not None and hole.until_s < time.time() + 200
+
+
+def test_nodes_that_blocks_cannot_use_are_no_hole(openpbs: PbsCluster, blocks: Make) -> None:
+    openpbs.run('pbsnodes', '-o', 'node01')
+    openpbs.manage(
+        'set node node02 resources_available.ngpus = 0',
+        'set node node03 resources_available.system = other',
+    )
+    try:
+        mine = blocks(gpus_per_node=2, node_resources={'system': 'polaris'})
+        assert [hole.names for hole in mine.holes()] == [('node04',)]
+    finally:
+        openpbs.run('pbsnodes', '-r', 'node01')
+        openpbs.manage(
+            'set node node02 resources_available.ngpus = 2',
+            'set node node03 resources_available.system = polaris',
+        )
+
+
+# --- blocks and their ends
+
+
+def test_every_node_runs_the_command_with_the_blocks_environment_in_private_files(
+    openpbs: PbsCluster, blocks: Make
+) -> None:
+    mine = blocks(gpus_per_node=2, ncpus=2)
+    job = mine.open(2, command='echo "$FREETRAIN_NODE says $GREETING to $PBS_JOBID"')
+    openpbs.wait(lambda: mine.status(job).terminal)
+    assert mine.status(job).state is JobState.COMPLETED
+    said = sorted(mine.output().splitlines())
+    assert [line.split(' ', 1)[1] for line in said] == [f"says it's 2 to {job}"] * 2
+    assert {line.split()[0] for line in said} == openpbs.nodes_of(job)
+    # What held the environment is gone.
+    assert {path.suffix for path in mine.folder.iterdir()} == {'.out', '.err', '.sh'}
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in mine.folder.iterdir())
+
+
+def test_a_command_that_fails_fails_its_block_with_the_place_of_its_output(
+    openpbs: PbsCluster, blocks: Make
+) -> None:
+    mine = blocks()
+    job = mine.open(2, command='exit 3')
+    openpbs.wait(lambda: mine.status(job).terminal)
+    assert mine.status(job).state is JobState.FAILED
+    assert str(mine.folder) in str(mine.status(job).message)
+
+
+def test_a_block_that_starts_after_its_hole_ends_at_once(openpbs: PbsCluster, blocks: Make) -> None:
+    mine = blocks(shrink=1.0, start_s=0.0, withdraw_s=600.0)
+    first = openpbs.submit(4)
+    job = mine.open(1, 3.0, command='echo trained')
+    time.sleep(3.0)
+    openpbs.run('qdel', first)
+    openpbs.wait(lambda: mine.status(job).terminal)
+    assert 'trained' not in mine.output()
+
+
+@pytest.mark.parametrize('ours', [False, True])
+def test_a_block_is_deleted_by_us_or_by_somebody_else(
+    openpbs: PbsCluster, blocks: Make, ours: bool
+) -> None:
+    mine = blocks()
+    job = running(openpbs, mine)
+    if ours:
+        assert mine.provider.cancel([job]) == [True]
+        assert mine.provider.cancel([job]) == [True]
+    else:
+        openpbs.run('qdel', job)
+        openpbs.wait(lambda: mine.status(job).terminal)
+        assert 'somebody else' in str(mine.status(job).message)
+    assert mine.status(job).state is JobState.CANCELLED
+
+
+def test_a_job_that_has_vanished_is_not_over(openpbs: PbsCluster, blocks: Make) -> None:
+    """Without a job history the end of a job is unknown: it counts as ended when its time is up,
+    not before.
+    """
+    mine = blocks()
+    job = running(openpbs, mine)
+    with managed(
+        openpbs, 'set server job_history_enable = False', 'set server job_history_enable = True'
+    ):
+        openpbs.run('qdel', '-W', 'force', job)
+        openpbs.wait(lambda: mine.status(job).state is JobState.UNKNOWN)
+        for _ in range(5):
+            assert mine.status(job).state is JobState.UNKNOWN
+            time.sleep(0.2)
+
+
+def test_a_server_that_is_down_ends_nothing(openpbs: PbsCluster, blocks: Make) -> None:
+    mine = blocks(command_s=5.0, unreachable_s=1.0, longest_backoff_s=0.5)
+    job = running(openpbs, mine)
+    end = mine.provider.end_of(job)
+    with openpbs.down():
+        states = set()
+        begun = time.monotonic()
+        while JobState.UNKNOWN not in states:
+            states.add(mine.status(job).state)
+            assert time.monotonic() - begun < 60
+            time.sleep(0.05)
+        assert states <= {JobState.RUNNING, JobState.UNKNOWN}
+        assert mine.provider.end_of(job) == end
+        assert mine.site.holes() == ()
+        assert mine.provider.cancel([job]) == [False]
+    openpbs.wait(lambda: mine.status(job).state is JobState.RUNNING)
+
+
+def test_a_submission_without_an_answer_leaves_no_block_behind(
+    openpbs: PbsCluster, blocks: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = blocks()
+    submit = Pbs.submit
+
+    def lost(self: Pbs, script: object) -> str:
+        submit(self, script)  # type: ignore[arg-type]
+        raise SchedulerSilent('qsub did not answer within 10 s')
+
+    monkeypatch.setattr(Pbs, 'submit', lost)
+    with pytest.raises(FreeTrainError, match='did not answer'):
+        mine.open(1)
+    assert len(mine.site.find_blocks()) == 1
+    openpbs.wait(lambda: mine.site.holes() is not None and not mine.site.find_blocks())
+
+
+def test_a_later_process_finds_the_blocks_of_its_run_and_goes_on_with_them(
+    openpbs: PbsCluster, blocks: Make
+) -> None:
+    mine, other = blocks(run='my run/1'), blocks(run='my run/2')
+    job = running(openpbs, mine)
+    running(openpbs, other)
+    again = PbsSite(queue='batch', run='my run/1', **QUICK)
+    assert [found.job_id for found in again.adopt()] == [job]
+    assert again.end_of(job) is not None
+
+
+# --- politeness and refusals
+
+
+def test_it_is_polite(openpbs: PbsCluster, blocks: Make) -> None:
+    mine = blocks(submit_every_s=1000.0, max_waiting=1, poll_s=1000.0)
+    openpbs.wait(mine.site.holes)
+    before = dict(mine.site.client.commands)
+    for _ in range(20):
+        assert mine.site.holes()
+    # The queue once at the beginning, then one of each.
+    assert before == mine.site.client.commands == {'qstat': 2, 'pbsnodes': 1, 'pbs_rstat': 1}
+    mine.open(1)
+    assert mine.site.holes() == ()
+    assert mine.site.client.commands['qsub'] == 1
+
+
+@pytest.mark.parametrize(
+    ('settings', 'sentence'),
+    [
+        ({'queue': 'nosuch'}, r"no queue 'nosuch'; it has batch, closed, debug, .*small, "),
+        ({'queue': 'closed'}, 'takes no jobs'),
+        ({'queue': 'small'}, 'takes jobs only from prod'),
+        ({'queue': 'debug', 'least_nodes': 3}, 'takes 0 to 2 nodes, and the site config'),
+        ({'queue': 'debug', 'shortest_s': 1200.0}, 'shortest block'),
+    ],
+)
+def test_what_the_machine_does_not_give_is_refused_before_anything_is_submitted(
+    openpbs: PbsCluster, settings: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(BadInput, match=sentence):
+        PbsSite(**{**QUICK, **settings}).start()
+    assert openpbs.run('qstat') == ''
+
+
+@pytest.mark.parametrize(
+    ('request_', 'sentence'),
+    [
+        (BlockRequest(3, 300.0), '1 to 2 nodes'),
+        (BlockRequest(1, 1.0), '2 s or more'),
+        (BlockRequest(0, 300.0), 'at least one node'),
+    ],
+)
+def test_requests_that_can_never_be_met(
+    openpbs: PbsCluster, blocks: Make, request_: BlockRequest, sentence: str
+) -> None:
+    mine = blocks('debug')
+    with pytest.raises(BadInput, match=sentence):
+        mine.provider.open_block(request_, 'true', 'never')
+
+
+def test_qsubs_own_words_are_passed_on(openpbs: PbsCluster, blocks: Make) -> None:
+    mine = blocks()
+    with (
+        managed(
+            openpbs, 'set queue batch acl_user_enable = True', 'unset queue batch acl_user_enable'
+        ),
+        pytest.raises(FreeTrainError, match=r'qsub refused the script /.*\.sh: Unauthorized'),
+    ):
+        mine.open(1)

@@ -1,0 +1,220 @@
+"""A real OpenPBS server on this computer, for tests marked ``pbs``.
+
+Each test file that needs it starts it once and stops it at its end; PBS's ports are fixed, so there
+is one server at a time on a computer.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.alone import alone
+from tests.support.waiting import LIMIT_S
+
+PROGRAM = Path(__file__).with_name('pbs-cluster')
+NODES = 4
+INSTALL_S = 600.0  # packages may have to be installed first
+ADDRESS = '10.77.7.254'  # of this computer, as the nodes see it
+PREFIX = Path(os.environ.get('PBS_CLUSTER_PREFIX', '/opt/pbs'))
+# Quicker than a real machine would be, in seconds.
+QUICK = {
+    'PBS_CLUSTER_CYCLE': '1',
+    'PBS_CLUSTER_KILL_DELAY': '5',
+    'PBS_CLUSTER_FAIL_REQUEUE': '3',
+    'PBS_CLUSTER_GPUS': '2',
+}
+
+
+class PbsCluster:
+    """One running server; ``node01`` to ``node04``, queues as :data:`PROGRAM` says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def control(
+        self, *arguments: str, timeout_s: float = LIMIT_S, **settings: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the cluster's own program."""
+        # Daemons belong to the whole file, so they must not carry the mark of a test's own
+        # processes.
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(('FREETRAIN_TEST', 'PBS_CONF'))
+        }
+        with tempfile.TemporaryFile('w+') as said:
+            # Not through a pipe, which daemons would keep open.
+            done = subprocess.run(
+                [str(PROGRAM), *arguments],
+                env={**kept, **QUICK, **settings, 'PBS_CLUSTER_DIR': str(self.folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                timeout=timeout_s,
+                check=False,
+            )
+            said.seek(0)
+            return subprocess.CompletedProcess(done.args, done.returncode, said.read())
+
+    def run(self, *command: str) -> str:
+        """Run a command of PBS; return its output."""
+        done = subprocess.run(
+            command,
+            env={
+                **os.environ,
+                'PBS_CONF_FILE': str(self.folder / 'pbs.conf'),
+                'PATH': f'{PREFIX}/bin:{os.environ["PATH"]}',
+            },
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert done.returncode == 0, f'{command}: {done.stdout}{done.stderr}'
+        return done.stdout
+
+    def manage(self, *lines: str) -> None:
+        """Change the server's settings, as an administrator does."""
+        for line in lines:
+            self.run('qmgr', '-c', line)
+
+    def submit(
+        self, nodes: int = 1, *options: str, walltime_s: int = 600, seconds: float = 600
+    ) -> str:
+        """Submit an ordinary job of another user, on whole nodes; return its id."""
+        return self.run(
+            'qsub',
+            '-f',
+            f'-lselect={nodes}:ncpus=4',
+            '-lplace=scatter:excl',
+            f'-lwalltime={walltime_s}',
+            '-o/dev/null',
+            '-e/dev/null',
+            '-Nordinary',
+            *options,
+            '--',
+            '/bin/sleep',
+            f'{seconds:g}',
+        ).strip()
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        """All that PBS says about a job; empty if it does not know it."""
+        said = json.loads(self.run('qstat', '-x', '-f', '-F', 'json', job_id), strict=False)
+        found: dict[str, Any] = said.get('Jobs', {}).get(job_id, {})
+        return found
+
+    def state(self, job_id: str) -> str:
+        """PBS's letter of a job's state; empty if it does not know it."""
+        return str(self.job(job_id).get('job_state', ''))
+
+    def nodes_of(self, job_id: str) -> set[str]:
+        """The nodes that a job has, or had last."""
+        hosts = str(self.job(job_id).get('exec_host', ''))
+        return {part.split('/')[0] for part in hosts.split('+') if part}
+
+    def free(self) -> int:
+        """The number of free nodes."""
+        return sum(line.split()[1] == 'free' for line in self.run('pbsnodes', '-aS').splitlines())
+
+    def processes(self, node: str) -> list[str]:
+        """The command lines of what runs on a node beside PBS's own."""
+        lines = self.control('on', node, 'ps', '-eo', 'stat,args').stdout.splitlines()[1:]
+        own = ('pbs_mom', 'pbs-cluster', 'sleep 3600', 'ps -eo')
+        return [
+            line for line in lines if not line.startswith('Z') and not any(w in line for w in own)
+        ]
+
+    def wait(self, condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+        end = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < end, (
+                f'did not come true within {limit_s} s\n{self.run("qstat", "-ans1")}'
+                f'{self.run("pbsnodes", "-aS")}'
+            )
+            time.sleep(0.05)
+
+    @contextmanager
+    def down(self) -> Iterator[None]:
+        """The server is stopped; jobs go on."""
+        done = self.control('stop-server', 'quick')
+        assert done.returncode == 0, done.stdout
+        try:
+            yield
+        finally:
+            done = self.control('start-server')
+            assert done.returncode == 0, done.stdout
+
+    def clear(self) -> None:
+        """Remove all jobs and reservations; wait until every node is free and empty."""
+        lines = self.run('qstat').splitlines()[2:]
+        if jobs := [line.split()[0] for line in lines]:
+            subprocess.run(
+                [str(PREFIX / 'bin' / 'qdel'), '-W', 'force', *jobs],
+                env={**os.environ, 'PBS_CONF_FILE': str(self.folder / 'pbs.conf')},
+                capture_output=True,
+                timeout=LIMIT_S,
+                check=False,
+            )
+        self.wait(lambda: not self.run('qstat').strip() and self.free() == NODES)
+
+
+@contextmanager
+def running_pbs(nodes: int = NODES, **settings: str) -> Iterator[PbsCluster]:
+    """A new server; missing packages are installed first."""
+    lock_path = Path(tempfile.gettempdir(), 'ft-openpbs.lock')
+    with lock_path.open('w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # PBS refuses a folder under /tmp.
+        folder = Path(tempfile.mkdtemp(prefix='ft-pbs-', dir='/var/lib'))
+        cluster = PbsCluster(folder)
+        try:
+            with alone():
+                done = cluster.control('up', str(nodes), timeout_s=INSTALL_S, **settings)
+            assert done.returncode == 0, done.stdout
+            yield cluster
+        finally:
+            stopped = cluster.control('down')
+            shutil.rmtree(folder, ignore_errors=True)
+            assert stopped.returncode == 0, stopped.stdout
+
+
+def why_not() -> str:
+    """Why there can be no server here; empty if there can."""
+    installed = (PREFIX / 'sbin' / 'pbs_server.bin').exists()
+    tarball = os.environ.get('OPENPBS_TARBALL', '')
+    if not installed and not Path(tarball).is_file():
+        return f'needs OpenPBS: there is none in {PREFIX}, and OPENPBS_TARBALL names no tarball'
+    if os.getuid() != 0:
+        return 'needs OpenPBS, whose daemons and network namespaces only root can start'
+    return ''
+
+
+@pytest.fixture(scope='module')
+def pbs_cluster() -> Iterator[PbsCluster]:
+    """The file's server; skips the test where there can be none."""
+    if why := why_not():
+        pytest.skip(why)
+    with running_pbs() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def openpbs(pbs_cluster: PbsCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[PbsCluster]:
+    """The server, without jobs, with PBS's commands configured for it."""
+    monkeypatch.setenv('PBS_CONF_FILE', str(pbs_cluster.folder / 'pbs.conf'))
+    monkeypatch.setenv('PATH', f'{PREFIX}/bin', prepend=os.pathsep)
+    yield pbs_cluster
+    pbs_cluster.clear()
