@@ -11,6 +11,7 @@ from parsl.config import Config
 
 from parsl_freetrain import BackfillProvider, FreeTrainExecutor, PbsSite
 from parsl_freetrain.sites.batch.limits import QueueLimits, limits_of, needed
+from parsl_freetrain.sites.pbspro import PALS
 
 QUEUES = {
     'preemptable': QueueLimits(
@@ -66,6 +67,7 @@ def site(
         filesystems=filesystems,
         node_resources={'system': 'polaris'},
         gpus_per_node=4,
+        launch=PALS,
         worker_init=f'{worker_init}\n{nccl}'.rstrip(),
         interface=interface,  # or 'bond0'
         poll_s=30.0,

@@ -78,9 +78,8 @@ class PinningInterchange(Interchange):
         """Have Parsl shut down the managers that were held, whose blocks are over."""
         for manager_id, manager in self._ready_managers.items():
             if not manager['active']:
-                for task_id in manager['tasks']:
-                    self._fail(task_id, manager_id)
-                manager['tasks'].clear()
+                while manager['tasks']:
+                    self._fail(manager['tasks'].pop(), manager_id)
                 manager['draining'] = True
 
     def _fail(self, task_id: int, manager_id: bytes) -> None:

@@ -25,6 +25,7 @@ from parsl_freetrain import (
     same_weights,
 )
 from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.sites.pbspro import PALS
 from parsl_freetrain.sites.protocols import Site
 from tests.sites.batch_blocks import QUICK
 from tests.support.batch_tests import Rehearsal
@@ -110,7 +111,9 @@ def test_on_preemptable_nodes_of_pbs(
             further(futures)
 
     folder = tmp_path / 'pbs_run'
-    site = PbsSite(queue='preemptable', mode='preemptible', **{**QUICK, 'longest_backoff_s': 1.0})
+    site = PbsSite(
+        queue='preemptable', mode='preemptible', launch=PALS, **{**QUICK, 'longest_backoff_s': 1.0}
+    )
     judge(folder, train(folder, site, SHARDS, disturb), undisturbed)
     assert any(job['how'] == 'preempted' for job in pbs.jobs().values())
 

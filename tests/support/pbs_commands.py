@@ -44,7 +44,7 @@ def main(folder: Path, name: str, arguments: Sequence[str]) -> int:
 
 
 def qsub(machine: Machine, arguments: list[str]) -> int:
-    [script] = arguments
+    *_, script = arguments
     parser = argparse.ArgumentParser()
     for option in ('-N', '-o', '-e', '-k', '-W', '-q', '-A', '-p', '-r'):
         parser.add_argument(option)

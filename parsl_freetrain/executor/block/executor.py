@@ -79,7 +79,8 @@ class BlockExecutor(HighThroughputExecutor):
     def _end_manager(self, name: str) -> None:
         """Have the interchange shut a manager down, which it does with those that are held."""
         if not self._trouble():
-            self.command_client.run(['HOLD_MANAGER', name], timeout_s=INTERCHANGE_S)
+            ask: Callable[..., object] = self.command_client.run
+            ask(['HOLD_MANAGER', name], timeout_s=INTERCHANGE_S)
 
     def _trouble(self) -> str:
         if self.interchange_proc is None:

@@ -199,10 +199,8 @@ def _amount(value: str) -> float | None:
     found = _SIZE.fullmatch(value)
     if found is None:
         return None
-    scale = 1024 ** ' kmgtp'.index(found[2].lower() or ' ') * (
-        8 if found[3] in 'wW' and found[3] else 1
-    )
-    return float(found[1]) * scale
+    words = 8.0 if found[3] in ('w', 'W') else 1.0
+    return float(found[1]) * words * 1024.0 ** ' kmgtp'.index(found[2].lower() or ' ')
 
 
 def node_owners(name: str, queues: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:

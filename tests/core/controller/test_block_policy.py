@@ -198,3 +198,19 @@ def test_nodes_that_are_kept_free_are_there_and_stay() -> None:
     made.handle(ev.FragmentEnded(50.0, 'a', 1, 1, ev.Ending.FINISHED))
     made.handle(ev.Tick(100.0))
     assert len(made.handle(ev.Tick(200.0)).actions) == 4
+
+
+def test_a_block_that_is_queued_again_is_not_idle_and_its_nodes_are_on_their_way() -> None:
+    made = controller(Trainer('a', 2, 4), settings=ControllerSettings(idle_block_s=10.0))
+    made.handle(ev.BlockOpened(0.0, 'b', BlockRequest(4)))
+    made.handle(ev.NodesJoined(1.0, 'b', ('n1', 'n2', 'n3', 'n4')))
+    made.handle(ev.NodesLeft(2.0, ('n1', 'n2', 'n3', 'n4')))
+    made.handle(ev.BlockRequeued(2.0, 'b'))
+    assert opened(made, Hole(9)) == []
+    for at in (3.0, 14.0, 100.0):
+        actions = made.handle(ev.Tick(at)).actions
+        assert not [action for action in actions if isinstance(action, ev.CloseBlock)]
+    # The nodes come back one by one; the first is too few for the trainer.
+    made.handle(ev.NodesJoined(101.0, 'b', ('n1',)))
+    actions = made.handle(ev.Tick(102.0)).actions
+    assert not [action for action in actions if isinstance(action, ev.CloseBlock)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from parsl_freetrain.sites.pbspro import PbsSite
+from parsl_freetrain.sites.pbspro import PALS, PbsSite
 from tests.sites.batch_blocks import QUICK, Blocks
 from tests.support.batch_tests import Rehearsal
 
@@ -22,7 +22,7 @@ def blocks(pbs: Rehearsal, tmp_path: Path) -> Callable[..., Blocks]:
         made.append(
             Blocks(
                 tmp_path / f'a run with $HOME %j {len(made)}',
-                PbsSite(queue=queue, **{**QUICK, **settings}),
+                PbsSite(queue=queue, **{**QUICK, 'launch': PALS, **settings}),
             )
         )
         return made[-1]

@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -33,6 +35,10 @@ def utc() -> Iterator[None]:
     time.tzset()
 
 
+RECORDED = Path(__file__).with_name('recorded')
+NOW = 1699535000  # before the estimates below
+
+
 def jobs(**job: object) -> tuple[BatchJob, ...]:
     said = {
         'Job_Name': 'n',
@@ -41,7 +47,8 @@ def jobs(**job: object) -> tuple[BatchJob, ...]:
         'Resource_List': {'nodect': 2, 'walltime': '01:00:00'},
         **job,
     }
-    return answers.parse_jobs(json.dumps({'Jobs': {'7.polaris': said}}), 'pool')
+    text = json.dumps({'timestamp': NOW, 'Jobs': {'7.polaris': said}})
+    return answers.parse_jobs(text, 'pool')
 
 
 def test_a_running_job_has_nodes_and_an_end() -> None:
@@ -82,8 +89,30 @@ def test_a_planned_job_has_a_start() -> None:
         ('x1', 'x2'),
         (),
     )
+    [job] = jobs(job_state='B', estimated={'start_time': 'Thu Nov  9 13:05:50 2023'})
+    assert (job.state, job.start_s) == ('PENDING', 1699535150.0)  # an array that has begun
     [job] = jobs(job_state='H', estimated={'start_time': 'Thu Nov  9 13:05:50 2023'})
     assert (job.state, job.start_s) == ('HELD', None)
+
+
+def test_an_estimate_that_has_gone_by_says_nothing() -> None:
+    """As a real server answered: PBS renews only the estimates of the first jobs that wait."""
+    said = json.loads((RECORDED / 'qstat-f-stale-estimate.json').read_text(), strict=False)
+    begun = {job.job_id: job.start_s for job in answers.parse_jobs(json.dumps(said), 'pool')}
+    [stale, fresh] = [start for job, start in begun.items() if 'estimated' in said['Jobs'][job]]
+    assert stale is not None and fresh is not None
+    said['timestamp'] = stale + 119
+    [found, _] = _planned(said)
+    assert found.start_s == stale and len(found.planned) == 4
+    said['timestamp'] = stale + 121
+    [found, later] = _planned(said)
+    assert (found.start_s, found.planned) == (None, ())
+    assert later.start_s == fresh
+
+
+def _planned(said: dict[str, Any]) -> list[BatchJob]:
+    found = answers.parse_jobs(json.dumps(said), 'pool')
+    return [job for job in found if 'estimated' in said['Jobs'][job.job_id]]
 
 
 @pytest.mark.parametrize(
@@ -101,9 +130,9 @@ def test_a_planned_job_has_a_start() -> None:
                 'job_state': 'F',
                 'substate': 91,
                 'Exit_status': 271,
-                'comment': 'Job preempted by 12.polaris',
+                'comment': 'Job preempted by 12.polaris',  # PBS writes no such comment, users may
             },
-            'PREEMPTED',
+            'CANCELLED',
         ),
         ({'job_state': 'F', 'substate': 91}, 'CANCELLED'),
         ({'job_state': 'E'}, 'ENDING'),
@@ -171,11 +200,22 @@ def test_only_nodes_with_the_resources_of_a_chunk_count() -> None:
         'a': VNODE,
         'b': {'state': 'free', 'resources_available': {'ncpus': 32, 'system': 'polaris,other'}},
         'c': {**VNODE, 'queue': 'other'},
+        'd': {
+            **VNODE,
+            'resources_available': {
+                'ncpus': 64,
+                'mem': '24684084kb',
+                'system': 'x',
+                'debug': 'True',
+            },
+        },
     }
-    assert set(nodes(machine)) == {'a', 'b'}
+    assert set(nodes(machine)) == {'a', 'b', 'd'}
+    assert set(nodes(machine, mem='1gb')) == set(nodes(machine, mem='23gb')) == {'d'}
+    assert set(nodes(machine, mem='24gb')) == set()
     assert set(nodes(machine, system='other')) == {'b'}
     assert set(nodes(machine, debug='False')) == {'b'}  # what a node does not have is false
-    assert set(nodes(machine, ncpus='64')) == {'a'}
+    assert set(nodes(machine, ncpus='64')) == {'a', 'd'}
 
 
 def test_limits_of_a_queue() -> None:

@@ -46,6 +46,17 @@ def test_walltimes_are_in_seconds_and_fit_the_hole() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ('settings', 'line'), [({}, 'n'), ({'requeue': True}, 'y'), ({'mode': 'preemptible'}, 'y')]
+)
+def test_blocks_that_may_be_preempted_may_be_requeued(
+    settings: dict[str, object], line: str
+) -> None:
+    """Otherwise a scheduler that preempts by requeueing waits for their end."""
+    script = render(options(**settings), BlockShape(1, 60, 60), PLACE, 'true')
+    assert f'#PBS -r {line}\n' in script
+
+
 def test_blocks_are_asked_for_at_the_lowest_priority() -> None:
     assert '#PBS -p -1024\n' in render(options(), BlockShape(1, 60, 60), PLACE, 'true')
 
@@ -54,7 +65,7 @@ def test_what_a_user_writes_stays_one_word(tmp_path: Path) -> None:
     marker = tmp_path / 'was run'
     command = f"""echo 'it''s' "$(touch '{marker}')" ; `touch '{marker}'`"""
     place = Place('n', f'/a b/$(touch {marker})/%j.out', '/e')
-    script = render(options(), BlockShape(1, 60, 60), place, command)
+    script = render(options(launch=('mpiexec',)), BlockShape(1, 60, 60), place, command)
     assert f'#PBS -o "/a b/$(touch {marker})/%j.out"\n' in script
     fakes = tmp_path / 'bin'
     fakes.mkdir()

@@ -40,7 +40,7 @@ def book() -> Book:
         (Seen(JobState.STARTING), BlockLife.PENDING, ParslState.PENDING),
         (Seen(JobState.PENDING, ran=True), BlockLife.REQUEUED, ParslState.PENDING),
         (Seen(JobState.RUNNING, ran=True), BlockLife.RUNNING, ParslState.RUNNING),
-        (Seen(JobState.SUSPENDED, ran=True), BlockLife.RUNNING, ParslState.RUNNING),
+        (Seen(JobState.SUSPENDED, ran=True), BlockLife.SUSPENDED, ParslState.HELD),
         (Seen(JobState.ENDING, ran=True), BlockLife.ENDING, ParslState.RUNNING),
         (Seen(JobState.COMPLETED, ran=True), BlockLife.COMPLETED, ParslState.COMPLETED),
         (Seen(JobState.FAILED, ran=True), BlockLife.FAILED, ParslState.FAILED),
@@ -62,6 +62,7 @@ def book() -> Book:
             BlockLife.WITHDRAWN,
             ParslState.CANCELLED,
         ),
+        (Seen(JobState.CANCELLED, ran=True, taken=True), BlockLife.PREEMPTED, ParslState.TIMEOUT),
         (Seen(JobState.UNKNOWN, ran=True), BlockLife.UNREACHABLE, ParslState.UNKNOWN),
     ],
 )
@@ -140,6 +141,20 @@ def test_only_blocks_that_have_not_started_are_late(book: Book) -> None:
     assert book.late(101.0) == []
     book.take_in([job(JobState.CANCELLED)], 102.0)
     assert 'withdrawn' in str(book.status('1', 103.0).message)
+
+
+def test_blocks_whose_nodes_were_taken_are_deleted_once(book: Book) -> None:
+    book.take_in([job(JobState.RUNNING)], 1.0)
+    assert book.taken(requeue=False) == []
+    book.take_in([job(JobState.SUSPENDED)], 2.0)
+    assert book.taken(requeue=True) == book.taken(requeue=False) == ['1']
+    book.take_in([job(JobState.PENDING)], 3.0)
+    assert (book.taken(requeue=True), book.taken(requeue=False)) == ([], ['1'])
+    book.mark(['1'], taken=True)
+    assert book.taken(requeue=False) == []
+    for at in (4.0, 5.0, 6.0):
+        book.take_in([], at)
+    assert book.status('1', 7.0).state is ParslState.TIMEOUT, 'without a history, too'
 
 
 def test_running_blocks_are_not_late(book: Book) -> None:

@@ -38,18 +38,18 @@ hole=$((1800005000 - $(date +%s)))
 left=$((left - 10))
 [ "$left" -gt 0 ] || exit 0
 
-node='export FREETRAIN_NODE="$(hostname -s)"
-trap '"'"'[ -z "$command" ] || kill -TERM -- "-$command" 2>/dev/null'"'"' TERM
-trap '"'"'[ -z "$command" ] || kill -USR1 -- "-$command" 2>/dev/null'"'"' USR1
-setsid /bin/bash -c "$1" &
+node='export FREETRAIN_NODE="$(hostname -s)" FREETRAIN_NODE_SHELL=$$
+trap '"'"'[ -z "$command" ] || kill -TERM "$command" 2>/dev/null'"'"' TERM
+trap '"'"'[ -z "$command" ] || kill -USR1 "$command" 2>/dev/null'"'"' USR1
+/bin/bash -c "$1" &
 command=$!
 while kill -0 "$command" 2>/dev/null; do wait "$command"; done
 wait "$command"; status=$?
-kill -KILL -- "-$command" 2>/dev/null
+[ "$status" != 137 ] || kill -KILL 0
 exit "$status"
 '
 trap '[ -z "$running" ] || kill -TERM "$running" 2>/dev/null' TERM
-timeout --kill-after=10 "$left" mpiexec -n 10 --ppn 1 --cpu-bind none /bin/bash -c "$node" freetrain-node 'process_worker_pool.py --cert_dir '"'"'/a b'"'"'' </dev/null &
+timeout --foreground --kill-after=10 "$left" mpiexec -n 10 --ppn 1 --cpu-bind none /bin/bash -c "$node" freetrain-node 'process_worker_pool.py --cert_dir '"'"'/a b'"'"'' </dev/null &
 running=$!
 while kill -0 "$running" 2>/dev/null; do wait "$running"; done
 wait "$running"; status=$?

@@ -26,13 +26,13 @@ esac
 left=$((left - 10))
 [ "$left" -gt 0 ] || exit 0
 
-node='export FREETRAIN_NODE="$SLURMD_NODENAME"
+node='export FREETRAIN_NODE="$SLURMD_NODENAME" FREETRAIN_NODE_SHELL=$$
 trap : TERM USR1
-setsid /bin/bash -c "$1" &
+/bin/bash -c "$1" &
 command=$!
 while kill -0 "$command" 2>/dev/null; do wait "$command"; done
 wait "$command"; status=$?
-kill -KILL -- "-$command" 2>/dev/null
+[ "$status" != 137 ] || kill -KILL 0
 exit "$status"
 '
 timeout --kill-after=10 "$left" srun --nodes=4 --ntasks=4 --ntasks-per-node=1 --wait=0 --kill-on-bad-exit=0 --no-kill --input=none --cpu-bind=none --mpi=none /bin/bash -c "$node" freetrain-node 'process_worker_pool.py --cert_dir '"'"'/a b'"'"''

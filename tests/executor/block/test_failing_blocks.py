@@ -1,0 +1,49 @@
+"""Blocks that fail before any node is ready, and folders for which every block would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from parsl_freetrain import BadInput, LocalSite, PbsSite, freetrain_app
+from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.sites.pbspro import PALS
+from tests.sites.batch_blocks import QUICK
+from tests.support.batch_tests import Rehearsal
+from tests.support.training import fit, freetrain
+from tests.support.waiting import wait_until
+
+
+@pytest.mark.parametrize('name', ['a folder', "it's", '$HOME'])
+def test_a_folder_that_parsl_does_not_quote_is_refused_at_the_start(
+    tmp_path: Path, name: str
+) -> None:
+    with (
+        pytest.raises(BadInput, match='Parsl does not quote it'),
+        freetrain(tmp_path / name, LocalSite(1)),
+    ):
+        pytest.fail('it was loaded')
+
+
+def test_three_failures_in_a_row_name_the_output_that_has_the_reason(
+    pbs: Rehearsal, tmp_path: Path
+) -> None:
+    settings = {**QUICK, 'launch': PALS, 'worker_init': 'echo no such module >&2; exit 3'}
+    trainer = freetrain_app(max_nodes=1, total_epochs=1)(fit)
+    with freetrain(tmp_path, PbsSite(queue='batch', **settings), address='127.0.0.1') as executor:
+        future = trainer()
+
+        def refused() -> str:
+            with Reader(executor.ledger_path) as ledger:
+                run = ledger.story().runs[-1]
+                said = [
+                    e['detail']['error'] for e in ledger.recent_events(run, ['BlockRefused'], 1)
+                ]
+            return said[0] if said else ''
+
+        why = wait_until(refused)
+        future.cancel()
+    assert why.startswith('the last 3 blocks ended by themselves')
+    log = Path(why.split(' and ')[-1])
+    assert log.read_text() == 'no such module\n'
