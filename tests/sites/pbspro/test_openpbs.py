@@ -139,21 +139,23 @@ def test_a_block_may_wait_again_after_a_preemption(openpbs: PbsCluster, blocks: 
     openpbs.wait(lambda: mine.status(job).state is JobState.RUNNING)
 
 
-def test_a_deletion_is_told_to_every_node(
-    openpbs: PbsCluster, blocks: Make, tmp_path: Path
+@pytest.mark.parametrize(('end', 'nodes'), [('its time is up', 3), ('qdel', 1)])
+def test_an_end_is_told_to_the_nodes(
+    openpbs: PbsCluster, blocks: Make, tmp_path: Path, end: str, nodes: int
 ) -> None:
-    """A preemption that requeues is not: PBS kills at once then."""
-    mine = blocks('preemptable', mode='preemptible')
+    """At a qdel PBS kills all nodes but the first at once."""
+    mine = blocks(shrink=1.0)
     # PBS may end the process that collects the output before those that write it.
     wait = (
-        f'trap "echo told >>{tmp_path}/told; sleep 1; exit 143" TERM; echo ready; '
+        f'trap "echo told >{tmp_path}/told.$(hostname); sleep 1; exit 143" TERM; echo ready; '
         'while true; do sleep 0.1; done'
     )
-    job = running(openpbs, mine, 3, walltime_s=None, command=wait)
+    job = running(openpbs, mine, 3, walltime_s=300.0 if end == 'qdel' else 10.0, command=wait)
     openpbs.wait(lambda: mine.output().count('ready') == 3)
-    openpbs.run('qdel', job)
+    if end == 'qdel':
+        openpbs.run('qdel', job)
     openpbs.wait(lambda: mine.status(job).terminal)
-    assert (tmp_path / 'told').read_text().count('told') >= 3
+    assert len(list(tmp_path.glob('told.*'))) >= nodes
 
 
 def test_a_block_that_waits_makes_nobody_wait_for_long(openpbs: PbsCluster, blocks: Make) -> None:
