@@ -85,8 +85,9 @@ class WarmParent:
         ----------
         template
             Name of a fork server on this computer that forks this one, which saves importing torch.
-            The new one has its own session and does not depend on the template's life. Without a
-            suitable template, a process is started, which stays in the caller's process group.
+            The new one does not depend on the template's life, and has a session of its own if the
+            template has one. Without a suitable template, a process is started, which stays in the
+            caller's process group.
         """
         parent = cls(name, log)
         parent._owner_pid = owner_pid
