@@ -199,8 +199,7 @@ class Controller:
 
     @_take_in.register
     def _(self, event: ev.BlockRequeued) -> tuple[list[ev.Action], bool]:
-        if (block := self.state.blocks.get(event.block)) is not None:
-            block.arrived.clear()
+        self.state.blocks[event.block].arrived.clear()
         return [], False
 
     @_take_in.register
@@ -291,17 +290,11 @@ class Controller:
         if event.ending is ev.Ending.PREEMPTED and not ended.broken and not progressed:
             trainer.stalled += 1
             if trainer.stalled >= self.settings.stalls:
-                return [
-                    self._end(
-                        trainer,
-                        'failed',
-                        (
-                            f'{trainer.stalled} fragments in a row died without progress '
-                            'though none of their nodes was lost; '
-                            f'the last one, fragment {event.fragment}: {event.error}'
-                        ),
-                    )
-                ], True
+                why = (
+                    f'{trainer.stalled} fragments in a row died without progress though none of '
+                    f'their nodes was lost; the last one, fragment {event.fragment}: {event.error}'
+                )
+                return [self._end(trainer, 'failed', why)], True
         if event.ending is ev.Ending.PREEMPTED and ended.used_up(event.at) and not progressed:
             trainer.fruitless += 1
             if trainer.fruitless >= FRUITLESS * self.settings.stalls:

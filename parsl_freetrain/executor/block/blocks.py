@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from parsl.executors.high_throughput.errors import ManagerLost
@@ -16,6 +16,7 @@ from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.types import BlockNodes, BlockRequest
 from parsl_freetrain.executor import notices as no
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
+from parsl_freetrain.executor.block.record import BlockRecord
 from parsl_freetrain.executor.commands import CommandInbox, GreetingReturned
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.host.backoff import Backoff
@@ -28,47 +29,7 @@ FIRST_BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 300.0
 HOPELESS_GREETINGS = 3
 EQUAL_FAILURES = 3
-AVOID_S = 600.0
-"""Seconds for which a node with a broken device is not used."""
-
-
-@dataclass
-class BlockRecord:
-    """A block that has not ended.
-
-    Attributes
-    ----------
-    until_s
-        Its end in seconds since the epoch; None if unknown.
-    greeted
-        Managers that were sent a first task.
-    answering
-        Greeted managers whose first task has not returned.
-    nodes
-        Host names of the ready nodes, by manager id.
-    unusable
-        Managers whose first task failed, or that were lost.
-    left
-        Managers that had nodes which the scheduler has taken.
-    noticed
-        Whether the scheduler has notified its nodes of their end.
-    managers
-        The manager of each node that was ever ready, by host name.
-    """
-
-    job_id: str
-    request: BlockRequest
-    until_s: float | None = None
-    greeted: set[str] = field(default_factory=set)
-    answering: set[str] = field(default_factory=set)
-    nodes: dict[str, str] = field(default_factory=dict)
-    unusable: set[str] = field(default_factory=set)
-    left: set[str] = field(default_factory=set)
-    noticed: bool = False
-    managers: dict[str, str] = field(default_factory=dict)
-
-    def complete(self) -> bool:
-        return len(self.nodes) + len(self.unusable) >= self.request.nodes
+AVOID_S = 600.0  # a node with a broken device is not used for so long
 
 
 class BlockManager:
@@ -367,9 +328,9 @@ class BlockManager:
                 f'the last {self._useless} blocks ended by themselves before any of their nodes '
                 f'was ready; the reason is in the output of the last one: {status.message}'
             )
+            nodes = self.blocks[block_id].request.nodes
+            self._stream.emit(no.BlockRefused(at, nodes, self._not_before - at, why))
             logger.error('%s', why)
-            request = self.blocks[block_id].request
-            self._stream.emit(no.BlockRefused(at, request.nodes, self._not_before - at, why))
 
     def _requeued(self, block_id: str, at: float) -> None:
         """Handle a block that is queued again: its nodes are gone, and others will come."""
@@ -434,7 +395,6 @@ class BlockManager:
 
     def _end_managers(self, names: Collection[str]) -> None:
         """End managers that go on although their job does not."""
-        if names:
-            for manager in self._managers():
-                if manager['active'] and manager['manager'] in names:
-                    self._end_manager(manager['manager'])
+        for manager in self._managers() if names else ():
+            if manager['active'] and manager['manager'] in names:
+                self._end_manager(manager['manager'])
