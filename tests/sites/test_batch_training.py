@@ -115,7 +115,8 @@ def test_on_preemptable_nodes_of_pbs(
         queue='preemptable', mode='preemptible', launch=PALS, **{**QUICK, 'longest_backoff_s': 1.0}
     )
     judge(folder, train(folder, site, SHARDS, disturb), undisturbed)
-    assert any(job['how'] == 'preempted' for job in pbs.jobs().values())
+    with Reader(folder / 'checkpoints' / 'ledger.sqlite') as ledger:
+        assert 'taken' in {node.how for node in ledger.story().nodes}
 
 
 @pytest.mark.slow

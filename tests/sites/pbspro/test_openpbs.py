@@ -102,8 +102,11 @@ def test_a_suspended_block_does_not_work_and_is_deleted(openpbs: PbsCluster, blo
         other = openpbs.submit(4, seconds=3)
         openpbs.wait(lambda: openpbs.state(job) == 'S')
         openpbs.wait(lambda: not any('9876' in line for n in nodes for line in working(openpbs, n)))
-        openpbs.wait(lambda: mine.status(job).state is JobState.HELD)
-        assert 'its nodes are taken' in str(mine.status(job).message)
+        held = mine.status(job)  # the first look since; it also deletes the job
+        while held.state is JobState.RUNNING:
+            held = mine.status(job)
+        assert held.state is JobState.HELD
+        assert 'its nodes are taken' in str(held.message)
         openpbs.wait(lambda: mine.status(job).terminal)
         assert mine.status(job).state is JobState.TIMEOUT
         assert openpbs.state(job) == 'F'
