@@ -1,6 +1,7 @@
 """Polaris at ALCF: nodes with 4 A100, PBS Pro.
 
-Written after ALCF's user guide; it has not been run there.
+Facts of 2026-08-19, from ALCF's guide (docs.alcf.anl.gov/polaris/running-jobs); it has not been run
+there.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ QUEUES = {
     'preemptable': QueueLimits(
         nodes=(1, 10), walltime_s=(300, 72 * 3600), jobs=20, preemptible=True
     ),
-    # Routes to small, medium, large and their backfill-*.
-    'prod': QueueLimits(nodes=(10, 496), walltime_s=(300, 24 * 3600), jobs=10),
+    # Routes to small, medium, large and their backfill-*; 10 jobs run, 100 wait, per project.
+    'prod': QueueLimits(nodes=(10, 496), walltime_s=(300, 24 * 3600), jobs=100),
     'debug': QueueLimits(nodes=(1, 2), walltime_s=(300, 3600), jobs=1),
     'debug-scaling': QueueLimits(nodes=(1, 10), walltime_s=(300, 3600), jobs=1),
+    # 2 jobs of a user wait or run, 1 runs.
+    'capacity': QueueLimits(nodes=(1, 4), walltime_s=(300, 168 * 3600), jobs=2),
 }
-# with parsl-freetrain: 'conda activate my-environment'
-CONDA = 'module use /soft/modulefiles\nmodule load conda\nconda activate'
+# With parsl-freetrain: 'conda activate my-environment'. PBS's own TMPDIR is too long for sockets.
+CONDA = 'module use /soft/modulefiles\nmodule load conda\nconda activate\nexport TMPDIR=/tmp'
 # ALCF's guide, "NCCL": the plugin by which NCCL uses the nodes' network, and its settings. If an
 # application hangs in NCCL, leave the plugin out: nccl=''.
 NCCL = """\

@@ -39,8 +39,8 @@ def test_an_executor_for_a_site_by_its_name() -> None:
 @pytest.mark.parametrize(
     ('settings', 'sentence'),
     [
-        ({}, r'no provider and no site .*polaris, theta'),
-        ({'site': 'nosuch'}, r"no site 'nosuch'.*polaris, theta"),
+        ({}, r'no provider and no site .*aurora, crux, polaris, theta'),
+        ({'site': 'nosuch'}, r"no site 'nosuch'.*aurora, crux, polaris, theta"),
         ({'site': 'polaris'}, 'Polaris takes no job without an account; .*FREETRAIN_ACCOUNT'),
         (
             {'site': 'polaris', 'account': 'a', 'queue': 'demand'},

@@ -17,6 +17,7 @@ SECONDS=0
 module use /soft/modulefiles
 module load conda
 conda activate
+export TMPDIR=/tmp
 export NCCL_NET_GDR_LEVEL=PHB NCCL_CROSS_NIC=1 NCCL_COLLNET_ENABLE=1 NCCL_NET='AWS Libfabric'
 export NCCL_SOCKET_IFNAME=hsn
 export FI_CXI_DISABLE_HOST_REGISTER=1 FI_MR_CACHE_MONITOR=userfaultfd FI_CXI_DEFAULT_CQ_SIZE=131072

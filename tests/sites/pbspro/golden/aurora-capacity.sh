@@ -1,0 +1,50 @@
+#!/bin/bash
+#PBS -N freetrain.r1.block-0
+#PBS -o /eagle/me/block-0.out
+#PBS -e /eagle/me/block-0.err
+#PBS -k doe
+#PBS -W umask=0077
+#PBS -q capacity
+#PBS -l select=16
+#PBS -l place=scatter:excl
+#PBS -l min_walltime=00:41:25,max_walltime=01:22:50
+#PBS -l filesystems=home:flare
+#PBS -A my-project
+#PBS -p -1024
+#PBS -r n
+
+SECONDS=0
+module load frameworks
+export TMPDIR=/tmp
+
+# The scheduler may have shortened the walltime so that the block fits: ask.
+walltime=$(timeout 20 qstat -f "$PBS_JOBID" 2>/dev/null |
+    sed -n 's/^ *Resource_List\.walltime = //p')
+case $walltime in
+    *[!0-9:]*|''|*:*:*:*) left=2485 ;;
+    *:*:*) IFS=: read -r h m s <<<"$walltime"; left=$((10#$h * 3600 + 10#$m * 60 + 10#$s)) ;;
+    *) left=2485 ;;
+esac
+left=$((left - SECONDS))
+hole=$((1800005000 - $(date +%s)))
+[ "$hole" -ge "$left" ] || left=$hole
+left=$((left - 10))
+[ "$left" -gt 0 ] || exit 0
+
+node='export FREETRAIN_NODE="$(hostname -s)" FREETRAIN_NODE_SHELL=$$
+trap '"'"'[ -z "$command" ] || kill -TERM "$command" 2>/dev/null'"'"' TERM
+trap '"'"'[ -z "$command" ] || kill -USR1 "$command" 2>/dev/null'"'"' USR1
+/bin/bash -c "$1" &
+command=$!
+while kill -0 "$command" 2>/dev/null; do wait "$command"; done
+wait "$command"; status=$?
+[ "$status" != 137 ] || kill -KILL 0
+exit "$status"
+'
+trap '[ -z "$running" ] || kill -TERM "$running" 2>/dev/null' TERM
+timeout --foreground --kill-after=10 "$left" mpiexec -n 16 --ppn 1 --cpu-bind none /bin/bash -c "$node" freetrain-node 'process_worker_pool.py --cert_dir '"'"'/a b'"'"'' </dev/null &
+running=$!
+while kill -0 "$running" 2>/dev/null; do wait "$running"; done
+wait "$running"; status=$?
+[ "$status" != 124 ] || status=0
+exit "$status"
