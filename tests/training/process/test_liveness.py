@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +17,7 @@ from parsl_freetrain.host.processes import is_stopped
 from parsl_freetrain.testing import slow_rank, with_faults
 from parsl_freetrain.training.process.fork_client import WarmParent
 from parsl_freetrain.training.process.liveness import StopWatch, guard_connections
+from tests.support.computers import INTERFACE, Computer, computers
 from tests.support.ranks import order, ranks
 from tests.support.waiting import LIMIT_S
 from tests.training.loop.test_fragments import train
@@ -36,22 +34,34 @@ from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.training import TrainingSpec
 from parsl_freetrain.training.comm.collectives import EXCHANGE_TIMEOUT, PeerLost, RankGroup
 import os
-host, rank, wait_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-os.environ['GLOO_SOCKET_IFNAME'] = sys.argv[4]
+host, rank, count, wait_s = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+steps = int(sys.argv[5])
+os.environ['GLOO_SOCKET_IFNAME'] = sys.argv[6]
 spec = TrainingSpec(min_nodes=1, max_nodes=1, goal=Samples(1))
-order = FragmentOrder('t', 1, '', spec, None, hang_s=float(sys.argv[5]))
-store = TCPStore(host, 29400, 2, rank == 0, timeout=EXCHANGE_TIMEOUT, wait_for_workers=False)
-group = RankGroup(order, RankPlace(rank, 2, 0, 2, ''), store, 'secret', '')
+order = FragmentOrder('t', 1, '', spec, None, hang_s=float(sys.argv[7]))
+store = TCPStore(host, 29400, count, rank == 0, timeout=EXCHANGE_TIMEOUT, wait_for_workers=False)
+group = RankGroup(order, RankPlace(rank, count, 0, count, ''), store, 'secret', '')
 print('met', flush=True)
 try:
-    while True:
-        group.gather(torch.ones(100_000))
+    for step in range(steps or 1_000_000):
+        rows = group.gather(torch.full((100_000,), float(rank)))
+        assert [row[0].item() for row in rows] == list(range(count)), rows
         if rank == 0:
             time.sleep(wait_s)
+    print('done', flush=True)
 except PeerLost as error:
     print(str(error).replace(chr(10), ' ')[:300], flush=True)
 os._exit(0)
 """
+
+
+def start_peer(
+    host: Computer, rank: int, count: int, wait_s: float, steps: int = 0
+) -> subprocess.Popen[str]:
+    words = [sys.executable, '-c', PEER, '10.99.0.1', rank, count, wait_s, steps, INTERFACE, HANG_S]
+    return subprocess.Popen(
+        host.command([str(word) for word in words]), stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
 
 
 def test_a_stopped_process_is_seen_and_how_long() -> None:
@@ -89,81 +99,17 @@ def test_only_tcp_connections_are_guarded() -> None:
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(['ip', *arguments], check=True, capture_output=True)
-
-
-@contextmanager
-def two_hosts() -> Iterator[tuple[str, str]]:
-    """Two network namespaces with an interface 'wire' each, 10.99.0.1 and 10.99.0.2, joined by a
-    cable.
-    """
-    names = [f'ft{os.getpid()}{side}' for side in 'ab']
-    if os.geteuid() or shutil.which('ip') is None:
-        pytest.skip('needs root and ip, to make a network that can be cut')
-    try:
-        try:
-            for name in names:
-                ip('netns', 'add', name)
-            ip(
-                '-n',
-                names[0],
-                'link',
-                'add',
-                'wire',
-                'type',
-                'veth',
-                'peer',
-                'name',
-                'wire',
-                'netns',
-                names[1],
-            )
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f'networks cannot be made here: {error.stderr.decode()}')
-        for number, name in enumerate(names, 1):
-            ip('-n', name, 'addr', 'add', f'10.99.0.{number}/24', 'dev', 'wire')
-            ip('-n', name, 'link', 'set', 'wire', 'up')
-            ip('-n', name, 'link', 'set', 'lo', 'up')
-        yield names[0], names[1]
-    finally:
-        for name in names:
-            with suppress(subprocess.CalledProcessError):
-                ip('netns', 'del', name)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('busy', [True, False], ids=['in-exchange', 'one-computes'])
 def test_a_cut_network_ends_all_ranks_in_time(busy: bool) -> None:
     """Packets vanish and no connection is closed; rank 1, which only waits, also notices."""
-    with two_hosts() as hosts:
-        peers = [
-            subprocess.Popen(
-                [
-                    'ip',
-                    'netns',
-                    'exec',
-                    host,
-                    sys.executable,
-                    '-c',
-                    PEER,
-                    '10.99.0.1',
-                    str(rank),
-                    '0' if busy else '1',
-                    'wire',
-                    str(HANG_S),
-                ],
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=ROOT,
-            )
-            for rank, host in enumerate(hosts)
-        ]
+    with computers(2) as hosts:
+        peers = [start_peer(host, rank, 2, 0 if busy else 1) for rank, host in enumerate(hosts)]
         try:
             for peer in peers:
                 assert peer.stdout is not None
                 assert peer.stdout.readline() == 'met\n'
-            ip('-n', hosts[0], 'link', 'set', 'wire', 'down')
+            hosts[1].cut_off()
             began = time.monotonic()
             said = [peer.communicate(timeout=LIMIT_S)[0] for peer in peers]
             took = time.monotonic() - began
@@ -212,3 +158,25 @@ def test_a_long_step_is_no_hang(warm: WarmParent, tmp_path: Path) -> None:
     slow = with_faults(train, slow_rank(0, 5.0, step=4))
     with ranks(warm, order(tmp_path, total_samples=50, hang_s=2.0), 2, tmp_path, slow) as gang:
         assert [outcome.how for outcome in gang.run()] == ['finished'] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('bad', [False, True], ids=['good-line', 'bad-line'])
+def test_ranks_on_three_computers_go_on_after_a_short_cut(bad: bool) -> None:
+    """Lost packets and an interruption shorter than the limit only take time."""
+    with computers(3) as hosts:
+        if bad:
+            hosts[2].bad_line(delay_ms=50, loss_percent=5)
+        peers = [start_peer(host, rank, 3, 0.2, steps=10) for rank, host in enumerate(hosts)]
+        try:
+            for peer in peers:
+                assert peer.stdout is not None
+                assert peer.stdout.readline() == 'met\n'
+            hosts[1].cut_off()
+            time.sleep(0.5)
+            hosts[1].join_again()
+            assert [peer.communicate(timeout=LIMIT_S)[0] for peer in peers] == ['done\n'] * 3
+        finally:
+            for peer in peers:
+                peer.kill()
+                peer.communicate()
