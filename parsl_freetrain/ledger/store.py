@@ -62,8 +62,7 @@ class Ledger:
 
     def close(self) -> None:
         """Commit and close the file; calling it again does nothing."""
-        if self._rows.has_run:
-            self.commit()
+        self.commit()
         self._rows.end()
 
     def begin_run(
@@ -165,6 +164,8 @@ class Ledger:
 
     def commit(self) -> None:
         """Write what is pending. If the file cannot be written now, it stays pending and a warning
-        is logged once. A damaged file is set aside, and a new one takes its place.
+        is logged once. A damaged file is set aside, and a new one takes its place. After
+        :meth:`close` there is nothing to write.
         """
-        self._rows.commit()
+        if self._rows.has_run:
+            self._rows.commit()

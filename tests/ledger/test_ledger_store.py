@@ -382,3 +382,13 @@ def test_writing_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match='call begin_run first'):
         ledger.event(at=1.0, kind='Tick')
     ledger.close()
+
+
+def test_a_closed_ledger_has_nothing_to_write(tmp_path: Path) -> None:
+    """An interrupted program may close it while the event loop is still in its last round."""
+    ledger = begun(tmp_path / 'l.db')
+    ledger.event(at=1001, kind='Tick')
+    ledger.close()
+    ledger.commit()
+    with Reader(tmp_path / 'l.db') as reader:
+        assert [event['kind'] for event in reader.events()] == ['Tick']
