@@ -126,9 +126,12 @@ def test_a_rank_that_never_finishes_is_not_waited_for(warm: WarmParent, tmp_path
 
 
 @pytest.mark.parametrize('damage', ['lost', 'flipped'])
-def test_damage_to_a_part_is_found_by_its_reader_and_the_one_before_used(
+def test_damage_to_a_part_is_found_and_the_checkpoint_before_used(
     warm: WarmParent, tmp_path: Path, damage: str
 ) -> None:
+    """A lost part is noticed before anything is read, a flipped byte by the rank that reads it,
+    which leaves the rest to the next fragment.
+    """
     struck(warm, tmp_path, train, 1, BATCH)
     struck(warm, tmp_path, train, 2, 2 * BATCH)
     file = max((tmp_path / 'store').glob('ckpt-*')) / 'rank-1.safetensors'
@@ -138,10 +141,10 @@ def test_damage_to_a_part_is_found_by_its_reader_and_the_one_before_used(
         content = bytearray(file.read_bytes())
         content[-3] ^= 4
         file.write_bytes(content)
-    outcomes, logs = struck(warm, tmp_path, train, 3, 3 * BATCH)
-    assert [outcome.how for outcome in outcomes] == ['peer-lost'] * 2, logs
-    assert 'rank-1.safetensors' in ''.join(logs)
-    outcomes, _ = struck(warm, tmp_path, train, 4, 3 * BATCH)
-    assert [outcome.how for outcome in outcomes] == ['finished'] * 2
+        outcomes, logs = struck(warm, tmp_path, train, 3, 3 * BATCH)
+        assert [outcome.how for outcome in outcomes] == ['peer-lost'] * 2, logs
+        assert 'rank-1.safetensors' in ''.join(logs)
+    outcomes, logs = struck(warm, tmp_path, train, 4, 3 * BATCH)
+    assert [outcome.how for outcome in outcomes] == ['finished'] * 2, logs
     assert len(list((tmp_path / 'store' / 'bad').glob('ckpt-*'))) == 1
     assert read_state(outcomes[0].path).position.samples == 3 * BATCH
