@@ -42,7 +42,7 @@ def test_holes_and_plan_show_everything_and_send_nothing(
     blocks = told['blocks']
     assert [block['nodes'] for block in blocks] == [2, 1] and told['trainers'] == []
     assert main(['plan', '--site', toml]) == 0
-    assert '#SBATCH --time=10' in capsys.readouterr().out  # all that the partition allows
+    assert '#SBATCH --time=5' in capsys.readouterr().out  # nothing is planned: longest_s
     trainers = tmp_path / 'trainers.json'
     trainers.write_text(
         '[{"name": "cnn", "max_nodes": 4, "total_samples": 1000000, "nodes": [1, 4], '
@@ -54,7 +54,7 @@ def test_holes_and_plan_show_everything_and_send_nothing(
     # Nobody wants these nodes: both blocks have all of the 10 minutes that the partition allows,
     # and they end together.
     assert expected['trainers'] == [
-        {'trainer': 'cnn', 'left': 1_000_000, 'samples': [600 * 30.0] * 2, 'finish_s': [None, None]}
+        {'trainer': 'cnn', 'left': 1_000_000, 'samples': [300 * 30.0] * 2, 'finish_s': [None, None]}
     ]
     assert main(['plan', '--site', toml, '--trainers', str(trainers)]) == 0
     assert 'of the 1,000,000 that are left; not finished in these holes' in capsys.readouterr().out
