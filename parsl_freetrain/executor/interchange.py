@@ -85,9 +85,8 @@ class PinningInterchange(Interchange):
     def _fail(self, task_id: int, manager_id: bytes) -> None:
         error = ManagerLost(manager_id, 'its node')
         failure = serialize(RemoteExceptionWrapper(type(error), error, None))
-        self.results_outgoing.send(
-            pickle.dumps({'type': 'result', 'task_id': task_id, 'exception': failure})
-        )
+        result = {'type': 'result', 'task_id': task_id, 'exception': failure}
+        self.results_outgoing.send(pickle.dumps(result))
 
 
 if __name__ == '__main__':

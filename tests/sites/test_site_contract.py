@@ -14,7 +14,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import BlockRequest, Hole
 from parsl_freetrain.sites.cobalt import CobaltSite
 from parsl_freetrain.sites.local import LocalSite
-from parsl_freetrain.sites.pbspro import PbsSite
+from parsl_freetrain.sites.pbspro import PALS, PbsSite
 from parsl_freetrain.sites.protocols import HoleGone, Site
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.registry import site_types
@@ -32,7 +32,7 @@ QUICK: dict[str, Any] = {
 SITES: dict[str, Callable[[], Site]] = {
     'local': lambda: LocalSite(3),
     'slurm': lambda: SlurmSite(partition='batch', **QUICK),
-    'pbs': lambda: PbsSite(queue='batch', **QUICK),
+    'pbs': lambda: PbsSite(queue='batch', launch=PALS, **QUICK),
     'cobalt': lambda: CobaltSite(queue='batch', **QUICK),
     'lsf': lambda: site_types()['lsf'].make(queue='batch', **QUICK),
 }

@@ -33,6 +33,6 @@ SITE_TYPE = SiteType(
     'PBS',
     PbsSite,
     PbsOptions,
-    programs=('qsub', 'qstat', 'qdel', 'qsig', 'pbsnodes', 'pbs_rstat'),
+    programs=('qsub', 'qstat', 'qdel', 'pbsnodes', 'pbs_rstat'),
     version=('qstat', '--version'),
 )
