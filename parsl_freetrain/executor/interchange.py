@@ -14,6 +14,7 @@ import signal
 import sys
 from typing import Any
 
+import zmq
 from parsl.app.errors import RemoteExceptionWrapper
 from parsl.executors.high_throughput.errors import ManagerLost
 from parsl.executors.high_throughput.interchange import Interchange
@@ -29,6 +30,10 @@ class PinningInterchange(Interchange):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        # A manager asks by one connection whether this address is right, and then opens another
+        # one with the same name. If that comes before the end of the first is noticed, ZeroMQ would
+        # drop it, and the manager would wait for an answer for ever.
+        self.manager_sock.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._owner = os.getppid()
         self._pinned: dict[bytes, set[int]] = {}
 

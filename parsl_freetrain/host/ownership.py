@@ -30,7 +30,7 @@ def refuse_foreign(folder: Path, what: str) -> None:
     """
     try:
         found = folder.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     mode = stat.S_IMODE(found.st_mode)
     if mode & _OTHERS:
@@ -65,7 +65,7 @@ def refuse_replaceable(folder: Path, what: str) -> None:
     for part in sorted(parts):
         try:
             found, above = part.lstat(), part.parent.lstat()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             continue
         if not above.st_mode & stat.S_IWOTH:
             continue

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import zmq
+from parsl import curvezmq
 from parsl.executors.high_throughput.errors import ManagerLost
 from parsl.executors.high_throughput.interchange import Interchange
 from parsl.executors.high_throughput.manager_record import ManagerRecord
@@ -28,7 +31,7 @@ from parsl_freetrain.executor import FreeTrainExecutor, interchange
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.sites.local import LocalSite
 from tests.support.training import freetrain
-from tests.support.waiting import LIMIT_S, wait_until
+from tests.support.waiting import LIMIT_S, under_load, wait_until
 
 # Everything of Parsl's own that PinningInterchange touches. Should a new Parsl lack one of these,
 # this is where it shows.
@@ -103,7 +106,24 @@ def test_the_subclass_is_thin() -> None:
         for number, line in enumerate(text.splitlines(), 1)
         if line.strip() and not line.strip().startswith('#') and number not in documentation
     ]
-    assert len(code) < 70
+    assert len(code) < 75
+
+
+def test_a_manager_may_connect_again_before_the_end_of_its_first_connection(tmp_path: Path) -> None:
+    """As managers do that start fast: the first connection only asked whether it is possible."""
+    with freetrain(tmp_path, LocalSite(nodes=1)) as executor:
+        address = f'tcp://127.0.0.1:{executor.worker_port}'
+        context = curvezmq.ClientContext(executor.cert_dir)
+        try:
+            for _ in range(2):  # the first one stays open
+                connection = context.socket(zmq.DEALER)
+                connection.setsockopt(zmq.IDENTITY, b'a manager')
+                connection.setsockopt(zmq.LINGER, 0)
+                connection.connect(address)
+                connection.send(pickle.dumps({'type': 'connection_probe'}))
+                assert connection.poll(under_load(10.0) * 1000), 'no answer'
+        finally:
+            context.destroy()
 
 
 def where(started: str | None = None, wait_for: str | None = None) -> str:

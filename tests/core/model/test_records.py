@@ -36,6 +36,7 @@ EVENTS: tuple[ev.Event, ...] = (
     ev.HolesSeen(0.1 + 0.2, (Hole(2, None, 'q', ('x', 'y')), Hole(1, 5.5))),
     ev.BlockOpened(1.0, 'b', BlockRequest(2, 60.0)),
     ev.NodesJoined(2.0, 'b', ('b/x', 'b/y'), math.inf),
+    ev.BlockRequeued(2.5, 'b'),
     ev.BlockEndKnown(3.0, 'b', None),
     ev.NodesNeeded(
         3.5, (NodeDemand('7', 1, frozenset({'b/x'})),), (BlockNodes('b', ('b/x', 'b/y')),)

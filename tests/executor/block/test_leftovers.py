@@ -6,7 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from parsl_freetrain.executor.block.leftovers import PREFIX, SEMAPHORES
 from tests.support.waiting import LIMIT_S
@@ -48,17 +52,24 @@ def start(folder: Path) -> subprocess.Popen[str]:
     return manager
 
 
-def test_what_a_killed_manager_leaves_is_removed_by_the_next_one(tmp_path: Path) -> None:
-    killed = start(tmp_path)
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A temporary folder whose sockets have short enough names, whatever pytest's is."""
+    with tempfile.TemporaryDirectory(prefix='ft-', dir='/tmp') as folder:
+        yield Path(folder)
+
+
+def test_what_a_killed_manager_leaves_is_removed_by_the_next_one(short: Path) -> None:
+    killed = start(short)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate(timeout=LIMIT_S)
-    of_killed = left(tmp_path)
+    of_killed = left(short)
     assert len(of_killed) >= 2  # its folder, and semaphores
 
-    living, another = start(tmp_path), start(tmp_path)
-    assert not set(of_killed) & set(left(tmp_path))
+    living, another = start(short), start(short)
+    assert not set(of_killed) & set(left(short))
     another.communicate('', timeout=LIMIT_S)
-    assert left(tmp_path)  # a living manager's are left alone
+    assert left(short)  # a living manager's are left alone
     living.communicate('', timeout=LIMIT_S)
     assert (living.returncode, another.returncode) == (0, 0)
-    assert not left(tmp_path) and not list(tmp_path.glob('pymp-*'))
+    assert not left(short) and not list(short.glob('pymp-*'))

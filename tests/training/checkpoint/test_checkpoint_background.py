@@ -30,7 +30,12 @@ from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.fork_client import WarmParent
-from parsl_freetrain.training.spec.messages import CheckpointSaved, FromRank, ToRank
+from parsl_freetrain.training.spec.messages import (
+    CheckpointSaved,
+    FromRank,
+    SavingCheckpoint,
+    ToRank,
+)
 from parsl_freetrain.training.spec.retention import Retention
 from tests.support.ranks import channel_pair, order, ranks
 from tests.support.waiting import LIMIT_S
@@ -59,8 +64,8 @@ def channels() -> Iterator[tuple[Channel[ToRank], Channel[FromRank]]]:
 
 
 def saved(channel: Channel[FromRank]) -> CheckpointSaved:
-    message = channel.recv()
-    assert isinstance(message, CheckpointSaved)
+    while not isinstance(message := channel.recv(), CheckpointSaved):
+        assert isinstance(message, SavingCheckpoint)
     return message
 
 
@@ -103,7 +108,7 @@ def test_training_goes_on_and_the_checkpoint_holds_what_was(
     gate, prepared = Gate('begin'), things()
     at_once = keeper(tmp_path / 'at once', channels[0])
     at_once.save_now(state_of(prepared), 10, {'loss': 1.0})
-    channels[1].recv()
+    saved(channels[1])
     later = keeper(tmp_path / 'later', channels[0], gate)
     assert later.wants_to_save()
     later.save_beside(state_of(prepared), 10, {'loss': 1.0})
