@@ -114,14 +114,14 @@ def test_a_manager_may_connect_again_before_the_end_of_its_first_connection(tmp_
     with freetrain(tmp_path, LocalSite(nodes=1)) as executor:
         address = f'tcp://127.0.0.1:{executor.worker_port}'
         context = curvezmq.ClientContext(executor.cert_dir)
+        connections = [context.socket(zmq.DEALER) for _ in range(2)]
         try:
-            for _ in range(2):  # the first one stays open
-                connection = context.socket(zmq.DEALER)
+            for connection in connections:
                 connection.setsockopt(zmq.IDENTITY, b'a manager')
                 connection.setsockopt(zmq.LINGER, 0)
                 connection.connect(address)
                 connection.send(pickle.dumps({'type': 'connection_probe'}))
-                assert connection.poll(under_load(10.0) * 1000), 'no answer'
+                assert connection.poll(int(under_load(10.0) * 1000)), 'no answer'
         finally:
             context.destroy()
 
