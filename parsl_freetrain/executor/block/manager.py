@@ -27,6 +27,8 @@ def main() -> None:
     """Run Parsl's manager until it ends."""
     with own_names():
         import_parsl()
+        # Apps find modules beside them, as in Parsl's own workers.
+        sys.path.insert(0, os.getcwd())
         fork_server()
         import parsl.multiprocessing  # not before: see import_parsl
 
