@@ -169,19 +169,6 @@ class Problem:
         return self.blocks or (Block('', self.nodes),)
 
     @cached_property
-    def pooled(self) -> bool:
-        """Whether counts alone matter: nodes of all blocks stay for the horizon and can
-        be mixed.
-        """
-        if len(self.places) == 1:
-            return self.places[0].remaining_s >= self.horizon_s
-        return (
-            self.spans_blocks
-            and self.held_fits
-            and all(block.remaining_s >= self.horizon_s for block in self.places)
-        )
-
-    @cached_property
     def held_fits(self) -> bool:
         """Whether each block has the nodes that are held in it, so that everything can stay where
         it is.
@@ -258,8 +245,8 @@ class Problem:
         Parameters
         ----------
         allocation
-            By trainer, its nodes (where :attr:`pooled`) or its nodes in each of :attr:`places`; a
-            trainer that is absent gets none.
+            By trainer, its nodes, or its nodes in each of :attr:`places`; a trainer that is absent
+            gets none.
         """
         worth = 0.0
         nothing = (0,) * len(self.places)
