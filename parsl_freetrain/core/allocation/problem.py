@@ -277,8 +277,9 @@ class Answer:
     Attributes
     ----------
     status
-        'optimal', 'feasible' (time ran out; never worse than staying) or 'infeasible' (no
-        allocation that keeps all limits exists, or none was found in time: what runs is kept).
+        'optimal' (to within 1e-9 of the objective, where MILP solvers stop), 'feasible' (time ran
+        out; never worse than staying) or 'infeasible' (no allocation that keeps all limits exists,
+        or none was found in time: what runs is kept).
     objective
         Its value, by :meth:`Problem.objective`.
     solver
