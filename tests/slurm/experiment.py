@@ -21,6 +21,22 @@ from tests.slurm.mix import Mix
 from tests.support.slurm import Cluster, running_cluster
 from tests.support.waiting import LIMIT_S
 
+TICK_S = 2.0  # bf_interval of the cluster
+ROUNDING_S = 1.0  # Slurm tells times in whole seconds
+KILL_WAIT_S = 5.0  # of the cluster
+
+QUICK: dict[str, Any] = {
+    'poll_s': 1.0,
+    'waiting_poll_s': 0.5,
+    'submit_every_s': 0.0,
+    'start_s': 3.0,
+    'ending_s': 3.0,
+}
+MODES: dict[str, dict[str, Any]] = {
+    'backfill': {**QUICK, 'partition': 'batch', 'margin_s': 5.0},
+    'preemptible': {**QUICK, 'partition': 'scavenger', 'mode': 'preemptible'},
+}
+
 
 @dataclass(frozen=True)
 class Ran:
@@ -98,20 +114,26 @@ class Filler:
 
 
 def run(
-    mix: Mix, nodes: int, folder: Path, filling: dict[str, Any] | None, ready: Barrier
+    mix: Mix,
+    nodes: int,
+    folder: Path,
+    filling: dict[str, Any] | None,
+    ready: Barrier,
+    blocks_first: bool,
 ) -> Outcome:
     """One run of the mix; ``filling`` are the settings of FreeTrain's site, None: without it. The
-    mix begins when all runs are ready, and every node has a block.
+    mix begins when all runs are ready, and every node has a block; or, without ``blocks_first``,
+    FreeTrain begins when all jobs have been submitted.
     """
     folder.mkdir(parents=True)
     with running_cluster(nodes) as cluster:
         filler = Filler(cluster, folder, filling) if filling is not None else None
         try:
-            if filler is not None:
+            if filler is not None and blocks_first:
                 filler.begin()
                 cluster.wait(lambda: not cluster.idle_nodes())
             ready.wait(LIMIT_S)
-            return _watched(cluster, mix, nodes, filler)
+            return _watched(cluster, mix, nodes, filler, blocks_first)
         except BaseException:
             ready.abort()
             raise
@@ -120,7 +142,9 @@ def run(
                 filler.kill()
 
 
-def _watched(cluster: Cluster, mix: Mix, nodes: int, filler: Filler | None) -> Outcome:
+def _watched(
+    cluster: Cluster, mix: Mix, nodes: int, filler: Filler | None, blocks_first: bool
+) -> Outcome:
     zero = time.time()
     reserved: tuple[Ran, ...] = ()
     if mix.reserved is not None:
@@ -141,6 +165,8 @@ def _watched(cluster: Cluster, mix: Mix, nodes: int, filler: Filler | None) -> O
         if job.after is not None:
             options.append(f'--dependency=afterany:{ids[job.after]}')
         ids.append(cluster.submit(*options, seconds=job.run_s))
+    if filler is not None and not blocks_first:
+        filler.begin()
     each = [
         f'{job_id}_{task}' if job.tasks > 1 else job_id
         for job_id, job in zip(ids, mix.jobs, strict=True)
@@ -205,7 +231,11 @@ def _time(said: str) -> int:
 
 
 def side_by_side(
-    runs: Mapping[str, dict[str, Any] | None], mix: Mix, nodes: int, folder: Path
+    runs: Mapping[str, dict[str, Any] | None],
+    mix: Mix,
+    nodes: int,
+    folder: Path,
+    blocks_first: bool = True,
 ) -> dict[str, Outcome]:
     """Several runs of one mix at once, each on a cluster of its own: what slows one of them down
     slows down all. By name: the settings of FreeTrain's site, None: without it.
@@ -213,7 +243,7 @@ def side_by_side(
     ready = Barrier(len(runs))
     with ThreadPoolExecutor(len(runs)) as pool:
         futures = {
-            name: pool.submit(run, mix, nodes, folder / name, filling, ready)
+            name: pool.submit(run, mix, nodes, folder / name, filling, ready, blocks_first)
             for name, filling in runs.items()
         }
         return {name: future.result() for name, future in futures.items()}

@@ -5,12 +5,11 @@ filling every hole, between the jobs and preemptible.
 from __future__ import annotations
 
 from statistics import median
-from typing import Any
 
 import pytest
 
 from tests.slurm.delay import delays_s, idle_of, scatter_s
-from tests.slurm.experiment import Outcome, side_by_side
+from tests.slurm.experiment import KILL_WAIT_S, MODES, Outcome, side_by_side
 from tests.slurm.mix import untidy
 from tests.support.slurm import Cluster
 from tests.support.waiting import under_load
@@ -18,21 +17,6 @@ from tests.support.waiting import under_load
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 NODES = 4
-TICK_S = 2.0  # bf_interval of the cluster
-ROUNDING_S = 1.0  # Slurm tells times in whole seconds
-KILL_WAIT_S = 5.0  # of the cluster
-
-QUICK: dict[str, Any] = {
-    'poll_s': 1.0,
-    'waiting_poll_s': 0.5,
-    'submit_every_s': 0.0,
-    'start_s': 3.0,
-    'ending_s': 3.0,
-}
-MODES: dict[str, dict[str, Any]] = {
-    'backfill': {**QUICK, 'partition': 'batch', 'margin_s': 5.0},
-    'preemptible': {**QUICK, 'partition': 'scavenger', 'mode': 'preemptible'},
-}
 MIX = untidy(6, NODES, 7, 120.0, 20.0)
 
 

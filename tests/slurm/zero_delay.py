@@ -16,9 +16,8 @@ from statistics import median
 from typing import Any
 
 from tests.slurm.delay import delays_s, idle_of, scatter_s
-from tests.slurm.experiment import Outcome, side_by_side
+from tests.slurm.experiment import MODES, Outcome, side_by_side
 from tests.slurm.mix import Mix, untidy
-from tests.slurm.test_zero_delay import MODES
 
 NODES = 5
 SEEDS = (1, 2, 3, 4, 5)

@@ -12,6 +12,7 @@ from xdist.workermanage import WorkerController
 # The longest first; files that are not named here take less than a minute in a full run.
 LONG = (
     'tests/slurm/test_whole_training.py',
+    'tests/slurm/test_known_plans.py',
     'tests/test_interruption.py',
     'tests/sites/test_batch_training.py',
     'tests/chaos/test_chaos.py',
