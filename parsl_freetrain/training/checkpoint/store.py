@@ -95,9 +95,7 @@ class CheckpointStore(Protocol):
         ...
 
     def prune(self, keep: Retention) -> None:
-        """Remove checkpoints that need not be kept; the last one that would be left is verified
-        first.
-        """
+        """Remove checkpoints that need not be kept; the newest one is verified first."""
         ...
 
     def last_fragment(self) -> int:
@@ -140,6 +138,7 @@ class PosixCheckpointStore:
         self.trainer = trainer
         self._hook = hook if hook is not None else _no_hook
         self._set_aside: list[SetAside] = []
+        self._written: Path | None = None  # the last checkpoint that this object has committed
 
     @property
     def set_aside(self) -> tuple[SetAside, ...]:
@@ -219,6 +218,7 @@ class PosixCheckpointStore:
                 # The error may be that a later fragment has removed the directory meanwhile.
                 self._check_fence(fragment)
             raise
+        self._written = folder
         self._hook('committed')
         return manifest.checkpoint(folder)
 
@@ -254,32 +254,32 @@ class PosixCheckpointStore:
         return tuple(found)
 
     def prune(self, keep: Retention) -> None:
-        """Remove checkpoints that ``keep`` does not keep. If it keeps only the newest, that one is
-        verified first.
+        """Remove checkpoints that ``keep`` does not keep, after the newest one has been verified.
 
-        Incomplete checkpoints of earlier fragments are removed too. A directory that cannot be
-        removed is logged and left.
+        What this object wrote last was hashed while it was written, so its blocks are not read
+        again. Incomplete checkpoints of earlier fragments are removed too. A directory that cannot
+        be removed is logged and left.
         """
         newest = self.newest()
-        if newest is not None and keep.kept(self.checkpoints()) <= {newest.path}:
-            newest = self.latest()
+        if newest is not None and self._superfluous(keep, newest):
+            newest = self._newest(lambda path: verify(path, blocks=path != self._written))
         if newest is None:
             return
-        committed = self._committed()
-        kept = keep.kept(self.checkpoints()) | {newest.path}
-        # If a late process of an earlier fragment has committed, the newest fragment's last state
-        # need not be among the newest by samples.
-        current = max(committed, key=lambda path: (key(path)[1], key(path)), default=None)
         leftovers = [
             path
             for path in directories(self.folder)
             if key(path)[1] < newest.fragment and not is_committed(path)
         ]
-        for path in [
-            *(path for path in committed if path != current and str(path) not in kept),
-            *leftovers,
-        ]:
+        for path in [*self._superfluous(keep, newest), *leftovers]:
             remove(path)
+
+    def _superfluous(self, keep: Retention, newest: Checkpoint) -> list[Path]:
+        committed = self._committed()
+        kept = keep.kept(self.checkpoints()) | {newest.path}
+        # If a late process of an earlier fragment has committed, the newest fragment's last state
+        # need not be among the newest by samples.
+        current = max(committed, key=lambda path: (key(path)[1], key(path)), default=None)
+        return [path for path in committed if path != current and str(path) not in kept]
 
     def last_fragment(self) -> int:
         """The largest number of a fragment that was fenced or began a checkpoint here, 0 if

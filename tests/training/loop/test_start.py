@@ -47,7 +47,7 @@ def test_a_damaged_file_is_found_while_it_is_read(
     assert len(store.set_aside) == 1
 
 
-def test_pruning_reads_nothing_unless_only_one_would_be_left(
+def test_pruning_reads_the_newest_only_if_another_process_wrote_it(
     store: PosixCheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
@@ -58,10 +58,26 @@ def test_pruning_reads_nothing_unless_only_one_would_be_left(
         return blocks_of(file)
 
     monkeypatch.setattr(manifest, 'blocks_of', counted)
-    for samples in (8, 16, 24):
+    for samples in (8, 16, 24, 32):
         save(store, samples)
         store.prune(Retention(2))
-    assert [checkpoint.samples for checkpoint in store.checkpoints()] == [16, 24]
-    assert len(read) == 2  # of the first, when it was alone: its two files
+    assert [checkpoint.samples for checkpoint in store.checkpoints()] == [24, 32]
+    assert not read  # it was hashed while it was written
+    another = PosixCheckpointStore(store.folder, 'digits')
+    another.prune(Retention(2))
+    assert not read  # nothing to remove
+    (tensors := Path(store.checkpoints()[-1].path, 'rank-0.safetensors')).write_bytes(
+        bytes(tensors.stat().st_size)
+    )
+    another.prune(Retention(1))
+    assert read
+    assert [checkpoint.samples for checkpoint in store.checkpoints()] == [24]
+
+
+def test_pruning_notices_that_a_file_of_its_own_checkpoint_is_gone(
+    store: PosixCheckpointStore,
+) -> None:
+    save(store, 8)
+    Path(save(store, 16).path, 'rank-0.safetensors').unlink()
     store.prune(Retention(1))
-    assert len(read) > 2
+    assert [checkpoint.samples for checkpoint in store.checkpoints()] == [8]
