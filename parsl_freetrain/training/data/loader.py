@@ -35,16 +35,20 @@ class MicroBatch:
         Number of the part of the global batch: the virtual shard, or the rank.
     weight
         Weight of its gradient in that of the global batch, 0 to 1.
+    number
+        Its number among the micro-batches of this part, from 0.
     """
 
     indices: tuple[int, ...]
     samples_before: int
     part: int
     weight: float
+    number: int = 0
 
     def seed(self, seed: int, what: str) -> int:
         """A seed (63 bits) for this micro-batch and this use only."""
-        text = f'{seed}:{self.samples_before}:{self.part}:{what}'.encode()
+        part = f'{self.part}.{self.number}' if self.number else str(self.part)
+        text = f'{seed}:{self.samples_before}:{part}:{what}'.encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
 

@@ -165,6 +165,7 @@ class FragmentContext(AroundTheLoop):
         dataset: Any,
         batch_size: int,
         *,
+        micro_batch: int | None = None,
         epochs: float | None = None,
         samples: int | None = None,
         shuffle: bool = True,
@@ -190,6 +191,9 @@ class FragmentContext(AroundTheLoop):
         batch_size
             Number of samples in a global batch, over all ranks: what one optimizer step sees. In
             scaled mode, the number for the reference number of ranks.
+        micro_batch
+            Maximum number of samples in one forward and backward pass of a rank. The body of the
+            loop then runs several times for a global batch, and the gradients are added up.
         epochs, samples
             How much this loop trains, if the function has several; in the unit of the total.
         shuffle
@@ -210,6 +214,8 @@ class FragmentContext(AroundTheLoop):
             )
         if self._loop is not None and not self._state.complete:
             raise BadInput(self._left_early())
+        if micro_batch is not None and micro_batch < 1:
+            raise BadInput(f'ctx.loop was given micro_batch={micro_batch}; it must be 1 or more.')
         check_schedulers(self._model.prepared)
         size, stream = ENDLESS, None
         if is_stream(dataset):
@@ -261,11 +267,12 @@ class FragmentContext(AroundTheLoop):
                 raise FragmentEnd
         if stream is not None and self.samples < base + length:
             stream.check_same(self.samples - base, self._peers)
+        if isinstance(mode, Scaled):
+            batch_size = mode.batch_size(batch_size, self.world_size)
+        self._model.steps.limit(micro_batch, batch_size)
         data_order = GlobalOrder(
             dataset_size=size,
-            batch_size=mode.batch_size(batch_size, self.world_size)
-            if isinstance(mode, Scaled)
-            else batch_size,
+            batch_size=batch_size,
             seed=mode.seed,
             shuffle=shuffle and stream is None,
             total_samples=length,

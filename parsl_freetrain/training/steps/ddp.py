@@ -4,7 +4,8 @@ same even if the ranks have different numbers of samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from torch.utils.hooks import RemovableHandle
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.comm.collectives import Peers, broadcast_into
 from parsl_freetrain.training.comm.consensus import Agreement
 from parsl_freetrain.training.data.loader import MicroBatch
-from parsl_freetrain.training.data.order import GlobalBatch, split_for_ranks
+from parsl_freetrain.training.data.order import GlobalBatch, shard, split_for_ranks
 from parsl_freetrain.training.steps import row_norm
+from parsl_freetrain.training.steps.accumulation import Accumulation, buckets, weigh
 from parsl_freetrain.training.steps.adasum import combine
 from parsl_freetrain.training.steps.mesh import Division
 from parsl_freetrain.training.steps.nonfinite import NEVER, Blame, Guard
@@ -27,8 +29,8 @@ from parsl_freetrain.training.steps.sharded import MeanOfParts, fsdp_modules
 
 
 class ThroughputSteps:
-    """One turn per global batch, on this rank's part of it. Optimizers and schedulers are the
-    user's own.
+    """One turn per global batch, on this rank's part of it, or several with micro-batches.
+    Optimizers and schedulers are the user's own.
 
     Gradients are averaged over the ranks that hold the same parameters and train different samples.
     In a pipeline, that is done when the optimizer steps, since a schedule has many backward passes.
@@ -82,6 +84,9 @@ class ThroughputSteps:
                 'ctx.prepare was given a gradient scaler, but a rank of a pipeline cannot skip a '
                 'step that the others take: use bfloat16, which needs no scaler.'
             )
+        self._micro_batch: int | None = None
+        self._accumulation: Accumulation | None = None
+        self._own_share = 1.0  # of the samples of the global batch
         self._mean = (
             MeanOfParts(prepared.models, division, self._blame.note)
             if fsdp_modules(prepared.models)
@@ -126,43 +131,87 @@ class ThroughputSteps:
         """The schedulers, as they were given."""
         return self._prepared.schedulers
 
+    def limit(self, micro_batch: int | None, batch_size: int) -> None:
+        """From now on, the turns of a global batch have ``micro_batch`` samples at most; None: no
+        limit.
+
+        Raises
+        ------
+        BadInput
+            If the models or optimizers cannot be trained so.
+        """
+        self._micro_batch = micro_batch
+        if micro_batch is None or self._accumulation is not None:
+            return
+        if self._at_step:
+            raise BadInput(
+                'ctx.loop was given micro_batch, but a pipeline divides its batches by itself: '
+                'leave it out, and give the Pipeline more micro-batches.'
+            )
+        self._accumulation = Accumulation(self._prepared, self._combine)
+
     def turns(self, batch: GlobalBatch) -> list[MicroBatch]:
-        """The one turn of this rank. A rank without samples trains one with weight 0, since DDP
-        needs all ranks.
+        """The turns of this rank; all ranks have equally many. One without samples trains one
+        with weight 0, since DDP and FSDP need all ranks.
         """
         own = split_for_ranks(batch.indices, self._division.parts, self._division.data_rank)
-        weight = len(own) / len(batch.indices)
         return [
             MicroBatch(
-                own or tuple(batch.indices[:1]),
+                part or tuple(batch.indices[:1]),
                 batch.samples_before,
                 self._division.data_rank,
-                weight,
+                len(part) / len(batch.indices),
+                number,
             )
+            for number, part in enumerate(shard(own, self._number_of_turns(batch)))
         ]
 
+    def _number_of_turns(self, batch: GlobalBatch) -> int:
+        largest = math.ceil(len(batch.indices) / self._division.parts)
+        return math.ceil(largest / (self._micro_batch or largest))
+
     def begin(self, batch: GlobalBatch, guarded: bool) -> None:
-        """Call before the turn of a global batch. ``guarded``: skip the step if a gradient is not
+        """Call before the turns of a global batch. ``guarded``: skip the step if a gradient is not
         finite.
         """
         self._guard.on = guarded
-
-    def begin_turn(self, turn: MicroBatch) -> None:
-        """Call before the turn."""
-        self._weight = turn.weight
         self._hooks_ran = False
         self._blame.next_step()
-        if self._mean is not None:
-            self._mean.weight = turn.weight
-        elif not self._at_step:
-            self._count_gradients(turn.weight)
-        if self._guard.on:
+        if guarded:
             self._guard.bad = False
             self._buffers_before = [buffer.clone() for buffer in self._buffers]
+        if self._accumulation is None:
+            return
+        own = split_for_ranks(batch.indices, self._division.parts, self._division.data_rank)
+        self._own_share = len(own) / len(batch.indices)
+        self._accumulation.begin(self._number_of_turns(batch))
+        for model in self.models:
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = not self._accumulation.on
+                if self._accumulation.on:  # as DDP does before a pass that ends in an exchange
+                    for buffer in model.module.buffers():
+                        broadcast_into(buffer, group=self._division.data_group, group_src=0)
+
+    def begin_turn(self, turn: MicroBatch) -> None:
+        """Call before a turn."""
+        self._weight = turn.weight
+        if self._mean is not None:
+            self._mean.weight = turn.weight
+        accumulation = self._accumulation
+        if accumulation is not None and accumulation.on:
+            weight = 1.0 if self._mean is not None else turn.weight  # FSDP has weighted them
+            if self._adasum and self._own_share:
+                weight /= self._own_share
+            accumulation.begin_turn(turn.weight, weight)
+            self._stop_counting()
+        elif self._mean is None and not self._at_step:
+            self._count_gradients(turn.weight)
 
     @torch.no_grad()
     def end_turn(self) -> None:
-        """Call after the turn."""
+        """Call after a turn."""
+        if self._accumulation is not None:
+            self._accumulation.end_turn()
         if self.kept_back:
             for buffer, old in zip(self._buffers, self._buffers_before, strict=True):
                 buffer.copy_(old)
@@ -173,7 +222,7 @@ class ThroughputSteps:
         return self._guard.on and self._guard.bad
 
     def end(self, wish: Callable[[], int], time_left: Callable[[], float]) -> int:
-        """Call after the turn. Returns the maximum of all ranks' wishes, which may be up to
+        """Call after the turns. Returns the maximum of all ranks' wishes, which may be up to
         :attr:`delay` batches old.
         """
         return self._agreement.after_step(wish, time_left)
@@ -205,9 +254,7 @@ class ThroughputSteps:
             factor = 1.0 if weight else 0.0
         self._factor = 1.0 if abs(factor - 1) < 1e-9 else factor
         if self._factor == 1:
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = []
+            self._stop_counting()
         elif not self._hooks:
             self._hooks = [
                 parameter.register_hook(self._counted)
@@ -215,6 +262,11 @@ class ThroughputSteps:
                 for parameter in model.parameters()
                 if parameter.requires_grad
             ]
+
+    def _stop_counting(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def _counted(self, gradient: torch.Tensor) -> torch.Tensor:
         return (
@@ -271,14 +323,35 @@ class ThroughputSteps:
             for p in group_['params']
             if p.grad is not None
         ]:
-            if self._weight:
-                gradient.mul_(self._weight)
-            else:
-                gradient.zero_()  # 0 x inf is not 0
+            weigh(gradient, self._weight)
             waiting.append(dist.all_reduce(gradient, group=group, async_op=True))
         for work in waiting:
             if work is not None:
                 work.wait()
+
+    @torch.no_grad()
+    def _combine(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Add up the gradients of all copies of the model, or combine them by Adasum."""
+        if self._division.shape.data == 1 or self._mean is not None:
+            return
+        used = self._peers.largest([parameter.grad is not None for parameter in parameters])()
+        gradients = []
+        for parameter, anywhere in zip(parameters, used, strict=True):
+            if anywhere and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+        for bucket in buckets(gradients):
+            row = torch.cat([gradient.flatten() for gradient in bucket])
+            sizes = [gradient.numel() for gradient in bucket]
+            if self._adasum:
+                row = combine(
+                    row, sizes, self._peers.rank, self._peers.world_size, self._peers.swap
+                )
+            else:
+                dist.all_reduce(row, group=self._division.data_group)
+            for gradient, total in zip(bucket, row.split(sizes), strict=True):
+                gradient.copy_(total.view_as(gradient))
 
     def _combined(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()

@@ -4,6 +4,7 @@ training is cut into fragments.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from inspect import Parameter, signature
 from typing import Any
@@ -130,6 +131,17 @@ class ReproducibleSteps:
     def models(self) -> tuple[torch.nn.Module, ...]:
         """The models, as they were given."""
         return self._prepared.models
+
+    def limit(self, micro_batch: int | None, batch_size: int) -> None:
+        """Refuse virtual shards with more than ``micro_batch`` samples; raises BadInput."""
+        largest = math.ceil(batch_size / self._shards)
+        if micro_batch is not None and largest > micro_batch:
+            raise BadInput(
+                f'ctx.loop was given micro_batch={micro_batch}, but each of the {self._shards} '
+                f'virtual shards of a global batch of {batch_size} samples has up to {largest}, '
+                'which are trained in one pass: say mode=Reproducible(shards='
+                f'{math.ceil(batch_size / micro_batch)}) or more.'
+            )
 
     def turns(self, batch: GlobalBatch) -> list[MicroBatch]:
         """The turns of this rank for a global batch: one for each of its shards that is not empty

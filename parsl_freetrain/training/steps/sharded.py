@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
+from parsl_freetrain.training.steps.accumulation import weigh
 from parsl_freetrain.training.steps.mesh import Division
 from parsl_freetrain.training.steps.reduction_tree import ShardTree
 
@@ -171,10 +172,7 @@ class MeanOfParts(ReduceScatter):
 
     def _weigh(self, gradient: torch.Tensor) -> None:
         self._note(gradient)
-        if self.weight:
-            gradient.mul_(self.weight)
-        else:
-            gradient.zero_()  # 0 x inf is not 0
+        weigh(gradient, self.weight)
 
 
 class SumOfShards(ReduceScatter):

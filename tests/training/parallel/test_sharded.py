@@ -48,14 +48,19 @@ PLAN = {'*.up': ColwiseParallel(), '*.down': RowwiseParallel()}
 
 
 def train(
-    ctx: FragmentContext, *, stop: bool = False, clip: float | None = 0.1, lr: float = 0.01
+    ctx: FragmentContext,
+    *,
+    stop: bool = False,
+    clip: float | None = 0.1,
+    lr: float = 0.01,
+    micro_batch: int | None = None,
 ) -> None:
     with torch.device('meta'):
         model: nn.Module = nn.Sequential(nn.Linear(5, WIDTH), Block(), Block(), nn.Linear(WIDTH, 3))
     model = ctx.shard(model, blocks=(Block,), plan=PLAN)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     model, optimizer = ctx.prepare(model, optimizer, clip_grad_norm=clip)
-    for x, y in ctx.loop(data(), BATCH):
+    for x, y in ctx.loop(data(), BATCH, micro_batch=micro_batch):
         if stop:
             os.kill(os.getpid(), signal.SIGTERM)
         optimizer.zero_grad()
@@ -133,9 +138,14 @@ def test_in_any_shapes_in_turn_the_bits_are_those_of_one_process(
 def test_in_throughput_mode_any_shapes_train_what_one_process_trains(
     warm: WarmParent, tmp_path: Path, undisturbed: Saved, shapes: tuple[Shape, ...]
 ) -> None:
-    """The last batch of an epoch is no multiple of the ranks; every sample counts the same."""
+    """The last batch of an epoch is no multiple of the ranks; every sample counts the same, also in
+    micro-batches.
+    """
     for number, shape in enumerate(shapes, 1):
-        state = run(warm, tmp_path, shape, number, mode='throughput', stop=number < len(shapes))
+        stop, micro_batch = number < len(shapes), 2 if number % 2 else None
+        state = run(
+            warm, tmp_path, shape, number, mode='throughput', stop=stop, micro_batch=micro_batch
+        )
     found, expected = tensors(state), tensors(undisturbed)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():

@@ -1,0 +1,211 @@
+"""Gradient accumulation: several forward and backward passes of a rank for one optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from inspect import Parameter, signature
+from types import MethodType
+from typing import Any
+
+import torch
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.trainables import Prepared
+from parsl_freetrain.training.steps.gradient_guard import GradientGuard
+
+_BUCKET_BYTES = 2**25
+_CHANGED = (
+    'A gradient was changed between backward() and optimizer.step(), as clip_grad_norm_ does. With '
+    'micro_batch it is the gradient of a micro-batch there: say ctx.prepare(..., '
+    'clip_grad_norm=...) to clip the gradient of the global batch, and change it in any other way '
+    'in ctx.before_step(fn).'
+)
+
+
+class Accumulation:
+    """Adds up the gradients of micro-batches, and steps optimizers and schedulers in the last one.
+
+    Each optimizer's ``step()`` takes its gradients away, so what the function does with gradients
+    before and after it (``zero_grad``, passes of other losses) has no effect on the sum. The sum is
+    as large as the gradients.
+
+    Parameters
+    ----------
+    combine
+        Combines the sums of all ranks, in place; gets those of one optimizer. A parameter that has
+        no gradient on this rank has None.
+
+    Raises
+    ------
+    BadInput
+        If an optimizer computes the loss several times in a step, or a gradient scaler is enabled.
+    """
+
+    def __init__(
+        self, prepared: Prepared, combine: Callable[[Sequence[torch.nn.Parameter]], None]
+    ) -> None:
+        for optimizer in prepared.optimizers:
+            closure = signature(optimizer.step).parameters.get('closure')
+            if closure is not None and closure.default is Parameter.empty:
+                raise BadInput(
+                    f'ctx.loop was given micro_batch, but {type(optimizer).__name__} computes the '
+                    'loss several times in a step: leave out micro_batch, or use another optimizer.'
+                )
+        if any(scaler.is_enabled() for scaler in prepared.scalers):
+            raise BadInput(
+                'ctx.loop was given micro_batch, but a gradient scaler may change its scale from '
+                'one micro-batch to the next: use bfloat16, which needs no scaler.'
+            )
+        self._combine = combine
+        self._prepared = prepared
+        self._turns = self._turn = 1
+        self._share = self._weight = 1.0
+        self._sums: dict[int, torch.Tensor] = {}
+        self._stepped: set[int] = set()
+        self._values: dict[int, list[tuple[float, float]]] = {}
+        self._guard = GradientGuard(
+            (p for optimizer in prepared.optimizers for p in _parameters(optimizer)), _CHANGED
+        )
+        for number, optimizer in enumerate(prepared.optimizers):
+            step = MethodType(self._in_last_turn(optimizer, number), optimizer)
+            optimizer.step = step  # type: ignore[method-assign]
+        for number, scheduler in enumerate(prepared.schedulers):
+            # A scheduler's attributes are its state, which is saved, so the method is its class's.
+            kind = type(scheduler)
+            own = {'step': self._once(scheduler.step, number), '__module__': kind.__module__}
+            scheduler.__class__ = type(kind.__name__, (kind,), own)
+
+    def begin(self, turns: int) -> None:
+        """Call before the turns of a global batch. With one turn, everything is as without this."""
+        self._turns, self._turn = turns, 0
+
+    @property
+    def on(self) -> bool:
+        """Whether the global batch has several turns."""
+        return self._turns > 1
+
+    @property
+    def at_first(self) -> bool:
+        """Whether this is the first turn of the global batch."""
+        return self._turn == 1
+
+    @property
+    def at_last(self) -> bool:
+        """Whether this is the last turn of the global batch."""
+        return self._turn == self._turns
+
+    def begin_turn(self, share: float, weight: float) -> None:
+        """Call before a turn. ``share``: its share of the samples of the global batch; ``weight``:
+        the factor of its gradients in the sum.
+        """
+        self._turn += 1
+        self._share, self._weight = share, weight
+        self._stepped = set()
+        self._guard.begin_turn()
+
+    def end_turn(self) -> None:
+        """Call after a turn.
+
+        Raises
+        ------
+        BadInput
+            If gradients of it were not used.
+        """
+        for number, optimizer in enumerate(self._prepared.optimizers if self.on else ()):
+            unused = any(
+                id(p) in self._sums if self.at_last else p.grad is not None
+                for p in _parameters(optimizer)
+            )
+            if unused and number not in self._stepped:
+                raise BadInput(
+                    'A turn of ctx.loop ended with gradients that were not used. With micro_batch, '
+                    'the body of the loop runs once per micro-batch: call optimizer.step() once in '
+                    'each.'
+                )
+
+    def _in_last_turn(self, optimizer: Any, number: int) -> Callable[..., Any]:
+        plain = optimizer.step
+
+        def step(optimizer: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+            if not self.on:
+                return plain(closure, **options) if closure is not None else plain(**options)
+            if number in self._stepped:
+                raise BadInput(
+                    'optimizer.step() was called twice in one turn of ctx.loop: with micro_batch, '
+                    'call it once in every turn.'
+                )
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._stepped.add(number)
+            parameters = _parameters(optimizer)
+            self._guard.check(parameters)
+            self._take(parameters)
+            if self.at_last:
+                for parameter in parameters:
+                    parameter.grad = self._sums.pop(id(parameter), None)
+                self._combine(parameters)
+                plain(**options)
+            return loss
+
+        return step
+
+    @torch.no_grad()
+    def _take(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        for parameter in parameters:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                continue
+            if gradient.layout is not torch.strided:
+                raise BadInput(
+                    'ctx.loop was given micro_batch, which cannot add up sparse gradients: make '
+                    'the embedding with sparse=False, or leave out micro_batch.'
+                )
+            weigh(gradient, self._weight)
+            if id(parameter) in self._sums:
+                self._sums[id(parameter)].add_(gradient)
+            else:
+                self._sums[id(parameter)] = gradient
+
+    def _once(self, plain: Callable[..., Any], number: int) -> Callable[..., Any]:
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+            if not self.on:
+                plain(*args, **kwargs)
+                return
+            # The mean over the samples of this rank of what ReduceLROnPlateau takes.
+            seen = self._values.setdefault(number, [])
+            seen += [(self._share, float(value)) for value in (*args, *kwargs.values())]
+            if self.at_last:
+                total = sum(share for share, _ in seen)
+                mean = [sum(share * value for share, value in seen) / total] if total else []
+                plain(*(mean or args))
+                seen.clear()
+
+        return step
+
+
+def weigh(gradient: torch.Tensor, weight: float) -> None:
+    """Multiply a gradient by a weight, in place."""
+    if weight:
+        gradient.mul_(weight)
+    else:
+        gradient.zero_()  # 0 x inf is not 0
+
+
+def buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Groups of tensors of one type, in order, of up to 32 MB, to be exchanged together."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for gradient in gradients:
+        if bucket and (gradient.dtype != bucket[0].dtype or size + gradient.nbytes > _BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += gradient.nbytes
+    if bucket:
+        yield bucket
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group['params']]
