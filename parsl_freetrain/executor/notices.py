@@ -68,11 +68,14 @@ class BlockGone(Notice):
 
 @dataclass(frozen=True)
 class NodeReady(Notice):
-    """A node can run fragments; ``name`` is its host name, ``node`` is unique within the run."""
+    """A node can run fragments; ``name`` is its host name, ``node`` is unique within the run,
+    ``devices`` the number of its accelerators.
+    """
 
     block: str
     node: str
     name: str
+    devices: int = 0
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,7 @@ class BlockManager:
         if not block.noticed:
             block.until_s = self._provider.end_of(block.job_id)
         self._stream.emit(
-            no.NodeReady(at, block_id, manager, block.nodes[manager]),
+            no.NodeReady(at, block_id, manager, name, done.result()['devices']),
             ev.NodesJoined(at, block_id, (manager,), block.until_s),
         )
         return ''

@@ -134,7 +134,7 @@ def start_standby(order: MemberOrder, payload: bytes, wait_s: float) -> list[Cha
             Path(order.log_dir)
             / f'ahead-of-{order.fragment.fragment:06d}-{os.environ["PARSL_WORKER_POOL_ID"]}-{i}.log'
         )
-        for i in range(order.fragment.spec.ranks.per_node)
+        for i in range(order.fragment.per_node)
     ]
     return [
         warm.start_standby(order.fragment, i, payload, {}, log, wait_s)
@@ -146,9 +146,11 @@ def greet(
     buffer: bytes, log_dir: str, warm_timeout_s: float, template: str | None = None
 ) -> dict[str, Any]:
     """A node's first task: start the node's fork server, and describe the node."""
-    warm_parent(log_dir, template).wait_ready(warm_timeout_s)
+    warm = warm_parent(log_dir, template)
+    warm.wait_ready(warm_timeout_s)
     return {
         'name': node_name(),
+        'devices': warm.devices,
         'python': platform.python_version(),
         'torch': importlib.metadata.version('torch'),
     }
@@ -244,7 +246,7 @@ class Member:
         if warm.pid is not None:
             self._warm = warm.pid, StopWatch(warm.pid)
         Path(order.log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
-        count = order.fragment.spec.ranks.per_node
+        count = order.fragment.per_node
         for local_rank in range(count):
             rank = order.member * count + local_rank
             log = Path(order.log_dir) / f'fragment-{order.fragment.fragment:06d}-rank-{rank}.log'

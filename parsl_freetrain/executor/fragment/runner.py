@@ -77,6 +77,7 @@ class FragmentRunner:
         self._early: dict[tuple[str, int], FragmentResult] = {}
         self._silent: dict[str, str] = {}  # nodes that were given up, with reasons
         self._faulty: dict[str, str] = {}  # nodes with a broken device, with reasons
+        self._devices: dict[str, int] = {}  # accelerators of each node
 
     def start(self, action: ev.StartFragment, at: float) -> None:
         """Submit the fragment's Parsl task; it comes back through :meth:`arrived`."""
@@ -88,7 +89,7 @@ class FragmentRunner:
             action,
             at,
             record.checkpoint,
-            ranks_per_node=record.spec.ranks.per_node,
+            ranks_per_node=record.ranks_on([self._devices.get(node, 0) for node in nodes]),
             reached=record.checkpoint.samples,
             begins_with=begins_with,
         )
@@ -142,7 +143,12 @@ class FragmentRunner:
     def _order(self, fragment: RunningFragment, member: int) -> Any:
         record = self.records[fragment.name]
         return member_order(
-            fragment, member, record.spec, record.store, self._endpoint, self._timeouts.hang_s
+            fragment,
+            member,
+            record.spec.with_ranks(fragment.ranks_per_node),
+            record.store,
+            self._endpoint,
+            self._timeouts.hang_s,
         )
 
     def heard(self, said: FromMember, at: float) -> None:
@@ -214,7 +220,10 @@ class FragmentRunner:
 
     def take(self, notice: no.Notice) -> None:
         """Handle a notice: end the members on nodes that are gone."""
+        if isinstance(notice, no.NodeReady):
+            self._devices[notice.node] = notice.devices
         if isinstance(notice, no.NodeGone):
+            self._devices.pop(notice.node, None)
             for fragment in list(self.running.values()):
                 fragment.lose({notice.node}, self._silent)
                 if fragment.over():

@@ -4,12 +4,15 @@ how to submit its fragments.
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import structs
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.events import Ending
@@ -19,6 +22,8 @@ from parsl_freetrain.executor.fragment.state import FragmentResult, RunningFragm
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.training.spec.order import Handover
 from parsl_freetrain.training.spec.training import TrainingSpec
+
+logger = logging.getLogger(__name__)
 
 NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*')
 
@@ -62,6 +67,23 @@ class TrainerRecord:
     def total_known(self, total_samples: int) -> None:
         """Set the total of a trainer that is measured in epochs; raises BadInput if it is 0."""
         self.trainer = replace(self.trainer, total_samples=total_samples)
+
+    def ranks_on(self, accelerators: Sequence[int]) -> int:
+        """Number of ranks on each of some nodes, given the accelerators of each. The first answer
+        determines the number of virtual shards.
+        """
+        per_node = self.spec.ranks_on(accelerators)
+        if self.spec.ranks.per_node is None and per_node < max(accelerators, default=0):
+            logger.warning(
+                'Trainer %s uses %d accelerators of each node, and its nodes have %s: to use all, '
+                'train on nodes with equal numbers, and in reproducible mode say shards=, at least '
+                'as many as the maximum number of nodes has accelerators.',
+                self.trainer.name,
+                per_node,
+                ', '.join(map(str, sorted(accelerators))),
+            )
+        self.spec = structs.replace(self.spec, mode=self.spec.with_ranks(per_node).mode)
+        return per_node
 
     def fragment_ended(self, result: FragmentResult, faults: Iterable[RankResult] = ()) -> None:
         """Update what the next fragment starts from. ``faults``: ranks with a broken device."""

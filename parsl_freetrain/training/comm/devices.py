@@ -127,6 +127,14 @@ def backend_for(names: Sequence[str], kind: Kind | None) -> str:
     return f'cpu:{GLOO},{kind.device}:{kind.backend}'
 
 
+def count_visible() -> int:
+    """Number of devices that the ranks of this node can share. It starts no device runtime in this
+    process.
+    """
+    kind = kind_here()
+    return 0 if kind is None else len(_visible(kind))
+
+
 def take_devices(local_rank: int, ranks_per_node: int) -> torch.device:
     """Restrict this process to its share of the visible devices. Returns the device to train on:
     the first of them, or the CPU.
@@ -147,11 +155,11 @@ def take_devices(local_rank: int, ranks_per_node: int) -> torch.device:
     if not own:
         return torch.device('cpu')
     os.environ[kind.variable] = ','.join(own)
-    if local_rank == 0 and len(own) > 1:
+    if local_rank == 0 and len(visible) > ranks_per_node:
         print(
-            f'This node has {len(visible)} devices for {ranks_per_node} ranks, so a rank has '
-            f'{len(own)} and trains on the first one: say ranks=Ranks(per_node={len(visible)}) to '
-            'use all.'
+            f'This node has {len(visible)} devices, and {ranks_per_node} are used, one by each '
+            f'rank: to use all, say ranks=Ranks(per_node={len(visible)}), and train on nodes that '
+            'have as many.'
         )
     _check(kind, own)
     device = torch.device(kind.device, 0)

@@ -49,7 +49,7 @@ def train_here(
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
         with tempfile.TemporaryDirectory(prefix='freetrain-debug-') as folder:
-            order = FragmentOrder(name, 1, str(Path(folder, name)), spec, deadline=None)
+            order = FragmentOrder(name, 1, str(Path(folder, name)), spec.with_ranks(1), None)
             place = RankPlace(0, 1, 0, 1, '')
             device = set_up(order, place)
             context = FragmentContext(

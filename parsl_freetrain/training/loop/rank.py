@@ -131,7 +131,7 @@ def set_up(order: FragmentOrder, place: RankPlace) -> torch.device:
     torch.set_num_threads(order.spec.ranks.threads)
     if isinstance(order.spec.mode, Reproducible):
         demand_determinism(warn_only=order.spec.mode.warn_only)
-    device = take_devices(place.local_rank, order.spec.ranks.per_node)
+    device = take_devices(place.local_rank, order.per_node)
     print(
         f'Process {os.getpid()}: device {device} ({visible_as()}), '
         f'{order.spec.ranks.threads} threads'

@@ -62,12 +62,15 @@ class WarmParent:
     ----------
     pid
         Process id of the fork server, whoever started it; None before :meth:`wait_ready`.
+    devices
+        Number of accelerators that its ranks can share; 0 before :meth:`wait_ready`.
     """
 
     def __init__(self, name: str, log: str, process: subprocess.Popen[bytes] | None = None) -> None:
         self.name = name
         self.log = log
         self.pid: int | None = None
+        self.devices = 0
         self._process = process
         self._owner_pid: int | None = None
         self._answers: Decoder[ForkAnswer] = Decoder(ForkAnswer, f'warm parent {name!r}')
@@ -336,7 +339,7 @@ class WarmParent:
             raise self._failure('ended before it was ready') from error
         if answer is None:
             raise self._failure(f'is not ready after {timeout_s:.0f} s')
-        self.pid = answer.pid
+        self.pid, self.devices = answer.pid, answer.devices
 
     def _answer(self, channel: Channel[Any], kind: type[T], timeout_s: float) -> T | None:
         """The first message of this kind; None if there is none in time.

@@ -125,6 +125,7 @@ class ForkServer:
         self._ranks = RankChildren(self._poll)
         self._standby = StandbySlots()
         self._servers: dict[int, int] = {}  # process ids of forked fork servers, by pidfd
+        self._devices: int | None = None  # asked for by the first client
         self._poll.register(listener, select.POLLIN)
         self._poll.register(owner, select.POLLIN)
 
@@ -172,7 +173,7 @@ class ForkServer:
             case ForkServerWanted():
                 self._fork_server(channel, request)
             case Ping():
-                channel.send(Ready(os.getpid()))
+                channel.send(Ready(os.getpid(), self._count_devices()))
             case KeepState():
                 with suppress(OSError):  # the client may be gone
                     if channel.poll(_REQUEST_TIMEOUT_S) and self._standby.keep(request, channel):
@@ -182,6 +183,13 @@ class ForkServer:
                     self._standby.give(request, channel)
         channel.close()
         return not isinstance(request, Quit)
+
+    def _count_devices(self) -> int:
+        if self._devices is None:
+            from parsl_freetrain.training.comm.devices import count_visible
+
+            self._devices = count_visible()
+        return self._devices
 
     def _fork(self, channel: Channel[ForkRequest], request: Launch | LaunchStandby) -> None:
         self._flush()

@@ -278,9 +278,7 @@ class AreYouThere(Message, frozen=True):
 
 
 class StartStandby(Message, frozen=True):
-    """Start standby ranks for the next fragment; they end if it does not come within ``wait_s``
-    seconds.
-    """
+    """Start standby ranks for the next fragment, which end after ``wait_s`` seconds without it."""
 
     wait_s: Seconds
 
@@ -372,9 +370,10 @@ ForkRequest = Launch | LaunchStandby | ForkServerWanted | Ping | Quit | KeepStat
 
 
 class Ready(Message, frozen=True):
-    """The fork server can fork."""
+    """The fork server can fork. ``devices``: what its ranks can share."""
 
     pid: ProcessId
+    devices: Count = 0
 
 
 class StateKept(Message, frozen=True):

@@ -57,7 +57,7 @@ class Reproducible(Mode, frozen=True, kw_only=True):
     ----------
     shards
         Number of virtual shards of the global batch, at least ``max_nodes`` times the ranks per
-        node, which is the default.
+        node. Default: so many, with the ranks per node of the first fragment.
     warn_only
         Whether operations without a deterministic implementation only warn, as in
         ``torch.use_deterministic_algorithms``. By default the trainer fails with an error that
@@ -79,6 +79,8 @@ class Reproducible(Mode, frozen=True, kw_only=True):
         found = super().identity()
         if not self.warn_only:
             del found['warn_only']  # checkpoints from before this setting have none
+        if self.shards is None:
+            del found['shards']  # known once nodes are; ranks compare it with the checkpoint
         return found
 
 

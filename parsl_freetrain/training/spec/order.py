@@ -67,6 +67,12 @@ class FragmentOrder:
     handover: Handover | None = None
     samples: int = 0
 
+    @property
+    def per_node(self) -> int:
+        """Number of ranks on each node."""
+        assert self.spec.ranks.per_node is not None  # known once the nodes are
+        return self.spec.ranks.per_node
+
 
 @dataclass(frozen=True)
 class RankPlace:

@@ -65,20 +65,22 @@ class Ranks(Settings, frozen=True, kw_only=True):
     Attributes
     ----------
     per_node
-        Number of processes per node. On GPU nodes, use one per GPU.
+        Number of processes per node. Default: one per accelerator that a node's processes can see,
+        at least 1; if a fragment's nodes have different numbers, the smallest. With shapes: what
+        they say.
     threads
-        Number of torch threads per process. On CPU nodes, use the number of cores divided by
-        ``per_node``. ``OMP_NUM_THREADS`` is ignored. Another number of threads may change the order
-        of sums, so keep it for the whole training.
+        Number of torch threads per process. On CPU nodes, use the number of cores divided by the
+        processes per node. ``OMP_NUM_THREADS`` is ignored. Another number of threads may change the
+        order of sums, so keep it for the whole training.
     """
 
-    per_node: int = 1
+    per_node: int | None = None
     threads: int = 1
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            if getattr(self, name) < 1:
-                raise BadInput(f'Ranks: {name} is {getattr(self, name)}; it must be at least 1.')
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise BadInput(f'Ranks: {name} is {value}; it must be at least 1.')
 
 
 class Scaling(Settings, frozen=True, kw_only=True):
@@ -175,22 +177,27 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
     owner: Owner = field(default_factory=Owner)
 
     def __post_init__(self) -> None:
-        most = self.max_nodes * self.ranks.per_node
+        if self.ranks.per_node is None and self.shapes:
+            each = {shape.ranks / nodes for nodes, shape in self.shapes.items()}
+            per_node = max(1, int(each.pop())) if len(each) == 1 else 1
+            structs.force_setattr(self, 'ranks', structs.replace(self.ranks, per_node=per_node))
+        stated = self.ranks.per_node or 1
+        most = self.max_nodes * stated
         if isinstance(self.mode, Reproducible):
-            if self.mode.shards is None:
-                structs.force_setattr(self, 'mode', structs.replace(self.mode, shards=most))
-            elif self.mode.shards < most:
+            if self.mode.shards is not None and self.mode.shards < most:
                 raise BadInput(
-                    f'{self.max_nodes} nodes with {self.ranks.per_node} ranks each cannot share '
+                    f'{self.max_nodes} nodes with {stated} ranks each cannot share '
                     f'{self.mode.shards} virtual shards; shards must be at least {most}.'
                 )
+            if self.mode.shards is None and self.ranks.per_node is not None:
+                structs.force_setattr(self, 'mode', structs.replace(self.mode, shards=most))
         for nodes, shape in self.shapes.items():
-            here = nodes * self.ranks.per_node
+            here = nodes * stated
             if shape.ranks != here:
                 raise BadInput(
                     f'the shape of {nodes} nodes is {shape}, which takes {shape.ranks} ranks; its '
                     f'parts must multiply to {here}, the ranks of {nodes} nodes with '
-                    f'{self.ranks.per_node} each.'
+                    f'{stated} each.'
                 )
             check_shape(shape, self.mode, f'{nodes} nodes')
 
@@ -258,8 +265,24 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
 
     @property
     def shards(self) -> int:
-        """Number of virtual shards of the global batch; 0: not in reproducible mode."""
+        """Number of virtual shards of the global batch; 0: not in reproducible mode, or not known
+        before the first nodes are.
+        """
         return (self.mode.shards or 0) if isinstance(self.mode, Reproducible) else 0
+
+    def ranks_on(self, accelerators: Sequence[int]) -> int:
+        """Number of ranks on each of some nodes, given the accelerators of each: as stated; else
+        one per accelerator of the node with the fewest, at least 1, and no more than the virtual
+        shards suffice for.
+        """
+        if self.ranks.per_node is not None:
+            return self.ranks.per_node
+        fewest = max(1, min(accelerators, default=0))
+        return min(fewest, self.shards // self.max_nodes) if self.shards else fewest
+
+    def with_ranks(self, per_node: int) -> TrainingSpec:
+        """This spec with a known number of ranks per node, and so of virtual shards."""
+        return structs.replace(self, ranks=structs.replace(self.ranks, per_node=per_node))
 
     def trainer(self, name: str, function: str = '') -> Trainer:
         """The part that decisions need.

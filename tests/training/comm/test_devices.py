@@ -22,6 +22,7 @@ from parsl_freetrain.training.comm.devices import (
     XPU,
     Kind,
     backend_for,
+    count_visible,
     name_of,
     share_of,
     take_devices,
@@ -147,7 +148,23 @@ def test_a_sentence_says_that_devices_are_not_used(
 ) -> None:
     Machine(CUDA, 4).install(monkeypatch)
     take_devices(0, 1)
-    assert 'say ranks=Ranks(per_node=4) to use all' in capsys.readouterr().out
+    assert 'has 4 devices, and 1 are used' in capsys.readouterr().out
+    take_devices(0, 3)  # here no rank has a second one
+    assert 'say ranks=Ranks(per_node=4)' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ('given', 'count'), [({}, 4), ({'CUDA_VISIBLE_DEVICES': '2,GPU-1a'}, 2), ({}, 0)]
+)
+def test_the_devices_of_a_node_are_counted_in_another_process(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], count: int
+) -> None:
+    machine = Machine(CUDA, count)
+    machine.install(monkeypatch)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert count_visible() == count
+    assert os.getpid() not in machine.asked_by
 
 
 @pytest.mark.parametrize(
