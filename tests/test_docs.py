@@ -42,20 +42,27 @@ def changed_lines(plain: str, changed: str) -> int:
     return sum(max(len(gone), len(new)) for gone, new in changes(plain, changed))
 
 
-def test_at_most_ten_lines_change() -> None:
+@pytest.mark.parametrize(('script', 'lines'), [('digits', 10), ('transformers', 10)])
+def test_at_most_ten_lines_change(script: str, lines: int) -> None:
     plain, freetrain = (
-        (EXAMPLES / name).read_text() for name in ('digits_plain.py', 'digits_freetrain.py')
+        (EXAMPLES / f'{script}_{kind}.py').read_text() for kind in ('plain', 'freetrain')
     )
-    assert 5 < changed_lines(plain, freetrain) <= 10
+    assert 5 < changed_lines(plain, freetrain) <= lines
 
 
-def test_lines_marked_as_different_are_those() -> None:
-    plain, freetrain = (
-        (EXAMPLES / name).read_text() for name in ('digits_plain.py', 'digits_freetrain.py')
-    )
-    marked = re.findall(r':emphasize-lines: ([\d,]+)', (ROOT / 'docs' / 'app.md').read_text())
-    gone, new = zip(*changes(plain, freetrain), strict=True)
-    assert marked == [','.join(str(n) for part in side for n in part) for side in (gone, new)]
+@pytest.mark.parametrize(
+    ('page', 'scripts'), [('app.md', ['digits']), ('your-script.md', ['transformers'])]
+)
+def test_lines_marked_as_different_are_those(page: str, scripts: list[str]) -> None:
+    wanted = []
+    for script in scripts:
+        plain, freetrain = (
+            (EXAMPLES / f'{script}_{kind}.py').read_text() for kind in ('plain', 'freetrain')
+        )
+        gone, new = zip(*changes(plain, freetrain), strict=True)
+        wanted += [','.join(str(n) for part in side for n in part) for side in (gone, new)]
+    marked = re.findall(r':emphasize-lines: ([\d,]+)', (ROOT / 'docs' / page).read_text())
+    assert marked == wanted
 
 
 def test_counting_changed_lines() -> None:

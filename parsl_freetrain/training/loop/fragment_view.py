@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.loop.parts import LoopState, RankParts
 from parsl_freetrain.training.loop.reports import Reports
+from parsl_freetrain.training.spec.training import TrainingSpec
 from parsl_freetrain.training.steps import lr
 from parsl_freetrain.training.steps.mesh import Division
 
@@ -60,6 +61,11 @@ class FragmentView:
             user=dict(saved.position.user) if saved is not None else {},
             finishing=saved.position.finishing if saved is not None else '',
         )
+
+    @property
+    def spec(self) -> TrainingSpec:
+        """The trainer's settings."""
+        return self._order.spec
 
     @property
     def samples(self) -> int:

@@ -1,0 +1,95 @@
+"""What the integrations share: missing libraries, and what callbacks remember."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.loop.context import FragmentContext
+
+
+@contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Around imports of a library.
+
+    Raises
+    ------
+    BadInput
+        If a package is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise BadInput(
+            f'parsl_freetrain.integrations.{extra} needs {error.name}, which is not installed: '
+            f'pip install "parsl-freetrain[{extra}]".'
+        ) from error
+
+
+class Memory:
+    """The plain attributes (numbers, texts, and lists and dicts of them) of callbacks, kept in
+    ``ctx.state`` so that the next fragment goes on with them.
+
+    Parameters
+    ----------
+    ctx
+        The fragment context.
+    key
+        Where in ``ctx.state``.
+    callbacks
+        Whose attributes are kept. The same ones, in the same order, in every fragment.
+    model
+        The model that is trained; no callback may have another one.
+
+    Raises
+    ------
+    BadInput
+        If a callback has a model of its own, which would be lost.
+    """
+
+    def __init__(
+        self, ctx: FragmentContext, key: str, callbacks: Sequence[Any], model: torch.nn.Module
+    ) -> None:
+        self._ctx, self._key = ctx, key
+        self._callbacks = {f'{i} {type(c).__name__}': c for i, c in enumerate(callbacks)}
+        for callback in callbacks:
+            for name, value in vars(callback).items():
+                if isinstance(value, torch.nn.Module) and value is not model:
+                    raise BadInput(
+                        f'The callback {type(callback).__name__} has a model of its own '
+                        f'({name}), which would be lost at the end of a fragment: for a moving '
+                        'average use ctx.ema.'
+                    )
+
+    def restore(self) -> dict[str, Any]:
+        """Set the attributes to what was kept. Returns what else was kept."""
+        kept = self._ctx.state.get(self._key, {})
+        for name, attributes in kept.get('callbacks', {}).items():
+            for attribute, value in attributes.items():
+                old = getattr(self._callbacks[name], attribute, None)
+                if isinstance(old, torch.Tensor):
+                    value = torch.tensor(value, dtype=old.dtype)
+                setattr(self._callbacks[name], attribute, value)
+        return dict(kept.get('more', {}))
+
+    def keep(self, more: Mapping[str, Any]) -> None:
+        """Keep the attributes as they are now, and more plain values."""
+        callbacks = {name: _plain(vars(one)) for name, one in self._callbacks.items()}
+        self._ctx.state[self._key] = {'callbacks': callbacks, 'more': _plain(more)}
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, value in values.items():
+        number = value.item() if getattr(value, 'ndim', None) == 0 else value
+        try:
+            if json.loads(json.dumps(number)) == number:
+                found[name] = number
+        except (TypeError, ValueError):
+            continue  # it is not plain
+    return found

@@ -1,0 +1,331 @@
+"""Hugging Face's Trainer in fragments."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sized
+from typing import Any
+
+import torch
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.integrations.extra import Memory, needs
+from parsl_freetrain.integrations.transformers_arguments import (
+    check_arguments,
+    check_callbacks,
+    check_overrides,
+    unsupported,
+)
+from parsl_freetrain.training.comm.variable_rows import gather_bytes
+from parsl_freetrain.training.data.order import samples_in
+from parsl_freetrain.training.loop.context import FragmentContext
+
+with needs('transformers'):
+    import transformers
+    from torch.optim.lr_scheduler import ReduceLROnPlateau
+    from transformers.trainer_pt_utils import EvalLoopContainer, find_batch_size
+    from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, TrainOutput
+
+_OWN = ('DefaultFlowCallback', 'ProgressCallback', 'PrinterCallback', 'NotebookProgressCallback')
+_Any: Any = object
+
+
+class InFragments(_Any):
+    """Makes a subclass of ``transformers.Trainer`` train in fragments: put it before that class, as
+    in ``class MyTrainer(InFragments, Seq2SeqTrainer)``.
+
+    ``train()`` gives the data to ``ctx.loop``, and model, optimizer and scheduler to
+    ``ctx.prepare``; ``max_grad_norm`` clips the gradient of the global batch. Checkpoints are the
+    app's. ``per_device_train_batch_size`` is the global batch, over all ranks. What is logged is
+    given to ``ctx.report``, at the end of each epoch; so are the figures of evaluations, in which
+    all ranks share the work. Callbacks are called on all ranks. Their plain attributes are saved.
+
+    Parameters
+    ----------
+    ctx
+        The fragment context.
+    *args, **kwargs
+        As of ``transformers.Trainer``.
+
+    Raises
+    ------
+    BadInput
+        If an argument asks for what is not supported here; nothing is trained then.
+    """
+
+    control: Any
+    lr_scheduler: Any
+    model_wrapped: Any
+    optimizer: Any
+
+    def __init__(self, ctx: FragmentContext, *args: Any, **kwargs: Any) -> None:
+        self.ctx = ctx
+        if not isinstance(ctx, FragmentContext):
+            raise BadInput(
+                f'The first argument of {type(self).__name__} is a {type(ctx).__name__}; it must '
+                'be the fragment context.'
+            )
+        super().__init__(*args, **kwargs)
+        check_arguments(self.args, ctx)
+        check_overrides(type(self), InFragments)
+        self.args._n_gpu = 1  # one process per rank
+        for callback in [*self.callback_handler.callbacks]:
+            if type(callback).__name__ in _OWN:
+                self.remove_callback(callback)
+        check_callbacks(self.callback_handler.callbacks)
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.ctx.is_main
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self.ctx.local_rank == 0
+
+    def train(
+        self, resume_from_checkpoint: Any = None, trial: Any = None, **kwargs: Any
+    ) -> TrainOutput:
+        """Train from the last checkpoint to the total.
+
+        Raises
+        ------
+        BadInput
+            If the arguments or the dataset do not fit the app.
+        """
+        given = {**kwargs, 'resume_from_checkpoint': resume_from_checkpoint, 'trial': trial}
+        for name in (name for name, value in given.items() if value):
+            raise unsupported(f'train({name}=...)', name)
+        ctx, args, steps = self.ctx, self.args, self._steps_in_all()
+        loader = super().get_train_dataloader()
+        self.create_optimizer_and_scheduler(num_training_steps=steps)
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau) or not hasattr(
+            self.lr_scheduler, 'get_last_lr'
+        ):
+            raise unsupported(f'the scheduler {type(self.lr_scheduler).__name__}')
+        memory = Memory(ctx, 'transformers', self.callback_handler.callbacks, self.model)
+        self.model_wrapped, self.optimizer, self.lr_scheduler = ctx.prepare(
+            self.model,
+            self.optimizer,
+            self.lr_scheduler,
+            clip_grad_norm=args.max_grad_norm or None,
+            find_unused_parameters=bool(args.ddp_find_unused_parameters),
+        )
+        self.state.max_steps, self.state.num_train_epochs = steps, math.ceil(args.num_train_epochs)
+        self.state.train_batch_size = args.per_device_train_batch_size
+        self.current_gradient_accumulation_steps = 1
+        self.is_in_train = True
+        self._count()
+        self._event('on_train_begin')
+        self._recall(memory)
+        self._remember(memory)
+        ctx.before_step(lambda: self._before_step(memory))
+        ctx.after_step(lambda: self._after_step(memory))
+        ctx.each_epoch(lambda: self._end_of_epoch(memory))
+        for inputs in ctx.loop(
+            loader.dataset,
+            args.per_device_train_batch_size,
+            shuffle=args.train_sampling_strategy == 'random',
+            collate_fn=loader.collate_fn,
+            num_workers=args.dataloader_num_workers,
+        ):
+            self.optimizer.zero_grad()
+            loss = self.training_step(self.model_wrapped, inputs, None)
+            self.optimizer.step()
+            self.lr_scheduler.step()
+            ctx.report(loss=loss.item())
+        self._count()
+        self._event('on_train_end')
+        self.is_in_train = False
+        metrics = {'train_loss': ctx.metrics.get('loss', math.nan), 'epoch': self.state.epoch}
+        return TrainOutput(self.state.global_step, metrics['train_loss'], metrics)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = 'eval',
+    ) -> EvalLoopOutput:
+        """As of ``transformers.Trainer``; the ranks share the batches."""
+        args, ctx, size = self.args, self.ctx, len(dataloader.dataset)
+        loss_only = (
+            args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        )
+        found: list[tuple[Any, Any]] = []
+
+        def measure(model: torch.nn.Module, inputs: Any) -> dict[str, Any]:
+            loss, logits, labels = self.prediction_step(
+                model, inputs, loss_only, ignore_keys=ignore_keys
+            )
+            if logits is not None and self.preprocess_logits_for_metrics is not None:
+                logits = self.preprocess_logits_for_metrics(logits, labels)
+            found.append((_on_cpu(logits), _on_cpu(labels)))
+            number = find_batch_size(inputs)
+            return {} if loss is None else {'loss': (loss.mean().item() * number, number)}
+
+        means = ctx.evaluate(
+            self.model,
+            dataloader.dataset,
+            measure,
+            batch_size=args.per_device_eval_batch_size,
+            collate_fn=dataloader.collate_fn,
+            num_workers=args.dataloader_num_workers,
+        )
+        predictions, labels = self._of_all_ranks(
+            found, math.ceil(size / args.per_device_eval_batch_size)
+        )
+        metrics = dict(means)
+        if self.compute_metrics is not None and predictions is not None and labels is not None:
+            metrics |= self.compute_metrics(
+                EvalPrediction(predictions=predictions, label_ids=labels)
+            )
+        named = {
+            name if name.startswith(f'{metric_key_prefix}_') else f'{metric_key_prefix}_{name}': (
+                value.item() if hasattr(value, 'item') else value
+            )
+            for name, value in metrics.items()
+        }
+        return EvalLoopOutput(predictions, labels, named, size)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As of ``transformers.Trainer``, and give the numbers to ``ctx.report``."""
+        self.ctx.report(
+            **{
+                name: value
+                for name, value in logs.items()
+                if isinstance(value, (int, float))
+                and not name.endswith(('_runtime', '_per_second', 'epoch'))
+            }
+        )
+        super().log(logs, start_time)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As of ``transformers.Trainer``, on rank 0."""
+        if self.ctx.is_main:
+            super().save_model(output_dir, _internal_call)
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
+        """bfloat16, if the arguments say so."""
+        return torch.autocast(
+            self.ctx.device.type,
+            torch.bfloat16,
+            enabled=self.args.bf16,
+            cache_enabled=cache_enabled,
+        )
+
+    def _steps_in_all(self) -> int:
+        args, spec = self.args, self.ctx.spec
+        if self.train_dataset is None or not isinstance(self.train_dataset, Sized):
+            raise BadInput(
+                f'{type(self).__name__} was given a {type(self.train_dataset).__name__} as '
+                'train_dataset; it needs a dataset with a length. Streams go to ctx.loop.'
+            )
+        size, batch = len(self.train_dataset), args.per_device_train_batch_size
+        total = spec.total_samples
+        if total is None:
+            assert spec.total_epochs is not None
+            total = samples_in(spec.total_epochs, size)
+        steps = self._step_at(total)
+        wanted = args.max_steps
+        if wanted <= 0:
+            wanted = math.ceil(args.num_train_epochs * math.ceil(size / batch))
+        if steps != wanted:
+            raise BadInput(
+                f'The app trains {steps} steps of {batch} samples ({total} samples), and '
+                f'TrainingArguments says {wanted} (max_steps={args.max_steps}, '
+                f'num_train_epochs={args.num_train_epochs:g}): state the same total in both.'
+            )
+        return steps
+
+    def _step_at(self, samples: int) -> int:
+        size: int = len(self.train_dataset)
+        batch: int = self.args.per_device_train_batch_size
+        return samples // size * math.ceil(size / batch) + math.ceil(samples % size / batch)
+
+    def _count(self) -> None:
+        self.state.global_step = self._step_at(self.ctx.samples)
+        self.state.epoch = self.ctx.samples / len(self.train_dataset)
+
+    def _event(self, name: str) -> None:
+        handler = self.callback_handler
+        handler.optimizer, handler.lr_scheduler = self.optimizer, self.lr_scheduler
+        self.control = getattr(handler, name)(self.args, self.state, self.control)
+        for wish in ('should_save', 'should_evaluate', 'should_epoch_stop'):
+            if getattr(self.control, wish):
+                raise unsupported(f'a callback that sets {wish}', how="use eval_strategy='epoch'")
+        if self.control.should_training_stop:
+            self.ctx.finish_early('a callback has set should_training_stop')
+
+    def _before_step(self, memory: Memory) -> None:
+        self._recall(memory)
+        self._event('on_pre_optimizer_step')
+        self._remember(memory)
+
+    def _after_step(self, memory: Memory) -> None:
+        self._recall(memory)
+        self._count()
+        self.ctx.report(learning_rate=self.lr_scheduler.get_last_lr()[0])
+        self._event('on_step_end')
+        self._remember(memory)
+
+    def _end_of_epoch(self, memory: Memory) -> None:
+        self._recall(memory)
+        self._count()
+        self._event('on_epoch_end')
+        self.log({'loss': self.ctx.metrics['loss']})
+        if self.args.eval_strategy == 'epoch':
+            metrics = self.evaluate()
+            if self.control.should_training_stop:
+                self.ctx.finish_early('a callback has set should_training_stop')
+            self._determine_best_metric(metrics, None)
+            if (best := self.args.metric_for_best_model) is not None:
+                self.ctx.checkpoint(best=metrics[f'eval_{best.removeprefix("eval_")}'])
+        self._remember(memory)
+
+    def _recall(self, memory: Memory) -> None:
+        # Not only in a new fragment: training may have gone back to a checkpoint.
+        for name, value in memory.restore().items():
+            setattr(self.state, name, value)
+
+    def _remember(self, memory: Memory) -> None:
+        state = self.state
+        memory.keep(
+            {
+                name: getattr(state, name)
+                for name in ('best_metric', 'best_global_step', 'log_history')
+            }
+        )
+
+    def _of_all_ranks(self, found: list[tuple[Any, Any]], batches: int) -> tuple[Any, Any]:
+        """Predictions and labels of all batches, in order."""
+        division, packed = self.ctx._division, io.BytesIO()
+        mine = [(division.data_rank + i * division.parts, *one) for i, one in enumerate(found)]
+        torch.save([one for one in mine if one[0] < batches], packed)
+        by_batch: dict[int, tuple[Any, Any]] = {}
+        for said in gather_bytes(self.ctx._peers, packed.getvalue()):
+            for number, *both in torch.load(io.BytesIO(said), weights_only=True):
+                by_batch[number] = (both[0], both[1])
+        arrays = []
+        for kind in (0, 1):
+            container = EvalLoopContainer(self.args.eval_do_concat_batches, padding_index=-100)
+            for number in sorted(by_batch):
+                if by_batch[number][kind] is not None:
+                    container.add(by_batch[number][kind])
+            arrays.append(container.get_arrays())
+        return arrays[0], arrays[1]
+
+
+class Trainer(InFragments, transformers.Trainer):
+    """``transformers.Trainer`` in fragments; see :class:`InFragments`."""
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, (list, tuple)):
+        return tuple(_on_cpu(one) for one in value)
+    if isinstance(value, dict):
+        return {name: _on_cpu(one) for name, one in value.items()}
+    return value

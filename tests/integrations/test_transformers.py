@@ -1,0 +1,187 @@
+"""Hugging Face's Trainer in fragments: the weights of an undisturbed run after kills, the figures
+of transformers itself, and sentences for what is not supported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parsl_freetrain import BadInput, FragmentContext, Scaled, Throughput, freetrain_app
+from parsl_freetrain.training.process.fork_client import WarmParent
+from tests.support.examples import equal, example, in_this_process, killed_and_rescaled
+
+transformers = pytest.importorskip('transformers', reason='the extra "transformers" is missing')
+
+EPOCHS = 2
+
+
+def dataset(size: int = 22) -> list[dict[str, Any]]:
+    words = torch.randint(0, 16, (size, 5), generator=torch.Generator().manual_seed(1))
+    return [{'input_ids': row, 'labels': row.sum() % 2} for row in words]
+
+
+def network() -> Any:
+    torch.manual_seed(0)
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(
+            vocab_size=16,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=8,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+
+
+def arguments(folder: Path, **changes: Any) -> Any:
+    given = {
+        'num_train_epochs': EPOCHS,
+        'per_device_train_batch_size': 4,
+        'learning_rate': 0.01,
+        'max_grad_norm': 0.1,
+        'warmup_steps': 3,
+        'train_sampling_strategy': 'sequential',
+        'eval_strategy': 'epoch',
+        'report_to': 'none',
+        'disable_tqdm': True,
+        'use_cpu': True,
+    }
+    return transformers.TrainingArguments(str(folder), **given | changes)
+
+
+def accuracy(found: Any) -> dict[str, float]:
+    return {'accuracy': (found.predictions.argmax(-1) == found.label_ids).mean()}
+
+
+def ours(
+    folder: Path, kind: type[Any] | None = None, callbacks: Any = None, **changes: Any
+) -> Callable[[FragmentContext], Any]:
+    def train(ctx: FragmentContext) -> Any:
+        from parsl_freetrain.integrations.transformers import InFragments, Trainer
+
+        both = Trainer if kind is None else type(kind.__name__, (InFragments, kind), {})
+        trainer = both(
+            ctx,
+            network(),
+            arguments(folder, **changes),
+            train_dataset=dataset(),
+            eval_dataset=dataset(7),
+            compute_metrics=accuracy,
+            callbacks=callbacks,
+        )
+        trainer.train()
+        return trainer.evaluate()
+
+    return train
+
+
+@pytest.mark.slow
+def test_killed_and_rescaled_the_example_ends_with_the_weights_of_an_undisturbed_run(
+    warm: WarmParent, tmp_path: Path, run_dir: Path
+) -> None:
+    app = example('transformers_freetrain').train
+    undisturbed, weights = in_this_process(app.function, total_epochs=app.spec.total_epochs)
+    outcome, cut = killed_and_rescaled(warm, tmp_path, app, at=250)
+    assert equal(weights, cut)
+    for name in ('loss', 'eval_loss', 'eval_accuracy', 'learning_rate'):
+        assert undisturbed.metrics[name] == outcome.metrics[name], name
+
+
+def test_with_one_shard_it_trains_what_transformers_trains(tmp_path: Path) -> None:
+    """Clipping, warm-up, schedule, the last batch of an epoch, and evaluation."""
+    plain = transformers.Trainer(
+        network(),
+        arguments(tmp_path),
+        train_dataset=dataset(),
+        eval_dataset=dataset(7),
+        compute_metrics=accuracy,
+    )
+    plain.train()
+    wanted = plain.evaluate()
+    checkpoint, weights = in_this_process(ours(tmp_path), total_epochs=EPOCHS, shards=1)
+    for name, its in plain.model.state_dict().items():
+        torch.testing.assert_close(weights[name], its)
+    for name in ('eval_loss', 'eval_accuracy'):
+        assert checkpoint.result[name] == pytest.approx(wanted[name])
+
+
+def test_early_stopping_ends_the_training(tmp_path: Path) -> None:
+    stops = transformers.EarlyStoppingCallback(1, early_stopping_threshold=1e9)
+    checkpoint, _ = in_this_process(
+        ours(tmp_path, None, [stops], num_train_epochs=9, metric_for_best_model='loss'),
+        total_epochs=9,
+    )
+    assert checkpoint.samples == 2 * 22
+
+
+class Unknown(transformers.TrainerCallback):  # type: ignore[misc]
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class Averages(transformers.TrainerCallback):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.average = torch.nn.Linear(1, 1)
+
+
+class OwnSampler(transformers.Trainer):  # type: ignore[misc]
+    def get_train_dataloader(self) -> Any:
+        return super().get_train_dataloader()
+
+
+class SaysSave(transformers.TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        return dataclasses.replace(control, should_save=True)
+
+
+@pytest.mark.parametrize(
+    ('given', 'sentence'),
+    [
+        ({'gradient_accumulation_steps': 2}, 'which is the global batch here'),
+        ({'resume_from_checkpoint': 'there'}, 'by itself'),
+        (
+            {'load_best_model_at_end': True, 'save_strategy': 'epoch'},
+            'TrainingArguments(load_best_model_at_end=True) is not supported',
+        ),
+        ({'torch_compile': True}, 'TrainingArguments(torch_compile=True) is not supported'),
+        ({'train_sampling_strategy': 'group_by_length'}, "say 'random' or 'sequential'"),
+        ({'dataloader_drop_last': True}, 'the last batch of an epoch'),
+        ({'neftune_noise_alpha': 1.0}, 'neftune_noise_alpha'),
+        ({'eval_strategy': 'steps'}, "(eval_strategy='steps') is not supported"),
+        ({'num_train_epochs': 3}, 'trains 12 steps of 4 samples (44 samples), and TrainingArgu'),
+        ({'max_steps': 3}, 'says 3 (max_steps=3'),
+        (
+            {'metric_for_best_model': 'accuracy', 'greater_is_better': True},
+            "Checkpoints(keep=Retention(mode='max'))",
+        ),
+        ({'lr_scheduler_type': 'reduce_lr_on_plateau'}, 'scheduler ReduceLROnPlateau'),
+        ({'callbacks': [Unknown()]}, 'The callback Unknown has on_step_begin'),
+        ({'callbacks': [Averages()]}, 'The callback Averages has a model of its own (average)'),
+        ({'callbacks': [SaysSave()]}, 'a callback that sets should_save'),
+        ({'kind': OwnSampler}, 'the method OwnSampler.get_train_dataloader'),
+        ({'mode': Scaled(reference_ranks=1)}, 'mode=Scaled(...) is not supported'),
+    ],
+)
+def test_what_is_not_supported_is_a_sentence(
+    tmp_path: Path, given: dict[str, Any], sentence: str
+) -> None:
+    given, mode = dict(given), {}
+    if 'mode' in given:
+        mode['mode'] = given.pop('mode')
+    with pytest.raises(BadInput) as refused:
+        in_this_process(ours(tmp_path, **given), total_epochs=EPOCHS, **mode)
+    assert sentence in str(refused.value)
+    assert '\n' not in str(refused.value) and str(refused.value).endswith('.')
+
+
+def test_throughput_mode_trains_too(tmp_path: Path) -> None:
+    app = freetrain_app(total_epochs=EPOCHS, mode=Throughput())(ours(tmp_path, bf16=True))
+    assert app.debug().samples == EPOCHS * 22
