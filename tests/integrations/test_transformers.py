@@ -16,7 +16,7 @@ from parsl_freetrain import BadInput, FragmentContext, Scaled, Throughput, freet
 from parsl_freetrain.training.process.fork_client import WarmParent
 from tests.support.examples import equal, example, in_this_process, killed_and_rescaled
 
-transformers = pytest.importorskip('transformers', reason='the extra "transformers" is missing')
+transformers: Any = pytest.importorskip('transformers', reason='needs the extra transformers')
 
 EPOCHS = 2
 

@@ -55,7 +55,7 @@ def killed_and_rescaled(warm: WarmParent, folder: Path, app: FreeTrainApp, at: i
     least ``at`` samples; then on two ranks to the end, with two checkpoints on the way. Returns the
     last outcome, and the model's state.
     """
-    options = {'total_epochs': app.spec.total_epochs, 'checkpoint_every_s': 0.01}
+    options: dict[str, Any] = {'total_epochs': app.spec.total_epochs, 'checkpoint_every_s': 0.01}
     with ranks(warm, order(folder, **options), 1, folder, _dies, app.function, at) as gang:
         assert gang.run() == [KILLED], gang.ranks[0].log.read_text()
     second = order(folder, fragment=2, **options)
