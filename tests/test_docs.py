@@ -42,7 +42,9 @@ def changed_lines(plain: str, changed: str) -> int:
     return sum(max(len(gone), len(new)) for gone, new in changes(plain, changed))
 
 
-@pytest.mark.parametrize(('script', 'lines'), [('digits', 10), ('transformers', 10)])
+@pytest.mark.parametrize(
+    ('script', 'lines'), [('digits', 10), ('transformers', 10), ('lightning', 10)]
+)
 def test_at_most_ten_lines_change(script: str, lines: int) -> None:
     plain, freetrain = (
         (EXAMPLES / f'{script}_{kind}.py').read_text() for kind in ('plain', 'freetrain')
@@ -51,7 +53,7 @@ def test_at_most_ten_lines_change(script: str, lines: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ('page', 'scripts'), [('app.md', ['digits']), ('your-script.md', ['transformers'])]
+    ('page', 'scripts'), [('app.md', ['digits']), ('your-script.md', ['transformers', 'lightning'])]
 )
 def test_lines_marked_as_different_are_those(page: str, scripts: list[str]) -> None:
     wanted = []

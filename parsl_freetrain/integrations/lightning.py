@@ -1,0 +1,386 @@
+"""LightningModules in fragments."""
+
+from __future__ import annotations
+
+import math
+from inspect import signature
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.integrations.data_loaders import LoaderData
+from parsl_freetrain.integrations.extra import Memory, needs
+from parsl_freetrain.integrations.lightning_arguments import (
+    check_callback,
+    check_module,
+    check_options,
+    is_own,
+    unsupported,
+)
+from parsl_freetrain.integrations.lightning_log import Log
+from parsl_freetrain.training.data.order import samples_in
+from parsl_freetrain.training.loop.context import FragmentContext
+
+with needs('lightning'):
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.core.optimizer import _configure_optimizers as optimizers_in
+    from lightning.pytorch.core.optimizer import (
+        _configure_schedulers_automatic_opt as schedulers_in,
+    )
+    from lightning.pytorch.trainer.states import TrainerFn
+
+
+class _AsOne:
+    """All ranks see the same metrics, so they decide the same."""
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision
+
+
+class _State:
+    fn = TrainerFn.FITTING
+
+
+class Trainer:
+    """Stands for ``lightning.pytorch.Trainer`` in a fragment.
+
+    ``fit`` gives the data to ``ctx.loop``, and module, optimizer and schedulers to ``ctx.prepare``.
+    Checkpoints are the app's. The batch size of the data loader is the global batch, over all
+    ranks. Validation is done at the end of epochs; the ranks share the batches. What the module
+    logs is given to ``ctx.report``. Callbacks are called on all ranks.
+
+    Parameters
+    ----------
+    ctx
+        The fragment context.
+    max_epochs, max_steps
+        As in Lightning; if given, they must say the total of the app.
+    callbacks
+        ``EarlyStopping``, and callbacks of your own that have only events that are called here.
+        Their plain attributes are saved.
+    gradient_clip_val
+        Clip the gradient of the global batch to this norm.
+    precision
+        '32-true' or 'bf16-mixed'.
+    check_val_every_n_epoch
+        As in Lightning.
+    best
+        Name of a logged metric; the checkpoint in which it was best is kept.
+    **options
+        Other arguments of ``lightning.pytorch.Trainer``.
+
+    Attributes
+    ----------
+    callback_metrics
+        What was logged last, as tensors.
+    should_stop
+        Set it to end the training early.
+
+    Raises
+    ------
+    BadInput
+        If an argument asks for what is not supported here; nothing is trained then.
+    """
+
+    fast_dev_run = sanity_checking = False
+    val_check_interval = 1.0
+    logger = progress_bar_callback = None
+    strategy, state = _AsOne(), _State()
+
+    def __init__(
+        self,
+        ctx: FragmentContext,
+        *,
+        max_epochs: int | None = None,
+        max_steps: int = -1,
+        callbacks: Any = (),
+        gradient_clip_val: float | None = None,
+        precision: Any = '32-true',
+        check_val_every_n_epoch: int = 1,
+        best: str | None = None,
+        **options: Any,
+    ) -> None:
+        check_options(ctx, precision, options)
+        self.ctx, self.max_epochs, self.max_steps = ctx, max_epochs, max_steps
+        self.callbacks = [*callbacks] if isinstance(callbacks, (list, tuple)) else [callbacks]
+        for callback in self.callbacks:
+            check_callback(callback)
+        self.check_val_every_n_epoch, self.best = check_val_every_n_epoch, best
+        self.callback_metrics: dict[str, torch.Tensor] = {}
+        self.datamodule: Any = None
+        self.training = self.validating = False
+        self.num_training_batches = self.estimated_stepping_batches = 0
+        self._clip, self._bf16 = gradient_clip_val, precision == 'bf16-mixed'
+        self._log = Log(ctx, self.callback_metrics)
+        self._module: Any = None
+        self._size = self._batch = 1
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith('__'):
+            raise AttributeError(name)
+        raise unsupported(f'trainer.{name}')
+
+    is_global_zero = property(lambda self: self.ctx.is_main)
+    global_rank = property(lambda self: self.ctx.rank)
+    local_rank = property(lambda self: self.ctx.local_rank)
+    world_size = property(lambda self: self.ctx.world_size)
+    current_epoch = property(lambda self: self.ctx.epoch)
+    lightning_module = property(lambda self: self._module)
+
+    @property
+    def global_step(self) -> int:
+        """Number of steps of the optimizer so far."""
+        return self._step_at(self.ctx.samples)
+
+    @property
+    def should_stop(self) -> bool:
+        return bool(self.ctx._state.finishing)
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        if value:
+            self.ctx.finish_early('a callback has set trainer.should_stop')
+
+    def fit(
+        self,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: Any = None,
+    ) -> None:
+        """Train from the last checkpoint to the total.
+
+        Raises
+        ------
+        BadInput
+            If the module needs what is not supported here, or the total is not that of the app.
+        """
+        if ckpt_path is not None:
+            raise unsupported('fit(ckpt_path=...)', 'training goes on from its last checkpoint')
+        source = self._begin(model, datamodule, train_dataloaders, 'fit')
+        ctx, validates = self.ctx, is_own('validation_step', model, LightningModule)
+        data = LoaderData.of(source.train_dataloader, 'the training')
+        if data is None:
+            raise BadInput('Nothing to train: Trainer.fit needs a data loader.')
+        held_out = LoaderData.of(val_dataloaders or source.val_dataloader, 'the validation')
+        self._size, self._batch = len(data.dataset), data.batch_size
+        self._count_steps()
+        optimizers, schedulers, monitor = optimizers_in(model.configure_optimizers())
+        if len(optimizers) != 1:
+            raise unsupported(
+                f'a module with {len(optimizers)} optimizers', 'give them to ctx.prepare'
+            )
+        configs = schedulers_in(schedulers, monitor)
+        if any(one.reduce_on_plateau and one.interval == 'step' for one in configs):
+            raise unsupported('ReduceLROnPlateau with interval="step"', 'say interval="epoch"')
+        memory = Memory(ctx, 'lightning', self.callbacks, model)
+        prepared, optimizer, *stepped = ctx.prepare(
+            model, optimizers[0], *(one.scheduler for one in configs), clip_grad_norm=self._clip
+        )
+        self._event('on_fit_start')
+        self._event('on_train_start')
+        memory.restore()
+        memory.keep({})
+
+        def before_step() -> None:
+            self._event('on_before_optimizer_step', optimizers[0])
+
+        def end_of_epoch() -> None:
+            memory.restore()
+            # First, since it may be stopped, and is then repeated by the next fragment.
+            if validates and held_out and (ctx.epoch + 1) % self.check_val_every_n_epoch == 0:
+                self._evaluate('validation', held_out)
+            self._log.take(ctx.metrics)
+            self._event('on_train_epoch_end')
+            for one in configs:
+                if one.interval == 'epoch' and (ctx.epoch + 1) % one.frequency == 0:
+                    monitored = one.reduce_on_plateau
+                    one.scheduler.step(*([self._metric(one.monitor)] if monitored else []))
+            if self.best is not None:
+                ctx.checkpoint(best=self._metric(self.best))
+            memory.keep({})
+
+        ctx.before_step(before_step)
+        ctx.each_epoch(end_of_epoch)
+        model.train()
+        self.training = True
+        loop = ctx.loop(
+            data.dataset,
+            data.batch_size,
+            shuffle=data.shuffle,
+            collate_fn=data.collate_fn,
+            num_workers=data.num_workers,
+        )
+        for batch in loop:
+            step = self.global_step
+            optimizer.zero_grad()
+            with self._autocast(), self._log.training():
+                loss = _run(model, prepared, batch, step % self.num_training_batches)
+            loss.backward()
+            optimizer.step()
+            for one, scheduler in zip(configs, stepped, strict=True):
+                if one.interval == 'step' and (step + 1) % one.frequency == 0:
+                    scheduler.step()
+            ctx.report(loss=loss.item(), learning_rate=optimizer.param_groups[0]['lr'])
+        self.training = False
+        self._event('on_train_end')
+        self._event('on_fit_end')
+        self._event('teardown', stage='fit')
+
+    def validate(
+        self, model: Any, dataloaders: Any = None, datamodule: Any = None
+    ) -> list[dict[str, float]]:
+        """Validate a module; all ranks share the batches."""
+        source = self._begin(model, datamodule, None, 'validate')
+        data = LoaderData.of(dataloaders or source.val_dataloader, 'the validation')
+        return [self._evaluate('validation', data)]
+
+    def test(
+        self, model: Any, dataloaders: Any = None, datamodule: Any = None
+    ) -> list[dict[str, float]]:
+        """Test a module; all ranks share the batches."""
+        source = self._begin(model, datamodule, None, 'test')
+        return [
+            self._evaluate('test', LoaderData.of(dataloaders or source.test_dataloader, 'the test'))
+        ]
+
+    def _begin(self, model: Any, datamodule: Any, given: Any, stage: str) -> Any:
+        """Returns where the data loaders come from."""
+        if hasattr(given, 'train_dataloader'):
+            datamodule, given = given, None
+        check_module(model, datamodule)
+        model.trainer, self._module, self.datamodule = self, model, datamodule
+        model.log = self._log
+        if datamodule is not None:
+            datamodule.trainer = self
+        for one in (datamodule, model):
+            if one is not None:
+                if self.ctx.local_rank == 0:
+                    one.prepare_data()
+                self.ctx._peers.largest((0,))()
+                one.setup(stage=stage)
+        for callback in self.callbacks:
+            callback.setup(self, model, stage=stage)
+        model.configure_model()
+        source = datamodule if datamodule is not None else model
+        return source if given is None else _Given(given, source)
+
+    def _evaluate(self, stage: str, data: LoaderData | None) -> dict[str, float]:
+        if data is None:
+            raise BadInput(f'Nothing to evaluate: the {stage} needs a data loader.')
+        module, division, turn = self._module, self.ctx._division, 0
+        batches = math.ceil(len(data.dataset) / data.batch_size)
+
+        def measure(_: torch.nn.Module, batch: Any) -> dict[str, Any]:
+            nonlocal turn
+            number = turn * division.parts + division.data_rank
+            if number >= batches:  # a rank without a batch repeats its first one
+                number = division.data_rank % batches
+            turn += 1
+            with self._autocast(), self._log.evaluation(batch) as sums:
+                _call(getattr(module, f'{stage}_step'), batch, number)
+            return sums
+
+        self.validating = stage == 'validation'
+        self._event(f'on_{stage}_start')
+        self._event(f'on_{stage}_epoch_start')
+        found = self.ctx.evaluate(
+            module,
+            data.dataset,
+            measure,
+            batch_size=data.batch_size,
+            collate_fn=data.collate_fn,
+            num_workers=data.num_workers,
+        )
+        self.ctx.report(**found)
+        self._log.take(found)
+        self._event(f'on_{stage}_epoch_end')
+        self._event(f'on_{stage}_end')
+        self.validating = False
+        return found
+
+    def _event(self, name: str, *args: Any, **kwargs: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, name)(self, self._module, *args, **kwargs)
+        getattr(self._module, name)(*args, **kwargs)
+
+    def _metric(self, name: str) -> float:
+        if name not in self.callback_metrics:
+            raise BadInput(
+                f'No metric {name!r} was logged; these were: '
+                f'{", ".join(map(repr, sorted(self.callback_metrics))) or "none"}.'
+            )
+        return float(self.callback_metrics[name])
+
+    def _autocast(self) -> Any:
+        return torch.autocast(self.ctx.device.type, torch.bfloat16, enabled=self._bf16)
+
+    def _step_at(self, samples: int) -> int:
+        epochs, rest = divmod(samples, self._size)
+        return epochs * math.ceil(self._size / self._batch) + math.ceil(rest / self._batch)
+
+    def _count_steps(self) -> None:
+        spec = self.ctx.spec
+        total = spec.total_samples
+        if total is None:
+            assert spec.total_epochs is not None
+            total = samples_in(spec.total_epochs, self._size)
+        self.num_training_batches = math.ceil(self._size / self._batch)
+        self.estimated_stepping_batches = self._step_at(total)
+        said = self.max_steps
+        if said < 0:
+            said = self.num_training_batches * (self.max_epochs or 0)
+        if (self.max_steps >= 0 or self.max_epochs is not None) and (
+            said != self.estimated_stepping_batches
+        ):
+            raise BadInput(
+                f'The app trains {self.estimated_stepping_batches} steps of {self._batch} samples '
+                f'({total} samples), and the Trainer was told {said} '
+                f'(max_epochs={self.max_epochs}, max_steps={self.max_steps}): state the same '
+                'total in both.'
+            )
+
+
+class _Given:
+    """A data loader that was given to ``fit``, and the others of the module."""
+
+    def __init__(self, loader: Any, source: Any) -> None:
+        self.train_dataloader = lambda: loader
+        self.val_dataloader = source.val_dataloader
+
+
+def _run(module: Any, prepared: Any, batch: Any, number: int) -> torch.Tensor:
+    """The loss of a training step. DistributedDataParallel counts what goes through its forward."""
+
+    def step(*_: Any) -> Any:
+        return _call(module.training_step, batch, number)
+
+    if isinstance(prepared, DistributedDataParallel):
+
+        def instead(*_: Any) -> Any:
+            del module.forward  # the step calls the real one
+            return step()
+
+        module.forward = instead
+        said = prepared(batch)
+    else:
+        said = step()
+    loss = said.get('loss') if isinstance(said, dict) else said
+    if not isinstance(loss, torch.Tensor):
+        raise BadInput(
+            f'training_step of {type(module).__name__} returned a {type(said).__name__} without a '
+            'loss; here every step needs one.'
+        )
+    return loss
+
+
+def _call(step: Any, batch: Any, number: int) -> Any:
+    """Call a step, which may leave out the number of the batch."""
+    try:
+        signature(step).bind(batch, number)
+    except TypeError:
+        return step(batch)
+    return step(batch, number)

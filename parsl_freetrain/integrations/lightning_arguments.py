@@ -1,0 +1,151 @@
+"""What a LightningModule, its callbacks and its trainer may have; the rest is refused before it is
+trained.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.integrations.extra import needs
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.spec.mode import Scaled
+
+with needs('lightning'):
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule
+    from lightning.pytorch.callbacks import EarlyStopping
+    from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
+
+_CALLED = {
+    'configure_model', 'on_before_optimizer_step', 'on_fit_end', 'on_fit_start',
+    'on_test_end', 'on_test_epoch_end', 'on_test_epoch_start', 'on_test_start',
+    'on_train_end', 'on_train_epoch_end', 'on_train_start',
+    'on_validation_end', 'on_validation_epoch_end', 'on_validation_epoch_start',
+    'on_validation_start', 'prepare_data', 'setup', 'teardown',
+    'train_dataloader', 'val_dataloader', 'test_dataloader',
+}  # fmt: skip
+_NOT_CALLED = {
+    'backward', 'configure_callbacks', 'configure_gradient_clipping', 'log', 'log_dict',
+    'lr_scheduler_step', 'manual_backward', 'optimizer_step', 'optimizer_zero_grad',
+}  # fmt: skip
+# Arguments of Lightning's trainer that may be there, with their values; None: any.
+_OPTIONS: dict[str, tuple[Any, ...] | None] = {
+    'accelerator': ('auto',),
+    'default_root_dir': None,
+    'deterministic': (None, True),
+    'devices': ('auto',),
+    'enable_checkpointing': None,
+    'enable_model_summary': None,
+    'enable_progress_bar': None,
+    'gradient_clip_algorithm': (None, 'norm'),
+    'log_every_n_steps': None,
+    'logger': (None, False),
+    'num_sanity_val_steps': None,
+    'strategy': ('auto',),
+}
+_HOW = {
+    'accelerator': 'the app and its site choose nodes and devices: leave it out',
+    'accumulate_grad_batches': 'the batch size of the data loader is the global batch',
+    'devices': 'the app and its site choose nodes and devices: leave it out',
+    'num_nodes': 'the app and its site choose nodes and devices: leave it out',
+    'strategy': "the app's mode says how the ranks train together: leave it out",
+    'logger': 'what is logged is in the ledger and in freetrain report',
+    'ModelCheckpoint': "the app writes checkpoints; Trainer(best='val_loss') keeps the best",
+    'LearningRateMonitor': 'the learning rate is reported by itself',
+}
+
+
+def unsupported(what: str, how: str = '') -> BadInput:
+    """The error that something is not supported, and what to do instead."""
+    return Unsupported(
+        f'{what} is not supported by parsl_freetrain.integrations.lightning'
+        f'{f": {how}" if how else ""}.'
+    )
+
+
+class Unsupported(BadInput, AttributeError):
+    """Something is not supported; also as an attribute that is not there."""
+
+
+def is_own(name: str, thing: Any, base: type[Any]) -> bool:
+    """Whether the class of a thing has its own method in place of that of ``base``."""
+    return getattr(type(thing), name, None) is not getattr(base, name, None)
+
+
+def check_options(ctx: Any, precision: Any, options: dict[str, Any]) -> None:
+    """Check the arguments of a trainer.
+
+    Raises
+    ------
+    BadInput
+        If one is not supported.
+    """
+    if not isinstance(ctx, FragmentContext):
+        raise BadInput(
+            f'The first argument of Trainer is a {type(ctx).__name__}; it must be the fragment '
+            'context.'
+        )
+    if precision not in (None, 32, '32', '32-true', 'bf16-mixed'):
+        raise unsupported(f'Trainer(precision={precision!r})', "say '32-true' or 'bf16-mixed'")
+    for name, value in options.items():
+        allowed = _OPTIONS.get(name, ())
+        if allowed is not None and value not in allowed:
+            raise unsupported(f'Trainer({name}={value!r})', _HOW.get(name, ''))
+    if isinstance(ctx.spec.mode, Scaled):
+        raise unsupported('mode=Scaled(...)', 'schedules count steps; use another mode')
+
+
+def check_module(module: Any, datamodule: Any) -> None:
+    """Check a module and its data module.
+
+    Raises
+    ------
+    BadInput
+        If one has something that is not called, or that would depend on the nodes.
+    """
+    for thing, kind in ((module, LightningModule), (datamodule, LightningDataModule)):
+        if thing is None and kind is LightningDataModule:
+            continue
+        if not isinstance(thing, kind):
+            raise BadInput(f'Trainer was given a {type(thing).__name__}, not a {kind.__name__}.')
+        hooks = {name for base in (CheckpointHooks, DataHooks, ModelHooks) for name in vars(base)}
+        for name in sorted((hooks | _NOT_CALLED) - _CALLED):
+            called = name.startswith('_') or 'predict' in name or not hasattr(kind, name)
+            if not called and is_own(name, thing, kind):
+                raise unsupported(f'{type(thing).__name__}.{name}')
+    if not module.automatic_optimization:
+        raise unsupported(
+            f'manual optimization in {type(module).__name__}',
+            'write the loop with ctx.loop, which takes several optimizers',
+        )
+    for name, part in module.named_modules():
+        if any(kind.__module__.startswith('torchmetrics') for kind in type(part).__mro__):
+            raise unsupported(
+                f'the {type(part).__name__} {name!r} of {type(module).__name__}, which is kept '
+                'between batches,',
+                'log the number of each batch, as functions of torchmetrics.functional give it',
+            )
+
+
+def check_callback(callback: Any) -> None:
+    """Check that a callback waits for no event that does not come.
+
+    Raises
+    ------
+    BadInput
+        If it does.
+    """
+    kind = type(callback).__name__
+    if not isinstance(callback, Callback):
+        raise BadInput(f'Trainer was given {kind} as a callback; it is none of Lightning.')
+    if kind in _HOW:
+        raise unsupported(f'the callback {kind}', _HOW[kind])
+    for name in vars(Callback):
+        called = name in _CALLED or name.startswith('_') or 'predict' in name
+        own = name in ('state_dict', 'load_state_dict') and isinstance(callback, EarlyStopping)
+        if not (called or own or name == 'state_key') and is_own(name, callback, Callback):
+            events = ', '.join(sorted(event for event in _CALLED if event.startswith('on_')))
+            raise unsupported(
+                f'{name} of the callback {kind}',
+                f'its plain attributes are saved, and these are called: {events}',
+            )

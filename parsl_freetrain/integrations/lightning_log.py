@@ -1,0 +1,96 @@
+"""``self.log`` of a LightningModule in fragments."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from parsl_freetrain.integrations.extra import needs
+from parsl_freetrain.integrations.lightning_arguments import unsupported
+from parsl_freetrain.training.loop.context import FragmentContext
+
+with needs('lightning'):
+    from lightning.pytorch.utilities.data import extract_batch_size
+
+
+class Log:
+    """In the place of ``LightningModule.log``. In a training step, the mean over the last global
+    batch counts; in an evaluation, the mean over all samples.
+
+    Parameters
+    ----------
+    ctx
+        The fragment context.
+    metrics
+        What was logged last; it is kept up to date.
+    """
+
+    def __init__(self, ctx: FragmentContext, metrics: dict[str, torch.Tensor]) -> None:
+        self._ctx, self._metrics = ctx, metrics
+        self._where = ''
+        self._batch: Any = None
+        self._sums: dict[str, tuple[float, float]] = {}
+
+    def __call__(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = 'mean',
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        """As of LightningModule."""
+        if reduce_fx not in ('mean', torch.mean):
+            raise unsupported(f'self.log({name!r}, reduce_fx={reduce_fx!r})', 'log the mean')
+        one = isinstance(value, torch.Tensor) and value.numel() == 1
+        if not one and not isinstance(value, numbers.Number):
+            raise unsupported(
+                f'self.log({name!r}, a {type(value).__name__})',
+                'log the number of each batch, as functions of torchmetrics.functional give it',
+            )
+        number = float(value.detach() if one else value)
+        if self._where == 'training' and on_epoch:
+            raise unsupported(
+                f'self.log({name!r}, on_epoch=True) in training_step',
+                'what is logged there is the mean over the last global batch; log the mean over '
+                'an epoch in an evaluation',
+            )
+        if self._where == 'evaluation':
+            if on_step:
+                raise unsupported(f'self.log({name!r}, on_step=True) in an evaluation')
+            size = extract_batch_size(self._batch) if batch_size is None else batch_size
+            self._sums[name] = number * size, float(size)
+            return
+        self._ctx.report(**{name: number})
+        if not self._where:
+            self.take({name: number})
+
+    def take(self, found: Mapping[str, float]) -> None:
+        """Make numbers known to callbacks."""
+        self._metrics.update({name: torch.tensor(value) for name, value in found.items()})
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Around a training step."""
+        self._where = 'training'
+        try:
+            yield
+        finally:
+            self._where = ''
+
+    @contextmanager
+    def evaluation(self, batch: Any) -> Iterator[dict[str, tuple[float, float]]]:
+        """Around a step of an evaluation; gives the sums of what is logged in it."""
+        self._where, self._batch, self._sums = 'evaluation', batch, {}
+        try:
+            yield self._sums
+        finally:
+            self._where = ''
