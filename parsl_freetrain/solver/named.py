@@ -6,6 +6,7 @@ from typing import Protocol
 
 from parsl_freetrain.core.allocation.problem import Allocator, Answer, Problem
 from parsl_freetrain.core.allocation.solvers import SolverName
+from parsl_freetrain.core.allocation.solvers.class_search import ClassAllocator
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
@@ -77,6 +78,7 @@ def allocator_named(name: str, time_limit_s: float = 10.0, isolated: bool = True
     milp: Allocator = MilpAllocator(time_limit_s)
     if name == 'auto':
         milp = EitherAllocator(ColumnAllocator(time_limit_s), milp)
+        milp = EitherAllocator(ClassAllocator(milp), milp)
     if isolated:
         milp = IsolatedAllocator(
             milp, time_limit_s, margin_s=max(5.0, time_limit_s)

@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter, process_time
 
@@ -24,11 +25,13 @@ import pytest
 from parsl_freetrain.core.allocation import solution
 from parsl_freetrain.core.allocation.block_groups import grouped, groups_of
 from parsl_freetrain.core.allocation.problem import Allocator, Bid, Block, Problem
+from parsl_freetrain.core.allocation.solvers.class_search import ClassAllocator
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.milp import IntegerProgram, MilpAllocator
 from parsl_freetrain.core.model.types import ScalingCurve
 from tests.support.allocation import recorded
+from tests.support.class_problems import class_problem
 
 MACHINE = f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}'
 POINTS = (1, 2, 4, 8, 16, 32, 64)
@@ -198,6 +201,48 @@ def test_allocation_with_many_ends(monkeypatch: pytest.MonkeyPatch) -> None:
                 f'{gaps[math.ceil(0.95 * seeds) - 1]:.3f}; proven {proven} of {seeds}; '
                 f'CPU {shown(took)}'
             )
+
+
+def test_allocation_of_node_classes() -> None:
+    """CPU time for 3 classes of 64 nodes and 60 trainers: everything new, and in the course of a
+    run, when three trainers have ended since the last decision and three have come.
+    """
+    other = ColumnAllocator(10.0)
+    solver = ClassAllocator(other)
+    solver.allocate(class_problem(random.Random(0), 5, 8))  # imports
+    new = [class_problem(random.Random(seed), 60, 64) for seed in range(100)]
+    running = [
+        in_its_course(one, class_problem(random.Random(1000 + seed), 60, 64), solver)
+        for seed, one in enumerate(new)
+    ]
+    print(f'\n3 classes x 64 nodes x 60 trainers, CPU time ({MACHINE})')
+    for name, some in (('everything new', new), ('in the course of a run', running)):
+        took, elsewhere = [], 0
+        for one in some:
+            began = process_time()
+            answer = solver.allocate(one)
+            took.append(1e3 * (process_time() - began))
+            elsewhere += answer.solver != 'classes'
+            assert answer.status == 'optimal'
+        print(f'  {name:24} {shown(took)}, {elsewhere} of them by branch and price')
+
+
+def in_its_course(before: Problem, then: Problem, solver: Allocator) -> Problem:
+    """The next problem: nodes as the solver gave them, the first three trainers are new ones."""
+    given = solver.allocate(before).by_block
+    bids = []
+    for j, bid in enumerate(before.bids):
+        nodes = {} if j < 3 else given[bid.name]
+        held = tuple(nodes.get(block.name, 0) for block in before.blocks)
+        bids.append(
+            replace(
+                then.bids[j] if j < 3 else bid,
+                current_nodes=sum(held),
+                held=held,
+                current_class=next(iter(nodes), ''),
+            )
+        )
+    return replace(before, bids=tuple(bids))
 
 
 def test_allocation_growth() -> None:

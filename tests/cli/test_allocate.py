@@ -120,6 +120,23 @@ def test_blocks_are_answered_by_block(ask: Ask) -> None:
     assert ask(problem(trainer(current_nodes=None), blocks=[], nodes=None)).allocation == {'a': {}}
 
 
+def test_each_trainer_gets_nodes_of_one_class(ask: Ask) -> None:
+    blocks = [
+        {'id': 'fast', 'nodes': 4, 'node_class': 'a100'},
+        {'id': 'slow', 'nodes': 8, 'node_class': 'cpu'},
+    ]
+    costs = {'current_nodes': None, 'nodes': [1, 8], 'max_nodes': 8}
+    gpu = trainer('gpu', rate=None, rates={'a100': [9, 72], 'cpu': [1, 8]}, **costs)
+    anywhere = trainer('any', rate=None, rates={'a100': [5, 40], 'cpu': [4, 32]}, **costs)
+    asked = problem(anywhere, gpu, blocks=blocks, nodes=None)
+    assert ask(asked).allocation == {'any': {'slow': 8}, 'gpu': {'fast': 4}}
+    # 'gpu' uses the processors only where it gets nothing else.
+    held = problem(anywhere | {'current': {'fast': 4}}, gpu, blocks=blocks, nodes=None)
+    assert ask(held | {'horizon_s': 1}).allocation == {'any': {'fast': 4}, 'gpu': {'slow': 8}}
+    speedup = problem(anywhere, gpu, blocks=blocks, nodes=None, objective='speedup')
+    assert ask(speedup).answers[0]['objective'] == pytest.approx(120 * (4 * 9 + 8))
+
+
 def test_nodes_that_go_soon_are_worth_little_and_blocks_may_be_apart(ask: Ask) -> None:
     blocks = [{'id': 'stays', 'nodes': 2}, {'id': 'goes', 'nodes': 2, 'remaining_s': 10}]
     at = trainer(current_nodes=None, current={'stays': 2}, max_nodes=4)
@@ -324,6 +341,27 @@ BAD = [
         problem(trainer(current_nodes=70), trainer('b', current_nodes=70)),
         ["trainer 'b'", '140', '129'],
     ),
+    (
+        problem(
+            trainer(rate=None, rates={'h100': [0] * 5}, current_nodes=None),
+            blocks=[{'id': 'b', 'nodes': 4, 'node_class': 'a40'}, {'id': 'c', 'nodes': 4}],
+            nodes=None,
+        ),
+        ["trainer 'a'", "the node class 'h100', which no block has; the blocks have 'a40'"],
+    ),
+    (
+        problem(
+            trainer(current={'b': 1, 'c': 1}, current_nodes=None),
+            blocks=[
+                {'id': 'b', 'nodes': 4, 'node_class': 'a40'},
+                {'id': 'c', 'nodes': 4, 'node_class': 'cpu'},
+            ],
+            nodes=None,
+        ),
+        ["trainer 'a'", 'nodes of the classes a40, cpu', 'one class at a time'],
+    ),
+    (problem(trainer(rate=None)), ["trainer 'a'", 'either rate, or rates']),
+    (problem(trainer(rates={'a': [1] * 5})), ["trainer 'a'", 'either rate, or rates']),
     (
         problem(trainer(current={'b': 1}, current_nodes=None)),
         ["trainer 'a'", 'current is for problems with blocks'],

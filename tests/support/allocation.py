@@ -63,7 +63,8 @@ def feasible(problem: Problem) -> Iterator[dict[str, tuple[int, ...]]]:
         totals = [sum(column) for column in zip(*picked, strict=True)] or [0] * len(sizes)
         if all(t <= n for t, n in zip(totals, sizes, strict=True)):
             allocation = {b.name: way for b, way in zip(problem.bids, picked, strict=True)}
-            if all(kept_by(problem, limit, allocation) for limit in problem.limits):
+            one_class = all(len(problem.classes_of(way)) <= 1 for way in picked)
+            if one_class and all(kept_by(problem, limit, allocation) for limit in problem.limits):
                 yield allocation
 
 
@@ -71,7 +72,15 @@ def in_time(problem: Problem, b: Bid, way: tuple[int, ...]) -> bool:
     """Whether the trainer keeps its nodes, or all its nodes stay long enough for a start."""
     held = b.held or (b.current_nodes,) + (0,) * (len(way) - 1)
     remaining = [block.remaining_s for block in problem.blocks] or [math.inf]
-    return way == held or all(r >= b.shortest_s for n, r in zip(way, remaining, strict=True) if n)
+    usable = [not b.class_curves or c in dict(b.class_curves) for c in classes(problem)]
+    return way == held or all(
+        r >= b.shortest_s and u for n, r, u in zip(way, remaining, usable, strict=True) if n
+    )
+
+
+def classes(problem: Problem) -> list[str]:
+    """The node class of each block."""
+    return [block.node_class for block in problem.blocks] or ['']
 
 
 def keepers(problem: Problem, sizes: list[int]) -> dict[str, tuple[int, ...]]:
@@ -131,9 +140,15 @@ def second_by_second(problem: Problem, allocation: dict[str, tuple[int, ...]]) -
     for b in problem.bids:
         way = dict(enumerate(allocation[b.name]))
         held = b.held or (b.current_nodes,) + (0,) * (len(way) - 1)
-        now = b.curve.rate_at(b.current_nodes) if b.current_nodes >= b.min_nodes else 0.0
+        old = class_curve(b, b.current_class)
+        now = old.rate_at(b.current_nodes) if b.current_nodes >= b.min_nodes else 0.0
         count = sum(way.values())
-        if count < b.current_nodes:
+        used = {classes(problem)[i] for i, n in way.items() if n}
+        node_class = used.pop() if used else b.current_class
+        curve = class_curve(b, node_class)
+        if count and node_class != b.current_class:
+            total -= b.rescale_up_s * now
+        elif count < b.current_nodes:
             total -= b.rescale_down_s * now
         elif count > b.current_nodes or tuple(way.values()) != held:
             total -= b.rescale_up_s * now
@@ -141,18 +156,24 @@ def second_by_second(problem: Problem, allocation: dict[str, tuple[int, ...]]) -
         for end in sorted(
             {block.remaining_s for block in problem.blocks if block.remaining_s < problem.horizon_s}
         ):
-            total += (end - time) * running(b, way)
+            total += (end - time) * running(b, way, curve)
             leaving = [i for i in way if problem.blocks[i].remaining_s == end]
             if any(way[i] for i in leaving):
-                total -= b.rescale_down_s * running(b, way)
+                total -= b.rescale_down_s * running(b, way, curve)
             for i in leaving:
                 del way[i]
             time = end
-        total += (problem.horizon_s - time) * running(b, way)
+        total += (problem.horizon_s - time) * running(b, way, curve)
     return total
 
 
-def running(b: Bid, way: dict[int, int]) -> float:
+def class_curve(b: Bid, node_class: str) -> ScalingCurve:
+    if not b.class_curves:
+        return b.curve
+    return dict(b.class_curves).get(node_class, ScalingCurve((0,), (0.0,)))
+
+
+def running(b: Bid, way: dict[int, int], curve: ScalingCurve) -> float:
     """Rate at the largest allowed count of the available nodes."""
     there = sum(way.values())
     allowed = [
@@ -160,7 +181,7 @@ def running(b: Bid, way: dict[int, int]) -> float:
         for n in range(1, there + 1)
         if b.min_nodes <= n <= b.max_nodes and (not b.sizes or n in b.sizes)
     ]
-    return b.curve.rate_at(max(allowed, default=0))
+    return curve.rate_at(max(allowed, default=0))
 
 
 def linear(points: dict[int, float], n: int) -> float:
@@ -177,7 +198,8 @@ def rounding(problem: Problem) -> float:
     size.
     """
     return 1e-14 * sum(
-        (problem.horizon_s + b.rescale_up_s + b.rescale_down_s) * max(b.curve.rate)
+        (problem.horizon_s + b.rescale_up_s + b.rescale_down_s)
+        * max(max(curve.rate) for curve in (b.curve, *dict(b.class_curves).values()))
         for b in problem.bids
     )
 
@@ -282,16 +304,22 @@ def limit_on_one_or_all(bids: int, horizon_s: float) -> st.SearchStrategy[Limit]
 
 
 @st.composite
-def problems_with_blocks(draw: st.DrawFn) -> Problem:
-    """Problems with one to three small blocks, which end within the horizon or not, some too short
-    for some bids; with and without spanning; limits on any set of trainers.
+def problems_with_blocks(
+    draw: st.DrawFn,
+    names: tuple[str, ...] = ('',),
+    ends: tuple[float, ...] = (0.1, 0.4, 0.7, 1.0, 1.5, math.inf),
+) -> Problem:
+    """Problems with one to three small blocks of node classes ``names``, which end within the
+    horizon or not, some too short for some bids; with and without spanning; limits on any set of
+    trainers.
     """
     horizon_s = draw(st.sampled_from([10.0, 120.0]))
     blocks = tuple(
         Block(
             f'b{i}',
             draw(st.integers(0, 3)),
-            draw(st.sampled_from([0.1, 0.4, 0.7, 1.0, 1.5, math.inf])) * horizon_s,
+            draw(st.sampled_from(ends)) * horizon_s,
+            draw(st.sampled_from(names)),
         )
         for i in range(draw(st.integers(1, 3)))
     )
@@ -299,7 +327,14 @@ def problems_with_blocks(draw: st.DrawFn) -> Problem:
     left = [block.nodes if fits else 4 for block in blocks]
     bids = []
     for j in range(draw(st.integers(1, 3))):
-        held = tuple(draw(st.integers(0, n)) for n in left)
+        its_class = draw(st.sampled_from(names))
+        held = tuple(
+            draw(st.integers(0, n)) if block.node_class == its_class else 0
+            for n, block in zip(left, blocks, strict=True)
+        )
+        used = draw(st.lists(st.sampled_from(names), unique=True)) if len(names) > 1 else []
+        if sum(held) and used and its_class not in used:
+            used.append(its_class)
         if fits:
             left = [n - h for n, h in zip(left, held, strict=True)]
         low = draw(st.integers(1, 3))
@@ -313,18 +348,20 @@ def problems_with_blocks(draw: st.DrawFn) -> Problem:
                 draw(SECONDS_UP),
                 draw(SECONDS_DOWN),
                 draw(curves()),
-                held if sum(held) or draw(st.booleans()) else (),
+                held if sum(held) or len(names) > 1 or draw(st.booleans()) else (),
                 sizes,
                 draw(st.integers(0, 5)) == 0,
                 draw(st.sampled_from([0.0, 0.0, 0.2, 0.5, 1.2, 2.0])) * horizon_s,
+                tuple((name, draw(curves())) for name in used),
+                its_class if sum(held) else '',
             )
         )
-    names = [b.name for b in bids]
+    who = [b.name for b in bids]
     limits = draw(
         st.lists(
             st.builds(
                 Limit,
-                st.lists(st.sampled_from(names), max_size=2, unique=True).map(tuple),
+                st.lists(st.sampled_from(who), max_size=2, unique=True).map(tuple),
                 st.sampled_from([0, 0, 0, 1, 2]),
                 st.none() | st.integers(0, 5),
                 st.none() | st.integers(0, 6).map(lambda n: n * 0.3 * horizon_s),

@@ -1,4 +1,4 @@
-"""Merges blocks that end at the same time for the solvers, and deals out their nodes afterwards.
+"""Merges blocks of one class that end together for the solvers, and deals out their nodes.
 
 Merging is exact. :meth:`Problem.value` distinguishes two such blocks only by the cost of moving to
 other nodes. Where all held nodes fit (:attr:`Problem.held_fits`), the nodes can always be dealt
@@ -28,10 +28,10 @@ def groups_of(problem: Problem) -> Groups:
         if problem.bids
         else problem.horizon_s
     )
-    by_end: dict[float, list[int]] = {}
+    alike: dict[tuple[float, str], list[int]] = {}
     for b, block in enumerate(places):
-        by_end.setdefault(min(block.remaining_s, reach_s), []).append(b)
-    return tuple(tuple(by_end[end]) for end in sorted(by_end))
+        alike.setdefault((min(block.remaining_s, reach_s), block.node_class), []).append(b)
+    return tuple(tuple(alike[key]) for key in sorted(alike))
 
 
 def grouped(problem: Problem, groups: Groups) -> Problem:
@@ -43,6 +43,7 @@ def grouped(problem: Problem, groups: Groups) -> Problem:
             problem.places[group[0]].name,
             sum(problem.places[b].nodes for b in group),
             problem.places[group[0]].remaining_s,
+            problem.places[group[0]].node_class,
         )
         for group in groups
     )

@@ -14,23 +14,27 @@ Floats = NDArray[np.float64]
 _STEPS = 30
 
 
-def worth_by_count(bid: Bid, most: int, horizon_s: float, stay_s: float = math.inf) -> Floats:
-    """:meth:`Problem.value` at each count 0..``most``, shape (most + 1,), of nodes that stay for
-    ``stay_s`` seconds.
+def worth_by_count(
+    bid: Bid, most: int, horizon_s: float, stay_s: float = math.inf, node_class: str = ''
+) -> Floats:
+    """:meth:`Problem.value` at each count 0..``most``, shape (most + 1,), of nodes of one class
+    that stay for ``stay_s`` seconds.
 
     Minus infinity where the bid may not have that count.
     """
     counts = np.arange(most + 1)
-    points, rates = bid.curve.nodes, bid.curve.rate
+    curve = bid.curve_on(node_class)
+    points, rates = curve.nodes, curve.rate
     rate = (
         np.interp(counts, (0, *points), (0.0, *rates))
         if points[0]
         else np.interp(counts, points, rates)
     )
     seconds = horizon_s if stay_s >= horizon_s else stay_s - bid.rescale_down_s
-    now = bid.current_nodes
+    # On another class even fewer nodes than it holds are new ones.
+    now = bid.current_nodes if node_class == bid.current_class else 0
     worth = seconds * rate
-    worth[:now] -= bid.rescale_down_s * bid.current_rate
+    worth[: now or 1] -= bid.rescale_down_s * bid.current_rate if bid.current_nodes else 0.0
     worth[now + 1 :] -= bid.rescale_up_s * bid.current_rate
     if bid.sizes:
         banned = np.ones(most + 1, dtype=bool)
@@ -38,7 +42,7 @@ def worth_by_count(bid: Bid, most: int, horizon_s: float, stay_s: float = math.i
         worth[banned] = -np.inf
     else:
         worth[1 : bid.min_nodes] = -np.inf
-    if stay_s < bid.shortest_s:
+    if stay_s < bid.shortest_s or not bid.uses(node_class):
         worth[1:now] = -np.inf
         worth[now + 1 :] = -np.inf
     return worth
@@ -73,5 +77,9 @@ def upper_bound(problem: Problem) -> float:
 
 def _with_fewer(problem: Problem, bid: Bid, nodes: int) -> Floats:
     """The most that each count of nodes can be worth: nodes that it cannot use do not harm it."""
-    worth = worth_by_count(bid, min(bid.max_nodes, nodes), problem.horizon_s)
-    return np.maximum.accumulate(worth)
+    most = min(bid.max_nodes, nodes)
+    worths = [
+        worth_by_count(bid, most, problem.horizon_s, node_class=node_class)
+        for node_class in problem.places_by_class
+    ]
+    return np.maximum.accumulate(np.max(worths, axis=0))

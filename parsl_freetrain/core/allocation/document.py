@@ -45,7 +45,8 @@ class TrainerDocument(StrictModel):
     rescale_up_s: Seconds
     rescale_down_s: Seconds
     nodes: Annotated[list[Count], Field(min_length=1)]
-    rate: list[Amount]
+    rate: list[Amount] | None = None
+    rates: Annotated[dict[Name, list[Amount]], Field(min_length=1)] | None = None
     priority: Amount = 1.0
     deadline_s: Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)] | None = None
     remaining_samples: Annotated[float, Field(gt=0, le=1e18, allow_inf_nan=False)] | None = None
@@ -63,6 +64,7 @@ class BlockDocument(StrictModel):
     id: Name
     nodes: Pool
     remaining_s: Seconds | None = None
+    node_class: Name | None = None
 
 
 class ProblemDocument(StrictModel):

@@ -40,10 +40,12 @@ def objections(problem: Problem, allocation: Mapping[str, Sequence[int]]) -> lis
             found.append(f'{bid.name} gets {count} nodes, which is not one of its counts.')
         if not problem.spans_blocks and sum(1 for n in nodes if n) > 1:
             found.append(f'{bid.name} gets nodes of several blocks.')
-        if nodes != problem.held(bid) and any(nodes[b] for b in problem.too_short(bid)):
+        if len(classes := problem.classes_of(nodes)) > 1:
+            found.append(f'{bid.name} gets nodes of the classes {", ".join(classes)}.')
+        if nodes != problem.held(bid) and any(nodes[b] for b in problem.barred(bid)):
             found.append(
-                f'{bid.name} is to start on nodes that do not stay for the '
-                f'{bid.shortest_s:g} s that it needs.'
+                f'{bid.name} is to start on nodes of a class that it does not use, or that do not '
+                f'stay for the {bid.shortest_s:g} s that it needs.'
             )
         if keep.get(bid.name, nodes) != nodes:
             found.append(f'{bid.name} has to keep {keep[bid.name]} and gets {nodes}.')

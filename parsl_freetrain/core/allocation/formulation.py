@@ -15,7 +15,7 @@ from parsl_freetrain.core.allocation.constraints import (
     owner_limits,
     pool_limits,
 )
-from parsl_freetrain.core.allocation.objectives import Candidate, Metric, objective_named
+from parsl_freetrain.core.allocation.objectives import Candidate, Metric, by_class, objective_named
 from parsl_freetrain.core.allocation.problem import Bid, Block, Limit, Problem
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import Efficiency, ScalingCurve
@@ -69,7 +69,7 @@ def document_of(problem: Problem) -> dict[str, Any] | None:
     dict or None
         None if the problem is too large, or has limits that a document cannot state.
     """
-    if sum(len(bid.curve.nodes) for bid in problem.bids) > MOST_POINTS:
+    if sum(len(curve.nodes) for bid in problem.bids for curve in _curves(bid)) > MOST_POINTS:
         return None
     trainers = {bid.name: _trainer_document(problem, bid) for bid in problem.bids}
     document: dict[str, Any] = {'horizon_s': problem.horizon_s, 'trainers': list(trainers.values())}
@@ -80,6 +80,8 @@ def document_of(problem: Problem) -> dict[str, Any] | None:
         document['blocks'] = blocks = []
         for block in problem.blocks:
             blocks.append({'id': block.name, 'nodes': block.nodes})
+            if block.node_class:
+                blocks[-1]['node_class'] = block.node_class
             if math.isfinite(block.remaining_s):
                 blocks[-1]['remaining_s'] = max(0.0, block.remaining_s)
     else:
@@ -101,7 +103,9 @@ def _blocks(stated: ProblemDocument) -> tuple[Block, ...]:
         raise BadInput('both nodes and blocks are given; give one of them.')
     _refuse_twice('blocks', 'id', (block.id for block in stated.blocks))
     return tuple(
-        Block(b.id, b.nodes, math.inf if b.remaining_s is None else b.remaining_s)
+        Block(
+            b.id, b.nodes, math.inf if b.remaining_s is None else b.remaining_s, b.node_class or ''
+        )
         for b in stated.blocks
     )
 
@@ -124,9 +128,12 @@ def _bid(
         raise BadInput(f'{where}share is {trainer.share} nodes; it may never have so many.')
     held = _held(stated, trainer, where)
     current = sum(held) if stated.blocks is not None else trainer.current_nodes or 0
+    node_classes = list(dict.fromkeys(block.node_class for block in blocks))
+    curves = _class_curves(trainer, node_classes, where)
+    current_class = _current_class(held, blocks, where)
     candidate = Candidate(
         trainer.name,
-        _curve(trainer, where),
+        curves[0][1] if curves else _curve(trainer, trainer.rate, where),
         low,
         max(min(high, pool), min(current, pool)),
         trainer.priority,
@@ -148,11 +155,38 @@ def _bid(
         sizes,
         fixed=since_s < stated.min_rescale_interval_s and current > 0,
         shortest_s=trainer.shortest_s,
+        class_curves=by_class(metric, candidate, curves),
+        current_class=current_class,
     )
 
 
-def _curve(trainer: TrainerDocument, where: str) -> ScalingCurve:
-    points = _points(trainer.nodes, trainer.rate, 'nodes', 'rate', where)
+def _class_curves(
+    trainer: TrainerDocument, node_classes: Sequence[str], where: str
+) -> list[tuple[str, ScalingCurve]]:
+    if (trainer.rate is None) == (trainer.rates is None):
+        raise BadInput(f'{where}give either rate, or rates by node class.')
+    for name in trainer.rates or {}:
+        if name not in node_classes:
+            known = ', '.join(map(repr, filter(None, node_classes))) or 'no node_class'
+            raise BadInput(
+                f'{where}rates has the node class {name!r}, which no block has; the blocks have '
+                f'{known}.'
+            )
+    return [(name, _curve(trainer, rate, where)) for name, rate in (trainer.rates or {}).items()]
+
+
+def _current_class(held: Sequence[int], blocks: Sequence[Block], where: str) -> str:
+    node_classes = {block.node_class for n, block in zip(held, blocks, strict=False) if n}
+    if len(node_classes) > 1:
+        raise BadInput(
+            f'{where}current has nodes of the classes {", ".join(sorted(node_classes))}; a trainer '
+            'uses one class at a time.'
+        )
+    return node_classes.pop() if node_classes else ''
+
+
+def _curve(trainer: TrainerDocument, rate: list[float] | None, where: str) -> ScalingCurve:
+    points = _points(trainer.nodes, rate or [], 'nodes', 'rate', where)
     first = min(points)
     if points.get(0, 0.0) != 0.0:
         raise BadInput(f'{where}rate is {points[0]:g} at 0 nodes; it must be 0 there.')
@@ -275,9 +309,11 @@ def _trainer_document(problem: Problem, bid: Bid) -> dict[str, Any]:
         'max_nodes': bid.max_nodes,
         'rescale_up_s': bid.rescale_up_s,
         'rescale_down_s': bid.rescale_down_s,
-        'nodes': list(bid.curve.nodes),
-        'rate': list(bid.curve.rate),
     }
+    if bid.class_curves:
+        document |= _class_document(problem, bid)
+    else:
+        document |= {'nodes': list(bid.curve.nodes), 'rate': list(bid.curve.rate)}
     if problem.blocks:
         counts = zip(problem.blocks, problem.held(bid), strict=True)
         document['current'] = {block.name: count for block, count in counts if count}
@@ -285,11 +321,25 @@ def _trainer_document(problem: Problem, bid: Bid) -> dict[str, Any]:
         document['current_nodes'] = bid.current_nodes
     if bid.sizes:
         document['sizes'] = list(bid.sizes)
-    if problem.too_short(bid):
+    if problem.barred(bid):
         document['shortest_s'] = bid.shortest_s
     if bid.fixed:
         document['since_rescale_s'] = 0.0
     return document
+
+
+def _curves(bid: Bid) -> list[ScalingCurve]:
+    return [curve for _, curve in bid.class_curves] or [bid.curve]
+
+
+def _class_document(problem: Problem, bid: Bid) -> dict[str, Any]:
+    """Its curves on the classes of the problem, at the points of all of them."""
+    here = {name: curve for name, curve in bid.class_curves if name in problem.places_by_class}
+    if not here:  # it can use none of the nodes
+        return {'nodes': [max(bid.min_nodes, 1)], 'rate': [0.0]}
+    nodes = sorted({n for curve in here.values() for n in curve.nodes})
+    rates = {name: [curve.rate_at(n) for n in nodes] for name, curve in here.items()}
+    return {'nodes': nodes, 'rates': rates}
 
 
 def _state_limit(

@@ -49,7 +49,7 @@ def stay_put(problem: Problem) -> dict[str, tuple[int, ...]]:
             best = max(longest, key=lambda b: there[b])
             there = [n if b == best else 0 for b, n in enumerate(there)]
         nodes = _most_of(bid, there, longest)
-        short = problem.too_short(bid)
+        short = problem.barred(bid)
         if short and nodes != problem.held(bid):
             nodes = _most_of(bid, [0 if b in short else n for b, n in enumerate(there)], longest)
         kept[bid.name] = nodes
@@ -63,7 +63,7 @@ def _stay_in_one(
     for bid in problem.bids:
         if bid.name not in kept:
             count = bid.usable(min(bid.current_nodes, left))
-            if count != bid.current_nodes and problem.too_short(bid):
+            if count != bid.current_nodes and problem.barred(bid):
                 count = 0
             kept[bid.name] = (count,)
             left -= count

@@ -7,8 +7,8 @@ rescaling. Having no nodes is worth 0 under every objective.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.expression import Expression, parse
@@ -46,6 +46,9 @@ class Candidate:
         Statistical efficiency; None: 1 at every count.
     waited_s
         Seconds since it had nodes last.
+    slowest, fastest
+        Where ``curve`` is that of one node class: the rate on one node of its slowest class, which
+        speed-ups are relative to, and its best rate on any class. None: those of ``curve``.
     """
 
     name: str
@@ -57,18 +60,42 @@ class Candidate:
     remaining_samples: float | None = None
     efficiency: Efficiency | None = None
     waited_s: float = 0.0
+    slowest: float | None = None
+    fastest: float | None = None
 
     @property
     def one_node_rate(self) -> float:
         """Rate on one node; where that is 0, rate per node at the first point above 0; 1 if there
         is none.
         """
+        if self.slowest is not None:
+            return self.slowest
         return self.curve.rate_at(1) or next(
             (r / n for n, r in zip(self.curve.nodes, self.curve.rate, strict=True) if r > 0), 1.0
         )
 
+    @property
+    def best_rate(self) -> float:
+        """The rate at the fastest count that it may have; 1 if that is 0."""
+        if self.fastest is not None:
+            return self.fastest
+        return max((self.curve.rate_at(n) for n in _counts(self)), default=0.0) or 1.0
+
 
 Metric = Callable[[Candidate], ScalingCurve]
+
+
+def by_class(
+    metric: Metric, candidate: Candidate, curves: Iterable[tuple[str, ScalingCurve]]
+) -> tuple[tuple[str, ScalingCurve], ...]:
+    """What node counts of each class are worth, given the scaling curve on each."""
+    on_class = {name: replace(candidate, curve=curve) for name, curve in curves}
+    slowest = min((one.one_node_rate for one in on_class.values()), default=1.0)
+    fastest = max((one.best_rate for one in on_class.values()), default=1.0)
+    return tuple(
+        (name, metric(replace(one, slowest=slowest, fastest=fastest)))
+        for name, one in on_class.items()
+    )
 
 
 def throughput(candidate: Candidate) -> ScalingCurve:
@@ -108,7 +135,7 @@ def deadline(candidate: Candidate) -> ScalingCurve:
             'which the objective deadline needs.'
         )
     per_rate = left_s / candidate.remaining_samples if candidate.remaining_samples else 0.0
-    best = max((candidate.curve.rate_at(n) for n in _counts(candidate)), default=0.0) or 1.0
+    best = candidate.best_rate
 
     def worth(nodes: int) -> float:
         rate = candidate.curve.rate_at(nodes)

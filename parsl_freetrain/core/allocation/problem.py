@@ -27,11 +27,17 @@ class Block:
         How many.
     remaining_s
         Seconds until they leave; infinite where no end is known.
+    node_class
+        Their kind, such as 'a100'; nodes of one block are alike.
     """
 
     name: str
     nodes: int
     remaining_s: float = math.inf
+    node_class: str = ''
+
+
+_USELESS = ScalingCurve((0,), (0.0,))
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,11 @@ class Bid:
     shortest_s
         Minimum time, in seconds, for which nodes must stay for it to start on them; it may go on
         with what it holds.
+    class_curves
+        What node counts of each node class are worth, in place of ``curve``; it does not use nodes
+        of other classes. Empty: ``curve`` holds for all classes.
+    current_class
+        The class of the nodes that it holds.
     """
 
     name: str
@@ -73,6 +84,18 @@ class Bid:
     sizes: tuple[int, ...] = ()
     fixed: bool = False
     shortest_s: float = 0.0
+    class_curves: tuple[tuple[str, ScalingCurve], ...] = ()
+    current_class: str = ''
+
+    def curve_on(self, node_class: str) -> ScalingCurve:
+        """What node counts of this class are worth per second; 0 if it does not use the class."""
+        if not self.class_curves:
+            return self.curve
+        return dict(self.class_curves).get(node_class, _USELESS)
+
+    def uses(self, node_class: str) -> bool:
+        """Whether it may start on nodes of this class."""
+        return not self.class_curves or any(name == node_class for name, _ in self.class_curves)
 
     def counts(self, nodes: int) -> list[int]:
         """The counts above 0, increasing, that it may get out of ``nodes``."""
@@ -93,9 +116,9 @@ class Bid:
     @property
     def current_rate(self) -> float:
         """Value per second of the nodes that it holds; 0 below ``min_nodes``."""
-        return (
-            self.curve.rate_at(self.current_nodes) if self.current_nodes >= self.min_nodes else 0.0
-        )
+        if self.current_nodes < self.min_nodes:
+            return 0.0
+        return self.curve_on(self.current_class).rate_at(self.current_nodes)
 
     def value(self, nodes: int, horizon_s: float) -> float:
         """Worth of ``nodes`` that all stay for the horizon: horizon x rate(nodes) - rescale cost x
@@ -151,7 +174,7 @@ class Problem:
     blocks
         Where the nodes are; empty: in one block without a known end.
     spans_blocks
-        Whether a trainer may hold nodes of several blocks at once.
+        Whether a trainer may hold nodes of several blocks at once; they are of one class.
     limits
         Side constraints.
     """
@@ -185,11 +208,35 @@ class Problem:
         """What a bid holds now in each of :attr:`places`."""
         return bid.held or (bid.current_nodes, *(0 for _ in self.places[1:]))
 
-    def too_short(self, bid: Bid) -> tuple[int, ...]:
-        """Indices of those of :attr:`places` that end too soon for the bid to start on."""
-        if bid.shortest_s <= self._first_end:
+    def barred(self, bid: Bid) -> tuple[int, ...]:
+        """Indices of those of :attr:`places` that the bid may not start on: they end too soon, or
+        it does not use their class.
+        """
+        if bid.shortest_s <= self._first_end and not bid.class_curves:
             return ()
-        return tuple(b for b, block in enumerate(self.places) if block.remaining_s < bid.shortest_s)
+        return tuple(
+            b
+            for b, block in enumerate(self.places)
+            if block.remaining_s < bid.shortest_s or not bid.uses(block.node_class)
+        )
+
+    @cached_property
+    def places_by_class(self) -> dict[str, tuple[int, ...]]:
+        """Indices of :attr:`places` by node class."""
+        by_class: dict[str, tuple[int, ...]] = {}
+        for b, block in enumerate(self.places):
+            by_class[block.node_class] = (*by_class.get(block.node_class, ()), b)
+        return by_class
+
+    def classes_of(self, nodes: Sequence[int]) -> tuple[str, ...]:
+        """The classes of ``nodes``, a count for each of :attr:`places`."""
+        if len(self.places_by_class) == 1:
+            return (self.places[0].node_class,) if any(nodes) else ()
+        return tuple(
+            node_class
+            for node_class, places in self.places_by_class.items()
+            if any(nodes[b] for b in places)
+        )
 
     def can_go_on(self, bid: Bid) -> bool:
         """Whether a bid may keep exactly what it holds, as far as that is its own matter."""
@@ -205,12 +252,20 @@ class Problem:
         whatever of its nodes is still there, as far as it can use them (:meth:`Bid.usable`). An end
         that takes some of its nodes costs ``rescale_down_s`` seconds of its rate until then; the
         change from what it holds now costs as in :meth:`Bid.value`, and as a change to more nodes
-        where it gets as many but others.
+        where it gets as many but others, or nodes of another class. Nodes of several classes at
+        once are worth minus infinity.
         """
         total = sum(nodes)
+        classes = self.classes_of(nodes)
+        if len(classes) > 1:
+            return -math.inf
+        node_class = classes[0] if classes else bid.current_class
+        curve = bid.curve_on(node_class)
         cost_s = 0.0
-        if total > bid.current_nodes or (
-            total == bid.current_nodes and tuple(nodes) != self.held(bid)
+        if (
+            total > bid.current_nodes
+            or (total and node_class != bid.current_class)
+            or (total == bid.current_nodes and tuple(nodes) != self.held(bid))
         ):
             cost_s = bid.rescale_up_s
         elif total < bid.current_nodes:
@@ -222,10 +277,10 @@ class Problem:
                 n for n, block in zip(nodes, self.places, strict=True) if block.remaining_s == end
             )
             if going:
-                rate = bid.curve.rate_at(bid.usable(left))
+                rate = curve.rate_at(bid.usable(left))
                 worth += (end - since - bid.rescale_down_s) * rate
                 since, left = end, left - going
-        return worth + (self.horizon_s - since) * bid.curve.rate_at(bid.usable(left))
+        return worth + (self.horizon_s - since) * curve.rate_at(bid.usable(left))
 
     @cached_property
     def _first_end(self) -> float:

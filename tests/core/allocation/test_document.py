@@ -17,14 +17,24 @@ from parsl_freetrain.solver import allocator_named
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
     blocks = tuple(
-        Block(f'b{i}', draw(st.integers(1, 4)), draw(st.sampled_from([30.0, 100.0, float('inf')])))
+        Block(
+            f'b{i}',
+            draw(st.integers(1, 4)),
+            draw(st.sampled_from([30.0, 100.0, float('inf')])),
+            draw(st.sampled_from(['', 'gpu'])),
+        )
         for i in range(draw(st.integers(0, 3)))
     )
     nodes = sum(block.nodes for block in blocks) or draw(st.integers(0, 8))
     left = [block.nodes for block in blocks] or [nodes]
     bids = []
     for i in range(draw(st.integers(0, 3))):
-        held = tuple(draw(st.integers(0, n)) for n in left)
+        here = [block.node_class for block in blocks] or ['']
+        its_class = draw(st.sampled_from(here))
+        held = tuple(
+            draw(st.integers(0, n)) if name == its_class else 0
+            for n, name in zip(left, here, strict=True)
+        )
         left = [n - h for n, h in zip(left, held, strict=True)]
         curve = ScalingCurve((0, 1, 4), (0.0, draw(st.floats(0.5, 9)), draw(st.floats(9, 40))))
         up, down = draw(st.floats(0, 50)), draw(st.floats(0, 50))
@@ -41,6 +51,10 @@ def problems(draw: st.DrawFn) -> Problem:
                 draw(st.sampled_from([(), (2, 4)])),
                 fixed=sum(held) > 0 and draw(st.booleans()),
                 shortest_s=draw(st.sampled_from([0.0, 50.0])),
+                class_curves=tuple((name, curve) for name in dict.fromkeys(here))
+                if all(here) and draw(st.booleans())
+                else (),
+                current_class=its_class if sum(held) else '',
             )
         )
     possible = [

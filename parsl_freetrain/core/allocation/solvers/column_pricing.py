@@ -4,7 +4,8 @@ A trainer that holds nodes of several blocks loses them as the blocks end. Its v
 the intervals between ends. Each term depends on the nodes left and on whether some of them go at
 the end, but not on how many go. So the best number of nodes that go is the argument of a maximum
 over a window of counts, and one pass over the blocks prices all trainers at once, in time
-proportional to blocks x counts.
+proportional to blocks x counts. Each node class has a pass of its own, since a trainer uses one
+class at a time.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class Pricing:
     Parameters
     ----------
     problem
-        The problem. Its places are in the order of their ends, no two places end together, and
-        trainers may span places.
+        The problem. Its places are in the order of their ends, no two places of one class end
+        together, and trainers may span places.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -80,8 +81,12 @@ class Pricing:
         self.places, self.every = len(places), np.arange(len(bids))
         most = max((min(bid.max_nodes, problem.nodes) for bid in bids), default=0)
         self._counts = np.arange(most + 1)
-        self._rate = np.zeros((len(bids), most + 1))
-        self._start = np.full((len(bids), most + 1), -np.inf)
+        self._classes = [np.array(of_class) for of_class in problem.places_by_class.values()]
+        names = list(problem.places_by_class)
+        self._class_of = np.array([names.index(place.node_class) for place in places])
+        # By class, bid and count.
+        self._rate = np.zeros((len(names), len(bids), most + 1))
+        self._start = np.full((len(names), len(bids), most + 1), -np.inf)
         limit = np.zeros((len(bids), len(places)), dtype=np.int64)
         self.held = np.array([problem.held(bid) for bid in bids], dtype=np.int64).reshape(
             len(bids), len(places)
@@ -97,31 +102,37 @@ class Pricing:
             allowed = np.array([0, *bid.counts(most)])
             usable[allowed] = allowed
             usable = np.maximum.accumulate(usable)
-            self._rate[j] = [bid.curve.rate_at(n) for n in usable.tolist()]
-            grows = allowed >= bid.current_nodes
-            cost_s = np.where(grows, bid.rescale_up_s, bid.rescale_down_s)
-            self._start[j, allowed] = -cost_s * bid.current_rate
+            for c, name in enumerate(names):
+                curve = bid.curve_on(name)
+                self._rate[c, j] = [curve.rate_at(n) for n in usable.tolist()]
+                grows = allowed >= (bid.current_nodes if name == bid.current_class else 1)
+                cost_s = np.where(grows, bid.rescale_up_s, bid.rescale_down_s)
+                self._start[c, j, allowed] = -cost_s * bid.current_rate
             limit[j] = room
-            limit[j, list(problem.too_short(bid))] = 0
+            limit[j, list(problem.barred(bid))] = 0
             can_keep[j] = fits[j] and bid.usable(bid.current_nodes) == bid.current_nodes
             if bid.name in keep:
                 high[j] = -1
         self._ends = [min(place.remaining_s, problem.horizon_s) for place in places]
         down = np.array([bid.rescale_down_s for bid in bids])
-        self._loss = down[:, None] * self._rate
+        self._loss = down[None, :, None] * self._rate
         self._goes = [place.remaining_s < problem.horizon_s for place in places]
         self.region = Region(can_keep, low, high, np.zeros_like(limit), limit)
 
     def worth(self, bid: Integers, ways: Integers) -> Floats:
         """:meth:`Problem.value` of these changed ways of the bids with these indices."""
         left = ways.sum(axis=1)
-        worth: Floats = self._start[bid, left]
+        node_class = self._class_of[ways.argmax(axis=1)]
+        worth: Floats = self._start[node_class, bid, left]
         since = 0.0
         for b, end in enumerate(self._ends):
-            worth = worth + (end - since) * self._rate[bid, left]
+            worth = worth + (end - since) * self._rate[node_class, bid, left]
             if self._goes[b]:
-                worth = worth - np.where(ways[:, b] > 0, self._loss[bid, left], 0.0)
+                worth = worth - np.where(ways[:, b] > 0, self._loss[node_class, bid, left], 0.0)
             left, since = left - ways[:, b], end
+        if len(self._classes) > 1:
+            mixed = (ways > 0) & (self._class_of != node_class[:, None])
+            worth = np.where(mixed.any(axis=1), -np.inf, worth)
         return worth
 
     def best(
@@ -140,32 +151,51 @@ class Pricing:
             The indices of the bids that the rows of ``prices`` and ``region`` are about; None: all.
         """
         bids = self.every if bids is None else bids
-        counts, then, rate = self._counts, [], self._rate[bids]
+        worth, ways = (
+            np.full(len(bids), -np.inf),
+            np.zeros((len(bids), self.places), dtype=np.int64),
+        )
+        for c, places in enumerate(self._classes):
+            of_class, nodes = self._best_of_class(c, prices, region, bids)
+            other = np.delete(region.least, places, axis=1) > 0
+            of_class = np.where(other.any(axis=1), -np.inf, of_class)
+            better = of_class > worth
+            worth[better], ways[better] = of_class[better], nodes[better]
+        held = self.held_worth[bids] - (prices * self.held[bids]).sum(axis=1)
+        kept = region.keep & (held >= worth)
+        ways[kept] = self.held[bids][kept]
+        return np.where(kept, held, worth), ways, kept
+
+    def _best_of_class(
+        self, c: int, prices: Floats, region: Region, bids: Integers
+    ) -> tuple[Floats, Integers]:
+        """For each bid, the most that a changed way with nodes of class ``c`` only is worth after
+        paying, and that way.
+        """
+        places = self._classes[c].tolist()
+        counts, then, rate = self._counts, [], self._rate[c, bids]
         after = np.full(rate.shape, -np.inf)
         after[:, 0] = 0.0
-        for b in range(self.places - 1, -1, -1):
+        for i, b in reversed(list(enumerate(places))):
             paid = prices[:, b, None] * counts
             low, high = region.least[:, b], region.most[:, b]
             value, left = _window_maximum(after + paid, np.maximum(low, 1), high)
             value = value - paid
             if self._goes[b]:
-                value = value - self._loss[bids]
+                value = value - self._loss[c, bids]
             stay = np.where(low[:, None] <= 0, after, -np.inf)
             some_go = value > stay
             then.append(np.where(some_go, left, counts))
-            since = self._ends[b - 1] if b else 0.0
+            since = self._ends[places[i - 1]] if i else 0.0
             after = (self._ends[b] - since) * rate + np.where(some_go, value, stay)
         inside = (counts >= region.low[:, None]) & (counts <= region.high[:, None])
-        first = np.where(inside, self._start[bids] + after, -np.inf)
+        first = np.where(inside, self._start[c, bids] + after, -np.inf)
         rows, left = np.arange(len(bids)), first.argmax(axis=1)
         worth, ways = first[rows, left], np.zeros((len(bids), self.places), dtype=np.int64)
-        for b, by_left in enumerate(reversed(then)):
+        for b, by_left in zip(places, reversed(then), strict=True):
             following = by_left[rows, left]
             ways[:, b], left = left - following, following
-        held = self.held_worth[bids] - (prices * self.held[bids]).sum(axis=1)
-        kept = region.keep & (held >= worth)
-        ways[kept] = self.held[bids][kept]
-        return np.where(kept, held, worth), ways, kept
+        return worth, ways
 
 
 def _window_maximum(values: Floats, low: Integers, high: Integers) -> tuple[Floats, Integers]:

@@ -1,7 +1,7 @@
 """The exact allocation in about a millisecond, where only node counts matter.
 
-It applies where all nodes leave at the same time, or stay for the horizon, and every limit is on
-one trainer or a cap on all of them.
+It applies where all nodes are alike and leave at the same time, or stay for the horizon, and every
+limit is on one trainer or a cap on all of them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class _Table:
     bids: tuple[Bid, ...]
     horizon_s: float
     stay_s: float
+    node_class: str
     most: int  # the largest of their max_nodes
     values: Floats
     current: NDArray[np.int64]
@@ -53,11 +54,12 @@ class DpAllocator:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[int, float, float, bool], tuple[Bid, Floats]] = {}
+        self._rows: dict[tuple[int, float, float, bool, str], tuple[Bid, Floats]] = {}
         self._table = _Table(
             (),
             0.0,
             0.0,
+            '',
             0,
             np.zeros((0, 0)),
             np.zeros(0, dtype=np.int64),
@@ -113,20 +115,22 @@ class DpAllocator:
         allowed.
         """
         nodes, stay_s = sum(block.nodes for block in problem.places), problem.places[0].remaining_s
+        node_class = problem.places[0].node_class
         old, bids = self._table, problem.bids
-        if (len(old.bids), old.horizon_s, old.stay_s) == (len(bids), problem.horizon_s, stay_s):
+        before = len(old.bids), old.horizon_s, old.stay_s, old.node_class
+        if before == (len(bids), problem.horizon_s, stay_s, node_class):
             # From one decision to the next, few bids change.
             changed = [
                 j
-                for j, (before, bid) in enumerate(zip(old.bids, bids, strict=True))
-                if bid is not before
+                for j, (last, bid) in enumerate(zip(old.bids, bids, strict=True))
+                if bid is not last
             ]
             if (
                 nodes < old.width
                 or max((bids[j].max_nodes for j in changed), default=0) < old.width > old.most
             ):
                 for j in changed:
-                    row = self._row(bids[j], old.width - 1, problem.horizon_s, stay_s)
+                    row = self._row(bids[j], old.width - 1, problem.horizon_s, stay_s, node_class)
                     old.values[j] = -np.inf
                     old.values[j, : len(row)] = row
                     old.current[j], old.fixed[j] = bids[j].current_nodes, bids[j].fixed
@@ -136,11 +140,13 @@ class DpAllocator:
         most = max((bid.max_nodes for bid in bids), default=0)
         values = np.full((len(bids), min(most, 2 * nodes) + 1), -np.inf)
         for line, bid in zip(values, bids, strict=True):
-            row = self._row(bid, len(line) - 1, problem.horizon_s, stay_s)
+            row = self._row(bid, len(line) - 1, problem.horizon_s, stay_s, node_class)
             line[: len(row)] = row
         current = np.fromiter((bid.current_nodes for bid in bids), np.int64, len(bids))
         fixed = np.fromiter((bid.fixed for bid in bids), np.bool_, len(bids))
-        self._table = _Table(bids, problem.horizon_s, stay_s, most, values, current, fixed)
+        self._table = _Table(
+            bids, problem.horizon_s, stay_s, node_class, most, values, current, fixed
+        )
         return values[:, : nodes + 1]
 
     def _all_can_stay(self, problem: Problem, values: Floats) -> bool:
@@ -153,14 +159,19 @@ class DpAllocator:
             and not self._table.fixed.any()
         )
 
-    def _row(self, bid: Bid, nodes: int, horizon_s: float, stay_s: float) -> Floats:
+    def _row(
+        self, bid: Bid, nodes: int, horizon_s: float, stay_s: float, node_class: str
+    ) -> Floats:
         size = min(bid.max_nodes, nodes) + 1
-        key = id(bid), horizon_s, min(stay_s, horizon_s), stay_s < bid.shortest_s
+        key = id(bid), horizon_s, min(stay_s, horizon_s), stay_s < bid.shortest_s, node_class
         known = self._rows.get(key)
         if known is None or known[0] is not bid or len(known[1]) < size:
             if len(self._rows) >= _REMEMBERED:
                 self._rows.clear()
-            known = self._rows[key] = bid, worth_by_count(bid, size - 1, horizon_s, stay_s)
+            known = self._rows[key] = (
+                bid,
+                worth_by_count(bid, size - 1, horizon_s, stay_s, node_class),
+            )
         return known[1][:size]
 
 

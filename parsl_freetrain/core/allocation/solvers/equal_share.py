@@ -42,7 +42,7 @@ class _Dealing:
             held = problem.held(bid)
             if (
                 bid.name not in kept
-                and any(held[b] for b in problem.too_short(bid))
+                and any(held[b] for b in problem.barred(bid))
                 and problem.can_go_on(bid)
                 and (
                     sum(held) <= self._room(bid)
@@ -64,13 +64,15 @@ class _Dealing:
         given, held = self._given[bid.name], self._problem.held(bid)
         now = sum(given)
         # First its own nodes, then places where it has nodes, then the place with most free nodes.
-        short = self._problem.too_short(bid)
+        short = self._problem.barred(bid)
         order = sorted(
             (b for b in range(len(given)) if b not in short),
             key=lambda b: (-given[b], -held[b], -self._free[b], b),
         )
-        if not self._problem.spans_blocks:
-            order = order[:1]
+        if order:  # one class at a time, and one block where blocks are apart
+            node_class = self._problem.places[order[0]].node_class
+            mine = self._problem.places_by_class[node_class]
+            order = [b for b in order if b in mine] if self._problem.spans_blocks else order[:1]
         reach = now + min(sum(self._free[b] for b in order), self._room(bid))
         more = bid.usable(min(most, reach)) - now
         if more <= 0:

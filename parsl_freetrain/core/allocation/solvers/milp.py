@@ -122,7 +122,9 @@ class IntegerProgram:
         self._zero = self._integer('zero', 0)  # solvers want a variable in every constraint
         self._worth: list[tuple[float, pulp.LpVariable]] = [(0.0, self._zero)]
         self._nodes: dict[str, list[pulp.LpAffineExpression]] = {}
-        one_block = not problem.spans_blocks or len(problem.places) == 1
+        one_block = not problem.spans_blocks or all(
+            len(places) == 1 for places in problem.places_by_class.values()
+        )
         for j, bid in enumerate(problem.bids):
             self._nodes[bid.name] = (
                 self._in_one_block(j, bid) if one_block else self._in_several(j, bid)
@@ -157,7 +159,7 @@ class IntegerProgram:
         """
         places = self._problem.places
         nothing = (0,) * len(places)
-        short, held = self._problem.too_short(bid), self._problem.held(bid)
+        short, held = self._problem.barred(bid), self._problem.held(bid)
         options = [
             nothing,
             *(
@@ -185,15 +187,10 @@ class IntegerProgram:
         ]
 
     def _in_several(self, j: int, bid: Bid) -> list[pulp.LpAffineExpression]:
-        """Integers for the nodes in each block; for each interval between ends, a choice of the
-        number of nodes left.
-
-        There are two binaries for each count and interval: with and without losing nodes at its
-        end, which costs a restart.
-        """
+        """Integers for the nodes in each block, of one class only; see :meth:`_in_class`."""
         problem, places = self._problem, self._problem.places
         cap = [min(block.nodes, bid.max_nodes) for block in places]
-        short, held = problem.too_short(bid), problem.held(bid)
+        short, held = problem.barred(bid), problem.held(bid)
         goes_on = (
             any(held[b] for b in short)
             and problem.can_go_on(bid)
@@ -202,11 +199,36 @@ class IntegerProgram:
         for b in short:
             cap[b] = held[b] if goes_on else 0
         nodes = [self._integer(f'trainer_{j}_block_{b}', most) for b, most in enumerate(cap)]
+        none = [
+            self._in_class(f'{j}_class_{c}', bid, node_class, nodes, cap)
+            for c, node_class in enumerate(problem.places_by_class)
+        ]
+        if len(none) > 1:
+            self.lp += self._sum(none) >= len(none) - 1
+        if goes_on:
+            # Nodes that it could not start on can only be kept together with all others it holds.
+            same = self._binary(f'trainer_{j}_goes_on')
+            for b, most in enumerate(cap):
+                self.lp += nodes[b] >= held[b] * same
+                self.lp += nodes[b] <= (0 if b in short else most) * (1 - same) + held[b] * same
+        for b, kept in enumerate(self._keep.get(bid.name, ())):
+            self.lp += nodes[b] == kept
+        return [self._pulp.LpAffineExpression(variable) for variable in nodes]
+
+    def _in_class(
+        self, j: str, bid: Bid, node_class: str, nodes: list[pulp.LpVariable], cap: list[int]
+    ) -> pulp.LpVariable:
+        """For each interval between ends, a choice of the number of nodes left of one class.
+
+        There are two binaries for each count and interval: with and without losing nodes at its
+        end, which costs a restart. Returns the one of having no nodes of the class.
+        """
+        problem, places = self._problem, self._problem.places
+        left = list(problem.places_by_class[node_class])
         ends = sorted(
-            {block.remaining_s for block in places if block.remaining_s < problem.horizon_s}
+            {places[b].remaining_s for b in left if places[b].remaining_s < problem.horizon_s}
         )
-        left = list(range(len(places)))
-        since = 0.0
+        curve, since = bid.curve_on(node_class), 0.0
         for i, end in enumerate([*ends, math.inf]):
             there = min(sum(cap[b] for b in left), bid.max_nodes)
             counts = [0, *bid.counts(there)] if i == 0 else range(there + 1)
@@ -228,31 +250,25 @@ class IntegerProgram:
                     (k, v) for k, v in loses.items()
                 )
             seconds = min(end, problem.horizon_s) - since
-            rate = {k: bid.curve.rate_at(bid.usable(k)) for k in counts}
+            rate = {k: curve.rate_at(bid.usable(k)) for k in counts}
             self._worth += [(seconds * rate[k], v) for k, v in stays.items()]
             self._worth += [((seconds - bid.rescale_down_s) * rate[k], v) for k, v in loses.items()]
             if i == 0:
-                self._change(
-                    j,
-                    bid,
-                    nodes,
-                    {k: [some[k] for some in (stays, loses) if k in some] for k in counts},
-                )
+                none = stays[0]
+                chosen = {k: [some[k] for some in (stays, loses) if k in some] for k in counts}
+                if node_class == bid.current_class:
+                    self._change(j, bid, nodes, chosen)
+                else:  # a move; having none of its old class is charged as a change to fewer
+                    cost = (bid.rescale_up_s - bid.rescale_down_s) * bid.current_rate
+                    moved = [v for k, variables in chosen.items() if k for v in variables]
+                    self._worth += [(-cost, variable) for variable in moved]
             left = [b for b in left if b not in going]
             since = end
-        if goes_on:
-            # Nodes that it could not start on can only be kept together with all others it holds.
-            same = self._binary(f'trainer_{j}_goes_on')
-            for b, most in enumerate(cap):
-                self.lp += nodes[b] >= held[b] * same
-                self.lp += nodes[b] <= (0 if b in short else most) * (1 - same) + held[b] * same
-        for b, kept in enumerate(self._keep.get(bid.name, ())):
-            self.lp += nodes[b] == kept
-        return [self._pulp.LpAffineExpression(variable) for variable in nodes]
+        return none
 
     def _change(
         self,
-        j: int,
+        j: str,
         bid: Bid,
         nodes: list[pulp.LpVariable],
         chosen: dict[int, list[pulp.LpVariable]],

@@ -1,0 +1,88 @@
+"""Node classes: every exact solver against brute force, and against the MILP on larger problems."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from parsl_freetrain.core.allocation.feasibility import objections
+from parsl_freetrain.core.allocation.incumbent import stay_put
+from parsl_freetrain.core.allocation.problem import Allocator, Bid, Block, Problem
+from parsl_freetrain.core.allocation.solvers.class_search import ClassAllocator
+from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
+from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
+from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
+from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
+from parsl_freetrain.core.model.types import ScalingCurve
+from tests.core.allocation.test_allocation import check_against_brute_force
+from tests.support.allocation import (
+    assert_valid,
+    feasible,
+    problems_with_blocks,
+    rounding,
+    second_by_second,
+)
+from tests.support.class_problems import class_problem
+
+MILP, COLUMNS, DP = MilpAllocator(60.0), ColumnAllocator(60.0), DpAllocator()
+CLASSES = ClassAllocator(MILP)
+PROPERTIES = settings(
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+NAMES = ('a100', 'a40', 'cpu')
+
+
+@settings(PROPERTIES, max_examples=60)
+@given(problems_with_blocks(names=NAMES) | problems_with_blocks(names=NAMES, ends=(math.inf,)))
+def test_every_solver_finds_the_best_of_all_allocations(problem: Problem) -> None:
+    solvers: list[Allocator] = [MILP]
+    solvers += [s for s in (DP, CLASSES, COLUMNS) if s.applies(problem)]
+    check_against_brute_force(problem, solvers)
+
+
+@settings(PROPERTIES, max_examples=25)
+@given(problems_with_blocks(names=NAMES))
+def test_what_is_said_about_an_allocation(problem: Problem) -> None:
+    for _, allocation in zip(range(100), feasible(problem), strict=False):
+        assert problem.objective(allocation) == pytest.approx(
+            second_by_second(problem, allocation), rel=1e-9, abs=1e3 * rounding(problem)
+        )
+        assert objections(problem, allocation) == []
+    assert [s for s in objections(problem, stay_put(problem)) if 'Limit' not in s] == []
+    shared = EqualShareAllocator().allocate(problem)
+    if shared.status != 'infeasible':
+        assert_valid(problem, shared)
+
+
+@pytest.mark.parametrize('seed', range(4))
+def test_prices_by_class_agree_with_the_milp_where_enumeration_ends(seed: int) -> None:
+    problem = class_problem(random.Random(seed), trainers=12, nodes=16)
+    assert CLASSES.applies(problem)
+    found, reference = CLASSES.allocate(problem), MILP.allocate(problem)
+    assert found.solver == 'classes'
+    assert_valid(problem, found)
+    assert found.objective == pytest.approx(reference.objective, rel=1e-9)
+
+
+def test_too_many_near_choices_are_for_the_other_solver() -> None:
+    problem = class_problem(random.Random(1), trainers=12, nodes=16)
+    found = ClassAllocator(MILP, most_states=1).allocate(problem)
+    assert found.solver == 'milp'
+    assert found.objective == pytest.approx(CLASSES.allocate(problem).objective, rel=1e-9)
+
+
+@pytest.mark.parametrize('solver', [CLASSES, MILP, COLUMNS], ids=['classes', 'milp', 'columns'])
+def test_who_gains_most_gets_the_fast_nodes(solver: MilpAllocator) -> None:
+    def curve(rate: float) -> ScalingCurve:
+        return ScalingCurve.from_points({1: rate, 4: 4 * rate})
+
+    gpu = Bid('gpu', 1, 4, 0, 0, 0, curve(0), class_curves=(('a100', curve(9)), ('cpu', curve(1))))
+    any_node = Bid('any', 1, 4, 0, 0, 0, curve(5))
+    blocks = (Block('fast', 4, node_class='a100'), Block('slow', 4, node_class='cpu'))
+    answer = solver.allocate(Problem(100.0, 8, (any_node, gpu), blocks))
+    assert answer.by_block == {'any': {'slow': 4}, 'gpu': {'fast': 4}}
