@@ -520,7 +520,7 @@ def test_the_documentation_shows_what_is_answered(ask: Ask) -> None:
     ]
     problems = {block['id']: block for block in shown if 'horizon_s' in block}
     answers = [block for block in shown if 'status' in block]
-    assert len(answers) == 3
+    assert len(answers) == 4
     for answer in answers:
         (got,) = ask(
             problems[answer['id']], options=('--explain',) if 'explain' in answer else ()
