@@ -5,6 +5,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
 CHAOS_ARGS ?=
+VERSUS_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 # Parsl starts its own programs by name.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv demo test lint docs bench chaos delay storm evidence gpu clean
+.PHONY: help venv demo test lint docs bench chaos delay storm versus decisions evidence gpu clean
 
 help:
 	@echo 'make demo    train two networks in the holes of this computer (options: DEMO_ARGS)'
@@ -23,6 +24,8 @@ help:
 	@echo 'make chaos   strike a training 200 fragments long at random, and compare its weights (options: CHAOS_ARGS)'
 	@echo 'make delay   ordinary jobs on a real Slurm cluster, without FreeTrain and with it: who starts later (30 minutes)'
 	@echo 'make storm   a training on a real Slurm cluster that loses nodes and its scheduler for a minute'
+	@echo 'make versus  other systems and this one under the same kills, in turns (options: VERSUS_ARGS; an hour)'
+	@echo 'make decisions  the published optimiser and this one on recorded problems, where its code is at hand'
 	@echo 'make evidence  replay every row of docs/evidence-replay.md again, where the public records are at hand'
 	@echo 'make gpu     on a node with accelerators: what needs them, and a table for docs/measurements.md'
 	@echo 'make clean   remove what these made, .venv included'
@@ -67,6 +70,12 @@ delay: $(INSTALLED)
 storm: $(INSTALLED)
 	$(BIN)/python -m pytest -s tests/slurm/test_whole_training.py
 
+versus: $(INSTALLED)
+	$(BIN)/python -m tests.benchmarks.versus $(VERSUS_ARGS)
+
+decisions: $(INSTALLED)
+	$(BIN)/python -m tests.benchmarks.versus.decisions $(VERSUS_ARGS)
+
 evidence: $(INSTALLED)
 	$(BIN)/python -m tests.replay.evidence demo-out
 
@@ -74,5 +83,5 @@ gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -s -rs tests/gpu $(TEST_ARGS)
 
 clean:
-	rm -rf $(VENV) docs/_build demo-out runinfo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-versus docs/_build demo-out runinfo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

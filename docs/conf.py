@@ -19,7 +19,7 @@ version = release = __version__
 extensions = ['myst_parser', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'sphinx.ext.viewcode']
 myst_enable_extensions = ['colon_fence', 'deflist']
 myst_heading_anchors = 3
-exclude_patterns = ['_build', 'examples']
+exclude_patterns = ['_build', 'examples', 'versus.md']
 
 autodoc_member_order = 'bysource'
 autodoc_typehints = 'signature'
@@ -78,7 +78,20 @@ def draw_pipelines(app: Any, error: Exception | None) -> None:
         draw(Path(app.outdir) / '_static' / 'pipeline-schedules.png')
 
 
+def draw_versus(app: Any, error: Exception | None) -> None:
+    """The picture of docs/versus.md, if the comparison has been measured."""
+    measured = Path(__file__).with_name('versus.json')
+    if error is None and app.builder.format == 'html' and measured.exists():
+        from tests.benchmarks.versus.tables import columns_of, picture
+
+        picture(
+            columns_of(json.loads(measured.read_text())),
+            Path(app.outdir) / '_static' / 'versus.png',
+        )
+
+
 def setup(app: Any) -> None:
     app.connect('build-finished', draw_pipelines)
     app.connect('build-finished', draw_zero_delay)
     app.connect('build-finished', draw_workloads)
+    app.connect('build-finished', draw_versus)

@@ -1,0 +1,147 @@
+"""Ray Train with an elastic number of workers, on a Ray cluster of one raylet for each node."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.benchmarks.versus.machine import PEERS, Machine, free_port
+
+PYTHON = PEERS / 'bin' / 'python'
+SAVE_STEPS = 50  # all workers report a checkpoint together, so a clock cannot decide when
+# With Ray's defaults a lost node is noticed after half a minute. Shorter times than these lose
+# nodes that are only busy starting.
+QUICK = {
+    'RAY_health_check_initial_delay_ms': '5000',
+    'RAY_health_check_period_ms': '500',
+    'RAY_health_check_timeout_ms': '1000',
+    'RAY_health_check_failure_threshold': '3',
+    'RAY_raylet_start_wait_time_s': '120',
+    'RAY_TRAIN_HEALTH_CHECK_INTERVAL_S': '0.2',
+    'RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S': '20',
+    'RAY_USAGE_STATS_ENABLED': '0',
+    'RAY_TRAIN_METRICS_ENABLED': '0',
+    'RAY_ENABLE_UV_RUN_RUNTIME_ENV': '0',
+}
+
+
+class RayTrain:
+    name = 'Ray Train'
+    needs = 'ray'
+    blocks = False
+
+    def __init__(self) -> None:
+        self._port = free_port()
+
+    def start(self, machine: Machine, nodes: list[str]) -> None:
+        self._ray(machine, '', '--head', f'--port={self._port}', '--num-cpus=0')
+        for node in nodes:
+            self.join(machine, node)
+        machine.run(
+            ['python', '-m', __name__, f'127.0.0.1:{self._port}', str(machine.folder)],
+            python=PYTHON,
+            environment=QUICK,
+        )
+
+    def join(self, machine: Machine, node: str) -> None:
+        self._ray(machine, node, f'--address=127.0.0.1:{self._port}', '--num-cpus=1')
+
+    def leave(self, machine: Machine, node: str) -> None:
+        pass
+
+    def _ray(self, machine: Machine, node: str, *options: str) -> None:
+        head = '--head' in options
+        machine.run(
+            [
+                'ray',
+                'start',
+                *options,
+                '--node-ip-address=127.0.0.1',
+                '--block',
+                '--object-store-memory=80000000',
+                '--disable-usage-stats',
+                *(['--include-dashboard=false', f'--temp-dir={machine.folder}/r'] if head else []),
+            ],
+            node,
+            python=PYTHON,
+            environment=QUICK,
+        )
+
+
+def train() -> None:
+    import os
+    import tempfile
+
+    import ray.train
+    import ray.train.torch
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from tests.benchmarks.versus.training import BATCH, Batches, StepLog, network, optimizer_of
+
+    torch.set_num_threads(1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = network()
+    optimizer = optimizer_of(model)
+    position = 0
+    if (saved := ray.train.get_checkpoint()) is not None:
+        with saved.as_directory() as folder:
+            state = torch.load(os.path.join(folder, 'saved.pt'), weights_only=True)
+        model.load_state_dict(state['model'])
+        optimizer.load_state_dict(state['optimizer'])
+        position = state['position']
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    batches, log = Batches(), StepLog(model)
+    while True:
+        x, y, factor = batches.part(position, rank, world)
+        optimizer.zero_grad()
+        (factor * nn.functional.cross_entropy(wrapped(x), y)).backward()
+        optimizer.step()
+        log.step(position, world)
+        position += BATCH
+        if position // BATCH % SAVE_STEPS == 0:
+            with tempfile.TemporaryDirectory() as folder:
+                checkpoint = None
+                if rank == 0:
+                    state = {
+                        'model': model.state_dict(),
+                        'optimizer': optimizer.state_dict(),
+                        'position': position,
+                    }
+                    torch.save(state, os.path.join(folder, 'saved.pt'))
+                    checkpoint = ray.train.Checkpoint.from_directory(folder)
+                ray.train.report({'position': position}, checkpoint=checkpoint)
+
+
+def main(address: str, folder: str) -> None:
+    import time
+
+    import ray
+    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    while True:
+        try:
+            ray.init(address=address, log_to_driver=True)
+            break
+        except ConnectionError:
+            time.sleep(0.1)
+    TorchTrainer(
+        train,
+        scaling_config=ScalingConfig(
+            num_workers=(1, 4),
+            resources_per_worker={'CPU': 1},
+            elastic_resize_monitor_interval_s=1.0,
+        ),
+        run_config=RunConfig(
+            name='versus',
+            storage_path=f'{folder}/storage',
+            failure_config=FailureConfig(max_failures=-1),
+            checkpoint_config=CheckpointConfig(num_to_keep=2),
+        ),
+        torch_config=TorchConfig(backend='gloo', timeout_s=30),
+    ).fit()
+
+
+if __name__ == '__main__':
+    main(*sys.argv[1:])

@@ -1,0 +1,71 @@
+"""Plain DDP in a loop that starts all ranks again when one of them ends or nodes come and go."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.benchmarks.versus import plain_ddp
+from tests.benchmarks.versus.machine import Machine, free_port
+from tests.benchmarks.versus.training import NODE_VARIABLE
+
+
+class RestartLoop:
+    name = 'restart loop, plain DDP'
+    needs = ''
+    blocks = False
+
+    def start(self, machine: Machine, nodes: list[str]) -> None:
+        (machine.folder / 'nodes').mkdir()
+        for node in nodes:
+            self.join(machine, node)
+        saved = {plain_ddp.SAVED: f'{machine.folder}/saved.pt'}
+        machine.run(['python', '-m', __name__], environment=saved)
+
+    def join(self, machine: Machine, node: str) -> None:
+        (machine.folder / 'nodes' / node).touch()
+
+    def leave(self, machine: Machine, node: str) -> None:
+        (machine.folder / 'nodes' / node).unlink()
+
+
+def ranks_on(nodes: list[str]) -> list[subprocess.Popen[bytes]]:
+    port = str(free_port())
+    return [
+        subprocess.Popen(
+            [sys.executable, '-m', plain_ddp.__name__],
+            env={
+                **os.environ,
+                NODE_VARIABLE: node,
+                'RANK': str(rank),
+                'WORLD_SIZE': str(len(nodes)),
+                'MASTER_ADDR': '127.0.0.1',
+                'MASTER_PORT': port,
+            },
+        )
+        for rank, node in enumerate(nodes)
+    ]
+
+
+def loop() -> None:
+    while True:
+        nodes = sorted(path.name for path in Path('nodes').iterdir())
+        ranks = ranks_on(nodes)
+        while all(rank.poll() is None for rank in ranks):
+            time.sleep(0.02)
+            if sorted(path.name for path in Path('nodes').iterdir()) > nodes:
+                ranks[0].terminate()  # it saves first
+                try:
+                    ranks[0].wait(5)
+                except subprocess.TimeoutExpired:
+                    pass
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+if __name__ == '__main__':
+    loop()

@@ -1,0 +1,44 @@
+"""torchrun with a range of nodes, one agent for each node."""
+
+from __future__ import annotations
+
+from tests.benchmarks.versus import plain_ddp
+from tests.benchmarks.versus.machine import Machine, free_port
+
+
+class TorchrunElastic:
+    name = 'torchrun elastic'
+    needs = ''
+    blocks = False
+
+    def __init__(self) -> None:
+        self._port = free_port()
+
+    def start(self, machine: Machine, nodes: list[str]) -> None:
+        for node in nodes:
+            self.join(machine, node)
+
+    def join(self, machine: Machine, node: str) -> None:
+        machine.run(
+            [
+                'torchrun',
+                '--nnodes=1:4',
+                '--nproc-per-node=1',
+                '--max-restarts=1000',
+                '--monitor-interval=0.1',
+                '--rdzv-backend=c10d',
+                f'--rdzv-endpoint=127.0.0.1:{self._port}',
+                '--rdzv-id=versus',
+                # The first node, which is never killed, has the store; a lost agent counts as lost
+                # after three seconds, and a round closes one second after it could begin.
+                f'--rdzv-conf=is_host={int(node == "node0")},last_call_timeout=1,'
+                'keep_alive_interval=1,keep_alive_max_attempt=3',
+                '-m',
+                plain_ddp.__name__,
+            ],
+            node,
+            {plain_ddp.SAVED: f'{machine.folder}/saved.pt'},
+        )
+
+    def leave(self, machine: Machine, node: str) -> None:
+        pass

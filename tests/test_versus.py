@@ -1,0 +1,93 @@
+"""What the comparison with other systems reads from the log of a run."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.benchmarks.versus.machine import Step
+from tests.benchmarks.versus.measures import (
+    ARRIVAL,
+    RANK,
+    Event,
+    Run,
+    cpu_ms,
+    next_step,
+    same_bits,
+    work,
+)
+from tests.benchmarks.versus.tables import ROWS, Column, cell, markdown
+from tests.benchmarks.versus.training import BATCH, Batches
+
+# Steps of 1 s: three on 3 ranks, a rank is killed in the fourth, which one survivor still ends; the
+# training goes on at 8 s, from one step before, and has a fourth node from 11 s on.
+KILLED, ARRIVED = Event(RANK, 3.5, 3), Event(ARRIVAL, 9.5, 4)
+
+
+def steps(first: int, count: int, at: float, ranks: range, digest: str | None = None) -> list[Step]:
+    return [
+        Step(f'n{r}', 10 * int(at) + r, at + i, at + i + 0.9, 0.1 * i, BATCH * (first + i),
+             len(ranks), digest)
+        for i, r in itertools.product(range(count), ranks)
+    ]  # fmt: skip
+
+
+LOG = (
+    *steps(0, 3, 0.0, range(3)),
+    *steps(3, 1, 3.0, range(1)),
+    *steps(3, 3, 8.0, range(3)),
+    *steps(6, 2, 11.0, range(4)),
+)
+RUN = Run(-5.0, 13.0, 3, (KILLED, ARRIVED), LOG)
+
+
+def test_a_step_that_had_begun_before_the_kill_is_not_the_next_one() -> None:
+    assert next_step(RUN, KILLED) == pytest.approx(8.9 - 3.5)
+
+
+def test_an_arrival_is_over_with_a_step_on_all_nodes() -> None:
+    assert next_step(RUN, ARRIVED) == pytest.approx(11.9 - 9.5)
+
+
+def test_an_event_without_a_step_before_the_next_one_has_no_time() -> None:
+    late = Event(RANK, 12.95, 4)
+    assert next_step(Run(0.0, 14.0, 3, (late,), LOG), late) is None
+    assert cell(ROWS['rank'], [None, None]) == 'not in time'
+    assert cell(ROWS['rank'], [None, 2.0, 4.0]) == '3.00 (2.00 to 4.00), 1 of 3 not in time'
+
+
+def test_samples_trained_again_count_once() -> None:
+    done = work(RUN)
+    assert (done.useful, done.repeated) == (8 * BATCH, BATCH)
+    assert done.samples_per_s == pytest.approx(8 * BATCH / (13.0 - 0.9))
+    assert done.goodput == pytest.approx(8 * 0.9 / (13.0 - 0.9))
+
+
+def test_bits_are_the_same_where_both_have_a_digest() -> None:
+    one, other = steps(0, 1, 0.0, range(2), 'a'), steps(0, 1, 0.0, range(3), 'b')
+    assert same_bits(one, one) is True
+    assert same_bits(one, other) is False
+    assert same_bits([*one, *other], one) is False
+    assert same_bits(one, LOG) is None
+
+
+def test_cpu_time_is_that_of_undisturbed_steps() -> None:
+    assert cpu_ms(RUN) is None  # too few
+    assert cpu_ms(Run(0.0, 20.0, 3, (), tuple(steps(0, 9, 0.0, range(3))))) == pytest.approx(100)
+
+
+def test_ranks_divide_a_batch_among_them() -> None:
+    batches = Batches()
+    whole = batches.part(BATCH, 0, 1)[0].tolist()
+    parts = [batches.part(BATCH, rank, 3) for rank in range(3)]
+    assert [row for x, _, _ in parts for row in x.tolist()] == whole
+    assert sum(factor for _, _, factor in parts) == pytest.approx(3)
+
+
+def test_what_could_not_be_run_has_its_reason() -> None:
+    there, missing = Column('one'), Column('two', 'not installed: no wheel')
+    there.add(RUN, None)
+    assert '| | one |' in markdown([there, missing])
+    assert '- two: not installed: no wheel' in markdown([there, missing])
+    assert '| no blocks |' in markdown([there, missing])
