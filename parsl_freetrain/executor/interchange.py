@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
-import sys
 from typing import Any
 
 import zmq
@@ -19,8 +17,6 @@ from parsl.app.errors import RemoteExceptionWrapper
 from parsl.executors.high_throughput.errors import ManagerLost
 from parsl.executors.high_throughput.interchange import Interchange
 from parsl.serialize import serialize
-
-from parsl_freetrain.host.processes import allow_open_files
 
 PIN = 'freetrain_manager'
 
@@ -92,10 +88,3 @@ class PinningInterchange(Interchange):
         failure = serialize(RemoteExceptionWrapper(type(error), error, None))
         result = {'type': 'result', 'task_id': task_id, 'exception': failure}
         self.results_outgoing.send(pickle.dumps(result))
-
-
-if __name__ == '__main__':
-    # Ctrl-C reaches the whole terminal; the submitting process ends this one in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    allow_open_files()
-    PinningInterchange(**pickle.load(sys.stdin.buffer)).start()  # noqa: S301

@@ -20,7 +20,7 @@ from parsl_freetrain.core.model.settings import Settings
 from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.host.network import address_of
 
-INTERCHANGE = (sys.executable, '-m', 'parsl_freetrain.executor.interchange')
+INTERCHANGE = (sys.executable, '-m', 'parsl_freetrain.executor.interchange_process')
 LAUNCH_CMD = DEFAULT_LAUNCH_CMD.replace(
     'process_worker_pool.py', 'python3 -P -m parsl_freetrain.executor.block.manager'
 )

@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 from parsl_freetrain.executor.block.leftovers import own_names
+from parsl_freetrain.executor.parsl_import import import_parsl
 
 POOL = 'parsl.executors.high_throughput.process_worker_pool'
 
@@ -35,19 +36,6 @@ def main() -> None:
         context: Any = multiprocessing.get_context('forkserver')
         parsl.multiprocessing.SpawnContext = context
         runpy.run_module(POOL, run_name='__main__', alter_sys=True)
-
-
-def import_parsl() -> None:
-    """Import Parsl without its monitoring database, which a node does not use, and which takes half
-    of the time where SQLAlchemy is installed.
-    """
-    hidden = 'sqlalchemy' not in sys.modules
-    if hidden:
-        sys.modules['sqlalchemy'] = None  # type: ignore[assignment]
-    import parsl  # noqa: F401
-
-    if hidden:
-        del sys.modules['sqlalchemy']
 
 
 def fork_server() -> None:
