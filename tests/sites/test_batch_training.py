@@ -28,6 +28,7 @@ from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.sites.pbspro import PALS
 from parsl_freetrain.sites.protocols import Site
 from tests.sites.batch_blocks import QUICK
+from tests.support import template
 from tests.support.batch_tests import Rehearsal
 from tests.support.training import freetrain
 from tests.support.waiting import LIMIT_S
@@ -75,6 +76,15 @@ def further(futures: dict[str, TrainingFuture], samples: int = 480) -> None:
     ):
         assert time.monotonic() < end
         threading.Event().wait(0.1)
+
+
+@pytest.fixture(autouse=True)
+def nodes_share_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of their many blocks would import torch again. The machine's scheduler knows only the
+    first process of a node, whichever the others are.
+    """
+    for name, value in template.for_nodes().items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope='module')

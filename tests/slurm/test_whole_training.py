@@ -19,6 +19,7 @@ import pytest
 
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import RunHistory
+from tests.support import template
 from tests.support.slurm import Cluster
 from tests.support.waiting import LIMIT_S
 
@@ -97,7 +98,7 @@ def digits(folder: Path) -> Iterator[Run]:
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=subprocess.STDOUT,
-            env={**os.environ, 'PYTHONPATH': os.getcwd()},
+            env={**os.environ, **template.for_nodes(), 'PYTHONPATH': os.getcwd()},
             cwd=folder,
         )
     try:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.node_agent import TEMPLATE_VARIABLE
 from tests.support.waiting import LIMIT_S
 
 start_by_itself = WarmParent.start_template
@@ -33,6 +34,16 @@ def name() -> str:
         )
         _Session.template.wait_ready(LIMIT_S)
     return _Session.template.name
+
+
+def for_nodes() -> dict[str, str]:
+    """Environment in which the nodes of a batch scheduler, all of them this computer, fork from the
+    session's template.
+
+    For trainings of many blocks, whose nodes would import torch once each, and where it does not
+    matter which of a node's processes its scheduler sees.
+    """
+    return {TEMPLATE_VARIABLE: name()}
 
 
 def pids() -> set[int]:

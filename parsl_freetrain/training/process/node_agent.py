@@ -39,6 +39,7 @@ from pathlib import Path
 from parsl_freetrain.host.processes import start_of
 from parsl_freetrain.training.process.block_lease import Succession
 from parsl_freetrain.training.process.channel import Channel, is_ours
+from parsl_freetrain.training.process.fork_address import connect
 from parsl_freetrain.training.process.fork_client import WarmParent
 from parsl_freetrain.training.process.linux import adopt_orphans, die_with_parent, end_descendants
 from parsl_freetrain.training.spec.codec import Decoder
@@ -67,8 +68,15 @@ def heed_notices() -> None:
 
 
 def template_of_node() -> str | None:
-    """The name of the template of fork servers that this node's first process has started."""
-    return os.environ.get(TEMPLATE_VARIABLE)
+    """The name of the template of fork servers that this node's first process has started, or
+    whoever started that one; None if there is none.
+    """
+    name = os.environ.get(TEMPLATE_VARIABLE)
+    sock = connect(name) if name else None
+    if sock is None:
+        return None
+    sock.close()
+    return name
 
 
 def listen_for_notices() -> Channel[Notice] | None:
@@ -265,7 +273,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGKILL
     adopt_orphans()
     job = os.environ.get(given.job_variable, '')
-    template = _start_template(given.warm) if given.warm else None
+    # Several nodes may be one computer, and share a template.
+    template = _start_template(given.warm) if given.warm and not template_of_node() else None
     try:
         return Node(
             given.command,
