@@ -17,6 +17,7 @@ from parsl_freetrain.training.process import node_agent
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.fork_client import WarmParent
 from parsl_freetrain.training.spec.messages import Notice
+from tests.support import template
 from tests.support.waiting import LIMIT_S
 
 # What a manager is to it: says its notice address, then lives until its input ends.
@@ -63,11 +64,12 @@ def test_torch_is_imported_beside_the_command_and_ends_with_the_node(tmp_path: P
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        env={**os.environ, node_agent.TEMPLATE_VARIABLE: 'of-a-node-elsewhere'},
     ) as process:
         assert process.stdin is not None and process.stdout is not None
-        template = process.stdout.readline().strip()
+        its_own = process.stdout.readline().strip()
         log = tmp_path / 'server.log'
-        server = WarmParent.start(f'node-of-{template}', process.pid, str(log), template)
+        server = WarmParent.start(f'node-of-{its_own}', process.pid, str(log), its_own)
         server.wait_ready(LIMIT_S)
         assert server._process is None, 'it was forked, and has not imported torch itself'
         assert server.pid is not None
@@ -76,7 +78,25 @@ def test_torch_is_imported_beside_the_command_and_ends_with_the_node(tmp_path: P
         assert process.wait(LIMIT_S) == 0
         assert gone(server.pid)
     [its_log] = (tmp_path / 'logs').iterdir()
-    assert its_log.name == f'warm-{template}.log'
+    assert its_log.name == f'warm-{its_own}.log'
+
+
+def test_nodes_of_one_computer_may_share_a_template(tmp_path: Path) -> None:
+    shared = template.for_nodes()
+    command = f'import os; print(os.environ["{node_agent.TEMPLATE_VARIABLE}"])'
+    done = subprocess.run(
+        [
+            *(sys.executable, '-P', '-m', 'parsl_freetrain.training.process.node_agent'),
+            *('--warm', str(tmp_path / 'logs'), sys.executable, '-c', command),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **shared},
+        timeout=LIMIT_S,
+        check=True,
+    )
+    assert done.stdout.strip() == shared[node_agent.TEMPLATE_VARIABLE]
+    assert not (tmp_path / 'logs').exists()
 
 
 @contextmanager
