@@ -186,8 +186,13 @@ def collect(content: Mapping[str, Any], position: Position) -> State:
 
 
 def read_state(path: str, *, verify: bool = False) -> Saved:
-    """Read the checkpoint in the directory ``path``. Tensors are on the CPU. No code of the file is
-    run. ``verify``: compare the digests of what is read.
+    """Read the checkpoint in the directory ``path``, as :func:`read_split` does."""
+    return assemble(path, read_split(path, verify=verify))
+
+
+def read_split(path: str, *, verify: bool = False) -> State:
+    """Read the checkpoint in the directory ``path``, as a split state. Tensors are on the CPU. No
+    code of the file is run. ``verify``: compare the digests of what is read.
 
     Raises
     ------
@@ -198,7 +203,7 @@ def read_state(path: str, *, verify: bool = False) -> Saved:
     """
     reader = PartReader(Path(path), verify=verify)
     wanted = {name: Box.whole(shape) for name, shape in reader.shapes().items()}
-    return assemble(path, State(reader.read(wanted), reader.structure()))
+    return State(reader.read(wanted), reader.structure())
 
 
 def assemble(path: str, state: State) -> Saved:

@@ -1,19 +1,20 @@
-"""Some of the ranks of a fragment: those of one process group."""
+"""Some of the ranks of a fragment: those of one process group, or of one node."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from parsl_freetrain.training.comm.collectives import Alone
+from parsl_freetrain.training.comm.collectives import Alone, as_peer_loss, broadcast_into
 from parsl_freetrain.training.comm.devices import GLOO
+from parsl_freetrain.training.spec.order import RankPlace
 
 
 class Subgroup(Alone):
-    """The ranks of a process group, numbered as in the group. Only :meth:`gather` and
-    :meth:`all_to_all` exchange.
+    """The ranks of a process group, numbered as in the group. Only :meth:`gather`,
+    :meth:`all_to_all` and :meth:`broadcast` exchange.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -33,3 +34,23 @@ class Subgroup(Alone):
         got = own.new_empty(sum(received))
         dist.all_to_all_single(got, own, list(received), list(sent), group=self._group)
         return got.to(row.device)
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        with as_peer_loss():
+            for tensor in tensors:
+                source = dist.get_global_rank(self._group, 0)
+                broadcast_into(tensor, src=source, group=self._group)
+
+
+def ranks_of_node(place: RankPlace) -> Alone:
+    """The ranks of this node, which call this together; they exchange tensors on the CPU."""
+    each = place.world_size // place.nodes
+    if each == 1:
+        return Alone()
+    first = place.rank - place.rank % each
+    with as_peer_loss():
+        group = dist.new_group(
+            list(range(first, first + each)), backend=GLOO, use_local_synchronization=True
+        )
+    assert isinstance(group, dist.ProcessGroup)
+    return Subgroup(group)

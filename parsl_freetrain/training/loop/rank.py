@@ -159,7 +159,7 @@ def parts_of(
         )
     if order.spec.sharded:
         return begin_sharded(order, place, peers, channel, inbox, device, store)
-    latest, saved = start_of(order, store, peers)
+    latest, saved = start_of(order, place, store, peers)
     leaving = Leaving(order.trainer, peers, inbox)
     checkpointer = Checkpointer(store, order, channel, latest, leaving)
     return RankParts(order, place, peers, channel, inbox, checkpointer, device, saved)

@@ -7,18 +7,20 @@ from pathlib import Path
 
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint.manifest import Damaged, check_chosen, manifest_digest
-from parsl_freetrain.training.checkpoint.state import Saved, read_state
+from parsl_freetrain.training.checkpoint.state import Saved, State, assemble, read_split
 from parsl_freetrain.training.checkpoint.store import CheckpointStore
 from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.comm.subgroup import ranks_of_node
 from parsl_freetrain.training.loop.handover_receive import receive
-from parsl_freetrain.training.spec.order import FragmentOrder
+from parsl_freetrain.training.loop.node_reading import read_once
+from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
 
 
 def start_of(
-    order: FragmentOrder, store: CheckpointStore, peers: Peers
+    order: FragmentOrder, place: RankPlace, store: CheckpointStore, peers: Peers
 ) -> tuple[Checkpoint | None, Saved | None]:
     """Fence earlier fragments, and give all ranks the state to continue from. All ranks call this
-    together.
+    together. On each node, one of them reads.
 
     Returns
     -------
@@ -29,9 +31,10 @@ def start_of(
     saved = receive(handed, order.trainer, peers) if handed is not None else None
     in_memory = saved is not None
     latest: Checkpoint | None = None
+    read: State | None = None
 
     def find() -> str:
-        nonlocal latest, saved
+        nonlocal latest, read
         digest = ''
         store.fence(order.fragment)
         if saved is not None and handed is not None:
@@ -39,10 +42,10 @@ def start_of(
                 order.trainer, handed.path, handed.samples, handed.fragment, dict(handed.metrics)
             )
         else:
-            while saved is None and (latest := store.newest()) is not None:
+            while read is None and (latest := store.newest()) is not None:
                 try:
                     digest = manifest_digest(Path(latest.path))
-                    saved = read_state(latest.path, verify=True)
+                    read = read_split(latest.path, verify=True)
                 except Damaged as damage:
                     store.put_aside(Path(latest.path), str(damage))
         return json.dumps([latest.path if latest is not None else '', digest])
@@ -50,9 +53,18 @@ def start_of(
     # Rank 0 verifies what it reads, and chooses; the ranks might choose differently if each looked
     # for itself.
     path, digest = json.loads(peers.tell('checkpoint', find))
-    if path:
-        print(f'Going on from checkpoint {path}{", as it is in memory" if in_memory else ""}')
-    if saved is None and path:
+    if path and in_memory:
+        print(f'Going on from checkpoint {path}, as it is in memory')
+
+    def read_here() -> State:
+        if read is not None:
+            return read
         check_chosen(Path(path), Path(order.store), digest)
-        saved = read_state(path)
+        return read_split(path)
+
+    if saved is None and path:
+        node = ranks_of_node(place)
+        reader = f', which rank {place.rank - node.rank} reads for this node' if node.rank else ''
+        print(f'Going on from checkpoint {path}{reader}')
+        saved = assemble(path, read_once(node, read_here))
     return latest, saved

@@ -169,6 +169,8 @@ def test_cuts_kills_and_world_sizes_do_not_change_a_bit(
             warm, ordered, world_size, tmp_path, train, optimizer_name=name, clip=clip, **happens
         ) as gang:
             hows.append({outcome.how or 'killed' for outcome in gang.run()})
+            others = [rank.log.read_text() for rank in gang.ranks[1:]]
+            assert all('which rank 0 reads for this node' in log for log in others)
     assert hows == [
         {'stopped'},
         {'stopped'},

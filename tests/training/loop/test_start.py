@@ -16,6 +16,7 @@ from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import sort_out
 from parsl_freetrain.training.comm.collectives import Alone
 from parsl_freetrain.training.loop.start import start_of
+from parsl_freetrain.training.spec.order import RankPlace
 from parsl_freetrain.training.spec.retention import Retention
 from tests.support.ranks import order
 
@@ -41,7 +42,7 @@ def test_a_damaged_file_is_found_while_it_is_read(
     content = bytearray((path := Path(newest.path, file)).read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    latest, saved = start_of(order(tmp_path, 2), store, Alone())
+    latest, saved = start_of(order(tmp_path, 2), RankPlace(0, 1, 0, 1, ''), store, Alone())
     assert saved is not None
     assert (latest, saved.position.samples) == (before, 8)
     assert len(store.set_aside) == 1
