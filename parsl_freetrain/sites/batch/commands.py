@@ -5,6 +5,7 @@ shell.
 from __future__ import annotations
 
 import os
+import pwd
 import subprocess
 import threading
 from collections import Counter
@@ -165,6 +166,14 @@ class Commands:
                 f'{" ".join(command)} failed with status {done.returncode}: '
                 f'{in_one_line(done.stderr, command[0])}'
             )
+
+
+def own_name() -> str:
+    """This user's name, or number where it has no name."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 def in_one_line(stderr: str, command: str = '') -> str:

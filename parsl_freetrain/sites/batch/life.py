@@ -45,6 +45,7 @@ _MEANING = {
     JobState.ENDING: BlockLife.ENDING,
     JobState.COMPLETED: BlockLife.COMPLETED,
     JobState.FAILED: BlockLife.FAILED,
+    JobState.TERMINATED: BlockLife.GIVEN_BACK,
     JobState.TIMED_OUT: BlockLife.TIME_LIMIT,
     JobState.PREEMPTED: BlockLife.PREEMPTED,
     JobState.CANCELLED: BlockLife.CANCELLED_BY_OTHERS,

@@ -14,7 +14,8 @@ class JobState(StrEnum):
 
     PENDING waits for nodes; HELD waits for something else; STARTING has nodes that are being made
     ready; ENDING still holds its nodes. DEADLINE was dropped because it could not end in time.
-    UNKNOWN is a word that nobody has documented; it never means that a job is over.
+    TERMINATED ended because of a SIGTERM, and FAILED by another error. UNKNOWN is a word that
+    nobody has documented; it never means that a job is over.
     """
 
     PENDING = 'PENDING'
@@ -25,6 +26,7 @@ class JobState(StrEnum):
     ENDING = 'ENDING'
     COMPLETED = 'COMPLETED'
     FAILED = 'FAILED'
+    TERMINATED = 'TERMINATED'
     TIMED_OUT = 'TIMED_OUT'
     PREEMPTED = 'PREEMPTED'
     CANCELLED = 'CANCELLED'
@@ -44,6 +46,7 @@ _OVER = frozenset(
     {
         JobState.COMPLETED,
         JobState.FAILED,
+        JobState.TERMINATED,
         JobState.TIMED_OUT,
         JobState.PREEMPTED,
         JobState.CANCELLED,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import pwd
 import threading
 from collections.abc import Callable, Collection, Sequence
 
@@ -13,7 +11,7 @@ from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.sites.batch.book import BatchBlock, Book
-from parsl_freetrain.sites.batch.commands import SchedulerSilent
+from parsl_freetrain.sites.batch.commands import SchedulerSilent, own_name
 from parsl_freetrain.sites.batch.demand import Needs, needs, waits
 from parsl_freetrain.sites.batch.holes import windows
 from parsl_freetrain.sites.batch.offers import OfferLog
@@ -54,7 +52,7 @@ class BlockTracker:
         self._unanswered = unanswered
         self._watch = QueueWatch(scheduler, options, clock)
         self._wanted = scheduler.wanted()
-        self._user = _user()
+        self._user = own_name()
         self._lock = threading.Lock()
         self._book = Book()
         self._patience = Patience(4 * options.start_s)
@@ -299,10 +297,3 @@ class BlockTracker:
             self._unanswered -= {job.name for job in strays}
         except SchedulerSilent as error:
             logger.warning('Blocks %s are still to be cancelled: %s', alive, error)
-
-
-def _user() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())

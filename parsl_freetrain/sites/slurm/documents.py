@@ -13,7 +13,7 @@ from typing import Any
 
 from parsl_freetrain.sites.batch.records import BatchJob, Nodes, NotUnderstood
 from parsl_freetrain.sites.slurm.hostlist import expand
-from parsl_freetrain.sites.slurm.states import state_of
+from parsl_freetrain.sites.slurm.states import end_of, state_of
 from parsl_freetrain.sites.slurm.text import features_of, gpus_of, is_blocked, tasks_of
 
 JOBS = ('squeue', '--json')
@@ -61,7 +61,7 @@ def _job(job: dict[str, Any]) -> BatchJob:
     preempted = _number(job.get('preempt_time', 0))
     return BatchJob(
         str(job['job_id']),
-        state_of(word),
+        end_of(state_of(word), *_exit(job.get('exit_code'))),
         job['partition'],
         int(_number(job['node_count']) or 0),
         _number(job['start_time']),
@@ -137,6 +137,15 @@ def _words(state: str | list[str]) -> list[str]:
     if not words:
         raise NotUnderstood('a state in the document is empty')
     return words
+
+
+def _exit(code: Any) -> tuple[int, int]:
+    """Exit status and signal of an exit code: in 22.05 a number as of ``wait``."""
+    if isinstance(code, dict):
+        number = code.get('signal') or {}
+        number = number.get('id', number.get('signal_id'))
+        return int(_number(code.get('return_code')) or 0), int(_number(number) or 0)
+    return (code or 0) >> 8, (code or 0) & 0x7F
 
 
 def _number(value: Any) -> float | None:

@@ -6,6 +6,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ from parsl_freetrain.sites.batch.commands import (
     SchedulerRefused,
     SchedulerSilent,
     in_one_line,
+    own_name,
 )
 from parsl_freetrain.sites.batch.holes import Wanted
 from parsl_freetrain.sites.batch.records import (
@@ -31,6 +33,7 @@ from parsl_freetrain.sites.slurm import documents, text
 from parsl_freetrain.sites.slurm.checks import partition_for
 from parsl_freetrain.sites.slurm.options import Form, SlurmOptions
 from parsl_freetrain.sites.slurm.script import render
+from parsl_freetrain.sites.slurm.states import end_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +61,8 @@ class Slurm:
             'Slurm', options.command_s, {**kept, 'SLURM_TIME_FORMAT': '%s'}, _MEDDLING
         )
         self._form: Form | None = None
+        self._user = own_name()
+        self._exits: dict[str, int] = {}  # of failed jobs, as of wait
 
     def queue(self) -> Partition:
         """The partition."""
@@ -73,7 +78,21 @@ class Slurm:
         """The queue, in the form that the options and the version say."""
         return self._in_form(
             lambda: documents.parse_jobs(self.client.ask(documents.JOBS)),
-            lambda: text.parse_jobs(self.client.ask(text.JOBS)),
+            lambda: self._with_ends(text.parse_jobs(self.client.ask(text.JOBS))),
+        )
+
+    def _with_ends(self, jobs: tuple[BatchJob, ...]) -> tuple[BatchJob, ...]:
+        """Each of this user's jobs that has failed, with how it ended; asked about once."""
+        failed = {j.job_id for j in jobs if j.state is JobState.FAILED and j.user == self._user}
+        self._exits = {job_id: code for job_id, code in self._exits.items() if job_id in failed}
+        if new := sorted(failed - self._exits.keys()):
+            found = text.parse_exits(self.client.ask(text.exits_of(new), accepted=(0, 1)))
+            self._exits |= {job_id: found.get(job_id, 0) for job_id in new}
+        return tuple(
+            replace(job, state=end_of(job.state, code >> 8, code & 0x7F))
+            if (code := self._exits.get(job.job_id))
+            else job
+            for job in jobs
         )
 
     def nodes(self) -> tuple[Nodes, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from parsl_freetrain.sites.batch.records import JobState
 
 _STATES = {
@@ -34,6 +36,17 @@ _STATES = {
     'BOOT_FAIL': JobState.BOOT_FAILED,
     'OUT_OF_MEMORY': JobState.OUT_OF_MEMORY,
 }
+
+
+_OF_SHELL = 128  # a shell's status for a command that a signal ended is this and the signal
+
+
+def end_of(state: JobState, status: int, signal_number: int) -> JobState:
+    """The state, given how the job's first process has ended. The notice of a preemption is a
+    SIGTERM, at which a block that is still starting just ends; for Slurm it has failed.
+    """
+    told = signal_number == signal.SIGTERM or status == _OF_SHELL + signal.SIGTERM
+    return JobState.TERMINATED if state is JobState.FAILED and told else state
 
 
 def state_of(words: str) -> JobState:

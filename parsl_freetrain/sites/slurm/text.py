@@ -17,7 +17,7 @@ from parsl_freetrain.sites.batch.records import (
     Partition,
 )
 from parsl_freetrain.sites.slurm.hostlist import expand
-from parsl_freetrain.sites.slurm.states import state_of
+from parsl_freetrain.sites.slurm.states import end_of, state_of
 
 # Names of jobs may hold any character but a line's end: they come last.
 _JOB_FIELDS = '%i|%T|%P|%D|%S|%e|%Y|%N|%u|%r|%l|%Q|%n|%j'
@@ -29,6 +29,7 @@ _MARKS = '*~#!%$@^-+'
 
 JOBS = ('squeue', '--noheader', '--all', '--states=all', f'--format={_JOB_FIELDS}')
 NODES = ('sinfo', '--noheader', '--all', f'--format={_NODE_FIELDS}')
+_EXITS = ('squeue', '--noheader', '--all', '--states=all', '--Format=JobID:32,exit_code:16')
 RESERVATIONS = ('scontrol', 'show', 'reservation', '--oneliner')
 PARTITIONS = ('scontrol', 'show', 'partition', '--all', '--oneliner')
 VERSION = ('squeue', '--version')
@@ -42,8 +43,19 @@ def history_of(job_ids: list[str]) -> tuple[str, ...]:
         '--noheader',
         '--parsable2',
         f'--jobs={",".join(job_ids)}',
-        '--format=JobIDRaw,State',
+        '--format=JobIDRaw,State,ExitCode',
     )
+
+
+def exits_of(job_ids: list[str]) -> tuple[str, ...]:
+    """The question how jobs have ended; ``--format`` has no field for that."""
+    return (*_EXITS, f'--jobs={",".join(job_ids)}')
+
+
+def parse_exits(answer: str) -> dict[str, int]:
+    """Statuses as of ``wait``, by job id, in the answer to :func:`exits_of`."""
+    lines = (line.split() for line in answer.splitlines())
+    return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdigit()}
 
 
 def parse_jobs(answer: str) -> tuple[BatchJob, ...]:
@@ -164,8 +176,13 @@ def _partition(fields: dict[str, str]) -> Partition:
 
 def parse_history(answer: str) -> dict[str, JobState]:
     """Final states in the answer to :func:`history_of`, by job id."""
-    lines = (line.split('|', 1) for line in answer.splitlines() if '|' in line)
-    return {job_id: state_of(state) for job_id, state in lines if state.strip()}
+    found = {}
+    for line in answer.splitlines():
+        job_id, state, ended = (*line.split('|'), '', '')[:3]
+        if state.strip():
+            status, _, number = ended.partition(':')
+            found[job_id] = end_of(state_of(state), _number(status), _number(number))
+    return found
 
 
 def parse_version(answer: str) -> tuple[int, int]:
@@ -252,6 +269,10 @@ def _count(text: str) -> int:
     if found is None:
         raise NotUnderstood(f'{text[:40]!r} is not a number')
     return int(float(found[1]) * {'': 1, 'K': 1024, 'M': 1024**2, 'G': 1024**3}[found[2]])
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else 0
 
 
 def _time(text: str) -> float | None:

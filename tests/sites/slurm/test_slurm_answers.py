@@ -258,10 +258,36 @@ def test_history_and_versions() -> None:
         '7': JobState.CANCELLED,
         '8': JobState.OUT_OF_MEMORY,
     }
+    ended = '1|FAILED|143:0\n2|FAILED|0:15\n3|FAILED|1:0\n4|CANCELLED by 0|0:15\n'
+    assert list(text.parse_history(ended).values()) == [
+        JobState.TERMINATED,
+        JobState.TERMINATED,
+        JobState.FAILED,
+        JobState.CANCELLED,
+    ]
     assert text.parse_version('slurm-wlm 22.05.8') == (22, 5)
     assert text.parse_version('slurm 24.11.1\n') == (24, 11)
     with pytest.raises(NotUnderstood):
         text.parse_version('none')
+
+
+@pytest.mark.parametrize(
+    ('code', 'state'),
+    [
+        (143 << 8, JobState.TERMINATED),  # as 22.05 writes it
+        (15, JobState.TERMINATED),
+        (1 << 8, JobState.FAILED),
+        ({'status': 'ERROR', 'return_code': 143}, JobState.TERMINATED),  # 23.02
+        (
+            {'status': ['SIGNALED'], 'return_code': number(0), 'signal': {'id': number(15)}},
+            JobState.TERMINATED,
+        ),
+        ({'status': ['ERROR'], 'return_code': number(2), 'signal': {}}, JobState.FAILED),
+    ],
+)
+def test_a_job_that_sigterm_has_ended_has_not_failed(code: object, state: JobState) -> None:
+    [job] = documents.parse_jobs(job_document(job_state=['FAILED'], exit_code=code))
+    assert job.state is state
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,16 @@ def test_a_preemption_is_told_at_once_and_ends_or_requeues_the_block(
     slurm.wait(lambda: slurm.state(other) == 'COMPLETED')
 
 
+def test_a_block_that_is_taken_while_it_starts_has_not_failed(slurm: Cluster, blocks: Make) -> None:
+    mine = blocks('scavenger', mode='preemptible')
+    told, failed = (mine.open(1, command=f'exit {status}') for status in (143, 3))
+    slurm.wait(lambda: all(mine.status(job).terminal for job in (told, failed)))
+    assert (mine.status(told).state, mine.status(failed).state) == (
+        JobState.TIMEOUT,
+        JobState.FAILED,
+    )
+
+
 @contextmanager
 def hung(slurm: Cluster) -> Iterator[None]:
     """slurmctld does not answer, and does not refuse either."""

@@ -44,6 +44,7 @@ def book() -> Book:
         (Seen(JobState.ENDING, ran=True), BlockLife.ENDING, ParslState.RUNNING),
         (Seen(JobState.COMPLETED, ran=True), BlockLife.COMPLETED, ParslState.COMPLETED),
         (Seen(JobState.FAILED, ran=True), BlockLife.FAILED, ParslState.FAILED),
+        (Seen(JobState.TERMINATED), BlockLife.GIVEN_BACK, ParslState.TIMEOUT),
         (Seen(JobState.TIMED_OUT, ran=True), BlockLife.TIME_LIMIT, ParslState.TIMEOUT),
         (Seen(JobState.PREEMPTED, ran=True), BlockLife.PREEMPTED, ParslState.TIMEOUT),
         (Seen(JobState.FAILED, ran=True, shortened=True), BlockLife.GIVEN_BACK, ParslState.TIMEOUT),
