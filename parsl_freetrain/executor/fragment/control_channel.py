@@ -6,16 +6,20 @@ connect here.
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
+import random
 import socket
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import zmq
 from parsl import curvezmq
 from parsl.addresses import tcp_url
 
+from parsl_freetrain.executor.fragment.connection_limit import ConnectionLimit
 from parsl_freetrain.training.spec.codec import Decoder, encode
 from parsl_freetrain.training.spec.messages import FromMember, MemberMessage, ToMember
 
@@ -45,11 +49,11 @@ class ControlServer:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 0)
-        # Each connection takes a file descriptor, whoever has opened it.
         self._router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        self.port: int = self._router.bind_to_random_port(
-            tcp_url(address or '*'), min_port=port_range[0], max_port=port_range[1]
-        )
+        listener = _listener(address or '', range(*port_range))
+        self.port: int = listener.getsockname()[1]
+        self._router.setsockopt(zmq.USE_FD, os.dup(listener.fileno()))
+        self._router.bind(tcp_url(address or '*', self.port))
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -58,6 +62,7 @@ class ControlServer:
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wake_reader, zmq.POLLIN)
         self._identities: dict[MemberKey, bytes] = {}
+        self._limit = ConnectionLimit(self._router, listener, lambda: len(self._identities))
         self._decoder: Decoder[FromMember] = Decoder(FromMember, 'a member of a fragment')
 
     def post(self, item: Any) -> None:
@@ -111,6 +116,7 @@ class ControlServer:
         }
 
     def close(self) -> None:
+        self._limit.close()
         self._router.close()
         self._context.term()  # type: ignore[no-untyped-call]
         self._wake_reader.close()
@@ -166,6 +172,20 @@ class ControlClient:
         self._context.term()  # type: ignore[no-untyped-call]
 
 
+def _listener(address: str, ports: range) -> socket.socket:
+    """A socket that listens at a free port, tried in random order; raises OSError.
+
+    What is in its backlog is accepted beyond the limit.
+    """
+    for port in random.sample(ports, len(ports)):
+        try:
+            return socket.create_server((address, port), backlog=100)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, f'no port from {ports.start} to {ports.stop - 1} is free')
+
+
 def reachable(addresses: list[str], port: int, timeout_s: float = 2.0) -> tuple[str, str]:
     """The first address at which ``port`` answers, and the own address from which it was reached.
 
@@ -174,9 +194,10 @@ def reachable(addresses: list[str], port: int, timeout_s: float = 2.0) -> tuple[
     ConnectionError
         If none does.
     """
-    for address in addresses:
+    # At its limit of connections the port does not answer for some seconds.
+    for limit_s, address in product((timeout_s, 5 * timeout_s), addresses):
         try:
-            with socket.create_connection((address, port), timeout_s) as connection:
+            with socket.create_connection((address, port), limit_s) as connection:
                 return address, str(connection.getsockname()[0])
         except OSError:
             continue

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import select
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +21,7 @@ from parsl_freetrain.executor.fragment.control_channel import (
     reachable,
 )
 from parsl_freetrain.training.spec.messages import FromMember, Hello, StopTraining
+from tests.support.waiting import wait_until
 
 KEY = ('cnn', 3, 1)
 
@@ -30,6 +36,62 @@ def server(cert_dir: str | None) -> Iterator[ControlServer]:
     server = ControlServer(cert_dir, '127.0.0.1', (50000, 60000))
     yield server
     server.close()
+
+
+def open_files() -> int:
+    return len(os.listdir('/proc/self/fd'))
+
+
+@pytest.fixture
+def few_files() -> Iterator[int]:
+    """This process may open only some hundred files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = open_files() + 250
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    yield most
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_connections_that_say_nothing_do_not_take_all_file_descriptors(few_files: int) -> None:
+    server = ControlServer(None, '127.0.0.1', (50000, 60000))
+    crowd = f"""
+import resource, socket, sys, time
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+held = []
+for _ in range(600):
+    held.append(socket.socket())
+    held[-1].setblocking(False)
+    held[-1].connect_ex(('127.0.0.1', {server.port}))
+    time.sleep(0.004)
+print('open', flush=True)
+sys.stdin.read()
+"""
+    members = []
+    try:
+        members.append(ControlClient(['127.0.0.1'], server.port, None, KEY))
+        members[0].send(Hello('early'))
+        assert next_item(lambda: from_server(server))
+        with subprocess.Popen(
+            [sys.executable, '-c', crowd], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None
+            most = 0
+            while not select.select([process.stdout], [], [], 0)[0]:
+                most = max(most, open_files())
+                members[0].send(Hello('still here'))
+                assert next_item(lambda: from_server(server))
+            process.kill()
+        assert most < few_files - 20
+        members.append(ControlClient(['127.0.0.1'] * 60, server.port, None, ('cnn', 3, 2)))
+        members[1].send(Hello('late'))
+        assert wait_until(
+            lambda: [said for said in from_server(server) if said.message == Hello('late')]
+        )
+    finally:
+        for member in members:
+            member.close()
+        server.close()
 
 
 def next_item(receive: Callable[[], Any]) -> Any:
