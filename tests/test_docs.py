@@ -43,7 +43,7 @@ def changed_lines(plain: str, changed: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ('script', 'lines'), [('digits', 10), ('transformers', 10), ('lightning', 10)]
+    ('script', 'lines'), [('digits', 10), ('transformers', 10), ('lightning', 10), ('images', 19)]
 )
 def test_at_most_ten_lines_change(script: str, lines: int) -> None:
     plain, freetrain = (
@@ -53,7 +53,8 @@ def test_at_most_ten_lines_change(script: str, lines: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ('page', 'scripts'), [('app.md', ['digits']), ('your-script.md', ['transformers', 'lightning'])]
+    ('page', 'scripts'),
+    [('app.md', ['digits']), ('your-script.md', ['transformers', 'lightning', 'images'])],
 )
 def test_lines_marked_as_different_are_those(page: str, scripts: list[str]) -> None:
     wanted = []

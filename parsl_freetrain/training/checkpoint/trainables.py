@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from parsl_freetrain.core.model.errors import BadInput
 
@@ -51,6 +52,17 @@ def sort_out(things: tuple[Any, ...], *, named: bool = False, sharded: bool = Fa
     """
     models, optimizers, schedulers, scalers = [], [], [], []
     for thing in things:
+        if isinstance(thing, DistributedDataParallel):
+            raise BadInput(
+                'ctx.prepare was given a model that is wrapped in DistributedDataParallel already, '
+                'so its gradients would be averaged twice: give it the model itself '
+                f'(a {type(thing.module).__name__}).'
+            )
+        if type(thing).__module__.startswith('accelerate.'):
+            raise BadInput(
+                f'ctx.prepare was given an {type(thing).__name__} of accelerate: leave out '
+                'accelerator.prepare, and give ctx.prepare what was given to it.'
+            )
         if isinstance(thing, torch.nn.Module):
             models.append(thing)
         elif isinstance(thing, torch.optim.Optimizer):

@@ -1,0 +1,106 @@
+"""Lightning Fabric in fragments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from parsl_freetrain.integrations.data_loaders import LoaderData
+from parsl_freetrain.integrations.lightning_arguments import check_options, unsupported
+from parsl_freetrain.training.loop.context import FragmentContext
+
+_HOW = {
+    'clip_gradients': 'say fabric.setup(..., clip_grad_norm=...)',
+    'load': 'training goes on from its last checkpoint by itself',
+    'no_backward_sync': 'the batch size of the data loader is the global batch',
+    'save': 'the app writes checkpoints',
+    'setup_dataloaders': 'give the DataLoader to fabric.loop',
+    'setup_module': 'give model and optimizer to fabric.setup',
+    'setup_optimizers': 'give model and optimizer to fabric.setup',
+}
+
+
+class Fabric:
+    """Stands for ``lightning.fabric.Fabric`` in a fragment: the app has launched the ranks.
+
+    ``setup`` is ``ctx.prepare``. In place of the loops over epochs and over what
+    ``setup_dataloaders`` gives, there is ``for batch in fabric.loop(dataloader)``.
+
+    Parameters
+    ----------
+    ctx
+        The fragment context.
+    precision
+        '32-true' or 'bf16-mixed'; for the latter, put the forward pass under ``autocast()``.
+    **options
+        Other arguments of ``lightning.fabric.Fabric``.
+
+    Raises
+    ------
+    BadInput
+        If an argument asks for what is not supported here.
+    """
+
+    def __init__(self, ctx: FragmentContext, *, precision: Any = '32-true', **options: Any) -> None:
+        check_options(ctx, precision, options)
+        self.ctx, self._bf16 = ctx, precision == 'bf16-mixed'
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith('__'):
+            raise AttributeError(name)
+        raise unsupported(f'fabric.{name}', _HOW.get(name, ''))
+
+    device = property(lambda self: self.ctx.device)
+    is_global_zero = property(lambda self: self.ctx.is_main)
+    global_rank = property(lambda self: self.ctx.rank)
+    local_rank = property(lambda self: self.ctx.local_rank)
+    world_size = property(lambda self: self.ctx.world_size)
+
+    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Call a function with this object; the ranks are there already."""
+        return None if function is None else function(self, *args, **kwargs)
+
+    def setup(self, *things: Any, clip_grad_norm: float | None = None) -> Any:
+        """As ``ctx.prepare``: a model, its optimizers and schedulers."""
+        return self.ctx.prepare(*things, clip_grad_norm=clip_grad_norm)
+
+    def loop(self, dataloader: Any) -> Any:
+        """As ``ctx.loop``, with the dataset and the settings of a DataLoader."""
+        data = LoaderData.of(dataloader, 'the training')
+        if data is None:
+            raise unsupported('fabric.loop without a DataLoader')
+        return self.ctx.loop(
+            data.dataset,
+            data.batch_size,
+            shuffle=data.shuffle,
+            collate_fn=data.collate_fn,
+            num_workers=data.num_workers,
+        )
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass."""
+        loss.backward()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """For the forward pass."""
+        return torch.autocast(self.ctx.device.type, torch.bfloat16, enabled=self._bf16)
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """As ``ctx.report``; it counts samples itself."""
+        self.log_dict({name: value})
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """As ``ctx.report``; it counts samples itself."""
+        self.ctx.report(**{name: torch.as_tensor(value).item() for name, value in metrics.items()})
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0."""
+        if self.is_global_zero:
+            print(*args, **kwargs)
+
+    def to_device(self, thing: Any) -> Any:
+        """A model or tensor on the device."""
+        return thing.to(self.ctx.device)

@@ -1,0 +1,127 @@
+"""The environment of torchrun, with accelerate and with several ranks; Lightning's Fabric; a script
+in the manner of timm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from parsl_freetrain import BadInput, FragmentContext
+from parsl_freetrain.integrations.accelerate import torchrun_environment
+from parsl_freetrain.training.process.fork_client import WarmParent
+from tests.support.examples import equal, example, in_this_process, killed_and_rescaled
+from tests.support.ranks import order, ranks
+
+DATA = TensorDataset(torch.arange(16.0).reshape(8, 2) / 16)
+NAMES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
+
+
+@pytest.fixture
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in NAMES:
+        monkeypatch.setenv(name, '')
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def steps(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
+    for (x,) in ctx.loop(DATA, 4):
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+
+
+def asks_accelerate(ctx: FragmentContext) -> Any:
+    accelerate = pytest.importorskip('accelerate', reason='needs the extra accelerate')
+    torchrun_environment(ctx)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if ctx.world_size > 1:
+        with pytest.raises(BadInput, match='wrapped in DistributedDataParallel already'):
+            ctx.prepare(DistributedDataParallel(model), optimizer)
+    with pytest.raises(BadInput, match='an AcceleratedOptimizer of accelerate: leave out'):
+        ctx.prepare(model, accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1)))
+    steps(ctx, *ctx.prepare(model, optimizer))
+    own = torch.tensor([accelerator.process_index + 1.0])
+    return [
+        accelerator.num_processes,
+        accelerator.is_main_process == ctx.is_main,
+        accelerator.gather(own).sum().item(),
+    ]
+
+
+def test_accelerate_finds_one_rank(own_environment: None) -> None:
+    checkpoint, _ = in_this_process(asks_accelerate, total_epochs=1)
+    assert checkpoint.result == [1, True, 1.0]
+    assert os.environ['RANK'] == os.environ['LOCAL_RANK'] == '0'
+
+
+def test_accelerate_finds_two_ranks_and_their_wrappers_are_refused(
+    warm: WarmParent, tmp_path: Path
+) -> None:
+    with ranks(warm, order(tmp_path, total_samples=8), 2, tmp_path, asks_accelerate) as gang:
+        outcomes = gang.run()
+    assert [o.how for o in outcomes] == ['finished'] * 2, outcomes
+    assert outcomes[0].result == '[2, true, 3.0]'
+
+
+def with_fabric(ctx: FragmentContext) -> None:
+    pytest.importorskip('lightning', reason='needs the extra lightning')
+    from parsl_freetrain.integrations.lightning_fabric import Fabric
+
+    def train(fabric: Any) -> None:
+        torch.manual_seed(1)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = fabric.setup(model, optimizer, clip_grad_norm=0.5)
+        for (x,) in fabric.loop(DataLoader(DATA, batch_size=4, shuffle=True)):
+            optimizer.zero_grad()
+            with fabric.autocast():
+                loss = model(x).pow(2).mean()
+            fabric.backward(loss)
+            optimizer.step()
+            fabric.log_dict({'loss': loss})
+        with pytest.raises(BadInput, match='fabric.save is not supported .*: the app writes'):
+            fabric.save('there', {})
+
+    Fabric(ctx, accelerator='auto').launch(train)
+
+
+def without_fabric(ctx: FragmentContext) -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps(ctx, *ctx.prepare(model, optimizer, clip_grad_norm=0.5))
+
+
+def test_fabric_trains_as_the_plain_loop() -> None:
+    checkpoint, weights = in_this_process(with_fabric, total_epochs=2)
+    _, plain = in_this_process(without_fabric, total_epochs=2)
+    assert equal(weights, plain) and 'loss' in checkpoint.metrics
+
+
+@pytest.mark.slow
+def test_killed_and_rescaled_a_script_like_those_of_timm_ends_with_equal_weights(
+    warm: WarmParent, tmp_path: Path
+) -> None:
+    app = example('images_freetrain').train
+    undisturbed, weights = in_this_process(app.function, total_epochs=app.spec.total_epochs)
+    outcome, cut = killed_and_rescaled(warm, tmp_path, app, at=500)
+    assert undisturbed.samples == outcome.samples and undisturbed.result == json.loads(
+        outcome.result
+    )
+    of_model = {name: its for name, its in cut.items() if not name.startswith('ema.')}
+    assert equal({f'model.{name}': its for name, its in weights.items()}, of_model)
