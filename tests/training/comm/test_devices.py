@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from parsl_freetrain import BadInput
 from parsl_freetrain.training.comm import devices
+from parsl_freetrain.training.comm.collectives import join
 from parsl_freetrain.training.comm.devices import (
     CUDA,
     GLOO,
@@ -29,6 +31,7 @@ from parsl_freetrain.training.comm.devices import (
 )
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.spec.order import RankPlace
 from tests.support.ranks import order, ranks
 
 VARIABLES = (*ROCM.variables, *XPU.variables)
@@ -189,6 +192,20 @@ def test_ranks_with_devices_use_their_backend_or_are_refused(
         return
     with pytest.raises(BadInput, match=backend):
         backend_for(names, kind)
+
+
+def test_the_interface_of_nccl_stays_as_the_environment_sets_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv('GLOO_SOCKET_IFNAME', '')
+    nobody: Any = None
+    for set_to, then in (('hsn0,hsn1', 'hsn0,hsn1'), (None, 'lo')):
+        monkeypatch.setenv('NCCL_SOCKET_IFNAME', '')
+        monkeypatch.delenv('NCCL_SOCKET_IFNAME')
+        if set_to is not None:
+            monkeypatch.setenv('NCCL_SOCKET_IFNAME', set_to)
+        join(order(tmp_path), RankPlace(1, 2, 1, 1, ''), nobody, nobody, '')
+        assert os.environ['NCCL_SOCKET_IFNAME'] == then
 
 
 def tells_its_backend(ctx: FragmentContext) -> None:

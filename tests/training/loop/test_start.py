@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch import nn
 
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint import manifest
-from parsl_freetrain.training.checkpoint.state import Position, collect, content_of
+from parsl_freetrain.training.checkpoint.state import Position, collect, content_of, read_split
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import sort_out
 from parsl_freetrain.training.comm.collectives import Alone
+from parsl_freetrain.training.loop.node_reading import read_once
 from parsl_freetrain.training.loop.start import start_of
 from parsl_freetrain.training.spec.order import RankPlace
 from parsl_freetrain.training.spec.retention import Retention
@@ -32,6 +34,32 @@ def save(store: PosixCheckpointStore, samples: int) -> Checkpoint:
     prepared = sort_out((model, torch.optim.SGD(model.parameters(), lr=0.1)))
     state = collect(content_of(prepared), Position(samples, 100, 7, 64, 8, 0))
     return store.save(state.write, samples=samples, fragment=1, metrics={})
+
+
+class OfTwo(Alone):
+    """One of two ranks of a node; what the first sends is kept for the second."""
+
+    world_size = 2
+
+    def __init__(self, rank: int, sent: list[torch.Tensor]) -> None:
+        self.rank, self._sent = rank, sent
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if self.rank == 0:
+                self._sent.append(tensor.clone())
+            else:
+                tensor.copy_(self._sent.pop(0))
+
+
+def test_one_rank_of_a_node_reads_for_all(store: PosixCheckpointStore) -> None:
+    path, sent = save(store, 8).path, list[torch.Tensor]()
+    first = read_once(OfTwo(0, sent), lambda: read_split(path, verify=True))
+    second = read_once(OfTwo(1, sent), lambda: pytest.fail('it reads'))
+    assert not sent
+    assert first.structure == second.structure
+    assert first.tensors.keys() == second.tensors.keys()
+    assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
 
 
 @pytest.mark.parametrize('file', ['rank-0.safetensors', 'rank-0-0.pt', 'tensors.json'])
