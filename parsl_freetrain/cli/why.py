@@ -214,12 +214,12 @@ def _lines(found: dict[str, Any]) -> list[str]:
         shape = f' ({found["shape"]})' if found['shape'] else ''
         on = f'{nodes(found["nodes"])}{shape}'
         lines = [
-            f'{name} is running: fragment {found["fragment"]} on {on}, for '
+            f'{name!r} is running: fragment {found["fragment"]} on {on}, for '
             f'{found["since_s"]:.0f} s; {done}.'
         ]
     else:
         because = f' because {found["why"]}' if found['why'] else ''
-        lines = [f'{name} is {found["state"]}{because}, for {found["since_s"]:.0f} s; {done}.']
+        lines = [f'{name!r} is {found["state"]}{because}, for {found["since_s"]:.0f} s; {done}.']
     lines += [sentence for sentence in (found['waits_for'], found['note']) if sentence]
     lines.append(_speed_in_words(found['speed'], found['nodes']))
     lines += [

@@ -136,6 +136,8 @@ class LedgerWriter:
             'rescale_down_s': trainer.rescale_down_s,
             'stated_costs': list(trainer.stated_costs),
         }
+        if training.total_epochs is not None:
+            spec['total_epochs'] = training.total_epochs
         if trainer.sizes:
             spec['sizes'] = list(trainer.sizes)
         if training.shapes:

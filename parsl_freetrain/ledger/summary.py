@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from itertools import pairwise
@@ -185,14 +186,19 @@ def efficiency(
     Returns
     -------
     dict
-        By trainer; None where the constant pool would have given the trainer nothing.
+        By trainer; None where the constant pool would have given the trainer nothing, and for
+        trainings of one epoch or less: their first start would be most of the figure.
     """
     story = reader.story(run)
     above: dict[str, float] = {t.name: 0.0 for t in story.trainers}
     below: dict[str, float] = {t.name: 0.0 for t in story.trainers}
     for one in story.runs:
         _add_efficiency(story, one, story.until(one, now), allocator, above, below)
-    return {name: above[name] / below[name] if below[name] > 0 else None for name in above}
+    short = {t.name for t in story.trainers if (t.spec.get('total_epochs') or math.inf) <= 1}
+    return {
+        name: above[name] / below[name] if below[name] > 0 and name not in short else None
+        for name in above
+    }
 
 
 def _add_efficiency(

@@ -245,9 +245,9 @@ def in_words(name: str, about: DecisionAbout) -> list[str]:
     """A decision in two or three sentences."""
     trigger = ', '.join(TRIGGERS.get(word, word) for word in about.trigger.split('+'))
     change = (
-        f'{name} keeps {nodes(about.nodes_after)}'
+        f'{name!r} keeps {nodes(about.nodes_after)}'
         if about.nodes_before == about.nodes_after
-        else f'{name} goes from {about.nodes_before} to {nodes(about.nodes_after)}'
+        else f'{name!r} goes from {about.nodes_before} to {nodes(about.nodes_after)}'
     )
     others = shares(about.others)
     lines = [
@@ -267,7 +267,7 @@ def in_words(name: str, about: DecisionAbout) -> list[str]:
         + f' ({_quality(about.status, about.gap)}, by {about.solver}).'
     )
     if about.worth is not None and about.worth_before is not None:
-        own = f'To {name} it is worth {_number(about.worth)}'
+        own = f'To {name!r} it is worth {_number(about.worth)}'
         if about.nodes_before != about.nodes_after:
             own += f', keeping what it had {_number(about.worth_before)}'
         other = about.alternative
@@ -294,7 +294,7 @@ def _quality(status: str, gap: float | None) -> str:
 
 def _what_became(name: str, about: DecisionAbout) -> str:
     """The actual gain compared with the expected one."""
-    trained = f'{name} trained {_count(about.trained or 0)} that it kept'
+    trained = f'{name!r} trained {_count(about.trained or 0)} that it kept'
     stood = f'It stood for {about.stood_s:.0f} s'
     if about.expected is None:
         return f'{stood}: {trained}; what to expect was not known yet.'
@@ -311,7 +311,7 @@ def _count(samples: float) -> str:
 def shares(allocation: Mapping[str, int]) -> str:
     """Trainers with their node counts, largest first."""
     ranked = sorted(allocation.items(), key=lambda item: -item[1])
-    shown = ', '.join(f'{name} {count}' for name, count in ranked[:MOST_OTHERS])
+    shown = ', '.join(f'{name!r} {count}' for name, count in ranked[:MOST_OTHERS])
     return f'{shown} and {len(ranked) - MOST_OTHERS} more' if len(ranked) > MOST_OTHERS else shown
 
 

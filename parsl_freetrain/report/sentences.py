@@ -15,10 +15,10 @@ def describe(action: ev.Action) -> str:
         case ev.ReleaseNodes(block, nodes, why):
             return f'give {len(nodes)} nodes of block {block} back: {why}'
         case ev.StartFragment(trainer, fragment, nodes):
-            return f'start fragment {fragment} of {trainer} on {len(nodes)} nodes'
+            return f'start fragment {fragment} of {trainer!r} on {len(nodes)} nodes'
         case ev.StopFragment(trainer, fragment, why):
-            return f'stop fragment {fragment} of {trainer}: {why}'
+            return f'stop fragment {fragment} of {trainer!r}: {why}'
         case ev.AbandonFragment(trainer, fragment):
-            return f'abandon fragment {fragment} of {trainer}: some of its nodes are gone'
+            return f'abandon fragment {fragment} of {trainer!r}: some of its nodes are gone'
         case ev.EndTrainer(trainer, state, why):
-            return f'end {trainer}: {state}{f", {why}" if why else ""}'
+            return f'end {trainer!r}: {state}{f", {why}" if why else ""}'

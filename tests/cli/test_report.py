@@ -256,18 +256,18 @@ def test_why_says_what_a_decision_has_gained(
     assert (
         out.count('1,970 samples') == 1
     )  # of two decisions at one instant it is told of the one that it is about
-    [on_its_way] = [part for part in out.split('\n\n') if 't goes from 0 to 2 nodes' in part]
-    assert 'were expected of it; t trained' in on_its_way
+    [on_its_way] = [part for part in out.split('\n\n') if "'t' goes from 0 to 2 nodes" in part]
+    assert "were expected of it; 't' trained" in on_its_way
     assert (
         'It stood for 30 s: 300 samples were expected of it, and 0 samples of changing '
-        'nothing; t trained 0 samples' in out
+        "nothing; 't' trained 0 samples" in out
     )
     assert (
         'It stood for 100 s: 1,970 samples were expected of it, and 1,000 samples of '
-        'changing nothing; t trained 900 samples' in out
+        "changing nothing; 't' trained 900 samples" in out
     )
     assert (
-        'It stood for 95 s: t trained 900 samples that it kept; what to expect was not known yet.'
+        "It stood for 95 s: 't' trained 900 samples that it kept; what to expect was not known yet."
         in out
     )
 

@@ -220,6 +220,22 @@ def test_where_any_division_of_the_pool_is_as_good_it_is_even(tmp_path: Path) ->
     assert found == {name: pytest.approx(1.0) for name in 'abc'}
 
 
+def test_efficiency_of_one_epoch_is_left_out(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / 'l.db')
+    ledger.begin_run('r0', at=0, parsl_run_dir='', command='')
+    ledger.nodes.offered([('u', 0, None), ('v', 0, None)])
+    for name, epochs in {'one': 1.0, 'two': 2.0}.items():
+        ledger.trainers.submitted(
+            name=name, at=0, spec={'total_epochs': epochs}, total_samples=None, samples=0
+        )
+    ledger.commit()
+    with Reader(tmp_path / 'l.db') as reader:
+        found = efficiency(reader, 50.0, MilpAllocator())
+    ledger.close()
+    assert found['one'] is None
+    assert found['two'] is not None
+
+
 def test_efficiency_is_unknown_where_the_pool_has_nothing_for_a_trainer(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / 'l.db')
     ledger.begin_run('r0', at=0, parsl_run_dir='', command='')

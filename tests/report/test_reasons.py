@@ -70,14 +70,14 @@ def decided(at: float = 50.0, nodes: int = 4, **allocation: int) -> dict[str, An
         (HERE, [decided(you=4)], [], 'waits for its turn: .* now these do: you'),
         (HERE, [decided(me=3, you=1)], [], 'is to get 3 nodes, and waits until'),
         (HERE, [decided(nodes=1, me=0, you=1)], [], 'needs 2 at least, and there is 1'),
-        (HERE, [decided(me=0, you=4)], [], "others do more with the pool's 4 nodes: you 4"),
+        (HERE, [decided(me=0, you=4)], [], "others do more with the pool's 4 nodes: 'you' 4"),
         (HERE, [decided(me=0, you=1) | {'problem': None}], [], 'others do more'),
         (
             HERE,
             [limited(user_nodes={'anna': 2})],
             [],
             'no more than 2 nodes may go to user anna at once, and it needs 2 at least; '
-            'now these have nodes: you 1',
+            "now these have nodes: 'you' 1",
         ),
         (HERE, [limited(user_nodes={'anna': 3, 'otto': 1})], [], 'others do more'),
         (HERE, [limited(max_nodes=2)], [], 'the executor uses no more than 2 nodes at once'),
@@ -124,14 +124,14 @@ def test_a_decision_in_words(alternative: Alternative | None, says: str) -> None
     first, second, third = in_words('me', about)
     assert about.ago_s == 12.0
     assert (
-        first == 'nodes joined, a trainer was submitted; there are 4 nodes to give away. me goes '
-        'from 0 to 3 nodes; you 1.'
+        first == "nodes joined, a trainer was submitted; there are 4 nodes to give away. 'me' goes "
+        "from 0 to 3 nodes; 'you' 1."
     )
     assert (
         second == 'In all this is worth 300 over the next 120 s, 100 more than changing nothing '
         '(optimal, by dp).'
     )
-    assert third.startswith('To me it is worth 250, keeping what it had 0; ') and says in third
+    assert third.startswith("To 'me' it is worth 250, keeping what it had 0; ") and says in third
 
 
 def test_a_decision_whose_problem_was_not_kept() -> None:
@@ -141,7 +141,7 @@ def test_a_decision_whose_problem_was_not_kept() -> None:
     lines = in_words('me', about)
     assert (
         len(lines) == 2
-        and 't7 8, t6 7, t5 6, t4 5, t3 4 and 3 more' in lines[0]
+        and "'t7' 8, 't6' 7, 't5' 6, 't4' 5, 't3' 4 and 3 more" in lines[0]
         and about.worth is None
     )
 
