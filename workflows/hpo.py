@@ -19,8 +19,16 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain import Checkpoint, FragmentContext, TrainingFuture, freetrain_app, load_weights
-from site_configs import laptop
+from parsl_freetrain import (
+    BackfillProvider,
+    Checkpoint,
+    FragmentContext,
+    FreeTrainExecutor,
+    LocalSite,
+    TrainingFuture,
+    freetrain_app,
+    load_weights,
+)
 
 GRID = [
     {'lr': lr, 'width': width, 'drop': drop}
@@ -103,4 +111,6 @@ def name_of(setting: dict[str, Any]) -> str:
 
 
 if __name__ == '__main__':
-    main(laptop.config(nodes=4))
+    site = LocalSite(nodes=4)
+    executor = FreeTrainExecutor(provider=BackfillProvider(site=site), checkpoint_dir='checkpoints')
+    main(Config(executors=[executor], strategy='none'))

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 
-from parsl_freetrain import freetrain_app
-from site_configs.laptop import config
+from parsl_freetrain import BackfillProvider, FreeTrainExecutor, LocalSite, freetrain_app
 
 
 def digits():
@@ -31,5 +30,6 @@ def train(ctx, images, labels, lr=0.05):
 
 
 if __name__ == '__main__':
-    with parsl.load(config(nodes=2)):
+    executor = FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=2)))
+    with parsl.load(parsl.Config(executors=[executor], strategy='none')):
         print(train(*digits()).result())
