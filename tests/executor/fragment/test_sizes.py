@@ -118,7 +118,7 @@ def test_fragments_have_allowed_counts_and_shapes(
         future = trainer()
         wait_until(
             lambda: (
-                "'halves' is running: fragment 1 on 1 node (data 1 x spatial 1x1x1 x pipeline 1)'
+                "'halves' is running: fragment 1 on 1 node (data 1 x spatial 1x1x1 x pipeline 1)"
                 in why()
             )
         )
