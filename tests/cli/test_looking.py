@@ -73,7 +73,7 @@ def test_looking_at_a_run_that_trains_and_cancelling_it(
         assert (running['state'], running['fragment'], running['waits_for']) == ('running', 1, None)
         assert (
             waiting['waits_for']
-            == "It waits because others do more with the pool's 1 node: first 1."
+            == "It waits because others do more with the pool's 1 node: 'first' 1."
         )
         newest = waiting['decisions'][0]
         assert (newest['nodes'], newest['nodes_after'], newest['others']) == (1, 0, {'first': 1})
