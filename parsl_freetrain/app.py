@@ -263,7 +263,8 @@ def freetrain_app(
     *,
     min_nodes: Optional[int] = None,
     max_nodes: Optional[int] = None,
-    sizes: Optional[Sequence[int] | Mapping[int, Shape]] = None,
+    sizes: Optional[Sequence[int] | Mapping[int, Shape | Sequence[Shape]]] = None,
+    shapes: Optional[str] = None,
     total_epochs: Optional[float] = None,
     total_samples: Optional[int] = None,
     goal: Optional[Epochs | Samples] = None,
@@ -288,8 +289,12 @@ def freetrain_app(
         The only node counts that fragments may have, such as ``(2, 4, 8)``. A mapping also says how
         the ranks share the work: ``{2: Shape(data=2), 4: Shape(data=2, spatial=(2, 1, 1))}``, where
         data, spatial and pipeline parts multiply to the number of ranks. The function finds its
-        shape in ``ctx.shape`` and ``ctx.mesh``. Default: all counts from ``min_nodes`` to
-        ``max_nodes``.
+        shape in ``ctx.shape`` and ``ctx.mesh``. Of several shapes, ``{4: (Shape(shard=4),
+        Shape(data=2, shard=2))}``, each is tried for some steps, and the fastest is kept. Default:
+        all counts from ``min_nodes`` to ``max_nodes``.
+    shapes
+        ``'auto'``: for each node count, all ways to divide its ranks into ``data`` and ``shard``
+        are tried. For models that the function gives to ``ctx.shard``.
     total_epochs, total_samples
         Total amount of training; short for ``goal=Epochs(...)`` and ``goal=Samples(...)``.
     goal
@@ -328,6 +333,7 @@ def freetrain_app(
                 min_nodes=min_nodes,
                 max_nodes=max_nodes,
                 sizes=sizes,
+                shapes=shapes,
                 total_epochs=total_epochs,
                 total_samples=total_samples,
                 goal=goal,

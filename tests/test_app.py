@@ -113,6 +113,17 @@ def named(name: str) -> FreeTrainApp:
         ),
         ({'sizes': []}, 'sizes is []; it must have node counts'),
         ({'sizes': {0: Shape()}}, 'sizes is {0: '),
+        ({'sizes': {2: ()}}, '2 nodes have an empty list of shapes'),
+        ({'sizes': {2: (Shape(data=2), Shape(data=2))}}, '2 nodes have the same shape twice'),
+        (
+            {'sizes': {2: (Shape(shard=2), Shape(tensor=2))}},
+            'shapes with different tensor parts (data 1 x shard 2, data 1 x tensor 2), which give',
+        ),
+        ({'sizes': (1, 2), 'shapes': 'all'}, "shapes is 'all'; say shapes='auto' with node counts"),
+        (
+            {'sizes': {2: Shape(data=2)}, 'shapes': 'auto'},
+            "say shapes='auto' with node counts only",
+        ),
         (
             {'sizes': {2: Shape(data=3)}},
             'the shape of 2 nodes is data 3 x spatial 1x1x1 x pipeline 1, which takes 3 '
@@ -214,6 +225,30 @@ def test_a_trainer_that_the_metric_cannot_judge_is_refused() -> None:
         0,
         20.0,
     )
+
+
+def test_all_shapes_that_divide_the_ranks_and_that_the_mode_supports() -> None:
+    """In reproducible mode 'shard' is a power of two, and data x shard divides the shards."""
+    two_each = Ranks(per_node=2)
+    throughput = freetrain_app(
+        sizes=(1, 3), shapes='auto', mode=Throughput(), ranks=two_each, total_epochs=1
+    )(fit).spec
+    assert throughput.shapes == {
+        1: (Shape(shard=2), Shape(data=2)),
+        3: (Shape(shard=6), Shape(data=2, shard=3), Shape(data=3, shard=2), Shape(data=6)),
+    }
+    assert throughput.trainer('t').shapes[0] == (
+        1,
+        ('data 1 x shard 2', 'data 2 x spatial 1x1x1 x pipeline 1'),
+    )
+    reproducible = freetrain_app(max_nodes=4, shapes='auto', total_epochs=1)(fit).spec
+    assert reproducible.shapes == {
+        1: (Shape(),),
+        2: (Shape(shard=2), Shape(data=2)),
+        3: (Shape(data=3),),
+        4: (Shape(shard=4), Shape(data=2, shard=2), Shape(data=4)),
+    }
+    assert [nodes for nodes, _ in reproducible.trainer('t').shapes] == [2, 4]
 
 
 def test_sizes_and_shapes_say_how_many_nodes() -> None:

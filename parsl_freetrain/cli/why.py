@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from parsl_freetrain.core.allocation.explain import Reason
     from parsl_freetrain.ledger.reader import Reader
     from parsl_freetrain.ledger.rows import ProgressRow, RunHistory
+    from parsl_freetrain.report.shapes import ShapeTried
 
 LOOK_BACK = 500
 """Maximum number of decisions to search for those about the trainer."""
@@ -71,6 +72,7 @@ def explanation(
     from parsl_freetrain.report.costs import MEASURED
     from parsl_freetrain.report.outcome import outcomes
     from parsl_freetrain.report.reasons import decision_about, running_fragment, waits_for
+    from parsl_freetrain.report.shapes import USED, shape_of, shapes_tried
 
     story = reader.story()
     name = run_named([r.name for r in story.runs], run)
@@ -85,17 +87,24 @@ def explanation(
     going = life.state in ('running', 'silent')
     running = running_fragment(story, row) if going else None
     mine = [d for d in decisions if trainer in d['allocation']][:last]
+    progress = reader.progress(chosen.name, trainer)
     became = {
         o.decision: o
         for o in outcomes(
             reader.story(chosen.name),
-            reader.progress(chosen.name, trainer),
+            progress,
             reader.events(chosen.name, MEASURED, trainer),
             decisions[::-1],
             now,
             only=trainer,
             ids={d['id'] for d in mine},
         )
+    }
+    used = reader.events(chosen.name, [USED], trainer)
+    mine_on = {
+        f.fragment: len(f.nodes)
+        for f in story.fragments
+        if f.run == chosen.id and f.trainer == trainer
     }
     over = not going and row.state not in FINAL_STATES
     return {
@@ -109,12 +118,19 @@ def explanation(
         'total_samples': row.total_samples,
         'fragment': None if running is None else running.fragment,
         'nodes': 0 if running is None else len(running.nodes),
-        'shape': None
-        if running is None
-        else row.spec.get('shapes', {}).get(str(len(running.nodes))),
+        'shape': None if running is None else shape_of(used, running),
+        'shapes': [asdict(one) for one in shapes_tried(story, used, progress)],
+        'memory': _memory(reader.events(chosen.name, ['FragmentTimed'], trainer), mine_on),
+        'short_of_memory_on': sorted(
+            {
+                mine_on[e['fragment']]
+                for e in reader.events(chosen.name, ['FragmentEnded'], trainer)
+                if e['detail'].get('out_of_memory') and e['fragment'] in mine_on
+            }
+        ),
         'since_s': now - (row.state_at if running is None else running.decided_at),
         'waits_for': waits_for(story, chosen, row, decisions, refusals, now) if going else None,
-        'speed': _speed(row.spec, reader.progress(chosen.name, trainer), story),
+        'speed': _speed(row.spec, progress, story),
         'pauses': _pauses(reader.recent_events(chosen, ['Rescaled'], LOOK_BACK), trainer),
         'last_failure': next(
             (
@@ -129,6 +145,16 @@ def explanation(
             for d in mine
         ],
     }
+
+
+def _memory(events: list[dict[str, Any]], nodes: Mapping[int, int]) -> dict[str, int]:
+    """By node count, the most memory in bytes that a rank of the trainer's fragments needed."""
+    found: dict[int, int] = {}
+    for event in events:
+        count, size = nodes.get(event['fragment'] or 0), event['detail'].get('memory', 0)
+        if count and size:
+            found[count] = max(found.get(count, 0), size)
+    return {str(count): size for count, size in sorted(found.items())}
 
 
 def _speed(
@@ -202,8 +228,23 @@ def _reason(decision: dict[str, Any], trainer: str) -> Reason | None:
     return reason
 
 
+def _shapes_in_words(tried: Iterable[ShapeTried]) -> list[str]:
+    from parsl_freetrain.report.shapes import compared
+
+    by_count: dict[int, list[str]] = {}
+    for one in compared(tried):
+        rate = 'not measured' if one.rate is None else f'{one.rate:.4g} samples/s'
+        now = ', in use' if one.newest else ''
+        by_count.setdefault(one.nodes, []).append(f'{one.shape} ({rate}{now})')
+    return [
+        f'On {count} nodes it has tried the shapes {", ".join(shapes)}; the fastest is kept.'
+        for count, shapes in by_count.items()
+    ]
+
+
 def _lines(found: dict[str, Any]) -> list[str]:
     from parsl_freetrain.report.reasons import DecisionAbout, in_words, nodes
+    from parsl_freetrain.report.shapes import ShapeTried
 
     name = found['trainer']
     total = found['total_samples']
@@ -222,6 +263,13 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines = [f'{name!r} is {found["state"]}{because}, for {found["since_s"]:.0f} s; {done}.']
     lines += [sentence for sentence in (found['waits_for'], found['note']) if sentence]
     lines.append(_speed_in_words(found['speed'], found['nodes']))
+    lines += _shapes_in_words([ShapeTried(**one) for one in found['shapes']])
+    if found['memory']:
+        most = ', '.join(f'{size / 1e9:.3g} GB on {n}' for n, size in found['memory'].items())
+        lines.append(f'The most memory that a rank needed: {most} nodes.')
+    if found['short_of_memory_on']:
+        counts = ', '.join(map(str, found['short_of_memory_on']))
+        lines.append(f'Memory did not suffice on {counts} nodes.')
     lines += [
         f'Its last rescale to {way} nodes paused it for {seconds:.2f} s.'
         for way, seconds in found['pauses'].items()

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.executor import notices as no
 from parsl_freetrain.executor.trainer.record import TrainerRecord
 from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.training.spec.shapes import Shapes
 
 # These arrive many times a minute and mean little by themselves; progress has its own table.
 UNRECORDED = (ev.Tick, ev.HolesSeen, ev.FragmentProgressed)
@@ -48,6 +50,7 @@ class LedgerWriter:
     def __init__(self, ledger: Ledger, run: str) -> None:
         self._ledger = ledger
         self._run = run
+        self._shapes: dict[str, Mapping[int, Shapes]] = {}  # of trainers that have shapes
         self._over: set[str] = set()  # trainers that have ended; their state is final
 
     def flush(self) -> None:
@@ -86,9 +89,18 @@ class LedgerWriter:
         if handled.reply.decision is not None:
             self._decision(handled.reply.decision)
         for action in handled.reply.actions:
-            if isinstance(action, ev.EndTrainer):
-                self._state(action.trainer, action.state, handled.at, action.why)
-                self._over.add(action.trainer)
+            match action:
+                case ev.EndTrainer():
+                    self._state(action.trainer, action.state, handled.at, action.why)
+                    self._over.add(action.trainer)
+                case ev.StartFragment() if shapes := self._shapes.get(action.trainer):
+                    self._ledger.event(
+                        at=handled.at,
+                        kind='ShapeUsed',
+                        trainer=action.trainer,
+                        fragment=action.fragment,
+                        detail={'shape': str(shapes[len(action.nodes)][action.shape])},
+                    )
 
     def _event(self, event: ev.Event) -> None:
         """Write a row for an event that may matter to an explanation."""
@@ -141,7 +153,10 @@ class LedgerWriter:
         if trainer.sizes:
             spec['sizes'] = list(trainer.sizes)
         if training.shapes:
-            spec['shapes'] = {str(nodes): str(shape) for nodes, shape in training.shapes.items()}
+            spec['shapes'] = {
+                str(nodes): list(map(str, shapes)) for nodes, shapes in training.shapes.items()
+            }
+            self._shapes[trainer.name] = training.shapes
         if trainer.curve:
             spec['curve'] = {'nodes': list(trainer.curve.nodes), 'rate': list(trainer.curve.rate)}
         self._ledger.trainers.submitted(

@@ -16,6 +16,7 @@ from parsl_freetrain.report.costs import MEASURED
 from parsl_freetrain.report.learned import RescaleCost, Scaling, rescale_costs, scalings
 from parsl_freetrain.report.losses import Loss, losses
 from parsl_freetrain.report.outcome import DecisionOutcome, outcomes
+from parsl_freetrain.report.shapes import USED, ShapeTried, shapes_tried
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Figures:
         From :func:`parsl_freetrain.ledger.summary.summary`.
     efficiency
         U by trainer, from :func:`parsl_freetrain.ledger.summary.efficiency`.
-    causes, scalings, rescales, losses
+    causes, scalings, rescales, losses, shapes
         See the modules of these names.
     outcomes
         Outcomes of decisions that changed a trainer's node count.
@@ -62,6 +63,7 @@ class Figures:
     scalings: dict[str, Scaling]
     rescales: list[RescaleCost]
     outcomes: tuple[DecisionOutcome, ...]
+    shapes: list[ShapeTried]
     errors: tuple[tuple[str, int, str], ...]
 
 
@@ -104,6 +106,7 @@ def figures(reader: Reader, run: str | None, now: float, allocator: Allocator) -
         scalings=scalings(story, progress),
         rescales=rescale_costs(story, (event for event in measured if event['kind'] == 'Rescaled')),
         outcomes=tuple(outcomes(story, progress, measured, decisions, now)),
+        shapes=shapes_tried(story, reader.events(run, [USED]), progress),
         errors=tuple(
             (f.trainer, f.fragment, f.error)
             for f in reversed(story.fragments)
@@ -132,6 +135,7 @@ def as_document(found: Figures) -> dict[str, Any]:
         'node_s': [asdict(cause) for cause in found.causes],
         'decisions': asdict(found.decisions),
         'scaling': [asdict(scaling) for scaling in found.scalings.values()],
+        'shapes': [asdict(tried) for tried in found.shapes],
         'rescale': [asdict(cost) for cost in found.rescales],
         'outcomes': [
             {

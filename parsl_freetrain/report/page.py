@@ -12,6 +12,7 @@ from parsl_freetrain.report import pictures
 from parsl_freetrain.report.axes import number
 from parsl_freetrain.report.document import clipped, percent, resource, source_of, template
 from parsl_freetrain.report.figures import Figures, state_of
+from parsl_freetrain.report.shapes import compared
 
 MOST_CARDS = 24
 """Maximum number of trainers with charts; all are in the table."""
@@ -42,6 +43,16 @@ def report_page(found: Figures) -> str:
         trainer_rows=[_trainer_row(found, name) for name in found.summary['trainers']],
         cards=_cards(found),
         rescale_rows=_rescale_rows(found),
+        shape_rows=[
+            (
+                clipped(t.trainer, 60),
+                str(t.nodes),
+                t.shape,
+                '–' if t.rate is None else number(t.rate),
+                'in use' if t.newest else '',
+            )
+            for t in compared(found.shapes)
+        ],
         **_predictions(found),
     )
 

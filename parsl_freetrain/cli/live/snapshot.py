@@ -16,6 +16,7 @@ from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import FINAL_STATES, FragmentRow, RunHistory, RunRow, TrainerRow
 from parsl_freetrain.ledger.summary import efficiency
 from parsl_freetrain.ledger.timeline import ending_of
+from parsl_freetrain.report.shapes import USED, shape_of
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ def snapshot(
         if fragment.run <= run.id:
             fragments[fragment.trainer].append(fragment)
     going = life.state in ('running', 'silent')
+    used = reader.events(run.name, [USED]) if going else []
     return RunStatus(
         run=run.name,
         command=run.command,
@@ -122,7 +124,7 @@ def snapshot(
         silent_s=max(0.0, now - run.last_at) if going else 0.0,
         ended=None if run.ended_at is None else run.how or 'ended',
         trainers=tuple(
-            _trainer(t, fragments[t.name], run, going, until, gains.get(t.name))
+            _trainer(t, fragments[t.name], run, going, until, gains.get(t.name), used)
             for t in story.trainers
             if t.run == run.id
         ),
@@ -153,6 +155,7 @@ def _trainer(
     going: bool,
     now: float,
     gain: float | None,
+    used: list[dict[str, Any]],
 ) -> TrainerNow:
     running = [f for f in fragments if f.run == run.id and f.ended_at is None] if going else []
     last_seen: Mapping[str, Any] = next((f.metrics for f in reversed(fragments) if f.metrics), {})
@@ -176,7 +179,7 @@ def _trainer(
         rescaled=sum(len(a.nodes) != len(b.nodes) for a, b in pairwise(fragments)),
         finish_s=_finish_s(row, samples, now) if going and row.state not in FINAL_STATES else None,
         why=row.why,
-        shape=row.spec.get('shapes', {}).get(str(nodes)),
+        shape=shape_of(used, running[-1]) if running else None,
     )
 
 

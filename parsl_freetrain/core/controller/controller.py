@@ -14,6 +14,7 @@ from functools import singledispatchmethod
 from parsl_freetrain.core.allocation.objectives import Metric
 from parsl_freetrain.core.allocation.problem import Allocator
 from parsl_freetrain.core.controller.block_policy import blocks_to_open, idle_blocks
+from parsl_freetrain.core.controller.fragment_end import why_it_fails
 from parsl_freetrain.core.controller.giving_back import give_back, releases
 from parsl_freetrain.core.controller.node_pool import PoolNode
 from parsl_freetrain.core.controller.planner import Planner
@@ -22,9 +23,6 @@ from parsl_freetrain.core.controller.state import BlockState, ControllerState, R
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import DecisionFailed
 from parsl_freetrain.core.model.types import BlockRequest
-
-# A multiple of the setting 'stalls', since several holes that are too short may be bad luck.
-FRUITLESS = 4
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """After failures in a row."""
@@ -251,7 +249,13 @@ class Controller:
             return [], False
         if trainer.profile.stated is None:
             self.state.changed[event.trainer] = None
-        return [], trainer.profile.observe(len(trainer.running.nodes), event.rate)
+        learned = trainer.learn(event.rate)
+        running, nodes = trainer.running, len(trainer.running.nodes)
+        why = trainer.shapes.change(nodes, running.shape)
+        if not why or running.ending(event.at, self.state.shortest_s):
+            return [], learned
+        self.state.stop(event.trainer, running)
+        return [ev.StopFragment(event.trainer, running.number, why, running.nodes)], True
 
     @_take_in.register
     def _(self, event: ev.Rescaled) -> tuple[list[ev.Action], bool]:
@@ -283,36 +287,10 @@ class Controller:
             return [self._end(trainer, 'finished')], True
         if trainer.dismissed:
             return [self._end(trainer, trainer.dismissed.state, trainer.dismissed.why)], True
-        if event.ending is ev.Ending.FAILED:
-            trainer.errors += 1
-            if trainer.errors > self.settings.retries:
-                return [self._end(trainer, 'failed', event.error)], True
-        if event.ending is ev.Ending.PREEMPTED and not ended.broken and not progressed:
-            trainer.stalled += 1
-            if trainer.stalled >= self.settings.stalls:
-                why = (
-                    f'{trainer.stalled} fragments in a row died without progress though none of '
-                    f'their nodes was lost; the last one, fragment {event.fragment}: {event.error}'
-                )
-                return [self._end(trainer, 'failed', why)], True
-        if event.ending is ev.Ending.PREEMPTED and ended.used_up(event.at) and not progressed:
-            trainer.fruitless += 1
-            if trainer.fruitless >= FRUITLESS * self.settings.stalls:
-                return [
-                    self._end(
-                        trainer,
-                        'failed',
-                        (
-                            f'{trainer.fruitless} fragments in a row, up to fragment '
-                            f'{event.fragment}, had their nodes until the hole ended '
-                            'without getting one global batch trained and saved: a step '
-                            'is longer than the holes; use a smaller '
-                            'batch_size, more nodes (min_nodes), or holes that last '
-                            'longer (min_hole_s)'
-                        ),
-                    )
-                ], True
-        if event.ending is not ev.Ending.STOPPED and not ended.broken and not progressed:
+        if why := why_it_fails(trainer, ended, event, self.settings):
+            return [self._end(trainer, 'failed', why)], True
+        accident = event.ending is not ev.Ending.STOPPED and not event.out_of_memory
+        if accident and not ended.broken and not progressed:
             self._pause(trainer, event.at)
         return [], True
 

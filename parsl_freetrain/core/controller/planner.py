@@ -234,11 +234,20 @@ class Planner:
             trainer, until_s = state.turn[name], first_end(nodes, state.pool)
             del plan.waiting[name]
             trainer.fragments += 1
-            action = ev.StartFragment(name, trainer.fragments, nodes, until_s, trainer.samples)
+            action = ev.StartFragment(
+                name,
+                trainer.fragments,
+                nodes,
+                until_s,
+                trainer.samples,
+                trainer.shapes.next(len(nodes)),
+            )
             state.start(
                 name,
                 trainer,
-                FragmentState(action.fragment, action.nodes, action.deadline_s, action.samples),
+                FragmentState(
+                    action.fragment, action.nodes, action.deadline_s, action.samples, action.shape
+                ),
                 at,
             )
             actions.append(action)

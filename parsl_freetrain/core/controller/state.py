@@ -11,6 +11,7 @@ from parsl_freetrain.core.controller.budgets import Budgets
 from parsl_freetrain.core.controller.node_pool import GroupKey, Pool, key_of
 from parsl_freetrain.core.controller.overheads import Measured
 from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.controller.shape_choice import ShapeChoice
 from parsl_freetrain.core.controller.throughput_profile import Profile
 from parsl_freetrain.core.model.events import Action, EndTrainer
 from parsl_freetrain.core.model.types import BlockRequest, Trainer
@@ -24,6 +25,7 @@ class FragmentState:
     nodes: tuple[str, ...]
     deadline_s: float | None
     from_samples: int
+    shape: int = 0  # its place among the shapes of its node count
     stopping: bool = False  # has been asked to stop at a step boundary
     broken: bool = False  # some of its nodes are gone
 
@@ -61,6 +63,24 @@ class TrainerState:
     fruitless: int = 0  # consecutive fragments that used up their holes without progress
     dismissed: EndTrainer | None = None  # how it ends as soon as its fragment has stopped
     rescaled_at: float = -math.inf  # when its node count was last changed
+    shapes: ShapeChoice = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shapes = ShapeChoice(dict(self.trainer.shapes))
+
+    def learn(self, rate: float) -> bool:
+        """Add a speed that the running fragment has reported. The curve is that of the best shape.
+
+        Returns whether the curve may have changed enough for a new decision.
+        """
+        assert self.running is not None
+        nodes, shape = len(self.running.nodes), self.running.shape
+        before = self.shapes.best(nodes)
+        self.shapes.observe(nodes, shape, rate)
+        best = self.shapes.best(nodes)
+        if best != before:
+            self.profile.forget(nodes)
+        return best == shape and self.profile.observe(nodes, rate)
 
     def wanted_nodes(self) -> int:
         """The number of nodes on which it is fastest."""

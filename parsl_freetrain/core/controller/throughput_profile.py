@@ -82,6 +82,12 @@ class Profile:
         self._curves.clear()
         return self.stated is None and (first_ones or abs(median(rates) - old) > 0.1 * old)
 
+    def forget(self, nodes: int) -> None:
+        """Forget the rates at a count, which were those of a slower shape."""
+        self._rates.pop(nodes, None)
+        self.__dict__.pop('evidence', None)
+        self._curves.clear()
+
     def one_node_rate(self) -> float | None:
         """The rate on one node, measured or as the model has it; None before the first
         measurement.

@@ -137,7 +137,8 @@ class Rescaled(Event):
 @dataclass(frozen=True)
 class FragmentTimed(Event):
     """What a fragment took, in seconds: from the decision to its first step, a global batch, a
-    checkpoint; None: it had none.
+    checkpoint; None: it had none. ``memory``: the most memory that a rank needed, in bytes; 0:
+    unknown.
     """
 
     trainer: str
@@ -145,12 +146,13 @@ class FragmentTimed(Event):
     start_s: float | None
     step_s: float | None
     checkpoint_s: float | None
+    memory: int = 0
 
 
 @dataclass(frozen=True)
 class FragmentEnded(Event):
     """All members of a fragment are over, its nodes are free; ``samples`` is the last
-    checkpoint's.
+    checkpoint's. ``out_of_memory``: it failed because a rank had too little memory.
     """
 
     trainer: str
@@ -158,6 +160,7 @@ class FragmentEnded(Event):
     samples: int
     ending: Ending
     error: str = ''
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,7 @@ class ReleaseNodes:
 @dataclass(frozen=True)
 class StartFragment:
     """Start a fragment of ``trainer`` on ``nodes``; ``deadline_s``: when the first of them goes,
-    None if unknown.
+    None if unknown; ``shape``: its place among the trainer's shapes of this node count.
     """
 
     trainer: str
@@ -221,6 +224,7 @@ class StartFragment:
     nodes: tuple[str, ...]
     deadline_s: float | None
     samples: int
+    shape: int = 0
 
 
 @dataclass(frozen=True)

@@ -234,6 +234,8 @@ class Trainer:
     function
         What it trains: trainers of the same function are taken to scale alike until they have been
         measured. Empty: like no other.
+    shapes
+        The names of the shapes by node count, where there are several to try.
     """
 
     name: str
@@ -251,6 +253,7 @@ class Trainer:
     group: str = ''
     stated_costs: tuple[str, ...] = ()
     function: str = ''
+    shapes: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         if self.min_nodes < 1:

@@ -36,13 +36,14 @@ def member_order(
     hang_s: float,
 ) -> MemberOrder:
     """One node's instructions for a fragment."""
+    shapes = spec.shapes.get(len(fragment.members))
     order = FragmentOrder(
         trainer=fragment.name,
         fragment=fragment.number,
         store=store,
         spec=spec,
         deadline=fragment.action.deadline_s,
-        shape=spec.shapes.get(len(fragment.members)),
+        shape=shapes[fragment.action.shape] if shapes else None,
         interface=endpoint.interface,
         hang_s=hang_s,
         handover=fragment.begins_with,

@@ -261,8 +261,10 @@ class FragmentRunner:
         checkpoint_s = (last and last.checkpoint_s) or None
         self._stream.emit(
             no.FragmentConcluded(at, name, number, result, reached),
-            ev.FragmentTimed(at, name, number, start_s, step_s, checkpoint_s),
-            ev.FragmentEnded(at, name, number, samples, result.ending, result.error),
+            ev.FragmentTimed(at, name, number, start_s, step_s, checkpoint_s, fragment.memory()),
+            ev.FragmentEnded(
+                at, name, number, samples, result.ending, result.error, result.out_of_memory
+            ),
         )
         if fragment.outer is not None:
             _resolve(fragment.outer, result, '')

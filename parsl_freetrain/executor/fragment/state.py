@@ -20,6 +20,7 @@ from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.events import Ending, StartFragment
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.fragment.rank_result import RankResult
+from parsl_freetrain.training.comm.faults import out_of_memory
 from parsl_freetrain.training.spec.messages import Outcome, RankError, Rendezvous, StateLeft
 from parsl_freetrain.training.spec.order import Handover
 
@@ -49,12 +50,15 @@ class FragmentResult:
         A sentence; empty if nothing went wrong.
     exception
         The user's exception, where there is one.
+    out_of_memory
+        Whether it failed because a rank had too little memory.
     """
 
     ending: Ending
     checkpoint: Checkpoint
     error: str = ''
     exception: BaseException | None = None
+    out_of_memory: bool = False
 
 
 @dataclass
@@ -223,6 +227,11 @@ class RunningFragment:
                     return self.action.nodes[member], handover
         return None
 
+    def memory(self) -> int:
+        """The most memory that one of its ranks has needed, in bytes; 0: unknown."""
+        results = [result for member in self.settled for result in self._results(member)]
+        return max((r.outcome.memory for r in results if r.outcome is not None), default=0)
+
     def device_faults(self) -> dict[str, RankResult]:
         """By node, a rank whose device is broken."""
         return {
@@ -252,8 +261,13 @@ class RunningFragment:
         for result in () if self.lost else results:
             if result.outcome is not None and result.outcome.error and result.how == 'error':
                 error = result.outcome.error
-                exception = self._exception(result, error)
                 sentence = f'{error.type}: {error.message}'
+                if out_of_memory(error.type, error.message):
+                    sentence = f'{_rank(result)} said {sentence}; its output is in {result.log}'
+                    return FragmentResult(
+                        Ending.FAILED, self.checkpoint, sentence, out_of_memory=True
+                    )
+                exception = self._exception(result, error)
                 return FragmentResult(Ending.FAILED, self.checkpoint, sentence, exception)
         return FragmentResult(Ending.PREEMPTED, self.checkpoint, self._cause(results))
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -175,6 +177,20 @@ def name_of(device: torch.device) -> str:
         return ''
     named = os.environ[kind.variable]
     return f'{platform.node()} {named if named.startswith(_PART) else _uuid(device) or named}'
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most memory that this process has needed so far, in bytes: on the device, or of the
+    computer if the device is a CPU (with the libraries, as VmHWM of /proc/self/status); 0: unknown.
+    """
+    if device.type != 'cpu':
+        return int(torch.get_device_module(device).max_memory_allocated(device))
+    with suppress(OSError, ValueError):
+        for line in Path('/proc/self/status').read_text().splitlines():
+            name, _, size = line.partition(':')
+            if name == 'VmHWM':
+                return 1024 * int(size.split()[0])
+    return 0
 
 
 def visible_as() -> str:

@@ -21,6 +21,13 @@ _TEXTS = (
     'GPU is lost',
     'unknown error',
 )
+_NO_MEMORY = (
+    'out of memory',
+    "can't allocate memory",
+    'not enough memory',
+    'Cannot allocate memory',
+    'OUT_OF_DEVICE_MEMORY',
+)
 _DEVICE_LOST = 'ERROR_DEVICE_LOST'
 
 
@@ -34,6 +41,13 @@ def device_fault(error: BaseException) -> str:
         if isinstance(cause, RuntimeError) and (known or _DEVICE_LOST in text):
             return text.strip().splitlines()[0]
     return ''
+
+
+def out_of_memory(kind: str, message: str) -> bool:
+    """Whether an error says that there was too little memory, from the name of its class and its
+    message: of an accelerator, of torch's allocator on the CPU, of Python and of the system.
+    """
+    return kind.endswith('MemoryError') or any(text in message for text in _NO_MEMORY)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

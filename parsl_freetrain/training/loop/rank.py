@@ -19,7 +19,7 @@ from parsl_freetrain.training.checkpoint.fault_hooks import saving
 from parsl_freetrain.training.checkpoint.manifest import Damaged
 from parsl_freetrain.training.checkpoint.store import Fenced, PosixCheckpointStore
 from parsl_freetrain.training.comm.collectives import Peers, is_peer_loss, join
-from parsl_freetrain.training.comm.devices import name_of, take_devices, visible_as
+from parsl_freetrain.training.comm.devices import name_of, peak_memory, take_devices, visible_as
 from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.comm.faults import device_fault
 from parsl_freetrain.training.comm.inbox import Inbox
@@ -122,7 +122,8 @@ def run_rank(
     ):
         # Rank 0 has not come this far, so it is unknown whether the state is saved.
         how = 'peer-lost'
-    channel.send(Outcome(how, error=error) if context is None else context.outcome(how, error))
+    outcome = Outcome(how, error=error) if context is None else context.outcome(how, error)
+    channel.send(replace(outcome, memory=0 if context is None else peak_memory(context.device)))
     return 0 if how in ('finished', 'stopped') else 1
 
 

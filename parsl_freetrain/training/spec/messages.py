@@ -1,7 +1,4 @@
-"""All messages between our processes: one class per kind, one union per channel.
-
-:mod:`parsl_freetrain.training.spec.codec` writes and reads them.
-"""
+"""All messages between our processes: one class per kind, one union per channel."""
 
 from __future__ import annotations
 
@@ -151,6 +148,8 @@ class Outcome(Message, frozen=True):
         The state that is left in memory for the next fragment; None: there is none.
     result
         What the user's function returned, as JSON; empty: nothing, or it has not returned.
+    memory
+        The most memory that the rank has needed, in bytes; 0: unknown.
     """
 
     how: Ending
@@ -163,6 +162,7 @@ class Outcome(Message, frozen=True):
     checkpoint_s: Seconds = 0.0
     left: StateLeft | None = None
     result: str = ''
+    memory: Count = 0
 
 
 class Exit(Message, frozen=True):

@@ -12,9 +12,9 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.settings import Settings
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.core.model.types import ASSUMED_RESCALE_S, Efficiency, ScalingCurve, Trainer
-from parsl_freetrain.training.spec.mode import ADASUM, Reproducible, Scaled, Throughput
-from parsl_freetrain.training.spec.on_nan import STOP
+from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
 from parsl_freetrain.training.spec.retention import Checkpoints
+from parsl_freetrain.training.spec.shapes import Shapes, all_shapes, check_shapes
 
 
 class Epochs(Settings, frozen=True, kw_only=False, tag=True):
@@ -155,7 +155,8 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
     sizes
         The only node counts that fragments may have; empty: all from minimum to maximum.
     shapes
-        How the ranks share the work, by node count; empty: each rank trains its own samples.
+        How the ranks share the work, by node count; several are tried in this order. Empty: each
+        rank trains its own samples.
     goal, mode, checkpoints, ranks, scaling, owner
         As in :func:`~parsl_freetrain.freetrain_app`.
 
@@ -169,7 +170,7 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
     max_nodes: int
     goal: Epochs | Samples
     sizes: tuple[int, ...] = ()
-    shapes: dict[int, Shape] = field(default_factory=dict)
+    shapes: dict[int, Shapes] = field(default_factory=dict)
     mode: Reproducible | Throughput | Scaled = field(default_factory=Reproducible)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     ranks: Ranks = field(default_factory=Ranks)
@@ -178,7 +179,7 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.ranks.per_node is None and self.shapes:
-            each = {shape.ranks / nodes for nodes, shape in self.shapes.items()}
+            each = {s.ranks / nodes for nodes, shapes in self.shapes.items() for s in shapes}
             per_node = max(1, int(each.pop())) if len(each) == 1 else 1
             structs.force_setattr(self, 'ranks', structs.replace(self.ranks, per_node=per_node))
         stated = self.ranks.per_node or 1
@@ -191,15 +192,8 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
                 )
             if self.mode.shards is None and self.ranks.per_node is not None:
                 structs.force_setattr(self, 'mode', structs.replace(self.mode, shards=most))
-        for nodes, shape in self.shapes.items():
-            here = nodes * stated
-            if shape.ranks != here:
-                raise BadInput(
-                    f'the shape of {nodes} nodes is {shape}, which takes {shape.ranks} ranks; its '
-                    f'parts must multiply to {here}, the ranks of {nodes} nodes with '
-                    f'{stated} each.'
-                )
-            check_shape(shape, self.mode, f'{nodes} nodes')
+        for nodes, shapes in self.shapes.items():
+            check_shapes(shapes, self.mode, nodes, stated)
 
     @classmethod
     def of(
@@ -207,7 +201,8 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         *,
         min_nodes: int | None,
         max_nodes: int | None,
-        sizes: Sequence[int] | Mapping[int, Shape] | None,
+        sizes: Sequence[int] | Mapping[int, Shape | Sequence[Shape]] | None,
+        shapes: str | None = None,
         total_epochs: float | None,
         total_samples: int | None,
         goal: Epochs | Samples | None,
@@ -235,11 +230,26 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         if sizes is not None and (not sizes or min(sizes) < 1):
             raise BadInput(f'sizes is {sizes}; it must have node counts, each at least 1.')
         counts = tuple(sorted(set(sizes or ())))
+        low = min(counts, default=1) if min_nodes is None else min_nodes
+        high = max(counts, default=1) if max_nodes is None else max_nodes
+        by_count: dict[int, Shapes] = {}
+        if isinstance(sizes, Mapping):
+            by_count = {n: (s,) if isinstance(s, Shape) else tuple(s) for n, s in sizes.items()}
+        if shapes is not None:
+            if shapes != 'auto' or by_count:
+                raise BadInput(
+                    f"shapes is {shapes!r}; say shapes='auto' with node counts only, or state the "
+                    'shapes of each count in sizes.'
+                )
+            each = ranks.per_node or 1
+            by_count = {
+                n: all_shapes(n * each, mode, high * each) for n in counts or range(low, high + 1)
+            }
         return cls(
-            min_nodes=min(counts, default=1) if min_nodes is None else min_nodes,
-            max_nodes=max(counts, default=1) if max_nodes is None else max_nodes,
+            min_nodes=low,
+            max_nodes=high,
             sizes=counts,
-            shapes=dict(sizes) if isinstance(sizes, Mapping) else {},
+            shapes=by_count,
             goal=goals[0],
             mode=mode,
             checkpoints=checkpoints,
@@ -261,7 +271,7 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
     @property
     def sharded(self) -> bool:
         """Whether a shape divides the parameters. Then all ranks write checkpoints in any shape."""
-        return any(shape.sharded for shape in self.shapes.values())
+        return any(shape.sharded for shapes in self.shapes.values() for shape in shapes)
 
     @property
     def shards(self) -> int:
@@ -316,50 +326,11 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
             group=owner.group,
             stated_costs=tuple(way for way, seconds in costs.items() if seconds is not None),
             function=function,
-        )
-
-
-def check_shape(shape: Shape, mode: Reproducible | Throughput | Scaled, where: str) -> None:
-    """Refuse a mode that does not support a shape; raises BadInput, with ``where`` at the
-    beginning.
-    """
-    if math.prod(shape.sizes[1:]) == 1:
-        return
-    if shape.sharded:
-        _check_sharded(shape, mode, where)
-        return
-    if not isinstance(mode, Throughput):
-        raise BadInput(
-            f'{where}: the shape {shape} divides more than the data, and the mode is {mode}; say '
-            'mode=Throughput().'
-        )
-    if shape.pipeline > 1 and mode.on_nan != STOP:
-        raise BadInput(
-            f'{where}: on_nan is {mode.on_nan!r}, but a single stage of a pipeline cannot '
-            'leave out a step; '
-            "say on_nan='stop', or give shapes without a pipeline."
-        )
-
-
-def _check_sharded(shape: Shape, mode: Reproducible | Throughput | Scaled, where: str) -> None:
-    if math.prod(shape.spatial) * shape.pipeline > 1:
-        raise BadInput(
-            f'{where}: the shape divides the parameters (shard {shape.shard}, tensor '
-            f'{shape.tensor}) and also space or stages; say either.'
-        )
-    if isinstance(mode, Scaled) and mode.combine == ADASUM:
-        raise BadInput(
-            f"{where}: combine='adasum' needs whole gradients, and in the shape {shape} no rank "
-            "has them; say combine='mean'."
-        )
-    if not isinstance(mode, Reproducible):
-        return
-    shards, divided = mode.shards or 0, shape.shard & (shape.shard - 1)
-    if divided or shards % shape.batch_parts:
-        raise BadInput(
-            f'{where}: for a reproducible sum, shard must be a power of two, and data x shard '
-            f'must divide the {shards} virtual shards; shard is {shape.shard}, and data x shard '
-            f'is {shape.batch_parts}.'
+            shapes=tuple(
+                (nodes, tuple(map(str, shapes)))
+                for nodes, shapes in sorted(self.shapes.items())
+                if len(shapes) > 1
+            ),
         )
 
 

@@ -23,7 +23,7 @@ from parsl_freetrain.training.checkpoint.state import State
 from parsl_freetrain.training.comm.collectives import Peers, broadcast_into
 from parsl_freetrain.training.process.liveness import guard_connections
 from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
-from parsl_freetrain.training.spec.training import check_shape
+from parsl_freetrain.training.spec.shapes import check_shape
 
 
 class Division:

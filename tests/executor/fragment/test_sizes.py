@@ -68,6 +68,60 @@ def holds(ctx: FragmentContext, go: str) -> None:
         optimizer.step()
 
 
+def shaped(ctx: FragmentContext, folder: str) -> None:
+    """Needs too much memory in copies, and is slow with tensor parallelism."""
+    import time
+
+    import torch
+
+    if ctx.shape.data == 2:
+        torch.empty(2**50)
+    model = ctx.shard(torch.nn.Linear(4, 1))
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.001))
+    for x in ctx.loop([torch.ones(4)] * 10000, batch_size=10):
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+        time.sleep(0.2 if ctx.shape.tensor == 2 else 0.1)
+        if ctx.shape.shard == 2 and Path(folder, 'tensor').exists():
+            ctx.finish_early('it is back in the fastest shape')
+        elif ctx.shape.tensor == 2:
+            Path(folder, 'tensor').touch()
+
+
+@pytest.mark.slow
+def test_shapes_are_tried_and_the_fastest_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of them has too little memory, which is no error of the function."""
+    trainer = freetrain_app(
+        sizes={2: (Shape(data=2), Shape(shard=2), Shape(tensor=2))},
+        mode=Throughput(),
+        total_samples=10000,
+    )(shaped)
+    with freetrain(tmp_path, LocalSite(nodes=2), retries=0) as executor:
+        trainer(str(tmp_path)).result(LIMIT_S)
+    assert main(['why', 'shaped', '--json', '--ledger', str(executor.ledger_path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(one['shape'], one['rate'] is None, one['newest']) for one in found['shapes']] == [
+        ('data 2 x spatial 1x1x1 x pipeline 1', True, False),
+        ('data 1 x shard 2', False, True),
+        ('data 1 x tensor 2', False, False),
+    ]
+    assert found['short_of_memory_on'] == [2]
+    assert found['memory']['2'] > 10_000_000
+    assert main(['why', 'shaped', '--ledger', str(executor.ledger_path)]) == 0
+    said = capsys.readouterr().out
+    assert (
+        'On 2 nodes it has tried the shapes data 2 x spatial 1x1x1 x pipeline 1 (not meas' in said
+    )
+    assert (
+        main(['report', '--ledger', str(executor.ledger_path), '--out', str(tmp_path / 'r.html')])
+        == 0
+    )
+    assert 'Shapes that were tried' in (tmp_path / 'r.html').read_text()
+
+
 @pytest.mark.slow
 def test_fragments_have_allowed_counts_and_shapes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -154,6 +154,24 @@ def test_an_exception_that_cannot_be_loaded_keeps_its_text() -> None:
     assert 'Odd: only here' in str(fragment.verdict().exception)
 
 
+def test_too_little_memory_is_told_from_an_error_of_the_function() -> None:
+    """The other rank has lost touch with the one that had too little."""
+    fragment = running_fragment()
+    error = RankError('OutOfMemoryError', 'CUDA out of memory.', 'Traceback of the node')
+    fragment.settled = {
+        0: [outcome(0, 'peer-lost', memory=7)],
+        1: [outcome(1, 'error', 'x12', error=error, memory=9)],
+    }
+    verdict = fragment.verdict()
+    assert (verdict.ending, verdict.out_of_memory) == (Ending.FAILED, True)
+    assert verdict.exception is None
+    assert verdict.error == (
+        'rank 1 on x12 said OutOfMemoryError: CUDA out of memory.; '
+        'its output is in /logs/rank-1.log'
+    )
+    assert fragment.memory() == 9
+
+
 @pytest.mark.parametrize(('status', 'words'), [(-9, 'SIGKILL'), (-11, 'SIGSEGV'), (3, 'status 3')])
 def test_a_dead_rank_is_named_with_its_signal_and_log(status: int, words: str) -> None:
     fragment = running_fragment(1)

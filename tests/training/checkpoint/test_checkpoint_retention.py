@@ -69,7 +69,9 @@ def test_an_order_survives_json(tmp_path: Path) -> None:
 
 
 def test_an_order_with_shapes_is_read_from_json() -> None:
-    spec = TrainingSpec(min_nodes=1, max_nodes=1, goal=Samples(1), sizes=(1,), shapes={1: Shape()})
+    spec = TrainingSpec(
+        min_nodes=1, max_nodes=1, goal=Samples(1), sizes=(1,), shapes={1: (Shape(),)}
+    )
     sent = Launch(FragmentOrder('t', 1, '', spec, None), RankPlace(0, 1, 0, 1, ''), {}, '')
     reader: Decoder[Launch] = Decoder(Launch, 'a test')
     assert reader.decode(encode(sent)) == sent

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parsl_freetrain.training.comm.collectives import is_peer_loss
-from parsl_freetrain.training.comm.faults import device_fault
+from parsl_freetrain.training.comm.faults import device_fault, out_of_memory
 
 ECC = 'CUDA error: uncorrectable ECC error encountered'
 
@@ -34,3 +34,25 @@ def test_the_runtimes_own_words_tell(error: Exception, fault: str) -> None:
     later = KeyError('raised while it was handled')
     later.__context__ = error
     assert device_fault(later).startswith(fault)
+
+
+@pytest.mark.parametrize(
+    ('error', 'short'),
+    [
+        (torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 GiB'), True),
+        (torch.AcceleratorError('CUDA error: out of memory'), True),
+        (MemoryError(), True),
+        (OSError(12, 'Cannot allocate memory'), True),
+        (RuntimeError('UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY'), True),
+        (RuntimeError(ECC), False),
+        (ValueError('the memory is short'), False),
+    ],
+)
+def test_what_says_that_memory_is_short(error: Exception, short: bool) -> None:
+    assert out_of_memory(type(error).__name__, str(error)) is short
+
+
+def test_the_cpu_allocators_words_are_known() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**50)
+    assert out_of_memory(raised.type.__name__, str(raised.value))

@@ -20,7 +20,7 @@ from parsl_freetrain.training.parallel.sharded import shard_model
 from parsl_freetrain.training.parallel.sharded.initial import fill
 from parsl_freetrain.training.process.fork_client import WarmParent
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
-from parsl_freetrain.training.spec.training import check_shape
+from parsl_freetrain.training.spec.shapes import check_shape
 from parsl_freetrain.training.steps.sharded import check_sharded
 from tests.support.ranks import order, ranks
 

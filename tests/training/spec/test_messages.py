@@ -142,7 +142,7 @@ def test_every_message_of_a_channel_survives_the_way(channel: str) -> None:
 
 
 def test_a_trainer_with_shapes_can_be_launched() -> None:
-    spec = msgspec.structs.replace(ORDER.spec, shapes={2: Shape(2)})  # JSON has no whole keys
+    spec = msgspec.structs.replace(ORDER.spec, shapes={2: (Shape(2),)})  # JSON has no whole keys
     launch = ms.Launch(replace(ORDER, spec=spec), PLACE, {}, 'digest')
     assert Decoder[ms.ForkRequest](ms.ForkRequest, 'a test').decode(encode(launch)) == launch
 

@@ -1,0 +1,75 @@
+"""What the end of a fragment means for its trainer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.controller.state import FragmentState, TrainerState
+from parsl_freetrain.core.model.events import Ending, FragmentEnded
+from parsl_freetrain.core.model.types import Trainer
+
+# A multiple of the setting 'stalls', since several holes that are too short may be bad luck.
+FRUITLESS = 4
+
+
+def why_it_fails(
+    trainer: TrainerState, ended: FragmentState, event: FragmentEnded, settings: ControllerSettings
+) -> str:
+    """Why the trainer cannot go on; empty if it can. Its counts of failures are updated."""
+    progressed = event.samples > ended.from_samples
+    if event.out_of_memory:
+        return _short_of_memory(trainer, ended, event.error)
+    if event.ending is Ending.FAILED:
+        trainer.errors += 1
+        if trainer.errors > settings.retries:
+            return event.error
+    if event.ending is Ending.PREEMPTED and not ended.broken and not progressed:
+        trainer.stalled += 1
+        if trainer.stalled >= settings.stalls:
+            return (
+                f'{trainer.stalled} fragments in a row died without progress though none of '
+                f'their nodes was lost; the last one, fragment {event.fragment}: {event.error}'
+            )
+    if event.ending is Ending.PREEMPTED and ended.used_up(event.at) and not progressed:
+        trainer.fruitless += 1
+        if trainer.fruitless >= FRUITLESS * settings.stalls:
+            return (
+                f'{trainer.fruitless} fragments in a row, up to fragment {event.fragment}, had '
+                'their nodes until the hole ended without getting one global batch trained and '
+                'saved: a step is longer than the holes; use a smaller batch_size, more nodes '
+                '(min_nodes), or holes that last longer (min_hole_s)'
+            )
+    return ''
+
+
+def _short_of_memory(trainer: TrainerState, ended: FragmentState, error: str) -> str:
+    """Do without the shape, or else without the node count, that needs too much memory."""
+    nodes = len(ended.nodes)
+    if trainer.shapes.exclude(nodes, ended.shape):
+        return ''
+    left = without(trainer.trainer, nodes, any(n < nodes for n in trainer.profile.measured))
+    if left is None:
+        return (
+            f'memory does not suffice on {nodes} node{"s" * (nodes > 1)}, and it has no other '
+            f'count: {error}; allow more nodes (max_nodes), divide the parameters (Shape), or use '
+            'a smaller micro_batch'
+        )
+    trainer.trainer = left
+    return ''
+
+
+def without(trainer: Trainer, nodes: int, trained: bool) -> Trainer | None:
+    """The trainer without a node count whose memory does not suffice; None: no count is left.
+
+    Fewer nodes have less memory, so they are left out too, unless the trainer has been ``trained``
+    on fewer: with shapes, more nodes need not mean more memory for a part of the model.
+    """
+    counts = trainer.counts()
+    left = [n for n in counts if (n != nodes if trained else n > nodes)]
+    curve = trainer.curve
+    if not left or (curve is not None and not any(curve.rate_at(n) > 0 for n in left)):
+        return None
+    if left[0] > nodes:
+        return replace(trainer, min_nodes=left[0])
+    return replace(trainer, sizes=tuple(left))

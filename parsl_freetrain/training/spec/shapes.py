@@ -1,0 +1,101 @@
+"""The shapes of a trainer: which there are, and which a mode supports."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+
+from msgspec import structs
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.shape import Shape
+from parsl_freetrain.training.spec.mode import ADASUM, Reproducible, Scaled, Throughput
+from parsl_freetrain.training.spec.on_nan import STOP
+
+Shapes = tuple[Shape, ...]
+
+
+def check_shapes(
+    shapes: Shapes, mode: Reproducible | Throughput | Scaled, nodes: int, per_node: int
+) -> None:
+    """Refuse shapes that do not fit their node count, the mode or each other; raises BadInput."""
+    where, here = f'{nodes} nodes', nodes * per_node
+    if not shapes:
+        raise BadInput(f'{where} have an empty list of shapes; give at least one.')
+    for shape in shapes:
+        if shape.ranks != here:
+            raise BadInput(
+                f'the shape of {nodes} nodes is {shape}, which takes {shape.ranks} ranks; its '
+                f'parts must multiply to {here}, the ranks of {nodes} nodes with '
+                f'{per_node} each.'
+            )
+        check_shape(shape, mode, where)
+    if len(set(shapes)) < len(shapes):
+        raise BadInput(f'{where} have the same shape twice: {", ".join(map(str, shapes))}.')
+    if isinstance(mode, Reproducible) and len({s.tensor for s in shapes}) > 1:
+        raise BadInput(
+            f'{where} have shapes with different tensor parts ({", ".join(map(str, shapes))}), '
+            'which give different bits, and the fastest is used: in reproducible mode, give '
+            'shapes with the same tensor, or say mode=Throughput().'
+        )
+
+
+def all_shapes(ranks: int, mode: Reproducible | Throughput | Scaled, most: int) -> Shapes:
+    """All ways to divide ranks into copies of the model and parts of its parameters that the mode
+    supports, those that need the least memory first. ``most``: ranks of the largest fragment, the
+    default number of virtual shards.
+    """
+    if isinstance(mode, Reproducible) and mode.shards is None:
+        mode = structs.replace(mode, shards=most)
+    found = []
+    for shard in range(ranks, 0, -1):
+        if ranks % shard == 0:
+            with suppress(BadInput):
+                shape = Shape(data=ranks // shard, shard=shard)
+                check_shape(shape, mode, '')
+                found.append(shape)
+    return tuple(found)
+
+
+def check_shape(shape: Shape, mode: Reproducible | Throughput | Scaled, where: str) -> None:
+    """Refuse a mode that does not support a shape; raises BadInput, with ``where`` at the
+    beginning.
+    """
+    if math.prod(shape.sizes[1:]) == 1:
+        return
+    if shape.sharded:
+        _check_sharded(shape, mode, where)
+        return
+    if not isinstance(mode, Throughput):
+        raise BadInput(
+            f'{where}: the shape {shape} divides more than the data, and the mode is {mode}; say '
+            'mode=Throughput().'
+        )
+    if shape.pipeline > 1 and mode.on_nan != STOP:
+        raise BadInput(
+            f'{where}: on_nan is {mode.on_nan!r}, but a single stage of a pipeline cannot '
+            'leave out a step; '
+            "say on_nan='stop', or give shapes without a pipeline."
+        )
+
+
+def _check_sharded(shape: Shape, mode: Reproducible | Throughput | Scaled, where: str) -> None:
+    if math.prod(shape.spatial) * shape.pipeline > 1:
+        raise BadInput(
+            f'{where}: the shape divides the parameters (shard {shape.shard}, tensor '
+            f'{shape.tensor}) and also space or stages; say either.'
+        )
+    if isinstance(mode, Scaled) and mode.combine == ADASUM:
+        raise BadInput(
+            f"{where}: combine='adasum' needs whole gradients, and in the shape {shape} no rank "
+            "has them; say combine='mean'."
+        )
+    if not isinstance(mode, Reproducible):
+        return
+    shards, divided = mode.shards or 0, shape.shard & (shape.shard - 1)
+    if divided or shards % shape.batch_parts:
+        raise BadInput(
+            f'{where}: for a reproducible sum, shard must be a power of two, and data x shard '
+            f'must divide the {shards} virtual shards; shard is {shape.shard}, and data x shard '
+            f'is {shape.batch_parts}.'
+        )
