@@ -6,14 +6,13 @@ Facts of 2026-08-19, from ALCF's guide
 
 from __future__ import annotations
 
-import os
-
 from parsl.config import Config
 
 from parsl_freetrain import BackfillProvider, FreeTrainExecutor, PbsSite
-from parsl_freetrain.sites.batch.limits import QueueLimits, limits_of, needed
+from parsl_freetrain.sites.batch.limits import QueueLimits, limits_of, on_file_systems, paying
 from parsl_freetrain.sites.pbspro import PALS
 
+FILE_SYSTEMS = ('home', 'flare', 'daos_user_fs', 'daos_perf_fs')
 QUEUES = {
     # Nothing is preemptable here. 2 jobs of a user run, 5 wait or run.
     'capacity': QueueLimits(nodes=(1, 16), walltime_s=(300, 168 * 3600), jobs=5),
@@ -25,6 +24,11 @@ QUEUES = {
 # Then '. my-environment/bin/activate', with parsl-freetrain. PBS's own TMPDIR is too long for
 # sockets.
 FRAMEWORKS = 'module load frameworks\nexport TMPDIR=/tmp'
+# The page "oneCCL" of the guide, without what is for ranks that mpiexec starts (pmix, mpi): ours
+# find each other by torch's store.
+CCL = """\
+export CCL_PROCESS_LAUNCHER=none CCL_ATL_TRANSPORT=ofi CCL_KVS_CONNECTION_TIMEOUT=600
+export CCL_ZE_CACHE_OPEN_IPC_HANDLES_THRESHOLD=1024 FI_MR_CACHE_MONITOR=userfaultfd"""
 
 
 def site(
@@ -32,6 +36,7 @@ def site(
     queue: str = 'capacity',
     filesystems: tuple[str, ...] = ('home', 'flare'),
     worker_init: str = FRAMEWORKS,
+    ccl: str = CCL,
     interface: str = 'hsn0',
     longest_s: float = 3 * 3600,
 ) -> PbsSite:
@@ -40,24 +45,12 @@ def site(
     The project ``account`` pays; default: the environment variable FREETRAIN_ACCOUNT.
     """
     limits = limits_of('Aurora', QUEUES, queue)
-    account = needed(
-        'Aurora',
-        'an account',
-        account or os.environ.get('FREETRAIN_ACCOUNT'),
-        'give account="PROJECT", or set FREETRAIN_ACCOUNT; sbank-list-allocations names yours',
-    )
-    needed(
-        'Aurora',
-        'its file systems',
-        ':'.join(filesystems),
-        'give filesystems=("home", "flare") or those that your files are on',
-    )
     return PbsSite(
         queue=queue,
-        account=account,
-        filesystems=filesystems,
+        account=paying('Aurora', account, 'sbank-list-allocations lists yours'),
+        filesystems=on_file_systems('Aurora', filesystems, FILE_SYSTEMS),
         launch=PALS,
-        worker_init=worker_init,
+        worker_init=f'{worker_init}\n{ccl}'.rstrip(),
         interface=interface,  # or 'bond0'
         poll_s=30.0,
         **limits.settings(longest_s),

@@ -6,14 +6,13 @@ Facts of 2026-08-19, from ALCF's guide
 
 from __future__ import annotations
 
-import os
-
 from parsl.config import Config
 
 from parsl_freetrain import BackfillProvider, FreeTrainExecutor, PbsSite
-from parsl_freetrain.sites.batch.limits import QueueLimits, limits_of, needed
+from parsl_freetrain.sites.batch.limits import QueueLimits, limits_of, on_file_systems, paying
 from parsl_freetrain.sites.pbspro import PALS
 
+FILE_SYSTEMS = ('home', 'eagle', 'flare', 'grand', 'swift')
 QUEUES = {
     'preemptable': QueueLimits(
         nodes=(1, 10), walltime_s=(300, 72 * 3600), jobs=20, preemptible=True
@@ -40,22 +39,10 @@ def site(
     The project ``account`` pays; default: the environment variable FREETRAIN_ACCOUNT.
     """
     limits = limits_of('Crux', QUEUES, queue)
-    account = needed(
-        'Crux',
-        'an account',
-        account or os.environ.get('FREETRAIN_ACCOUNT'),
-        'give account="PROJECT", or set FREETRAIN_ACCOUNT; sbank-list-allocations names yours',
-    )
-    needed(
-        'Crux',
-        'its file systems',
-        ':'.join(filesystems),
-        'give filesystems=("home", "eagle") or those that your files are on',
-    )
     return PbsSite(
         queue=queue,
-        account=account,
-        filesystems=filesystems,
+        account=paying('Crux', account, 'sbank-list-allocations lists yours'),
+        filesystems=on_file_systems('Crux', filesystems, FILE_SYSTEMS),
         node_resources={'system': 'crux'},
         launch=PALS,
         worker_init=f'{worker_init}\n{SETTINGS}',

@@ -5,12 +5,10 @@ Theta was retired in 2023. This is for Cobalt machines like it, and has never be
 
 from __future__ import annotations
 
-import os
-
 from parsl.config import Config
 
 from parsl_freetrain import BackfillProvider, CobaltSite, FreeTrainExecutor
-from parsl_freetrain.sites.batch.limits import QueueLimits, limits_of, needed
+from parsl_freetrain.sites.batch.limits import QueueLimits, limits_of, paying
 
 CORES = 64
 QUEUES = {
@@ -39,15 +37,9 @@ def site(
     The project ``account`` pays; default: the environment variable FREETRAIN_ACCOUNT.
     """
     limits = limits_of('Theta', QUEUES, queue)
-    account = needed(
-        'Theta',
-        'an account',
-        account or os.environ.get('FREETRAIN_ACCOUNT'),
-        'give account="PROJECT", or set FREETRAIN_ACCOUNT',
-    )
     return CobaltSite(
         queue=queue,
-        account=account,
+        account=paying('Theta', account, 'sbank lists yours'),
         mcdram='flat' if 'flat' in queue else 'cache',
         numa='quad',
         filesystems=filesystems,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from parsl_freetrain.replay.prospect import Prospect
     from parsl_freetrain.sites.provider import BackfillProvider
 
+UNIT = 'charged node-hours'
 # The executor's addresses, ports and certificates are only known when it runs.
 COMMAND = (
     'python3 -P -m parsl_freetrain.training.process.node_agent '
@@ -73,7 +74,10 @@ def plan(
         min_hole_s=provider.min_hole_s, spans_blocks=provider.site.spans_blocks
     )
     expected = prospects(
-        [PlannedBlock(b['nodes'], b['walltime_s'], b['hole_s'], b['preemptible']) for b in blocks],
+        [
+            PlannedBlock(b['nodes'], b['walltime_s'], b['hole_s'], b['preemptible'], b['exempt_s'])
+            for b in blocks
+        ],
         who,
         settings,
         start,
@@ -88,9 +92,12 @@ def plan(
         lasts = f'for {block["walltime_s"]} s' + (
             ', or until preempted' if block['preemptible'] else ''
         )
+        if block['exempt_s']:
+            lasts += f' after {block["exempt_s"]:g} s'
         print(
             f'### block {number}: {block["nodes"]} nodes of {block["queue"]} '
-            f'{lasts}\n{block["script"]}'
+            f'{lasts}; it costs {block["cost"][0]:.3g} to {block["cost"][1]:.3g} '
+            f'{UNIT}\n{block["script"]}'
         )
     if expected:
         print('### predictions for these blocks, if no other nodes come or go')
@@ -148,6 +155,10 @@ def blocks_for(provider: BackfillProvider, now: float) -> list[dict[str, Any]]:
                 'hole_s': hole_s,
                 'queue': hole['queue'],
                 'preemptible': where.options.mode is Mode.PREEMPTIBLE,
+                'exempt_s': where.options.exempt_s,
+                'cost': [
+                    where.options.cost(shape.nodes, lasts_s) for lasts_s in (0.0, shape.walltime_s)
+                ],
                 'script': script,
             }
         )

@@ -50,12 +50,15 @@ class PlannedBlock:
         planned there.
     preemptible
         Whether its nodes may be taken at any time.
+    exempt_s
+        Seconds after its start in which they are not taken.
     """
 
     nodes: int
     walltime_s: float
     hole_s: float | None = None
     preemptible: bool = False
+    exempt_s: float = 0.0
 
     def time(self, late_s: float) -> tuple[float, float]:
         """When it has its nodes, as start and end in seconds from now, if it starts ``late_s``
@@ -152,7 +155,7 @@ def prospects(
 
     Maximum: every block starts at once, and a preemptible one lasts for ``look_ahead_s``. Minimum:
     every block starts ``start_s`` seconds later and ends when its nodes are needed, and a
-    preemptible one is preempted at once.
+    preemptible one is preempted as soon as it may be.
     """
     early = [(block.nodes, *block.time(0.0)) for block in blocks]
     most = _trained(
@@ -164,7 +167,11 @@ def prospects(
         settings,
     )
     least = _trained(
-        [(block.nodes, *block.time(start_s)) for block in blocks if not block.preemptible],
+        [
+            (block.nodes, start, min(end, start + block.exempt_s) if block.preemptible else end)
+            for block in blocks
+            for start, end in [block.time(start_s)]
+        ],
         trainers,
         settings,
     )

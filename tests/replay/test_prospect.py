@@ -98,6 +98,15 @@ def test_what_counts_is_the_walltime_and_not_the_hole() -> None:
         [PlannedBlock(4, 60.0, preemptible=True)], [trainer(ENDLESS)], SETTINGS, 20.0, 1000.0
     )
     assert may_go.samples == pytest.approx((0, 2400))
+    # At worst it is preempted as soon as the scheduler may: 30 s after its start.
+    [exempt] = prospects(
+        [PlannedBlock(4, 60.0, preemptible=True, exempt_s=30.0)],
+        [trainer(ENDLESS)],
+        SETTINGS,
+        20.0,
+        1000.0,
+    )
+    assert exempt.samples == pytest.approx((1200, 2400))
 
 
 def test_fragments_use_several_blocks_only_where_the_site_lets_them() -> None:
@@ -144,6 +153,7 @@ def test_plan_tells_of_the_blocks_that_would_be_submitted(
             None,
             mode == 'preemptible',
         ]
+        assert only['cost'] == [0.0, pytest.approx(1.0)]  # 4 nodes, a quarter of an hour
         assert told['trainers'] == [
             {
                 'trainer': 'cnn',
@@ -154,6 +164,7 @@ def test_plan_tells_of_the_blocks_that_would_be_submitted(
         ]
         assert main(['plan', '--site', str(site)]) == 0
         said = capsys.readouterr().out
+        assert 'it costs 0 to 1 charged node-hours' in said
         assert 'for 900 s' in said and ('until preempted' in said) == (mode == 'preemptible')
     assert pbs.jobs() == {}
 

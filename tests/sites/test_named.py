@@ -39,8 +39,14 @@ def test_an_executor_for_a_site_by_its_name() -> None:
 @pytest.mark.parametrize(
     ('settings', 'sentence'),
     [
-        ({}, r'no provider and no site .*aurora, crux, polaris, theta'),
-        ({'site': 'nosuch'}, r"no site 'nosuch'.*aurora, crux, polaris, theta"),
+        (
+            {},
+            r'no provider and no site .*aurora, crux, delta, frontier, perlmutter, polaris, theta',
+        ),
+        (
+            {'site': 'nosuch'},
+            r"no site 'nosuch'.*aurora, crux, delta, frontier, perlmutter, polaris, theta",
+        ),
         ({'site': 'polaris'}, 'Polaris takes no job without an account; .*FREETRAIN_ACCOUNT'),
         (
             {'site': 'polaris', 'account': 'a', 'queue': 'demand'},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +23,26 @@ class QueueLimits:
         Maximum number of one user's jobs that wait.
     preemptible
         Whether its jobs may be preempted.
+    exempt_s
+        Seconds after its start in which a job is not preempted.
+    price
+        What a node costs for an hour, in the unit of the machine's accounts.
+    least_s, least_price
+        Every node costs at least ``least_price`` an hour for the first ``least_s`` seconds, also if
+        its job ends before.
+    partition
+        The partition of Slurm, where the limits depend on more than it; default: the queue's name.
     """
 
     nodes: tuple[int, int]
     walltime_s: tuple[int, int]
     jobs: int
     preemptible: bool = False
+    exempt_s: float = 0.0
+    price: float = 1.0
+    least_s: float = 0.0
+    least_price: float = 0.0
+    partition: str | None = None
 
     def __post_init__(self) -> None:
         if not (
@@ -52,6 +67,10 @@ class QueueLimits:
             'longest_s': min(longest_s, self.walltime_s[1]),
             'max_waiting': min(4, self.jobs),
             'mode': Mode.PREEMPTIBLE if self.preemptible else Mode.BACKFILL,
+            'exempt_s': self.exempt_s,
+            'price': self.price,
+            'least_charge_s': self.least_s,
+            'least_charge_price': self.least_price,
         }
 
 
@@ -79,3 +98,43 @@ def needed(machine: str, what: str, value: str | None, how: str) -> str:
     if not value:
         raise BadInput(f'{machine} takes no job without {what}; {how}.')
     return value
+
+
+def paying(machine: str, account: str | None, how: str) -> str:
+    """The account that pays: the given one, or the environment variable FREETRAIN_ACCOUNT.
+
+    Raises
+    ------
+    BadInput
+        There is none; the sentence ends with ``how`` to find the account's name.
+    """
+    return needed(
+        machine,
+        'an account',
+        account or os.environ.get('FREETRAIN_ACCOUNT'),
+        f'give account="PROJECT", or set FREETRAIN_ACCOUNT; {how}',
+    )
+
+
+def on_file_systems(
+    machine: str, filesystems: tuple[str, ...], known: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The file systems that a job needs.
+
+    Raises
+    ------
+    BadInput
+        There is none, or one that the machine does not have.
+    """
+    unknown = [name for name in filesystems if name not in known]
+    if unknown or not filesystems:
+        said = (
+            f'has no file system {unknown[0]!r}'
+            if unknown
+            else 'takes no job without its file systems'
+        )
+        raise BadInput(
+            f'{machine} {said}; give filesystems= those that your files are on, of '
+            f'{", ".join(known)}.'
+        )
+    return filesystems

@@ -89,6 +89,13 @@ class BatchOptions(BaseModel):
         Whether to ask for the very nodes that were seen idle, instead of for their number.
     spans_blocks
         Whether one fragment may use nodes of several blocks.
+    exempt_s
+        Seconds after its start in which a block is not preempted.
+    price
+        What a node costs for an hour, in the unit of the machine's accounts.
+    least_charge_s, least_charge_price
+        Every node costs ``least_charge_price`` an hour for the first ``least_charge_s`` seconds,
+        also if its block ends before.
     interface
         The network interface that ranks use, and at which the submitting process listens if its
         computer has one of this name. None: each node uses the one by which it reaches the
@@ -120,7 +127,16 @@ class BatchOptions(BaseModel):
     unreachable_s: Seconds = 60.0
     pin_nodes: bool = False
     spans_blocks: bool = True
+    exempt_s: Seconds = 0.0
+    price: float = Field(1.0, ge=0, allow_inf_nan=False)
+    least_charge_s: Seconds = 0.0
+    least_charge_price: float = Field(0.0, ge=0, allow_inf_nan=False)
     interface: Word | None = None
+
+    def cost(self, nodes: int, lasts_s: float) -> float:
+        """What a block costs that lasts for ``lasts_s`` seconds, in the unit of ``price``."""
+        later_s = max(0.0, lasts_s - self.least_charge_s)
+        return nodes / 3600 * (self.least_charge_s * self.least_charge_price + later_s * self.price)
 
 
 Kind = TypeVar('Kind', bound=BatchOptions)

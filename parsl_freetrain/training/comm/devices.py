@@ -42,16 +42,29 @@ class Kind:
     def variable(self) -> str:
         """The variable that is set already, by the block's environment or by Parsl; else the first
         one.
+
+        Raises
+        ------
+        BadInput
+            ROCR_VISIBLE_DEVICES is set beside another one: ROCm would number the devices that the
+            first leaves anew, and look the second up among them.
         """
-        return next((name for name in self.variables if name in os.environ), self.variables[0])
+        given = [name for name in self.variables if name in os.environ]
+        if len(given) > 1 and given[-1] == ROCR:
+            raise BadInput(
+                f'{" and ".join(given)} are set on {platform.node()}, and hide devices from each '
+                f'other: unset all but one, as by worker_init="unset {" ".join(given[:-1])}".'
+            )
+        return given[0] if given else self.variables[0]
 
     def has_backend(self) -> bool:
         """Whether this torch has the backend."""
         return bool(getattr(dist, f'is_{self.backend}_available')())
 
 
+ROCR = 'ROCR_VISIBLE_DEVICES'
 CUDA = Kind('cuda', ('CUDA_VISIBLE_DEVICES',), 'nccl')
-ROCM = Kind('cuda', ('HIP_VISIBLE_DEVICES', 'CUDA_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES'), 'nccl')
+ROCM = Kind('cuda', ('HIP_VISIBLE_DEVICES', 'CUDA_VISIBLE_DEVICES', ROCR), 'nccl')
 XPU = Kind('xpu', ('ZE_AFFINITY_MASK',), 'xccl')
 
 

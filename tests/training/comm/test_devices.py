@@ -37,6 +37,21 @@ from tests.support.ranks import order, ranks
 VARIABLES = (*ROCM.variables, *XPU.variables)
 
 
+def test_two_variables_that_hide_devices_from_each_other_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv('ROCR_VISIBLE_DEVICES', '0,1')
+    assert ROCM.variable == 'ROCR_VISIBLE_DEVICES'
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0,1')
+    with pytest.raises(BadInput, match='unset all but one, as by worker_init="unset CUDA_'):
+        assert ROCM.variable
+    monkeypatch.delenv('ROCR_VISIBLE_DEVICES')
+    monkeypatch.setenv('HIP_VISIBLE_DEVICES', '0')
+    assert ROCM.variable == 'HIP_VISIBLE_DEVICES'
+
+
 @pytest.mark.parametrize(
     ('names', 'ranks_per_node', 'shares'),
     [

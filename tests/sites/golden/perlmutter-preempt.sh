@@ -1,15 +1,16 @@
 #!/bin/bash
 #SBATCH --job-name=freetrain.r1.block-0
-#SBATCH --output=/scratch/me/block-0.out
-#SBATCH --error=/scratch/me/block-0.err
+#SBATCH --output=/project/me/block-0.out
+#SBATCH --error=/project/me/block-0.err
 #SBATCH --open-mode=append
-#SBATCH --partition=gpuA100x4-preempt
-#SBATCH --nodes=4
+#SBATCH --partition=gpu
+#SBATCH --nodes=128
 #SBATCH --ntasks-per-node=1
 #SBATCH --time=480
 #SBATCH --time-min=240
-#SBATCH --account=YOUR-delta-gpu
-#SBATCH --constraint=scratch
+#SBATCH --account=my-project
+#SBATCH --qos=preempt
+#SBATCH --constraint=gpu
 #SBATCH --gres=gpu:4
 #SBATCH --nice=2147483645
 #SBATCH --mem=0
@@ -17,6 +18,9 @@
 #SBATCH --requeue
 
 SECONDS=0
+module load pytorch
+. ~/venv/bin/activate
+export NCCL_SOCKET_IFNAME=hsn TMPDIR=/tmp
 
 # Slurm ends a job up to a minute late. The scheduler may also have shortened the limit,
 # or an administrator changed it: ask.
@@ -37,7 +41,7 @@ wait "$command"; status=$?
 [ "$status" != 137 ] || kill -KILL 0
 exit "$status"
 '
-timeout --kill-after=10 "$left" srun --nodes=4 --ntasks=4 --ntasks-per-node=1 --wait=0 --kill-on-bad-exit=0 --no-kill --input=none --cpu-bind=none --mpi=none /bin/bash -c "$node" freetrain-node 'process_worker_pool.py --cert_dir '"'"'/a b'"'"''
+timeout --kill-after=10 "$left" srun --nodes=128 --ntasks=128 --ntasks-per-node=1 --wait=0 --kill-on-bad-exit=0 --no-kill --input=none --cpu-bind=none --mpi=none /bin/bash -c "$node" freetrain-node 'process_worker_pool.py --cert_dir '"'"'/a b'"'"''
 status=$?
 if [ "$status" = 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 [ "$status" != 124 ] || status=0

@@ -1,17 +1,17 @@
 #!/bin/bash
 #PBS -N freetrain.r1.block-0
-#PBS -o /eagle/me/block-0.out
-#PBS -e /eagle/me/block-0.err
+#PBS -o /project/me/block-0.out
+#PBS -e /project/me/block-0.err
 #PBS -k doe
 #PBS -W umask=0077
-#PBS -q preemptable
-#PBS -l select=10:system=polaris:ngpus=4
+#PBS -q capacity
+#PBS -l select=4:system=polaris:ngpus=4
 #PBS -l place=scatter:excl
-#PBS -l min_walltime=01:30:00,max_walltime=03:00:00
+#PBS -l min_walltime=00:41:25,max_walltime=01:22:50
 #PBS -l filesystems=home:eagle
 #PBS -A my-project
 #PBS -p -1024
-#PBS -r y
+#PBS -r n
 
 SECONDS=0
 module use /soft/modulefiles
@@ -29,11 +29,13 @@ export LD_LIBRARY_PATH
 walltime=$(timeout 20 qstat -f "$PBS_JOBID" 2>/dev/null |
     sed -n 's/^ *Resource_List\.walltime = //p')
 case $walltime in
-    *[!0-9:]*|''|*:*:*:*) left=5400 ;;
+    *[!0-9:]*|''|*:*:*:*) left=2485 ;;
     *:*:*) IFS=: read -r h m s <<<"$walltime"; left=$((10#$h * 3600 + 10#$m * 60 + 10#$s)) ;;
-    *) left=5400 ;;
+    *) left=2485 ;;
 esac
 left=$((left - SECONDS))
+hole=$((1800005000 - $(date +%s)))
+[ "$hole" -ge "$left" ] || left=$hole
 left=$((left - 10))
 [ "$left" -gt 0 ] || exit 0
 
@@ -48,7 +50,7 @@ wait "$command"; status=$?
 exit "$status"
 '
 trap '[ -z "$running" ] || kill -TERM "$running" 2>/dev/null' TERM
-timeout --foreground --kill-after=10 "$left" mpiexec -n 10 --ppn 1 --cpu-bind none /bin/bash -c "$node" freetrain-node 'process_worker_pool.py --cert_dir '"'"'/a b'"'"'' </dev/null &
+timeout --foreground --kill-after=10 "$left" mpiexec -n 4 --ppn 1 --cpu-bind none /bin/bash -c "$node" freetrain-node 'process_worker_pool.py --cert_dir '"'"'/a b'"'"'' </dev/null &
 running=$!
 while kill -0 "$running" 2>/dev/null; do wait "$running"; done
 wait "$running"; status=$?

@@ -1,31 +1,41 @@
 #!/bin/bash
 #PBS -N freetrain.r1.block-0
-#PBS -o /eagle/me/block-0.out
-#PBS -e /eagle/me/block-0.err
+#PBS -o /project/me/block-0.out
+#PBS -e /project/me/block-0.err
 #PBS -k doe
 #PBS -W umask=0077
-#PBS -q preemptable
-#PBS -l select=10:system=crux
+#PBS -q prod
+#PBS -l select=10:system=polaris:ngpus=4
 #PBS -l place=scatter:excl
-#PBS -l min_walltime=01:30:00,max_walltime=03:00:00
+#PBS -l min_walltime=00:41:25,max_walltime=01:22:50
 #PBS -l filesystems=home:eagle
 #PBS -A my-project
 #PBS -p -1024
-#PBS -r y
+#PBS -r n
 
 SECONDS=0
-. ~/venv/bin/activate
-export TMPDIR=/tmp OMP_NUM_THREADS=128
+module use /soft/modulefiles
+module load conda
+conda activate
+export TMPDIR=/tmp
+export NCCL_NET_GDR_LEVEL=PHB NCCL_CROSS_NIC=1 NCCL_COLLNET_ENABLE=1 NCCL_NET='AWS Libfabric'
+export NCCL_SOCKET_IFNAME=hsn
+export FI_CXI_DISABLE_HOST_REGISTER=1 FI_MR_CACHE_MONITOR=userfaultfd FI_CXI_DEFAULT_CQ_SIZE=131072
+plugin=/soft/libraries/hwloc/lib:/soft/libraries/aws-ofi-nccl/v1.9.1-aws/lib
+LD_LIBRARY_PATH=$plugin${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+export LD_LIBRARY_PATH
 
 # The scheduler may have shortened the walltime so that the block fits: ask.
 walltime=$(timeout 20 qstat -f "$PBS_JOBID" 2>/dev/null |
     sed -n 's/^ *Resource_List\.walltime = //p')
 case $walltime in
-    *[!0-9:]*|''|*:*:*:*) left=5400 ;;
+    *[!0-9:]*|''|*:*:*:*) left=2485 ;;
     *:*:*) IFS=: read -r h m s <<<"$walltime"; left=$((10#$h * 3600 + 10#$m * 60 + 10#$s)) ;;
-    *) left=5400 ;;
+    *) left=2485 ;;
 esac
 left=$((left - SECONDS))
+hole=$((1800005000 - $(date +%s)))
+[ "$hole" -ge "$left" ] || left=$hole
 left=$((left - 10))
 [ "$left" -gt 0 ] || exit 0
 
