@@ -14,7 +14,7 @@ from parsl_freetrain.sites.batch.limits import QueueLimits, limits_of, paying
 # Nothing is preemptible. The longest walltime of a job depends on its number of nodes. 4 jobs of a
 # user are considered at a time.
 QUEUES = {
-    'batch': QueueLimits((1, 91), (60, 2 * 3600), jobs=4),
+    'batch': QueueLimits((1, 91), (60, 2 * 3600), jobs=4, partition='batch'),
     'batch from 92 nodes': QueueLimits((92, 183), (60, 6 * 3600), jobs=4, partition='batch'),
     'batch from 184 nodes': QueueLimits((184, 9472), (60, 12 * 3600), jobs=4, partition='batch'),
     # 1 job of a user runs, and 1 is considered.

@@ -36,7 +36,7 @@ def provider_of(given: str | None) -> BackfillProvider:
     path = Path(given)
     if path.suffix == '.toml':
         return BackfillProvider(site_in_table(path))
-    if file := _file_of(given):
+    if file := file_of(given):
         return _executor(_configured(file), given)[1]
     if given == 'local':
         return BackfillProvider(LocalSite())
@@ -58,7 +58,7 @@ def config_of(given: str) -> tuple[Config, FreeTrainExecutor]:
     BadInput
         There is no such site, or its file cannot be used.
     """
-    if file := _file_of(given):
+    if file := file_of(given):
         config = _configured(file)
         return config, _executor(config, given)[0]
     executor = FreeTrainExecutor(provider=provider_of(given))
@@ -96,7 +96,8 @@ def _configured(path: Path) -> Config:
     return config
 
 
-def _file_of(given: str) -> Path | None:
+def file_of(given: str) -> Path | None:
+    """The Python file of a site, by path or by name; None if it has none."""
     return Path(given) if given.endswith('.py') else site_files().get(given)
 
 

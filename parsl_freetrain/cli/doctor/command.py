@@ -41,6 +41,21 @@ def doctor(
     endpoint_options: Annotated[
         Path | None, typer.Option(metavar='FILE', help="JSON options for the endpoint's template.")
     ] = None,
+    site: Annotated[
+        str,
+        typer.Option(
+            metavar='NAME|FILE', help="Also compare a site's file with what its scheduler says."
+        ),
+    ] = '',
+    nodes: Annotated[
+        int,
+        typer.Option(
+            metavar='N', help='With --site: also submit a job of N nodes that examines them.'
+        ),
+    ] = 0,
+    wait: Annotated[
+        float, typer.Option(metavar='S', help='Maximum seconds to wait for this job.')
+    ] = 900.0,
     out: Annotated[Path, typer.Option(metavar='FILE', help='The file to write.')] = Path(
         'freetrain-doctor.json'
     ),
@@ -52,8 +67,12 @@ def doctor(
     file system is measured in a new folder in DIR, which is removed afterwards. The file is meant
     for bug reports; it names hosts, paths and users. The exit status is 1 if something was found
     that keeps trainings from working.
+
+    With --site, every queue that the site's file states is compared with the scheduler's, and the
+    line of the file that is out of date is named. Nothing is submitted unless --nodes is given.
     """
     from parsl_freetrain.cli.doctor.findings import (
+        Finding,
         findings,
     )  # imported here, so that --help is fast
 
@@ -61,8 +80,15 @@ def doctor(
         raise BadInput(
             f'{checkpoints} is not a folder that can be written to; name one with --checkpoints.'
         )
+    if nodes < 0 or (nodes and not site):
+        raise BadInput('--nodes is the number of nodes of a job at a site; name one with --site.')
+    of_site: list[Finding] = []
+    if site:
+        from parsl_freetrain.cli.doctor.site import examine
+
+        of_site = examine(site, checkpoints.absolute(), nodes, wait)
     facts = _facts(checkpoints.absolute(), through)
-    found = findings(facts)
+    found = findings(facts) + of_site
     if endpoint:
         from parsl_freetrain.cli.doctor.endpoint import ask_endpoint, of_endpoint
 

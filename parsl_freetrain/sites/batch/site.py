@@ -118,6 +118,23 @@ class BatchSite(ABC):
             self._scheduler.queue(), self.options, self._scheduler.step_s
         )
 
+    @property
+    def queue(self) -> str:
+        """The name of the queue, or partition."""
+        return self._scheduler.wanted().partition
+
+    def limits(self) -> Partition:
+        """What the scheduler says of the queue now.
+
+        Raises
+        ------
+        BadInput
+            There is no such queue, or it does not take what the site config asks for.
+        FreeTrainError
+            The scheduler does not answer.
+        """
+        return self._scheduler.queue()
+
     def close(self) -> None:
         """No holes from now on."""
         self._closed = True

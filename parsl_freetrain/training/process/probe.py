@@ -137,7 +137,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     }
     if 'port' in question:
         found['reaches'] = [
-            address for address in question['addresses'] if _connects(address, question['port'])
+            address for address in question['addresses'] if connects(address, question['port'])
         ]
     if 'folder' in question:
         found['sees_folder'] = (folder := Path(question['folder'])).is_dir()
@@ -151,7 +151,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _connects(address: str, port: int) -> bool:
+def connects(address: str, port: int) -> bool:
+    """Whether something listens there."""
     try:
         with socket.create_connection((address, port), 3.0):
             return True
