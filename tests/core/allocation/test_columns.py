@@ -26,7 +26,7 @@ def changed_worth(problem: Problem, bid: Bid, way: tuple[int, ...]) -> float:
 @settings(
     deadline=None,
     database=None,
-    max_examples=300,
+    max_examples=100,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 @given(problems_with_blocks(), st.data())
@@ -58,8 +58,8 @@ def test_pricing_finds_the_best_of_all_ways(problem: Problem, data: st.DataObjec
             most=np.minimum(region.most, drawn(st.integers(0, 5))),
         ).within(drawn(st.integers(1, 9)), pricing.held)
     best, ways, kept = pricing.best(prices, region)
+    every = np.array(list(product(*(range(place.nodes + 1) for place in problem.places))))
     for j, bid in enumerate(problem.bids):
-        every = np.array(list(product(*(range(place.nodes + 1) for place in problem.places))))
         same = np.full(len(every), j)
         usable = [bid.usable(sum(way)) == sum(way) for way in every.tolist()]
         inside = region.has(same, every, np.zeros(len(every), dtype=bool)) & usable
