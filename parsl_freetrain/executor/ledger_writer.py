@@ -241,8 +241,9 @@ class LedgerWriter:
                     fragment,
                     at=at,
                     ending=result.ending.value,
-                    samples=result.checkpoint.samples,
+                    samples=notice.kept,
                     reached=notice.reached,
+                    committed=result.checkpoint.samples,
                     error=result.error,
                 )
 

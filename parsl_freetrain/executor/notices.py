@@ -161,11 +161,14 @@ class CheckpointWritten(Notice):
 
 @dataclass(frozen=True)
 class FragmentConcluded(Notice):
-    """All members of a fragment have ended; ``reached``: the largest number of samples trained."""
+    """All members of a fragment have ended. ``kept``: the number of samples from which the next
+    fragment can go on, by the checkpoint or in memory; ``reached``: the largest number trained.
+    """
 
     trainer: str
     fragment: int
     result: FragmentResult
+    kept: int
     reached: int
 
 

@@ -95,7 +95,7 @@ class NodeRow:
 
 @dataclass(frozen=True)
 class FragmentRow:
-    """A fragment; ``samples`` (the last checkpoint's) and ``reached`` are None until it
+    """A fragment; ``samples`` (what the next one can go on from) and ``reached`` are None until it
     has ended.
     """
 

@@ -130,9 +130,10 @@ def _repeated(
             reached = fragment.seen_samples if fragment.seen_samples is not None else kept
         repeated += max(0, reached - kept)
         # A checkpoint that could not be used, or was not asked for, sets a trainer back further.
-        repeated += max(
-            0, (fragment.from_samples if before is None else before) - fragment.from_samples
-        )
+        began = fragment.from_samples
+        if fragment.started_samples is not None:
+            began = fragment.started_samples
+        repeated += max(0, (began if before is None else before) - began)
         before = kept
     return repeated
 

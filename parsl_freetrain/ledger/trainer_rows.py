@@ -151,12 +151,13 @@ class TrainerRows:
         ending: str,
         samples: int,
         reached: int,
+        committed: int | None = None,
         error: str = '',
     ) -> None:
         """A fragment is over: 'finished', 'stopped', 'preempted' or 'failed'.
 
-        ``samples`` is the last checkpoint's, ``reached`` the furthest that was seen: the difference
-        is repeated.
+        ``samples`` is what the next fragment can go on from, ``reached`` the furthest that was
+        seen: the difference is repeated. ``committed``: the last checkpoint's, if that is less.
         """
         ended: dict[str, Value] = {
             'ended_at': float(at),
@@ -166,7 +167,8 @@ class TrainerRows:
             'error': str(error),
         }
         self._fragment(trainer, fragment, ended, at)
-        self._trainer(trainer, {'samples': int(samples)}, None)
+        saved = samples if committed is None else committed
+        self._trainer(trainer, {'samples': int(saved)}, None)
 
     def _trainer(self, name: str, values: Mapping[str, Value], at: float | None) -> None:
         self._rows.update('trainers', {'name': str(name)}, values, at)

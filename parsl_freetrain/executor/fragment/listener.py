@@ -17,6 +17,7 @@ from parsl_freetrain.training.spec.messages import (
     SavingCheckpoint,
     StandbyReady,
     Started,
+    StateUsed,
     Stuck,
     TotalSamples,
 )
@@ -47,12 +48,16 @@ class Listener:
             case TotalSamples(total_samples):
                 record.total_known(total_samples)
                 self._stream.emit(ev.TotalKnown(at, name, total_samples))
-            case Started(rank=0) as started:
-                self._started(started, fragment, record, at)
+            case Started() as started:
+                fragment.keeps = fragment.keeps or started.keeps
+                if started.rank == 0:
+                    self._started(started, fragment, record, at)
+            case StateUsed():
+                fragment.uses_state = True
             case Progress(samples, metrics, rate, then):
                 fragment.stepped_at = at
                 fragment.stuck.clear()
-                fragment.reached = max(fragment.reached, samples)
+                fragment.reached, fragment.metrics = max(fragment.reached, samples), metrics
                 self._stream.emit(
                     no.MetricsReported(then, name, number, samples, rate, metrics),
                     ev.FragmentProgressed(at, name, number, samples, rate),
@@ -80,7 +85,7 @@ class Listener:
                     self._members.in_trouble(fragment, at)
         if fragment.died and not fragment.saving and not fragment.stop:
             # The others cannot train on. A checkpoint that is being written is worth the wait.
-            self._members.give_up(fragment, 'one of its ranks died')
+            self._members.give_up(fragment, 'one of its ranks died', spare=True)
 
     def _started(
         self, started: Started, fragment: RunningFragment, record: TrainerRecord, at: float
@@ -88,7 +93,8 @@ class Listener:
         """Record that rank 0 has begun to train."""
         name, number = fragment.name, fragment.number
         fragment.started_at, fragment.stepped_at = started.at, at
-        fragment.reached = max(fragment.reached, started.samples)
+        # It may not have got the state in memory that it was to go on from.
+        fragment.reached = max(fragment.checkpoint.samples, started.samples)
         self._stream.emit(no.FragmentStarted(started.at, name, number, started.samples))
         paused, record.paused = record.paused, None
         nodes = len(fragment.members)

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.executor.fragment.state import RunningFragment
-from parsl_freetrain.training.spec.messages import Abandon, AreYouThere, StopTraining, ToMember
+from parsl_freetrain.executor.settings import Timeouts
+from parsl_freetrain.training.spec.messages import (
+    LEAVING_S,
+    Abandon,
+    AreYouThere,
+    StopTraining,
+    ToMember,
+)
 
 
 class Members:
-    """Sends messages to members, and records them in the fragment."""
+    """Sends messages to members, and records them in the fragment.
 
-    def __init__(self, control: ControlServer) -> None:
+    Parameters
+    ----------
+    peer_s
+        As in :class:`~parsl_freetrain.executor.settings.Timeouts`.
+    """
+
+    def __init__(self, control: ControlServer, peer_s: float = Timeouts().peer_s) -> None:
         self._control = control
+        self._peer_s = peer_s
 
     def tell_all(self, fragment: RunningFragment, message: ToMember) -> None:
         """Send a message to every member that has reported."""
@@ -30,14 +44,18 @@ class Members:
         stop = StopTraining(fragment.stop, node_leaves=fragment.leaves(member))
         self._control.send((fragment.name, fragment.number, member), stop)
 
-    def give_up(self, fragment: RunningFragment, why: str) -> None:
-        """Kill the remaining ranks of a fragment."""
+    def give_up(self, fragment: RunningFragment, why: str, *, spare: bool = False) -> None:
+        """Kill the remaining ranks of a fragment. ``spare``: first they may leave their states in
+        memory for the next fragment, if they can.
+        """
         if not fragment.abandoned:
             fragment.abandoned = why
+            if spare and fragment.keeps:
+                fragment.spare_s = self._peer_s + LEAVING_S
             fragment.ended_before = frozenset(
                 rank for ranks in fragment.ended.values() for rank in ranks
             )
-            self.tell_all(fragment, Abandon(why))
+            self.tell_all(fragment, self._abandon(fragment))
 
     def in_trouble(self, fragment: RunningFragment, at: float) -> None:
         """A rank has failed. If others have lost touch with a node, it is silent: ask all."""
@@ -49,11 +67,14 @@ class Members:
         """Tell a member that has just reported what the others were told before."""
         key = (fragment.name, fragment.number, member)
         if fragment.abandoned:
-            self._control.send(key, Abandon(fragment.abandoned))
+            self._control.send(key, self._abandon(fragment))
         elif fragment.stop and not fragment.awaited:
             self._ask_to_stop(fragment, member)
         if fragment.rendezvous:
             self._control.send(key, fragment.rendezvous)
+
+    def _abandon(self, fragment: RunningFragment) -> Abandon:
+        return Abandon(fragment.abandoned, self._peer_s if fragment.spare_s else 0.0)
 
     def forget(self, fragment: RunningFragment) -> None:
         """Remove a fragment that has ended."""

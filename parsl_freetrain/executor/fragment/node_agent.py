@@ -40,12 +40,14 @@ from parsl_freetrain.training.process.node_agent import (
 )
 from parsl_freetrain.training.process.rank_process import RankProcess
 from parsl_freetrain.training.spec.messages import (
+    LEAVING_S,
     Abandon,
     Alive,
     AreYouThere,
     Exit,
     FromRank,
     Hello,
+    LeavingState,
     NodeStays,
     Notice,
     Outcome,
@@ -56,6 +58,7 @@ from parsl_freetrain.training.spec.messages import (
     StartStandby,
     StopTraining,
     ToMember,
+    ToRank,
     Waiting,
 )
 from parsl_freetrain.training.spec.order import RankPlace
@@ -207,8 +210,8 @@ class Member:
         self._notice = ''
         self._passed_on = ''
         self._payload = b''
-        # Channels of standby ranks that do not wait yet.
-        self._standby: list[Channel[FromRank]] = []
+        self._kill_at, self._leaves_until = float('inf'), 0.0
+        self._standby: list[Channel[FromRank]] = []  # of standby ranks that do not wait yet
 
     def run(self, payload: bytes) -> list[RankResult]:
         """Start the ranks, and pass messages until the last one has ended. Returns how
@@ -280,6 +283,9 @@ class Member:
             notices = self._look_for_notice(notices)
             self._pass_notice_on(control)
             self._look_at_standby(control)
+            if time.monotonic() >= max(self._kill_at, self._leaves_until):
+                for process in running.values():
+                    process.kill()
             if time.monotonic() - beat >= HEARTBEAT_S:
                 beat = time.monotonic()
                 control.send(Alive())
@@ -310,8 +316,11 @@ class Member:
         self._passed_on = self._notice
         logger.info('%s: asking the ranks to stop', self._notice)
         control.send(Notice(self._notice))
+        self._tell(StopTraining(self._notice, node_leaves=True))
+
+    def _tell(self, message: ToRank) -> None:
         for process in self._ranks.values():
-            process.send(StopTraining(self._notice, node_leaves=True))
+            process.send(message)
 
     def _end_stopped(self, running: dict[int, RankProcess]) -> None:
         """Kill ranks that have been stopped for too long, and a stopped fork server, since all
@@ -319,9 +328,7 @@ class Member:
         """
         limit_s = _STOPPED_SHARE * self._order.fragment.hang_s
         if self._warm is not None and self._warm[1].stopped_s() >= limit_s:
-            logger.warning(
-                'The warm parent of this node was stopped, and is killed with its ranks.'
-            )
+            logger.warning('The warm parent of this node was stopped, and is killed.')
             os.kill(self._warm[0], signal.SIGKILL)
             self._warm = None
         for rank, process in running.items():
@@ -350,6 +357,8 @@ class Member:
                 self._results[rank] = replace(result, status=status)
                 if result.outcome is None:
                     control.send(RankEnded(rank, ok=False, died=True))
+            case LeavingState():
+                self._leaves_until = time.monotonic() + LEAVING_S
             case RankPid() | Waiting() | None:
                 pass
             case _:
@@ -371,8 +380,7 @@ class Member:
         except (FreeTrainError, OSError) as error:  # the next fragment starts without standby ranks
             logger.warning('No ranks run ahead of the next fragment: %s', error)
             control.send(StandbyReady())
-        for process in self._ranks.values():
-            process.send(NodeStays())
+        self._tell(NodeStays())
 
     def _handle(self, message: ToMember, control: ControlClient) -> None:
         match message:
@@ -380,13 +388,12 @@ class Member:
                 self._start_standby(wait_s, control)
             case AreYouThere():
                 control.send(Alive())
-            case Abandon(why):
+            case Abandon(why, spare_s):
                 logger.info('Told to abandon the fragment: %s', why)
-                for process in self._ranks.values():
-                    process.kill()
+                self._kill_at = time.monotonic() + spare_s
+                self._leaves_until *= spare_s > 0
             case StopTraining():
-                for process in self._ranks.values():
-                    process.send(message)
+                self._tell(message)
             case Rendezvous():
                 for rank, process in self._ranks.items():
                     if rank != 0:  # rank 0 has sent it

@@ -15,6 +15,7 @@ from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor import notices as no
 from parsl_freetrain.executor.commands import MemberReturned
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
+from parsl_freetrain.executor.fragment.left_states import furthest
 from parsl_freetrain.executor.fragment.listener import Listener
 from parsl_freetrain.executor.fragment.members import Members
 from parsl_freetrain.executor.fragment.orders import ControlEndpoint, member_order
@@ -67,7 +68,7 @@ class FragmentRunner:
         self._endpoint = endpoint
         self._timeouts = timeouts
         self._submit = submit
-        self._members = Members(control)
+        self._members = Members(control, timeouts.peer_s)
         self._listener = Listener(self._members, stream)
         self._standby = StandbyLauncher(control, submit)
         self._watchdog = Watchdog(timeouts)
@@ -90,7 +91,7 @@ class FragmentRunner:
             at,
             record.checkpoint,
             ranks_per_node=record.ranks_on([self._devices.get(node, 0) for node in nodes]),
-            reached=record.checkpoint.samples,
+            reached=max(record.checkpoint.samples, begins_with.samples if begins_with else 0),
             begins_with=begins_with,
         )
         self.running[name, number] = fragment
@@ -211,7 +212,7 @@ class FragmentRunner:
         """Kill the remaining ranks of a fragment at once."""
         fragment = self.running.get((action.trainer, action.fragment))
         if fragment is not None:
-            self._members.give_up(fragment, 'some of its nodes are gone')
+            self._members.give_up(fragment, 'some of its nodes are gone', spare=True)
 
     def node_of(self, name: str, number: int, member: int) -> str | None:
         """The node of a running fragment's member."""
@@ -246,7 +247,7 @@ class FragmentRunner:
     def _conclude(self, fragment: RunningFragment, at: float) -> None:
         record = self.records[fragment.name]
         result = fragment.verdict(record.device_faults)
-        name, number, samples = fragment.name, fragment.number, result.checkpoint.samples
+        name, number = fragment.name, fragment.number
         del self.running[name, number]
         self._members.forget(fragment)
         faults = fragment.device_faults()
@@ -254,16 +255,17 @@ class FragmentRunner:
         if result.ending is not Ending.FAILED:
             self._faulty |= {node: fault_of(rank) for node, rank in faults.items()}
         record.pause(fragment, result)
-        reached = max(fragment.reached, samples)
+        kept = max([result.checkpoint.samples, *(left.samples for _, left in record.left)])
+        reached = max(furthest(fragment), kept)
         started_at, last = fragment.started_at, fragment.outcome()
         start_s = None if started_at is None else started_at - fragment.decided_at
         step_s = (last and last.step_s) or None
         checkpoint_s = (last and last.checkpoint_s) or None
         self._stream.emit(
-            no.FragmentConcluded(at, name, number, result, reached),
+            no.FragmentConcluded(at, name, number, result, kept, reached),
             ev.FragmentTimed(at, name, number, start_s, step_s, checkpoint_s, fragment.memory()),
             ev.FragmentEnded(
-                at, name, number, samples, result.ending, result.error, result.out_of_memory
+                at, name, number, kept, result.ending, result.error, result.out_of_memory
             ),
         )
         if fragment.outer is not None:

@@ -21,7 +21,7 @@ from parsl_freetrain.core.model.events import Ending, StartFragment
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.training.comm.faults import out_of_memory
-from parsl_freetrain.training.spec.messages import Outcome, RankError, Rendezvous, StateLeft
+from parsl_freetrain.training.spec.messages import Outcome, RankError, Rendezvous
 from parsl_freetrain.training.spec.order import Handover
 
 FAULTY_NODES = 3
@@ -76,6 +76,7 @@ class RunningFragment:
     started_at: float | None = None
     ranks_per_node: int = 1
     reached: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what rank 0 said last
     stop: str = ''  # why it was asked to stop
     stop_at: float = 0.0
     grace_s: float | None = (
@@ -91,6 +92,9 @@ class RunningFragment:
     goes_on: bool = False  # the trainer is expected to go on at once when it has stopped
     leaving: frozenset[str] = frozenset()  # nodes of it that are given back when it has stopped
     begins_with: Handover | None = None  # the state that it finds in memory
+    keeps: bool = False  # its ranks leave their states in memory when one of them is lost
+    uses_state: bool = False  # rank 0 has used ctx.state, which only its state has
+    spare_s: float = 0.0  # that its ranks had for leaving their states when it was given up
     trouble_at: float | None = None
     asked_at: float | None = None  # when its members were asked whether they are there
     died: bool = False  # one of its ranks has died without a word
@@ -165,7 +169,7 @@ class RunningFragment:
             elif (
                 self.abandoned_at is not None
                 and member in self.heard
-                and at - self.abandoned_at > patience_s
+                and at - self.abandoned_at > patience_s + self.spare_s
             ):
                 # SIGKILL ends a process only when it returns from the driver.
                 found[node] = f'a rank there has not ended {patience_s:g} s after SIGKILL'
@@ -201,35 +205,18 @@ class RunningFragment:
         self.reached = max(self.reached, self.checkpoint.samples)
         return self.checkpoint
 
-    def _results(self, member: int) -> list[RankResult]:
+    def results(self, member: int) -> list[RankResult]:
+        """What the ranks of a member said in the end."""
         came = self.settled.get(member)
         return came if isinstance(came, list) else []
 
     def outcome(self) -> Outcome | None:
         """The last message of rank 0, if there was one."""
-        return next((result.outcome for result in self._results(0) if result.rank == 0), None)
-
-    def handover(self, verdict: FragmentResult) -> tuple[str, Handover] | None:
-        """A node, and the state that it has left in its memory, if that is what rank 0 has
-        committed at its end.
-        """
-        last, outcome = verdict.checkpoint, self.outcome()
-        if outcome is None or outcome.left is None or verdict.ending is not Ending.STOPPED:
-            return None
-        digest, samples = outcome.left.digest, outcome.left.samples
-        if (samples, self.number) != (last.samples, last.fragment):
-            return None
-        kept = StateLeft(digest, samples, here=True)
-        for member in self.members:
-            for result in self._results(member):
-                if result.outcome is not None and result.outcome.left == kept:
-                    handover = Handover(digest, last.path, samples, last.fragment, last.metrics)
-                    return self.action.nodes[member], handover
-        return None
+        return next((result.outcome for result in self.results(0) if result.rank == 0), None)
 
     def memory(self) -> int:
         """The most memory that one of its ranks has needed, in bytes; 0: unknown."""
-        results = [result for member in self.settled for result in self._results(member)]
+        results = [result for member in self.settled for result in self.results(member)]
         return max((r.outcome.memory for r in results if r.outcome is not None), default=0)
 
     def device_faults(self) -> dict[str, RankResult]:
@@ -237,7 +224,7 @@ class RunningFragment:
         return {
             self.action.nodes[member]: result
             for member in sorted(self.settled)
-            for result in self._results(member)
+            for result in self.results(member)
             if result.how == 'device-fault'
         }
 
@@ -255,7 +242,7 @@ class RunningFragment:
                 self.note_checkpoint(last.path, last.samples, last.metrics)
             result = json.loads(last.result) if last.result else None
             return FragmentResult(_ENDINGS[last.how], replace(self.checkpoint, result=result))
-        results = [result for member in sorted(self.settled) for result in self._results(member)]
+        results = [result for member in sorted(self.settled) for result in self.results(member)]
         if faults := self.device_faults():
             return self._faulty(list(faults.values()), faults_before)
         for result in () if self.lost else results:

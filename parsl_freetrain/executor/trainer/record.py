@@ -17,6 +17,7 @@ from msgspec import structs
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.events import Ending
 from parsl_freetrain.core.model.types import Checkpoint, Trainer
+from parsl_freetrain.executor.fragment.left_states import Left, left_states
 from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.executor.fragment.state import FragmentResult, RunningFragment, fault_of
 from parsl_freetrain.executor.trainer.future import TrainingFuture
@@ -54,9 +55,7 @@ class TrainerRecord:
     fragments_before: int = 0
     task: Future[Checkpoint] | None = None
     last_good: Future[Checkpoint] | None = None
-    left: tuple[str, Handover] | None = (
-        None  # a node, and the state that the last fragment left in its memory
-    )
+    left: tuple[Left, ...] = ()  # the states that the last fragment left in memory, the best first
     device_faults: dict[str, set[str]] = field(
         default_factory=dict
     )  # by message, the names of the nodes
@@ -99,7 +98,7 @@ class TrainerRecord:
         end of its last step.
         """
         outcome = fragment.outcome()
-        self.left = fragment.handover(result)
+        self.left = left_states(fragment, result)
         stepped_at = outcome.stepped_at if outcome is not None else 0.0
         self.paused = (
             (len(fragment.members), stepped_at)
@@ -108,13 +107,14 @@ class TrainerRecord:
         )
 
     def resume(self, nodes: tuple[str, ...]) -> tuple[tuple[str, ...], Handover | None]:
-        """Put the node that has the trainer's state in memory first, so that it gets rank 0.
-        Returns the nodes in order and the state; None if no node has it.
+        """Put a node that has the trainer's state in memory first, so that it gets rank 0. Returns
+        the nodes in order and the state; None if no node has it.
         """
-        left, self.left = self.left, None
-        if left is None or left[0] not in nodes:
-            return nodes, None
-        return (left[0], *(node for node in nodes if node != left[0])), left[1]
+        left, self.left = self.left, ()
+        for first, handover in left:
+            if first in nodes:
+                return (first, *(node for node in nodes if node != first)), handover
+        return nodes, None
 
 
 def check_name(name: str) -> None:

@@ -158,6 +158,10 @@ class Checkpointer:
         self._asked = True
         return True
 
+    def save_soon(self) -> None:
+        """Want a checkpoint at the first opportunity: the state is newer than the last one."""
+        self._saved_at = -math.inf
+
     def went_back(self) -> None:
         """Record that the state is that of the last checkpoint again."""
         self._count_from_here()

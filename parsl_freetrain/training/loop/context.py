@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,13 @@ from parsl_freetrain.training.loop.returned import plain_text
 from parsl_freetrain.training.loop.training_loop import FragmentEnd, TrainingLoop
 from parsl_freetrain.training.loop.turn_guard import TurnGuard, modules_among
 from parsl_freetrain.training.parallel.sharded import shard_model
-from parsl_freetrain.training.spec.messages import Ending, Outcome, RankError, TotalSamples
+from parsl_freetrain.training.spec.messages import (
+    Ending,
+    Outcome,
+    RankError,
+    StateLeft,
+    TotalSamples,
+)
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled
 from parsl_freetrain.training.spec.on_nan import NonFinitePolicy
 from parsl_freetrain.training.steps import lr
@@ -356,6 +363,15 @@ class FragmentContext(AroundTheLoop):
 
     def outcome(self, how: Ending, error: RankError | None) -> Outcome:
         """The last message of this rank."""
+        left = self._leave() if how == 'peer-lost' else None
         outcome = self._checkpointer.outcome(how, error, self.samples, self._state.metrics)
-        finished = how == 'finished'
-        return structs.replace(outcome, result=self._state.result) if finished else outcome
+        if how == 'peer-lost':
+            return structs.replace(outcome, left=left)
+        return structs.replace(outcome, result=self._state.result) if how == 'finished' else outcome
+
+    def _leave(self) -> StateLeft | None:
+        try:
+            return self._loop.leave() if self._loop is not None else None
+        except Exception:  # the next fragment reads the checkpoint
+            traceback.print_exc()
+            return None

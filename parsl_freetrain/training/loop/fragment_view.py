@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.loop.parts import LoopState, RankParts
 from parsl_freetrain.training.loop.reports import Reports
+from parsl_freetrain.training.spec.messages import StateUsed
 from parsl_freetrain.training.spec.training import TrainingSpec
 from parsl_freetrain.training.steps import lr
 from parsl_freetrain.training.steps.mesh import Division
@@ -92,11 +93,18 @@ class FragmentView:
 
     @property
     def state(self) -> dict[str, Any]:
+        self._use_state()
         return self._state.user
 
     @state.setter
     def state(self, value: dict[str, Any]) -> None:
+        self._use_state()
         self._state.user = value
+
+    def _use_state(self) -> None:
+        if not self._state.used and self.is_main:
+            self._parts.channel.send(StateUsed())
+        self._state.used = True
 
     @property
     def is_main(self) -> bool:

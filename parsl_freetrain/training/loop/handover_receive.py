@@ -1,8 +1,9 @@
 """Receiving a state in memory from the previous fragment of a trainer. The node's fork server keeps
 it.
 
-It is only a shortcut: the same state has been committed as a checkpoint. The state is used only if
-it has the digest in the next fragment's order, which came over the executor's own channel.
+It is only a shortcut: the same state has been committed as a checkpoint, or the fragment was broken
+off and an older checkpoint would do. The state is used only if it has the digest in the next
+fragment's order, which came over the executor's own channel.
 """
 
 from __future__ import annotations
@@ -21,29 +22,49 @@ from parsl_freetrain.training.comm.collectives import Peers
 from parsl_freetrain.training.process.channel import Channel, is_ours
 from parsl_freetrain.training.process.standby_slots import WARM_VARIABLE
 from parsl_freetrain.training.spec.codec import Decoder
-from parsl_freetrain.training.spec.messages import FetchState, ForkAnswer, KeepState, StateKept
+from parsl_freetrain.training.spec.fork_messages import (
+    FetchState,
+    ForkAnswer,
+    KeepState,
+    OfferState,
+    StateKept,
+    StateWanted,
+)
 from parsl_freetrain.training.spec.order import Handover
 
 _ANSWER_S = 10.0
 
 
-def keep(trainer: str, fd: int, digest: str) -> bool:
+def keep(trainer: str, fd: int, digest: str, offer: OfferState | None = None) -> bool:
     """Leave a packed state with this node's fork server for the trainer's next fragment. Returns
     whether the fork server has accepted it.
     """
     with closing(_fork_server()) as channel:
-        if not channel.send(KeepState(trainer, digest)):
+        if not channel.send(KeepState(trainer, digest, offer)):
             return False
         channel.send_fd(fd)
         return channel.poll(_ANSWER_S) and isinstance(channel.recv(), StateKept)
 
 
-def fetch(trainer: str, digest: str) -> torch.Tensor | None:
+def is_wanted(offer: OfferState) -> bool:
+    """Whether this node's fork server wants a state; no other rank here has offered as much."""
+    with closing(_fork_server()) as channel:
+        try:
+            return (
+                channel.send(offer)
+                and channel.poll(_ANSWER_S)
+                and isinstance(channel.recv(), StateWanted)
+            )
+        except EOFError:
+            return False
+
+
+def fetch(trainer: str, digest: str, *, again: bool = False) -> torch.Tensor | None:
     """Take the bytes with this digest from this node's fork server; None if it has none. The caller
-    must verify the digest.
+    must verify the digest. ``again``: they can be fetched again.
     """
     with closing(_fork_server()) as channel:
-        if not channel.send(FetchState(trainer, digest)) or not channel.poll(_ANSWER_S):
+        if not channel.send(FetchState(trainer, digest, again)) or not channel.poll(_ANSWER_S):
             return None
         _, fd = channel.recv_fd()
     if fd is None:
@@ -68,7 +89,7 @@ def receive(handover: Handover, trainer: str, peers: Peers) -> Saved | None:
     def look() -> str:
         nonlocal data
         with _errors_printed():
-            data = fetch(trainer, handover.digest)
+            data = fetch(trainer, handover.digest, again=not handover.path)
         return '0' if data is None else str(data.numel())
 
     def all_have(what: object) -> bool:
@@ -85,7 +106,7 @@ def receive(handover: Handover, trainer: str, peers: Peers) -> Saved | None:
         with _errors_printed():
             state = unpack(data) if digest_of(data) == handover.digest else None
         if all_have(state) and state is not None:
-            return assemble(handover.path, state)
+            return assemble(handover.path or 'in memory', state)
     print(
         'Not all ranks have got the state of the fragment before from memory; the '
         'checkpoint is used.'

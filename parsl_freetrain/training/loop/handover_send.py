@@ -12,8 +12,11 @@ from parsl_freetrain.training.checkpoint.memory_image import bytes_in, digest_of
 from parsl_freetrain.training.checkpoint.state import State
 from parsl_freetrain.training.comm.collectives import PeerLost, Peers
 from parsl_freetrain.training.comm.inbox import GOES, STAYS, Inbox
-from parsl_freetrain.training.loop.handover_receive import keep
-from parsl_freetrain.training.spec.messages import StateLeft
+from parsl_freetrain.training.loop.handover_receive import is_wanted, keep
+from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.spec.fork_messages import OfferState
+from parsl_freetrain.training.spec.messages import LeavingState, StateLeft, ToRank
+from parsl_freetrain.training.spec.order import FragmentOrder
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +134,30 @@ class Leaving:
             return False
         self._peers.send(data, receiver)
         return True
+
+
+def leave_behind(
+    order: FragmentOrder,
+    channel: Channel[ToRank],
+    samples: int,
+    needs: int,
+    state: Callable[[], State],
+) -> StateLeft | None:
+    """After the loss of another rank: leave this rank's state in the memory of its node. None if
+    there is a checkpoint as new, or another rank of the node leaves it.
+    """
+    offer = OfferState(order.trainer, order.fragment, samples)
+    if samples <= order.samples or not is_wanted(offer):
+        return None
+    channel.send(LeavingState())
+    fd, data = pack(state())
+    try:
+        digest = digest_of(data)
+        if not keep(order.trainer, fd, digest, offer):
+            return None
+        return StateLeft(digest, samples, here=True, needs=needs)
+    finally:
+        os.close(fd)
 
 
 def _room(fd: int, size: int) -> torch.Tensor | None:

@@ -102,8 +102,8 @@ class LoopState:
         Number of samples so far, and in total (None: not known yet).
     reached
         Number of samples at the end of the current global batch.
-    reports, user
-        What the user has reported, and the user's own dict.
+    reports, user, used
+        What the user has reported, the user's own dict, and whether this fragment has used it.
     epoch
         The epoch of the current global batch.
     finishing, finished_early
@@ -127,6 +127,7 @@ class LoopState:
     reached: int
     reports: Reports
     user: dict[str, Any]
+    used: bool = False
     epoch: int = 0
     finishing: str = ''
     finished_early: bool = False

@@ -122,8 +122,10 @@ def run_rank(
     ):
         # Rank 0 has not come this far, so it is unknown whether the state is saved.
         how = 'peer-lost'
+    # Not with the copy of the state that a rank may leave.
+    memory = 0 if context is None else peak_memory(context.device)
     outcome = Outcome(how, error=error) if context is None else context.outcome(how, error)
-    channel.send(replace(outcome, memory=0 if context is None else peak_memory(context.device)))
+    channel.send(replace(outcome, memory=memory))
     return 0 if how in ('finished', 'stopped') else 1
 
 
@@ -163,6 +165,8 @@ def parts_of(
     latest, saved = start_of(order, place, store, peers)
     leaving = Leaving(order.trainer, peers, inbox)
     checkpointer = Checkpointer(store, order, channel, latest, leaving)
+    if saved is not None and (latest is None or saved.position.samples > latest.samples):
+        checkpointer.save_soon()
     return RankParts(order, place, peers, channel, inbox, checkpointer, device, saved)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from parsl_freetrain.core.model.types import Checkpoint
@@ -38,9 +39,11 @@ def start_of(
         digest = ''
         store.fence(order.fragment)
         if saved is not None and handed is not None:
-            latest = Checkpoint(
-                order.trainer, handed.path, handed.samples, handed.fragment, dict(handed.metrics)
-            )
+            if handed.path:
+                latest = Checkpoint(order.trainer, handed.path, handed.samples, handed.fragment)
+            else:
+                latest = store.newest()  # what to go back to
+            latest = latest and replace(latest, metrics=dict(handed.metrics))
         else:
             while read is None and (latest := store.newest()) is not None:
                 try:
@@ -53,7 +56,9 @@ def start_of(
     # Rank 0 verifies what it reads, and chooses; the ranks might choose differently if each looked
     # for itself.
     path, digest = json.loads(peers.tell('checkpoint', find))
-    if path and in_memory:
+    if in_memory and handed is not None and not handed.path:
+        print(f'Going on from the state in memory, with {handed.samples} samples')
+    elif path and in_memory:
         print(f'Going on from checkpoint {path}, as it is in memory')
 
     def read_here() -> State:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from itertools import tee
 from typing import Any
 
@@ -29,9 +31,10 @@ from parsl_freetrain.training.comm.consensus import (
 )
 from parsl_freetrain.training.data.loader import MicroBatch, make_loader, seed_everything, to_device
 from parsl_freetrain.training.loop.hooks import run_all
+from parsl_freetrain.training.loop.last_step import LastStep
 from parsl_freetrain.training.loop.parts import BatchSource, LoopState, Model, RankParts
 from parsl_freetrain.training.loop.turn_guard import TurnGuard
-from parsl_freetrain.training.spec.messages import Progress, Started
+from parsl_freetrain.training.spec.messages import Progress, Started, StateLeft
 from parsl_freetrain.training.spec.mode import Reproducible
 from parsl_freetrain.training.spec.on_nan import ROLLBACK, NonFinitePolicy
 from parsl_freetrain.training.steps.determinism import demand_determinism
@@ -85,6 +88,7 @@ class TrainingLoop:
         self._steps, self._watch = model.steps, model.watch
         self._hooks, self._guard = model.hooks, guard
         self._state, self._position, self._policy = state, position, policy
+        self._last = LastStep(parts, model, state)
         self._fine_at = state.samples
         self._went_back = 0
         self._reported_at = 0.0
@@ -110,7 +114,9 @@ class TrainingLoop:
             if (state.finished_early or state.samples == data.end) and not self._must_go_back():
                 break
             state.finished_early, state.finishing = False, ''
+            self._last.forget()
             self._go_back()
+        self._last.forget()  # the code behind the loop needs its variables
         if state.samples > began_with and not self._steps.stepped:
             raise BadInput(
                 'ctx.loop ended without a single optimizer.step(), so nothing was trained: call '
@@ -125,6 +131,7 @@ class TrainingLoop:
     def _until_end(self, data: BatchSource) -> Iterator[Any]:
         """Yield micro-batches up to the end, or until training must go back."""
         state, mode = self._state, self._order.spec.mode
+        self._last.end_batch()
         seed, began_with, began_at = mode.seed, state.samples, time.monotonic()
         reproducible = isinstance(mode, Reproducible)
         if not reproducible:
@@ -150,10 +157,13 @@ class TrainingLoop:
             state.reached = batch.samples_before + len(batch.indices)
             state.epoch = batch.epoch
             guarded = self._policy.looks_at_every_step(state.samples)
+            self._last.begin_batch()
             self._steps.begin(batch, guarded)
             self._guard.begin_batch()
             if state.samples == began_with:
-                self._channel.send(Started(self._rank, state.samples, time.time()))
+                self._channel.send(
+                    Started(self._rank, state.samples, time.time(), keeps=self._last.possible)
+                )
             for turn in turns:
                 batch_data = to_device(next(micro_batches), self._device)
                 self._steps.begin_turn(turn)
@@ -186,6 +196,7 @@ class TrainingLoop:
             self._rate = (state.samples - began_with) / (now - began_at)
             at_end = self._at_end = state.samples == data.end
             state.epoch_due = bool(self._hooks.each_epoch) and data.ends_epoch(state.samples)
+            self._last.end_batch(of_loop=at_end or decision == FINISH)
             if decision == SPOILT or (
                 (at_end or state.epoch_due or decision >= SAVE) and self._must_go_back()
             ):
@@ -233,6 +244,8 @@ class TrainingLoop:
     def _save(self, save: Callable[[Any, int, Mapping[str, float]], None]) -> None:
         state = self._state
         best = {} if state.best is None else {'best': state.best}
+        if state.wants_checkpoint:
+            self._last.needs = state.samples
         save(self.to_save, state.samples, {**state.metrics, **best})
         state.best, state.wants_checkpoint = None, False
 
@@ -360,19 +373,26 @@ class TrainingLoop:
         content = self._division.join(content_of(self._prepared, named=self._division.stated))
         if not self._is_main and not self._division.sharded:
             return None
-        state = collect(
-            content,
-            Position(
-                **{
-                    **vars(self._position),
-                    'samples': self._state.samples,
-                    'checkpoint_s': self._checkpointer.longest_s,
-                    'user': self._state.user if self._is_main else {},
-                    'epoch_due': self._state.epoch_due,
-                    'finishing': self._state.finishing,
-                    'finished': self._state.finished,
-                    'result': self._state.result,
-                }
-            ),
-        )
+        state = self._state_of(content)
         return divided(state, self._division.mesh, self._rank) if self._division.sharded else state
+
+    def leave(self) -> StateLeft | None:
+        """After the loss of another rank: leave the state at the end of the last global batch in
+        memory for the next fragment; None if this rank does not.
+        """
+        content = partial(content_of, self._prepared, named=self._division.stated)
+        return self._last.leave(lambda: self._state_of(content()))
+
+    def _state_of(self, content: Mapping[str, Any]) -> State:
+        state = self._state
+        position = replace(
+            self._position,
+            samples=state.samples,
+            checkpoint_s=self._checkpointer.longest_s,
+            user=state.user if self._is_main else {},
+            epoch_due=state.epoch_due,
+            finishing=state.finishing,
+            finished=state.finished,
+            result=state.result,
+        )
+        return collect(content, position)

@@ -22,18 +22,17 @@ from parsl_freetrain.training.process.fork_request import request_of_this_proces
 from parsl_freetrain.training.process.liveness import StopWatch
 from parsl_freetrain.training.process.rank_process import RankProcess
 from parsl_freetrain.training.spec.codec import Decoder
-from parsl_freetrain.training.spec.messages import (
+from parsl_freetrain.training.spec.fork_messages import (
     ForkAnswer,
     ForkServerEnded,
-    FromRank,
     Launch,
     LaunchStandby,
     Ping,
     Quit,
-    RankPid,
     Ready,
     Refused,
 )
+from parsl_freetrain.training.spec.messages import FromRank, RankPid
 from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
 
 T = TypeVar('T')

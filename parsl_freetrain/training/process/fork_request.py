@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from importlib.machinery import PathFinder
 
 from parsl_freetrain.host.files import open_log
-from parsl_freetrain.training.spec.messages import ForkServerWanted
+from parsl_freetrain.training.spec.fork_messages import ForkServerWanted
 
 # These are read once, when the interpreter, an allocator, OpenMP or torch starts, so a running
 # process cannot adopt them.

@@ -34,7 +34,7 @@ from parsl_freetrain.training.process.standby_slots import (
     key_of,
 )
 from parsl_freetrain.training.spec.codec import Decoder
-from parsl_freetrain.training.spec.messages import (
+from parsl_freetrain.training.spec.fork_messages import (
     FetchState,
     ForkRequest,
     ForkServerEnded,
@@ -42,15 +42,16 @@ from parsl_freetrain.training.spec.messages import (
     KeepState,
     Launch,
     LaunchStandby,
+    OfferState,
     Ping,
     Quit,
-    RankPid,
     Ready,
     Refused,
     Serving,
     StateKept,
-    ToRank,
+    StateWanted,
 )
+from parsl_freetrain.training.spec.messages import RankPid, ToRank
 
 # What every fragment imports sooner or later; the first optimizer loads torch._dynamo.
 _TO_IMPORT = (
@@ -174,6 +175,8 @@ class ForkServer:
                 self._fork_server(channel, request)
             case Ping():
                 channel.send(Ready(os.getpid(), self._count_devices()))
+            case OfferState() if self._standby.wants(request):
+                channel.send(StateWanted(), wait=False)
             case KeepState():
                 with suppress(OSError):  # the client may be gone
                     if channel.poll(_REQUEST_TIMEOUT_S) and self._standby.keep(request, channel):

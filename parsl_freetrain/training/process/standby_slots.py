@@ -18,13 +18,14 @@ import msgspec
 
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.codec import encode
-from parsl_freetrain.training.spec.messages import (
+from parsl_freetrain.training.spec.fork_messages import (
     FetchState,
     KeepState,
     Launch,
     LaunchStandby,
-    RankPid,
+    OfferState,
 )
+from parsl_freetrain.training.spec.messages import RankPid
 
 WARM_VARIABLE = 'FREETRAIN_WARM'
 """Environment variable of a rank: the address of its node's fork server, without the leading zero
@@ -62,6 +63,7 @@ class StandbySlots:
     def __init__(self) -> None:
         self._ranks: dict[int, StandbyRank] = {}  # by pidfd
         self._states: dict[str, _Kept] = {}
+        self._offers: dict[str, tuple[int, int]] = {}  # the best by trainer: fragment, samples
 
     def __bool__(self) -> bool:
         return bool(self._ranks or self._states)
@@ -118,21 +120,37 @@ class StandbySlots:
             os.unlink(rank.log)
         return True
 
+    def wants(self, offer: OfferState) -> bool:
+        """Whether no state as good has been offered by another rank of this node, so that only one
+        of them makes a copy.
+        """
+        if _rank_of(offer) <= self._offers.get(offer.trainer, (-1, -1)):
+            return False
+        self._offers[offer.trainer] = _rank_of(offer)
+        return True
+
     def keep(self, request: KeepState, channel: Channel[Any]) -> bool:
         """Keep a state in memory, in place of an earlier one of its trainer."""
         _, fd = channel.recv_fd(wait=False)
         if fd is None:
+            return False
+        offer, best = request.offer, self._offers.get(request.trainer, (-1, -1))
+        if offer is not None and _rank_of(offer) < best:
+            os.close(fd)
             return False
         self._drop(request.trainer)
         self._states[request.trainer] = _Kept(request.digest, fd, time.monotonic() + KEPT_S)
         return True
 
     def give(self, request: FetchState, channel: Channel[Any]) -> None:
-        """Send a state to the client, and stop keeping it."""
+        """Send a state to the client, and stop keeping it unless it is to be kept."""
         kept = self._states.get(request.trainer)
         if kept is not None and kept.digest == request.digest:
             channel.send_fd(kept.fd, wait=False)
-            self._drop(request.trainer)
+            if request.keep:
+                self._states[request.trainer] = replace(kept, until=time.monotonic() + KEPT_S)
+            else:
+                self._drop(request.trainer)
 
     def drop_old_states(self) -> None:
         """Drop states that have been kept for too long."""
@@ -182,6 +200,10 @@ def key_of(request: Launch | LaunchStandby) -> str:
         ],
         sort_keys=True,
     )
+
+
+def _rank_of(offer: OfferState) -> tuple[int, int]:
+    return offer.fragment, offer.samples
 
 
 def _has_ended(pidfd: int) -> bool:

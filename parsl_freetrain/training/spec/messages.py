@@ -9,8 +9,6 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
-
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 ProcessId = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Status = Annotated[int, Meta(ge=-128, le=255)]
@@ -62,11 +60,14 @@ class TotalSamples(Message, frozen=True):
 
 
 class Started(Message, frozen=True):
-    """A rank begins its first training step; ``at`` is in seconds since the epoch."""
+    """A rank begins its first training step; ``at`` is in seconds since the epoch. ``keeps``: if
+    another rank is lost, it leaves its state in memory.
+    """
 
     rank: Count
     samples: Count
     at: Seconds
+    keeps: bool = False
 
 
 class Progress(Message, frozen=True):
@@ -103,6 +104,16 @@ class Stuck(Message, frozen=True):
     exchange: str
 
 
+class StateUsed(Message, frozen=True):
+    """Rank 0 has used ``ctx.state``, which the other ranks may not have."""
+
+
+class LeavingState(Message, frozen=True):
+    """A rank has lost another one, and begins to leave its state in memory. It has
+    :data:`LEAVING_S` seconds for that.
+    """
+
+
 class RankError(msgspec.Struct, frozen=True):
     """An exception of the user's function, as texts, and as
     ``cloudpickle.dumps((exception, tblib's traceback dict))``; None if it cannot be sent.
@@ -115,12 +126,19 @@ class RankError(msgspec.Struct, frozen=True):
 
 
 class StateLeft(msgspec.Struct, frozen=True):
-    """A state in memory for the next fragment, ``here`` (on the rank's node) or on another node."""
+    """A state in memory for the next fragment, ``here`` (on the rank's node) or on another node.
+
+    ``needs``: samples of a checkpoint that was asked for before it, and has to be committed; 0:
+    there is none.
+    """
 
     digest: str
     samples: Count
     here: bool
+    needs: Count = 0
 
+
+LEAVING_S = 10.0
 
 Ending = Literal['finished', 'stopped', 'fenced', 'peer-lost', 'device-fault', 'error']
 
@@ -181,6 +199,8 @@ FromRank = (
     | SavingCheckpoint
     | CheckpointSaved
     | Stuck
+    | StateUsed
+    | LeavingState
     | Outcome
     | Exit
 )
@@ -247,6 +267,7 @@ MemberMessage = (
     | SavingCheckpoint
     | CheckpointSaved
     | Stuck
+    | StateUsed
 )
 
 
@@ -268,9 +289,10 @@ class FromMember(msgspec.Struct, frozen=True):
 
 
 class Abandon(Message, frozen=True):
-    """Kill the ranks."""
+    """Kill the ranks, after ``spare_s`` seconds in which they may leave their state in memory."""
 
     why: str
+    spare_s: Seconds = 0.0
 
 
 class AreYouThere(Message, frozen=True):
@@ -284,116 +306,3 @@ class StartStandby(Message, frozen=True):
 
 
 ToMember = Rendezvous | StopTraining | Abandon | AreYouThere | StartStandby
-
-
-# ---- to and from a node's fork server ----
-
-
-class Launch(Message, frozen=True):
-    """Fork a rank, or use a matching standby rank. The payload follows on the same connection.
-
-    Attributes
-    ----------
-    order, place
-        The rank's instructions.
-    env
-        Additions to its environment.
-    payload
-        Digest of the payload.
-    """
-
-    order: FragmentOrder
-    place: RankPlace
-    env: Mapping[str, str]
-    payload: str
-
-
-class LaunchStandby(Message, frozen=True):
-    """Fork a standby rank that waits at most ``wait_s`` seconds for the trainer's next fragment.
-    Otherwise as :class:`Launch`.
-    """
-
-    order: FragmentOrder
-    place: RankPlace
-    env: Mapping[str, str]
-    payload: str
-    wait_s: Seconds
-
-
-class ForkServerWanted(Message, frozen=True):
-    """Fork another fork server, as if the requesting process had started it.
-
-    Attributes
-    ----------
-    name, owner_pid, log
-        As in :meth:`~parsl_freetrain.training.process.fork_client.WarmParent.start`.
-    env, path, cwd, cpus
-        Environment, ``sys.path``, working directory and CPUs of the requesting process.
-    prefix, version
-        The requesting process's ``sys.prefix`` and Python version.
-    """
-
-    name: str
-    owner_pid: ProcessId
-    log: str
-    env: Mapping[str, str]
-    path: list[str]
-    cwd: str
-    cpus: list[Count]
-    prefix: str
-    version: str
-
-
-class Ping(Message, frozen=True):
-    """Answer when ready."""
-
-
-class Quit(Message, frozen=True):
-    """End, and end all ranks."""
-
-
-class KeepState(Message, frozen=True):
-    """Keep a trainer's state in memory; its file descriptor follows."""
-
-    trainer: str
-    digest: str
-
-
-class FetchState(Message, frozen=True):
-    """Send the state with this digest; the answer is its file descriptor."""
-
-    trainer: str
-    digest: str
-
-
-ForkRequest = Launch | LaunchStandby | ForkServerWanted | Ping | Quit | KeepState | FetchState
-
-
-class Ready(Message, frozen=True):
-    """The fork server can fork. ``devices``: what its ranks can share."""
-
-    pid: ProcessId
-    devices: Count = 0
-
-
-class StateKept(Message, frozen=True):
-    """The answer to :class:`KeepState`."""
-
-
-class Refused(Message, frozen=True):
-    """No fork of this process can serve as the requested fork server."""
-
-    why: str
-
-
-class Serving(Message, frozen=True):
-    """The requested fork server is running, or another one with its name."""
-
-
-class ForkServerEnded(Message, frozen=True):
-    """The requested fork server ended at once."""
-
-    status: Status
-
-
-ForkAnswer = Ready | StateKept | Refused | Serving | ForkServerEnded

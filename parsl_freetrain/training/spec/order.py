@@ -11,7 +11,7 @@ from parsl_freetrain.training.spec.training import TrainingSpec
 
 @dataclass(frozen=True)
 class Handover:
-    """A state that the previous fragment left in the memory of the node that has rank 0 now.
+    """A state that an earlier fragment left in the memory of the node that has rank 0 now.
 
     Attributes
     ----------
@@ -19,7 +19,8 @@ class Handover:
         Digest of its bytes; see :mod:`parsl_freetrain.training.loop.handover_receive`.
     path, samples, fragment, metrics
         The checkpoint of the same state, with the fields of
-        :class:`~parsl_freetrain.core.model.types.Checkpoint`.
+        :class:`~parsl_freetrain.core.model.types.Checkpoint`. An empty path: it has not been
+        committed; ranks have left it when another one was lost.
     """
 
     digest: str

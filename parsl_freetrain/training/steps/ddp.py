@@ -100,7 +100,7 @@ class ThroughputSteps:
         self._guard = Guard(prepared.optimizers, self._anywhere)
         self.before_step: list[Callable[[], object]] = []
         self.stepped = any(scaler.is_enabled() for scaler in prepared.scalers)  # it may skip steps
-        self._hooks_ran = False
+        self._hooks_ran = self.changed = False
         self._clips = clip_grad_norm is not None
         for optimizer in prepared.optimizers:
             optimizer.register_step_pre_hook(self._unscale)
@@ -112,6 +112,8 @@ class ThroughputSteps:
                     if self._mean is None
                     else _clipping_parts(clip_grad_norm, division.mesh)
                 )
+        for optimizer in prepared.optimizers:
+            optimizer.register_step_pre_hook(self._begins_to_change)
         self.models = tuple(
             self._wrapped(model, find_unused_parameters) for model in prepared.models
         )
@@ -175,6 +177,7 @@ class ThroughputSteps:
         finite.
         """
         self._guard.on = guarded
+        self.changed = False
         self._hooks_ran = False
         self._blame.next_step()
         if guarded:
@@ -272,6 +275,9 @@ class ThroughputSteps:
         return (
             gradient * self._factor if self._factor else torch.zeros_like(gradient)
         )  # 0 x inf is not 0
+
+    def _begins_to_change(self, *_: object) -> None:
+        self.changed = True
 
     def _run_hooks(self, *_: object) -> None:
         self.stepped = True

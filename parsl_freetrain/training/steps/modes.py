@@ -32,6 +32,8 @@ class Steps(Protocol):
         Functions to call once per global batch, when its gradient is known.
     stepped
         Whether an optimizer has been stepped at all.
+    changed
+        Whether the last batch has begun to change what checkpoints hold, apart from buffers.
     """
 
     @property
@@ -48,6 +50,8 @@ class Steps(Protocol):
     def before_step(self) -> list[Callable[[], object]]: ...
     @property
     def stepped(self) -> bool: ...
+    @property
+    def changed(self) -> bool: ...
     def culprit(self) -> str:
         """The rank whose gradient was not finite first, as part of a sentence; empty: unknown. All
         ranks must call this.

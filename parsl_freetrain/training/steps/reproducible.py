@@ -101,7 +101,7 @@ class ReproducibleSteps:
         self._own = Contribution(torch.empty(0), torch.empty(0))
         self._guard = GradientGuard(self._parameters)
         self.before_step: list[Callable[[], object]] = []
-        self.stepped = False
+        self.stepped = self.changed = False
         self.kept_back = False
         self._culprit = ''
         self._stepped = [False] * len(prepared.optimizers)
@@ -165,6 +165,7 @@ class ReproducibleSteps:
         """Call before the turns of a global batch. Steps are always guarded in this mode."""
         self._sizes = tuple(len(part) for part in shard(batch.indices, self._shards))
         self._sums = {}
+        self.changed = False
         for node in self._nodes():
             if not any(self._sizes[slice(*node)]):
                 self._tree.add(self._sums, node, None, Contribution.plus)
@@ -211,6 +212,7 @@ class ReproducibleSteps:
         # Checked before the sum over all ranks, which hides the culprit.
         bad = not all(own is None or layout.is_finite(own) for own in self._sums.values())
         decision, culprits = self._exchange(wish(), bad)
+        self.changed = True
         total = self._tree.total(self._sums, Contribution.plus)
         assert total is not None
         self._sums = {}

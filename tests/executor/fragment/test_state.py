@@ -13,6 +13,7 @@ import tblib
 from parsl_freetrain import Timeouts
 from parsl_freetrain.core.model.events import Ending, StartFragment
 from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.executor.fragment.left_states import furthest, left_states
 from parsl_freetrain.executor.fragment.listener import Listener
 from parsl_freetrain.executor.fragment.members import Members
 from parsl_freetrain.executor.fragment.rank_result import RankResult
@@ -30,6 +31,7 @@ from parsl_freetrain.training.spec.messages import (
     RankEnded,
     RankError,
     SavingCheckpoint,
+    Started,
     StateLeft,
     Stuck,
 )
@@ -302,12 +304,7 @@ def test_ranks_that_ended_without_their_task_coming_back_tell_of_a_manager_that_
 
 @pytest.mark.parametrize(
     ('how', 'samples', 'goes_on'),
-    [
-        ('stopped', 900, True),
-        ('stopped', 800, False),
-        ('finished', 900, False),
-        ('peer-lost', 900, False),
-    ],
+    [('stopped', 900, True), ('stopped', 800, False), ('finished', 900, False)],
 )
 def test_what_is_left_in_memory_counts_if_it_is_what_was_committed_at_the_end(
     how: Ending_, samples: int, goes_on: bool
@@ -315,8 +312,8 @@ def test_what_is_left_in_memory_counts_if_it_is_what_was_committed_at_the_end(
     fragment = running_fragment(1)
     left = StateLeft('d', samples, here=True)
     fragment.settled = {0: [outcome(0, how, path='/c/9', samples=900, left=left)]}
-    assert fragment.handover(fragment.verdict()) == (
-        ('n0', Handover('d', '/c/9', 900, 7)) if goes_on else None
+    assert left_states(fragment, fragment.verdict()) == (
+        (('n0', Handover('d', '/c/9', 900, 7)),) if goes_on else ()
     )
 
 
@@ -342,9 +339,57 @@ def test_what_rank_0_has_sent_is_handed_over_where_just_that_was_kept(
         1: [outcome(1, 'stopped', path=None, samples=900, left=there)],
         0: [outcome(0, 'stopped', path='/c/9', samples=900, left=here)],
     }
-    assert fragment.handover(fragment.verdict()) == (
-        (node, Handover('d', '/c/9', 900, 7)) if node else None
+    assert left_states(fragment, fragment.verdict()) == (
+        ((node, Handover('d', '/c/9', 900, 7)),) if node else ()
     )
+
+
+def test_after_a_loss_the_newest_state_of_a_survivor_is_handed_over() -> None:
+    fragment = running_fragment(4)
+    fragment.checkpoint = Checkpoint('cnn', '/c/8', 800, 7)
+    fragment.metrics = {'loss': 0.5}
+    survivors = {
+        member: outcome(
+            member, 'peer-lost', samples=samples, metrics={'skipped_steps': 1.0}, left=left
+        )
+        for member, samples, left in (
+            (0, 900, StateLeft('d', 900, here=True)),
+            (1, 916, StateLeft('e', 916, here=True)),
+            (2, 932, None),  # in the middle of a step
+        )
+    }
+    fragment.settled = {member: [survivor] for member, survivor in survivors.items()}
+    fragment.lost = {3}
+
+    def found() -> list[tuple[str, str, int]]:
+        left = left_states(fragment, fragment.verdict())
+        assert all(one.path == '' and one.fragment == 7 for _, one in left)
+        return [(node, one.digest, one.samples) for node, one in left]
+
+    assert found() == [('n1', 'e', 916), ('n0', 'd', 900)]
+    assert furthest(fragment) == 932
+    assert left_states(fragment, fragment.verdict())[0][1].metrics == {
+        'loss': 0.5,
+        'skipped_steps': 1.0,
+    }
+    fragment.uses_state = True  # which rank 0 alone has
+    assert found() == [('n0', 'd', 900)]
+    fragment.checkpoint = Checkpoint('cnn', '/c/9', 900, 7)  # there is one as new
+    assert found() == []
+    fragment.uses_state = False
+    fragment.settled[1] = [
+        outcome(1, 'peer-lost', samples=916, left=StateLeft('e', 916, here=True, needs=908))
+    ]
+    assert found() == []  # a checkpoint that the user has asked for is not there
+
+
+def test_where_nobody_survives_what_the_fragment_began_with_is_used_again() -> None:
+    fragment = running_fragment(2)
+    fragment.settled = {0: [result(0, status=-9)], 1: [result(1, status=-9)]}
+    fragment.begins_with = Handover('d', '', 900, 6)
+    assert left_states(fragment, fragment.verdict()) == (('n0', fragment.begins_with),)
+    fragment.begins_with = Handover('d', '/c/9', 900, 6)  # it has been dropped; there is the file
+    assert left_states(fragment, fragment.verdict()) == ()
 
 
 class Told:
@@ -381,16 +426,18 @@ def test_a_node_that_does_not_answer_when_others_lost_touch_is_lost_soon() -> No
     assert found.why.startswith('no sign of life for 2 s after other ranks')
 
 
-@pytest.mark.parametrize('saving', [False, True])
+@pytest.mark.parametrize(('saving', 'keeps'), [(False, False), (True, False), (False, True)])
 def test_a_fragment_is_given_up_at_once_when_a_rank_died_but_a_checkpoint_is_written_first(
-    saving: bool,
+    saving: bool, keeps: bool
 ) -> None:
+    """Ranks that keep their states have a while to leave them."""
     told, listener, fragment = listening()
     record: Any = SimpleNamespace(checkpoint=None)
 
     def hear(member: int, message: Any) -> None:
         listener.heard(FromMember('cnn', 7, member, message), fragment, record, 10.0)
 
+    hear(2, Started(2, 0, 9.0, keeps=keeps))
     if saving:
         hear(0, SavingCheckpoint())
     hear(1, RankEnded(1, ok=False, died=True))
@@ -398,7 +445,9 @@ def test_a_fragment_is_given_up_at_once_when_a_rank_died_but_a_checkpoint_is_wri
         assert not fragment.abandoned
         hear(0, CheckpointSaved('/c', 8, {}, seconds=1.0, pause_s=0.0, at=10.0))
     assert fragment.abandoned == 'one of its ranks died'
-    assert [message for _, message in told.messages][-1] == Abandon(fragment.abandoned)
+    assert [message for _, message in told.messages][-1] == Abandon(
+        fragment.abandoned, spare_s=5.0 if keeps else 0.0
+    )
     fragment.settled = {
         0: [result(0, 'n0', status=-9)],
         1: [result(1, 'n1', status=-11)],

@@ -47,9 +47,9 @@ from parsl_freetrain.training.process.standby_slots import (
     StandbySlots,
     key_of,
 )
+from parsl_freetrain.training.spec.fork_messages import Launch
 from parsl_freetrain.training.spec.messages import (
     FromRank,
-    Launch,
     NodeStays,
     Progress,
     RankPid,

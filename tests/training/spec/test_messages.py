@@ -26,6 +26,7 @@ from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.process.fork_client import WarmParent
 from parsl_freetrain.training.process.rank_process import RankProcess
+from parsl_freetrain.training.spec import fork_messages as fm
 from parsl_freetrain.training.spec import messages as ms
 from parsl_freetrain.training.spec.codec import Decoder, encode
 from parsl_freetrain.training.spec.messages import FromMember, FromRank
@@ -44,17 +45,19 @@ NEWS: list[Any] = [
     ms.Progress(10, METRICS, 2.0, 3.0),
     ms.SavingCheckpoint(),
     ms.Stuck(1, 'gather'),
+    ms.StateUsed(),
     ms.CheckpointSaved('/c\udc80', 10, METRICS, seconds=0.2, pause_s=0.1, at=3.0),
 ]
 FROM_RANK = [
     *NEWS,
     ms.RankPid(17),
     ms.Waiting(),
+    ms.LeavingState(),
     ms.Outcome(
         'error',
         10,
         error=ms.RankError('T', 'message', 'trace', b'exception'),
-        left=ms.StateLeft('digest', 10, here=True),
+        left=ms.StateLeft('digest', 10, here=True, needs=8),
     ),
     ms.Exit(-9),
 ]
@@ -68,30 +71,32 @@ FROM_MEMBER = [
 ]
 STOP = ms.StopTraining('preempted', node_leaves=True)
 TO_RANK = [RENDEZVOUS, STOP, ms.NodeStays()]
-TO_MEMBER = [RENDEZVOUS, STOP, ms.Abandon('hangs'), ms.AreYouThere(), ms.StartStandby(150.0)]
+TO_MEMBER = [RENDEZVOUS, STOP, ms.Abandon('hangs', 5.0), ms.AreYouThere(), ms.StartStandby(150.0)]
 REQUESTS = [
-    ms.Launch(ORDER, PLACE, {'A': '\udc80'}, 'digest'),
-    ms.LaunchStandby(ORDER, PLACE, {}, 'digest', 30.0),
-    ms.ForkServerWanted('n', 17, '/log', {'A': 'B'}, ['/p'], '/', [0, 1], '/usr', '3.11'),
-    ms.Ping(),
-    ms.Quit(),
-    ms.KeepState('t', 'digest'),
-    ms.FetchState('t', 'digest'),
+    fm.Launch(ORDER, PLACE, {'A': '\udc80'}, 'digest'),
+    fm.LaunchStandby(ORDER, PLACE, {}, 'digest', 30.0),
+    fm.ForkServerWanted('n', 17, '/log', {'A': 'B'}, ['/p'], '/', [0, 1], '/usr', '3.11'),
+    fm.Ping(),
+    fm.Quit(),
+    fm.OfferState('t', 2, 10),
+    fm.KeepState('t', 'digest', fm.OfferState('t', 2, 10)),
+    fm.FetchState('t', 'digest'),
 ]
 ANSWERS = [
-    ms.Ready(17),
-    ms.StateKept(),
-    ms.Refused('another Python'),
-    ms.Serving(),
-    ms.ForkServerEnded(3),
+    fm.Ready(17),
+    fm.StateWanted(),
+    fm.StateKept(),
+    fm.Refused('another Python'),
+    fm.Serving(),
+    fm.ForkServerEnded(3),
 ]
 CHANNELS = {
     'rank to member': (ms.FromRank, FROM_RANK),
     'member to rank': (ms.ToRank, TO_RANK),
     'member to executor': (ms.MemberMessage, FROM_MEMBER),
     'executor to member': (ms.ToMember, TO_MEMBER),
-    'to the fork server': (ms.ForkRequest, REQUESTS),
-    'from the fork server': (ms.ForkAnswer, ANSWERS),
+    'to the fork server': (fm.ForkRequest, REQUESTS),
+    'from the fork server': (fm.ForkAnswer, ANSWERS),
 }
 ODD: list[Any] = [
     None, True, -1, 0, 2**53, 2**64, 10**400, 0.5, math.nan, math.inf, -math.inf, 1e300,
@@ -143,8 +148,8 @@ def test_every_message_of_a_channel_survives_the_way(channel: str) -> None:
 
 def test_a_trainer_with_shapes_can_be_launched() -> None:
     spec = msgspec.structs.replace(ORDER.spec, shapes={2: (Shape(2),)})  # JSON has no whole keys
-    launch = ms.Launch(replace(ORDER, spec=spec), PLACE, {}, 'digest')
-    assert Decoder[ms.ForkRequest](ms.ForkRequest, 'a test').decode(encode(launch)) == launch
+    launch = fm.Launch(replace(ORDER, spec=spec), PLACE, {}, 'digest')
+    assert Decoder[fm.ForkRequest](fm.ForkRequest, 'a test').decode(encode(launch)) == launch
 
 
 @pytest.mark.parametrize('channel', CHANNELS)
@@ -262,7 +267,7 @@ def test_a_member_goes_on_after_nonsense_of_the_executor(
 
 @settings(QUICK, max_examples=40)
 @given(
-    arrives=nonsense(REQUESTS).filter(lambda data: Decoder(ms.ForkRequest, '').decode(data) is None)
+    arrives=nonsense(REQUESTS).filter(lambda data: Decoder(fm.ForkRequest, '').decode(data) is None)
 )
 def test_the_fork_server_goes_on_after_nonsense(warm: WarmParent, arrives: bytes) -> None:
     channel = warm._connect(Decoder[FromRank](FromRank, 'the fork server'))

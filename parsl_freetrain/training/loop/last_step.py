@@ -1,0 +1,156 @@
+"""The state at the end of the last global batch. If another rank is lost in the next one, this is
+what training can go on from.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.state import State
+from parsl_freetrain.training.checkpoint.trainables import Prepared
+from parsl_freetrain.training.comm.devices import GLOO
+from parsl_freetrain.training.loop.handover_send import leave_behind
+from parsl_freetrain.training.loop.parts import LoopState, Model, RankParts
+from parsl_freetrain.training.spec.messages import StateLeft
+
+
+@dataclass(frozen=True)
+class _End:
+    """What the next batch may change before its optimizers step, as it was before."""
+
+    samples: int
+    epoch_due: bool
+    finishing: str
+    user: str
+    settings: list[dict[str, Any]]
+    schedulers: list[dict[str, Any]]
+    scalers: list[dict[str, Any]]
+    buffers: list[torch.Tensor]
+    versions: list[int]
+
+
+class LastStep:
+    """Knows whether the models still are what they were at the end of a global batch, and puts back
+    what surrounds them.
+
+    The user's function changes models only when optimizers step and in functions that are called
+    after the step. A rank that loses another one in between has no state to go on from. PyTorch
+    counts the changes of tensors, so that others are noticed, except those of ``parameter.data``.
+
+    Attributes
+    ----------
+    possible
+        Whether a rank can tell: it holds the complete state, and a failed exchange raises an error
+        before its result is used. The latter is not known of other backends than gloo.
+    needs
+        Samples of the last checkpoint that the user has asked for; 0: there is none.
+    """
+
+    def __init__(self, parts: RankParts, model: Model, state: LoopState) -> None:
+        division, self._parts, self._model, self._state = model.division, parts, model, state
+        self.possible = (
+            parts.place.world_size > 1
+            and not (division.sharded or division.pipelined)
+            and dist.get_backend() == GLOO
+        )
+        self.needs = 0
+        self._end: _End | None = None
+        self._in_batch = False
+
+    def begin_batch(self) -> None:
+        """Call when a global batch begins."""
+        self._in_batch = True
+
+    @torch.no_grad()
+    def end_batch(self, *, of_loop: bool = False) -> None:
+        """Call when all is done that belongs to the step of a global batch, and before the first
+        one. ``of_loop``: it is the last one of the loop.
+        """
+        self._end, self._in_batch = None, False
+        if not self.possible or of_loop:
+            return
+        state, prepared = self._state, self._model.prepared
+        with suppress(BadInput):  # the next checkpoint says that there is no text
+            self._end = _End(
+                state.samples,
+                state.epoch_due,
+                state.finishing,
+                state.user_text(),
+                _settings(prepared),
+                [copy.deepcopy(one.state_dict()) for one in prepared.schedulers],
+                [copy.deepcopy(one.state_dict()) for one in prepared.scalers],
+                [buffer.clone() for buffer in _buffers(prepared)],
+                _versions(prepared),
+            )
+
+    def forget(self) -> None:
+        """The state is none to go on from: the loop is over, or training goes back."""
+        self._end = None
+
+    def leave(self, state: Callable[[], State]) -> StateLeft | None:
+        """After the loss of another rank: make the state what it was at the end of the last batch,
+        and leave it in memory. Returns None if that cannot be done or is not wanted.
+        """
+        if not self._put_back() or self._model.watch.spoilt():
+            return None
+        parts, samples = self._parts, self._state.samples
+        return leave_behind(parts.order, parts.channel, samples, self.needs, state)
+
+    @torch.no_grad()
+    def _put_back(self) -> bool:
+        end, prepared = self._end, self._model.prepared
+        if end is None or (self._in_batch and self._model.steps.changed):
+            return False
+        if self._parts.place.rank > 0 and (self._state.used or end.user != '{}'):
+            return False  # rank 0's counts
+        if end.versions != _versions(prepared):
+            return False
+        state = self._state
+        state.samples, state.epoch_due, state.finishing = end.samples, end.epoch_due, end.finishing
+        state.user.clear()
+        state.user.update(json.loads(end.user))
+        for group, settings in zip(_groups(prepared), end.settings, strict=True):
+            group.update(settings)
+        for things, states in (
+            (prepared.schedulers, end.schedulers),
+            (prepared.scalers, end.scalers),
+        ):
+            for thing, kept in zip(things, states, strict=True):
+                thing.load_state_dict(kept)
+        for buffer, kept_ in zip(_buffers(prepared), end.buffers, strict=True):
+            buffer.copy_(kept_)
+        return True
+
+
+def _groups(prepared: Prepared) -> Iterable[dict[str, Any]]:
+    return (group for optimizer in prepared.optimizers for group in optimizer.param_groups)
+
+
+def _settings(prepared: Prepared) -> list[dict[str, Any]]:
+    return [
+        {name: copy.deepcopy(value) for name, value in group.items() if name != 'params'}
+        for group in _groups(prepared)
+    ]
+
+
+def _buffers(prepared: Prepared) -> list[torch.Tensor]:
+    return [buffer for model in prepared.models for buffer in model.buffers()]
+
+
+def _versions(prepared: Prepared) -> list[int]:
+    """How often the parameters, and the moving averages of models, have been changed."""
+    return [
+        parameter._version
+        for model in (*prepared.models, *prepared.averages)
+        for parameter in model.parameters()
+        if not parameter.is_inference()
+    ]

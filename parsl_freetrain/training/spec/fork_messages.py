@@ -1,0 +1,142 @@
+"""Messages to and from a node's fork server, as in
+:mod:`parsl_freetrain.training.spec.messages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from parsl_freetrain.training.spec.messages import Count, Message, ProcessId, Seconds, Status
+from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
+
+
+class Launch(Message, frozen=True):
+    """Fork a rank, or use a matching standby rank. The payload follows on the same connection.
+
+    Attributes
+    ----------
+    order, place
+        The rank's instructions.
+    env
+        Additions to its environment.
+    payload
+        Digest of the payload.
+    """
+
+    order: FragmentOrder
+    place: RankPlace
+    env: Mapping[str, str]
+    payload: str
+
+
+class LaunchStandby(Message, frozen=True):
+    """Fork a standby rank that waits at most ``wait_s`` seconds for the trainer's next fragment.
+    Otherwise as :class:`Launch`.
+    """
+
+    order: FragmentOrder
+    place: RankPlace
+    env: Mapping[str, str]
+    payload: str
+    wait_s: Seconds
+
+
+class ForkServerWanted(Message, frozen=True):
+    """Fork another fork server, as if the requesting process had started it.
+
+    Attributes
+    ----------
+    name, owner_pid, log
+        As in :meth:`~parsl_freetrain.training.process.fork_client.WarmParent.start`.
+    env, path, cwd, cpus
+        Environment, ``sys.path``, working directory and CPUs of the requesting process.
+    prefix, version
+        The requesting process's ``sys.prefix`` and Python version.
+    """
+
+    name: str
+    owner_pid: ProcessId
+    log: str
+    env: Mapping[str, str]
+    path: list[str]
+    cwd: str
+    cpus: list[Count]
+    prefix: str
+    version: str
+
+
+class Ping(Message, frozen=True):
+    """Answer when ready."""
+
+
+class Quit(Message, frozen=True):
+    """End, and end all ranks."""
+
+
+class OfferState(Message, frozen=True):
+    """A rank that has lost another one can leave its state. :class:`StateWanted` is the answer if
+    no rank of this node has offered as much; otherwise the connection is closed.
+    """
+
+    trainer: str
+    fragment: Count
+    samples: Count
+
+
+class KeepState(Message, frozen=True):
+    """Keep a trainer's state in memory; its file descriptor follows. ``offer``: what was wanted
+    before, if anything; it is not kept if a better offer has been made since.
+    """
+
+    trainer: str
+    digest: str
+    offer: OfferState | None = None
+
+
+class FetchState(Message, frozen=True):
+    """Send the state with this digest; the answer is its file descriptor. ``keep``: it exists
+    nowhere else, so keep it for another time.
+    """
+
+    trainer: str
+    digest: str
+    keep: bool = False
+
+
+ForkRequest = (
+    Launch | LaunchStandby | ForkServerWanted | Ping | Quit | OfferState | KeepState | FetchState
+)
+
+
+class Ready(Message, frozen=True):
+    """The fork server can fork. ``devices``: what its ranks can share."""
+
+    pid: ProcessId
+    devices: Count = 0
+
+
+class StateWanted(Message, frozen=True):
+    """The answer to :class:`OfferState`: send it by :class:`KeepState`."""
+
+
+class StateKept(Message, frozen=True):
+    """The answer to :class:`KeepState`."""
+
+
+class Refused(Message, frozen=True):
+    """No fork of this process can serve as the requested fork server."""
+
+    why: str
+
+
+class Serving(Message, frozen=True):
+    """The requested fork server is running, or another one with its name."""
+
+
+class ForkServerEnded(Message, frozen=True):
+    """The requested fork server ended at once."""
+
+    status: Status
+
+
+ForkAnswer = Ready | StateWanted | StateKept | Refused | Serving | ForkServerEnded

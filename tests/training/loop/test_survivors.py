@@ -1,0 +1,247 @@
+"""When a rank is killed, the others leave their state, and the next fragment goes on from it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from parsl_freetrain.training.checkpoint import fault_hooks
+from parsl_freetrain.training.checkpoint.export import load_weights
+from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.spec.messages import Started, StateUsed
+from parsl_freetrain.training.spec.order import Handover
+from tests.support.ranks import KILLED, order, ranks, warm_parent
+from tests.support.waiting import LIMIT_S
+from tests.training.loop.test_handover import equal
+
+BATCH, TOTAL, EPOCH = 8, 96, 48
+Blow = tuple[int, int, str]  # rank, samples at the beginning of its step, and where in it
+
+
+def train(ctx: FragmentContext, blows: dict[int, list[Blow]], remembers: bool = False) -> None:
+    """Every fragment is struck as ``blows`` says. What the loop sets before it fails, its batch
+    statistics and its settings, must not count twice.
+    """
+    mine = [
+        (samples, point) for rank, samples, point in blows.get(ctx.fragment, ()) if ctx.rank == rank
+    ]
+
+    def struck(point: str) -> bool:
+        return (ctx.samples, point) in mine
+
+    def die(point: str) -> None:
+        if struck(point):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.manual_seed(2)
+    model: Any = nn.Sequential(
+        nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 1)
+    )
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01)
+    schedule = ctx.samples_lr(optimizer, lambda samples: 1.0 / (1 + samples / 100))
+    model, optimizer, schedule = ctx.prepare(model, optimizer, schedule)
+    average = ctx.ema(model, 0.9)
+    assert ctx._model is not None
+    steps: Any = ctx._model.steps
+    exchange: Any = getattr(steps, '_exchange', None)
+
+    def exchanged(*arguments: Any) -> Any:
+        die('in the exchange')
+        answer = exchange(*arguments)
+        die('behind the exchange')
+        return answer
+
+    if exchange is not None:
+        vars(steps)['_exchange'] = exchanged
+    ctx.after_step(lambda: die('behind the step'))
+
+    def end_of_epoch() -> None:
+        die('at the end of the epoch')
+        x = torch.ones(8, 4)
+        ctx.report(
+            **ctx.evaluate(
+                average, TensorDataset(x), lambda m, b: {'size': m(b[0])[:, 0]}, batch_size=4
+            )
+        )
+
+    ctx.each_epoch(end_of_epoch)
+    if any(point == 'while it saves' for _, point in mine):
+        fault_hooks.on_saving.append(lambda stage: os.kill(os.getpid(), signal.SIGKILL))
+    if any(point == 'while it leaves' for _, point in mine):
+        from parsl_freetrain.training.loop import handover_send
+
+        vars(handover_send)['pack'] = lambda state: os.kill(os.getpid(), signal.SIGKILL)
+    seen: set[int] = set()
+    x = torch.randn(EPOCH, 4, generator=torch.Generator().manual_seed(5))
+    for features, target in ctx.loop(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=BATCH):
+        die('in the body')
+        if struck('while it saves'):
+            time.sleep(LIMIT_S)
+        if ctx.samples not in seen:  # the body runs once for each virtual shard of this rank
+            seen.add(ctx.samples)
+            for group in optimizer.param_groups:
+                group['weight_decay'] = group['weight_decay'] / 2 + 1e-3
+        if remembers:
+            ctx.state['seen'] = ctx.samples
+        optimizer.zero_grad()
+        ((model(features) - target) ** 2).mean().backward()
+        optimizer.step()
+        schedule.step()
+
+
+@pytest.fixture(scope='module')
+def nodes(warm: WarmParent, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[WarmParent]]:
+    """The fork servers of two nodes."""
+    with warm_parent(tmp_path_factory.mktemp('warm'), warm.name) as other:
+        yield [warm, other]
+
+
+_names = itertools.count()
+
+
+class Training:
+    """Fragments one after the other, each from the best state that the one before has left."""
+
+    def __init__(self, nodes: list[WarmParent], folder: Path, mode: str = 'reproducible') -> None:
+        self.nodes, self.folder = nodes, folder
+        # Fragments of a trainer have their own numbers, also on the nodes of all tests here.
+        self.order = order(folder, total_samples=TOTAL, mode=mode, trainer=f'digits-{next(_names)}')
+        self.left: tuple[list[WarmParent], Handover] | None = None
+        self.number = 0
+
+    def fragment(
+        self, world_size: int, blows: dict[int, list[Blow]], **options: Any
+    ) -> tuple[int, list[Any]]:
+        """The samples that the next fragment begins with, and its outcomes."""
+        self.number += 1
+        at, handover = self.left or (self.nodes, None)
+        ordered = replace(self.order, fragment=self.number, handover=handover)
+        places = [at[rank % len(at)] for rank in range(world_size)]
+        with ranks(places, ordered, world_size, self.folder, train, blows, **options) as gang:
+            outcomes = gang.run()
+            self.gang = gang
+            began = next(rank.said(Started)[0].samples for rank in gang.ranks if rank.said(Started))
+        self.left = None
+        left = [(o.left.samples, -i) for i, o in enumerate(outcomes) if o.left is not None]
+        if left:
+            best = -max(left)[1]
+            kept = outcomes[best].left
+            home = places[best]
+            others = [node for node in self.nodes if node is not home]
+            self.left = [home, *others], Handover(kept.digest, '', kept.samples, self.number)
+        return began, outcomes
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Those at the end."""
+        latest = PosixCheckpointStore(Path(self.order.store), self.order.trainer).latest()
+        assert latest is not None
+        assert latest.samples == TOTAL
+        return load_weights(latest)
+
+
+@pytest.fixture(scope='module')
+def undisturbed(
+    nodes: list[WarmParent], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, torch.Tensor]:
+    training = Training(nodes, tmp_path_factory.mktemp('undisturbed'))
+    assert training.fragment(1, {})[1][0].how == 'finished'
+    return training.weights()
+
+
+def test_a_kill_anywhere_in_a_step_repeats_no_step_that_all_have_ended(
+    nodes: list[WarmParent], tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    """Each fragment begins where its survivors were, which none of them has written to disk."""
+    told: list[tuple[int, Blow, int]] = [  # ranks, blow, samples that the next one begins with
+        (3, (1, 16, 'in the body'), 16),
+        (2, (0, 24, 'in the exchange'), 24),
+        (3, (0, 32, 'behind the exchange'), 40),
+        (4, (2, 40, 'in the body'), 40),  # in its first step
+        (3, (1, 48, 'at the end of the epoch'), 48),  # which is done again
+        (3, (2, 56, 'behind the step'), 56),
+        (2, (1, 64, 'in the exchange'), 64),
+    ]
+    blows = {number: [blow] for number, (_, blow, _) in enumerate(told, 1)}
+    training, begins = Training(nodes, tmp_path), 0
+    for count, blow, following in told:
+        began, outcomes = training.fragment(count, blows)
+        assert began == begins, blow
+        assert [o.how for i, o in enumerate(outcomes) if i != blow[0]] == ['peer-lost'] * (
+            count - 1
+        )
+        # One copy for each node, although all ranks are as far.
+        assert 1 <= sum(o.left is not None for o in outcomes) <= 2
+        assert training.left is not None
+        begins = following
+        assert training.left[1].samples == following, blow
+    began, outcomes = training.fragment(2, {})
+    assert began == begins
+    assert {o.how for o in outcomes} == {'finished'}
+    assert equal(training.weights(), undisturbed)
+
+
+def test_a_kill_while_it_is_saved_or_left_costs_no_more(
+    nodes: list[WarmParent], tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    told: list[tuple[int, list[Blow], range]] = [
+        (3, [(1, 16, 'in the body')], range(16, 17)),
+        # A survivor dies while it leaves its state. There is that of the other node.
+        (3, [(0, 32, 'in the body'), (2, 0, 'while it leaves')], range(32, 33)),
+        # All die, and the fragment before has left its state for another time.
+        (2, [(0, 32, 'in the body'), (1, 32, 'in the body')], range(32, 33)),
+        # It writes what it was handed over after its first step, and rank 0 dies of it.
+        (3, [(0, 56, 'while it saves')], range(40, 57)),
+    ]
+    blows = {number: struck for number, (_, struck, _) in enumerate(told, 1)}
+    training, begins = Training(nodes, tmp_path), 0
+    for count, struck, following in told:
+        before = training.left
+        began, _ = training.fragment(count, blows)
+        assert began == begins, struck
+        training.left = training.left or before
+        assert training.left is not None
+        begins = training.left[1].samples
+        assert begins in following, struck
+    began, outcomes = training.fragment(2, {})
+    assert (began, {o.how for o in outcomes}) == (begins, {'finished'})
+    assert equal(training.weights(), undisturbed)
+
+
+@pytest.mark.parametrize('victim', [0, 1])
+def test_what_rank_0_alone_remembers_is_not_forgotten(
+    nodes: list[WarmParent], tmp_path: Path, victim: int
+) -> None:
+    """Its ``ctx.state`` counts, so without it the checkpoint is used."""
+    training = Training(nodes, tmp_path)
+    _, outcomes = training.fragment(3, {1: [(victim, 24, 'in the body')]}, remembers=True)
+    assert [o.left is not None for o in outcomes if o is not KILLED] == [victim == 1, False]
+    said = training.gang.ranks
+    assert [bool(rank.said(StateUsed)) for rank in said] == [True, False, False]
+    began, outcomes = training.fragment(2, {}, remembers=True)
+    assert began == (24 if victim == 1 else 0)
+    assert {o.how for o in outcomes} == {'finished'}
+
+
+def test_throughput_mode_goes_on_from_the_same_step(
+    nodes: list[WarmParent], tmp_path: Path
+) -> None:
+    training = Training(nodes, tmp_path, 'throughput')
+    training.fragment(3, {1: [(0, 24, 'in the body')]})
+    assert training.fragment(3, {2: [(1, 56, 'in the body')]})[0] == 24
+    began, outcomes = training.fragment(3, {})
+    assert began == 56
+    assert {o.how for o in outcomes} == {'finished'}
+    assert training.weights()
