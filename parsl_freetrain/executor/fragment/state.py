@@ -144,9 +144,11 @@ class RunningFragment:
                 if why and node in why:
                     self.lost_why[member] = why[node]
 
-    def silent(self, at: float, patience_s: float) -> dict[str, str]:
+    def silent(self, at: float, patience_s: float, start_s: float) -> dict[str, str]:
         """Nodes of which nothing is heard any more, or whose ranks have ended without their task
         coming back; with a reason.
+
+        A node of which nothing was ever heard may still be starting for ``start_s`` seconds.
         """
         found: dict[str, str] = {}
         for member in set(self.members) - self.settled.keys() - self.lost:
@@ -173,6 +175,9 @@ class RunningFragment:
             ):
                 # SIGKILL ends a process only when it returns from the driver.
                 found[node] = f'a rank there has not ended {patience_s:g} s after SIGKILL'
+            elif self.abandoned and member not in self.heard and at - self.decided_at > start_s:
+                # Its manager answers, but no worker of it takes the task.
+                found[node] = f'nothing was heard from it within {start_s:g} s'
         return found
 
     def deadlock(self, at: float) -> str:

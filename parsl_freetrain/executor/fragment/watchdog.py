@@ -57,7 +57,9 @@ class Watchdog:
                 fragment.abandoned_at = at
             found += [
                 NodeSilent(node, why)
-                for node, why in fragment.silent(at, self._timeouts.silence_s).items()
+                for node, why in fragment.silent(
+                    at, self._timeouts.silence_s, self._timeouts.start_s
+                ).items()
             ]
             if why := self._too_long(fragment, at):
                 found.append(GiveUp(fragment, why))
