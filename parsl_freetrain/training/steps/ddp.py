@@ -183,6 +183,8 @@ class ThroughputSteps:
         if guarded:
             self._guard.bad = False
             self._buffers_before = [buffer.clone() for buffer in self._buffers]
+        if self._mean is not None:
+            self._mean.alike = len(batch.indices) % self._division.parts == 0
         if self._accumulation is None:
             return
         own = split_for_ranks(batch.indices, self._division.parts, self._division.data_rank)

@@ -106,7 +106,8 @@ def _check_mesh(what: str, parameter: torch.Tensor, division: Division) -> None:
 
 def _check_reproducible(prepared: Prepared) -> None:
     for optimizer in prepared.optimizers:
-        if not (isinstance(optimizer, _ELEMENTWISE) or getattr(optimizer, 'elementwise', False)):
+        # A class that is derived from one of torch's may have another step.
+        if type(optimizer) not in _ELEMENTWISE and not getattr(optimizer, 'elementwise', False):
             raise BadInput(
                 f'ctx.prepare was given {type(optimizer).__name__}, which is not known to treat '
                 'each element by itself, so its result would depend on how parameters are divided: '
@@ -130,8 +131,9 @@ class MeanOfParts(ReduceScatter):
 
     Attributes
     ----------
-    weight
-        This rank's share of the samples of the global batch.
+    weight, alike
+        This rank's share of the samples of the global batch, and whether all ranks have the same.
+        Then sums are weighted, which are smaller than the gradients of whole parameters.
     """
 
     def __init__(
@@ -140,14 +142,16 @@ class MeanOfParts(ReduceScatter):
         division: Division,
         note: Callable[[torch.Tensor], None],
     ) -> None:
-        self.weight = 1.0
+        self.weight, self.alike = 1.0, False
         self._note = note
+        self._least = math.inf
         copies = division.mesh.get_group('data') if division.shape.data > 1 else None
         alone = division.shape.shard == 1
 
         def after(sums: torch.Tensor) -> None:
             if alone:  # then there is no reduce-scatter
-                self._weigh(sums)
+                self._look(sums)
+                weigh(sums, self.weight)
             if copies is not None:
                 dist.all_reduce(sums, group=copies)
 
@@ -167,12 +171,18 @@ class MeanOfParts(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        self._weigh(input_tensor)
+        self._look(input_tensor)
+        if not self.alike:
+            weigh(input_tensor, self.weight)
         dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group)
+        if self.alike:
+            weigh(output_tensor, self.weight)
 
-    def _weigh(self, gradient: torch.Tensor) -> None:
-        self._note(gradient)
-        weigh(gradient, self.weight)
+    def _look(self, gradient: torch.Tensor) -> None:
+        """Note the smallest gradient only: if a loss is not finite, nearly always all show it."""
+        self._least = min(self._least, gradient.numel())
+        if gradient.numel() == self._least:
+            self._note(gradient)
 
 
 class SumOfShards(ReduceScatter):

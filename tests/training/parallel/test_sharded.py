@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import Subset, TensorDataset
 
@@ -180,6 +180,28 @@ def test_a_model_sharded_by_hand_has_the_bits_of_one_process(
 ) -> None:
     one = run(warm, tmp_path / 'one', Shape(), function=sharded_by_hand)
     two = run(warm, tmp_path / 'two', Shape(shard=2), function=sharded_by_hand)
+    assert all(torch.equal(two.models[0][name], one.models[0][name]) for name in one.models[0])
+
+
+def in_bfloat16(ctx: FragmentContext) -> None:
+    """Computes in bfloat16; sums and parameters are in float32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with torch.device('meta'):
+        model: nn.Module = nn.Sequential(nn.Linear(5, WIDTH), Block(), nn.Linear(WIDTH, 3))
+    model = ctx.shard(model, blocks=(Block,), precision=policy)
+    model, optimizer = ctx.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    for x, y in ctx.loop(data(), BATCH):
+        optimizer.zero_grad()
+        found = model(x)
+        assert found.dtype == torch.bfloat16
+        nn.functional.mse_loss(found.float(), y).backward()
+        optimizer.step()
+
+
+def test_mixed_precision_has_the_bits_of_one_process(warm: WarmParent, tmp_path: Path) -> None:
+    one = run(warm, tmp_path / 'one', Shape(), function=in_bfloat16)
+    two = run(warm, tmp_path / 'two', Shape(shard=2), function=in_bfloat16)
+    assert all(tensor.dtype == torch.float32 for tensor in one.models[0].values())
     assert all(torch.equal(two.models[0][name], one.models[0][name]) for name in one.models[0])
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.shape import Shape
@@ -116,12 +117,18 @@ def test_what_has_no_optimizer_or_too_few_bits() -> None:
     check_sharded(half, ONE, Throughput())
 
 
-def test_an_optimizer_that_is_not_elementwise_is_for_throughput_mode() -> None:
-    model = nn.Linear(2, 2)
-    adafactor = things(model, torch.optim.Adafactor(model.parameters()))
-    with pytest.raises(BadInput, match=r'given Adafactor, which is not known.*mode=Throughput\(\)'):
-        check_sharded(adafactor, ONE, Reproducible(shards=2))
-    check_sharded(adafactor, ONE, Throughput())
+class Lamb(torch.optim.SGD):
+    """Derived from an elementwise one, as LAMB may be, whose step takes norms of whole tensors."""
+
+
+@pytest.mark.parametrize('kind', [torch.optim.Adafactor, torch.optim.Muon, Lamb])
+def test_an_optimizer_that_is_not_elementwise_is_for_throughput_mode(kind: Any) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = things(model, kind(model.parameters()))
+    said = rf'given {kind.__name__}, which is not known.*mode=Throughput\(\)'
+    with pytest.raises(BadInput, match=said):
+        check_sharded(optimizer, ONE, Reproducible(shards=2))
+    check_sharded(optimizer, ONE, Throughput())
 
 
 def another_mesh(ctx: FragmentContext) -> None:
@@ -144,9 +151,20 @@ def buffers(ctx: FragmentContext) -> None:
         optimizer.step()
 
 
+def uneven(ctx: FragmentContext) -> None:
+    ctx.shard(nn.Sequential(nn.Linear(4, 3)), plan={'0': ColwiseParallel()})
+
+
+def low_sums(ctx: FragmentContext) -> None:
+    model = ctx.shard(nn.Linear(4, 4), precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 @pytest.mark.parametrize(
     ('function', 'words'),
     [
+        (uneven, "dimension 0 of '0.weight' has 3 elements, which 2 tensor parallel ranks"),
+        (low_sums, 'whose gradients are added up in torch.bfloat16, in which a reproducible sum'),
         (another_mesh, "'weight' of model 1 of ctx.prepare is sharded over another mesh"),
         (partly, "'1.weight' of model 1 of ctx.prepare is not sharded, while others are"),
         (buffers, 'has changed in a forward pass, as in batch normalisation'),
@@ -155,7 +173,7 @@ def buffers(ctx: FragmentContext) -> None:
 def test_a_model_that_is_sharded_otherwise(
     warm: WarmParent, tmp_path: Path, function: Any, words: str
 ) -> None:
-    shape = Shape(shard=2)
+    shape = Shape(tensor=2) if function is uneven else Shape(shard=2)
     ordered = order(tmp_path, total_samples=8, shape=shape, shapes={2: shape})
     with ranks(warm, ordered, 2, tmp_path, function) as gang:
         outcomes = gang.run()
