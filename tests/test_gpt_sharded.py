@@ -15,8 +15,17 @@ from workflows import gpt_sharded
 
 @pytest.mark.slow
 def test_it_learns_through_kills_and_in_other_shapes_to_the_same_bits(run_dir: Path) -> None:
-    assert gpt_sharded.main(['--small', '--out', str(run_dir / 'out')]) == 0
-    told = json.loads((run_dir / 'out' / 'summary.json').read_text())
+    out = run_dir / 'with a space'
+    assert gpt_sharded.main(['--small', '--out', str(out)]) == 0
+    told = json.loads((out / 'summary.json').read_text())
+    assert list(told) == [
+        'weights_equal',
+        'shapes',
+        'kills',
+        'writers',
+        'samples',
+        'samples_expected',
+    ]
     assert told['weights_equal'] is True
     assert told['kills'] >= 2
     assert sum(one != other for one, other in itertools.pairwise(told['shapes'])) >= 3

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import shlex
+import shutil
+import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import wait
+from contextlib import contextmanager
 from pathlib import Path
 
 from parsl_freetrain import BadInput, Checkpoint, FreeTrainError, LocalSite, TrainingFuture
@@ -56,6 +61,22 @@ def set_aside(out: Path) -> None:
     for path in found:
         path.rename(aside / path.name)
     print(f'What was in {out} was moved to {aside}.')
+
+
+@contextmanager
+def parsl_folder(out: Path, site: Site) -> Iterator[str]:
+    """Parsl's folder for a run, ``runinfo`` in the output folder. Parsl cannot use one with spaces;
+    then it is a temporary one on this computer, which is moved there at the end.
+    """
+    folder = out / 'runinfo'
+    if shlex.quote(str(folder)) == str(folder) or not isinstance(site, LocalSite):
+        yield str(folder)
+        return
+    with tempfile.TemporaryDirectory(prefix='freetrain-') as other:
+        try:
+            yield other
+        finally:
+            shutil.copytree(other, folder, ignore_dangling_symlinks=True)
 
 
 def refuse_to_wait(future: TrainingFuture, site: Site, advice: str) -> None:

@@ -46,7 +46,7 @@ from parsl_freetrain.cli.sites import provider_of
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.sites.protocols import Site
 from workflows.chimera_gpt import Windows, corpus, loss_of
-from workflows.command import output_folder, refuse_to_wait, result, set_aside
+from workflows.command import output_folder, parsl_folder, refuse_to_wait, result, set_aside
 from workflows.divided import strike
 
 if TYPE_CHECKING:
@@ -186,7 +186,10 @@ def train(out: Path, options: argparse.Namespace) -> tuple[dict[str, Checkpoint]
         wait_for(lambda: sharded.progress().samples > before, sharded, site)
 
     kills, most = 0, max(count for count in shapes if count <= options.nodes)
-    with parsl.load(Config(executors=[executor], strategy='none', run_dir=str(out / 'runinfo'))):
+    with (
+        parsl_folder(out, site) as folder,
+        parsl.load(Config(executors=[executor], strategy='none', run_dir=folder)),
+    ):
         sharded = submitted(SHARDED, most)
         reach(most)
         visitors: list[TrainingFuture] = []
@@ -206,13 +209,11 @@ def train(out: Path, options: argparse.Namespace) -> tuple[dict[str, Checkpoint]
         fragments = [f for f in ledger.story().fragments if f.trainer == SHARDED]
     summary = {
         'weights_equal': same_weights(found[SHARDED], found[ALONE]),
-        'largest_difference': largest_difference(found[SHARDED], found[ALONE]),
         'shapes': [str(shapes[len(fragment.nodes)]) for fragment in fragments],
         'kills': kills,
         'writers': len(list(Path(found[SHARDED].path).glob('rank-*.safetensors'))),
         'samples': found[SHARDED].samples,
         'samples_expected': steps * batch_size,
-        'loss': found[SHARDED].metrics['loss'],
     }
     return found, summary
 
@@ -254,12 +255,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         output_folder(out)
         set_aside(out)
-        _, summary = train(out, options)
+        found, summary = train(out, options)
     except FreeTrainError as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, BadInput) else 1
     (out / 'summary.json').write_text(json.dumps(summary, indent=2) + '\n')
     print(json.dumps(summary, indent=2))
+    print(f'Loss: {found[SHARDED].metrics["loss"]:.3f}')
+    print(f'Largest difference of a weight: {largest_difference(*found.values()):.3g}')
     return 0
 
 
