@@ -1,5 +1,5 @@
-"""Plain DDP and a fragment's training in turns, block by block, in the same processes under
-torchrun; rank 0 prints one line of JSON.
+"""Plain DDP (or FSDP2) and a fragment's training in turns, block by block, in the same processes
+under torchrun; rank 0 prints one line of JSON.
 
 What else the machine does in between meets both alike, which is not so where one runs after the
 other.
@@ -15,14 +15,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.comm.collectives import Alone, Peers, RankGroup
 from parsl_freetrain.training.comm.inbox import Inbox
@@ -41,10 +45,18 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def plain(width: int) -> Iterator[None]:
-    """Train on with plain DDP; yields after each step."""
+def plain(width: int, sharded: bool) -> Iterator[None]:
+    """Train on with plain DDP or FSDP2; yields after each step."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(network(width))
+    model = network(width)
+    if sharded:
+        mesh = init_device_mesh('cpu', (dist.get_world_size(),))
+        for layer in model.children():
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        model = DistributedDataParallel(model)
     optimizer = optimizer_of(model)
     dataset = TensorDataset(*data())
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(dataset)
@@ -60,10 +72,11 @@ def plain(width: int) -> Iterator[None]:
             yield
 
 
-def fragment(width: int, mode: str, on_nan: str, folder: str) -> Iterator[None]:
+def fragment(width: int, mode: str, on_nan: str, folder: str, sharded: bool) -> Iterator[None]:
     """Train on as a fragment does; yields after each step."""
     rank, world = dist.get_rank(), dist.get_world_size()
     channel, _ = channel_pair()
+    shape: dict[str, Any] = {'shape': Shape(shard=world), 'shapes': {world: Shape(shard=world)}}
     ordered = order(
         Path(folder),
         total_samples=10**12,
@@ -75,6 +88,7 @@ def fragment(width: int, mode: str, on_nan: str, folder: str) -> Iterator[None]:
         on_nan=on_nan,
         trainer='bench',
         store=folder,
+        **(shape if sharded else {}),
     )
     place = RankPlace(rank, world, rank, 1, '')
     keeper = Checkpointer(PosixCheckpointStore(Path(folder), 'bench'), ordered, channel, None)
@@ -85,6 +99,8 @@ def fragment(width: int, mode: str, on_nan: str, folder: str) -> Iterator[None]:
     )
     torch.manual_seed(0)
     model = network(width)
+    if sharded:
+        model = ctx.shard(model, blocks=(nn.Linear,))
     model, optimizer = ctx.prepare(model, optimizer_of(model))
     for x, y in ctx.loop(TensorDataset(*data()), BATCH):
         optimizer.zero_grad()
@@ -112,18 +128,22 @@ def seconds(steps: Iterator[None], count: int) -> tuple[float, float]:
     return (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
 
 
-def main(width: int, blocks: int, steps: int, mode: str, on_nan: str) -> None:
+def main(
+    width: int, blocks: int, steps: int, mode: str, on_nan: str, *, sharded: bool = False
+) -> None:
     """``mode`` is a trainer's, or 'plain': plain DDP against itself, which shows what the figures
-    are worth.
+    are worth. ``sharded``: FSDP2 in place of DDP.
     """
     torch.set_num_threads(1)
     dist.init_process_group('gloo')
     with tempfile.TemporaryDirectory() as folder:
         runs: list[Callable[[], tuple[float, float]]] = []
         other = (
-            plain(width) if mode == 'plain' else fragment(width, mode, on_nan, f'{folder}/store')
+            plain(width, sharded)
+            if mode == 'plain'
+            else fragment(width, mode, on_nan, f'{folder}/store', sharded)
         )
-        for iterator in (plain(width), other):
+        for iterator in (plain(width, sharded), other):
             runs.append(lambda iterator=iterator: seconds(iterator, steps))  # type: ignore[misc]
         times: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
         for block in range(WARM_UP + blocks):
@@ -148,4 +168,5 @@ def main(width: int, blocks: int, steps: int, mode: str, on_nan: str) -> None:
 
 
 if __name__ == '__main__':
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
+    numbers = map(int, sys.argv[1:4])
+    main(*numbers, *sys.argv[4:6], sharded=sys.argv[6:] == ['sharded'])  # type: ignore[arg-type]

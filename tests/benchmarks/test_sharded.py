@@ -1,11 +1,10 @@
-"""Checkpoints of a sharded state by several writers, and restoring it on other numbers of ranks;
-run by ``make bench``.
+"""Checkpoints of a sharded state by several writers, restoring it on other numbers of ranks, and
+what a step costs beside plain FSDP2; run by ``make bench``. test_start.py has rescales.
 """
 
 from __future__ import annotations
 
 import os
-import platform
 import time
 from pathlib import Path
 
@@ -14,22 +13,29 @@ from torch import nn
 
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.loop.sharded_start import SharedCheckpoint
 from parsl_freetrain.training.process.fork_client import WarmParent
 from parsl_freetrain.training.spec.messages import CheckpointSaved
+from tests.benchmarks.test_speed import MACHINE, RANKS, under_torchrun
 from tests.support.ranks import order, ranks, warm_parent
 
-WIDTH, LAYERS = 1024, 80  # 84 M parameters of 4 bytes, and twice as much for Adam: 1.0 GB
+BLOCKS = int(os.environ.get('BENCH_BLOCKS', 100))
+WIDTH, LAYERS = (
+    1024,
+    int(os.environ.get('BENCH_LAYERS', 80)),
+)  # 84 M parameters of 4 bytes, and twice as much for Adam: 1.0 GB
 SHAPES = {1: Shape(), 2: Shape(shard=2), 4: Shape(shard=4)}
 
 
 def train(ctx: FragmentContext) -> None:
-    """Two steps; reports how long the model took to be read."""
+    """Four steps; reports how long the model took to be read, and the bytes that this rank read."""
     with torch.device('meta'):
         model: nn.Module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     model = ctx.shard(model, blocks=(nn.Linear,))
-    began = time.monotonic()
+    began, saved = time.monotonic(), ctx._saved
     model, optimizer = ctx.prepare(model, torch.optim.Adam(model.parameters()))
-    ctx.report(read=time.monotonic() - began)
+    bytes_read = saved._opened._reader.bytes_read if isinstance(saved, SharedCheckpoint) else 0
+    ctx.report(read_s=time.monotonic() - began, read_gb=bytes_read / 1e9)
     for x in ctx.loop(list(torch.ones(16, WIDTH)), 8):
         optimizer.zero_grad()
         model(x).pow(2).mean().backward()
@@ -37,23 +43,55 @@ def train(ctx: FragmentContext) -> None:
 
 
 def save(warm: WarmParent, folder: Path, number: int, writers: int) -> CheckpointSaved:
-    """The last checkpoint of a fragment of two steps; the next one reads it."""
+    """A checkpoint that is written beside training. The next fragment reads the last one."""
     ordered = order(
-        folder, number, total_samples=16 * number, shape=SHAPES[writers], shapes=SHAPES, keep=1
+        folder,
+        number,
+        total_samples=32 * number,
+        shape=SHAPES[writers],
+        shapes=SHAPES,
+        keep=1,
+        checkpoint_every_s=0.01,
     )
     with ranks(warm, ordered, writers, folder, train) as gang:
         outcomes = gang.run()
         assert [outcome.how for outcome in outcomes] == ['finished'] * writers
-        return gang.ranks[0].said(CheckpointSaved)[-1]
+        return gang.ranks[0].said(CheckpointSaved)[0]
 
 
 def test_checkpoints_by_several_writers(tmp_path: Path) -> None:
     print(
         f'\nA sharded state of {3 * LAYERS * (WIDTH * WIDTH + WIDTH) * 4 / 1e9:.2f} GB '
-        f'({os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, {tmp_path})'
+        f'({MACHINE}, {tmp_path})'
     )
     with warm_parent(tmp_path) as warm:
         for number, writers in enumerate((1, 2, 4, 1, 2, 4), 1):
             saved = save(warm, tmp_path, number, writers)
-            read = f'read in {saved.metrics["read"]:.2f} s' if number > 1 else 'nothing to read'
-            print(f'  {writers} ranks: {read}; written and committed in {saved.seconds:.2f} s')
+            metrics = saved.metrics
+            read = (
+                f'rank 0 read {metrics["read_gb"]:.2f} GB in {metrics["read_s"]:.2f} s'
+                if number > 1
+                else 'nothing to read'
+            )
+            print(
+                f'  {writers} ranks: {read}; training held up for {saved.pause_s:.2f} s, written '
+                f'and committed in {saved.seconds:.2f} s'
+            )
+
+
+def test_what_a_step_of_a_sharded_fragment_costs() -> None:
+    """Blocks of steps of plain FSDP2 and of a fragment in turns, in the same processes."""
+    print(
+        f'\nA sharded fragment and plain FSDP2 in turns, {RANKS} ranks; speed is the median ratio '
+        f'over {BLOCKS} blocks, with its 95 % interval, CPU time that of all blocks ({MACHINE})'
+    )
+    for width, steps in ((384, 4), (1024, 2)):
+        for mode in ('plain', 'throughput', 'reproducible'):
+            found = under_torchrun(
+                RANKS, 'alternating', width, BLOCKS, steps, mode, 'stop', 'sharded'
+            )
+            low, high = found['interval']
+            print(
+                f'  width {width:4} {mode:12} plain {found["plain_ms"]:7.2f} ms, speed '
+                f'{found["speed"]:.3f} ({low:.3f} to {high:.3f}), CPU time {found["cpu"]:.3f}'
+            )

@@ -29,6 +29,7 @@ from parsl_freetrain import (
     FragmentContext,
     LocalSite,
     Scaling,
+    Shape,
     Throughput,
     freetrain_app,
 )
@@ -158,9 +159,11 @@ def test_of_what_a_start_consists(tmp_path: Path) -> None:
                 )
 
 
-def loads(ctx: FragmentContext, load_s: float, width: int) -> None:
+def loads(ctx: FragmentContext, load_s: float, width: int, sharded: bool = False) -> None:
     time.sleep(load_s)  # as a data set that is read
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(25)))
+    model: nn.Module = nn.Sequential(*(nn.Linear(width, width) for _ in range(25)))
+    if sharded:
+        model = ctx.shard(model, blocks=(nn.Linear,))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     model, optimizer = ctx.prepare(model, optimizer)
     x = torch.randn(64, width, generator=torch.Generator().manual_seed(5))
@@ -170,9 +173,16 @@ def loads(ctx: FragmentContext, load_s: float, width: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(('width', 'size'), [(64, '0.8 MB'), (1024, '210 MB')])
+@pytest.mark.parametrize(
+    ('width', 'size', 'sizes'),
+    [
+        (64, '0.8 MB', (1, 2)),
+        (1024, '210 MB', (1, 2)),
+        (1024, '210 MB, sharded', {1: Shape(), 2: Shape(shard=2)}),
+    ],
+)
 def test_what_a_rescale_costs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, size: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, size: str, sizes: Any
 ) -> None:
     """A trainer alternates between one node and two as another one comes and goes, with and without
     ranks that run ahead.
@@ -185,7 +195,7 @@ def test_what_a_rescale_costs(
         )
         with freetrain(tmp_path / way, LocalSite(nodes=2, poll_s=0.2), horizon_s=600.0) as executor:
             long = freetrain_app(
-                max_nodes=2,
+                sizes=sizes,
                 total_epochs=10**6,
                 scaling=Scaling(rate={1: 1.0, 2: 1.9}, rescale_up_s=0.1, rescale_down_s=0.1),
                 mode=Throughput(),
@@ -194,7 +204,7 @@ def test_what_a_rescale_costs(
             short = freetrain_app(
                 max_nodes=1, total_epochs=10**6, scaling=Scaling(rate={1: 1.0, 2: 1.9})
             )(loads)
-            training = long(2.0, width, trainer_name='long')
+            training = long(2.0, width, isinstance(sizes, dict), trainer_name='long')
             for i in range(ROUNDS):
                 trains(training, 2)
                 other = short(0.0, 8, trainer_name=f'short-{i}')
