@@ -5,13 +5,15 @@ every rank holds all.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,17 @@ class Box:
         return tensor
 
 
+def is_divided(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Whether ranks may hold different parts of a tensor."""
+    # The import takes half as long as torch's own. Who reads a checkpoint needs none, and where it
+    # has not been imported there is no DTensor.
+    module = sys.modules.get('torch.distributed.tensor')
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor; it shares its memory."""
-    if not isinstance(tensor, DTensor):
+    if not is_divided(tensor):
         return tensor
     with torch.no_grad():
         return tensor.to_local()
@@ -70,8 +80,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def box_of(tensor: torch.Tensor) -> Box:
     """Which part of a tensor :func:`local` is."""
-    if not isinstance(tensor, DTensor):
+    if not is_divided(tensor):
         return Box.whole(tuple(tensor.shape))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     sizes, offsets = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
@@ -80,8 +92,10 @@ def box_of(tensor: torch.Tensor) -> Box:
 
 def divided_like(part: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that is divided among ranks as another one is, from this rank's part of it."""
-    if not isinstance(tensor, DTensor):
+    if not is_divided(tensor):
         return part
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         part,
         tensor.device_mesh,
@@ -94,7 +108,7 @@ def divided_like(part: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def divided_along(tensor: torch.Tensor) -> frozenset[str]:
     """The dimensions of the mesh along which ranks hold different parts of a tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_divided(tensor):
         return frozenset()
     names = tensor.device_mesh.mesh_dim_names or ()
     return frozenset(

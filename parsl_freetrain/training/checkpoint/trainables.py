@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.box import is_divided
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def sort_out(things: tuple[Any, ...], *, named: bool = False, sharded: bool = Fa
         )
     for number, model in enumerate(models, 1):
         for name, parameter in model.named_parameters():
-            if not sharded and isinstance(parameter, DTensor):
+            if not sharded and is_divided(parameter):
                 raise BadInput(
                     f'Parameter {name!r} of model {number} of ctx.prepare is a DTensor, so the '
                     "model is divided among ranks already, and none of the trainer's shapes says "
