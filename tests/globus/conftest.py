@@ -37,7 +37,7 @@ def globus_python(pytestconfig: pytest.Config) -> Path:
     folder = pytestconfig.cache.mkdir('globus') / key
     if not (folder / 'complete').exists():
         shutil.rmtree(folder, ignore_errors=True)
-        venv.create(folder, with_pip=True)
+        venv.create(folder)
         # What a test's own processes are known by must not stay with pip's.
         kept = {
             name: value
@@ -45,16 +45,11 @@ def globus_python(pytestconfig: pytest.Config) -> Path:
             if not name.startswith('FREETRAIN_TEST')
         }
         done = subprocess.run(
+            # By the pip that is here; what is imported is compiled then, and no more.
             [
-                folder / 'bin' / 'python',
-                '-m',
-                'pip',
-                'install',
-                '--quiet',
-                '--disable-pip-version-check',
-                '-c',
-                CONSTRAINTS,
-                'globus-compute-endpoint',
+                *(sys.executable, '-m', 'pip', '--python', folder / 'bin' / 'python'),
+                *('install', '--quiet', '--disable-pip-version-check', '--no-compile'),
+                *('-c', CONSTRAINTS, 'globus-compute-endpoint'),
             ],
             env=kept,
             stdin=subprocess.DEVNULL,
