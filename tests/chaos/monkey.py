@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import random
 import signal
@@ -34,7 +35,7 @@ from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from tests.chaos.training import BATCH, NAME, SAMPLES
 from tests.support.processes import victims
 from tests.support.training import weights
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, looks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MARK = 'FREETRAIN_CHAOS_RUN'
@@ -186,9 +187,10 @@ class Monkey:
                 if order
                 else self.draw.choices(list(self.kinds), list(self.kinds.values()))[0]
             )
-            while not self.strike(kind):
+            for _ in looks(math.inf):
+                if self.strike(kind):
+                    break
                 self.keep_going(epochs, since, kind)
-                time.sleep(0.05)
             self.counts[kind] += 1
             while self.run.saved() <= before:
                 self.keep_going(epochs, since, kind)

@@ -174,6 +174,7 @@ def _watched(
     ]
 
     def over() -> bool:
+        time.sleep(1.0)  # when a job ended is what Slurm says, not when it was asked
         done = {row.job for row in rows(cluster) if row.state == 'COMPLETED'}
         return done.issuperset(each)
 

@@ -21,7 +21,7 @@ from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import RunHistory
 from tests.support import template
 from tests.support.slurm import Cluster
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -68,10 +68,11 @@ class Run:
         self.until(lambda: self.samples() > before)
 
     def until(self, condition: Callable[[], object]) -> None:
-        end = time.monotonic() + LIMIT_S
-        while not condition():
-            assert time.monotonic() < end and self.process.poll() is None, self.said()
-            time.sleep(0.1)
+        def true_or_over() -> bool:
+            assert self.process.poll() is None, self.said()
+            return bool(condition())
+
+        wait_until(true_or_over)
 
     def said(self) -> str:
         return self._output.read_text()[-8000:]

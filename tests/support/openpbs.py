@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.support.alone import alone
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, looks
 
 PROGRAM = Path(__file__).with_name('pbs-cluster')
 NODES = 4
@@ -138,13 +137,13 @@ class PbsCluster:
         ]
 
     def wait(self, condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
-        end = time.monotonic() + limit_s
-        while not condition():
-            assert time.monotonic() < end, (
-                f'did not come true within {limit_s} s\n{self.run("qstat", "-ans1")}'
-                f'{self.run("pbsnodes", "-aS")}'
-            )
-            time.sleep(0.05)
+        for _ in looks(limit_s):
+            if condition():
+                return
+        raise AssertionError(
+            f'did not come true within {limit_s} s\n{self.run("qstat", "-ans1")}'
+            f'{self.run("pbsnodes", "-aS")}'
+        )
 
     @contextmanager
     def down(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.alone import alone
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, looks
 
 PROGRAM = Path(__file__).with_name('slurm-cluster')
 NODES = 4
@@ -92,13 +92,13 @@ class Cluster:
         ).strip()
 
     def wait(self, condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
-        end = time.monotonic() + limit_s
-        while not condition():
-            assert time.monotonic() < end, (
-                f'did not come true within {limit_s} '
-                f's\n{self.run("squeue", "-a")}{self.run("sinfo", "-a")}'
-            )
-            time.sleep(0.05)
+        for _ in looks(limit_s):
+            if condition():
+                return
+        raise AssertionError(
+            f'did not come true within {limit_s} '
+            f's\n{self.run("squeue", "-a")}{self.run("sinfo", "-a")}'
+        )
 
     def scheduler(self) -> int:
         """Process id of slurmctld."""
