@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import base64
 import logging
-import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import wait as wait_for
 from types import TracebackType
 from typing import Any
 
 from msgspec import structs
 
 from parsl_freetrain.app import FreeTrainApp
-from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
-from parsl_freetrain.executor.fragment.payload import pack
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.globus.protocol import (
     CANCEL,
     INTERRUPTED,
     LOOK,
     OK,
-    TRAIN,
     UNKNOWN,
     VERSIONS,
     WAIT,
@@ -32,11 +30,10 @@ from parsl_freetrain.executor.globus.protocol import (
     compare,
     versions_here,
 )
-from parsl_freetrain.executor.globus.requirements import modules_needed
 from parsl_freetrain.executor.trainer.future import Progress
-from parsl_freetrain.executor.trainer.record import check_name
 from parsl_freetrain.host.backoff import Backoff
-from parsl_freetrain.remote.connection import LARGEST_PAYLOAD, Connection
+from parsl_freetrain.remote.connection import Connection
+from parsl_freetrain.remote.sending import order_of
 from parsl_freetrain.remote.training import RemoteTraining
 
 logger = logging.getLogger(__name__)
@@ -44,8 +41,11 @@ logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 2.0, 300.0
 
 
-class FreeTrainClient:
+class FreeTrainClient(Executor):
     """Submits trainers to a Globus Compute endpoint with FreeTrainEngine.
+
+    A :class:`concurrent.futures.Executor`, except that leaving a ``with`` block does not wait for
+    trainers, which may take days: see :meth:`close` and :meth:`shutdown`.
 
     Trainers keep running at the endpoint when the client ends. While the client runs, it resubmits
     trainers that were lost because this computer slept or the endpoint's process was restarted;
@@ -98,8 +98,8 @@ class FreeTrainClient:
         self._closed = False
         self._keeper: threading.Thread | None = None
 
-    def submit(
-        self, app: FreeTrainApp, *args: Any, trainer_name: str | None = None, **kwargs: Any
+    def submit(  # type: ignore[override]  # it takes trainers only
+        self, app: FreeTrainApp, /, *args: Any, trainer_name: str | None = None, **kwargs: Any
     ) -> RemoteTraining:
         """Start a trainer at the endpoint.
 
@@ -120,32 +120,30 @@ class FreeTrainClient:
             If this computer can tell that the trainer can never run. Errors found at the endpoint
             are set on the future.
         """
-        name = app.name if trainer_name is None else trainer_name
-        check_name(name)
-        if any(isinstance(value, Future) for value in (*args, *kwargs.values())):
-            raise BadInput(
-                f'Trainer {name!r} cannot be sent: one of its arguments is a future; '
-                'give its result().'
-            )
-        payload = pack(app.function, args, kwargs, name)
-        if len(payload) > LARGEST_PAYLOAD:
-            raise BadInput(
-                f'Trainer {name!r} cannot be sent: its function and arguments have '
-                f'{len(payload)} bytes, and Globus Compute '
-                f'takes {LARGEST_PAYLOAD}; put data into files at the endpoint, and pass '
-                'their paths.'
-            )
-        order = Order(
-            TRAIN,
-            name,
-            secrets.token_hex(8),
-            versions=versions_here(),
-            modules=modules_needed(app.function, payload),
-            spec=app.spec,
-            identity=app.identity(),
-        )
-        return self._follow(
-            RemoteTraining(order, base64.b64encode(payload).decode(), self._ask, self._backoff())
+        order, payload = order_of(app, args, kwargs, trainer_name)
+        return self._follow(RemoteTraining(order, payload, self._ask, self._backoff()))
+
+    def map(  # type: ignore[override]
+        self,
+        app: FreeTrainApp,
+        /,
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int = 1,
+    ) -> Iterator[Checkpoint]:
+        """Start a trainer for each of the arguments, all at once, and iterate over their results in
+        order. Their names are the app's, with ``-0``, ``-1``, ...
+
+        ``timeout`` is in seconds from this call; ``chunksize`` has no effect.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        trainings = [
+            self.submit(app, *args, trainer_name=f'{getattr(app, "name", "trainer")}-{number}')
+            for number, args in enumerate(zip(*iterables, strict=False))
+        ]
+        return (
+            one.result(None if until is None else max(0.0, until - time.monotonic()))
+            for one in trainings
         )
 
     def attach(self, name: str) -> RemoteTraining:
@@ -379,17 +377,18 @@ class FreeTrainClient:
             keeper.join()
         self._connection.close()
         for training in left:
-            training.fail(
-                TrainerFailed(
-                    f'Trainer {training.name!r} is not followed any more, because its '
-                    'FreeTrainClient was closed; '
-                    f'it goes on at {self._connection.name}: attach({training.name!r}) '
-                    'follows it again.'
-                )
-            )
+            training.left(self._connection.name)
 
-    def __enter__(self) -> FreeTrainClient:
-        return self
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Stop following, and before that wait for all trainers, or end them."""
+        with self._lock:
+            trainings = list(self._open.values())
+        if cancel_futures:
+            for training in trainings:
+                training.cancel()
+        if wait:
+            wait_for(trainings)
+        self.close()
 
     def __exit__(
         self,

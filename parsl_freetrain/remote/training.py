@@ -51,6 +51,15 @@ class RemoteTraining(TrainingFuture):
         self._ask = ask
         self._settling = threading.Lock()
 
+    def left(self, where: str) -> None:
+        """Its client was closed; ``where`` names the endpoint."""
+        self.fail(
+            TrainerFailed(
+                f'Trainer {self.name!r} is not followed any more, because its FreeTrainClient was '
+                f'closed; it goes on at {where}: attach({self.name!r}) follows it again.'
+            )
+        )
+
     def progress(self, timeout_s: float = 30.0) -> Progress:
         """Progress as the endpoint reports it, or the last known progress if the endpoint does not
         answer within ``timeout_s`` seconds.

@@ -27,6 +27,11 @@ def site_files() -> dict[str, Path]:
     }
 
 
+def shared_folder(name: str) -> Path:
+    """A folder of ``site_configs/`` that is installed with the package."""
+    return next(folder / name for folder in _FOLDERS[1:] if (folder / name).is_dir())
+
+
 def load_site_file(path: Path) -> ModuleType:
     """The module of a site's Python file, executed.
 

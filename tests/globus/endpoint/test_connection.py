@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,28 @@ def test_what_passes_is_sent_again(error: BaseException) -> None:
         with pytest.raises(TimeoutError, match='did not answer within 0.1 s'):
             remote.trainers(0.1)
     assert training.done()
+
+
+def test_a_plain_function_is_refused() -> None:
+    with (
+        FreeTrainClient(executor=Failing(TimeoutError(), 0)) as remote,
+        pytest.raises(BadInput, match="'fit' is a plain function: decorate it with @freetrain_app"),
+    ):
+        remote.submit(fit)  # type: ignore[arg-type]
+
+
+def test_it_is_an_executor_that_may_be_left_while_trainers_train() -> None:
+    remote = FreeTrainClient(executor=Failing(TimeoutError(), 0))
+    assert isinstance(remote, Executor)
+    app = freetrain_app(total_epochs=1)(fit)
+    results = remote.map(app, [0.1, 0.2], timeout=0.01)
+    assert sorted(remote._open) == ['fit-0', 'fit-1']
+    with pytest.raises(TimeoutError):
+        next(results)
+    remote.shutdown(wait=False)
+    assert not remote._open
+    with pytest.raises(BadInput, match='this FreeTrainClient is closed'):
+        remote.submit(app)
 
 
 def test_one_of_endpoint_and_executor_is_needed() -> None:

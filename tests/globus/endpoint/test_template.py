@@ -13,6 +13,7 @@ import pytest
 from click import ClickException
 from globus_compute_endpoint.endpoint.config.utils import load_config_yaml
 
+from parsl_freetrain.cli.main import main
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.executor.globus.engine import FreeTrainEngine
 from parsl_freetrain.executor.globus.registration import register
@@ -23,16 +24,18 @@ TEMPLATE = Path(__file__).resolve().parents[3] / 'site_configs' / 'globus'
 RIGHT = {'account': 'climate', 'checkpoint_dir': '/eagle/climate/checkpoints'}
 
 
-def render(folder: Path, options: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+def render(
+    folder: Path, options: dict[str, Any], template: Path = TEMPLATE
+) -> subprocess.CompletedProcess[str]:
     (folder / 'options.json').write_text(json.dumps(options))
     return subprocess.run(
         [
             Path(sys.executable).with_name('globus-compute-endpoint'),
             'render-user-config',
             '-t',
-            TEMPLATE / 'user_config_template.yaml.j2',
+            template / 'user_config_template.yaml.j2',
             '-s',
-            TEMPLATE / 'user_config_schema.json',
+            template / 'user_config_schema.json',
             '-o',
             folder / 'options.json',
         ],
@@ -131,3 +134,20 @@ def test_settings_that_cannot_be_used_are_refused(wrong: dict[str, Any], words: 
     register()
     with pytest.raises(ClickException, match=words):
         load_config_yaml(json.dumps({'engine': {'type': 'FreeTrainEngine', **settings}}))
+
+
+def test_what_globus_init_writes_is_rendered_with_its_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = tmp_path / 'endpoint'
+    endpoint.mkdir()
+    options = ['--site', 'aurora', '--account', 'climate', '--checkpoint-dir', '/flare/me']
+    assert main(['globus-init', str(endpoint), *options]) == 0
+    done = render(tmp_path, {}, endpoint)
+    assert done.returncode == 0, done.stderr
+    register()
+    monkeypatch.chdir(tmp_path)
+    site = load_config_yaml(done.stdout).engine.executor.provider.site
+    assert isinstance(site, PbsSite)
+    assert (site.options.account, site.options.queue) == ('climate', 'capacity')
+    assert site.options.filesystems == ('home', 'flare')
