@@ -13,11 +13,14 @@ INSTALLED := $(VENV)/.installed
 # Parsl starts its own programs by name.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv demo test lint docs bench chaos delay storm versus decisions evidence gpu clean
+LOWEST := .venv-lowest
+
+.PHONY: help venv demo test test-lowest lint docs bench chaos delay storm versus decisions evidence gpu clean
 
 help:
 	@echo 'make demo    train two networks in the holes of this computer (options: DEMO_ARGS)'
 	@echo 'make test    run all tests, lint included (options: TEST_ARGS)'
+	@echo 'make test-lowest  a part of the tests with the lowest versions that pyproject.toml allows'
 	@echo 'make lint    ruff, mypy --strict, import-linter'
 	@echo 'make docs    build the documentation into docs/_build/html'
 	@echo 'make bench   measure (options: BENCH_ARGS)'
@@ -46,6 +49,14 @@ demo: $(INSTALLED)
 # Most tests wait more than they compute, hence more of them at a time than there are processors.
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(or $(strip $(TEST_ARGS)),-n 5 --dist loadfile --durations=10)
+
+# The lowest version of each package that we import.
+LOWEST_TESTS := tests/cli/test_main.py tests/cli/test_allocate.py tests/core/allocation tests/ledger tests/executor/test_interchange.py \
+    tests/executor/test_training.py tests/replay/test_trace_intervals.py tests/sites/test_machines.py tests/training/parallel/test_sharded.py
+test-lowest:
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet $(PIP_ARGS) -c .ci/constraints-lowest.txt -e '.[test]'
+	PATH=$(CURDIR)/$(LOWEST)/bin:$$PATH $(LOWEST)/bin/python -m pytest -m 'not slurm and not pbs and not gpu' $(or $(strip $(TEST_ARGS)),$(LOWEST_TESTS))
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -83,5 +94,5 @@ gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -s -rs tests/gpu $(TEST_ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-versus docs/_build demo-out runinfo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-versus $(LOWEST) docs/_build demo-out runinfo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
