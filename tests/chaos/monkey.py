@@ -20,7 +20,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.testing import corrupt_checkpoint, full_disk, half_write_checkpoint
 from parsl_freetrain.training.checkpoint.export import same_weights
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from tests.chaos.disks import full_inodes, small_disk
 from tests.chaos.training import BATCH, NAME, SAMPLES
 from tests.support.processes import victims
 from tests.support.training import weights
@@ -39,7 +40,6 @@ from tests.support.waiting import LIMIT_S, looks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MARK = 'FREETRAIN_CHAOS_RUN'
-DISK_MB = 48
 SLOW_S = 15.0
 # How often each is done, relative to the others.
 WEIGHTS = {
@@ -51,7 +51,13 @@ WEIGHTS = {
     'corrupt checkpoint': 2,
     'half-written checkpoint': 2,
     'full disk': 2,
+    'full inodes': 2,
+    'damaged ledger': 2,
+    'notice': 2,
+    'worker': 2,
+    'interchange': 1,
 }
+ON_SMALL_DISK = ('full disk', 'full inodes')
 
 
 class Broken(AssertionError):
@@ -141,34 +147,15 @@ class Run:
         return self.number('SELECT MAX(samples) FROM checkpoints')
 
 
-@contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[bool]:
-    """A file system of its own at ``folder``, where root may make one; whether it is."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    mounted = (
-        not os.geteuid()
-        and not subprocess.run(
-            ['mount', '-t', 'tmpfs', '-o', f'size={DISK_MB}m,mode=0700', 'chaos', str(folder)],
-            capture_output=True,
-            check=False,
-        ).returncode
-    )
-    try:
-        yield mounted
-    finally:
-        if mounted:
-            subprocess.run(['umount', '-l', str(folder)], check=True)
-
-
 class Monkey:
     """Strikes."""
 
-    def __init__(self, run: Run, seed: int, disk: bool, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, run: Run, seed: int, kinds: Collection[str], say: Callable[[str], None]
+    ) -> None:
         self.run = run
         self.draw = random.Random(seed)
-        self.kinds = {
-            kind: weight for kind, weight in WEIGHTS.items() if disk or kind != 'full disk'
-        }
+        self.kinds = {kind: weight for kind, weight in WEIGHTS.items() if kind in kinds}
         self.counts: Counter[str] = Counter()
         self.say = say
 
@@ -251,9 +238,15 @@ class Monkey:
                 case 'full disk':
                     with full_disk(run.folder / 'checkpoints'):
                         time.sleep(1.0)
-                case 'stop rank':
+                case 'full inodes':
+                    with full_inodes(run.folder / 'checkpoints'):
+                        time.sleep(1.0)
+                case 'damaged ledger':
+                    ledger = run.folder / 'checkpoints' / 'ledger.sqlite'
+                    os.truncate(ledger, ledger.stat().st_size // 2)
+                case 'stop rank' | 'notice':
                     self.draw.choice(run.of_kind('rank') or [psutil.Process(2**22)]).send_signal(
-                        signal.SIGSTOP
+                        signal.SIGSTOP if kind == 'stop rank' else signal.SIGTERM
                     )
                 case _:
                     self.draw.choice(run.of_kind(kind) or [psutil.Process(2**22)]).kill()
@@ -299,8 +292,9 @@ def chaos(
     faults_every: int,
     folder: Path,
     say: Callable[[str], None] = print,
+    kinds: Collection[str] = tuple(WEIGHTS),
 ) -> Counter[str]:
-    """One run of chaos; what was done, by kind.
+    """One run of chaos with blows of these kinds; what was done, by kind.
 
     Raises
     ------
@@ -312,7 +306,8 @@ def chaos(
         run = Run(folder / 'struck', nodes, faults_every, seed)
         alone = Run(folder / 'alone', 1, 0, seed)
         alone.folder.mkdir()
-        monkey = Monkey(run, seed, disk, say)
+        possible = {kind for kind in kinds if disk or kind not in ON_SMALL_DISK}
+        monkey = Monkey(run, seed, possible, say)
         try:
             monkey.rampage(fragments, 10**6)
             run.kill()

@@ -15,6 +15,8 @@ KINDS = {
     'block': 'sites/local/slots.py',
     'manager': 'parsl_freetrain.executor.block.manager',
     'rank': 'training.process.fork_server',
+    'worker': "a node's workers",
+    'interchange': 'parsl_freetrain.executor.interchange',
 }
 
 
