@@ -42,7 +42,7 @@ DISTRIBUTIONS = {
     'globus_compute_sdk': 'globus-compute-endpoint',
 }
 CALLED_BY_OTHERS = {'accelerate', 'pyarrow'}
-OF_MODULES = ('globus', 'lightning', 'transformers')  # extras that a module needs
+OF_MODULES = ('globus', 'lightning', 'optuna', 'transformers')  # extras that a module needs
 
 
 def run(*command: str) -> None:

@@ -29,6 +29,7 @@ CALLED = {'README.md', 'replay.md', 'parallel.md', 'chimera.md', 'guides/first-s
 NOT_CALLED = {
     'app.md': 'shapes of several ranks: tests/training/loop/test_shapes.py',
     'command-line.md': 'a workflow without a training in it; tests/cli/test_run.py runs whole ones',
+    'tuning.md': 'a search of many trainers: tests/tuning/test_tune.py',
     'sharding.md': 'shapes of several ranks: tests/training/parallel/test_sharded.py',
     'globus.md': 'main() needs an endpoint in the cloud of Globus Compute',
 }

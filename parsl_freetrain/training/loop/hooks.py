@@ -15,11 +15,19 @@ Hook = Callable[[], object]
 
 @dataclass
 class Hooks:
-    """The functions that the user has registered, in order."""
+    """The functions that the user has registered, in order; ``after_epoch``: what else is done at
+    the end of an epoch, after the user's.
+    """
 
     before_step: list[Hook] = field(default_factory=list)
     after_step: list[Hook] = field(default_factory=list)
     each_epoch: list[Hook] = field(default_factory=list)
+    after_epoch: list[Hook] = field(default_factory=list)
+
+    @property
+    def at_epochs(self) -> bool:
+        """Whether anything is done at the end of an epoch."""
+        return bool(self.each_epoch or self.after_epoch)
 
 
 def run_all(hooks: list[Hook]) -> None:

@@ -195,7 +195,7 @@ class TrainingLoop:
             self._checkpointer.step_took(now - batch_began_at)
             self._rate = (state.samples - began_with) / (now - began_at)
             at_end = self._at_end = state.samples == data.end
-            state.epoch_due = bool(self._hooks.each_epoch) and data.ends_epoch(state.samples)
+            state.epoch_due = self._hooks.at_epochs and data.ends_epoch(state.samples)
             self._last.end_batch(of_loop=at_end or decision == FINISH)
             if decision == SPOILT or (
                 (at_end or state.epoch_due or decision >= SAVE) and self._must_go_back()
@@ -255,7 +255,7 @@ class TrainingLoop:
         before = json.loads(state.user_text())
         state.at_epoch_end = True
         try:
-            run_all(self._hooks.each_epoch)
+            run_all([*self._hooks.each_epoch, *self._hooks.after_epoch])
         except EvaluationStopped:
             # The next fragment does it again, from the beginning.
             state.user.clear()
@@ -266,6 +266,7 @@ class TrainingLoop:
         finally:
             state.at_epoch_end = False
         state.epoch_due = False
+        self.report_progress(wait=False)
         finishing, checkpoint = self._peers.largest(
             (bool(state.finishing), state.wants_checkpoint)
         )()

@@ -1,0 +1,153 @@
+"""Searches over settings: the rules that drop settings, and trainers that are dropped."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
+
+import parsl_freetrain
+from parsl_freetrain import BadInput, FragmentContext, LocalSite, TrainerFailed, freetrain_app
+from parsl_freetrain.tuning.halving import Halving, levels_of
+from parsl_freetrain.tuning.space import Uniform, settings_of
+from tests.support.training import freetrain
+
+
+def test_levels_are_the_total_divided_again_and_again() -> None:
+    assert levels_of(27, 3, 1) == (1, 3, 9)
+    assert levels_of(27, 3, 2) == (3, 9)
+    assert levels_of(10, 2, 1) == (1, 2, 5)
+    assert levels_of(1, 3, 1) == ()
+
+
+def test_the_best_third_of_those_that_have_come_goes_on() -> None:
+    halving = Halving('asha', (1, 3), 3)
+    values = (5.0, 4.0, 6.0, 3.0, 4.5, 2.0, math.nan)
+    assert [halving.goes_on(i, 1, value) for i, value in enumerate(values)] == [
+        True,  # nothing to compare with
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert halving.goes_on(0, 3, 9.0)  # another level
+    assert Halving('none', (1,), 3).goes_on(0, 1, math.nan)
+
+
+@given(st.lists(st.floats(-9, 9), min_size=3), st.integers(2, 4), st.booleans())
+def test_the_best_always_goes_on(values: list[float], factor: int, maximize: bool) -> None:
+    halving = Halving('asha', (1,), factor, maximize)
+    best = max(values) if maximize else min(values)
+    went_on = [value for value in values if halving.goes_on(0, 1, value)]
+    assert best in went_on
+
+
+def test_hyperband_has_fewer_settings_where_they_are_spared_longer() -> None:
+    halving = Halving('hyperband', (1, 3, 9), 3)
+    brackets = [halving.bracket(number) for number in range(50)]
+    sizes = [brackets[:49].count(bracket) for bracket in range(4)]
+    assert sizes == [27, 12, 6, 4] and brackets[49] == 0
+    assert halving.bracket(45) == 3
+    assert all(halving.goes_on(45 + i, 9, value) for i, value in enumerate((1.0, 9.0, 8.0)))
+
+
+def test_settings_of_a_space() -> None:
+    space: dict[str, Any] = {'lr': Uniform(1e-4, 1e-1, log=True), 'width': [16, 64]}
+    drawn = settings_of(space, 20, 1)
+    assert drawn == settings_of(space, 20, 1) != settings_of(space, 20, 2)
+    assert all(1e-4 <= s['lr'] <= 1e-1 and s['width'] in (16, 64) for s in drawn)
+    assert settings_of({'a': [1, 2], 'b': [3]}, None, 0) == [{'a': 1, 'b': 3}, {'a': 2, 'b': 3}]
+    assert settings_of([{'a': 1}], None, 0) == [{'a': 1}]
+
+
+def train(ctx: FragmentContext, setting: dict[str, Any]) -> None:
+    """The metric is the setting's; a bad one trains until it is dropped."""
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+
+    def end_of_epoch() -> None:
+        if not setting.get('silent'):
+            ctx.report(score=setting['score'] - ctx.epoch)
+
+    ctx.each_epoch(end_of_epoch)
+    for (x,) in ctx.loop(TensorDataset(torch.ones(4, 1)), 4):
+        while setting['score'] > 50 and ctx.epoch >= 2 and not ctx.should_stop():
+            time.sleep(0.05)
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ('options', 'sentence'),
+    [
+        ({'space': {}}, 'tune: the space has no settings.'),
+        ({'space': {'score': Uniform(0, 1)}}, "'score' is a range: say how many trials"),
+        ({'mode': 'least'}, "mode is 'least'"),
+        ({'algorithm': 'grid'}, "algorithm is 'grid'; it must be one of 'asha', 'hyperband'"),
+        ({'factor': 1}, 'factor is 1'),
+        ({'at_once': 0}, 'at_once is 0'),
+        ({'app': freetrain_app(total_samples=9)(train)}, 'a whole number of total_epochs'),
+    ],
+)
+def test_what_cannot_be_searched_is_a_sentence(options: dict[str, Any], sentence: str) -> None:
+    app = freetrain_app(total_epochs=4)(train)
+    given = {'space': {'score': [1.0]}, **options}
+    with pytest.raises(BadInput) as refused:
+        parsl_freetrain.tune(given.pop('app', app), given.pop('space'), **given)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.slow
+def test_dropped_trainers_stop_and_the_best_setting_is_found(tmp_path: Path) -> None:
+    app = freetrain_app(total_epochs=4)(train)
+    with freetrain(tmp_path, LocalSite(nodes=2, poll_s=0.2)):
+        space = [{'score': score} for score in (4.0, 2.0, 99.0, 88.0)]
+        # The first two go on. The others would train for ever.
+        found = parsl_freetrain.tune(app, space, metric='score', factor=2, at_once=2)
+        assert found.best.setting == {'score': 2.0} and found.best.values == {
+            1: 2.0,
+            2: 1.0,
+            4: -1.0,
+        }
+        assert [trial.dropped for trial in found.trials] == [False, False, True, True]
+        assert found.trials[2].values[1] == 99.0 and 4 not in found.trials[2].values
+        assert found.best.checkpoint is not None and found.best.checkpoint.samples == 16
+        silent = freetrain_app(total_epochs=1)(train)
+        silent.name = 'silent'
+        with pytest.raises(TrainerFailed, match='no setting was trained') as failed:
+            parsl_freetrain.tune(silent, [{'score': 0.0, 'silent': True}], metric='score')
+        assert "'score', which was not reported before the end of epoch 1" in str(
+            failed.value.__cause__
+        )
+        _with_optuna(app)
+
+
+def _with_optuna(app: Any) -> None:
+    optuna = pytest.importorskip('optuna', reason='needs the extra optuna')
+    from parsl_freetrain.tuning.optuna import optimize
+
+    study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=50))
+    for score in (70.0, 3.0):
+        study.enqueue_trial({'score': score})
+    renamed = freetrain_app(total_epochs=4)(train)
+    renamed.name = 'asked'
+    found = optimize(
+        study,
+        renamed,
+        lambda trial: {'score': trial.suggest_float('score', 0, 100)},
+        trials=2,
+        metric='score',
+    )
+    assert found.best.setting == {'score': 3.0} == study.best_params
+    assert [trial.state.name for trial in study.trials] == ['PRUNED', 'COMPLETE']
+    assert study.best_value == 0.0
