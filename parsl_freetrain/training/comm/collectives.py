@@ -59,9 +59,9 @@ class Peers(Protocol):
         """
         ...
 
-    def gather(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """The rows of all ranks, in order of rank. Rows are flat tensors of the same length and
-        type.
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks, in order of rank, as one tensor (ranks, length). Rows are flat
+        tensors of the same length and type.
         """
         ...
 
@@ -121,8 +121,8 @@ class Alone:
     def tell(self, what: str, value: Callable[[], str]) -> str:
         return value()
 
-    def gather(self, row: torch.Tensor) -> list[torch.Tensor]:
-        return [row]
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        return row[None]
 
     def all_to_all(
         self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int]
@@ -193,12 +193,12 @@ class RankGroup:
                 return said
             return self._texts.get(f'told/{what}')
 
-    def gather(self, row: torch.Tensor) -> list[torch.Tensor]:
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
         sent = row.cpu() if self._gathers_on_cpu else row
-        rows = [torch.empty_like(sent) for _ in range(self.world_size)]
+        rows = sent.new_empty(self.world_size, len(sent))
         with as_peer_loss():
-            dist.all_gather(rows, sent)
-        return [other.to(row.device) for other in rows]
+            dist.all_gather(list(rows), sent)
+        return rows.to(row.device)
 
     def all_to_all(
         self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int]

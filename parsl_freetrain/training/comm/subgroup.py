@@ -21,11 +21,11 @@ class Subgroup(Alone):
         self._group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
-    def gather(self, row: torch.Tensor) -> list[torch.Tensor]:
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
         sent = row.cpu() if dist.get_backend(self._group) == GLOO else row
-        rows = [torch.empty_like(sent) for _ in range(self.world_size)]
-        dist.all_gather(rows, sent, group=self._group)
-        return [other.to(row.device) for other in rows]
+        rows = sent.new_empty(self.world_size, len(sent))
+        dist.all_gather(list(rows), sent, group=self._group)
+        return rows.to(row.device)
 
     def all_to_all(
         self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int]

@@ -168,7 +168,7 @@ class ReproducibleSteps:
         self.changed = False
         for node in self._nodes():
             if not any(self._sizes[slice(*node)]):
-                self._tree.add(self._sums, node, None, Contribution.plus)
+                self._tree.add(self._sums, node, None, self._layout.plus)
         self._before = [buffer.clone() for buffer in self._buffers]
         self._integers_before = [buffer.clone() for buffer in self._integers]
 
@@ -197,10 +197,11 @@ class ReproducibleSteps:
                     'optimizer.step() once in every turn (use a larger batch_size instead of '
                     'gradient accumulation).'
                 )
+        layout.put_missing(self._own)
         layout.put_buffers(self._own, self._before, turn.weight)
         layout.put_steps(self._own, self._stepped, self._scheduled, turn.weight)
         self._complete()
-        self._tree.add(self._sums, self._node_of(turn), self._own, Contribution.plus)
+        self._tree.add(self._sums, self._node_of(turn), self._own, layout.plus)
         self._turn = None
 
     @torch.no_grad()
@@ -213,7 +214,7 @@ class ReproducibleSteps:
         bad = not all(own is None or layout.is_finite(own) for own in self._sums.values())
         decision, culprits = self._exchange(wish(), bad)
         self.changed = True
-        total = self._tree.total(self._sums, Contribution.plus)
+        total = self._tree.total(self._sums, layout.plus)
         assert total is not None
         self._sums = {}
         self.kept_back = bool(culprits) or not layout.is_finite(total)
@@ -279,6 +280,7 @@ class ReproducibleSteps:
             self._tree,
             self._peers,
         )
+        self._layout.release(mine.values())
         first = next(rank for rank, theirs in enumerate(nodes) if theirs)
         self._sums = {self._tree.root: Contribution(sums, rows[first][2:])}
         return max(int(other[0]) for other in rows), [

@@ -5,7 +5,7 @@ sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -29,11 +29,6 @@ class Contribution:
 
     sums: torch.Tensor
     firsts: torch.Tensor
-
-    def plus(self, later: Contribution) -> Contribution:
-        """Add the contribution of later shards to this one, and return it."""
-        self.sums.add_(later.sums)
-        return self
 
 
 class Layout:
@@ -84,14 +79,29 @@ class Layout:
             at += count
         self._has_grad, self._changed, self._opt, self._sched, self._with_value, self._values = ends
         self._size = at
+        # Fresh memory of this size costs as much as an addition: it is used again.
+        self._spare: list[torch.Tensor] = []
         self._first_bytes = [tensor.numel() * tensor.element_size() for tensor in self.integers]
 
     def empty(self) -> Contribution:
-        """A contribution of zeros, which the other methods fill."""
-        return Contribution(
-            torch.zeros(self._size, dtype=self._dtype, device=self._device),
-            torch.zeros(0, dtype=torch.uint8, device=self._device),
+        """A contribution which the other methods fill; :meth:`put_missing` comes last."""
+        sums = (
+            self._spare.pop()
+            if self._spare
+            else torch.empty(self._size, dtype=self._dtype, device=self._device)
         )
+        sums[self._starts[len(self.parameters)] :].zero_()
+        return Contribution(sums, torch.zeros(0, dtype=torch.uint8, device=self._device))
+
+    def plus(self, earlier: Contribution, later: Contribution) -> Contribution:
+        """Add the contribution of later shards to that of earlier ones, and return it."""
+        earlier.sums.add_(later.sums)
+        self.release([later])
+        return earlier
+
+    def release(self, contributions: Iterable[Contribution]) -> None:
+        """Use their memory for others."""
+        self._spare.extend(contribution.sums for contribution in contributions)
 
     def firsts_of(self, contributions: Sequence[Contribution]) -> torch.Tensor:
         """The bytes of the integer buffers in the first contribution; zeros if there is none."""
@@ -113,6 +123,12 @@ class Layout:
         gradient = local(gradient)
         torch.mul(gradient.to(self._dtype), weight, out=self._piece(into, index, gradient.shape))
         into.sums[self._has_grad[0] + index] = 1
+
+    def put_missing(self, into: Contribution) -> None:
+        """Enter zeros for the parameters without a gradient."""
+        for i, present in enumerate(into.sums[slice(*self._has_grad)].tolist()):
+            if not present:
+                into.sums[self._starts[i] : self._starts[i + 1]].zero_()
 
     def put_buffers(
         self, into: Contribution, before: Sequence[torch.Tensor], weight: float

@@ -13,7 +13,6 @@ from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.steps import row_norm
 from parsl_freetrain.training.steps.mesh import Division
 from parsl_freetrain.training.steps.reproducible import ReproducibleSteps
-from parsl_freetrain.training.steps.shard_sum import Contribution
 from parsl_freetrain.training.steps.sharded import SumOfShards
 
 
@@ -68,7 +67,7 @@ class ShardedReproducibleSteps(ReproducibleSteps):
 
     def _exchange(self, wish: int, bad: bool) -> tuple[int, list[int]]:
         super()._exchange(wish, bad)
-        total = self._tree.total(self._sums, Contribution.plus)
+        total = self._tree.total(self._sums, self._layout.plus)
         assert total is not None
         self._sums = {self._tree.root: total}
         # Sums may overflow where no term is infinite, and only on the rank that has the parameter.

@@ -36,19 +36,20 @@ def total_of_ranks(
     """
     ranks = peers.world_size
     each = -(-like.numel() // ranks)
-    sent = like.new_zeros(len(mine), ranks * each)
-    for row, node in zip(sent, nodes[peers.rank], strict=True):
-        row[: like.numel()] = mine[node]
+    sent = like.new_empty(ranks, len(mine), each)
+    for i, node in enumerate(nodes[peers.rank]):
+        for rank, to in enumerate(sent[:, i]):
+            part = mine[node][rank * each : (rank + 1) * each]
+            to[: len(part)] = part
+            to[len(part) :].zero_()
     slices = peers.all_to_all(
-        sent.view(len(mine), ranks, each).transpose(0, 1).reshape(-1),
-        [len(mine) * each] * ranks,
-        [len(theirs) * each for theirs in nodes],
+        sent.view(-1), [len(mine) * each] * ranks, [len(theirs) * each for theirs in nodes]
     ).view(-1, each)
     in_order = [node for theirs in nodes for node in theirs]
     sums: dict[Node, torch.Tensor | None] = {
         **dict.fromkeys(empty),
         **dict(zip(in_order, slices, strict=True)),
     }
-    part = tree.total(sums, torch.Tensor.add_)
-    assert part is not None
-    return torch.cat(peers.gather(part))[: like.numel()]
+    total = tree.total(sums, torch.Tensor.add_)
+    assert total is not None
+    return peers.gather(total).view(-1)[: like.numel()]

@@ -68,6 +68,7 @@ def test_what_was_put_in_is_taken_out(seed: int, integers: bool, half: bool) -> 
     layout.put_gradient(own, 0, 0.25)
     layout.put_gradient(own, 1, 0.25)
     layout.put_buffers(own, [mean + 1], 0.25)
+    layout.put_missing(own)
     layout.put_steps(own, [True], [(2.0,)], 0.25)
     counted = [counter.clone() for counter in counters]
     for counter in counters:
@@ -84,6 +85,30 @@ def test_what_was_put_in_is_taken_out(seed: int, integers: bool, half: bool) -> 
     assert layout.steps_in(own) == ([True], [(2.0,)])
 
 
+def test_memory_that_was_used_before_leaves_nothing_in_a_sum() -> None:
+    """A parameter without a gradient counts as zero, whatever the memory held."""
+    one, other = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    layout = Layout([one, other], [], [], 1, 1, torch.device('cpu'))
+
+    def contribution(*with_gradient: int) -> Contribution:
+        own = layout.empty()
+        one.grad, other.grad = torch.full((3,), 2.0), torch.full((3,), float('nan'))
+        for index in with_gradient:
+            layout.put_gradient(own, index, 0.5)
+        layout.put_missing(own)
+        layout.put_steps(own, [True], [(7.0,)], 0.5)
+        return own
+
+    layout.release([contribution(0, 1), contribution(1)])
+    total = layout.plus(contribution(0), contribution())
+    layout.take_gradients(total)
+    assert one.grad is not None
+    assert one.grad.tolist() == [1.0] * 3
+    assert other.grad is None
+    assert layout.is_finite(total)
+    assert layout.steps_in(total) == ([True], [(7.0,)])
+
+
 def test_a_buffer_that_no_shard_changed_stays_to_the_last_bit() -> None:
     constant = torch.tensor([0.1, float('inf'), 1 / 3])
     layout = Layout([], [constant], [], 0, 0, torch.device('cpu'))
@@ -91,7 +116,7 @@ def test_a_buffer_that_no_shard_changed_stays_to_the_last_bit() -> None:
     for _ in range(3):
         own = layout.empty()
         layout.put_buffers(own, [constant.clone()], 1 / 3)
-        total = own if total is None else total.plus(own)
+        total = own if total is None else layout.plus(total, own)
     assert total is not None
     before = constant.clone()
     layout.take_buffers(total, [before])
