@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+import time
 
 from tests.benchmarks.versus.machine import PEERS, Machine, free_port
 
@@ -31,19 +33,21 @@ class RayTrain:
 
     def __init__(self) -> None:
         self._port = free_port()
+        self._address = f'{own_address()}:{self._port}'
 
     def start(self, machine: Machine, nodes: list[str]) -> None:
         self._ray(machine, '', '--head', f'--port={self._port}', '--num-cpus=0')
+        wait_for(self._port)  # nodes that ask before it answers wait long before they ask again
         for node in nodes:
             self.join(machine, node)
         machine.run(
-            ['python', '-m', __name__, f'127.0.0.1:{self._port}', str(machine.folder)],
+            ['python', '-m', __name__, self._address, str(machine.folder)],
             python=PYTHON,
             environment=QUICK,
         )
 
     def join(self, machine: Machine, node: str) -> None:
-        self._ray(machine, node, f'--address=127.0.0.1:{self._port}', '--num-cpus=1')
+        self._ray(machine, node, f'--address={self._address}', '--num-cpus=1')
 
     def leave(self, machine: Machine, node: str) -> None:
         pass
@@ -55,7 +59,6 @@ class RayTrain:
                 'ray',
                 'start',
                 *options,
-                '--node-ip-address=127.0.0.1',
                 '--block',
                 '--object-store-memory=80000000',
                 '--disable-usage-stats',
@@ -65,6 +68,24 @@ class RayTrain:
             python=PYTHON,
             environment=QUICK,
         )
+
+
+def own_address() -> str:
+    """The address that Ray takes for this computer, loopback or not."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(('192.0.2.1', 9))  # nothing is sent
+        except OSError:
+            return '127.0.0.1'
+        return str(probe.getsockname()[0])
+
+
+def wait_for(port: int) -> None:
+    for _ in range(600):
+        with socket.socket() as probe:
+            if probe.connect_ex((own_address(), port)) == 0:
+                return
+        time.sleep(0.1)
 
 
 def train() -> None:
@@ -114,8 +135,6 @@ def train() -> None:
 
 
 def main(address: str, folder: str) -> None:
-    import time
-
     import ray
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
