@@ -12,6 +12,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -63,6 +64,11 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     # A shell starts what runs in the background with Ctrl-C ignored, and programs inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # torch sets it when something compiles: processes from before and after then could not be
+    # forked from one template.
+    os.environ.setdefault(
+        'TORCHINDUCTOR_CACHE_DIR', str(Path(tempfile.gettempdir()) / 'torchinductor_tests')
+    )
     # The list of fonts takes seconds to make; the home folder of the last session is gone.
     os.environ['MPLCONFIGDIR'] = (
         str(config.cache.mkdir('matplotlib')) if config.cache is not None else ''
