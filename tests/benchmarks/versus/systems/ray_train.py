@@ -5,10 +5,14 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 from tests.benchmarks.versus.machine import PEERS, Machine, free_port
 
 PYTHON = PEERS / 'bin' / 'python'
+STARTED = 'Ray runtime started'
 SAVE_STEPS = 50  # all workers report a checkpoint together, so a clock cannot decide when
 # With Ray's defaults a lost node is noticed after half a minute. Shorter times than these lose
 # nodes that are only busy starting.
@@ -37,14 +41,16 @@ class RayTrain:
 
     def start(self, machine: Machine, nodes: list[str]) -> None:
         self._ray(machine, '', '--head', f'--port={self._port}', '--num-cpus=0')
-        wait_for(self._port)  # nodes that ask before it answers wait long before they ask again
-        for node in nodes:
-            self.join(machine, node)
+        until(lambda: answers((own_address(), self._port)))
         machine.run(
             ['python', '-m', __name__, self._address, str(machine.folder)],
             python=PYTHON,
             environment=QUICK,
         )
+        for node in nodes:
+            self.join(machine, node)
+            # Raylets of one computer that start at the same time keep each other from starting.
+            until(partial(started, machine.folder / f'{node}.log'))
 
     def join(self, machine: Machine, node: str) -> None:
         self._ray(machine, node, f'--address={self._address}', '--num-cpus=1')
@@ -80,12 +86,21 @@ def own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def wait_for(port: int) -> None:
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for it, for at most a minute."""
     for _ in range(600):
-        with socket.socket() as probe:
-            if probe.connect_ex((own_address(), port)) == 0:
-                return
+        if condition():
+            return
         time.sleep(0.1)
+
+
+def started(log: Path) -> bool:
+    return STARTED in log.read_text()
+
+
+def answers(address: tuple[str, int]) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(address) == 0
 
 
 def train() -> None:
