@@ -45,7 +45,13 @@ from parsl_freetrain.executor.progress_line import ProgressLine
 from parsl_freetrain.executor.request_handler import RequestHandler
 from parsl_freetrain.executor.requests import Requests, requests_folder
 from parsl_freetrain.executor.run_lock import RunLock
-from parsl_freetrain.executor.settings import HtexOptions, Policy, Timeouts, check_trainer
+from parsl_freetrain.executor.settings import (
+    HtexOptions,
+    Policy,
+    Timeouts,
+    check_classes,
+    check_trainer,
+)
 from parsl_freetrain.executor.trainer.record import TrainerNames, TrainerRecord
 from parsl_freetrain.executor.trainer.updates import FutureUpdater
 from parsl_freetrain.host.ownership import refuse_foreign, refuse_replaceable
@@ -316,6 +322,8 @@ class FreeTrainExecutor(BlockExecutor):
                 f'call parsl.load with a config that has it first.'
             )
         check_trainer(record.trainer, self.policy.metric, record.checkpoint.samples, time.time())
+        assert isinstance(self.provider, BackfillProvider)
+        check_classes(record.trainer, self.provider.site)
         record.future._on_cancel = lambda: self._post(CancelTrainer(record.trainer.name))
         self._loop.post(SubmitTrainer(record))
 

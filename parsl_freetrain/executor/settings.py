@@ -19,6 +19,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.settings import Settings
 from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.host.network import address_of
+from parsl_freetrain.sites.protocols import HoleSource
 
 INTERCHANGE = (sys.executable, '-m', 'parsl_freetrain.executor.interchange_process')
 LAUNCH_CMD = DEFAULT_LAUNCH_CMD.replace(
@@ -187,6 +188,30 @@ def check_trainer(trainer: Trainer, metric: str, samples: int, at: float) -> Non
     BadInput
         With the trainer's name and the node count.
     """
-    objective_named(metric, 'metric')(
-        candidate_of(trainer, Profile(trainer.curve).curve(trainer.max_nodes, 1.0), at, samples)
-    )
+    for curve in dict(trainer.class_curves).values() or [trainer.curve]:
+        objective_named(metric, 'metric')(
+            candidate_of(trainer, Profile(curve).curve(trainer.max_nodes, 1.0), at, samples)
+        )
+
+
+def check_classes(trainer: Trainer, site: HoleSource) -> None:
+    """Refuse a trainer whose curves name node classes that the site does not have.
+
+    Raises
+    ------
+    BadInput
+        With the trainer's name, the class, and the classes of the site.
+    """
+    classes = set(getattr(site, 'node_classes', {}).values())
+    if classes and trainer.shapes:
+        raise BadInput(
+            f'Trainer {trainer.name!r}: several shapes for one node count cannot be tried where '
+            'nodes are of several classes; give one shape for each count.'
+        )
+    for name, _ in trainer.class_curves:
+        if name not in classes:
+            has = f'has {", ".join(sorted(classes))}' if classes else 'does not tell nodes apart'
+            raise BadInput(
+                f'Trainer {trainer.name!r}: its class_rates name the node class {name!r}; '
+                f'the site {has}.'
+            )

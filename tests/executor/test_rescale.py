@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from parsl_freetrain import (
+    BadInput,
     Checkpoints,
     FragmentContext,
     LocalSite,
@@ -56,6 +57,45 @@ def costs_bid(ledger: Path, name: str) -> tuple[float, float]:
     connection.close()
     trainer = [t for row in rows for t in row['trainers'] if t['name'] == name][-1]
     return trainer['rescale_up_s'], trainer['rescale_down_s']
+
+
+@pytest.mark.slow
+def test_a_trainer_moves_to_a_faster_class_with_the_same_bits(tmp_path: Path) -> None:
+    soon, go = tmp_path / 'soon', tmp_path / 'go'
+
+    def trainer(**rate: dict[int, float]) -> Any:
+        scaling = Scaling(class_rates=rate, rescale_up_s=0.25, rescale_down_s=0.25)
+        mode = Reproducible(shards=1)
+        return freetrain_app(max_nodes=1, total_epochs=20, scaling=scaling, mode=mode)(loads_first)
+
+    site = LocalSite(2, poll_s=0.2, node_classes={'slot00': 'fast', 'slot01': 'slow'})
+    with freetrain(tmp_path, site, horizon_s=60.0) as executor:
+        before = trainer(fast={1: 9.0})(str(soon), trainer_name='before')
+        wait_until(lambda: before.progress().samples > 0, 'the fast node is not used')
+        moved = trainer(fast={1: 4.0}, slow={1: 1.0})(str(go), trainer_name='moved')
+        wait_until(lambda: moved.progress().samples > 0, 'the slow node is not used')
+        soon.touch()
+        alone = before.result(LIMIT_S)
+
+        def moves() -> bool:
+            with Reader(executor.ledger_path) as ledger:
+                return len([f for f in ledger.story().fragments if f.trainer == 'moved']) > 1
+
+        wait_until(moves, 'it does not move to the fast node')
+        go.touch()
+        result = moved.result(LIMIT_S)
+        with pytest.raises(BadInput, match="class 'other'; the site has fast, slow"):
+            trainer(other={1: 1.0})(str(go)).result(LIMIT_S)
+    assert same_weights(result, alone)
+    with Reader(executor.ledger_path) as ledger:
+        class_of = {
+            node: e['detail']['node_class']
+            for e in ledger.events()
+            if e['kind'] == 'NodesJoined'
+            for node in e['detail']['nodes']
+        }
+        nodes = [f.nodes for f in ledger.story().fragments if f.trainer == 'moved']
+    assert [class_of[node] for (node,) in nodes[:2]] == ['slow', 'fast']
 
 
 @pytest.mark.slow

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from heapq import heappop, heappush
 
-from parsl_freetrain.core.allocation.objectives import Candidate, Metric
+from parsl_freetrain.core.allocation.objectives import Candidate, Metric, by_class
 from parsl_freetrain.core.allocation.problem import Bid
+from parsl_freetrain.core.controller.class_profiles import speed_ratio
 from parsl_freetrain.core.controller.node_pool import key_of
 from parsl_freetrain.core.controller.placement import Places
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.controller.state import ControllerState, TrainerState
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
+
+Curves = tuple[tuple[str, ScalingCurve], ...]
 
 LOOKS = 4
 """Number of times per horizon that time-dependent bids are renewed: rarely enough that most
@@ -44,9 +47,8 @@ class Bids:
         self._bids: dict[str, Bid] = {}
         self._current: dict[str, int] = {}
         self._all: tuple[Bid, ...] | None = ()
-        self._curves: dict[
-            str, tuple[ScalingCurve, ScalingCurve]
-        ] = {}  # the scaling curve from which the worth was computed, and the worth
+        # By trainer: its profiles and the node classes that there were, and the worth.
+        self._curves: dict[str, tuple[object, tuple[ScalingCurve, Curves]]] = {}
         self._layout: object = ()
         self._deadlines: list[tuple[float, str]] = []  # heap of fragments' own deadlines
         self._settling: list[
@@ -108,7 +110,7 @@ class Bids:
             self._unmeasured.pop(name, None)
             self._noted.pop(name, None)
             return
-        if trainer.profile.stated is None and not trainer.profile.measured:
+        if not trainer.profiles.stated and not trainer.profiles.measured:
             self._unmeasured[name] = None
         else:
             self._unmeasured.pop(name, None)
@@ -128,7 +130,9 @@ class Bids:
     def _assume(self, state: ControllerState) -> None:
         """Assume that trainers of unknown speed are as fast as the mean of the others."""
         known = [
-            rate for t in state.turn.values() if (rate := t.profile.one_node_rate()) is not None
+            rate
+            for t in state.turn.values()
+            if (rate := t.profiles.best().one_node_rate()) is not None
         ]
         typical = sum(known) / len(known) if known else 1.0
         if typical != self._typical:
@@ -150,42 +154,56 @@ class Bids:
             else ()
         )
         self._current[name] = len(nodes)
+        worth, worths = self._worth(state, trainer, at)
         self._bids[name] = Bid(
             name,
             spec.min_nodes,
             spec.max_nodes,
             len(nodes),
             *trainer.measured.costs(spec),
-            self._worth(trainer, at),
+            worth,
             held,
             spec.sizes,
             fixed=bool(nodes) and self._too_soon(trainer.rescaled_at, at),
             shortest_s=trainer.measured.shortest_s(self._settings.min_hole_s),
+            class_curves=worths,
+            current_class=state.pool.nodes[nodes[0]].node_class if nodes else '',
         )
 
     def _too_soon(self, rescaled_at: float, at: float) -> bool:
         return at - rescaled_at < self._settings.min_rescale_s
 
-    def _worth(self, trainer: TrainerState, at: float) -> ScalingCurve:
-        """The worth by node count under the objective; cached for a curve that the user stated,
-        unless it depends on time.
+    def _worth(
+        self, state: ControllerState, trainer: TrainerState, at: float
+    ) -> tuple[ScalingCurve, Curves]:
+        """The worth by node count under the objective, and the same for each node class where
+        classes differ; cached for curves that the user stated, unless they depend on time.
 
         If an expression no longer has a value (a deadline has passed), the last worth is kept.
         """
-        spec, stated = trainer.trainer, trainer.profile.stated
+        spec, profiles = trainer.trainer, trainer.profiles
         known = self._curves.get(spec.name)
-        if known is not None and stated is known[0] and self._renew_s == math.inf:
+        same = profiles.stated and self._renew_s == math.inf
+        if known is not None and same and known[0] == (profiles, state.classes):
             return known[1]
-        curve = trainer.profile.curve(spec.max_nodes, self._typical)
+        curve = profiles.best().curve(spec.max_nodes, self._typical)
+        on_class = profiles.curves(
+            state.classes, spec.max_nodes, self._typical, lambda a, b: _ratio(state, a, b)
+        )
         waited_s = 0.0 if trainer.running is not None else at - trainer.waiting_since
         try:
-            worth = self._metric(candidate_of(spec, curve, at, trainer.reached, waited_s))
+            candidate = candidate_of(spec, curve, at, trainer.reached, waited_s)
+            worth = self._metric(candidate), by_class(self._metric, candidate, on_class)
         except BadInput:
             if known is None:
                 raise
             worth = known[1]
-        self._curves[spec.name] = (curve, worth)
+        self._curves[spec.name] = ((profiles, state.classes), worth)
         return worth
+
+
+def _ratio(state: ControllerState, node_class: str, other: str) -> float:
+    return speed_ratio((t.profiles for t in state.turn.values()), node_class, other)
 
 
 def candidate_of(

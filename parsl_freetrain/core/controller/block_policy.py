@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from parsl_freetrain.core.allocation.constraints import OWNERS, reachable_sums
+from parsl_freetrain.core.controller.class_profiles import speed_ratio
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.controller.state import ControllerState, TrainerState
 from parsl_freetrain.core.model.events import Action, CloseBlock, OpenBlock
@@ -69,9 +70,15 @@ def blocks_to_open(
     if state.shutting_down:
         return []
     usable = [
-        hole for hole in holes if hole.until_s is None or hole.until_s - at >= state.shortest_s
+        hole
+        for hole in holes
+        if (hole.until_s is None or hole.until_s - at >= state.shortest_s)
+        and _of_use(state, hole.node_class)
     ]
-    usable.sort(key=lambda hole: (-hole.nodes, hole.names))
+    offered = {hole.node_class for hole in usable}
+    slower = {node_class: _slower(state, settings, node_class, offered) for node_class in offered}
+    # Fast classes first: what they provide is not asked of slower ones.
+    usable.sort(key=lambda hole: (-slower[hole.node_class][0], -hole.nodes, hole.names))
     wanted = nodes_wanted(state, settings)
     if settings.spans_blocks:
         sure = len(state.pool.nodes) + nodes_on_their_way(state)
@@ -85,17 +92,59 @@ def blocks_to_open(
     least = _least_useful(state, settings, sum(hole.nodes for hole in usable[: max(room, 0)]))
     opened: list[OpenBlock] = []
     for hole in usable:
-        if wanted <= 0 or len(opened) >= room:
+        nodes = min(hole.nodes, wanted + slower[hole.node_class][1])
+        if len(opened) >= room:
             break
-        nodes = min(hole.nodes, wanted)
+        if nodes <= 0:
+            continue
         if not settings.spans_blocks:
             nodes = _that_fit(state, nodes)
         if nodes < least:
             continue
         walltime_s = None if hole.until_s is None else hole.until_s - at
-        opened.append(OpenBlock(BlockRequest(nodes, walltime_s, hole.queue, hole.names[:nodes])))
+        names, node_class = hole.names[:nodes], hole.node_class
+        request = BlockRequest(nodes, walltime_s, hole.queue, names, node_class=node_class)
+        opened.append(OpenBlock(request))
         wanted -= nodes
     return opened
+
+
+def _of_use(state: ControllerState, node_class: str) -> bool:
+    """Whether a trainer uses nodes of this class."""
+    bidders = state.turn.values()
+    return (
+        bool(state.ordinary)
+        or not bidders
+        or any(
+            not t.trainer.class_curves or node_class in dict(t.trainer.class_curves)
+            for t in bidders
+        )
+    )
+
+
+def _slower(
+    state: ControllerState, settings: ControllerSettings, node_class: str, offered: set[str]
+) -> tuple[int, int]:
+    """The number of classes, offered or there, that are slower than this one, and the number of
+    their nodes that are there or on their way: these are no reason to do without this class.
+
+    It must be so much faster that trainers surely move: a block that stays idle is given back, and
+    would be asked for again.
+    """
+    if not node_class:
+        return 0, 0
+    profiles = [t.profiles for t in state.turn.values()]
+    cost_s = max((t.measured.costs(t.trainer)[0] for t in state.turn.values()), default=0.0)
+    enough = 1 + max(0.1, 2 * cost_s / settings.horizon_s)
+    there: Counter[str] = Counter()
+    for block in state.blocks.values():
+        there[block.request.node_class] += block.request.nodes
+    slower = [
+        other
+        for other in offered | there.keys()
+        if other not in ('', node_class) and speed_ratio(profiles, node_class, other, 1.0) > enough
+    ]
+    return len(slower), sum(there[other] for other in slower)
 
 
 def _that_fit(state: ControllerState, nodes: int) -> int:

@@ -153,7 +153,8 @@ class Controller:
             until_s = event.at  # it may be one of those that are given back
         for node in event.nodes:
             if node not in self.state.pool.nodes:
-                self.state.pool.join(PoolNode(node, event.block, until_s))
+                self.state.pool.join(PoolNode(node, event.block, until_s, event.node_class))
+                self.state.see_class(event.node_class)
         return [], True
 
     @_take_in.register
@@ -163,7 +164,9 @@ class Controller:
             return [], False
         block.until_s = event.until_s
         for node in sorted(block.nodes):
-            self.state.pool.join(PoolNode(node, event.block, event.until_s))
+            known = self.state.pool.nodes.get(node)
+            node_class = known.node_class if known else ''
+            self.state.pool.join(PoolNode(node, event.block, event.until_s, node_class))
             if holder := self.state.pool.holder.get(node):
                 self.state.changed[holder] = None
         return self._stop_before_notice(event, block), True
@@ -226,7 +229,7 @@ class Controller:
                 trainer,
                 event.samples,
                 event.fragments,
-                self.state.profile_of(trainer),
+                self.state.profiles_of(trainer),
                 waiting_since=event.at,
                 reached=event.samples,
             ),
@@ -247,7 +250,7 @@ class Controller:
         trainer.reached = event.samples
         if event.rate is None:
             return [], False
-        if trainer.profile.stated is None:
+        if not trainer.profiles.stated:
             self.state.changed[event.trainer] = None
         learned = trainer.learn(event.rate)
         running, nodes = trainer.running, len(trainer.running.nodes)

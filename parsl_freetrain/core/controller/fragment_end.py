@@ -48,7 +48,11 @@ def _short_of_memory(trainer: TrainerState, ended: FragmentState, error: str) ->
     nodes = len(ended.nodes)
     if trainer.shapes.exclude(nodes, ended.shape):
         return ''
-    left = without(trainer.trainer, nodes, any(n < nodes for n in trainer.profile.measured))
+    left = without(
+        trainer.trainer,
+        nodes,
+        any(n < nodes for p in trainer.profiles.measured.values() for n in p.measured),
+    )
     if left is None:
         return (
             f'memory does not suffice on {nodes} node{"s" * (nodes > 1)}, and it has no other '

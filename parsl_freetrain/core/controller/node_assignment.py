@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from parsl_freetrain.core.controller.node_pool import Group, Pool, key_of
+from parsl_freetrain.core.controller.node_pool import Group, GroupKey, Pool, key_of
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,7 @@ def assign(
         The nodes of each trainer that can start. Trainers that have to wait for nodes that are
         still held are missing.
     """
-    where = {
-        (group.block, group.until_s): place for place, groups in places.items() for group in groups
-    }
+    where = {group.key: place for place, groups in places.items() for group in groups}
     kept = {want.trainer: _keep(want, where, pool) for want in wants if want.former}
     chosen: dict[str, tuple[str, ...]] = {}
     waiting: list[str] = []
@@ -88,13 +86,7 @@ def foresee(
     Parameters and result are otherwise those of :func:`assign`; no node is taken.
     """
     where = (
-        {
-            (group.block, group.until_s): place
-            for place, groups in places.items()
-            for group in groups
-        }
-        if wants
-        else {}
+        {group.key: place for place, groups in places.items() for group in groups} if wants else {}
     )
     expected: dict[str, tuple[str, ...]] = {}
     taken: list[str] = []
@@ -111,7 +103,7 @@ def foresee(
     return expected
 
 
-def _keep(want: Want, where: Mapping[tuple[str, float], str], pool: Pool) -> dict[str, list[str]]:
+def _keep(want: Want, where: Mapping[GroupKey, str], pool: Pool) -> dict[str, list[str]]:
     """By place, the former nodes that a trainer keeps; they are taken out of their groups."""
     free = [
         name
@@ -124,7 +116,7 @@ def _keep(want: Want, where: Mapping[tuple[str, float], str], pool: Pool) -> dic
     return kept
 
 
-def _former(want: Want, where: Mapping[tuple[str, float], str], pool: Pool) -> dict[str, list[str]]:
+def _former(want: Want, where: Mapping[GroupKey, str], pool: Pool) -> dict[str, list[str]]:
     """By place, the former nodes that a trainer would keep."""
     usable: dict[str, list[tuple[float, str]]] = {}
     for name in want.former:

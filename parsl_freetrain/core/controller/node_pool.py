@@ -1,6 +1,7 @@
 """The available nodes: the block of each, when it leaves, and which trainer holds it.
 
-Nodes of one block that leave at the same time are interchangeable, and are counted as a group.
+Nodes of one block and class that leave at the same time are interchangeable, and are counted as a
+group.
 No operation walks over all nodes.
 """
 
@@ -11,21 +12,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-GroupKey = tuple[str, float]
+GroupKey = tuple[str, float, str]
 
 
 @dataclass(frozen=True)
 class PoolNode:
-    """A node, its block, and when it leaves, in seconds (None: unknown)."""
+    """A node, its block, when it leaves, in seconds (None: unknown), and its class."""
 
     name: str
     block: str
     until_s: float | None
+    node_class: str = ''
 
 
 @dataclass
 class Group:
-    """Nodes of one block that leave at the same time, ``until_s`` (infinite: unknown).
+    """Nodes of one block and class that leave at the same time, ``until_s`` (infinite: unknown).
 
     Attributes
     ----------
@@ -37,12 +39,18 @@ class Group:
 
     block: str
     until_s: float
+    node_class: str = ''
     total: int = 0
     free: set[str] = field(default_factory=set)
     # A heap of free names, so that the first ones are found without sorting. Names that are no
     # longer free stay in it until they reach the top.
     _order: list[str] = field(default_factory=list, repr=False)
     _queued: set[str] = field(default_factory=set, repr=False)
+
+    @property
+    def key(self) -> GroupKey:
+        """The key of its nodes; see :func:`key_of`."""
+        return self.block, self.until_s, self.node_class
 
     def add(self, name: str) -> None:
         """Add a free node."""
@@ -73,7 +81,7 @@ class Pool:
     holder
         By name of a node, the trainer whose fragment holds it; free nodes are missing.
     groups
-        The nodes by block and end.
+        The nodes by block, end and class.
     busy
         Number of held nodes by block; blocks without any are missing.
     """
@@ -147,4 +155,4 @@ class Pool:
 
 def key_of(node: PoolNode) -> GroupKey:
     """The key of a node's group."""
-    return node.block, math.inf if node.until_s is None else node.until_s
+    return node.block, math.inf if node.until_s is None else node.until_s, node.node_class

@@ -51,34 +51,45 @@ def places_of(
     """The present places.
 
     Nodes that leave within ``min_hole_s`` are left out, and so are nodes that a cancelled trainer
-    still holds. If fragments may span blocks, nodes that leave at the same time within the horizon
-    form one place, and all nodes that stay for the horizon form another. Otherwise each block is a
-    place, which ends when the first of its nodes leaves.
+    still holds. If fragments may span blocks, nodes of one class that leave at the same time within
+    the horizon form one place, and all nodes of a class that stay for the horizon form another.
+    Otherwise the nodes of each class of each block are a place, which ends when the first of them
+    leaves.
     """
     groups = [group for group in state.pool.groups.values() if group.until_s - at >= min_hole_s]
     leaving = state.leaving()
     if spans_blocks:
         ends = sorted({group.until_s for group in groups if group.until_s - at < horizon_s})
-        if not ends:
+        classes = sorted({group.node_class for group in groups})
+        if not ends and not any(classes):
             nodes = sum(group.total for group in groups) - sum(
-                leaving.get((g.block, g.until_s), 0) for g in groups if leaving
+                leaving.get(g.key, 0) for g in groups if leaving
             )
             return Places(nodes, (), {EVERYWHERE: groups}, (), {})
         names = {end: f'until {end:.3f}' for end in ends}
-        blocks = [*(Block(names[end], 0, end - at) for end in ends), Block(LASTING, 0)]
-        of = {(g.block, g.until_s): names.get(g.until_s, LASTING) for g in groups}
-        layout: tuple[object, ...] = tuple(ends)
-    else:
-        ends_of: dict[str, float] = {}
-        for group in groups:
-            ends_of[group.block] = min(group.until_s, ends_of.get(group.block, math.inf))
         blocks = [
-            Block(block, 0, end - at if end - at < horizon_s else math.inf)
-            for block, end in sorted(ends_of.items())
+            Block(_name(name, node_class), 0, end - at, node_class)
+            for node_class in classes
+            for end, name in [*names.items(), (math.inf, LASTING)]
         ]
-        of = {(g.block, g.until_s): g.block for g in groups}
+        of = {g.key: _name(names.get(g.until_s, LASTING), g.node_class) for g in groups}
+        layout: tuple[object, ...] = (*ends, *classes)
+    else:
+        ends_of: dict[tuple[str, str], float] = {}
+        for group in groups:
+            key = group.block, group.node_class
+            ends_of[key] = min(group.until_s, ends_of.get(key, math.inf))
+        blocks = [
+            Block(_name(*key), 0, end - at if end - at < horizon_s else math.inf, key[1])
+            for key, end in sorted(ends_of.items())
+        ]
+        of = {g.key: _name(g.block, g.node_class) for g in groups}
         layout = tuple(sorted(ends_of))
     return _counted(groups, blocks, of, leaving, layout)
+
+
+def _name(name: str, node_class: str) -> str:
+    return f'{name} on {node_class}' if node_class else name
 
 
 def _counted(
@@ -91,9 +102,8 @@ def _counted(
     counts = dict.fromkeys((block.name for block in blocks), 0)
     members: dict[str, list[Group]] = {block.name: [] for block in blocks}
     for group in groups:
-        key = (group.block, group.until_s)
-        counts[of[key]] += group.total - leaving.get(key, 0)
-        members[of[key]].append(group)
+        counts[of[group.key]] += group.total - leaving.get(group.key, 0)
+        members[of[group.key]].append(group)
     place = {block.name: i for i, block in enumerate(blocks)}
     return Places(
         sum(counts.values()),

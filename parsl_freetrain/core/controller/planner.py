@@ -246,7 +246,12 @@ class Planner:
                 name,
                 trainer,
                 FragmentState(
-                    action.fragment, action.nodes, action.deadline_s, action.samples, action.shape
+                    action.fragment,
+                    action.nodes,
+                    action.deadline_s,
+                    action.samples,
+                    action.shape,
+                    node_class=state.pool.nodes[nodes[0]].node_class,
                 ),
                 at,
             )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from parsl_freetrain.core.allocation.problem import Answer, Problem
 from parsl_freetrain.core.controller.budgets import Budgets
+from parsl_freetrain.core.controller.class_profiles import ClassProfiles
 from parsl_freetrain.core.controller.node_pool import GroupKey, Pool, key_of
 from parsl_freetrain.core.controller.overheads import Measured
 from parsl_freetrain.core.controller.settings import ControllerSettings
@@ -28,6 +29,7 @@ class FragmentState:
     shape: int = 0  # its place among the shapes of its node count
     stopping: bool = False  # has been asked to stop at a step boundary
     broken: bool = False  # some of its nodes are gone
+    node_class: str = ''
 
     def used_up(self, at: float) -> bool:
         """Whether its nodes left when they were expected to leave, not before."""
@@ -49,7 +51,7 @@ class TrainerState:
     trainer: Trainer
     samples: int
     fragments: int
-    profile: Profile
+    profiles: ClassProfiles
     measured: Measured = field(default_factory=Measured)
     running: FragmentState | None = None
     former: tuple[str, ...] = ()  # the nodes of the last fragment
@@ -75,16 +77,16 @@ class TrainerState:
         """
         assert self.running is not None
         nodes, shape = len(self.running.nodes), self.running.shape
-        before = self.shapes.best(nodes)
+        profile, before = self.profiles.on(self.running.node_class), self.shapes.best(nodes)
         self.shapes.observe(nodes, shape, rate)
         best = self.shapes.best(nodes)
         if best != before:
-            self.profile.forget(nodes)
-        return best == shape and self.profile.observe(nodes, rate)
+            profile.forget(nodes)
+        return best == shape and profile.observe(nodes, rate)
 
     def wanted_nodes(self) -> int:
         """The number of nodes on which it is fastest."""
-        return self.profile.best_count(self.trainer.counts())
+        return self.profiles.best().best_count(self.trainer.counts())
 
     def useful_counts(self) -> Sequence[int]:
         """The node counts that it may have and that are faster than all smaller ones."""
@@ -129,6 +131,8 @@ class ControllerState:
         The nodes.
     blocks
         By name.
+    classes
+        The node classes of all nodes that have ever joined, where the site tells them apart.
     closed
         Blocks that have closed: events about them come late.
     yielded
@@ -153,6 +157,7 @@ class ControllerState:
         self.changed: dict[str, None] = {}
         self.pool = Pool()
         self.blocks: dict[str, BlockState] = {}
+        self.classes: tuple[str, ...] = ()
         self.closed: set[str] = set()
         self.yielded: dict[str, Yielded] = {}
         self.ordinary = 0
@@ -161,7 +166,7 @@ class ControllerState:
             math.inf if settings.trainers_at_a_time is None else settings.trainers_at_a_time
         )
         self._queue: dict[str, TrainerState] = {}
-        self._functions: dict[str, list[Profile]] = {}
+        self._functions: dict[tuple[str, str], list[Profile]] = {}
         self._pausing: dict[str, float] = {}  # trainers that wait after failures, and until when
         self._leaving: dict[str, TrainerState] = {}
 
@@ -180,11 +185,20 @@ class ControllerState:
         """Nodes that a fragment holds."""
         return set(self.pool.holder)
 
-    def profile_of(self, trainer: Trainer) -> Profile:
-        """The profile of a new trainer, which learns from others of its function."""
+    def profiles_of(self, trainer: Trainer) -> ClassProfiles:
+        """The profiles of a new trainer, which learns from others of its function."""
         if not trainer.function:
-            return Profile(trainer.curve)
-        return Profile(trainer.curve, self._functions.setdefault(trainer.function, []))
+            return ClassProfiles(trainer)
+        function = trainer.function
+        return ClassProfiles(
+            trainer, lambda node_class: self._functions.setdefault((function, node_class), [])
+        )
+
+    def see_class(self, node_class: str) -> None:
+        """Note that nodes of a class have joined: all trainers bid for it from now on."""
+        if node_class and node_class not in self.classes:
+            self.classes = tuple(sorted((*self.classes, node_class)))
+            self.changed.update(dict.fromkeys(self.turn))
 
     def submit(self, name: str, trainer: TrainerState) -> None:
         """Add a trainer; it gets its turn if fewer than the allowed number are before it."""

@@ -45,12 +45,13 @@ class BlockOpened(Event):
 @dataclass(frozen=True)
 class NodesJoined(Event):
     """Nodes of a block are ready for fragments; ``until_s``: when the block ends, None
-    if unknown.
+    if unknown; ``node_class``: their kind.
     """
 
     block: str
     nodes: tuple[str, ...]
     until_s: float | None = None
+    node_class: str = ''
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,15 @@ class Hole:
         Where a block for this hole is submitted.
     names
         The nodes' names, empty where the scheduler chooses them.
+    node_class
+        The kind of its nodes, such as 'a100', at a site that tells them apart.
     """
 
     nodes: int
     until_s: float | None = None
     queue: str = ''
     names: tuple[str, ...] = ()
+    node_class: str = ''
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class BlockRequest:
         Number of nodes to ask for.
     walltime_s
         Walltime in seconds; None where the site needs none.
-    queue, names
+    queue, names, node_class
         As in the hole.
     avoid
         Names of nodes with broken devices to do without; not on PBS Pro and Cobalt.
@@ -60,6 +63,7 @@ class BlockRequest:
     queue: str = ''
     names: tuple[str, ...] = ()
     avoid: tuple[str, ...] = ()
+    node_class: str = ''
 
 
 @dataclass(frozen=True)
@@ -236,6 +240,9 @@ class Trainer:
         measured. Empty: like no other.
     shapes
         The names of the shapes by node count, where there are several to try.
+    class_curves
+        The scaling curves by node class, in place of ``curve``; it does not use nodes of other
+        classes.
     """
 
     name: str
@@ -254,6 +261,7 @@ class Trainer:
     stated_costs: tuple[str, ...] = ()
     function: str = ''
     shapes: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    class_curves: tuple[tuple[str, ScalingCurve], ...] = ()
 
     def __post_init__(self) -> None:
         if self.min_nodes < 1:
@@ -292,12 +300,15 @@ class Trainer:
             raise BadInput(
                 f'Trainer {self.name!r}: finish_by is {self.finish_by_s}; it must be a time.'
             )
-        if self.curve and not any(self.curve.rate_at(n) > 0 for n in self.counts()):
-            raise BadInput(
-                f'Trainer {self.name!r}: its scaling curve has rate 0 at every count '
-                f'from {self.min_nodes} to '
-                f'{self.max_nodes} nodes; at one of them it must be above 0.'
-            )
+        curves = {'': self.curve, **dict(self.class_curves)}
+        for node_class, curve in curves.items():
+            if curve and not any(curve.rate_at(n) > 0 for n in self.counts()):
+                on_class = f' on {node_class}' if node_class else ''
+                raise BadInput(
+                    f'Trainer {self.name!r}: its scaling curve{on_class} has rate 0 at every count '
+                    f'from {self.min_nodes} to '
+                    f'{self.max_nodes} nodes; at one of them it must be above 0.'
+                )
 
     def counts(self) -> Sequence[int]:
         """The node counts that it may have, increasing."""

@@ -168,9 +168,8 @@ class BlockManager:
             self._provider.release(block.job_id, leave)
         except FreeTrainError as error:
             logger.warning('Block %s keeps its nodes: %s', block_id, error)
-            self._stream.emit(
-                ev.NodesLeft(at, gone), ev.NodesJoined(at, block_id, gone, block.until_s)
-            )
+            again = ev.NodesJoined(at, block_id, gone, block.until_s, block.request.node_class)
+            self._stream.emit(ev.NodesLeft(at, gone), again)
             return
         block.request = replace(block.request, nodes=block.request.nodes - len(leave))
         for node in gone:
@@ -254,7 +253,7 @@ class BlockManager:
             block.until_s = self._provider.end_of(block.job_id)
         self._stream.emit(
             no.NodeReady(at, block_id, manager, name, done.result()['devices']),
-            ev.NodesJoined(at, block_id, (manager,), block.until_s),
+            ev.NodesJoined(at, block_id, (manager,), block.until_s, block.request.node_class),
         )
         return ''
 

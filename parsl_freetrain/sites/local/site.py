@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +60,10 @@ class LocalSite:
         Time between a notice and the end, in seconds.
     seed
         For the random choice under ``'mixed'``.
+    node_classes
+        The class of each slot by its name, such as ``{'slot00': 'fast', 'slot01': 'slow'}``, to
+        try out what is done where nodes are unequal; all slots are equally fast. Empty: all are
+        alike.
     poll_s
         Seconds between two questions about blocks and holes.
     clock
@@ -87,6 +91,7 @@ class LocalSite:
         notice_s: float = 10.0,
         seed: int = 0,
         poll_s: float = 0.5,
+        node_classes: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         if taken not in TAKEN:
@@ -109,6 +114,12 @@ class LocalSite:
         self.poll_s = poll_s
         self._clock = clock
         self._followed = _followed(nodes, schedule).scaled(time_factor)
+        self.node_classes = dict(node_classes or {})
+        if self.node_classes and sorted(self.node_classes) != sorted(self._followed.nodes):
+            raise BadInput(
+                f'LocalSite: node_classes is about {", ".join(sorted(self.node_classes))}; it must '
+                f'give the class of each of {", ".join(self._followed.nodes)}.'
+            )
         self._intervals: dict[str, list[IdleInterval]] = {name: [] for name in self._followed.nodes}
         for interval in self._followed.intervals:
             self._intervals[interval.node].append(interval)
@@ -127,7 +138,7 @@ class LocalSite:
             f'LocalSite(nodes={self.nodes!r}, schedule={self.schedule!r}, '
             f'time_factor={self.time_factor!r}, '
             f'taken={self.taken!r}, notice_s={self.notice_s!r}, seed={self.seed!r}, '
-            f'poll_s={self.poll_s!r})'
+            f'poll_s={self.poll_s!r}, node_classes={self.node_classes!r})'
         )
 
     @property
@@ -157,18 +168,24 @@ class LocalSite:
     def holes(self) -> tuple[Hole, ...]:
         """Idle slots in no open block.
 
-        Those that became free together and have the same known end are one hole.
+        Those of one class that became free together and have the same known end are one hole.
         """
         now = self._clock()
         with self._lock:
             free = self._free(now)
-        groups: dict[tuple[float, float], list[str]] = {}
+        groups: dict[tuple[float, float, str], list[str]] = {}
         for node, interval in free.items():
             since = max(interval.start_s, self._freed_at.get(node, 0.0))
-            groups.setdefault((since, self._known_end(interval, now)), []).append(node)
+            key = since, self._known_end(interval, now), self.node_classes.get(node, '')
+            groups.setdefault(key, []).append(node)
         return tuple(
-            Hole(len(names), until_s=end if math.isfinite(end) else None, names=tuple(names))
-            for (_, end), names in sorted(groups.items())
+            Hole(
+                len(names),
+                until_s=end if math.isfinite(end) else None,
+                names=tuple(names),
+                node_class=node_class,
+            )
+            for (_, end, node_class), names in sorted(groups.items())
         )
 
     def open_block(

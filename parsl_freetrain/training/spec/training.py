@@ -91,6 +91,9 @@ class Scaling(Settings, frozen=True, kw_only=True):
     rate
         Throughput by node count, ``{1: 100.0, 2: 190.0}``, in samples per second or any unit that
         all trainers of the executor share; interpolated linearly. Default: learned while training.
+    class_rates
+        The same for each node class, in place of ``rate``: ``{'a100': {1: 100.0}, 'a40': {1:
+        40.0}}``. Nodes of other classes are not used.
     efficiency
         Statistical efficiency by node count, ``{1: 1.0, 8: 0.8}``, for
         ``Policy(metric='goodput')``: the relative value of a sample in a batch that is spread over
@@ -101,6 +104,7 @@ class Scaling(Settings, frozen=True, kw_only=True):
     """
 
     rate: dict[int, float] | None = None
+    class_rates: dict[str, dict[int, float]] | None = None
     efficiency: dict[int, float] | None = None
     rescale_up_s: float | None = None
     rescale_down_s: float | None = None
@@ -110,12 +114,22 @@ class Scaling(Settings, frozen=True, kw_only=True):
             seconds = getattr(self, name)
             if seconds is not None and not 0 <= seconds < math.inf:
                 raise BadInput(f'{name} is {seconds}; it must be a number of seconds, 0 or more.')
+        if self.rate and self.class_rates:
+            raise BadInput('Scaling has rate and class_rates; give one of them.')
         self.curve()
+        self.class_curves()
         self.efficiency_curve()
 
     def curve(self) -> ScalingCurve | None:
         """``rate`` as a curve."""
         return ScalingCurve.from_points(self.rate) if self.rate else None
+
+    def class_curves(self) -> tuple[tuple[str, ScalingCurve], ...]:
+        """``class_rates`` as a curve for each class."""
+        return tuple(
+            (name, ScalingCurve.from_points(points))
+            for name, points in (self.class_rates or {}).items()
+        )
 
     def efficiency_curve(self) -> Efficiency | None:
         """``efficiency`` as a curve."""
@@ -331,6 +345,7 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
                 for nodes, shapes in sorted(self.shapes.items())
                 if len(shapes) > 1
             ),
+            class_curves=scaling.class_curves(),
         )
 
 

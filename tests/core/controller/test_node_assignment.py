@@ -72,7 +72,7 @@ def test_nobody_gets_the_former_nodes_of_one_who_waits() -> None:
 
 def test_nodes_come_from_the_place_that_was_decided() -> None:
     pool = pool_of(b={'b1': None, 'b2': None}, c={'c1': 50})
-    places = {'lasting': [pool.groups['b', math.inf]], 'until 50': [pool.groups['c', 50]]}
+    places = {'lasting': [pool.groups['b', math.inf, '']], 'until 50': [pool.groups['c', 50, '']]}
     chosen = assign([Want('t', {'lasting': 1, 'until 50': 1}, ('b2',))], places, pool)
     assert chosen == {'t': ('b2', 'c1')}
     assert first_end(chosen['t'], pool) == 50

@@ -119,7 +119,7 @@ def test_a_trainer_changes_its_shape_and_its_curve_is_that_of_the_fastest() -> N
     assert not run.stopped()  # it is told once
     run.ends()
     assert run.started() == (2, 1)
-    profile = run.controller.state.trainers['t'].profile
+    profile = run.controller.state.trainers['t'].profiles.on('')
     for _ in range(REPORTS - 1):
         run.trains(20.0)
     assert profile.measured == {2: 5.5}
@@ -137,7 +137,7 @@ def test_a_slower_shape_does_not_change_the_curve() -> None:
     for _ in range(REPORTS):
         run.trains(2.0)
     assert run.stopped() == ['go on in the fastest shape, a']
-    assert run.controller.state.trainers['t'].profile.measured == {2: 6.0}
+    assert run.controller.state.trainers['t'].profiles.on('').measured == {2: 6.0}
     run.ends()
     assert run.started() == (2, 0)
 
