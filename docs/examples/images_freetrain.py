@@ -7,8 +7,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain import freetrain_app
-from site_configs.laptop import config
+from parsl_freetrain import BackfillProvider, FreeTrainExecutor, LocalSite, freetrain_app
 
 source = load_digits()
 images = torch.tensor(source.images, dtype=torch.float32)[:, None] / 16
@@ -57,5 +56,6 @@ def train(ctx):
 
 
 if __name__ == '__main__':
-    with parsl.load(config(nodes=2)):
+    executor = FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=2)))
+    with parsl.load(parsl.Config(executors=[executor], strategy='none')):
         print(train().result().result)

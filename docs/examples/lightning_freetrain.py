@@ -6,9 +6,8 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.demos import LightningTransformer
 from torch.utils.data import DataLoader, TensorDataset
 
-from parsl_freetrain import freetrain_app
+from parsl_freetrain import BackfillProvider, FreeTrainExecutor, LocalSite, freetrain_app
 from parsl_freetrain.integrations.lightning import Trainer
-from site_configs.laptop import config
 
 starts = torch.randint(24, (96, 1), generator=torch.Generator().manual_seed(0))
 words = (starts + torch.arange(9) * (1 + starts % 3)) % 24
@@ -50,5 +49,6 @@ def train(ctx):
 
 
 if __name__ == '__main__':
-    with parsl.load(config(nodes=2)):
+    executor = FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=2)))
+    with parsl.load(parsl.Config(executors=[executor], strategy='none')):
         print(train().result().result)

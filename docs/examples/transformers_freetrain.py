@@ -9,9 +9,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from parsl_freetrain import freetrain_app
+from parsl_freetrain import BackfillProvider, FreeTrainExecutor, LocalSite, freetrain_app
 from parsl_freetrain.integrations.transformers import Trainer
-from site_configs.laptop import config
 
 words = torch.randint(5, 64, (240, 12), generator=torch.Generator().manual_seed(0))
 labels = ((words < 20).sum(1) > (words > 45).sum(1)).long()
@@ -50,5 +49,6 @@ def train(ctx):
 
 
 if __name__ == '__main__':
-    with parsl.load(config(nodes=2)):
+    executor = FreeTrainExecutor(provider=BackfillProvider(site=LocalSite(nodes=2)))
+    with parsl.load(parsl.Config(executors=[executor], strategy='none')):
         print(train().result().result)

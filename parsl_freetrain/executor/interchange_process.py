@@ -18,7 +18,7 @@ def main() -> None:
     # Ctrl-C reaches the whole terminal; the submitting process ends this one in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     allow_open_files()
-    import_parsl()
+    import_parsl(runs_apps=False)
     from parsl_freetrain.executor.interchange import PinningInterchange
 
     PinningInterchange(**pickle.load(sys.stdin.buffer)).start()  # noqa: S301

@@ -56,24 +56,29 @@ def killed_and_rescaled(warm: WarmParent, folder: Path, app: FreeTrainApp, at: i
     last outcome, and the model's state.
     """
     options: dict[str, Any] = {'total_epochs': app.spec.total_epochs, 'checkpoint_every_s': 0.01}
-    with ranks(warm, order(folder, **options), 1, folder, _dies, app.function, at) as gang:
+    with ranks(warm, order(folder, **options), 1, folder, _dies, app.function, folder, at) as gang:
         assert gang.run() == [KILLED], gang.ranks[0].log.read_text()
     second = order(folder, fragment=2, **options)
-    with ranks(warm, second, 2, folder, app.function) as gang:
+    with ranks(warm, second, 2, folder, _there, app.function, folder) as gang:
         outcomes = gang.run()
         logs = '\n'.join(rank.log.read_text() for rank in gang.ranks)
     assert [outcome.how for outcome in outcomes] == ['finished', 'finished'], logs
     return outcomes[0], load_weights(outcomes[0].path)
 
 
-def _dies(ctx: FragmentContext, function: Callable[..., Any], at: int) -> Any:
+def _there(ctx: FragmentContext, function: Callable[..., Any], folder: Path) -> Any:
+    os.chdir(folder)  # some make their output folder where they run
+    return function(ctx)
+
+
+def _dies(ctx: FragmentContext, function: Callable[..., Any], folder: Path, at: int) -> Any:
     def die() -> None:
         last = ctx._checkpointer.last
         if ctx.samples >= at and last is not None and last.samples:
             os.kill(os.getpid(), signal.SIGKILL)
 
     ctx.after_step(die)
-    return function(ctx)
+    return _there(ctx, function, folder)
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -27,7 +27,7 @@ POOL = 'parsl.executors.high_throughput.process_worker_pool'
 def main() -> None:
     """Run Parsl's manager until it ends."""
     with own_names():
-        import_parsl()
+        import_parsl(runs_apps=True)
         # Apps find modules beside them, as in Parsl's own workers.
         sys.path.insert(0, os.getcwd())
         fork_server()

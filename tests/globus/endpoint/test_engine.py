@@ -122,7 +122,7 @@ def test_what_goes_wrong_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Monke
             remote.submit(trainer(), b'x' * 7_000_001)
         with monkeypatch.context() as patch:
             patch.setattr(
-                'parsl_freetrain.remote.client.modules_needed',
+                'parsl_freetrain.remote.sending.modules_needed',
                 lambda *_: ('torch', 'no_such_module'),
             )
             with pytest.raises(
@@ -131,7 +131,8 @@ def test_what_goes_wrong_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Monke
                 remote.submit(trainer(), trainer_name='needy').result(LIMIT_S)
         with monkeypatch.context() as patch:
             old = {**orders.versions_here(), 'python': '3.9.1', 'dill': '9.9'}
-            patch.setattr('parsl_freetrain.remote.client.versions_here', lambda: old)
+            for module in ('client', 'sending'):
+                patch.setattr(f'parsl_freetrain.remote.{module}.versions_here', lambda: old)
             with pytest.raises(
                 BadInput,
                 match=r'python is 3\.9\.1 here and 3\..* at the endpoint, dill is 9\.9 here',
