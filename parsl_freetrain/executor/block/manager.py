@@ -20,6 +20,7 @@ from unittest import mock
 
 from parsl_freetrain.executor.block.leftovers import own_names
 from parsl_freetrain.executor.parsl_import import import_parsl
+from parsl_freetrain.training.process.linux import die_with_parent
 
 POOL = 'parsl.executors.high_throughput.process_worker_pool'
 
@@ -53,6 +54,7 @@ def fork_server() -> None:
                 if int(name) > 2 and int(name) not in kept:
                     _close(int(name))
             setproctitle("parsl: fork server of a node's workers")
+            _end_together()
             exec(command[-1], {})  # noqa: S102  # the statement that the interpreter would be given
         finally:
             os._exit(0)
@@ -60,6 +62,17 @@ def fork_server() -> None:
     resource_tracker.ensure_running()
     with mock.patch.object(util, 'spawnv_passfds', fork):
         forkserver.ensure_running()
+
+
+def _end_together() -> None:
+    """End this process with the manager, and its workers with this process. A worker that lost its
+    manager would go on for as long as it holds what it could not send, and keep its block.
+    """
+    die_with_parent()
+    server = os.getpid()
+    os.register_at_fork(
+        after_in_child=lambda: die_with_parent() if os.getppid() == server else None
+    )
 
 
 def _close(fd: int) -> None:
