@@ -19,7 +19,7 @@ class Uniform:
     Raises
     ------
     BadInput
-        If the range is empty, or not positive with ``log``.
+        If the range is empty or endless, or not positive with ``log``.
     """
 
     low: float
@@ -27,9 +27,11 @@ class Uniform:
     log: bool = False
 
     def __post_init__(self) -> None:
-        if not self.low < self.high or (self.log and self.low <= 0):
+        finite = math.isfinite(self.low) and math.isfinite(self.high)
+        if not finite or not self.low < self.high or (self.log and self.low <= 0):
             raise BadInput(
-                f'{self}: low must be less than high{", and positive" if self.log else ""}.'
+                f'{self}: low and high must be finite, and low less than high'
+                f'{" and positive" if self.log else ""}.'
             )
 
     def draw(self, source: random.Random) -> float:
@@ -59,6 +61,12 @@ def settings_of(space: Space, trials: int | None, seed: int) -> list[dict[str, A
     BadInput
         If there is nothing to choose from, or there are infinitely many.
     """
+    for name, choices in space.items() if isinstance(space, Mapping) else ():
+        if not isinstance(choices, Uniform) and (isinstance(choices, str) or not len(choices)):
+            raise BadInput(
+                f'tune: the choices for {name!r} are {choices!r}; they must be a list with at '
+                'least one value, or a Uniform.'
+            )
     if not isinstance(space, Mapping):
         found = [dict(setting) for setting in space]
     elif trials is None:

@@ -60,6 +60,12 @@ def test_hyperband_has_fewer_settings_where_they_are_spared_longer() -> None:
     assert all(halving.goes_on(45 + i, 9, value) for i, value in enumerate((1.0, 9.0, 8.0)))
 
 
+@pytest.mark.parametrize(('low', 'high'), [(1, 1), (0, math.inf), (math.nan, 1)])
+def test_an_empty_or_endless_range_is_refused(low: float, high: float) -> None:
+    with pytest.raises(BadInput, match='must be finite, and low less than high'):
+        Uniform(low, high)
+
+
 def test_settings_of_a_space() -> None:
     space: dict[str, Any] = {'lr': Uniform(1e-4, 1e-1, log=True), 'width': [16, 64]}
     drawn = settings_of(space, 20, 1)
@@ -92,6 +98,8 @@ def train(ctx: FragmentContext, setting: dict[str, Any]) -> None:
     [
         ({'space': {}}, 'tune: the space has no settings.'),
         ({'space': {'score': Uniform(0, 1)}}, "'score' is a range: say how many trials"),
+        ({'space': {'score': 'sgd'}}, "the choices for 'score' are 'sgd'; they must be a list"),
+        ({'space': {'score': []}, 'trials': 2}, "the choices for 'score' are []"),
         ({'mode': 'least'}, "mode is 'least'"),
         ({'algorithm': 'grid'}, "algorithm is 'grid'; it must be one of 'asha', 'hyperband'"),
         ({'factor': 1}, 'factor is 1'),
