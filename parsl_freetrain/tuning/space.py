@@ -62,7 +62,8 @@ def settings_of(space: Space, trials: int | None, seed: int) -> list[dict[str, A
         If there is nothing to choose from, or there are infinitely many.
     """
     for name, choices in space.items() if isinstance(space, Mapping) else ():
-        if not isinstance(choices, Uniform) and (isinstance(choices, str) or not len(choices)):
+        listed = hasattr(choices, '__len__') and not isinstance(choices, str) and len(choices)
+        if not isinstance(choices, Uniform) and not listed:
             raise BadInput(
                 f'tune: the choices for {name!r} are {choices!r}; they must be a list with at '
                 'least one value, or a Uniform.'

@@ -39,10 +39,7 @@ def test_no_job_starts_later_than_a_stop_takes(outcomes: dict[str, Outcome], mod
     print(idle_of(outcomes[mode]), outcomes[mode].commands)
     assert outcomes[mode].blocks
     assert median(delays) <= under_load(10.0) + KILL_WAIT_S + noise
-    # With a reservation ahead, Slurm does not always preempt for a job that it starts at once where
-    # nodes are idle, and the jobs behind it follow. docs/slurm.md has the figures.
-    if mode == 'backfill':
-        assert max(delays) <= under_load(10.0) + KILL_WAIT_S + noise
+    assert max(delays) <= under_load(10.0) + KILL_WAIT_S + noise
 
 
 @pytest.mark.parametrize('mode', MODES)

@@ -99,6 +99,7 @@ def train(ctx: FragmentContext, setting: dict[str, Any]) -> None:
         ({'space': {}}, 'tune: the space has no settings.'),
         ({'space': {'score': Uniform(0, 1)}}, "'score' is a range: say how many trials"),
         ({'space': {'score': 'sgd'}}, "the choices for 'score' are 'sgd'; they must be a list"),
+        ({'space': {'score': 0.1}}, "the choices for 'score' are 0.1"),
         ({'space': {'score': []}, 'trials': 2}, "the choices for 'score' are []"),
         ({'mode': 'least'}, "mode is 'least'"),
         ({'algorithm': 'grid'}, "algorithm is 'grid'; it must be one of 'asha', 'hyperband'"),
