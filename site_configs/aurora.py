@@ -24,8 +24,8 @@ QUEUES = {
 # Then '. my-environment/bin/activate', with parsl-freetrain. PBS's own TMPDIR is too long for
 # sockets.
 FRAMEWORKS = 'module load frameworks\nexport TMPDIR=/tmp'
-# The page "oneCCL" of the guide, without what is for ranks that mpiexec starts (pmix, mpi): ours
-# find each other by torch's store.
+# The page "oneCCL" of the guide, but for the first two, which are our own choice: there they are
+# for ranks that mpiexec starts (pmix, mpi), and ours find each other by torch's store.
 CCL = """\
 export CCL_PROCESS_LAUNCHER=none CCL_ATL_TRANSPORT=ofi CCL_KVS_CONNECTION_TIMEOUT=600
 export CCL_ZE_CACHE_OPEN_IPC_HANDLES_THRESHOLD=1024 FI_MR_CACHE_MONITOR=userfaultfd"""

@@ -12,9 +12,9 @@ from parsl_freetrain import BackfillProvider, FreeTrainExecutor, SlurmSite
 from parsl_freetrain.sites.batch.limits import QueueLimits, limits_of, paying
 
 DAYS_2 = (60, 48 * 3600)
-# The guide does not say how many nodes a job may have, nor how many jobs may wait. A service unit
-# is an hour of one GPU, times the partition's factor. A preemptible job runs for 10 minutes at
-# least, and has 300 s from SIGTERM to SIGKILL.
+# The guide does not say how many nodes a job may have, nor how many jobs may wait: 100 and 4 are
+# our own guess. A service unit is an hour of one GPU, times the partition's factor. A preemptible
+# job runs for 10 minutes at least, and has 300 s from SIGTERM to SIGKILL.
 QUEUES = {
     'gpuA100x4-preempt': QueueLimits(
         (1, 100), DAYS_2, jobs=4, preemptible=True, exempt_s=600, price=4 * 0.5
