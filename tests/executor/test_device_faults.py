@@ -1,9 +1,14 @@
 """A node with a broken device is a preemption, and is avoided. The same fault on three nodes is the
 function's.
+
+The nodes have two devices each. There is none here, so torch is told of them by a module that it
+loads itself, as it loads the packages of other makers' devices. All else is real, up to the
+exchange of tensors: parts of GPUs (MIG) exchange them by gloo.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,24 +16,69 @@ import torch
 
 from parsl_freetrain import FragmentContext, LocalSite, freetrain_app
 from parsl_freetrain.ledger.reader import Reader
+from tests.support import template
 from tests.support.training import freetrain
 from tests.support.waiting import LIMIT_S
 
 FAULT = 'CUDA error: uncorrectable ECC error encountered'
+PARTS = ('MIG-a', 'MIG-b')
+DEVICES = """
+import os
+import torch
+
+def install():
+    zeros = torch.zeros
+    torch.zeros = lambda *size, device=None, **how: None if device else zeros(*size, **how)
+    torch.accelerator.current_accelerator = lambda: torch.device('cuda')
+    torch.accelerator.device_count = lambda: len(os.environ['CUDA_VISIBLE_DEVICES'].split(','))
+    torch.accelerator.set_device_index = lambda index: None
+"""
 
 
-def train(ctx: FragmentContext) -> None:
-    model = torch.nn.Linear(2, 1)
-    ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in ctx.loop(torch.ones(8, 2), 4):
-        raise torch.AcceleratorError(f'{FAULT}\nCompile with TORCH_USE_CUDA_DSA')
+@pytest.fixture
+def two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are started from here have two devices, as far as torch says."""
+    folder = tmp_path / 'devices'
+    about = folder / 'two_devices-1.dist-info'
+    about.mkdir(parents=True)
+    (folder / 'two_devices.py').write_text(DEVICES)
+    (about / 'METADATA').write_text('Metadata-Version: 2.1\nName: two-devices\nVersion: 1\n')
+    (about / 'entry_points.txt').write_text('[torch.backends]\ntwo = two_devices:install\n')
+    template.name()  # the session's template is started without them
+    monkeypatch.setenv('PYTHONPATH', str(folder))
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', ','.join(PARTS))
+    # No fork of a process that has imported torch before may serve here.
+    monkeypatch.setenv('TORCH_DEVICE_BACKEND_AUTOLOAD', '1')
 
 
-def test_a_broken_device_is_a_preemption_and_its_node_is_avoided(tmp_path: Path) -> None:
+def train(ctx: FragmentContext, folder: Path) -> None:
+    import os
+
+    import torch.distributed as dist
+
+    total = torch.tensor([1 + ctx.rank])
+    dist.all_reduce(total)
+    seen = str(ctx.device), os.environ['CUDA_VISIBLE_DEVICES'], ctx.world_size, total.item()
+    (folder / f'{ctx.fragment}-{ctx.rank}').write_text(json.dumps(seen))
+    raise torch.AcceleratorError(f'{FAULT}\nCompile with TORCH_USE_CUDA_DSA')
+
+
+@pytest.mark.usefixtures('two_devices')
+def test_a_rank_for_each_device_and_a_broken_one_is_a_preemption_and_its_node_avoided(
+    tmp_path: Path,
+) -> None:
+    seen = tmp_path / 'seen'
+    seen.mkdir()
     with freetrain(tmp_path, LocalSite(nodes=3, poll_s=0.2)) as executor:
-        future = freetrain_app(max_nodes=1, total_epochs=2)(train)()
+        future = freetrain_app(max_nodes=1, total_epochs=2)(train)(seen)
         with pytest.raises(torch.AcceleratorError, match=FAULT) as raised:
             future.result(LIMIT_S)
+    assert {path.name: json.loads(path.read_text()) for path in seen.iterdir()} == {
+        f'{fragment}-{rank}': ['cuda:0', part, 2, 3]
+        for fragment in (1, 2, 3)
+        for rank, part in enumerate(PARTS)
+    }
     with Reader(executor.ledger_path) as ledger:
         fragments = ledger.story().fragments
     assert [fragment.ending for fragment in fragments] == ['preempted', 'preempted', 'failed']

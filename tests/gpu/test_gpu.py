@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from parsl_freetrain.training.checkpoint.export import load_weights
+from parsl_freetrain.training.data.loader import MicroBatch, make_loader, to_device
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import WarmParent
 from parsl_freetrain.training.spec.messages import CheckpointSaved, Progress, Started
@@ -156,6 +157,18 @@ def test_a_snapshot_is_written_while_training_goes_on(warm: WarmParent, tmp_path
         assert gang.ranks[0].said(Progress)
     pause, seconds = saved[0].pause_s, saved[0].seconds
     ROWS.append(f'| checkpoint: pause of training, written in | {pause:.3f} s, {seconds:.3f} s |')
+
+
+def test_batches_are_page_locked_until_they_are_on_the_device() -> None:
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    device = torch.device(kind.type, 0)
+    turns = [MicroBatch((0, 1), 0, 0, 1.0)]
+    (batch,) = make_loader(list(torch.arange(2.0)), turns, 7, None, 0, device)
+    assert batch.is_pinned()
+    moved = to_device(batch, device)
+    assert moved.device == device
+    assert moved.tolist() == [0.0, 1.0]
 
 
 def test_speed_relative_to_one_rank(warm: WarmParent, tmp_path: Path) -> None:

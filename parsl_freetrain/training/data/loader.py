@@ -72,10 +72,10 @@ def make_loader(
     seed: int | None,
     collate_fn: Callable[[list[Any]], Any] | None,
     num_workers: int,
-    *,
-    pin_memory: bool = False,
+    device: torch.device,
 ) -> DataLoader[Any]:
-    """A DataLoader that yields one collated micro-batch per turn, in order.
+    """A DataLoader that yields one collated micro-batch per turn, in order. If they are to go to an
+    accelerator (``device``), they are in page-locked memory, from which copies need not wait.
 
     With a seed, what the dataset draws at random (augmentation) depends only on the turn and not on
     the worker that loads it. Without one (None), it comes from torch's generator, as in any
@@ -85,7 +85,7 @@ def make_loader(
         'collate_fn': collate_fn,
         'num_workers': num_workers,
         'worker_init_fn': _begin_worker,
-        'pin_memory': pin_memory,
+        'pin_memory': device.type != 'cpu',
     }
     if seed is None:
         return DataLoader(dataset, batch_sampler=(list(turn.indices) for turn in turns), **options)

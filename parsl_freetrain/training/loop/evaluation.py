@@ -81,7 +81,7 @@ def evaluate(
     found: dict[int, _Sums] = {}
     with _evaluating(model), torch.no_grad():
         loaded = iter(
-            make_loader(data.dataset, turns, data.seed, data.collate_fn, data.num_workers)
+            make_loader(data.dataset, turns, data.seed, data.collate_fn, data.num_workers, device)
         )
         for number in mine:
             said = measure(model, to_device(next(loaded), device))

@@ -149,7 +149,7 @@ class TrainingLoop:
                 drawn,
                 data.collate_fn,
                 data.num_workers,
-                pin_memory=self._device.type != 'cpu',  # for copies that do not wait
+                self._device,
             )
         )
         for batch, turns in here:

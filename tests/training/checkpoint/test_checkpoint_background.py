@@ -86,6 +86,7 @@ def keeper(
     folder: Path,
     channel: Channel[ToRank],
     hook: Callable[[str], None] | None = None,
+    leaving: Any = None,
     **changes: Any,
 ) -> Checkpointer:
     changes.setdefault('checkpoint_every_s', 1e-9)
@@ -95,6 +96,7 @@ def keeper(
         ordered,
         channel,
         None,
+        leaving,
     )
 
 
@@ -213,6 +215,35 @@ def test_a_snapshot_is_one_piece_of_memory_of_the_states_size() -> None:
     assert len({tensor.untyped_storage().data_ptr() for tensor in copy.values()}) == 1
     assert copy['last'].untyped_storage().nbytes() == 64 * (1 + 0 + 1 + 1 + 1 + 6)
     assert Snapshots().on_cpu(state := State(tensors, {})) is state
+
+
+def test_at_a_stop_a_state_is_copied_off_its_device_once(
+    tmp_path: Path,
+    channels: tuple[Channel[ToRank], Channel[FromRank]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is no device here, so what is on the CPU after the copy has values of its own."""
+    copies: list[State] = []
+    left: list[State] = []
+
+    def on_cpu(_: Snapshots, state: State) -> State:
+        tensors = {name: tensor + 1 for name, tensor in state.tensors.items()}
+        copies.append(State(tensors, state.structure, state.boxes))
+        return copies[-1]
+
+    class Leaves:
+        agree = staticmethod(lambda: None)
+        leave = staticmethod(lambda state, samples: left.append(state))
+        take = staticmethod(lambda samples: None)
+
+    leaves: Any = Leaves()
+    monkeypatch.setattr(Snapshots, 'on_cpu', on_cpu)
+    kept = keeper(tmp_path, channels[0], leaving=leaves)
+    kept.save_and_stop(state_of(things()), 10, {})
+    assert len(copies) == 1
+    assert left == copies
+    read, own = read_state(saved(channels[1]).path).models[0], things().models[0].state_dict()
+    assert all(torch.equal(read[name], own[name] + 1) for name in own)
 
 
 def test_the_first_step_is_no_measure_of_the_others(
