@@ -24,7 +24,7 @@ from parsl_freetrain.core.model.errors import DecisionFailed, TrainerFailed
 from parsl_freetrain.executor import commands as co
 from parsl_freetrain.executor import notices as no
 from parsl_freetrain.executor.block.blocks import BlockManager
-from parsl_freetrain.executor.fragment.control_channel import ControlServer
+from parsl_freetrain.executor.fragment.control_channel import ControlServer, MemberDisconnected
 from parsl_freetrain.executor.fragment.runner import FragmentRunner
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S
 from parsl_freetrain.executor.gather import gather
@@ -88,6 +88,7 @@ class EventLoop:
         self._quiet: threading.Event | None = None
         self._stopping = False
         self._next_poll = self._next_offers = self._next_look = 0.0
+        self._polled_early_at = 0.0  # since a node has disconnected
         self._begun_at = clock()
         self._ended = ''
         self._ending = threading.Lock()
@@ -141,6 +142,7 @@ class EventLoop:
             self._guarded(self._poll, now)
             # Do not ask again at once after a slow answer.
             self._next_poll = self._clock() + self._site.poll_s
+        self._next_look = min(self._next_look, now + self._fragments.look_within_s())
         if now >= self._next_look:
             self._next_look = now + LOOK_S
             self._guarded(self._look, now)
@@ -189,6 +191,12 @@ class EventLoop:
                 ):
                     self._blocks.lose({node}, now)
                 self._fragments.returned(item, now)
+            case MemberDisconnected():
+                if (
+                    self._fragments.disconnected(item, now)
+                    and now - self._polled_early_at >= self._site.poll_s
+                ):
+                    self._polled_early_at = self._next_poll = now
             case co.GreetingReturned(block, manager, done):
                 if hopeless := self._blocks.greeted(block, manager, done, now):
                     self._abort_all(hopeless, now)

@@ -34,14 +34,21 @@ class ConnectionLimit:
         The socket at which it listens.
     known
         Returns the number of connections through which somebody has spoken.
+    ended
+        Called with the file descriptor of each connection that has ended, from another thread.
     """
 
     def __init__(
-        self, router: zmq.Socket[bytes], listener: socket.socket, known: Callable[[], int]
+        self,
+        router: zmq.Socket[bytes],
+        listener: socket.socket,
+        known: Callable[[], int],
+        ended: Callable[[int], None],
     ) -> None:
         self._router = router
         self._listener = listener
         self._known = known
+        self._tell_ended = ended
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = 2**16 if files == resource.RLIM_INFINITY else files // 4
         self._monitor = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -67,6 +74,7 @@ class ConnectionLimit:
                     connections.add(event['value'])
                 else:
                     connections.discard(event['value'])
+                    self._tell_ended(event['value'])
             unknown = len(connections) - self._known()
             if full != (unknown >= self._most):
                 full = not full

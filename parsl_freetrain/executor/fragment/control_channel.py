@@ -12,6 +12,7 @@ import queue
 import random
 import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -27,6 +28,20 @@ HANDSHAKE_MS = 3000
 """Milliseconds after which a connection ends that has not proved who it is."""
 
 MemberKey = tuple[str, int, int]  # trainer, fragment, member
+
+
+@dataclass(frozen=True)
+class MemberDisconnected:
+    """The connection of a fragment's member has ended. It may come back by itself."""
+
+    trainer: str
+    fragment: int
+    member: int
+
+
+@dataclass(frozen=True)
+class _ConnectionEnded:
+    fd: int
 
 
 class ControlServer:
@@ -62,7 +77,13 @@ class ControlServer:
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wake_reader, zmq.POLLIN)
         self._identities: dict[MemberKey, bytes] = {}
-        self._limit = ConnectionLimit(self._router, listener, lambda: len(self._identities))
+        self._connections: dict[int, MemberKey] = {}  # by file descriptor
+        self._limit = ConnectionLimit(
+            self._router,
+            listener,
+            known=lambda: len(self._identities),
+            ended=self._connection_ended,
+        )
         self._decoder: Decoder[FromMember] = Decoder(FromMember, 'a member of a fragment')
 
     def post(self, item: Any) -> None:
@@ -81,8 +102,8 @@ class ControlServer:
             yield self._waiting.get()
 
     def receive(self, timeout_s: float) -> Iterator[Any]:
-        """Yield posted items and members' messages (:class:`FromMember`). Waits at most
-        ``timeout_s`` seconds for the first.
+        """Yield posted items, members' messages (:class:`FromMember`), and last which members'
+        connections have ended. Waits at most ``timeout_s`` seconds for the first.
         """
         self._poller.poll(max(0, int(timeout_s * 1000)))
         try:
@@ -90,16 +111,33 @@ class ControlServer:
                 pass
         except BlockingIOError:
             pass
-        yield from self.posted()
+        ended = []
+        for item in self.posted():
+            if isinstance(item, _ConnectionEnded):
+                ended.append(item.fd)
+            else:
+                yield item
+        yield from self._messages()
+        for fd in ended:
+            if (key := self._connections.pop(fd, None)) is not None:
+                yield MemberDisconnected(*key)
+
+    def _messages(self) -> Iterator[FromMember]:
         while True:
             try:
-                identity, *parts = self._router.recv_multipart(zmq.NOBLOCK)
+                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            message = self._decoder.decode(b''.join(parts))
+            message = self._decoder.decode(b''.join(frame.bytes for frame in frames))
             if message is not None:
-                self._identities[message.sender] = identity
+                self._identities[message.sender] = identity.bytes
+                self._connections[int(frames[-1]['__fd'])] = message.sender
                 yield message
+
+    def _connection_ended(self, fd: int) -> None:
+        """Called from another thread."""
+        if fd in self._connections:
+            self.post(_ConnectionEnded(fd))
 
     def send(self, key: MemberKey, message: ToMember) -> bool:
         """Send to a member; False if it has not reported yet."""
@@ -111,9 +149,9 @@ class ControlServer:
 
     def forget(self, trainer: str, fragment: int) -> None:
         """Remove a fragment that has ended."""
-        self._identities = {
-            k: v for k, v in self._identities.items() if k[:2] != (trainer, fragment)
-        }
+        ended = (trainer, fragment)
+        self._identities = {k: v for k, v in self._identities.items() if k[:2] != ended}
+        self._connections = {fd: k for fd, k in self._connections.items() if k[:2] != ended}
 
     def close(self) -> None:
         self._limit.close()

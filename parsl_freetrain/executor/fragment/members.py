@@ -60,8 +60,14 @@ class Members:
     def in_trouble(self, fragment: RunningFragment, at: float) -> None:
         """A rank has failed. If others have lost touch with a node, it is silent: ask all."""
         if fragment.trouble_at is None:
-            fragment.trouble_at = fragment.asked_at = at
-            self.tell_all(fragment, AreYouThere())
+            fragment.trouble_at = at
+            self.ask(fragment, 'other ranks had lost touch with it', at)
+
+    def ask(self, fragment: RunningFragment, why: str, at: float) -> None:
+        """Ask all members whether they are there."""
+        if not fragment.unanswered():
+            fragment.asked_at, fragment.asked_why = at, why
+        self.tell_all(fragment, AreYouThere())
 
     def catch_up(self, fragment: RunningFragment, member: int) -> None:
         """Tell a member that has just reported what the others were told before."""

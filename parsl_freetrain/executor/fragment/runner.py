@@ -14,7 +14,7 @@ from parsl_freetrain.core.model.events import Ending
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor import notices as no
 from parsl_freetrain.executor.commands import MemberReturned
-from parsl_freetrain.executor.fragment.control_channel import ControlServer
+from parsl_freetrain.executor.fragment.control_channel import ControlServer, MemberDisconnected
 from parsl_freetrain.executor.fragment.left_states import furthest
 from parsl_freetrain.executor.fragment.listener import Listener
 from parsl_freetrain.executor.fragment.members import Members
@@ -26,7 +26,7 @@ from parsl_freetrain.executor.fragment.state import (
     came_back,
     fault_of,
 )
-from parsl_freetrain.executor.fragment.watchdog import GiveUp, NodeSilent, StopNow, Watchdog
+from parsl_freetrain.executor.fragment.watchdog import LOOK_S, GiveUp, NodeSilent, StopNow, Watchdog
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.executor.settings import Timeouts
 from parsl_freetrain.executor.trainer.record import TrainerRecord
@@ -287,6 +287,22 @@ class FragmentRunner:
                     silent[node] = why
         self._silent |= silent
         return set(silent)
+
+    def look_within_s(self) -> float:
+        """Maximum seconds until :meth:`look` is to be called again."""
+        return self._watchdog.within_s(self.running.values())
+
+    def disconnected(self, gone: MemberDisconnected, at: float) -> bool:
+        """Ask a fragment's members whether they are there, since the connection to one has ended.
+        Returns whether that was before its ranks had ended.
+        """
+        fragment = self.running.get((gone.trainer, gone.fragment))
+        if fragment is None or fragment.ranks_ended(gone.member):
+            return False
+        if gone.member in fragment.heard:  # what it has said before is no answer
+            fragment.heard[gone.member] = min(fragment.heard[gone.member], at - LOOK_S)
+        self._members.ask(fragment, 'its connection had ended', at)
+        return True
 
     def faulty(self) -> dict[str, str]:
         """Nodes on which a device has failed since the last call, with reasons."""

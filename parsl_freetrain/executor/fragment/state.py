@@ -32,8 +32,10 @@ _ENDINGS = {'finished': Ending.FINISHED, 'stopped': Ending.STOPPED}
 
 STUCK_S = 10.0
 """Seconds for which a rank's word counts that it waits."""
-ANSWER_S = 2.0
-"""Seconds for a member to answer when other ranks have lost touch with somebody."""
+ANSWER_S = 0.5
+"""Seconds for a member to answer when all ranks of the others have ended."""
+LONE_ANSWER_S = 2.0
+"""Seconds for a member to answer when others still run."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class RunningFragment:
     spare_s: float = 0.0  # that its ranks had for leaving their states when it was given up
     trouble_at: float | None = None
     asked_at: float | None = None  # when its members were asked whether they are there
+    asked_why: str = ''
     died: bool = False  # one of its ranks has died without a word
     stuck: dict[int, tuple[str, float]] = field(
         default_factory=dict
@@ -160,12 +163,10 @@ class RunningFragment:
                 )
             elif (
                 self.asked_at is not None
-                and at - self.asked_at > ANSWER_S
-                and self.heard.get(member, at) < self.asked_at
+                and member in self.unanswered()
+                and at - self.asked_at > (answer_s := self._answer_s(member))
             ):
-                found[node] = (
-                    f'no sign of life for {ANSWER_S:g} s after other ranks had lost touch with it'
-                )
+                found[node] = f'no sign of life for {answer_s:g} s after {self.asked_why}'
             elif len(ended) < self.ranks_per_node and at - self.heard.get(member, at) > patience_s:
                 found[node] = f'no sign of life for {patience_s:g} s'
             elif (
@@ -179,6 +180,31 @@ class RunningFragment:
                 # Its manager answers, but no worker of it takes the task.
                 found[node] = f'nothing was heard from it within {start_s:g} s'
         return found
+
+    def unanswered(self) -> set[int]:
+        """Members that were asked whether they are there, and have not answered yet."""
+        if self.asked_at is None:
+            return set()
+        return {
+            member
+            for member, at in self.heard.items()
+            if at < self.asked_at and member not in self.settled and member not in self.lost
+        }
+
+    def ranks_ended(self, member: int) -> bool:
+        """Whether all ranks of a member have ended, or its node is lost."""
+        return (
+            member in self.settled
+            or member in self.lost
+            or len(self.ended.get(member, ())) == self.ranks_per_node
+        )
+
+    def _answer_s(self, member: int) -> float:
+        """Seconds for a member to answer. A wrong verdict costs its node a new greeting, and never
+        a result: the checkpoints are fenced.
+        """
+        others = set(self.members) - {member}
+        return ANSWER_S if others and all(map(self.ranks_ended, others)) else LONE_ANSWER_S
 
     def deadlock(self, at: float) -> str:
         """Who waits in which exchange, if all ranks wait for each other; else empty."""

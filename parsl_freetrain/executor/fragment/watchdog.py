@@ -10,7 +10,9 @@ from parsl_freetrain.executor.fragment.state import RunningFragment
 from parsl_freetrain.executor.settings import Timeouts
 
 LOOK_S = 1.0
-"""Seconds between two checks."""
+"""Maximum seconds between two checks."""
+SOON_S = 0.1
+"""Maximum seconds between two checks while a member has been asked whether it is there."""
 
 
 @dataclass(frozen=True)
@@ -37,21 +39,30 @@ class NodeSilent:
 
 
 class Watchdog:
-    """Checks fragments about once a second, after all received messages have been handled."""
+    """Checks fragments about once a second, after all received messages have been handled. Time in
+    which nobody listened does not count.
+    """
 
     def __init__(self, timeouts: Timeouts) -> None:
         self._timeouts = timeouts
         self._looked_at: float | None = None
+        self._again_s = LOOK_S
+
+    def within_s(self, fragments: Iterable[RunningFragment]) -> float:
+        """Maximum seconds until the next check."""
+        return SOON_S if any(fragment.unanswered() for fragment in fragments) else LOOK_S
 
     def look(
         self, fragments: Iterable[RunningFragment], at: float
     ) -> list[GiveUp | StopNow | NodeSilent]:
         """What to do about fragments and nodes that exceed a limit at ``at``."""
-        away_s = 0.0 if self._looked_at is None else at - self._looked_at - LOOK_S
+        fragments = list(fragments)
+        away_s = 0.0 if self._looked_at is None else at - self._looked_at - self._again_s
+        late = away_s > self._again_s
         self._looked_at = at
         found: list[GiveUp | StopNow | NodeSilent] = []
         for fragment in fragments:
-            if away_s > LOOK_S:
+            if late:
                 fragment.nobody_listened(away_s)
             if fragment.abandoned and fragment.abandoned_at is None:
                 fragment.abandoned_at = at
@@ -65,6 +76,7 @@ class Watchdog:
                 found.append(GiveUp(fragment, why))
             elif overdue(fragment, at):
                 found.append(StopNow(fragment))
+        self._again_s = self.within_s(fragments)
         return found
 
     def _too_long(self, fragment: RunningFragment, at: float) -> str:

@@ -18,6 +18,7 @@ from parsl import curvezmq
 from parsl_freetrain.executor.fragment.control_channel import (
     ControlClient,
     ControlServer,
+    MemberDisconnected,
     reachable,
 )
 from parsl_freetrain.training.spec.messages import FromMember, Hello, StopTraining
@@ -103,6 +104,19 @@ def next_item(receive: Callable[[], Any]) -> Any:
 
 def from_server(server: ControlServer) -> list[Any]:
     return list(server.receive(0.1))
+
+
+def test_a_connection_that_ends_is_told_of_after_what_it_has_said(
+    server: ControlServer, cert_dir: str | None
+) -> None:
+    client = ControlClient(['127.0.0.1'], server.port, cert_dir, KEY)
+    client.send(Hello('n1'))
+    assert next_item(lambda: from_server(server)) == [FromMember('cnn', 3, 1, Hello('n1'))]
+    client.send(Hello('n1'))
+    client.close()
+    said: list[Any] = []
+    wait_until(lambda: said.extend(from_server(server)) or len(said) == 2)
+    assert said == [FromMember('cnn', 3, 1, Hello('n1')), MemberDisconnected('cnn', 3, 1)]
 
 
 def test_messages_go_both_ways_once_a_member_has_spoken(

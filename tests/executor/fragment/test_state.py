@@ -13,12 +13,14 @@ import tblib
 from parsl_freetrain import Timeouts
 from parsl_freetrain.core.model.events import Ending, StartFragment
 from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.executor.fragment.control_channel import MemberDisconnected
 from parsl_freetrain.executor.fragment.left_states import furthest, left_states
 from parsl_freetrain.executor.fragment.listener import Listener
 from parsl_freetrain.executor.fragment.members import Members
 from parsl_freetrain.executor.fragment.rank_result import RankResult
-from parsl_freetrain.executor.fragment.state import ANSWER_S, RunningFragment
-from parsl_freetrain.executor.fragment.watchdog import GiveUp, NodeSilent, Watchdog
+from parsl_freetrain.executor.fragment.runner import FragmentRunner
+from parsl_freetrain.executor.fragment.state import ANSWER_S, LONE_ANSWER_S, RunningFragment
+from parsl_freetrain.executor.fragment.watchdog import LOOK_S, GiveUp, NodeSilent, Watchdog
 from parsl_freetrain.executor.notices import Stream
 from parsl_freetrain.training.spec.messages import (
     Abandon,
@@ -421,7 +423,19 @@ def listening() -> tuple[Told, Listener, RunningFragment]:
     return told, listener, running_fragment(3)
 
 
-def test_a_node_that_does_not_answer_when_others_lost_touch_is_lost_soon() -> None:
+def looks(watchdog: Watchdog, fragment: RunningFragment, begin: float, end: float) -> list[Any]:
+    """What a watchdog finds that looks as often as it wants to."""
+    found: list[Any] = []
+    while begin < end and not found:
+        found = watchdog.look([fragment], begin)
+        begin += watchdog.within_s([fragment])
+    return found
+
+
+@pytest.mark.parametrize('others_ended', [True, False])
+def test_a_node_that_does_not_answer_when_others_lost_touch_is_lost_soon(
+    others_ended: bool,
+) -> None:
     told, listener, fragment = listening()
     watchdog = Watchdog(Timeouts(hang_s=100.0))
 
@@ -430,13 +444,46 @@ def test_a_node_that_does_not_answer_when_others_lost_touch_is_lost_soon() -> No
 
     for member in range(3):
         hear(member, Alive(), 10.0)
+    assert (watchdog.look([fragment], 10.4), watchdog.within_s([fragment])) == ([], LOOK_S)
     hear(0, RankEnded(0, ok=False), 10.5)
     assert [message for _, message in told.messages] == [AreYouThere()] * 3
-    hear(1, Alive(), 10.6)  # the answer of a rank that computes a long step
-    assert watchdog.look([fragment], 10.5 + ANSWER_S) == []
-    (found,) = watchdog.look([fragment], 10.6 + ANSWER_S)
+    # Otherwise it is the answer of a rank that computes a long step.
+    hear(1, RankEnded(1, ok=False) if others_ended else Alive(), 10.6)
+    answer_s = ANSWER_S if others_ended else LONE_ANSWER_S
+    assert looks(watchdog, fragment, 10.6, 10.5 + answer_s) == []
+    (found,) = looks(watchdog, fragment, 10.51 + answer_s, 10.8 + answer_s)
     assert isinstance(found, NodeSilent) and found.node == 'n2'
-    assert found.why.startswith('no sign of life for 2 s after other ranks')
+    assert (
+        found.why == f'no sign of life for {answer_s:g} s after other ranks had lost touch with it'
+    )
+
+
+def test_answers_are_not_missed_while_the_executor_does_not_listen() -> None:
+    """A wrong verdict would only cost the node a new greeting; but there is no need for it."""
+    _, listener, fragment = listening()
+    watchdog = Watchdog(Timeouts(hang_s=100.0))
+    fragment.heard = {0: 10.0, 1: 10.0, 2: 10.0}
+    fragment.settled = {0: [], 1: []}
+    watchdog.look([fragment], 10.4)
+    listener._members.in_trouble(fragment, 10.5)
+    assert watchdog.look([fragment], 10.5) == []
+    assert watchdog.look([fragment], 13.0) == []  # a slow decision, or a loaded machine
+    assert looks(watchdog, fragment, 13.1, 13.3) == []
+    fragment.heard[2] = 13.3
+    assert looks(watchdog, fragment, 13.3, 20.0) == []
+
+
+def test_when_a_connection_ends_before_its_ranks_its_member_must_answer() -> None:
+    told, fragment = Told(), running_fragment(2)
+    runner = FragmentRunner(told, Stream([]), None, Timeouts(), None)  # type: ignore[arg-type]
+    runner.running['cnn', 7] = fragment
+    fragment.heard, fragment.ended = {0: 10.0, 1: 10.0}, {0: {0: 10.0}}
+    assert not runner.disconnected(MemberDisconnected('cnn', 6, 1), 10.0)
+    assert not runner.disconnected(MemberDisconnected('cnn', 7, 0), 10.0)  # it was done
+    assert runner.look(10.0) == set() and told.messages == []
+    assert runner.disconnected(MemberDisconnected('cnn', 7, 1), 10.0)
+    assert fragment.unanswered() == {1}
+    assert told.messages == [(0, AreYouThere()), (1, AreYouThere())]
 
 
 @pytest.mark.parametrize(('saving', 'keeps'), [(False, False), (True, False), (False, True)])
