@@ -16,12 +16,12 @@ Left = tuple[str, Handover]
 def left_states(fragment: RunningFragment, result: FragmentResult) -> tuple[Left, ...]:
     """The states that the next fragment may go on from, the best first.
 
-    After a stop it is the one that rank 0 has committed. After a loss it is the one that has seen
-    the most samples: each rank leaves that of a global batch which it has finished, and all ranks
-    that have finished one hold the same.
+    After a stop it is the one that rank 0 has committed, or has left for the next fragment to
+    commit. After a loss it is the one that has seen the most samples: each rank leaves that of a
+    global batch which it has finished, and all ranks that have finished one hold the same.
     """
     if result.ending is Ending.STOPPED:
-        return tuple(_committed(fragment, result))
+        return tuple(_of_rank_0(fragment, result))
     if result.ending is not Ending.PREEMPTED:
         return ()
     found = sorted(_kept(fragment), key=lambda left: -left[1].samples)
@@ -30,18 +30,20 @@ def left_states(fragment: RunningFragment, result: FragmentResult) -> tuple[Left
     return tuple((node, left) for node, left in found if left.samples > result.checkpoint.samples)
 
 
-def _committed(fragment: RunningFragment, result: FragmentResult) -> Iterator[Left]:
+def _of_rank_0(fragment: RunningFragment, result: FragmentResult) -> Iterator[Left]:
     last, outcome = result.checkpoint, fragment.outcome()
     if outcome is None or outcome.left is None:
         return
     digest, samples = outcome.left.digest, outcome.left.samples
-    if (samples, fragment.number) != (last.samples, last.fragment):
-        return
+    handover = Handover(digest, '', samples, fragment.number, outcome.metrics)
+    if outcome.path is not None:
+        if (samples, fragment.number) != (last.samples, last.fragment):
+            return
+        handover = Handover(digest, last.path, samples, last.fragment, last.metrics)
     kept = StateLeft(digest, samples, here=True)
     for member in fragment.members:
         for rank in fragment.results(member):
             if rank.outcome is not None and rank.outcome.left == kept:
-                handover = Handover(digest, last.path, samples, last.fragment, last.metrics)
                 yield fragment.action.nodes[member], handover
                 return
 

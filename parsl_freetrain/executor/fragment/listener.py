@@ -77,7 +77,7 @@ class Listener:
             case StandbyReady() if member in fragment.awaited:
                 fragment.awaited.discard(member)
                 if not fragment.awaited:
-                    self._members.ask_to_stop(fragment, at)
+                    self._members.ask_to_stop(fragment, at, followed=True)
             case RankEnded(rank, ok, died):
                 fragment.ended.setdefault(member, {}).setdefault(rank, at)
                 fragment.died = fragment.died or died

@@ -32,16 +32,20 @@ class Members:
         for member in fragment.members:
             self._control.send((fragment.name, fragment.number, member), message)
 
-    def ask_to_stop(self, fragment: RunningFragment, at: float) -> None:
-        """Ask the fragment to save a checkpoint at the next step boundary and end."""
+    def ask_to_stop(self, fragment: RunningFragment, at: float, *, followed: bool = False) -> None:
+        """Ask the fragment to save a checkpoint at the next step boundary and end. ``followed``:
+        the ranks of the next one are ready.
+        """
         fragment.awaited.clear()
-        fragment.stop_at = at
+        fragment.stop_at, fragment.followed = at, followed
         for member in fragment.members:
             self._ask_to_stop(fragment, member)
 
     def _ask_to_stop(self, fragment: RunningFragment, member: int) -> None:
         # State that is left in the memory of a node that is given back would be lost.
-        stop = StopTraining(fragment.stop, node_leaves=fragment.leaves(member))
+        stop = StopTraining(
+            fragment.stop, node_leaves=fragment.leaves(member), followed=fragment.followed
+        )
         self._control.send((fragment.name, fragment.number, member), stop)
 
     def give_up(self, fragment: RunningFragment, why: str, *, spare: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,3 +43,29 @@ class RankResult:
     def ok(self) -> bool:
         """Whether it finished, or stopped as requested."""
         return self.how in ('finished', 'stopped')
+
+    def __str__(self) -> str:
+        return f'rank {self.rank} on {self.node}' if self.node else f'rank {self.rank}'
+
+    @property
+    def fault(self) -> str:
+        """What a rank with a broken device said of it."""
+        return self.outcome.error.message if self.outcome and self.outcome.error else ''
+
+    @property
+    def ended_how(self) -> str:
+        """Its exit status as the end of a sentence that begins with the rank."""
+        if self.status is None:
+            return 'died'
+        if self.status < 0:
+            return f'was ended by {signal.Signals(-self.status).name}'
+        return f'exited with status {self.status}'
+
+    def suffers(self) -> int:
+        """How likely it is that it ended because of another rank; NCCL, for instance, aborts the
+        ranks that have lost a peer.
+        """
+        if self.how == 'hung':
+            return 0
+        ended_by = -(self.status or 0)
+        return 1 if ended_by > 0 and ended_by != signal.SIGABRT else 2

@@ -20,12 +20,7 @@ from parsl_freetrain.executor.fragment.listener import Listener
 from parsl_freetrain.executor.fragment.members import Members
 from parsl_freetrain.executor.fragment.orders import ControlEndpoint, member_order
 from parsl_freetrain.executor.fragment.standby import StandbyLauncher
-from parsl_freetrain.executor.fragment.state import (
-    FragmentResult,
-    RunningFragment,
-    came_back,
-    fault_of,
-)
+from parsl_freetrain.executor.fragment.state import FragmentResult, RunningFragment, came_back
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S, GiveUp, NodeSilent, StopNow, Watchdog
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.executor.settings import Timeouts
@@ -175,9 +170,11 @@ class FragmentRunner:
             self._members.ask_to_stop(fragment, at)
 
     def hurry(self, at: float) -> None:
-        """Stop all fragments that wait for the next ranks, because of another event."""
+        """Stop all fragments that wait for the next ranks, because of another event. They, and
+        those that have just been told to stop, commit their states themselves.
+        """
         for fragment in self.running.values():
-            if fragment.awaited:
+            if fragment.awaited or fragment.followed:
                 self._members.ask_to_stop(fragment, at)
 
     def rehearse(self, name: str, grace_s: float, at: float) -> str:
@@ -253,7 +250,7 @@ class FragmentRunner:
         faults = fragment.device_faults()
         record.fragment_ended(result, faults.values())
         if result.ending is not Ending.FAILED:
-            self._faulty |= {node: fault_of(rank) for node, rank in faults.items()}
+            self._faulty |= {node: rank.fault for node, rank in faults.items()}
         record.pause(fragment, result)
         kept = max([result.checkpoint.samples, *(left.samples for _, left in record.left)])
         reached = max(furthest(fragment), kept)

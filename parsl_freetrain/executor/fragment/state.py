@@ -5,7 +5,6 @@ effects.
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -92,6 +91,7 @@ class RunningFragment:
         default_factory=set
     )  # members whose ranks of the next fragment it is kept training for
     goes_on: bool = False  # the trainer is expected to go on at once when it has stopped
+    followed: bool = False  # the ranks of the next fragment are ready
     leaving: frozenset[str] = frozenset()  # nodes of it that are given back when it has stopped
     begins_with: Handover | None = None  # the state that it finds in memory
     keeps: bool = False  # its ranks leave their states in memory when one of them is lost
@@ -281,7 +281,7 @@ class RunningFragment:
                 error = result.outcome.error
                 sentence = f'{error.type}: {error.message}'
                 if out_of_memory(error.type, error.message):
-                    sentence = f'{_rank(result)} said {sentence}; its output is in {result.log}'
+                    sentence = f'{result} said {sentence}; its output is in {result.log}'
                     return FragmentResult(
                         Ending.FAILED, self.checkpoint, sentence, out_of_memory=True
                     )
@@ -297,7 +297,7 @@ class RunningFragment:
             assert result.outcome is not None
             assert result.outcome.error is not None
             error = result.outcome.error
-            nodes = {other.node for other in faults if fault_of(other) == error.message}
+            nodes = {other.node for other in faults if other.fault == error.message}
             nodes |= set(before.get(error.message, ()))
             if len(nodes) >= FAULTY_NODES:
                 sentence = (
@@ -311,7 +311,7 @@ class RunningFragment:
         return FragmentResult(
             Ending.PREEMPTED,
             self.checkpoint,
-            f'{_rank(first)} has a broken device: {fault_of(first)}; its output is in {first.log}',
+            f'{first} has a broken device: {first.fault}; its output is in {first.log}',
         )
 
     def _cause(self, results: list[RankResult]) -> str:
@@ -325,12 +325,12 @@ class RunningFragment:
             return (
                 f'{len(self.lost)} of its {len(self.members)} nodes were lost: {", ".join(named)}'
             )
-        for result in sorted(results, key=_suffers):
+        for result in sorted(results, key=RankResult.suffers):
             # Those that it killed itself, when it was given up, are not to blame.
             at_fault = not self.abandoned or result.rank in self.ended_before
             if result.how == 'hung' or (result.how == 'died' and at_fault):
-                what = result.killed or _describe(result.status)
-                return f'{_rank(result)} {what}; its output is in {result.log}'
+                what = result.killed or result.ended_how
+                return f'{result} {what}; its output is in {result.log}'
         if self.abandoned:
             return self.abandoned
         for came in self.settled.values():
@@ -339,7 +339,7 @@ class RunningFragment:
         for result in results:
             if result.how == 'peer-lost' and result.outcome and result.outcome.error:
                 said = result.outcome.error.message
-                return f'{_rank(result)} lost touch with another rank: {said}'
+                return f'{result} lost touch with another rank: {said}'
         return 'its ranks lost touch with each other'
 
     def _exception(self, result: RankResult, error: RankError) -> BaseException:
@@ -374,30 +374,3 @@ def came_back(done: Future[Any]) -> list[RankResult] | BaseException:
     if isinstance(result, list) and all(isinstance(one, RankResult) for one in result):
         return result
     return FreeTrainError(f'a task returned a {type(result).__name__}, no list of rank results')
-
-
-def _suffers(result: RankResult) -> int:
-    """How likely it is that a rank ended because of another one; NCCL, for instance, aborts the
-    ranks that have lost a peer.
-    """
-    if result.how == 'hung':
-        return 0
-    ended_by = -(result.status or 0)
-    return 1 if ended_by > 0 and ended_by != signal.SIGABRT else 2
-
-
-def fault_of(result: RankResult) -> str:
-    """What a rank with a broken device said of it."""
-    return result.outcome.error.message if result.outcome and result.outcome.error else ''
-
-
-def _rank(result: RankResult) -> str:
-    return f'rank {result.rank} on {result.node}' if result.node else f'rank {result.rank}'
-
-
-def _describe(status: int | None) -> str:
-    if status is None:
-        return 'died'
-    if status < 0:
-        return f'was ended by {signal.Signals(-status).name}'
-    return f'exited with status {status}'

@@ -19,7 +19,7 @@ from parsl_freetrain.core.model.events import Ending
 from parsl_freetrain.core.model.types import Checkpoint, Trainer
 from parsl_freetrain.executor.fragment.left_states import Left, left_states
 from parsl_freetrain.executor.fragment.rank_result import RankResult
-from parsl_freetrain.executor.fragment.state import FragmentResult, RunningFragment, fault_of
+from parsl_freetrain.executor.fragment.state import FragmentResult, RunningFragment
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.training.spec.order import Handover
 from parsl_freetrain.training.spec.training import TrainingSpec
@@ -87,7 +87,7 @@ class TrainerRecord:
     def fragment_ended(self, result: FragmentResult, faults: Iterable[RankResult] = ()) -> None:
         """Update what the next fragment starts from. ``faults``: ranks with a broken device."""
         for rank in faults:
-            self.device_faults.setdefault(fault_of(rank), set()).add(rank.node)
+            self.device_faults.setdefault(rank.fault, set()).add(rank.node)
         if result.checkpoint.path:
             self.checkpoint = result.checkpoint
         if result.ending is not Ending.FAILED:

@@ -24,7 +24,7 @@ class Inbox:
     def __init__(self, channel: Channel[ToRank]) -> None:
         self._channel = channel
         self._stop = False
-        self._goes = self._stays = False
+        self._goes = self._stays = self._followed = False
         self._rendezvous: Rendezvous | None = None
 
     def listen_to_signals(self) -> None:
@@ -48,6 +48,12 @@ class Inbox:
         while self._look():
             pass
         return GOES if self._goes else STAYS if self._stays else MAY_STAY
+
+    def followed(self) -> bool:
+        """Check, without waiting, whether the next fragment is ready, and this node is not taken
+        away.
+        """
+        return self.standing() != GOES and self._followed
 
     def wait_for_rendezvous(self, timeout_s: float) -> Rendezvous:
         """Wait for rank 0's address.
@@ -83,6 +89,7 @@ class Inbox:
             case StopTraining():
                 self._stop = True
                 self._goes = self._goes or message.node_leaves
+                self._followed = message.followed
             case NodeStays():
                 self._stays = True
             case Rendezvous():

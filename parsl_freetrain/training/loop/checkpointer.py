@@ -42,6 +42,12 @@ written when the user's function returns; a kill before that repeats the work si
 """
 
 
+LARGE_BYTES = 50_000_000
+"""From this size on, a state that is left in memory is committed by the next fragment, if that is
+ready. Smaller ones take little time.
+"""
+
+
 class Checkpointer:
     """Decides when to save and when to stop, and saves the checkpoints of one fragment. Rank 0
     writes them, or all ranks together.
@@ -80,6 +86,8 @@ class Checkpointer:
         self._steps_s: deque[float] = deque(maxlen=_STEPS)
         self._first_step_s = 0.0
         self._expected_s = 0.0
+        self._size = 0
+        self._begun_with_uncommitted = self._only_in_memory = False
         self._longest_s = 0.0
         self._tidying_s = 0.0
         self.last = last
@@ -88,7 +96,7 @@ class Checkpointer:
         """Set the estimates that hold before the first checkpoint: the state's size in bytes, and
         the longest writing time in earlier fragments in seconds (0: none).
         """
-        self._expected_s = longest_s or size / ASSUMED_BYTES_PER_S
+        self._size, self._expected_s = size, longest_s or size / ASSUMED_BYTES_PER_S
 
     @property
     def longest_s(self) -> float:
@@ -117,7 +125,7 @@ class Checkpointer:
         return Outcome(
             how,
             samples,
-            path=last.path if last is not None else None,
+            path=last.path if last is not None and not self._only_in_memory else None,
             metrics=dict(metrics),
             error=error,
             stepped_at=self._stepped_at,
@@ -160,7 +168,7 @@ class Checkpointer:
 
     def save_soon(self) -> None:
         """Want a checkpoint at the first opportunity: the state is newer than the last one."""
-        self._saved_at = -math.inf
+        self._saved_at, self._begun_with_uncommitted = -math.inf, True
 
     def went_back(self) -> None:
         """Record that the state is that of the last checkpoint again."""
@@ -208,13 +216,20 @@ class Checkpointer:
         self._count_from_here()
 
     def save_and_stop(
-        self, collect: Callable[[], State | None], samples: int, metrics: Mapping[str, float]
+        self,
+        collect: Callable[[], State | None],
+        samples: int,
+        metrics: Mapping[str, float],
+        *,
+        wanted: bool = False,
     ) -> None:
         """Commit the fragment's last checkpoint, and also leave the state in memory. Otherwise as
         :meth:`save_now`.
 
         All ranks call it together. Deleting old checkpoints takes time, so it is left to the next
-        fragment.
+        fragment. If that is ready, committing a large state is left to it too: until then the
+        checkpoint before is what a kill leaves. Not if the user wants this checkpoint (``wanted``,
+        or that of every nth fragment), and not if what this fragment began with is not committed.
         """
         began, leaving = time.monotonic(), self._leaving
         if leaving is not None:
@@ -222,11 +237,27 @@ class Checkpointer:
         state = self._collected(collect)
         if state is not None:
             state = self._snapshots.on_cpu(state)  # once for both
+            by_next = (
+                leaving is not None
+                and self._size >= LARGE_BYTES
+                and not (wanted or self._begun_with_uncommitted)
+                and self._order.spec.checkpoints.retention.every is None
+                and leaving.followed()
+            )
             if leaving is not None:
                 self._background.start(partial(leaving.leave, state, samples))
-            self._commit(
-                state, self._save, samples, metrics, lambda: time.monotonic() - began, tidy=False
-            )
+                if by_next:
+                    self._background.wait()
+                    self._only_in_memory = leaving.left is not None
+            if not self._only_in_memory:
+                self._commit(
+                    state,
+                    self._save,
+                    samples,
+                    metrics,
+                    lambda: time.monotonic() - began,
+                    tidy=False,
+                )
             self._background.wait()
         if leaving is not None:
             leaving.take(samples)
@@ -298,7 +329,7 @@ class Checkpointer:
                 writers.refuse(save, error)
             raise
         seconds = time.monotonic() - began
-        self._longest_s = max(self._longest_s, seconds)
+        self._longest_s, self._begun_with_uncommitted = max(self._longest_s, seconds), False
         self._channel.send(
             CheckpointSaved(
                 self.last.path,

@@ -90,14 +90,24 @@ class Leaving:
             self._peers.send(torch.tensor([int(data is not None)]), 0)
             if data is not None:
                 digest = digest_of(self._peers.receive(data, 0))
-                if keep(self._trainer, fd, digest):
+                if self._kept(fd, digest):
                     self.left = StateLeft(digest, samples, here=True)
+                self._peers.send(torch.tensor([int(self.left is not None)]), 0)
+        finally:
+            os.close(fd)
+
+    def followed(self) -> bool:
+        """On rank 0: whether the next fragment is ready to go on from a state in memory."""
+        return self._inbox.followed()
+
+    def _kept(self, fd: int, digest: str) -> bool:
+        try:
+            return keep(self._trainer, fd, digest)
         except (OSError, EOFError):
             log.warning(
                 'The state could not be kept in memory for the next fragment', exc_info=True
             )
-        finally:
-            os.close(fd)
+            return False
 
     def _receiver(self) -> int | None:
         if self._answer is None:
@@ -133,7 +143,7 @@ class Leaving:
         if not int(self._peers.receive(torch.zeros(1, dtype=torch.int64), receiver)):
             return False
         self._peers.send(data, receiver)
-        return True
+        return bool(self._peers.receive(torch.zeros(1, dtype=torch.int64), receiver))
 
 
 def leave_behind(

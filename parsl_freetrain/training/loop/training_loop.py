@@ -224,7 +224,8 @@ class TrainingLoop:
         FragmentEnd
             Always.
         """
-        self._save(self._checkpointer.save_and_stop)
+        save = self._checkpointer.save_and_stop
+        self._save(partial(save, wanted=self._state.wants_checkpoint))
         self._state.stopped = True
         raise FragmentEnd
 

@@ -149,11 +149,13 @@ class Outcome(Message, frozen=True):
     Attributes
     ----------
     how
-        How it ended. 'finished' and 'stopped' imply that the state is committed.
+        How it ended. 'finished' implies that the state is committed; 'stopped' too, if there is a
+        ``path``. If there is none, the state is only in memory.
     samples
         Number of samples that this rank knows of.
     path
-        On rank 0: the last committed checkpoint; None: there is none.
+        On rank 0: the last committed checkpoint; None: there is none, or the fragment stopped and
+        left a newer state in memory, for the next fragment to commit.
     metrics
         The user's last reported metrics.
     error
@@ -210,10 +212,15 @@ FromRank = (
 
 
 class StopTraining(Message, frozen=True):
-    """Save a checkpoint at the next step boundary and end; ``node_leaves``: leave no state here."""
+    """Save a checkpoint at the next step boundary and end; ``node_leaves``: leave no state here.
+
+    ``followed``: the next fragment is ready. It can write the checkpoint of a large state that is
+    left in memory.
+    """
 
     why: str
     node_leaves: bool = False
+    followed: bool = False
 
 
 class NodeStays(Message, frozen=True):

@@ -332,6 +332,18 @@ def test_what_is_left_in_memory_counts_if_it_is_what_was_committed_at_the_end(
     )
 
 
+def test_what_is_left_uncommitted_counts_although_the_checkpoint_is_an_older_one() -> None:
+    fragment = running_fragment(2)
+    fragment.checkpoint = Checkpoint('cnn', '/c/8', 800, 6)
+    fragment.settled = {
+        0: [outcome(0, 'stopped', samples=900, left=StateLeft('d', 900, here=False))],
+        1: [outcome(1, 'stopped', samples=900, left=StateLeft('d', 900, here=True))],
+    }
+    verdict = fragment.verdict()
+    assert (verdict.ending, verdict.checkpoint.path) == (Ending.STOPPED, '/c/8')
+    assert left_states(fragment, verdict) == (('n1', Handover('d', '', 900, 7)),)
+
+
 @pytest.mark.parametrize(
     ('sent', 'kept', 'node'),
     [
@@ -470,7 +482,7 @@ def test_answers_are_not_missed_while_the_executor_does_not_listen() -> None:
     assert watchdog.look([fragment], 13.0) == []  # a slow decision, or a loaded machine
     assert looks(watchdog, fragment, 13.1, 13.3) == []
     fragment.heard[2] = 13.3
-    assert looks(watchdog, fragment, 13.3, 20.0) == []
+    assert looks(watchdog, fragment, 13.3, 15.0) == []
 
 
 def test_when_a_connection_ends_before_its_ranks_its_member_must_answer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -24,6 +25,7 @@ from torch.utils.data import TensorDataset
 from parsl_freetrain import Samples
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.shape import Shape
+from parsl_freetrain.training.checkpoint import fault_hooks
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.checkpoint.memory_image import digest_of, pack, unpack
 from parsl_freetrain.training.checkpoint.state import (
@@ -137,7 +139,9 @@ def running_ahead(
             channel.close()
 
 
-def stopped_and_left(gang: Ranks, heir: int = 0, goes: int | None = None) -> Handover:
+def stopped_and_left(
+    gang: Ranks, heir: int = 0, goes: int | None = None, *, followed: bool = False
+) -> Handover:
     """Let a fragment train a while, and stop it for the next one; what it left at rank ``heir``.
 
     The ranks from there on are told that they stay; or else rank ``goes`` is told that it goes, and
@@ -147,7 +151,7 @@ def stopped_and_left(gang: Ranks, heir: int = 0, goes: int | None = None) -> Han
     for rank in gang.ranks[heir:] if goes is None else ():
         rank.process.send(NodeStays())
     for i, rank in enumerate(gang.ranks):
-        rank.process.send(StopTraining('test', node_leaves=i == goes))
+        rank.process.send(StopTraining('test', node_leaves=i == goes, followed=followed))
     outcomes = gang.run()
     assert {outcome.how for outcome in outcomes} == {'stopped'}
     sent = outcomes[0].left
@@ -160,7 +164,7 @@ def stopped_and_left(gang: Ranks, heir: int = 0, goes: int | None = None) -> Han
         if outcome.left == StateLeft(sent.digest, sent.samples, here=True)
     ] == [heir]
     assert all(outcome.left is None for i, outcome in enumerate(outcomes) if i not in (0, heir))
-    return Handover(sent.digest, outcomes[0].path, sent.samples, 1, outcomes[0].metrics)
+    return Handover(sent.digest, outcomes[0].path or '', sent.samples, 1, outcomes[0].metrics)
 
 
 @pytest.fixture(scope='module')
@@ -277,6 +281,79 @@ def test_the_state_comes_from_a_node_that_stays_where_that_of_rank_0_goes(
     assert equal(final(tmp_path), undisturbed)
 
 
+def large(ctx: FragmentContext, fault: str = '', endless: int = 1) -> None:
+    """As if the state were a large one; the second fragment has a fault when it commits it."""
+    from parsl_freetrain.training.loop import checkpointer
+
+    def strike(stage: str) -> None:
+        if fault == 'no room on the disk':
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if fault == stage:
+            os.kill(os.getpid(), 9)
+
+    vars(checkpointer)['LARGE_BYTES'] = 0
+    if ctx.fragment == 2:
+        fault_hooks.on_saving.append(strike)
+    train(ctx, kill=(2, 0, 0) if fault == 'its first step' else None, endless=endless)
+
+
+@pytest.mark.parametrize(
+    ('fault', 'ends'),
+    [
+        ('', {'finished'}),
+        ('its first step', {None, 'peer-lost'}),
+        ('before-commit', {None, 'peer-lost'}),
+        ('committed', {None, 'peer-lost'}),
+        ('no room on the disk', {'error', 'peer-lost'}),
+        ('the node', set()),
+    ],
+)
+def test_a_large_state_is_committed_by_the_next_fragment_whatever_happens_to_that(
+    warm: WarmParent,
+    neighbour: WarmParent,
+    tmp_path: Path,
+    undisturbed: dict[str, torch.Tensor],
+    fault: str,
+    ends: set[str | None],
+) -> None:
+    ordered = order(tmp_path, total_samples=TOTAL)
+    store = PosixCheckpointStore(tmp_path / 'store', 'digits')
+    with ranks([warm, neighbour], ordered, 2, tmp_path, large, fault) as gang:
+        left = stopped_and_left(gang, heir=1, followed=True)
+    assert left.path == '' and store.latest() is None
+    again: Handover | None = left
+    if ends:
+        following = replace(ordered, fragment=2, handover=left)
+        with ranks([neighbour, warm], following, 2, tmp_path, large, fault) as gang:
+            assert {outcome.how for outcome in gang.run()} == ends
+            assert gang.ranks[0].said(Started)[0].samples == left.samples
+        if 'error' in ends:
+            assert 'cannot be written' in gang.ranks[0].outcome.error.message
+            again = None  # what the executor does after an error
+    else:
+        again = None  # the state is lost with its node, or with the executor, which knew of it
+    if fault:
+        with ranks(
+            [neighbour, warm], replace(ordered, fragment=3, handover=again), 2, tmp_path, large
+        ) as gang:
+            assert {outcome.how for outcome in gang.run()} == {'finished'}
+            assert gang.ranks[0].said(Started)[0].samples == (left.samples if again else 0)
+    assert equal(final(tmp_path), undisturbed)
+
+
+def test_a_fragment_commits_what_it_began_with_before_it_leaves_more_in_memory(
+    warm: WarmParent, tmp_path: Path
+) -> None:
+    ordered = order(tmp_path, total_samples=TOTAL)
+    with ranks(warm, ordered, 1, tmp_path, large) as gang:
+        left = stopped_and_left(gang, followed=True)
+    following = replace(ordered, fragment=2, handover=left)
+    with ranks(warm, following, 1, tmp_path, large, endless=2) as gang:
+        assert stopped_and_left(gang, followed=True).samples > left.samples
+    latest = PosixCheckpointStore(tmp_path / 'store', 'digits').latest()
+    assert latest is not None and latest.samples >= left.samples
+
+
 def test_nothing_is_left_where_no_node_is_known_to_stay(warm: WarmParent, tmp_path: Path) -> None:
     with ranks(warm, order(tmp_path, total_samples=TOTAL), 2, tmp_path, train, endless=1) as gang:
         gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
@@ -288,7 +365,7 @@ def test_nothing_is_left_where_no_node_is_known_to_stay(warm: WarmParent, tmp_pa
 def sabotaged(ctx: FragmentContext, fault: str) -> None:
     import resource
 
-    from parsl_freetrain.training.loop import handover_send
+    from parsl_freetrain.training.loop import checkpointer, handover_send
 
     def too_large(state: State) -> tuple[int, torch.Tensor]:
         return pack(
@@ -298,6 +375,7 @@ def sabotaged(ctx: FragmentContext, fault: str) -> None:
     def dies(*_: object) -> None:
         os.kill(os.getpid(), 9)
 
+    vars(checkpointer)['LARGE_BYTES'] = 0
     match fault, ctx.rank:
         case 'the heir has no memory', 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))  # of its files in memory, too
@@ -339,7 +417,7 @@ def test_what_goes_wrong_on_the_way_to_another_node_costs_no_checkpoint(
         gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
         gang.ranks[1].process.send(NodeStays())
         for rank in gang.ranks:
-            rank.process.send(StopTraining('test'))
+            rank.process.send(StopTraining('test', followed=True))
         outcomes = gang.run()
         assert [outcome.how for outcome in outcomes] == ends
         assert says in gang.ranks[who].log.read_text()
