@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import TypeVar
 
 from msgspec import field, structs
 
@@ -15,6 +16,8 @@ from parsl_freetrain.core.model.types import ASSUMED_RESCALE_S, Efficiency, Scal
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
 from parsl_freetrain.training.spec.retention import Checkpoints
 from parsl_freetrain.training.spec.shapes import Shapes, all_shapes, check_shapes
+
+C = TypeVar('C', ScalingCurve, ScalingCurve | None)
 
 
 class Epochs(Settings, frozen=True, kw_only=False, tag=True):
@@ -91,6 +94,8 @@ class Scaling(Settings, frozen=True, kw_only=True):
     rate
         Throughput by node count, ``{1: 100.0, 2: 190.0}``, in samples per second or any unit that
         all trainers of the executor share; interpolated linearly. Default: learned while training.
+        In reproducible mode the rank with the most virtual shards sets the pace, so a rate counts
+        for no more than that allows: with 4 shards, 3 nodes are as fast as 2.
     class_rates
         The same for each node class, in place of ``rate``: ``{'a100': {1: 100.0}, 'a40': {1:
         40.0}}``. Nodes of other classes are not used.
@@ -329,7 +334,7 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
             self.min_nodes,
             self.max_nodes,
             total_samples=self.total_samples,
-            curve=scaling.curve(),
+            curve=self._capped(scaling.curve()),
             rescale_up_s=up_s,
             rescale_down_s=down_s,
             priority=owner.priority,
@@ -345,8 +350,23 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
                 for nodes, shapes in sorted(self.shapes.items())
                 if len(shapes) > 1
             ),
-            class_curves=scaling.class_curves(),
+            class_curves=tuple(
+                (name, self._capped(curve)) for name, curve in scaling.class_curves()
+            ),
         )
+
+    def _capped(self, curve: C) -> C:
+        """``curve``, where it is not above what the rank with the most virtual shards allows."""
+        if curve is None or self.shapes or not isinstance(self.mode, Reproducible):
+            return curve
+        ranks = self.ranks.per_node or 1
+        shards = self.shards or self.max_nodes * ranks
+        one, *_ = [n for n, rate in zip(curve.nodes, curve.rate, strict=True) if rate] or [1]
+        most = {n: math.ceil(shards / (n * ranks)) for n in (one, *range(1, self.max_nodes + 1))}
+        limits = {n: curve.rate_at(one) * most[one] / shards for n, shards in most.items()}
+        if all(curve.rate_at(n) <= limit for n, limit in limits.items()):
+            return curve
+        return ScalingCurve.from_points({n: min(curve.rate_at(n), limits[n]) for n in limits})
 
 
 def _check_total(count: float) -> None:
