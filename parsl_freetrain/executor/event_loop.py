@@ -52,6 +52,8 @@ class EventLoop:
     trouble
         Returns a sentence if Parsl's own part of the executor has broken down, else an empty
         string.
+    fail_all
+        Fails all tasks of Parsl, with that sentence.
     requests
         Handles what other programs of the user ask of this run.
     clock
@@ -68,6 +70,7 @@ class EventLoop:
         fragments: FragmentRunner,
         statuses: Callable[[], dict[str, JobStatus]],
         trouble: Callable[[], str],
+        fail_all: Callable[[str], None],
         requests: RequestHandler,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -79,6 +82,7 @@ class EventLoop:
         self._fragments = fragments
         self._statuses = statuses
         self._trouble = trouble
+        self._fail_all = fail_all
         self._requests = requests
         self._clock = clock
         self._broken = ''  # why no trainer can continue
@@ -231,10 +235,7 @@ class EventLoop:
 
     def _poll(self, now: float) -> None:
         """Compare the blocks with the batch system's answer."""
-        if trouble := self._trouble():
-            if not self._broken:
-                self._broken = trouble
-                self._abort_all(trouble, now)
+        if self._broken:
             return
         self._blocks.poll(self._statuses(), now)
         self._stream.emit(ev.Tick(now))
@@ -242,7 +243,11 @@ class EventLoop:
         self._holes_wanted = True
 
     def _look(self, now: float) -> None:
-        """Check time limits, budgets, pauses, and requests of other programs."""
+        """Check Parsl's part, time limits, budgets, pauses, and requests of other programs."""
+        if not self._broken and (trouble := self._trouble()):
+            self._broken = trouble
+            self._abort_all(trouble, now)
+            self._guarded(self._fail_all, trouble)
         if silent := self._fragments.look(now):
             self._blocks.lose(silent, now)
         if self._controller.state.next_change_s() <= now:

@@ -278,6 +278,7 @@ class FreeTrainExecutor(BlockExecutor):
             fragments,
             self._ask_statuses,
             self._trouble,
+            self._fail_all,
             RequestHandler(requests, fragments, stream),
         )
         for block in adopted:

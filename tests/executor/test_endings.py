@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from parsl.app.app import python_app
 from parsl.jobs.states import JobState, JobStatus
 
 from parsl_freetrain import (
@@ -21,7 +23,7 @@ from parsl_freetrain import (
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.sites.schedule import IdleInterval, Schedule
 from tests.support.training import fit, freetrain
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, wait_until
 
 
 def until_training(future: TrainingFuture) -> None:
@@ -83,16 +85,34 @@ def test_a_scheduler_that_does_not_answer_ends_nothing(
         assert len(executor.blocks_to_job_id) == 1
 
 
-def test_without_an_interchange_trainers_fail_with_a_sentence_and_the_workflow_ends(
+def test_without_an_interchange_all_futures_fail_with_a_sentence_and_the_workflow_ends(
     tmp_path: Path,
 ) -> None:
-    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), stop_grace_s=1.0) as executor:
+    @python_app
+    def ordinary(mark: str) -> None:
+        import pathlib
+        import time
+
+        pathlib.Path(mark).touch()
+        time.sleep(10_000)
+
+    mark = tmp_path / 'runs'
+    # A site that is asked so seldom does not delay the news.
+    with freetrain(
+        tmp_path, LocalSite(nodes=1, poll_s=300.0), stop_grace_s=1.0, max_workers_per_node=1
+    ) as executor:
         future = freetrain_app(max_nodes=1, total_epochs=1000)(fit)(pause_s=0.03)
+        running = ordinary(str(mark))
         until_training(future)
+        wait_until(mark.exists)
         assert executor.interchange_proc is not None
         psutil.Process(executor.interchange_proc.pid).kill()
-        with pytest.raises(TrainerFailed, match=r'interchange has ended.*interchange\.log'):
+        later = ordinary(str(mark))  # nobody takes it any more
+        said = r'interchange has ended.*interchange\.log'
+        with pytest.raises(TrainerFailed, match=said):
             future.result(LIMIT_S)
+        for app_future in (running, later, ordinary(str(mark))):
+            assert re.search(said, str(app_future.exception(LIMIT_S)))
 
 
 def test_a_spent_budget_stops_a_trainer_and_holds_in_the_next_run(tmp_path: Path) -> None:

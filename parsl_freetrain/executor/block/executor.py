@@ -8,17 +8,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import zmq
 from parsl.executors import HighThroughputExecutor
 from parsl.executors.high_throughput.executor import HTEXFuture
 from parsl.executors.status_handling import BlockProviderExecutor
 from parsl.jobs.states import JobState, JobStatus
 
+from parsl_freetrain.core.model.errors import TrainerFailed
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.executor.block.adoption import Adoption
 from parsl_freetrain.sites.provider import BackfillProvider
 
 INTERCHANGE_S = 30.0
 """Seconds without an answer after which the interchange is considered dead."""
+_LOOK_MS = 200
 
 
 class BlockExecutor(HighThroughputExecutor):
@@ -33,9 +36,17 @@ class BlockExecutor(HighThroughputExecutor):
 
     def _submit_inner(self, context: dict[str, Any], buffer: bytes) -> HTEXFuture:
         """Parsl's own submission. It supports only one thread, but Parsl's thread and the event
-        loop both submit here.
+        loop both submit here. Without an interchange it would wait for ever.
+
+        Raises
+        ------
+        TrainerFailed
+            If the interchange is gone.
         """
         with self._submitting:
+            while not self.outgoing_q.zmq_socket.poll(_LOOK_MS, zmq.POLLOUT):
+                if trouble := self._trouble():
+                    raise TrainerFailed(f'{trouble}.')
             return super().submit_payload(context, buffer)
 
     def _open_block(self, request: BlockRequest) -> tuple[str, str]:
@@ -94,6 +105,11 @@ class BlockExecutor(HighThroughputExecutor):
             f'its log is {self.logdir}/interchange.log, and a new run continues from the '
             'checkpoints'
         )
+
+    def _fail_all(self, why: str) -> None:
+        """Fail all tasks that Parsl waits for, and all that are still to come."""
+        if not self.bad_state_is_set:
+            self.set_bad_state_and_fail_all(TrainerFailed(f'{why}.'))
 
     def _ask_statuses(self) -> dict[str, JobStatus]:
         self.poll_facade()
