@@ -6,6 +6,7 @@ TEST_ARGS ?=
 BENCH_ARGS ?=
 CHAOS_ARGS ?=
 VERSUS_ARGS ?=
+KILLS_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +16,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 LOWEST := .venv-lowest
 
-.PHONY: help venv demo test test-lowest lint docs bench chaos delay storm versus decisions evidence gpu clean
+.PHONY: help venv demo test test-lowest lint docs bench chaos delay storm kills versus decisions evidence gpu clean
 
 help:
 	@echo 'make demo    train two networks in the holes of this computer (options: DEMO_ARGS)'
@@ -27,6 +28,7 @@ help:
 	@echo 'make chaos   strike a training 200 fragments long at random, and compare its weights (options: CHAOS_ARGS)'
 	@echo 'make delay   ordinary jobs on a real Slurm cluster, without FreeTrain and with it: who starts later (30 minutes)'
 	@echo 'make storm   a training on a real Slurm cluster that loses nodes and its scheduler for a minute'
+	@echo 'make kills   kill ranks and nodes, 100 times each, and measure the next step (options: KILLS_ARGS)'
 	@echo 'make versus  other systems and this one under the same kills, in turns (options: VERSUS_ARGS; an hour)'
 	@echo 'make decisions  the published optimiser and this one on recorded problems, where its code is at hand'
 	@echo 'make evidence  replay every row of docs/evidence-replay.md again, where the public records are at hand'
@@ -80,6 +82,9 @@ delay: $(INSTALLED)
 
 storm: $(INSTALLED)
 	$(BIN)/python -m pytest -s tests/slurm/test_whole_training.py
+
+kills: $(INSTALLED)
+	$(BIN)/python -m tests.benchmarks.kills $(KILLS_ARGS)
 
 versus: $(INSTALLED)
 	$(BIN)/python -m tests.benchmarks.versus $(VERSUS_ARGS)

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from tests.benchmarks.kills import figures, p95, repeated
 from tests.benchmarks.versus.machine import Step
 from tests.benchmarks.versus.measures import (
     ARRIVAL,
@@ -55,6 +56,21 @@ def test_an_event_without_a_step_before_the_next_one_has_no_time() -> None:
     assert next_step(Run(0.0, 14.0, 3, (late,), LOG), late) is None
     assert cell(ROWS['rank'], [None, None]) == 'not in time'
     assert cell(ROWS['rank'], [None, 2.0, 4.0]) == '3.00 (2.00 to 4.00), 1 of 3 not in time'
+
+
+def test_steps_that_a_kill_repeats_are_those_that_had_ended() -> None:
+    assert repeated(LOG, Event(RANK, 3.95, 3), 9.5) == 1  # that which one survivor ended
+    assert repeated(LOG, KILLED, 9.5) == 0
+    assert repeated(LOG, Event(RANK, 12.95, 4), 14.0) == 0
+    assert figures([RUN, RUN], RANK) == {
+        'kills': 2,
+        'not in time': 0,
+        'median': pytest.approx(5.4),
+        'p95': pytest.approx(5.4),
+        'max': pytest.approx(5.4),
+        'most steps repeated': 0,
+    }
+    assert [p95(range(1, n + 1)) for n in (1, 2, 20, 100)] == [1, 2, 19, 95]
 
 
 def test_samples_trained_again_count_once() -> None:
