@@ -115,7 +115,12 @@ def test_a_connection_that_ends_is_told_of_after_what_it_has_said(
     client.send(Hello('n1'))
     client.close()
     said: list[Any] = []
-    wait_until(lambda: said.extend(from_server(server)) or len(said) == 2)
+
+    def told() -> bool:
+        said.extend(from_server(server))
+        return len(said) == 2
+
+    wait_until(told)
     assert said == [FromMember('cnn', 3, 1, Hello('n1')), MemberDisconnected('cnn', 3, 1)]
 
 
