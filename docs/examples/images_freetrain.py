@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, TensorDataset
 
 from parsl_freetrain import BackfillProvider, FreeTrainExecutor, LocalSite, freetrain_app
 
@@ -34,24 +35,26 @@ def train(ctx):
     features = [nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()]
     model = nn.Sequential(*features, nn.Dropout(0.1), nn.Linear(512, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.05)
-    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=20)
-    model, optimizer, warm_up = ctx.prepare(model, optimizer, warm_up, clip_grad_norm=1.0)
-    average = ctx.ema(model, 0.9)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=20)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    model, optimizer, warmup, _ = ctx.prepare(model, optimizer, warmup, average, clip_grad_norm=1.0)
     seen = ctx.state
 
     def worse_for_long():
-        accuracy = ctx.evaluate(average, held_out, measure, batch_size=40)['accuracy']
+        with torch.no_grad():
+            accuracy = measure(average.eval(), held_out[:])['accuracy'].mean().item()
         better = accuracy > seen.get('best', 0.0)
         seen['waited'] = 0 if better else seen['waited'] + 1
         seen['best'] = max(accuracy, seen.get('best', 0.0))
         return seen['waited'] == 2
 
     ctx.each_epoch(lambda: worse_for_long() and ctx.finish_early('worse for two epochs'))
-    for x, y in ctx.loop(held_in, batch_size=32):
+    for x, y in ctx.loop(DataLoader(held_in, batch_size=32, shuffle=True)):
         optimizer.zero_grad()
         mixed_loss(model, x, y).backward()
         optimizer.step()
-        warm_up.step()
+        warmup.step()
+        average.update_parameters(model)
     return seen['best']
 
 

@@ -31,7 +31,7 @@ def train():
     features = [nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()]
     model = nn.Sequential(*features, nn.Dropout(0.1), nn.Linear(512, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.05)
-    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=20)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=20)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     seen = {}
 
@@ -49,7 +49,7 @@ def train():
             mixed_loss(model, x, y).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            warm_up.step()
+            warmup.step()
             average.update_parameters(model)
         if worse_for_long():
             break

@@ -230,8 +230,8 @@ def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
     """
     for kind, several in _KINDS.items():
         now, then = getattr(prepared, several), getattr(saved, several)
-        if kind == 'ema' and not now:
-            continue  # made after ctx.prepare, which then loads them
+        if kind == 'ema' and len(now) < len(then):
+            continue  # ctx.ema makes the others after ctx.prepare, and loads them
         if len(now) != len(then):
             raise BadInput(
                 f'Checkpoint {saved.path} holds {len(then)} {several} and ctx.prepare '
@@ -295,8 +295,9 @@ def check_averages(saved: Saved, now: Sequence[torch.nn.Module]) -> None:
     """Check the number of moving averages; raises BadInput if it has changed."""
     if len(now) != len(saved.averages):
         raise BadInput(
-            f'Checkpoint {saved.path} holds {len(saved.averages)} moving averages and ctx.ema was '
-            f'called for {len(now)}: call it as the earlier fragments did, {_ANEW}.'
+            f'Checkpoint {saved.path} holds {len(saved.averages)} moving averages and there are '
+            f'{len(now)}, by ctx.ema and ctx.prepare: make them as the earlier fragments did, '
+            f'{_ANEW}.'
         )
 
 

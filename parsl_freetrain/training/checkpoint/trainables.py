@@ -1,5 +1,5 @@
-"""What the user gives to ``ctx.prepare``: models, optimizers, learning rate schedulers and gradient
-scalers.
+"""What the user gives to ``ctx.prepare``: models, optimizers, learning rate schedulers, gradient
+scalers and averaged models.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.box import is_divided
@@ -50,7 +51,7 @@ def sort_out(things: tuple[Any, ...], *, named: bool = False, sharded: bool = Fa
         If something is of another kind, there is no model or no optimizer, or a parameter belongs
         to no model.
     """
-    models, optimizers, schedulers, scalers = [], [], [], []
+    models, optimizers, schedulers, scalers, averages = [], [], [], [], []
     for thing in things:
         if isinstance(thing, DistributedDataParallel):
             raise BadInput(
@@ -63,7 +64,9 @@ def sort_out(things: tuple[Any, ...], *, named: bool = False, sharded: bool = Fa
                 f'ctx.prepare was given an {type(thing).__name__} of accelerate: leave out '
                 'accelerator.prepare, and give ctx.prepare what was given to it.'
             )
-        if isinstance(thing, torch.nn.Module):
+        if isinstance(thing, AveragedModel):
+            averages.append(thing)
+        elif isinstance(thing, torch.nn.Module):
             models.append(thing)
         elif isinstance(thing, torch.optim.Optimizer):
             optimizers.append(thing)
@@ -73,9 +76,8 @@ def sort_out(things: tuple[Any, ...], *, named: bool = False, sharded: bool = Fa
             schedulers.append(thing)
         else:
             raise BadInput(
-                f'ctx.prepare was given a {type(thing).__name__}; it takes models, '
-                'optimizers, learning rate '
-                f'schedulers and gradient scalers.'
+                f'ctx.prepare was given a {type(thing).__name__}; it takes models, optimizers, '
+                'learning rate schedulers, gradient scalers and averaged models.'
             )
     if not models or not optimizers:
         raise BadInput(
@@ -106,7 +108,9 @@ def sort_out(things: tuple[Any, ...], *, named: bool = False, sharded: bool = Fa
             'models: give it that model too, since trainers with shapes keep states of '
             'optimizers by the names of parameters in models.'
         )
-    return Prepared(tuple(models), tuple(optimizers), tuple(schedulers), tuple(scalers))
+    return Prepared(
+        tuple(models), tuple(optimizers), tuple(schedulers), tuple(scalers), tuple(averages)
+    )
 
 
 def check_schedulers(prepared: Prepared) -> None:

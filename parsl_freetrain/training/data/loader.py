@@ -128,6 +128,19 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
+def with_own_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A user's DataLoader whose workers end with the rank, and not by its stop signals."""
+    theirs = loader.worker_init_fn
+
+    def begin(number: int) -> None:
+        _begin_worker(number)
+        if theirs is not None:
+            theirs(number)
+
+    loader.worker_init_fn = begin
+    return loader
+
+
 class _SeededDataset(Dataset[Any]):
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset = dataset

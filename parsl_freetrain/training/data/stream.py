@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.comm.collectives import Peers
 from parsl_freetrain.training.comm.variable_rows import gather_bytes
-from parsl_freetrain.training.data.loader import MicroBatch, seed_everything
+from parsl_freetrain.training.data.loader import MicroBatch, seed_everything, with_own_workers
 
 ENDLESS = 2**53
 """The length that a stream counts as."""
@@ -43,13 +43,13 @@ class NumberedStream(Dataset[Any]):
     """
 
     def __init__(self, stream: Any, seed: int) -> None:
-        if iter(stream) is stream:
+        if isinstance(stream, Iterator):
             raise BadInput(
                 f'ctx.loop was given a {type(stream).__name__}, which can be read only once, so '
                 'that a fragment could not go on in it: give an object that begins anew with each '
                 'iter(), such as an IterableDataset.'
             )
-        self._stream = stream
+        self._stream = with_own_workers(stream) if isinstance(stream, DataLoader) else stream
         self._seed = seed
         self._samples: Iterator[Any] = iter(())
         self._next = 0
@@ -97,8 +97,8 @@ class NumberedStream(Dataset[Any]):
         if number and hasattr(self._stream, 'skip'):
             try:
                 # Within the first pass; in later ones, reading finds the end of each.
-                self._samples = iter(self._stream.skip(number))
                 self._seed_for(number)
+                self._samples = iter(self._stream.skip(number))
                 first = next(self._samples)
             except StopIteration:
                 pass
@@ -106,17 +106,19 @@ class NumberedStream(Dataset[Any]):
                 self._samples = _with_first(first, self._samples)
                 self._next = number
                 return
+        self._seed_for(0)  # also for seeds of workers, if it has any
         self._samples = iter(self._stream)
 
     def _read(self) -> Any:
         """Read the next sample, from the next pass if this one has ended."""
         for fresh in (False, True):
+            self._seed_for(self._next)
             if fresh:
                 self._pass += 1
                 if hasattr(self._stream, 'set_epoch'):
                     self._stream.set_epoch(self._pass)
                 self._samples = iter(self._stream)
-            self._seed_for(self._next)
+                self._seed_for(self._next)
             try:
                 sample = next(self._samples)
             except StopIteration:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.state import Saved, restore_average
@@ -17,6 +18,7 @@ from parsl_freetrain.training.loop.evaluation import EvaluationData, Measure, ev
 from parsl_freetrain.training.loop.fragment_view import FragmentView
 from parsl_freetrain.training.loop.hooks import Hooks, MovingAverage
 from parsl_freetrain.training.loop.parts import Model, RankParts
+from parsl_freetrain.training.loop.prepared_average import PreparedAverage
 from parsl_freetrain.training.loop.training_loop import TrainingLoop
 from parsl_freetrain.training.spec.mode import Reproducible
 
@@ -29,6 +31,7 @@ class AroundTheLoop(FragmentView):
         self._hooks = Hooks()
         self._model: Model | None = None
         self._loop: TrainingLoop | None = None
+        self._averages: list[PreparedAverage] = []
 
     def before_step(self, function: Callable[[], object]) -> None:
         """Call a function once per global batch, on all ranks, when the gradient of the global
@@ -147,6 +150,24 @@ class AroundTheLoop(FragmentView):
             self._loop.may_stop() if stops and self._loop is not None else lambda: None,
         )
 
+    def _take_average(self, average: torch.nn.Module) -> None:
+        """Update an average that was given to :meth:`prepare` after each step."""
+        assert self._model is not None
+        assert isinstance(average, AveragedModel)
+        self._check_averages()
+        if self._saved is None:
+            tensors = (*average.parameters(), *average.buffers())
+            self._division.make_equal((tensor.data for tensor in tensors), self._peers)
+        taken = PreparedAverage(
+            average, self._model.prepared.models, self._peers, lambda: self._state.reports.in_turn
+        )
+        self._averages.append(taken)
+        self._hooks.after_step.insert(len(self._averages) - 1, taken.after_step)
+
+    def _check_averages(self) -> None:
+        if self._division.pipelined or self._division.sharded:
+            raise BadInput('A model that is divided among ranks cannot be averaged.')
+
     def ema(self, model: torch.nn.Module, decay: float) -> torch.nn.Module:
         """The exponential moving average of a model's parameters over the steps, which is saved
         with every checkpoint.
@@ -175,8 +196,7 @@ class AroundTheLoop(FragmentView):
         source = model.module if isinstance(model, DistributedDataParallel) else model
         if not any(source is one for one in self._model.prepared.models):
             raise BadInput('ctx.ema was given a model that was not given to ctx.prepare.')
-        if self._division.pipelined or self._division.sharded:
-            raise BadInput('ctx.ema cannot average a model that is divided among ranks.')
+        self._check_averages()
         average = MovingAverage(source, decay)
         averages = (*self._model.prepared.averages, average.model)
         if isinstance(self._saved, Saved):

@@ -22,6 +22,7 @@ from parsl_freetrain.training.checkpoint.state import (
     restore,
 )
 from parsl_freetrain.training.checkpoint.trainables import check_schedulers, sort_out
+from parsl_freetrain.training.data.data_loaders import LoaderData
 from parsl_freetrain.training.data.loader import size_of
 from parsl_freetrain.training.data.order import GlobalOrder, samples_in
 from parsl_freetrain.training.data.stream import ENDLESS, NumberedStream, is_stream
@@ -104,8 +105,8 @@ class FragmentContext(AroundTheLoop):
         Parameters
         ----------
         *things
-            All models with trained parameters, optimizers, learning rate schedulers and gradient
-            scalers.
+            All models with trained parameters, optimizers, learning rate schedulers, gradient
+            scalers, and AveragedModels of torch.
         clip_grad_norm
             Clip the gradient of the global batch to this norm.
         find_unused_parameters
@@ -127,7 +128,7 @@ class FragmentContext(AroundTheLoop):
                 'and schedulers.'
             )
         prepared = sort_out(things, named=self._division.stated, sharded=self._division.sharded)
-        for model in prepared.models:
+        for model in (*prepared.models, *prepared.averages):
             model.to(self.device)
         for optimizer in prepared.optimizers:
             move_to_parameters(optimizer)
@@ -154,6 +155,8 @@ class FragmentContext(AroundTheLoop):
         )
         steps.before_step.append(lambda: run_all(self._hooks.before_step))
         self._model = Model(prepared, self._division, steps, watch, self._hooks)
+        for average in prepared.averages:
+            self._take_average(average)
         self._checkpointer.expect(
             3 * sum(local(tensor).nbytes for tensor in prepared.tensors()),
             self._saved.position.checkpoint_s if self._saved is not None else 0.0,
@@ -163,14 +166,14 @@ class FragmentContext(AroundTheLoop):
             for kind in ('models', 'optimizers', 'schedulers')
             for thing, stand_in in zip(getattr(prepared, kind), getattr(steps, kind), strict=True)
         }
-        of.update((id(scaler), scaler) for scaler in prepared.scalers)
+        of.update((id(thing), thing) for thing in (*prepared.scalers, *prepared.averages))
         answers = tuple(of[id(thing)] for thing in things)
         return answers[0] if len(answers) == 1 else answers
 
     def loop(
         self,
         dataset: Any,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
         micro_batch: int | None = None,
         epochs: float | None = None,
@@ -194,7 +197,8 @@ class FragmentContext(AroundTheLoop):
         dataset
             A map-style dataset: it has a length and an index. Or a stream, such as an
             IterableDataset, which every rank reads in the same order; then each rank gets its own
-            samples of it, and the total is in samples.
+            samples of it, and the total is in samples. Or a DataLoader of one of these, with its
+            settings; then leave out ``batch_size`` and those below.
         batch_size
             Number of samples in a global batch, over all ranks: what one optimizer step sees. In
             scaled mode, the number for the reference number of ranks.
@@ -224,9 +228,11 @@ class FragmentContext(AroundTheLoop):
         if micro_batch is not None and micro_batch < 1:
             raise BadInput(f'ctx.loop was given micro_batch={micro_batch}; it must be 1 or more.')
         check_schedulers(self._model.prepared)
+        data = LoaderData.of_loop(dataset, batch_size, shuffle, collate_fn, num_workers)
+        dataset, batch_size = data.dataset, data.batch_size
         size, stream = ENDLESS, None
         if is_stream(dataset):
-            self._check_stream(epochs, num_workers)
+            self._check_stream(epochs, data.num_workers)
             dataset = stream = NumberedStream(dataset, self._order.spec.mode.seed)
         else:
             size = size_of(dataset)
@@ -258,6 +264,7 @@ class FragmentContext(AroundTheLoop):
             self._model.prepared,
             modules_among(sys._getframe(1).f_locals),
             reproducible=isinstance(mode, Reproducible),
+            averages=self._averages,
         )
         policy = NonFinitePolicy(mode.on_nan, f'Trainer {self.trainer!r}, fragment {self.fragment}')
         self._state.complete = False
@@ -281,11 +288,12 @@ class FragmentContext(AroundTheLoop):
             dataset_size=size,
             batch_size=batch_size,
             seed=mode.seed,
-            shuffle=shuffle and stream is None,
+            shuffle=data.shuffle and stream is None,
             total_samples=length,
             aligned=not isinstance(mode, Scaled),
         )
-        return self._loop.run(BatchSource(data_order, dataset, collate_fn, num_workers, base))
+        source = BatchSource(data_order, dataset, data.collate_fn, data.num_workers, base)
+        return self._loop.run(source)
 
     def _check_stream(self, epochs: float | None, num_workers: int) -> None:
         if epochs is not None or self._order.spec.total_epochs is not None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
+from parsl_freetrain.training.loop.prepared_average import PreparedAverage
 
 _OFFER = (
-    'for a moving average use ctx.ema(model, decay), and do anything else that changes parameters '
-    'in ctx.after_step(fn)'
+    "for a moving average use ctx.ema(model, decay), or give torch's AveragedModel to ctx.prepare, "
+    'and do anything else that changes parameters in ctx.after_step(fn)'
 )
 
 
@@ -31,12 +32,19 @@ class TurnGuard:
     ----------
     others
         Modules around the loop that may not have been prepared, by name.
+    averages
+        What is to be asked at the end of a turn, too.
     """
 
     def __init__(
-        self, prepared: Prepared, others: Mapping[str, torch.nn.Module], *, reproducible: bool
+        self,
+        prepared: Prepared,
+        others: Mapping[str, torch.nn.Module],
+        *,
+        reproducible: bool,
+        averages: Sequence[PreparedAverage] = (),
     ) -> None:
-        self._reproducible = reproducible
+        self._reproducible, self._averages = reproducible, averages
         self._names: list[str] = []
         self._watched: list[torch.Tensor] = []
         known = {id(p) for model in prepared.models for p in model.parameters()}
@@ -74,8 +82,10 @@ class TurnGuard:
         Raises
         ------
         BadInput
-            If a parameter has changed in it.
+            If a parameter has changed in it, or an average was asked for in some turns only.
         """
+        for average in self._averages:
+            average.end_turn()
         now = [parameter._version for parameter in self._watched]
         if now != self._versions:
             pairs = zip(now, self._versions, strict=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.loop.context import FragmentContext
@@ -74,13 +74,31 @@ def averages_around(ctx: FragmentContext) -> None:
         average.update_parameters(getattr(model, 'module', model))
 
 
-def averages_prepared(ctx: FragmentContext) -> None:
-    model = nn.Linear(2, 1)
+def averages_prepared(ctx: FragmentContext, often: Callable[[int], bool] = lambda _: True) -> None:
+    """As in a script for one process, with its DataLoader."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    model, average, optimizer = ctx.prepare(
-        model, average, torch.optim.SGD(model.parameters(), lr=0.1)
-    )
-    train(ctx, average.update_parameters, model, optimizer)
+    stochastic = AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, average, optimizer, stochastic = ctx.prepare(model, average, optimizer, stochastic)
+    ctx.each_epoch(lambda: stochastic.update_parameters(model))
+    for (x,) in ctx.loop(DataLoader(DATA, batch_size=4, shuffle=True)):
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        if often(ctx.samples):
+            average.update_parameters(model)
+    assert (average.n_averaged, stochastic.n_averaged) == (ctx.samples // 4, ctx.samples // 16)
+
+
+def averages_some_steps(ctx: FragmentContext) -> None:
+    averages_prepared(ctx, lambda samples: samples == 0)
+
+
+def averages_another_model(ctx: FragmentContext) -> None:
+    model = nn.Linear(2, 1)
+    ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), AveragedModel(nn.Linear(3, 1)))
 
 
 def averages_its_data(ctx: FragmentContext) -> None:
@@ -126,7 +144,8 @@ def averages_too_late(ctx: FragmentContext) -> None:
     ('function', 'sentence'),
     [
         (averages_around, 'changed average.module.weight, a parameter that was not given'),
-        (averages_prepared, "changed the parameter 'module.weight' of model 2"),
+        (averages_some_steps, 'called update_parameters of an AveragedModel in some turns'),
+        (averages_another_model, 'was given an AveragedModel and 0 models with its parameters'),
         (averages_its_data, 'changed keeper.copy.weight'),
         (clamps_weights, "changed the parameter 'weight'. In reproducible mode it runs once per"),
         (clips_in_the_loop, 'ctx.prepare(..., clip_grad_norm=...)'),
@@ -146,7 +165,7 @@ def test_what_would_depend_on_the_nodes_is_refused(
 def test_throughput_mode_refuses_only_what_would_be_lost(warm: WarmParent, tmp_path: Path) -> None:
     (outcome,) = run(warm, tmp_path / 'lost', averages_around, mode='throughput')
     assert 'would be lost at the end of the fragment' in outcome.error.message
-    for function in (averages_prepared, clips_in_the_loop, clamps_weights):
+    for function in (clips_in_the_loop, clamps_weights):
         (outcome,) = run(warm, tmp_path / function.__name__, function, mode='throughput')
         assert outcome.how == 'finished', outcome.error
 
@@ -173,20 +192,23 @@ def averages(ctx: FragmentContext) -> None:
 
 
 @pytest.mark.parametrize('mode', ['reproducible', 'throughput'])
+@pytest.mark.parametrize('function', [averages, averages_prepared])
 def test_hooks_act_once_per_step_and_an_average_is_saved(
-    warm: WarmParent, tmp_path: Path, mode: str
+    warm: WarmParent, tmp_path: Path, mode: str, function: Callable[..., None]
 ) -> None:
     """The same bits, averages included, on one rank and on three ranks and then two."""
-    (outcome,) = run(warm, tmp_path / 'one', averages, mode=mode)
+    (outcome,) = run(warm, tmp_path / 'one', function, mode=mode)
     assert outcome.how == 'finished', outcome.error
     for fragment, world_size, total in ((1, 3, 16), (2, 2, 32)):
         ordered = order(tmp_path / 'cut', fragment, total_samples=total, mode=mode)
-        with ranks(warm, ordered, world_size, tmp_path / 'cut', averages) as gang:
+        with ranks(warm, ordered, world_size, tmp_path / 'cut', function) as gang:
             outcomes = gang.run()
         assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
     one, cut = load_weights(outcome.path), load_weights(outcomes[0].path)
-    assert {name.split('.')[0] for name in one} == {'model', 'ema'}
-    assert not torch.equal(one['model.weight'], one['ema.weight'])
+    assert {name.split('.')[0] for name in one} >= {'model', 'ema'}
+    weight = next(name for name in one if name.startswith('ema.') and name.endswith('weight'))
+    own = weight.replace('ema.', 'model.').replace('module.', '')
+    assert not torch.equal(one[weight], one[own])
     for name in one:
         if mode == 'reproducible':
             assert torch.equal(one[name], cut[name]), name
