@@ -92,11 +92,12 @@ def plan(
         lasts = f'for {block["walltime_s"]} s' + (
             ', or until preempted' if block['preemptible'] else ''
         )
+        of_class = f'on {block["node_class"]} ' if block['node_class'] else ''
         if block['exempt_s']:
             lasts += f' after {block["exempt_s"]:g} s'
         print(
             f'### block {number}: {block["nodes"]} nodes of {block["queue"]} '
-            f'{lasts}; it costs {block["cost"][0]:.3g} to {block["cost"][1]:.3g} '
+            f'{of_class}{lasts}; it costs {block["cost"][0]:.3g} to {block["cost"][1]:.3g} '
             f'{UNIT}\n{block["script"]}'
         )
     if expected:
@@ -140,7 +141,13 @@ def blocks_for(provider: BackfillProvider, now: float) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     for hole in sorted(holes_of(where), key=lambda hole: -hole['nodes'])[: provider.max_blocks]:
         hole_s = None if hole['until_s'] is None else hole['until_s'] - now
-        request = BlockRequest(hole['nodes'], hole_s, hole['queue'], tuple(hole['names']))
+        request = BlockRequest(
+            hole['nodes'],
+            hole_s,
+            hole['queue'],
+            tuple(hole['names']),
+            node_class=hole['node_class'],
+        )
         shape, script = where.preview(
             request,
             COMMAND,
@@ -154,6 +161,7 @@ def blocks_for(provider: BackfillProvider, now: float) -> list[dict[str, Any]]:
                 'walltime_s': shape.walltime_s,
                 'hole_s': hole_s,
                 'queue': hole['queue'],
+                'node_class': hole['node_class'],
                 'preemptible': where.options.mode is Mode.PREEMPTIBLE,
                 'exempt_s': where.options.exempt_s,
                 'cost': [

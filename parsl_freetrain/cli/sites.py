@@ -115,6 +115,7 @@ def holes_of(site: Site) -> list[dict[str, Any]]:
             'until_s': hole.until_s,
             'queue': hole.queue,
             'names': list(hole.names),
+            'node_class': hole.node_class,
         }
         for hole in found
     ]

@@ -202,7 +202,7 @@ def check_classes(trainer: Trainer, site: HoleSource) -> None:
     BadInput
         With the trainer's name, the class, and the classes of the site.
     """
-    classes = set(getattr(site, 'node_classes', {}).values())
+    classes = set(getattr(site, 'classes', ()))
     if classes and trainer.shapes:
         raise BadInput(
             f'Trainer {trainer.name!r}: several shapes for one node count cannot be tried where '

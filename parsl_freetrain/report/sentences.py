@@ -9,7 +9,8 @@ def describe(action: ev.Action) -> str:
     """An action in a few words."""
     match action:
         case ev.OpenBlock(request):
-            return f'open a block of {request.nodes} nodes'
+            on_class = f' on {request.node_class}' if request.node_class else ''
+            return f'open a block of {request.nodes} nodes{on_class}'
         case ev.CloseBlock(block, why):
             return f'close block {block}: {why}'
         case ev.ReleaseNodes(block, nodes, why):

@@ -135,13 +135,14 @@ class Site(HoleSource, Protocol):
 class FoundBlock:
     """A block of an earlier run that waits or runs.
 
-    ``end_s`` is in seconds of ``time.time()``; None while unknown.
+    ``end_s`` is in seconds of ``time.time()``; None while unknown. ``node_class`` is as requested.
     """
 
     job_id: str
     nodes: int
     queue: str = ''
     end_s: float | None = None
+    node_class: str = ''
 
 
 @runtime_checkable

@@ -35,10 +35,18 @@ class Blocks:
         self.jobs: list[str] = []
         site.start()
 
-    def open(self, nodes: int, walltime_s: float | None = 300.0, command: str = 'sleep 600') -> str:
+    def open(
+        self,
+        nodes: int,
+        walltime_s: float | None = 300.0,
+        command: str = 'sleep 600',
+        node_class: str = '',
+    ) -> str:
         self.jobs.append(
             self.provider.open_block(
-                BlockRequest(nodes, walltime_s), command, f'block-{len(self.jobs)}'
+                BlockRequest(nodes, walltime_s, node_class=node_class),
+                command,
+                f'block-{len(self.jobs)}',
             )
         )
         return self.jobs[-1]

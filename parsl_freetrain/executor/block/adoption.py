@@ -94,6 +94,7 @@ class Adoption:
                 found.nodes,
                 None if found.end_s is None else max(0.0, found.end_s - now),
                 found.queue,
+                node_class=found.node_class,
             )
             adopted.append(AdoptedBlock(block, found.job_id, request))
         if adopted:

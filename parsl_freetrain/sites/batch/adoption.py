@@ -8,7 +8,7 @@ from parsl_freetrain.sites.batch.book import BatchBlock
 from parsl_freetrain.sites.batch.life import Seen
 from parsl_freetrain.sites.batch.options import BatchOptions
 from parsl_freetrain.sites.batch.records import BatchJob, JobState
-from parsl_freetrain.sites.batch.shape import Place
+from parsl_freetrain.sites.batch.shape import Place, class_in
 from parsl_freetrain.sites.protocols import FoundBlock
 
 
@@ -21,11 +21,15 @@ def block_from(job: BatchJob, options: BatchOptions, now: float) -> BatchBlock:
     running = job.state is JobState.RUNNING
     latest_s = job.end_s if running and job.end_s is not None else start_by_s + options.longest_s
     block = BatchBlock(job.job_id, job.nodes, now, start_by_s, latest_s, Place(job.name, '', ''))
-    return replace(block, seen=Seen(job.state, job.end_s if running else None, running))
-
-
-def found_from(job: BatchJob) -> FoundBlock:
-    """The same job as a :class:`FoundBlock`."""
-    return FoundBlock(
-        job.job_id, job.nodes, job.partition, job.end_s if job.state is JobState.RUNNING else None
+    return replace(
+        block,
+        seen=Seen(job.state, job.end_s if running else None, running),
+        node_class=class_in(job.name, options.classes),
     )
+
+
+def found_from(job: BatchJob, options: BatchOptions) -> FoundBlock:
+    """The same job as a :class:`FoundBlock`."""
+    end_s = job.end_s if job.state is JobState.RUNNING else None
+    node_class = class_in(job.name, options.classes)
+    return FoundBlock(job.job_id, job.nodes, job.partition, end_s, node_class)

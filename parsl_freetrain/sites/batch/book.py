@@ -30,6 +30,8 @@ class BatchBlock:
         If it has not started by then, it is withdrawn.
     latest_end_s
         By then it is certainly over.
+    node_class
+        The class of its nodes; empty: any.
     """
 
     job_id: str
@@ -39,6 +41,7 @@ class BatchBlock:
     latest_end_s: float
     place: Place
     seen: Seen = field(default_factory=Seen)
+    node_class: str = ''
 
     @property
     def life(self) -> BlockLife:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.sites.batch.options import BatchOptions
-from parsl_freetrain.sites.batch.records import Partition
+from parsl_freetrain.sites.batch.records import Nodes, Partition
 
 
 def within(queue: Partition, options: BatchOptions, step_s: int) -> Partition:
@@ -47,6 +48,23 @@ def within(queue: Partition, options: BatchOptions, step_s: int) -> Partition:
 
 def _smaller(one: int | None, other: int | None) -> int | None:
     return min((n for n in (one, other) if n is not None), default=None)
+
+
+def check_classes(classes: Sequence[str], nodes: Sequence[Nodes], queue: Partition) -> None:
+    """Refuse a node class of the site config that no node has.
+
+    Raises
+    ------
+    BadInput
+        With the class and the queue.
+    """
+    there = {group.node_class for group in nodes if group.partition == queue.name}
+    for name in classes:
+        if name not in there:
+            raise BadInput(
+                f'The site config has the node class {name!r}, and no node of the queue '
+                f'{queue.name!r} is of it; correct its entry in node_classes, or leave it out.'
+            )
 
 
 def check_request(request: BlockRequest, queue: Partition) -> None:

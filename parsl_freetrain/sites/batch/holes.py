@@ -2,7 +2,7 @@
 
 A node that is idle, or planned for a job that waits, can be had until the first of: the start that
 the scheduler plans for a waiting job on it, and the start of a reservation of it. Nodes that can be
-had equally long make one hole.
+had equally long, and are of one class, make one hole.
 """
 
 from __future__ import annotations
@@ -25,17 +25,22 @@ USABLE = ('idle', 'planned')
 # A planned node is idle; older versions mark it so instead of naming the state.
 HARMLESS_MARKS = '-'
 
+Groups = dict[tuple[float, str], list[str]]
+"""Names of nodes by when they can be had until, and by class."""
+
 
 @dataclass(frozen=True)
 class Wanted:
     """Which nodes blocks can use.
 
-    A node must have all features of one of the sets in ``features``, and ``gpus`` GPUs.
+    A node must have all features of one of the sets in ``features``, and ``gpus`` GPUs. Where there
+    are node ``classes``, it must be of one of them.
     """
 
     partition: str
     features: tuple[frozenset[str], ...] = ()
     gpus: int = 0
+    classes: tuple[str, ...] = ()
 
     def fits(self, nodes: Nodes) -> bool:
         return (
@@ -44,6 +49,7 @@ class Wanted:
             and not nodes.marks.strip(HARMLESS_MARKS)
             and nodes.gpus >= self.gpus
             and (not self.features or any(f <= set(nodes.features) for f in self.features))
+            and (not self.classes or nodes.node_class in self.classes)
         )
 
 
@@ -51,11 +57,13 @@ class Wanted:
 class OnTheWay:
     """A block that has no nodes yet.
 
-    ``end_s`` is when it ends at the latest; infinite if nothing ends it.
+    ``end_s`` is when it ends at the latest; infinite if nothing ends it. ``node_class`` is that of
+    its nodes; empty: any.
     """
 
     nodes: int
     end_s: float
+    node_class: str = ''
 
 
 def windows(
@@ -124,6 +132,7 @@ def holes(
     now: float,
     margin_s: float,
     least_s: float,
+    classes: Mapping[str, str] | None = None,
 ) -> tuple[Hole, ...]:
     """The holes that the blocks on their way leave free, the longest first.
 
@@ -133,6 +142,8 @@ def holes(
         How long before its nodes are needed a hole ends, in seconds.
     least_s
         Minimum length of a hole, in seconds.
+    classes
+        The classes of the nodes by their names; None: all are alike.
 
     Returns
     -------
@@ -142,15 +153,16 @@ def holes(
     """
     if not partition.up:
         return ()
-    groups: dict[float, list[str]] = defaultdict(list)
+    classes = classes or {}
+    groups: Groups = defaultdict(list)
     for name, end in windows.items():
-        groups[end].append(name)
+        groups[end, classes.get(name, '')].append(name)
     for names in groups.values():
         names.sort()
     for block in sorted(on_the_way, key=lambda b: (-b.end_s, -b.nodes)):
         _take(groups, block)
     found = []
-    for end, names in sorted(groups.items(), reverse=True):
+    for (end, node_class), names in sorted(groups.items(), reverse=True):
         until = end - margin_s
         if until - now < least_s:
             continue
@@ -158,22 +170,21 @@ def holes(
         for first in range(0, len(names), most):
             part = tuple(names[first : first + most])
             if len(part) >= partition.least_nodes:
-                found.append(
-                    Hole(len(part), until if math.isfinite(until) else None, partition.name, part)
-                )
+                until_s = until if math.isfinite(until) else None
+                found.append(Hole(len(part), until_s, partition.name, part, node_class))
     return tuple(found)
 
 
-def _take(groups: dict[float, list[str]], block: OnTheWay) -> None:
+def _take(groups: Groups, block: OnTheWay) -> None:
     """Count as taken the shortest windows that are long enough for a block.
 
     The scheduler may choose any of them.
     """
     missing = block.nodes
-    ends = sorted(groups)
-    for end in [e for e in ends if e >= block.end_s] + [
-        e for e in reversed(ends) if e < block.end_s
+    keys = [key for key in sorted(groups) if block.node_class in ('', key[1])]
+    for key in [k for k in keys if k[0] >= block.end_s] + [
+        k for k in reversed(keys) if k[0] < block.end_s
     ]:
-        while missing and groups[end]:
-            groups[end].pop()
+        while missing and groups[key]:
+            groups[key].pop()
             missing -= 1

@@ -26,6 +26,7 @@ def _whole(option: str) -> str:
 
 
 Option = Annotated[Line, AfterValidator(_whole)]
+ClassName = Annotated[str, Field(pattern=r'^[A-Za-z0-9][A-Za-z0-9_-]*$')]
 
 
 class Mode(StrEnum):
@@ -132,6 +133,11 @@ class BatchOptions(BaseModel):
     least_charge_s: Seconds = 0.0
     least_charge_price: float = Field(0.0, ge=0, allow_inf_nan=False)
     interface: Word | None = None
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The node classes that are told apart, in the order in which nodes are compared."""
+        return ()
 
     def cost(self, nodes: int, lasts_s: float) -> float:
         """What a block costs that lasts for ``lasts_s`` seconds, in the unit of ``price``."""

@@ -125,6 +125,8 @@ class Nodes:
         GPUs on each.
     until_s
         When the scheduler means to need them; None where it says so only of its jobs.
+    node_class
+        Which of the site config's node classes they are of; empty: none.
     """
 
     partition: str
@@ -134,6 +136,7 @@ class Nodes:
     features: tuple[str, ...] = ()
     gpus: int = 0
     until_s: float | None = None
+    node_class: str = ''
 
 
 @dataclass(frozen=True)

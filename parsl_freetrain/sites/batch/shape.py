@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from parsl_freetrain.sites.batch.options import BatchOptions, Mode
@@ -29,6 +30,8 @@ class BlockShape:
         Which nodes; empty: any.
     avoid
         Which nodes not.
+    node_class
+        The class of the nodes, where the site config tells them apart.
     """
 
     nodes: int
@@ -37,6 +40,7 @@ class BlockShape:
     deadline: int | None = None
     names: tuple[str, ...] = ()
     avoid: tuple[str, ...] = ()
+    node_class: str = ''
 
 
 @dataclass(frozen=True)
@@ -92,14 +96,20 @@ def shape_for(
     )
 
 
-def job_name(run: str, block: str) -> str:
-    """The name by which a block is found again: that of its run, then its own."""
-    return f'{PREFIX}.{_plain(run)}.{_plain(block)}'
+def job_name(run: str, block: str, node_class: str = '') -> str:
+    """The name by which a block is found again: that of its run, its own, and its nodes' class."""
+    of_class = f'.on-{node_class}' if node_class else ''
+    return f'{PREFIX}.{_plain(run)}.{_plain(block)}{of_class}'
 
 
 def is_block_of(run: str, name: str) -> bool:
     """Whether a job's name is that of a block of this run."""
     return name.startswith(f'{PREFIX}.{_plain(run)}.')
+
+
+def class_in(name: str, classes: Iterable[str]) -> str:
+    """Which of the classes the name of a block says; empty: none."""
+    return next((c for c in classes if name.endswith(f'.on-{c}')), '')
 
 
 def _plain(text: str) -> str:

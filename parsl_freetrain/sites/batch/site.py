@@ -14,7 +14,7 @@ from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, Hole, NodeDemand
 from parsl_freetrain.sites.batch.adoption import block_from, found_from
 from parsl_freetrain.sites.batch.book import BatchBlock
-from parsl_freetrain.sites.batch.checks import within
+from parsl_freetrain.sites.batch.checks import check_classes, within
 from parsl_freetrain.sites.batch.holes import OnTheWay, holes, windows
 from parsl_freetrain.sites.batch.options import BatchOptions, Mode, given_options
 from parsl_freetrain.sites.batch.records import BatchJob, Partition
@@ -111,12 +111,19 @@ class BatchSite(ABC):
         if self._partition is None:
             partition = self._look_up()
             self._submitter.check(partition)
+            if self.classes:
+                check_classes(self.classes, self._scheduler.nodes(), partition)
             self._partition = partition
 
     def _look_up(self) -> Partition:
         return self._partition or within(
             self._scheduler.queue(), self.options, self._scheduler.step_s
         )
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The node classes that the site config tells apart."""
+        return self.options.classes
 
     @property
     def queue(self) -> str:
@@ -190,11 +197,12 @@ class BatchSite(ABC):
         )
         return holes(
             until,
-            [OnTheWay(block.nodes, block.latest_end_s) for block in waiting],
+            [OnTheWay(block.nodes, block.latest_end_s, block.node_class) for block in waiting],
             partition,
             now,
             self.options.margin_s,
             partition.shortest_s + self.options.start_s,
+            {name: group.node_class for group in snapshot.nodes for name in group.names},
         )
 
     def offers(self, since: float, until: float) -> tuple[NodeOffer, ...]:
@@ -329,7 +337,7 @@ class BatchSite(ABC):
         now, ours = self._clock(), self._tracker.ids()
         found = [job for job in self.find_blocks() if job.job_id not in ours]
         self._tracker.add([block_from(job, self.options, now) for job in found])
-        return tuple(found_from(job) for job in found)
+        return tuple(found_from(job, self.options) for job in found)
 
     def find_blocks(self, run: str | None = None) -> tuple[BatchJob, ...]:
         """This user's jobs that are blocks of a run (default: this one) and not over.

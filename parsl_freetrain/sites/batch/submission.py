@@ -101,8 +101,8 @@ class Submitter:
             self._scheduler.step_s,
             partition.shortest_s,
         )
-        shape = replace(shape, avoid=request.avoid)
-        place = self._place(folder, block)
+        shape = replace(shape, avoid=request.avoid, node_class=request.node_class)
+        place = self._place(folder, block, request.node_class)
         return shape, place, self._scheduler.render(shape, place, command, worker_init)
 
     def submit(
@@ -146,10 +146,12 @@ class Submitter:
         if shape.deadline is not None:
             start_by_s = min(start_by_s, float(shape.deadline - shape.least_s))
             latest_s = float(shape.deadline)
-        return BatchBlock(job_id, shape.nodes, now, start_by_s, latest_s, place)
+        return BatchBlock(
+            job_id, shape.nodes, now, start_by_s, latest_s, place, node_class=shape.node_class
+        )
 
-    def _place(self, folder: Path, block: str) -> Place:
-        name = job_name(self.run, f'{block}.{secrets.token_hex(3)}')
+    def _place(self, folder: Path, block: str, node_class: str = '') -> Place:
+        name = job_name(self.run, f'{block}.{secrets.token_hex(3)}', node_class)
         return Place(name, str(folder / f'{name}.out'), str(folder / f'{name}.err'))
 
     def _write(self, folder: Path, place: Place, text: str) -> Path:

@@ -142,6 +142,11 @@ class LocalSite:
         )
 
     @property
+    def classes(self) -> tuple[str, ...]:
+        """The node classes of the slots."""
+        return tuple(sorted(set(self.node_classes.values())))
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The slots, sorted."""
         return self._followed.nodes

@@ -133,7 +133,11 @@ def _ended(job: Mapping[str, Any]) -> JobState:
 
 
 def parse_nodes(
-    answer: str, queue: str, resources: Mapping[str, str], owners: Collection[str] = ('',)
+    answer: str,
+    queue: str,
+    resources: Mapping[str, str],
+    owners: Collection[str] = ('',),
+    classes: Mapping[str, Mapping[str, str]] | None = None,
 ) -> tuple[Nodes, ...]:
     """Hosts in the answer to :data:`NODES` that have these resources; one counts as idle if all of
     its vnodes are.
@@ -142,6 +146,8 @@ def parse_nodes(
     ----------
     owners
         Only nodes that belong to these queues are taken; ``''``: nodes that belong to none.
+    classes
+        The resources of each node class.
 
     Raises
     ------
@@ -152,7 +158,7 @@ def parse_nodes(
     try:
         for name, vnode in document(answer, 'pbsnodes')['nodes'].items():
             hosts[_host(name)].append(vnode)
-        alike: dict[tuple[str, int], list[str]] = defaultdict(list)
+        alike: dict[tuple[str, int, str], list[str]] = defaultdict(list)
         for name, vnodes in hosts.items():
             # The natural vnode of a host that is divided into several has nothing to give.
             useful = [
@@ -163,13 +169,26 @@ def parse_nodes(
                 for v in useful
             ):
                 gpus = sum(_count(v.get('resources_available', {}).get('ngpus', 0)) for v in useful)
-                alike[_node_state(useful), gpus].append(name)
+                alike[_node_state(useful), gpus, _class_of(useful, classes or {})].append(name)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise NotUnderstood(
             f'the document of pbsnodes is not as expected: {type(error).__name__} {error}'
         ) from error
     return tuple(
-        Nodes(queue, tuple(names), state, gpus=gpus) for (state, gpus), names in alike.items()
+        Nodes(queue, tuple(names), state, gpus=gpus, node_class=node_class)
+        for (state, gpus, node_class), names in alike.items()
+    )
+
+
+def _class_of(vnodes: list[Mapping[str, Any]], classes: Mapping[str, Mapping[str, str]]) -> str:
+    """The first class whose resources each of the vnodes has; empty: none."""
+    return next(
+        (
+            name
+            for name, resources in classes.items()
+            if all(_has(v.get('resources_available', {}), resources) for v in vnodes)
+        ),
+        '',
     )
 
 

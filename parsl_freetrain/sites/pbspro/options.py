@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from parsl_freetrain.sites.batch.options import BatchOptions, Line, Option, Seconds, Word
+from parsl_freetrain.sites.batch.options import BatchOptions, ClassName, Line, Option, Seconds, Word
 
 # Users may lower the priority of their jobs down to this (man qsub, -p).
 LOWEST = -1024
@@ -28,6 +28,10 @@ class PbsOptions(BatchOptions):
     node_resources
         Resources of every chunk, such as ``{'system': 'polaris'}``. Only nodes that have them count
         as part of a hole.
+    node_classes
+        The node classes that are told apart, by name: the resources of each, such as ``{'a100':
+        {'gputype': 'a100'}}``. A node is of the first class whose resources it has; nodes of none
+        are not used.
     ncpus
         CPUs to ask for on each node; None: not asked for.
     place
@@ -50,6 +54,7 @@ class PbsOptions(BatchOptions):
 
     queue: Word
     node_resources: dict[Resource, Value] = Field(default_factory=dict)
+    node_classes: dict[ClassName, dict[Resource, Value]] = Field(default_factory=dict)
     ncpus: int | None = Field(None, ge=1)
     place: Word = 'scatter:excl'
     filesystems: tuple[Value, ...] = ()
@@ -65,3 +70,11 @@ class PbsOptions(BatchOptions):
         if value:
             raise ValueError('blocks on PBS ask for a number of nodes, and not for names')
         return value
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return tuple(self.node_classes)
+
+    def resources_on(self, node_class: str) -> dict[str, str]:
+        """The resources of a chunk on a node of a class; empty: of any."""
+        return {**self.node_resources, **(self.node_classes[node_class] if node_class else {})}

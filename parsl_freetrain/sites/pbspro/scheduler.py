@@ -80,7 +80,7 @@ class Pbs:
         """Nodes with the GPUs of the options; which other resources they need is known to
         :meth:`nodes`.
         """
-        return Wanted(self._options.queue, (), self._options.gpus_per_node)
+        return Wanted(self._options.queue, (), self._options.gpus_per_node, self._options.classes)
 
     def jobs(self) -> tuple[BatchJob, ...]:
         """``qstat`` of everything that is not over."""
@@ -95,6 +95,7 @@ class Pbs:
             self._options.queue,
             {**self._chunk, **self._options.node_resources},
             self._owners,
+            self._options.node_classes,
         )
 
     def reservations(self) -> tuple[NodeReservation, ...]:

@@ -40,7 +40,8 @@ def render(
 
 
 def _directives(options: PbsOptions, shape: BlockShape, place: Place) -> list[str]:
-    chunk = ''.join(f':{name}={value}' for name, value in options.node_resources.items())
+    resources = options.resources_on(shape.node_class)
+    chunk = ''.join(f':{name}={value}' for name, value in resources.items())
     if options.ncpus is not None:
         chunk += f':ncpus={options.ncpus}'
     if options.gpus_per_node:

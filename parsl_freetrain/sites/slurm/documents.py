@@ -107,7 +107,9 @@ def _group(group: dict[str, Any]) -> Nodes:
         tuple(group['nodes']['nodes']),
         state,
         marks,
-        features_of(group['features']['active'] or group['features']['total']),
+        features_of(
+            group['features']['active'] or group['features']['total'], group['gres']['total']
+        ),
         gpus_of(group['gres']['total']),
     )
 
@@ -116,7 +118,7 @@ def _merged(nodes: list[dict[str, Any]]) -> tuple[Nodes, ...]:
     alike: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for node in nodes:
         state, marks = _state([node['state'], *node['state_flags']])
-        features = features_of(node['active_features'] or node['features'])
+        features = features_of(node['active_features'] or node['features'], node['gres'])
         for partition in node['partitions']:
             alike[partition, state, marks, features, gpus_of(node['gres'])].append(node['name'])
     return tuple(

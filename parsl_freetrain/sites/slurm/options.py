@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from enum import StrEnum
+from typing import Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from parsl_freetrain.sites.batch.options import BatchOptions, Option, Word
+from parsl_freetrain.sites.batch.options import BatchOptions, ClassName, Option, Word
 
 # --nice as low as Slurm accepts.
 LOWEST = 2_147_483_645
@@ -46,6 +48,10 @@ class SlurmOptions(BatchOptions):
         sbatch's ``--signal``, for sites that send it at a preemption instead of SIGTERM.
     sbatch_options, srun_options
         More options, each complete, such as ``'--licenses=scratch'``.
+    node_classes
+        The node classes that are told apart, by name: the features of each, written as a
+        constraint, or the type of its GPUs, such as ``'gpu:a100'``. A node is of the first class
+        that it fits; nodes of none are not used.
     shrink_blocks
         Whether a block is made smaller when some of its nodes are enough for a waiting job, instead
         of being given back as a whole. Slurm kills what runs there: only for clusters that track
@@ -63,22 +69,80 @@ class SlurmOptions(BatchOptions):
     signal: Word | None = None
     sbatch_options: tuple[Option, ...] = ()
     srun_options: tuple[Option, ...] = ()
+    node_classes: dict[ClassName, Word] = Field(default_factory=dict)
     shrink_blocks: bool = False
     form: Form = Form.AUTO
 
     @field_validator('constraint')
     @classmethod
     def _simple(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r'[\w.:+-]+([&|][\w.:+-]+)*', value):
-            raise ValueError(
-                'it must be feature names joined by & or |, without brackets or counts'
-            )
+        if value is not None:
+            _check_features(value)
         return value
+
+    @field_validator('node_classes')
+    @classmethod
+    def _features_or_gpus(cls, value: dict[str, str]) -> dict[str, str]:
+        for wanted in value.values():
+            if not _GPUS.fullmatch(wanted):
+                _check_features(wanted)
+        return value
+
+    @model_validator(mode='after')
+    def _gpus_of_classes(self) -> Self:
+        for name, wanted in self.node_classes.items():
+            if _GPUS.fullmatch(wanted) and not self.gpus_per_node:
+                raise ValueError(
+                    f'the node class {name!r} is a type of GPU ({wanted}), and gpus_per_node is 0; '
+                    'it must be at least 1'
+                )
+        return self
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return tuple(self.node_classes)
 
     def features(self) -> tuple[frozenset[str], ...]:
         """The constraint as a choice of sets: ``a&b|c`` is {a, b} or {c}."""
-        return (
-            tuple(frozenset(choice.split('&')) for choice in self.constraint.split('|'))
-            if self.constraint
-            else ()
+        return _choices(self.constraint or '')
+
+    def class_of(self, features: Iterable[str]) -> str:
+        """The class of a node with these features and types of GPUs; empty: none."""
+        here = set(features)
+        return next(
+            (
+                name
+                for name, wanted in self.node_classes.items()
+                if any(choice <= here for choice in _choices(wanted))
+            ),
+            '',
         )
+
+    def constraint_on(self, node_class: str) -> str | None:
+        """The ``--constraint`` of sbatch for a block of a class; empty: of any."""
+        wanted = self.node_classes[node_class] if node_class else ''
+        if not wanted or _GPUS.fullmatch(wanted):
+            return self.constraint
+        return '|'.join(
+            '&'.join(dict.fromkeys([*ours.split('&'), *theirs.split('&')])).strip('&')
+            for ours in (self.constraint or '').split('|')
+            for theirs in wanted.split('|')
+        )
+
+    def gres_on(self, node_class: str) -> str | None:
+        """The ``--gres`` of sbatch for a block of a class; empty: of any."""
+        wanted = self.node_classes[node_class] if node_class else ''
+        kind = wanted if _GPUS.fullmatch(wanted) else 'gpu'
+        return f'{kind}:{self.gpus_per_node}' if self.gpus_per_node else None
+
+
+_GPUS = re.compile(r'gpu:[\w.-]+')
+
+
+def _check_features(value: str) -> None:
+    if not re.fullmatch(r'[\w.:+-]+([&|][\w.:+-]+)*', value):
+        raise ValueError('it must be feature names joined by & or |, without brackets or counts')
+
+
+def _choices(constraint: str) -> tuple[frozenset[str], ...]:
+    return tuple(frozenset(choice.split('&')) for choice in constraint.split('|') if choice)

@@ -71,7 +71,10 @@ class Slurm:
     def wanted(self) -> Wanted:
         """Its nodes with the features and GPUs of the options."""
         return Wanted(
-            self._options.partition, self._options.features(), self._options.gpus_per_node
+            self._options.partition,
+            self._options.features(),
+            self._options.gpus_per_node,
+            self._options.classes,
         )
 
     def jobs(self) -> tuple[BatchJob, ...]:
@@ -97,10 +100,13 @@ class Slurm:
 
     def nodes(self) -> tuple[Nodes, ...]:
         """All nodes, in the same form."""
-        return self._in_form(
+        found = self._in_form(
             lambda: documents.parse_nodes(self.client.ask(documents.NODES)),
             lambda: text.parse_nodes(self.client.ask(text.NODES)),
         )
+        if not self._options.classes:
+            return found
+        return tuple(replace(n, node_class=self._options.class_of(n.features)) for n in found)
 
     def _in_form(self, as_document: Callable[[], T], as_text: Callable[[], T]) -> T:
         if self._form is None:

@@ -71,8 +71,8 @@ def _options(options: SlurmOptions, shape: BlockShape, place: Place) -> list[str
     for name, value in (
         ('account', options.account),
         ('qos', options.qos),
-        ('constraint', options.constraint),
-        ('gres', f'gpu:{options.gpus_per_node}' if options.gpus_per_node else None),
+        ('constraint', options.constraint_on(shape.node_class)),
+        ('gres', options.gres_on(shape.node_class)),
         ('nice', options.nice),
         ('mem', options.memory),
         ('signal', options.signal),

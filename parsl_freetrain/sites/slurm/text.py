@@ -122,7 +122,7 @@ def parse_nodes(answer: str) -> tuple[Nodes, ...]:
                 expand(names),
                 bare.lower(),
                 state[len(bare) :],
-                features_of(features),
+                features_of(features, gres),
                 gpus_of(gres),
             )
         )
@@ -250,9 +250,11 @@ def gpus_of(gres: str) -> int:
     )
 
 
-def features_of(text: str) -> tuple[str, ...]:
-    """Node features, without brackets' counts."""
-    return () if text in ('', '(null)') else tuple(text.split(','))
+def features_of(text: str, gres: str) -> tuple[str, ...]:
+    """Node features, without brackets' counts, and the types of GPUs, such as ``gpu:a100``."""
+    named = () if text in ('', '(null)') else tuple(text.split(','))
+    types = re.findall(r'(?:^|,)(?:gres[:/])?(gpu:[A-Za-z_][\w.-]*)', gres)
+    return (*named, *dict.fromkeys(types))
 
 
 def _pairs(line: str) -> dict[str, str]:

@@ -218,6 +218,22 @@ def test_only_nodes_with_the_resources_of_a_chunk_count() -> None:
     assert set(nodes(machine, ncpus='64')) == {'a', 'd'}
 
 
+def test_a_host_is_of_the_first_class_whose_resources_all_its_vnodes_have() -> None:
+    def vnode(kind: str) -> dict[str, object]:
+        return {'state': 'free', 'resources_available': {'ncpus': 32, 'gputype': kind}}
+
+    machine = {
+        'a[0]': vnode('a100'),
+        'a[1]': vnode('a100'),
+        'b[0]': vnode('a100'),
+        'b[1]': vnode('v'),
+    }
+    found = answers.parse_nodes(
+        json.dumps({'nodes': machine}), 'prod', {}, classes={'new': {'gputype': 'a100'}}
+    )
+    assert {group.names: group.node_class for group in found} == {('a',): 'new', ('b',): ''}
+
+
 def test_limits_of_a_queue() -> None:
     text = json.dumps(
         {

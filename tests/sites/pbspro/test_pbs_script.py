@@ -75,3 +75,14 @@ def test_what_a_user_writes_stays_one_word(tmp_path: Path) -> None:
 def test_paths_that_directives_cannot_hold_are_refused(path: str) -> None:
     with pytest.raises(BadInput, match='another name'):
         render(options(), BlockShape(1, 60, 60), Place('n', path, '/e'), 'true')
+
+
+def test_a_block_of_a_class_asks_for_its_resources() -> None:
+    given = options(
+        node_resources={'system': 'polaris'}, node_classes={'big': {'memsize': 'l', 'system': 'x'}}
+    )
+    plain, big = (
+        render(given, BlockShape(2, 60, 60, node_class=c), PLACE, 'true') for c in ('', 'big')
+    )
+    assert '#PBS -l select=2:system=polaris\n' in plain
+    assert '#PBS -l select=2:system=x:memsize=l\n' in big

@@ -205,7 +205,7 @@ def test_nodes_as_a_document_of_23_11() -> None:
         ('idle', '?'),
         ('mixed', ''),
     ]
-    assert found[0] == Nodes('gpu', ('cn1', 'cn2'), 'idle', '', ('a100',), 4)
+    assert found[0] == Nodes('gpu', ('cn1', 'cn2'), 'idle', '', ('a100', 'gpu:a100'), 4)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,25 @@ def test_every_node_runs_the_command_in_private_files(slurm: Cluster, blocks: Ma
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in mine.folder.iterdir())
 
 
+def test_nodes_of_each_class_are_holes_and_blocks_of_their_own(
+    slurm: Cluster, blocks: Make
+) -> None:
+    slurm.run('scontrol', 'update', 'NodeName=node[01-02]', 'Features=fast')
+    slurm.run('scontrol', 'update', 'NodeName=node03', 'Features=slow')
+    try:
+        with pytest.raises(BadInput, match="class 'none'.* no node"):
+            blocks(node_classes={'none': 'nowhere'})
+        mine = blocks(node_classes={'fast': 'fast', 'slow': 'slow'})
+        found = {h.node_class: h.names for h in mine.holes()}
+        assert found == {'fast': ('node01', 'node02'), 'slow': ('node03',)}
+        job = mine.open(1, None, 'echo "$FREETRAIN_NODE"; sleep 600', node_class='slow')
+        slurm.wait(lambda: mine.output() == 'node03\n')
+        later = slurm_site(node_classes=mine.site.options.node_classes, run=mine.site.run)
+        assert [(b.job_id, b.node_class) for b in later.adopt()] == [(job, 'slow')]
+    finally:
+        slurm.run('scontrol', 'update', 'NodeName=node[01-04]', 'Features=')
+
+
 def test_a_block_ends_itself_before_its_limit(slurm: Cluster, blocks: Make) -> None:
     mine = blocks(ending_s=54.0)
     job = mine.open(1, 63.0)

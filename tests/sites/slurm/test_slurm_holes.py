@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given
@@ -23,6 +24,7 @@ RECORDED = Path(__file__).with_name('recorded')
 NOW = 1000.0
 BATCH = Partition('batch')
 ANY = Wanted('batch')
+FAST_SLOW = ('fast', 'slow', '')
 
 
 def idle(
@@ -158,6 +160,19 @@ def test_blocks_on_their_way_take_the_shortest_windows_that_fit_them() -> None:
         ('a', 'b'),
     ]
     assert holes(free, [OnTheWay(9, 1400)], BATCH, NOW, 0, 60) == ()
+
+
+def test_holes_are_of_one_class_and_blocks_on_their_way_take_only_from_theirs() -> None:
+    fast, slow, none = (
+        replace(idle(n), node_class=c) for n, c in zip('abc', FAST_SLOW, strict=True)
+    )
+    wanted = Wanted('batch', classes=('fast', 'slow'))
+    free = until([fast, slow, none], wanted=wanted)
+    classes = {'a': 'fast', 'b': 'slow'}
+    found = holes(free, [], BATCH, NOW, 0, 60, classes)
+    assert {(h.names, h.node_class) for h in found} == {(('a',), 'fast'), (('b',), 'slow')}
+    [left] = holes(free, [OnTheWay(9, 1400, 'slow')], BATCH, NOW, 0, 60, classes)
+    assert left.node_class == 'fast'
 
 
 @given(

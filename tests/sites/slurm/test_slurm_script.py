@@ -175,3 +175,37 @@ def test_settings_and_options_exclude_each_other() -> None:
         SlurmSite(options(), partition='batch')
     with pytest.raises(BadInput, match='partiton: there is no such setting'):
         SlurmSite(partiton='batch')
+
+
+def test_a_block_of_a_class_asks_for_its_features_or_gpus() -> None:
+    given = options(
+        constraint='ib|roce', gpus_per_node=4, node_classes={'old': 'v100|p100', 'new': 'gpu:a100'}
+    )
+
+    def asked(node_class: str) -> list[str]:
+        script = render(given, BlockShape(1, 60, 60, node_class=node_class), PLACE, 'true')
+        return [
+            line.removeprefix('#SBATCH ').strip("'")
+            for line in script.splitlines()
+            if '--constraint=' in line or '--gres=' in line
+        ]
+
+    assert asked('') == ['--constraint=ib|roce', '--gres=gpu:4']
+    assert asked('old') == ['--constraint=ib&v100|ib&p100|roce&v100|roce&p100', '--gres=gpu:4']
+    assert asked('new') == ['--constraint=ib|roce', '--gres=gpu:a100:4']
+    assert given.class_of(('ib', 'p100', 'gpu:p100')) == 'old'
+    assert given.class_of(('ib', 'gpu:a100')) == 'new'
+    assert given.class_of(('ib',)) == ''
+
+
+@pytest.mark.parametrize(
+    ('classes', 'why'),
+    [
+        ({'a': '[x&y]'}, 'without brackets'),
+        ({'a': 'gpu:a100'}, 'gpus_per_node is 0'),
+        ({'a b': 'x'}, 'node_classes'),
+    ],
+)
+def test_classes_that_cannot_be_asked_for_are_refused(classes: dict[str, str], why: str) -> None:
+    with pytest.raises(BadInput, match=why):
+        SlurmSite(partition='batch', node_classes=classes)
