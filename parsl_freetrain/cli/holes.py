@@ -42,7 +42,7 @@ def holes(
 def _table(found: list[dict[str, Any]], now: float) -> Table:
     from rich.table import Table
 
-    classes = any(hole['node_class'] for hole in found)
+    classes = any('node_class' in hole for hole in found)
     table = Table('nodes', 'for', 'until', 'queue', *(('class',) if classes else ()), 'names')
     for hole in found:
         end = hole['until_s']
@@ -51,7 +51,7 @@ def _table(found: list[dict[str, Any]], now: float) -> Table:
             'as long as nobody needs them' if end is None else f'{end - now:.0f} s',
             '' if end is None else time.strftime('%H:%M:%S', time.localtime(end)),
             hole['queue'],
-            *((hole['node_class'],) if classes else ()),
+            *((hole.get('node_class', ''),) if classes else ()),
             ', '.join(hole['names'][:8])
             + (f' and {len(hole["names"]) - 8} more' if len(hole['names']) > 8 else ''),
         )

@@ -146,7 +146,7 @@ def blocks_for(provider: BackfillProvider, now: float) -> list[dict[str, Any]]:
             hole_s,
             hole['queue'],
             tuple(hole['names']),
-            node_class=hole['node_class'],
+            node_class=hole.get('node_class', ''),
         )
         shape, script = where.preview(
             request,
@@ -161,7 +161,7 @@ def blocks_for(provider: BackfillProvider, now: float) -> list[dict[str, Any]]:
                 'walltime_s': shape.walltime_s,
                 'hole_s': hole_s,
                 'queue': hole['queue'],
-                'node_class': hole['node_class'],
+                'node_class': request.node_class,
                 'preemptible': where.options.mode is Mode.PREEMPTIBLE,
                 'exempt_s': where.options.exempt_s,
                 'cost': [

@@ -115,7 +115,7 @@ def holes_of(site: Site) -> list[dict[str, Any]]:
             'until_s': hole.until_s,
             'queue': hole.queue,
             'names': list(hole.names),
-            'node_class': hole.node_class,
+            **({'node_class': hole.node_class} if hole.node_class else {}),
         }
         for hole in found
     ]

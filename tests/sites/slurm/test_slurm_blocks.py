@@ -77,7 +77,7 @@ def test_nodes_of_each_class_are_holes_and_blocks_of_their_own(
     slurm.run('scontrol', 'update', 'NodeName=node03', 'Features=slow')
     try:
         with pytest.raises(BadInput, match="class 'none'.* no node"):
-            blocks(node_classes={'none': 'nowhere'})
+            slurm_site(node_classes={'none': 'nowhere'}).start()
         mine = blocks(node_classes={'fast': 'fast', 'slow': 'slow'})
         found = {h.node_class: h.names for h in mine.holes()}
         assert found == {'fast': ('node01', 'node02'), 'slow': ('node03',)}
@@ -86,7 +86,8 @@ def test_nodes_of_each_class_are_holes_and_blocks_of_their_own(
         later = slurm_site(node_classes=mine.site.options.node_classes, run=mine.site.run)
         assert [(b.job_id, b.node_class) for b in later.adopt()] == [(job, 'slow')]
     finally:
-        slurm.run('scontrol', 'update', 'NodeName=node[01-04]', 'Features=')
+        none = 'AvailableFeatures=', 'ActiveFeatures='
+        slurm.run('scontrol', 'update', 'NodeName=node[01-04]', *none)
 
 
 def test_a_block_ends_itself_before_its_limit(slurm: Cluster, blocks: Make) -> None:
