@@ -78,12 +78,13 @@ def test_nodes_of_each_class_are_holes_and_blocks_of_their_own(
     try:
         with pytest.raises(BadInput, match="class 'none'.* no node"):
             slurm_site(node_classes={'none': 'nowhere'}).start()
-        mine = blocks(node_classes={'fast': 'fast', 'slow': 'slow'})
+        classes = {'fast': 'fast', 'slow': 'slow'}
+        mine = blocks(node_classes=classes)
         found = {h.node_class: h.names for h in mine.holes()}
         assert found == {'fast': ('node01', 'node02'), 'slow': ('node03',)}
         job = mine.open(1, None, 'echo "$FREETRAIN_NODE"; sleep 600', node_class='slow')
         slurm.wait(lambda: mine.output() == 'node03\n')
-        later = slurm_site(node_classes=mine.site.options.node_classes, run=mine.site.run)
+        later = slurm_site(node_classes=classes, run=mine.site.run)
         assert [(b.job_id, b.node_class) for b in later.adopt()] == [(job, 'slow')]
     finally:
         none = 'AvailableFeatures=', 'ActiveFeatures='
