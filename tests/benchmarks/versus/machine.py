@@ -104,10 +104,12 @@ class Machine:
                         self._steps.append(Step(node, int(pid), *json.loads(line)))
         return self._steps
 
-    def rank(self, node: str) -> psutil.Process:
-        """The process that made the node's last step."""
-        last = max((s for s in self.steps() if s.node == node), key=lambda step: step.ended)
-        return psutil.Process(last.pid)
+    def rank(self, node: str) -> list[psutil.Process]:
+        """The process that made the node's last step; none where it has ended."""
+        last = max((s for s in self.steps() if s.node == node), key=lambda s: s.ended, default=None)
+        with contextlib.suppress(psutil.Error):
+            return [psutil.Process(last.pid)] if last else []
+        return []
 
     def of_node(self, node: str) -> list[psutil.Process]:
         """The processes of a node, with all that they have started."""
@@ -118,9 +120,7 @@ class Machine:
                 if node in map(environment.get, _NODE_VARIABLES):
                     for one in (process, *process.children(recursive=True)):
                         found[one.pid] = one
-        with contextlib.suppress(psutil.Error, ValueError):
-            found[self.rank(node).pid] = self.rank(node)
-        return list(found.values())
+        return list((found | {one.pid: one for one in self.rank(node)}).values())
 
     def started(self) -> list[psutil.Process]:
         now = psutil.Process().children(recursive=True)

@@ -24,7 +24,7 @@ class Torchft:
                 '--min_replicas=1',
                 f'--bind=0.0.0.0:{self._port}',
                 '--heartbeat_timeout_ms=1000',
-                '--join_timeout_ms=1000',
+                '--join_timeout_ms=3000',
                 '--quorum_tick_ms=50',
             ],
             python=PYTHON,
@@ -57,7 +57,8 @@ def train() -> None:
 
     import torch
     from torch import nn
-    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+    from torchft import Manager, Optimizer, ProcessGroupGloo
+    from torchft.ddp import PureDistributedDataParallel
 
     from tests.benchmarks.versus.training import (
         BATCH,
@@ -72,7 +73,7 @@ def train() -> None:
     model = network()
     plain = optimizer_of(model)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=1)),
         min_replica_size=1,
         load_state_dict=lambda state: (
             model.load_state_dict(state['model']),
@@ -84,7 +85,9 @@ def train() -> None:
         timeout=timedelta(seconds=10),
         init_sync=False,  # all begin with the same weights
     )
-    wrapped, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, plain)
+    # The other one, over DDP, ends with an AssertionError where an exchange fails (0.2.0).
+    wrapped = PureDistributedDataParallel(manager, model)
+    optimizer = Optimizer(manager, plain)
     batches, log = Batches(), StepLog(model)
     while True:
         optimizer.zero_grad()  # begins to ask who takes part

@@ -37,7 +37,12 @@ class TorchrunElastic:
                 plain_ddp.__name__,
             ],
             node,
-            {plain_ddp.SAVED: f'{machine.folder}/saved.pt'},
+            {
+                plain_ddp.SAVED: f'{machine.folder}/saved.pt',
+                # With a store that rounds share, an agent that joins later waits for an address
+                # that the others told in an earlier round (torch 2.13): nobody goes on.
+                'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1',
+            },
         )
 
     def leave(self, machine: Machine, node: str) -> None:
