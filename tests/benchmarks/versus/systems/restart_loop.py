@@ -56,7 +56,7 @@ def loop() -> None:
         ranks = ranks_on(nodes)
         while all(rank.poll() is None for rank in ranks):
             time.sleep(0.02)
-            if sorted(path.name for path in Path('nodes').iterdir()) > nodes:
+            if {path.name for path in Path('nodes').iterdir()} - set(nodes):
                 ranks[0].terminate()  # it saves first
                 try:
                     ranks[0].wait(5)
