@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parsl_freetrain import BadInput, FragmentContext, Scaled, load_weights
-from parsl_freetrain.training.process.fork_client import WarmParent
-from tests.support.ranks import order, ranks, warm_parent
+from parsl_freetrain.training.process.fork_client import ForkClient
+from tests.support.ranks import order, ranks, running_fork_server
 from tests.support.waiting import LIMIT_S
 from workflows import ffn
 from workflows.divided import DIVIDED, WHOLE
@@ -289,12 +289,12 @@ def test_tubes_are_apart_and_go_through() -> None:
 
 
 @pytest.fixture(scope='module')
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmParent]:
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkClient]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(
             'OMP_WAIT_POLICY', 'passive'
         )  # ranks have more threads than there are cores: the waiting ones must not spin
-        with warm_parent(tmp_path_factory.mktemp('warm')) as parent:
+        with running_fork_server(tmp_path_factory.mktemp('fork_server')) as parent:
             yield parent
 
 
@@ -334,7 +334,7 @@ def train(
 
 
 def trained(
-    warm: WarmParent,
+    fork_server: ForkClient,
     folder: Path,
     volumes: tuple[Path, list[Any]],
     fragments: Sequence[tuple[int, int | None]],
@@ -356,7 +356,7 @@ def trained(
             **how,
         )
         with ranks(
-            warm, ordered, count, folder, train, str(place), centres, threads, dies_at
+            fork_server, ordered, count, folder, train, str(place), centres, threads, dies_at
         ) as gang:
             outcome = gang.run()[0]
         assert outcome.how == (None if dies_at else 'finished'), gang.ranks[0].log.read_text()
@@ -364,13 +364,13 @@ def trained(
 
 
 def test_any_cuts_and_any_nodes_give_the_same_network(
-    warm: WarmParent, volumes: tuple[Path, list[Any]], tmp_path: Path
+    fork_server: ForkClient, volumes: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
     """On two ranks until one is killed, on three until one is killed, then on one: bit for bit what
     one rank gives alone.
     """
-    cut = trained(warm, tmp_path / 'cut', volumes, ((2, 32), (3, 64), (1, None)), threads=2)
-    alone = trained(warm, tmp_path / 'alone', volumes, ((1, None),), threads=2)
+    cut = trained(fork_server, tmp_path / 'cut', volumes, ((2, 32), (3, 64), (1, None)), threads=2)
+    alone = trained(fork_server, tmp_path / 'alone', volumes, ((1, None),), threads=2)
     assert cut.keys() == alone.keys() and all(torch.equal(cut[key], alone[key]) for key in cut)
     curves = [
         json.loads((volumes[0] / f'{name}-losses.json').read_text()) for name in ('cut', 'alone')
@@ -379,14 +379,14 @@ def test_any_cuts_and_any_nodes_give_the_same_network(
 
 
 def test_a_batch_that_grows_with_the_nodes(
-    warm: WarmParent, volumes: tuple[Path, list[Any]], tmp_path: Path
+    fork_server: ForkClient, volumes: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
     """Ranks go to different numbers of places, and yet agree; the batch and the learning rate are
     those of two ranks.
     """
     scaled = Scaled(lr='sqrt', warmup_samples=48)
     weights = trained(
-        warm, tmp_path / 'scaled', volumes, ((2, None),), mode='scaled', scaled=scaled
+        fork_server, tmp_path / 'scaled', volumes, ((2, None),), mode='scaled', scaled=scaled
     )
     assert all(value.isfinite().all() for value in weights.values())
     curve = json.loads((volumes[0] / 'scaled-losses.json').read_text())

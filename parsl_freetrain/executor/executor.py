@@ -62,7 +62,7 @@ from parsl_freetrain.ledger.usage import used_node_s
 from parsl_freetrain.sites.named import chosen_provider
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.solver import allocator_named, close_allocator
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.retention import check_resume
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class FreeTrainExecutor(BlockExecutor):
         )
         self.names = TrainerNames()
         self._loop: EventLoop | None = None
-        self._template: WarmParent | None = None
+        self._template: ForkClient | None = None
         self._lock: RunLock | None = None
         self.mirror = Mirror()
 

@@ -15,7 +15,7 @@ import torch
 
 from parsl_freetrain.training.loop.context import FragmentContext
 from tests.support import template
-from tests.support.ranks import order, ranks, warm_parent
+from tests.support.ranks import order, ranks, running_fork_server
 
 RANKS = (1, 2, 4, 8)
 
@@ -46,12 +46,12 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as name,
         template.shared(Path(name) / 'template.log'),
-        warm_parent(Path(name)) as warm,
+        running_fork_server(Path(name)) as fork_server,
     ):
         for count in RANKS:
             folder = Path(name) / str(count)
             ordered = order(folder, shards=8, total_samples=24)
-            with ranks(warm, ordered, count, folder, train, parameters) as gang:
+            with ranks(fork_server, ordered, count, folder, train, parameters) as gang:
                 outcome = gang.run()[0]
             print(f'| {count} | {outcome.metrics["peak"] / 4 / parameters:.1f} |', flush=True)
 

@@ -16,7 +16,7 @@ from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import sort_out
 from parsl_freetrain.training.loop.context import FragmentContext
 from tests.support import template
-from tests.support.ranks import order, ranks, warm_parent
+from tests.support.ranks import order, ranks, running_fork_server
 
 RANKS, ROUNDS = 4, 3
 PARAMETERS = 125_000_000  # 4 bytes each, and as much momentum: 1 GB
@@ -75,8 +75,8 @@ def test_what_the_ranks_of_a_node_read(tmp_path: Path) -> None:
     del model, optimizer, state
     with (
         template.shared(tmp_path / 'template.log'),
-        warm_parent(tmp_path) as warm,
-        ranks(warm, order(tmp_path), RANKS, tmp_path, read_in_turns, path, ROUNDS) as gang,
+        running_fork_server(tmp_path) as fork_server,
+        ranks(fork_server, order(tmp_path), RANKS, tmp_path, read_in_turns, path, ROUNDS) as gang,
     ):
         found = json.loads(gang.run()[0].error.message)
     print(

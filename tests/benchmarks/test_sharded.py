@@ -14,10 +14,10 @@ from torch import nn
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.sharded_start import SharedCheckpoint
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import CheckpointSaved
 from tests.benchmarks.test_speed import MACHINE, RANKS, under_torchrun
-from tests.support.ranks import order, ranks, warm_parent
+from tests.support.ranks import order, ranks, running_fork_server
 
 BLOCKS = int(os.environ.get('BENCH_BLOCKS', 100))
 WIDTH, LAYERS = (
@@ -42,7 +42,7 @@ def train(ctx: FragmentContext) -> None:
         optimizer.step()
 
 
-def save(warm: WarmParent, folder: Path, number: int, writers: int) -> CheckpointSaved:
+def save(fork_server: ForkClient, folder: Path, number: int, writers: int) -> CheckpointSaved:
     """A checkpoint that is written beside training. The next fragment reads the last one."""
     ordered = order(
         folder,
@@ -53,7 +53,7 @@ def save(warm: WarmParent, folder: Path, number: int, writers: int) -> Checkpoin
         keep=1,
         checkpoint_every_s=0.01,
     )
-    with ranks(warm, ordered, writers, folder, train) as gang:
+    with ranks(fork_server, ordered, writers, folder, train) as gang:
         outcomes = gang.run()
         assert [outcome.how for outcome in outcomes] == ['finished'] * writers
         return gang.ranks[0].said(CheckpointSaved)[0]
@@ -64,9 +64,9 @@ def test_checkpoints_by_several_writers(tmp_path: Path) -> None:
         f'\nA sharded state of {3 * LAYERS * (WIDTH * WIDTH + WIDTH) * 4 / 1e9:.2f} GB '
         f'({MACHINE}, {tmp_path})'
     )
-    with warm_parent(tmp_path) as warm:
+    with running_fork_server(tmp_path) as fork_server:
         for number, writers in enumerate((1, 2, 4, 1, 2, 4), 1):
-            saved = save(warm, tmp_path, number, writers)
+            saved = save(fork_server, tmp_path, number, writers)
             metrics = saved.metrics
             read = (
                 f'rank 0 read {metrics["read_gb"]:.2f} GB in {metrics["read_s"]:.2f} s'

@@ -35,9 +35,9 @@ from parsl_freetrain import (
 )
 from parsl_freetrain.executor.fragment.standby import StandbyLauncher
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.benchmarks.workload import BATCH, data, network
-from tests.support.ranks import Ranks, order, warm_parent
+from tests.support.ranks import Ranks, order, running_fork_server
 from tests.support.training import freetrain
 
 ROUNDS = 3
@@ -99,7 +99,7 @@ def parts(began: float, every: list[dict[str, float]]) -> list[float]:
     return [*(end - start for start, end in pairwise(ends)), ends[-1] - began]
 
 
-def warm_start(parent: WarmParent, folder: Path, fragment: int, ranks: int) -> list[float]:
+def warm_start(parent: ForkClient, folder: Path, fragment: int, ranks: int) -> list[float]:
     ordered = order(folder, fragment, total_samples=fragment * BATCH, mode='throughput')
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     began = time.time()
@@ -140,7 +140,7 @@ def test_of_what_a_start_consists(tmp_path: Path) -> None:
     torch.save(
         {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, tmp_path / 'plain.pt'
     )
-    with warm_parent(tmp_path) as parent:
+    with running_fork_server(tmp_path) as parent:
         print(f'\nA start with a restored state, s, median of {ROUNDS} in turns ({MACHINE})')
         print(f'  {"ranks":5} {"":9} ' + ' '.join(f'{part:>10}' for part in (*PARTS, 'all')))
         for ranks in (1, 4):

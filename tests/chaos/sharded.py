@@ -28,9 +28,9 @@ from parsl_freetrain.training.checkpoint.export import same_weights
 from parsl_freetrain.training.checkpoint.fault_hooks import SAVING_STAGES
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support import template
-from tests.support.ranks import order, ranks, warm_parent
+from tests.support.ranks import order, ranks, running_fork_server
 
 SHAPES = {1: Shape(), 2: Shape(shard=2), 4: Shape(shard=4)}
 BATCH, SIZE = 8, 64
@@ -88,7 +88,7 @@ def damage(store: PosixCheckpointStore, draw: random.Random) -> str:
 
 
 def run(
-    warm: WarmParent,
+    fork_server: ForkClient,
     folder: Path,
     number: int,
     shape: Shape,
@@ -104,12 +104,12 @@ def run(
         shapes=SHAPES,
         checkpoint_every_s=every_s,
     )
-    with ranks(warm, ordered, shape.ranks, folder, function) as gang:
+    with ranks(fork_server, ordered, shape.ranks, folder, function) as gang:
         return gang.run()
 
 
 def chaos(
-    warm: WarmParent, folder: Path, blows: int, seed: int, say: Callable[[str], None]
+    fork_server: ForkClient, folder: Path, blows: int, seed: int, say: Callable[[str], None]
 ) -> Counter[str]:
     """Strike this number of times, train to the end, and compare.
 
@@ -125,7 +125,7 @@ def chaos(
         number += 1
         shape = draw.choice(list(SHAPES.values()))
         what, blow = fault(draw, shape.ranks, number, reached // BATCH)
-        strike = partial(run, warm, folder / 'struck', number, shape, 10**7)
+        strike = partial(run, fork_server, folder / 'struck', number, shape, 10**7)
         outcomes = strike(with_faults(train, blow), 1e-9)
         if any(outcome.how in ('finished', 'fenced') for outcome in outcomes):
             raise Broken(f'fragment {number}: {what} on {shape} ended with {outcomes}')
@@ -139,12 +139,12 @@ def chaos(
     total = reached + 4 * BATCH
     for _ in range(3):  # a fragment that finds damage leaves it to the next one
         number += 1
-        outcomes = run(warm, folder / 'struck', number, SHAPES[2], total, train, 3600.0)
+        outcomes = run(fork_server, folder / 'struck', number, SHAPES[2], total, train, 3600.0)
         if all(outcome.how == 'finished' for outcome in outcomes):
             break
     else:
         raise Broken(f'the last fragments ended with {outcomes}')
-    alone = run(warm, folder / 'alone', 1, SHAPES[1], total, train, 3600.0)
+    alone = run(fork_server, folder / 'alone', 1, SHAPES[1], total, train, 3600.0)
     if not same_weights(outcomes[0].path, alone[0].path):
         raise Broken('the weights differ from those of the undisturbed run')
     say(f'{number} fragments, {total} samples, blows: {dict(counts)}; the weights are equal.')
@@ -159,8 +159,10 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix='freetrain-chaos-') as temporary:
         folder = Path(temporary)
-        with template.shared(folder / 'template.log'), warm_parent(folder) as warm:
-            chaos(warm, folder, given.blows, given.seed, lambda line: print(line, flush=True))
+        with template.shared(folder / 'template.log'), running_fork_server(folder) as fork_server:
+            chaos(
+                fork_server, folder, given.blows, given.seed, lambda line: print(line, flush=True)
+            )
 
 
 if __name__ == '__main__':

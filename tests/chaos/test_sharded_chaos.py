@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.sharded import chaos
-from tests.support.ranks import warm_parent
+from tests.support.ranks import running_fork_server
 
 
 @pytest.mark.slow
 def test_blows_on_a_sharded_training_change_no_bit(tmp_path: Path) -> None:
     said: list[str] = []
-    with warm_parent(tmp_path) as warm:
-        chaos(warm, tmp_path, blows=4, seed=3, say=said.append)
+    with running_fork_server(tmp_path) as fork_server:
+        chaos(fork_server, tmp_path, blows=4, seed=3, say=said.append)
     assert 'the weights are equal' in said[-1]

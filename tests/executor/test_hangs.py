@@ -186,7 +186,7 @@ def test_a_node_that_is_stopped_is_lost_in_time_and_the_others_go_on(
         assert re.search(why, ended.error), ended.error
         since = future.progress().samples
         wait_until(lambda: future.progress().samples > since + 96, 'it does not go on')
-        # A warm parent and a rank for each good node; the bad one's ranks are gone although nobody
+        # A fork server and a rank for each good node; the bad one's ranks are gone although nobody
         # there could end them.
         wait_until(
             lambda: len(ranks.intersection(forks(started.processes()))) <= 2 + 1,

@@ -17,9 +17,9 @@ from torch import nn
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.data.loader import MicroBatch, make_loader, to_device
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import CheckpointSaved, Progress, Started
-from tests.support.ranks import Rank, order, ranks, warm_parent
+from tests.support.ranks import Rank, order, ranks, running_fork_server
 
 COUNT = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 pytestmark = [
@@ -31,9 +31,9 @@ ROWS: list[str] = []
 
 
 @pytest.fixture(scope='module')
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmParent]:
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkClient]:
     """A fork server that has imported torch."""
-    with warm_parent(tmp_path_factory.mktemp('warm')) as parent:
+    with running_fork_server(tmp_path_factory.mktemp('fork_server')) as parent:
         yield parent
 
 
@@ -108,9 +108,11 @@ def started(gang: Any) -> float:
     return seconds
 
 
-def weights_of(warm: WarmParent, folder: Path, world_size: int, **changes: Any) -> Any:
+def weights_of(fork_server: ForkClient, folder: Path, world_size: int, **changes: Any) -> Any:
     """The final weights, and the last metrics."""
-    with ranks(warm, ordered(folder, world_size, **changes), world_size, folder, train) as gang:
+    with ranks(
+        fork_server, ordered(folder, world_size, **changes), world_size, folder, train
+    ) as gang:
         outcomes = gang.run()
         log = gang.ranks[0].log.read_text()
         assert {outcome.how for outcome in outcomes} == {'finished'}, log
@@ -120,20 +122,25 @@ def weights_of(warm: WarmParent, folder: Path, world_size: int, **changes: Any) 
     return load_weights(outcomes[0].path), outcomes[0].metrics
 
 
-def test_the_bits_do_not_depend_on_the_ranks(warm: WarmParent, tmp_path: Path) -> None:
-    found = [weights_of(warm, tmp_path / str(count), count, shards=4)[0] for count in (*sizes(), 1)]
+def test_the_bits_do_not_depend_on_the_ranks(fork_server: ForkClient, tmp_path: Path) -> None:
+    found = [
+        weights_of(fork_server, tmp_path / str(count), count, shards=4)[0]
+        for count in (*sizes(), 1)
+    ]
     for other in found[1:]:
         assert all(torch.equal(found[0][name], other[name]) for name in found[0])
     ROWS.append(f'| same bits on {", ".join(map(str, sizes()))} ranks, and again on 1 | yes |')
 
 
 def test_a_killed_rank_ends_the_others_and_frees_the_memory(
-    warm: WarmParent, tmp_path: Path
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
     count = max(sizes())
     free = torch.accelerator.get_memory_info(0)[0]
     again = ordered(tmp_path, count, 1, mode='throughput', total_samples=1_000_000)
-    with ranks(warm, again, count, tmp_path, train, kill_at=TOTAL // 2, killed=count - 1) as gang:
+    with ranks(
+        fork_server, again, count, tmp_path, train, kill_at=TOTAL // 2, killed=count - 1
+    ) as gang:
         gang.hear(lambda: gang.ranks[-1].status is not None)
         began = time.monotonic()
 
@@ -144,13 +151,17 @@ def test_a_killed_rank_ends_the_others_and_frees_the_memory(
         ROWS.append(f'| SIGKILL to the end of all ranks | {time.monotonic() - began:.2f} s |')
         assert gang.ranks[-1].status == -9
     assert torch.accelerator.get_memory_info(0)[0] >= free - 64 * 2**20
-    with ranks(warm, ordered(tmp_path, count, 2, mode='throughput'), count, tmp_path, train) as g:
+    with ranks(
+        fork_server, ordered(tmp_path, count, 2, mode='throughput'), count, tmp_path, train
+    ) as g:
         assert {outcome.how for outcome in g.run()} == {'finished'}
 
 
-def test_a_snapshot_is_written_while_training_goes_on(warm: WarmParent, tmp_path: Path) -> None:
+def test_a_snapshot_is_written_while_training_goes_on(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
     saving = ordered(tmp_path, 1, mode='throughput', checkpoint_every_s=0.2)
-    with ranks(warm, saving, 1, tmp_path, train, pause_s=0.02) as gang:
+    with ranks(fork_server, saving, 1, tmp_path, train, pause_s=0.02) as gang:
         assert [outcome.how for outcome in gang.run()] == ['finished']
         saved = gang.ranks[0].said(CheckpointSaved)
         assert len(saved) > 1
@@ -171,9 +182,9 @@ def test_batches_are_page_locked_until_they_are_on_the_device() -> None:
     assert moved.tolist() == [0.0, 1.0]
 
 
-def test_speed_relative_to_one_rank(warm: WarmParent, tmp_path: Path) -> None:
+def test_speed_relative_to_one_rank(fork_server: ForkClient, tmp_path: Path) -> None:
     rates = {
-        count: weights_of(warm, tmp_path / str(count), count, mode='throughput')[1]['rate']
+        count: weights_of(fork_server, tmp_path / str(count), count, mode='throughput')[1]['rate']
         for count in sizes()
     }
     for count, rate in rates.items():

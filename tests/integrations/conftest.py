@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from parsl_freetrain.training.process.fork_client import WarmParent
-from tests.support.ranks import warm_parent
+from parsl_freetrain.training.process.fork_client import ForkClient
+from tests.support.ranks import running_fork_server
 
 
 @pytest.fixture(scope='session')
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmParent]:
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkClient]:
     """A fork server that has imported torch."""
-    with warm_parent(tmp_path_factory.mktemp('warm')) as parent:
+    with running_fork_server(tmp_path_factory.mktemp('fork_server')) as parent:
         yield parent

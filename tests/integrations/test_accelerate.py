@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from parsl_freetrain import BadInput, FragmentContext
 from parsl_freetrain.integrations.accelerate import torchrun_environment
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.examples import equal, example, in_this_process, killed_and_rescaled
 from tests.support.ranks import order, ranks
 
@@ -70,9 +70,9 @@ def test_accelerate_finds_one_rank(own_environment: None) -> None:
 
 
 def test_accelerate_finds_two_ranks_and_their_wrappers_are_refused(
-    warm: WarmParent, tmp_path: Path
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
-    with ranks(warm, order(tmp_path, total_samples=8), 2, tmp_path, asks_accelerate) as gang:
+    with ranks(fork_server, order(tmp_path, total_samples=8), 2, tmp_path, asks_accelerate) as gang:
         outcomes = gang.run()
     assert [o.how for o in outcomes] == ['finished'] * 2, outcomes
     assert outcomes[0].result == '[2, true, 3.0]'
@@ -115,11 +115,11 @@ def test_fabric_trains_as_the_plain_loop() -> None:
 
 @pytest.mark.slow
 def test_killed_and_rescaled_a_script_like_those_of_timm_ends_with_equal_weights(
-    warm: WarmParent, tmp_path: Path
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
     app = example('images_freetrain').train
     undisturbed, weights = in_this_process(app.function, total_epochs=app.spec.total_epochs)
-    outcome, cut = killed_and_rescaled(warm, tmp_path, app, at=500)
+    outcome, cut = killed_and_rescaled(fork_server, tmp_path, app, at=500)
     assert undisturbed.samples == outcome.samples and undisturbed.result == json.loads(
         outcome.result
     )

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from parsl_freetrain import BadInput, FragmentContext, Scaled, Throughput, freetrain_app
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.examples import equal, example, in_this_process, killed_and_rescaled
 
 lightning: Any = pytest.importorskip('lightning.pytorch', reason='needs the extra lightning')
@@ -93,11 +93,11 @@ def ours(
 
 @pytest.mark.slow
 def test_killed_and_rescaled_the_example_ends_with_the_weights_of_an_undisturbed_run(
-    warm: WarmParent, tmp_path: Path
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
     app = example('lightning_freetrain').train
     undisturbed, weights = in_this_process(app.function, total_epochs=app.spec.total_epochs)
-    outcome, cut = killed_and_rescaled(warm, tmp_path, app, at=80)
+    outcome, cut = killed_and_rescaled(fork_server, tmp_path, app, at=80)
     assert equal(weights, cut)
     assert undisturbed.metrics == outcome.metrics and 'val_loss' in outcome.metrics
 

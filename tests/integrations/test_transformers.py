@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from parsl_freetrain import BadInput, FragmentContext, Scaled, Throughput, freetrain_app
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.examples import equal, example, in_this_process, killed_and_rescaled
 
 transformers: Any = pytest.importorskip('transformers', reason='needs the extra transformers')
@@ -85,11 +85,11 @@ def ours(
 
 @pytest.mark.slow
 def test_killed_and_rescaled_the_example_ends_with_the_weights_of_an_undisturbed_run(
-    warm: WarmParent, tmp_path: Path, run_dir: Path
+    fork_server: ForkClient, tmp_path: Path, run_dir: Path
 ) -> None:
     app = example('transformers_freetrain').train
     undisturbed, weights = in_this_process(app.function, total_epochs=app.spec.total_epochs)
-    outcome, cut = killed_and_rescaled(warm, tmp_path, app, at=250)
+    outcome, cut = killed_and_rescaled(fork_server, tmp_path, app, at=250)
     assert equal(weights, cut)
     for name in ('loss', 'eval_loss', 'eval_accuracy', 'learning_rate'):
         assert undisturbed.metrics[name] == outcome.metrics[name], name

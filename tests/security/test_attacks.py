@@ -25,18 +25,18 @@ from parsl_freetrain.executor.fragment.control_channel import (
 from parsl_freetrain.host.ownership import refuse_replaceable
 from parsl_freetrain.ledger.store import Ledger
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import Hello, Outcome, Rendezvous
 from tests.support.other_user import OTHER, as_other_user, needs_root
-from tests.support.ranks import finish, order, ranks, warm_parent
+from tests.support.ranks import finish, order, ranks, running_fork_server
 from tests.support.waiting import under_load, wait_until
 
 pytestmark = needs_root
 
 
 @pytest.fixture(scope='module')
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmParent]:
-    with warm_parent(tmp_path_factory.mktemp('warm')) as parent:
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkClient]:
+    with running_fork_server(tmp_path_factory.mktemp('fork_server')) as parent:
         yield parent
 
 
@@ -71,15 +71,19 @@ def overwrite_for_ever(port: int, path: str, begun: int) -> None:
         time.sleep(0.001)
 
 
-def test_a_forged_checkpoint_is_not_loaded(warm: WarmParent, tmp_path: Path, theirs: Path) -> None:
+def test_a_forged_checkpoint_is_not_loaded(
+    fork_server: ForkClient, tmp_path: Path, theirs: Path
+) -> None:
     """The other user knows the port before rank 1 does, and writes all the time."""
-    with ranks(warm, order(theirs, total_samples=4), 1, tmp_path / 'logs', finish) as forging:
+    with ranks(
+        fork_server, order(theirs, total_samples=4), 1, tmp_path / 'logs', finish
+    ) as forging:
         assert forging.run()[0].how == 'finished'
     forged = PosixCheckpointStore(theirs / 'store', 'digits').latest()
     assert forged is not None
     give_away(theirs)
 
-    with ranks(warm, order(tmp_path, total_samples=8), 2, tmp_path / 'logs', finish) as gang:
+    with ranks(fork_server, order(tmp_path, total_samples=8), 2, tmp_path / 'logs', finish) as gang:
         victim, tell = gang.ranks[1], gang.ranks[1].process.send
         attackers = ExitStack()
 
@@ -101,13 +105,15 @@ def test_a_forged_checkpoint_is_not_loaded(warm: WarmParent, tmp_path: Path, the
 
 
 def test_a_folder_of_another_user_is_not_read(
-    warm: WarmParent, tmp_path: Path, theirs: Path
+    fork_server: ForkClient, tmp_path: Path, theirs: Path
 ) -> None:
     """The trainer's folder was replaced by one of another user between two fragments."""
-    with ranks(warm, order(theirs, total_samples=4), 1, tmp_path / 'logs', finish) as forging:
+    with ranks(
+        fork_server, order(theirs, total_samples=4), 1, tmp_path / 'logs', finish
+    ) as forging:
         assert forging.run()[0].how == 'finished'
     give_away(theirs)
-    with ranks(warm, order(theirs, total_samples=8), 1, tmp_path / 'logs', finish) as gang:
+    with ranks(fork_server, order(theirs, total_samples=8), 1, tmp_path / 'logs', finish) as gang:
         (outcome,) = gang.run()
     assert outcome.how == 'error' and 'belongs to another user' in outcome.error.message
 

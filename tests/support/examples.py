@@ -17,7 +17,7 @@ import torch
 from parsl_freetrain import Checkpoint, FragmentContext, Reproducible, freetrain_app
 from parsl_freetrain.app import FreeTrainApp
 from parsl_freetrain.training.checkpoint.export import load_weights
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import KILLED, order, ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / 'docs' / 'examples'
@@ -50,16 +50,18 @@ def in_this_process(function: Callable[..., Any], **options: Any) -> tuple[Check
     return checkpoint, kept[0]._model.prepared.models[0].state_dict()
 
 
-def killed_and_rescaled(warm: WarmParent, folder: Path, app: FreeTrainApp, at: int) -> Any:
+def killed_and_rescaled(fork_server: ForkClient, folder: Path, app: FreeTrainApp, at: int) -> Any:
     """Train on one rank until it kills itself between two steps, when it has a checkpoint and at
     least ``at`` samples; then on two ranks to the end, with two checkpoints on the way. Returns the
     last outcome, and the model's state.
     """
     options: dict[str, Any] = {'total_epochs': app.spec.total_epochs, 'checkpoint_every_s': 0.01}
-    with ranks(warm, order(folder, **options), 1, folder, _dies, app.function, folder, at) as gang:
+    with ranks(
+        fork_server, order(folder, **options), 1, folder, _dies, app.function, folder, at
+    ) as gang:
         assert gang.run() == [KILLED], gang.ranks[0].log.read_text()
     second = order(folder, fragment=2, **options)
-    with ranks(warm, second, 2, folder, _there, app.function, folder) as gang:
+    with ranks(fork_server, second, 2, folder, _there, app.function, folder) as gang:
         outcomes = gang.run()
         logs = '\n'.join(rank.log.read_text() for rank in gang.ranks)
     assert [outcome.how for outcome in outcomes] == ['finished', 'finished'], logs

@@ -13,7 +13,7 @@ from parsl_freetrain.ledger.store import Ledger
 
 TICK_S = 0.25
 BOOT_S = 1.0
-WARM_S = 0.5
+START_S = 0.5
 CURVE = {'nodes': [0, 1, 2, 4, 8, 64], 'rate': [0.0, 300.0, 570.0, 1050.0, 1800.0, 9000.0]}
 
 
@@ -184,7 +184,7 @@ def _move_block(
 
 def _train(ledger: Ledger, job: _Trainer, at: float, rng: random.Random) -> bool:
     running = job.running
-    if running is None or at < running.decided + WARM_S:
+    if running is None or at < running.decided + START_S:
         return False
     if not running.started:
         ledger.trainers.fragment_started(

@@ -34,7 +34,7 @@ from parsl_freetrain import (
 )
 from parsl_freetrain import Ranks as RankSettings
 from parsl_freetrain.training.process.channel import Channel
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.process.rank_process import RankProcess
 from parsl_freetrain.training.spec.codec import Decoder
 from parsl_freetrain.training.spec.messages import (
@@ -122,7 +122,7 @@ class Ranks:
 
     def __init__(
         self,
-        parent: WarmParent | Sequence[WarmParent],
+        parent: ForkClient | Sequence[ForkClient],
         ordered: FragmentOrder,
         world_size: int,
         folder: Path,
@@ -137,7 +137,7 @@ class Ranks:
         folder.mkdir(parents=True, exist_ok=True)
         self.launched_at = time.time()
         self.ranks: list[Rank] = []
-        parents = [parent] if isinstance(parent, WarmParent) else parent
+        parents = [parent] if isinstance(parent, ForkClient) else parent
         for rank in range(world_size):
             log = folder / f'f{ordered.fragment}-r{rank}.log'
             place = RankPlace(rank, world_size, rank, 1, str(log))
@@ -193,7 +193,7 @@ def channel_pair() -> tuple[Channel[ToRank], Channel[FromRank]]:
 
 @contextmanager
 def ranks(
-    parent: WarmParent | Sequence[WarmParent],
+    parent: ForkClient | Sequence[ForkClient],
     ordered: FragmentOrder,
     world_size: int,
     folder: Path,
@@ -210,14 +210,14 @@ def ranks(
 
 
 @contextmanager
-def warm_parent(folder: Path, of: str | None = None) -> Iterator[WarmParent]:
+def running_fork_server(folder: Path, of: str | None = None) -> Iterator[ForkClient]:
     """A fork server, forked from ``of`` or else from the session's template, with its log in
     ``folder``; ended at exit.
     """
-    parent = WarmParent.start(
+    parent = ForkClient.start(
         f'tests-{secrets.token_hex(8)}',
         os.getpid(),
-        str(folder / 'warm.log'),
+        str(folder / 'fork_server.log'),
         of or template.name(),
     )
     try:

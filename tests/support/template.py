@@ -12,18 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.process.node_agent import TEMPLATE_VARIABLE
 from tests.support.waiting import LIMIT_S
 
-start_by_itself = WarmParent.start_template
+start_by_itself = ForkClient.start_template
 
 
 class _Session:
     """The template of this process's session, None until something needs it."""
 
     log = Path(os.devnull)
-    template: WarmParent | None = None
+    template: ForkClient | None = None
 
 
 def name() -> str:
@@ -51,8 +51,8 @@ def pids() -> set[int]:
     return set() if _Session.template is None else {_Session.template.pid or 0}
 
 
-def _start_forked(own_name: str, owner_pid: int, log: str) -> WarmParent:
-    started = WarmParent.start(own_name, owner_pid, log, name())
+def _start_forked(own_name: str, owner_pid: int, log: str) -> ForkClient:
+    started = ForkClient.start(own_name, owner_pid, log, name())
     started.wait_ready(LIMIT_S)  # start_template promises that it can be used at once
     return started
 
@@ -61,11 +61,11 @@ def _start_forked(own_name: str, owner_pid: int, log: str) -> WarmParent:
 def shared(log: Path) -> Iterator[None]:
     """Fork the templates of this process from a shared one, which writes into ``log``."""
     _Session.log = log
-    setattr(WarmParent, 'start_template', staticmethod(_start_forked))  # noqa: B010
+    setattr(ForkClient, 'start_template', staticmethod(_start_forked))  # noqa: B010
     try:
         yield
     finally:
-        setattr(WarmParent, 'start_template', start_by_itself)  # noqa: B010
+        setattr(ForkClient, 'start_template', start_by_itself)  # noqa: B010
         if _Session.template is not None:
             _Session.template.stop()
             _Session.template = None

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.training.conftest import warm
+from tests.training.conftest import fork_server
 
-__all__ = ['warm']
+__all__ = ['fork_server']

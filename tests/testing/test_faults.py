@@ -33,7 +33,7 @@ from parsl_freetrain.testing import (
 from parsl_freetrain.training.checkpoint.layout import directories
 from parsl_freetrain.training.checkpoint.manifest import is_committed
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import Outcome, Started
 from tests.support.ranks import KILLED, Ranks, order, ranks
 from tests.training.loop.test_fragments import BATCH, SIZE, train
@@ -47,10 +47,10 @@ def store(folder: Path) -> PosixCheckpointStore:
 
 
 def run(
-    warm: WarmParent, folder: Path, *faults: Any, world_size: int = 2, fragment: int = 1
+    fork_server: ForkClient, folder: Path, *faults: Any, world_size: int = 2, fragment: int = 1
 ) -> Ranks:
     ordered = order(folder, fragment, total_samples=TOTAL, checkpoint_every_s=1e-9)
-    with ranks(warm, ordered, world_size, folder, with_faults(train, *faults)) as gang:
+    with ranks(fork_server, ordered, world_size, folder, with_faults(train, *faults)) as gang:
         gang.run()
         return gang
 
@@ -60,29 +60,29 @@ def hows(gang: Ranks) -> list[str | None]:
 
 
 def test_it_fails_at_that_step_of_that_rank_in_that_fragment_alone(
-    warm: WarmParent, tmp_path: Path
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
-    gang = run(warm, tmp_path, fail_at(1, STEP))
+    gang = run(fork_server, tmp_path, fail_at(1, STEP))
     assert hows(gang) == ['peer-lost', 'error']
     assert gang.ranks[1].outcome.error.type == 'Injected'
     assert gang.ranks[1].outcome.samples >= STEP * BATCH - BATCH
-    gang = run(warm, tmp_path, fail_at(1, STEP), fragment=2)
+    gang = run(fork_server, tmp_path, fail_at(1, STEP), fragment=2)
     assert hows(gang) == ['finished'] * 2
 
 
-def test_it_kills_and_disconnects(warm: WarmParent, tmp_path: Path) -> None:
-    gang = run(warm, tmp_path / 'kill', kill_at(0, STEP))
+def test_it_kills_and_disconnects(fork_server: ForkClient, tmp_path: Path) -> None:
+    gang = run(fork_server, tmp_path / 'kill', kill_at(0, STEP))
     assert gang.ranks[0].status == -signal.SIGKILL
     assert hows(gang) == [None, 'peer-lost']
-    gang = run(warm, tmp_path / 'cut', disconnect_at(1, STEP))
+    gang = run(fork_server, tmp_path / 'cut', disconnect_at(1, STEP))
     assert gang.ranks[0].outcome.how == 'peer-lost'
     assert all(rank.status != 0 for rank in gang.ranks)
 
 
-def test_it_stops_and_slows(warm: WarmParent, tmp_path: Path) -> None:
+def test_it_stops_and_slows(fork_server: ForkClient, tmp_path: Path) -> None:
     faults = [slow_rank(1, 0.2, step=STEP), stop_at(0, STEP)]
     with ranks(
-        warm, order(tmp_path, total_samples=TOTAL), 2, tmp_path, with_faults(train, *faults)
+        fork_server, order(tmp_path, total_samples=TOTAL), 2, tmp_path, with_faults(train, *faults)
     ) as gang:
         gang.hear(lambda: bool(gang.ranks[0].said(Started)))
         pid = gang.ranks[0].process.pid
@@ -93,15 +93,15 @@ def test_it_stops_and_slows(warm: WarmParent, tmp_path: Path) -> None:
         assert hows(gang) == [None, 'peer-lost']
 
 
-def test_a_preemption_with_a_grace_saves(warm: WarmParent, tmp_path: Path) -> None:
+def test_a_preemption_with_a_grace_saves(fork_server: ForkClient, tmp_path: Path) -> None:
     ordered = order(tmp_path, total_samples=10_000_000)
     with ranks(
-        warm, ordered, 2, tmp_path, with_faults(train, preempt_at(0.5, grace_s=30.0))
+        fork_server, ordered, 2, tmp_path, with_faults(train, preempt_at(0.5, grace_s=30.0))
     ) as gang:
         gang.run()
     assert hows(gang) == ['stopped'] * 2
     with ranks(
-        warm,
+        fork_server,
         order(tmp_path / 'now', total_samples=10_000_000),
         1,
         tmp_path,
@@ -116,13 +116,15 @@ def test_a_preemption_with_a_grace_saves(warm: WarmParent, tmp_path: Path) -> No
     [('begin', 'written', 1), ('written', 'committed', 1), ('before-commit', 'committed', 1)],
 )
 def test_it_kills_between_writing_and_committing(
-    warm: WarmParent, tmp_path: Path, after: str, before: str, committed: int
+    fork_server: ForkClient, tmp_path: Path, after: str, before: str, committed: int
 ) -> None:
-    gang = run(warm, tmp_path, kill_between(after, before, checkpoint=committed + 1), world_size=1)
+    gang = run(
+        fork_server, tmp_path, kill_between(after, before, checkpoint=committed + 1), world_size=1
+    )
     assert gang.ranks[0].status == -signal.SIGKILL
     left = directories(tmp_path / 'store')
     assert [is_committed(path) for path in left] == [True] * committed + [False]
-    assert hows(run(warm, tmp_path, world_size=1, fragment=2)) == ['finished']
+    assert hows(run(fork_server, tmp_path, world_size=1, fragment=2)) == ['finished']
 
 
 def test_stages_in_another_order_are_refused() -> None:
@@ -132,19 +134,21 @@ def test_stages_in_another_order_are_refused() -> None:
 
 
 def test_a_full_disk_ends_the_fragment_with_a_sentence_and_costs_only_what_was_not_saved(
-    warm: WarmParent, tmp_path: Path
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
-    gang = run(warm, tmp_path, disk_full_at(1000, checkpoint=2), world_size=1)
+    gang = run(fork_server, tmp_path, disk_full_at(1000, checkpoint=2), world_size=1)
     error = gang.ranks[0].outcome.error
     assert 'cannot be written' in error.message
     latest = store(tmp_path).latest()
     assert latest is not None
     assert len(directories(tmp_path / 'store')) == 1  # nothing half-written takes up the room
-    assert hows(run(warm, tmp_path, world_size=1, fragment=2)) == ['finished']
+    assert hows(run(fork_server, tmp_path, world_size=1, fragment=2)) == ['finished']
 
 
-def test_damage_is_found_and_the_one_before_is_used(warm: WarmParent, tmp_path: Path) -> None:
-    run(warm, tmp_path, world_size=1)
+def test_damage_is_found_and_the_one_before_is_used(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    run(fork_server, tmp_path, world_size=1)
     kept = store(tmp_path).checkpoints()
     victim = corrupt_checkpoint(tmp_path / 'store', seed=1)
     assert str(victim).startswith(kept[-1].path)

@@ -59,7 +59,7 @@ class BlockManager:
         provider: BackfillProvider,
         stream: no.Stream,
         inbox: CommandInbox,
-        warm_log_dir: str,
+        node_log_dir: str,
         launch: Callable[[BlockRequest], tuple[str, str]],
         managers: Callable[[], list[dict[str, Any]]],
         end_manager: Callable[[str], None],
@@ -69,7 +69,7 @@ class BlockManager:
         self._provider = provider
         self._stream = stream
         self._inbox = inbox
-        self._warm_log_dir = warm_log_dir
+        self._node_log_dir = node_log_dir
         self._launch = launch
         self._managers = managers
         self._end_manager = end_manager
@@ -215,7 +215,7 @@ class BlockManager:
                     'resource_spec': {PIN: name},
                     'task_executor': {
                         'f': 'parsl_freetrain.executor.fragment.node_agent.greet',
-                        'a': (self._warm_log_dir, 120.0, self._template),
+                        'a': (self._node_log_dir, 120.0, self._template),
                     },
                 },
                 b'',

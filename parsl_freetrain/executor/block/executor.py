@@ -54,8 +54,10 @@ class BlockExecutor(HighThroughputExecutor):
         assert isinstance(self.provider, BackfillProvider)
         assert self._adoption is not None
         block_id = str(self._block_id_counter.get_id())
-        warm = '' if self._node_log_dir is None else f' --warm {shlex.quote(self._node_log_dir)}'
-        command = f'{self._adoption.node_command()}{warm} {self._get_launch_command(block_id)}'
+        template = (
+            '' if self._node_log_dir is None else f' --template {shlex.quote(self._node_log_dir)}'
+        )
+        command = f'{self._adoption.node_command()}{template} {self._get_launch_command(block_id)}'
         if request.walltime_s is not None:
             # If --drain_period is given several times, the last one counts.
             command += f' --drain_period={max(1, int(request.walltime_s))}'

@@ -29,7 +29,7 @@ from parsl_freetrain.executor.fragment.control_channel import ControlClient
 from parsl_freetrain.executor.fragment.member_order import MemberOrder
 from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.training.process.channel import Channel
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.process.liveness import StopWatch
 from parsl_freetrain.training.process.node_agent import (
     NOTICES,
@@ -66,7 +66,7 @@ from parsl_freetrain.training.spec.order import RankPlace
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-_WARM_S = 120.0
+_FORK_SERVER_READY_S = 120.0
 _STOPPED_SHARE = 0.5  # of hang_s, until a stopped rank is killed; the rest is for the others
 
 
@@ -129,8 +129,8 @@ def start_standby(order: MemberOrder, payload: bytes, wait_s: float) -> list[Cha
     """Start this node's standby ranks for the next fragment. Each channel becomes readable when its
     rank waits.
     """
-    warm = warm_parent(order.node_log_dir, order.template)
-    warm.wait_ready(_WARM_S)
+    server = fork_server_of_node(order.node_log_dir, order.template)
+    server.wait_ready(_FORK_SERVER_READY_S)
     Path(order.log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
     logs = [
         str(
@@ -140,20 +140,20 @@ def start_standby(order: MemberOrder, payload: bytes, wait_s: float) -> list[Cha
         for i in range(order.fragment.per_node)
     ]
     return [
-        warm.start_standby(order.fragment, i, payload, {}, log, wait_s)
+        server.start_standby(order.fragment, i, payload, {}, log, wait_s)
         for i, log in enumerate(logs)
     ]
 
 
 def greet(
-    buffer: bytes, log_dir: str, warm_timeout_s: float, template: str | None = None
+    buffer: bytes, log_dir: str, timeout_s: float, template: str | None = None
 ) -> dict[str, Any]:
     """A node's first task: start the node's fork server, and describe the node."""
-    warm = warm_parent(log_dir, template)
-    warm.wait_ready(warm_timeout_s)
+    server = fork_server_of_node(log_dir, template)
+    server.wait_ready(timeout_s)
     return {
         'name': node_name(),
-        'devices': warm.devices,
+        'devices': server.devices,
         'python': platform.python_version(),
         'torch': importlib.metadata.version('torch'),
     }
@@ -180,21 +180,21 @@ def manager_lives() -> bool:
     return manager is None or manager.is_alive()
 
 
-def warm_parent(log_dir: str, template: str | None = None) -> WarmParent:
+def fork_server_of_node(log_dir: str, template: str | None = None) -> ForkClient:
     """This node's fork server, started if necessary. It ends with the node's manager."""
     node = os.environ['PARSL_WORKER_POOL_ID']
     Path(log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
-    log = str(Path(log_dir) / f'warm-{node}.log')
-    return WarmParent.start(node, manager_pid(), log, template or template_of_node())
+    log = str(Path(log_dir) / f'fork-server-{node}.log')
+    return ForkClient.start(node, manager_pid(), log, template or template_of_node())
 
 
-def start_template(log_dir: str) -> WarmParent:
+def start_template(log_dir: str) -> ForkClient:
     """Start the template that forks the fork servers of nodes that are processes of this computer.
     It ends with this process at the latest.
     """
     Path(log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
-    return WarmParent.start_template(
-        f'template-{secrets.token_hex(8)}', os.getpid(), str(Path(log_dir) / 'warm-template.log')
+    return ForkClient.start_template(
+        f'template-{secrets.token_hex(8)}', os.getpid(), str(Path(log_dir) / 'template.log')
     )
 
 
@@ -205,7 +205,7 @@ class Member:
         self._order = order
         self._ranks: dict[int, RankProcess] = {}
         self._watches: dict[int, StopWatch] = {}
-        self._warm: tuple[int, StopWatch] | None = None
+        self._fork_server: tuple[int, StopWatch] | None = None
         self._results: dict[int, RankResult] = {}
         self._notice = ''
         self._passed_on = ''
@@ -244,10 +244,10 @@ class Member:
 
     def _launch(self, payload: bytes, address: str) -> None:
         order = self._order
-        warm = warm_parent(order.node_log_dir, order.template)
-        warm.wait_ready(_WARM_S)
-        if warm.pid is not None:
-            self._warm = warm.pid, StopWatch(warm.pid)
+        server = fork_server_of_node(order.node_log_dir, order.template)
+        server.wait_ready(_FORK_SERVER_READY_S)
+        if server.pid is not None:
+            self._fork_server = server.pid, StopWatch(server.pid)
         Path(order.log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
         count = order.fragment.per_node
         for local_rank in range(count):
@@ -261,7 +261,7 @@ class Member:
                 log=str(log),
                 address=address,
             )
-            self._ranks[rank] = warm.launch(order.fragment, place, payload, {})
+            self._ranks[rank] = server.launch(order.fragment, place, payload, {})
             self._watches[rank] = StopWatch(self._ranks[rank].pid)
             self._results[rank] = RankResult(rank, node_name(), str(log))
 
@@ -327,10 +327,10 @@ class Member:
         other ranks would wait for them.
         """
         limit_s = _STOPPED_SHARE * self._order.fragment.hang_s
-        if self._warm is not None and self._warm[1].stopped_s() >= limit_s:
-            logger.warning('The warm parent of this node was stopped, and is killed.')
-            os.kill(self._warm[0], signal.SIGKILL)
-            self._warm = None
+        if self._fork_server is not None and self._fork_server[1].stopped_s() >= limit_s:
+            logger.warning('The fork server of this node was stopped, and is killed.')
+            os.kill(self._fork_server[0], signal.SIGKILL)
+            self._fork_server = None
         for rank, process in running.items():
             stopped_s = self._watches[rank].stopped_s()
             if stopped_s >= limit_s:

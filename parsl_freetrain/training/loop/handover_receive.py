@@ -20,7 +20,7 @@ from parsl_freetrain.training.checkpoint.safetensors_io import read_into
 from parsl_freetrain.training.checkpoint.state import Saved, State, assemble
 from parsl_freetrain.training.comm.collectives import Peers
 from parsl_freetrain.training.process.channel import Channel, is_ours
-from parsl_freetrain.training.process.standby_slots import WARM_VARIABLE
+from parsl_freetrain.training.process.standby_slots import FORK_SERVER_VARIABLE
 from parsl_freetrain.training.spec.codec import Decoder
 from parsl_freetrain.training.spec.fork_messages import (
     FetchState,
@@ -131,9 +131,9 @@ def _errors_printed() -> Iterator[None]:
 def _fork_server() -> Channel[ForkAnswer]:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        sock.connect(b'\0' + os.environ.get(WARM_VARIABLE, '').encode())
+        sock.connect(b'\0' + os.environ.get(FORK_SERVER_VARIABLE, '').encode())
         if not is_ours(sock):
-            raise PermissionError('another user listens where the warm parent should')
+            raise PermissionError('another user listens where the fork server should')
     except OSError:
         sock.close()
         raise

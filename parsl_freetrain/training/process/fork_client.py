@@ -44,7 +44,7 @@ _LOOK_S = 0.5
 _STOPPED_S = 5.0  # after which a stopped fork server is considered useless
 
 
-class WarmParent:
+class ForkClient:
     """A node's fork server: a process that has imported torch and forks ranks.
 
     Parameters
@@ -72,11 +72,11 @@ class WarmParent:
         self.devices = 0
         self._process = process
         self._owner_pid: int | None = None
-        self._answers: Decoder[ForkAnswer] = Decoder(ForkAnswer, f'warm parent {name!r}')
+        self._answers: Decoder[ForkAnswer] = Decoder(ForkAnswer, f'fork server {name!r}')
         self._asked: Channel[ForkAnswer] | None = None  # a template that has not answered yet
 
     @classmethod
-    def start(cls, name: str, owner_pid: int, log: str, template: str | None = None) -> WarmParent:
+    def start(cls, name: str, owner_pid: int, log: str, template: str | None = None) -> ForkClient:
         """Start a fork server, unless one with this name is running. Returns at once.
 
         It has the caller's environment, working directory and modules. It ends, with its ranks,
@@ -106,7 +106,7 @@ class WarmParent:
     @classmethod
     def start_template(
         cls, name: str, owner_pid: int, log: str, new_session: bool = True
-    ) -> WarmParent:
+    ) -> ForkClient:
         """As :meth:`start`, for a template of other fork servers. They can ask it as soon as this
         returns.
 
@@ -325,7 +325,7 @@ class WarmParent:
         if not is_ours(sock):
             sock.close()
             raise FreeTrainError(
-                f'Another user listens at the address of warm parent {self.name!r}: '
+                f'Another user listens at the address of fork server {self.name!r}: '
                 'choose another run directory.'
             )
         return Channel(sock, decoder)
@@ -369,7 +369,7 @@ class WarmParent:
             lines = []
         tail = ''.join(f'\n  {line}' for line in lines)
         return FreeTrainError(
-            f'Warm parent {self.name!r} {what}; its log is '
+            f'Fork server {self.name!r} {what}; its log is '
             f'{self.log}{":" if tail else " (empty)."}{tail}'
         )
 

@@ -28,7 +28,7 @@ from parsl_freetrain.training.process.fork_request import obstacle, take_effect
 from parsl_freetrain.training.process.linux import die_with_parent, end_session
 from parsl_freetrain.training.process.rank_children import RankChildren
 from parsl_freetrain.training.process.standby_slots import (
-    WARM_VARIABLE,
+    FORK_SERVER_VARIABLE,
     StandbyRank,
     StandbySlots,
     key_of,
@@ -240,7 +240,7 @@ class ForkServer:
             if os.getppid() != parent:
                 os._exit(1)
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
-            os.environ[WARM_VARIABLE] = self._listener.getsockname()[1:].decode()
+            os.environ[FORK_SERVER_VARIABLE] = self._listener.getsockname()[1:].decode()
             self._forget()
             channel.send(RankPid(os.getpid()))
             status = _run(channel, request, standby)

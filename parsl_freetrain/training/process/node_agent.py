@@ -13,8 +13,8 @@ A node ends with its job. A scheduler may stop or kill nothing but the shell tha
 started (:mod:`parsl_freetrain.sites.batch.shell`), so this process ends with that shell, and
 whatever was started here ends with this process.
 
-With ``--warm FOLDER`` a template of fork servers imports torch beside Parsl's manager, which takes
-about as long to start; its log is in that folder.
+With ``--template FOLDER`` a template of fork servers imports torch beside Parsl's manager, which
+takes about as long to start; its log is in that folder.
 
 Parsl's manager ends by itself when it has lost its interchange. With ``--holder`` the node then
 stays for some time, so that a later run can adopt it; see
@@ -40,7 +40,7 @@ from parsl_freetrain.host.processes import start_of
 from parsl_freetrain.training.process.block_lease import Succession
 from parsl_freetrain.training.process.channel import Channel, is_ours
 from parsl_freetrain.training.process.fork_address import connect
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.process.linux import adopt_orphans, die_with_parent, end_descendants
 from parsl_freetrain.training.spec.codec import Decoder
 from parsl_freetrain.training.spec.messages import Notice
@@ -257,10 +257,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_help=False,
         usage=(
             'python3 -P -m parsl_freetrain.training.process.node_agent '
-            '[--warm FOLDER] [--holder FILE --job-variable NAME --wait SECONDS] COMMAND ...'
+            '[--template FOLDER] [--holder FILE --job-variable NAME --wait SECONDS] COMMAND ...'
         ),
     )
-    parser.add_argument('--warm', type=Path)
+    parser.add_argument('--template', type=Path)
     parser.add_argument('--holder', type=Path)
     parser.add_argument('--job-variable', default='')
     parser.add_argument('--wait', type=float, default=0.0)
@@ -274,7 +274,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     adopt_orphans()
     job = os.environ.get(given.job_variable, '')
     # Several nodes may be one computer, and share a template.
-    template = _start_template(given.warm) if given.warm and not template_of_node() else None
+    template = (
+        _start_template(given.template) if given.template and not template_of_node() else None
+    )
     try:
         return Node(
             given.command,
@@ -287,13 +289,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         end_descendants()
 
 
-def _start_template(folder: Path) -> WarmParent | None:
+def _start_template(folder: Path) -> ForkClient | None:
     """Start importing torch; without it the node's fork server does that later."""
     name = f'template-{secrets.token_hex(8)}'
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        log = str(folder / f'warm-{name}.log')
-        template = WarmParent.start_template(name, os.getpid(), log, new_session=False)
+        log = str(folder / f'{name}.log')
+        template = ForkClient.start_template(name, os.getpid(), log, new_session=False)
     except OSError as error:
         print(f'torch is not imported ahead: {error}', file=sys.stderr, flush=True)
         return None

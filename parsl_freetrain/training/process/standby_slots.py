@@ -27,7 +27,7 @@ from parsl_freetrain.training.spec.fork_messages import (
 )
 from parsl_freetrain.training.spec.messages import RankPid
 
-WARM_VARIABLE = 'FREETRAIN_WARM'
+FORK_SERVER_VARIABLE = 'FREETRAIN_FORK_SERVER'
 """Environment variable of a rank: the address of its node's fork server, without the leading zero
 byte.
 """

@@ -47,7 +47,7 @@ class ForkServerWanted(Message, frozen=True):
     Attributes
     ----------
     name, owner_pid, log
-        As in :meth:`~parsl_freetrain.training.process.fork_client.WarmParent.start`.
+        As in :meth:`~parsl_freetrain.training.process.fork_client.ForkClient.start`.
     env, path, cwd, cpus
         Environment, ``sys.path``, working directory and CPUs of the requesting process.
     prefix, version

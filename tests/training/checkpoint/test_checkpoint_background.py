@@ -29,7 +29,7 @@ from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.channel import Channel
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import (
     CheckpointSaved,
     FromRank,
@@ -270,10 +270,10 @@ def fails_while_saving(ctx: FragmentContext) -> None:
 
 
 def test_a_checkpoint_that_is_being_written_survives_the_users_error(
-    warm: WarmParent, tmp_path: Path
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
     with ranks(
-        warm,
+        fork_server,
         order(tmp_path, total_samples=64, checkpoint_every_s=1e-9),
         1,
         tmp_path,
@@ -306,10 +306,10 @@ def fills_the_disk(ctx: FragmentContext, limit: int | None) -> None:
 
 
 def test_a_full_disk_ends_the_fragment_with_a_sentence_and_loses_nothing(
-    warm: WarmParent, tmp_path: Path
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
     ordered = order(tmp_path, total_samples=1_000_000, checkpoint_every_s=1e-9)
-    with ranks(warm, ordered, 1, tmp_path, fills_the_disk, 10_000) as gang:
+    with ranks(fork_server, ordered, 1, tmp_path, fills_the_disk, 10_000) as gang:
         (outcome,) = gang.run()
     assert (outcome.how, outcome.error.type) == ('error', 'FreeTrainError'), outcome
     assert f'cannot be written to {tmp_path / "store"} (File too large)' in outcome.error.message
@@ -321,6 +321,11 @@ def test_a_full_disk_ends_the_fragment_with_a_sentence_and_loses_nothing(
         if not (path / 'COMMITTED').exists()
     ] == []
     with ranks(
-        warm, order(tmp_path, 2, total_samples=found.samples + 8), 1, tmp_path, fills_the_disk, None
+        fork_server,
+        order(tmp_path, 2, total_samples=found.samples + 8),
+        1,
+        tmp_path,
+        fills_the_disk,
+        None,
     ) as gang:
         assert [outcome.how for outcome in gang.run()] == ['finished']

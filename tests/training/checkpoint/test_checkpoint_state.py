@@ -30,7 +30,7 @@ from parsl_freetrain.training.checkpoint.state import (
 )
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import order, ranks
 
 TENSORS = {
@@ -271,12 +271,12 @@ def scaled(ctx: FragmentContext, stop_at: int | None) -> None:
     ctx.report(scale=scaler.get_scale())
 
 
-def test_a_gradient_scaler_goes_on_where_it_was(warm: WarmParent, tmp_path: Path) -> None:
+def test_a_gradient_scaler_goes_on_where_it_was(fork_server: ForkClient, tmp_path: Path) -> None:
     results = []
     for folder, cuts in ((tmp_path / 'whole', [None]), (tmp_path / 'cut', [8, 20, None])):
         for fragment, stop_at in enumerate(cuts, 1):
             with ranks(
-                warm,
+                fork_server,
                 order(folder, fragment, total_samples=32, mode='throughput'),
                 2,
                 folder,
@@ -290,8 +290,8 @@ def test_a_gradient_scaler_goes_on_where_it_was(warm: WarmParent, tmp_path: Path
     assert results[0] == results[1]
 
 
-def test_a_scaler_in_reproducible_mode_is_refused(warm: WarmParent, tmp_path: Path) -> None:
-    with ranks(warm, order(tmp_path, total_samples=32), 1, tmp_path, scaled, None) as gang:
+def test_a_scaler_in_reproducible_mode_is_refused(fork_server: ForkClient, tmp_path: Path) -> None:
+    with ranks(fork_server, order(tmp_path, total_samples=32), 1, tmp_path, scaled, None) as gang:
         (outcome,) = gang.run()
     assert (outcome.how, outcome.error.type) == ('error', 'BadInput')
     assert 'use mode=Throughput(), or bfloat16' in outcome.error.message

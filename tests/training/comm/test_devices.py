@@ -30,7 +30,7 @@ from parsl_freetrain.training.comm.devices import (
     take_devices,
 )
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.order import RankPlace
 from tests.support.ranks import order, ranks
 
@@ -232,8 +232,8 @@ def tells_its_backend(ctx: FragmentContext) -> None:
     raise LookupError(f'{dist.get_backend()} {total.item()}')
 
 
-def test_ranks_without_gpus_agree_on_gloo(warm: WarmParent, tmp_path: Path) -> None:
+def test_ranks_without_gpus_agree_on_gloo(fork_server: ForkClient, tmp_path: Path) -> None:
     assert name_of(torch.device('cpu')) == ''
-    with ranks(warm, order(tmp_path), 3, tmp_path, tells_its_backend) as gang:
+    with ranks(fork_server, order(tmp_path), 3, tmp_path, tells_its_backend) as gang:
         assert {outcome.error.message for outcome in gang.run()} == {'gloo 3'}
         assert all('Tensors are exchanged by gloo' in rank.log.read_text() for rank in gang.ranks)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import finish, order, ranks
 
 
-def test_a_rank_ends_while_a_thread_of_gloo_still_works(warm: WarmParent, tmp_path: Path) -> None:
+def test_a_rank_ends_while_a_thread_of_gloo_still_works(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
     """The last owner of a process group waits in C++ for gloo's threads, and holds Python's lock.
     One of the threads may wait for that lock: it needs it to drop the last reference to a tensor.
     """
@@ -40,6 +42,6 @@ def test_a_rank_ends_while_a_thread_of_gloo_still_works(warm: WarmParent, tmp_pa
         dist.barrier = barrier  # type: ignore[assignment]
         finish(ctx)
 
-    with ranks(warm, order(tmp_path, mode='throughput'), 2, tmp_path, train) as gang:
+    with ranks(fork_server, order(tmp_path, mode='throughput'), 2, tmp_path, train) as gang:
         assert [outcome.how for outcome in gang.run()] == ['finished'] * 2
         assert [rank.status for rank in gang.ranks] == [0, 0]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import order, ranks
 
 DATA = TensorDataset(torch.arange(32.0).reshape(16, 2) / 32)
@@ -47,7 +47,7 @@ def train(
 
 
 def run(
-    warm: WarmParent,
+    fork_server: ForkClient,
     folder: Path,
     function: Callable[..., None],
     *,
@@ -55,7 +55,7 @@ def run(
     **options: Any,
 ) -> list[Any]:
     ordered = order(folder, **{'total_samples': 32, **options})
-    with ranks(warm, ordered, world_size, folder, function) as gang:
+    with ranks(fork_server, ordered, world_size, folder, function) as gang:
         return gang.run()
 
 
@@ -154,19 +154,21 @@ def averages_too_late(ctx: FragmentContext) -> None:
     ],
 )
 def test_what_would_depend_on_the_nodes_is_refused(
-    warm: WarmParent, tmp_path: Path, function: Callable[..., None], sentence: str
+    fork_server: ForkClient, tmp_path: Path, function: Callable[..., None], sentence: str
 ) -> None:
-    (outcome,) = run(warm, tmp_path, function)
+    (outcome,) = run(fork_server, tmp_path, function)
     assert (outcome.how, outcome.error.type) == ('error', 'BadInput'), outcome.error
     assert sentence in outcome.error.message
     assert '\n' not in outcome.error.message
 
 
-def test_throughput_mode_refuses_only_what_would_be_lost(warm: WarmParent, tmp_path: Path) -> None:
-    (outcome,) = run(warm, tmp_path / 'lost', averages_around, mode='throughput')
+def test_throughput_mode_refuses_only_what_would_be_lost(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    (outcome,) = run(fork_server, tmp_path / 'lost', averages_around, mode='throughput')
     assert 'would be lost at the end of the fragment' in outcome.error.message
     for function in (clips_in_the_loop, clamps_weights):
-        (outcome,) = run(warm, tmp_path / function.__name__, function, mode='throughput')
+        (outcome,) = run(fork_server, tmp_path / function.__name__, function, mode='throughput')
         assert outcome.how == 'finished', outcome.error
 
 
@@ -194,14 +196,14 @@ def averages(ctx: FragmentContext) -> None:
 @pytest.mark.parametrize('mode', ['reproducible', 'throughput'])
 @pytest.mark.parametrize('function', [averages, averages_prepared])
 def test_hooks_act_once_per_step_and_an_average_is_saved(
-    warm: WarmParent, tmp_path: Path, mode: str, function: Callable[..., None]
+    fork_server: ForkClient, tmp_path: Path, mode: str, function: Callable[..., None]
 ) -> None:
     """The same bits, averages included, on one rank and on three ranks and then two."""
-    (outcome,) = run(warm, tmp_path / 'one', function, mode=mode)
+    (outcome,) = run(fork_server, tmp_path / 'one', function, mode=mode)
     assert outcome.how == 'finished', outcome.error
     for fragment, world_size, total in ((1, 3, 16), (2, 2, 32)):
         ordered = order(tmp_path / 'cut', fragment, total_samples=total, mode=mode)
-        with ranks(warm, ordered, world_size, tmp_path / 'cut', function) as gang:
+        with ranks(fork_server, ordered, world_size, tmp_path / 'cut', function) as gang:
             outcomes = gang.run()
         assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
     one, cut = load_weights(outcome.path), load_weights(outcomes[0].path)

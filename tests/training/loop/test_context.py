@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import order, ranks
 
 DATA = TensorDataset(torch.arange(16.0).reshape(8, 2))
@@ -143,7 +143,7 @@ def empty_batch(ctx: FragmentContext) -> None:
 
 
 def run(
-    warm: WarmParent,
+    fork_server: ForkClient,
     folder: Path,
     function: Callable[..., None],
     *args: Any,
@@ -152,7 +152,7 @@ def run(
     **options: Any,
 ) -> list[Any]:
     ordered = order(folder, fragment, **{'total_samples': 16, **options})
-    with ranks(warm, ordered, world_size, folder, function, *args) as gang:
+    with ranks(fork_server, ordered, world_size, folder, function, *args) as gang:
         return gang.run()
 
 
@@ -181,19 +181,19 @@ def run(
     ],
 )
 def test_a_mistake_gets_a_sentence(
-    warm: WarmParent, tmp_path: Path, function: Callable[..., None], sentence: str
+    fork_server: ForkClient, tmp_path: Path, function: Callable[..., None], sentence: str
 ) -> None:
-    (outcome,) = run(warm, tmp_path, function)
+    (outcome,) = run(fork_server, tmp_path, function)
     assert (outcome.how, outcome.error.type) == ('error', 'BadInput'), outcome.error.traceback
     assert sentence in outcome.error.message
     assert '\n' not in outcome.error.message
 
 
-def test_reporting_something_else_than_a_number(warm: WarmParent, tmp_path: Path) -> None:
+def test_reporting_something_else_than_a_number(fork_server: ForkClient, tmp_path: Path) -> None:
     def report(ctx: FragmentContext) -> None:
         ctx.report(loss='small')  # type: ignore[arg-type]
 
-    (outcome,) = run(warm, tmp_path, report)
+    (outcome,) = run(fork_server, tmp_path, report)
     assert outcome.error.type == 'TypeError'
     assert "loss='small'" in outcome.error.message
 
@@ -209,21 +209,25 @@ def test_reporting_something_else_than_a_number(warm: WarmParent, tmp_path: Path
     ],
 )
 def test_what_must_not_change_between_fragments(
-    warm: WarmParent, tmp_path: Path, options: dict[str, Any], args: tuple[Any, ...], sentence: str
+    fork_server: ForkClient,
+    tmp_path: Path,
+    options: dict[str, Any],
+    args: tuple[Any, ...],
+    sentence: str,
 ) -> None:
-    assert run(warm, tmp_path, fit)[0].how == 'finished'
-    (outcome,) = run(warm, tmp_path, fit, *args, fragment=2, total_samples=32, **options)
+    assert run(fork_server, tmp_path, fit)[0].how == 'finished'
+    (outcome,) = run(fork_server, tmp_path, fit, *args, fragment=2, total_samples=32, **options)
     assert outcome.how == 'error'
     assert sentence in outcome.error.message
     assert str(tmp_path) in outcome.error.message
 
 
-def test_more_can_be_trained_later(warm: WarmParent, tmp_path: Path) -> None:
-    run(warm, tmp_path, fit)
-    assert run(warm, tmp_path, fit, fragment=2, total_samples=32)[0].samples == 32
+def test_more_can_be_trained_later(fork_server: ForkClient, tmp_path: Path) -> None:
+    run(fork_server, tmp_path, fit)
+    assert run(fork_server, tmp_path, fit, fragment=2, total_samples=32)[0].samples == 32
 
 
-def test_what_the_context_says(warm: WarmParent, tmp_path: Path) -> None:
+def test_what_the_context_says(fork_server: ForkClient, tmp_path: Path) -> None:
     def look(ctx: FragmentContext) -> None:
         model, optimizer = made(ctx)
         assert (ctx.trainer, ctx.fragment, ctx.nodes, ctx.world_size, ctx.is_main) == (
@@ -248,22 +252,22 @@ def test_what_the_context_says(warm: WarmParent, tmp_path: Path) -> None:
 
     import time
 
-    outcomes = run(warm, tmp_path, look, world_size=2, deadline=time.time() + 3000)
+    outcomes = run(fork_server, tmp_path, look, world_size=2, deadline=time.time() + 3000)
     assert [outcome.how for outcome in outcomes] == ['finished', 'finished'], outcomes
 
 
-def test_rank_0_decides_whether_all_is_saved(warm: WarmParent, tmp_path: Path) -> None:
+def test_rank_0_decides_whether_all_is_saved(fork_server: ForkClient, tmp_path: Path) -> None:
     def fails_behind_the_loop(ctx: FragmentContext) -> None:
         fit(ctx)
         if ctx.is_main:
             raise OSError('no evaluation')
 
-    outcomes = run(warm, tmp_path, fails_behind_the_loop, world_size=2)
+    outcomes = run(fork_server, tmp_path, fails_behind_the_loop, world_size=2)
     assert [outcome.how for outcome in outcomes] == ['error', 'peer-lost']
     assert outcomes[0].path is None  # all of it took less than a second
 
 
-def test_swallowing_the_end_changes_nothing(warm: WarmParent, tmp_path: Path) -> None:
+def test_swallowing_the_end_changes_nothing(fork_server: ForkClient, tmp_path: Path) -> None:
     def swallows(ctx: FragmentContext) -> None:
         import os
         import signal
@@ -272,11 +276,13 @@ def test_swallowing_the_end_changes_nothing(warm: WarmParent, tmp_path: Path) ->
         with contextlib.suppress(BaseException):
             fit(ctx)
 
-    (outcome,) = run(warm, tmp_path, swallows)
+    (outcome,) = run(fork_server, tmp_path, swallows)
     assert (outcome.how, outcome.samples, outcome.error) == ('stopped', 4, None)
 
 
-def test_two_models_and_frozen_and_unused_parameters(warm: WarmParent, tmp_path: Path) -> None:
+def test_two_models_and_frozen_and_unused_parameters(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
     def train(ctx: FragmentContext) -> None:
         torch.manual_seed(0)
         body, head, spare = nn.Linear(2, 3), nn.Linear(3, 1), nn.Linear(1, 1)
@@ -295,14 +301,14 @@ def test_two_models_and_frozen_and_unused_parameters(warm: WarmParent, tmp_path:
 
     states = []
     for world_size, folder in ((1, tmp_path / 'one'), (3, tmp_path / 'three')):
-        outcomes = run(warm, folder, train, world_size=world_size)
+        outcomes = run(fork_server, folder, train, world_size=world_size)
         assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
         states.append(load_weights(outcomes[0].path))
     assert {name.split('.')[0] for name in states[0]} == {'model', 'model_2'}
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def test_a_gradient_scaler_scales_and_is_saved(warm: WarmParent, tmp_path: Path) -> None:
+def test_a_gradient_scaler_scales_and_is_saved(fork_server: ForkClient, tmp_path: Path) -> None:
     def train(ctx: FragmentContext) -> None:
         torch.manual_seed(0)
         model = nn.Linear(2, 1)
@@ -323,7 +329,7 @@ def test_a_gradient_scaler_scales_and_is_saved(warm: WarmParent, tmp_path: Path)
 
     for fragment, total in ((1, 16), (2, 24)):
         outcomes = run(
-            warm,
+            fork_server,
             tmp_path,
             train,
             mode='throughput',
@@ -336,7 +342,7 @@ def test_a_gradient_scaler_scales_and_is_saved(warm: WarmParent, tmp_path: Path)
 
 
 @pytest.mark.parametrize('mode', ['reproducible', 'throughput', 'scaled'])
-def test_a_learning_rate_by_samples(warm: WarmParent, tmp_path: Path, mode: str) -> None:
+def test_a_learning_rate_by_samples(fork_server: ForkClient, tmp_path: Path, mode: str) -> None:
     def train(ctx: FragmentContext) -> None:
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
@@ -354,7 +360,7 @@ def test_a_learning_rate_by_samples(warm: WarmParent, tmp_path: Path, mode: str)
 
     for fragment, (world_size, total) in enumerate(((1, 8), (2, 16), (1, 28)), 1):
         outcomes = run(
-            warm,
+            fork_server,
             tmp_path,
             train,
             mode=mode,

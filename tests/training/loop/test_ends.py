@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import CheckpointSaved, Progress
 from tests.support.ranks import KILLED, order, ranks
 
@@ -55,7 +55,7 @@ def as_documented(ctx: FragmentContext, killed_in: int = 0) -> None:
 
 
 def run(
-    warm: WarmParent,
+    fork_server: ForkClient,
     folder: Path,
     function: Callable[..., Any],
     *args: Any,
@@ -64,7 +64,7 @@ def run(
     **options: Any,
 ) -> tuple[list[Any], Any]:
     ordered = order(folder, fragment, **{'total_samples': 32, **options})
-    with ranks(warm, ordered, world_size, folder, function, *args) as gang:
+    with ranks(fork_server, ordered, world_size, folder, function, *args) as gang:
         return gang.run(), gang.ranks[0]
 
 
@@ -80,21 +80,25 @@ def returns_a_model(ctx: FragmentContext) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def test_what_the_function_returns_is_kept(warm: WarmParent, tmp_path: Path) -> None:
+def test_what_the_function_returns_is_kept(fork_server: ForkClient, tmp_path: Path) -> None:
     for fragment in (1, 2):  # the second one does nothing again
-        outcomes, _ = run(warm, tmp_path / '1', returns_values, fragment=fragment, world_size=2)
+        outcomes, _ = run(
+            fork_server, tmp_path / '1', returns_values, fragment=fragment, world_size=2
+        )
         assert json.loads(outcomes[0].result) == {'accuracy': 0.5, 'names': ['a', 'b'], 'rank': 0}
-    (outcome,), _ = run(warm, tmp_path / '2', returns_a_model)
+    (outcome,), _ = run(fork_server, tmp_path / '2', returns_a_model)
     assert 'The function returned a Linear that cannot be kept' in outcome.error.message
 
 
-def test_the_same_script_twice(warm: WarmParent, tmp_path: Path) -> None:
+def test_the_same_script_twice(fork_server: ForkClient, tmp_path: Path) -> None:
     """What has been trained stays so, with its metrics, and nothing is done again."""
-    (first,), rank = run(warm, tmp_path, as_documented)
+    (first,), rank = run(fork_server, tmp_path, as_documented)
     assert first.how == 'finished' and first.metrics.keys() == {'last'}, first.error
     assert rank.said(Progress)[-1].metrics == first.metrics  # which the ledger records
     for world_size in (1, 2):
-        outcomes, rank = run(warm, tmp_path, as_documented, fragment=2, world_size=world_size)
+        outcomes, rank = run(
+            fork_server, tmp_path, as_documented, fragment=2, world_size=world_size
+        )
         for again in outcomes:
             assert again.how == 'finished', again.error
         assert (outcomes[0].samples, outcomes[0].path) == (32, first.path)
@@ -103,13 +107,13 @@ def test_the_same_script_twice(warm: WarmParent, tmp_path: Path) -> None:
 
 
 def test_a_kill_behind_the_loop_repeats_the_last_batch_alone(
-    warm: WarmParent, tmp_path: Path
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
-    (undisturbed,), _ = run(warm, tmp_path / 'one', as_documented)
-    outcomes, rank = run(warm, tmp_path / 'cut', as_documented, 1)
+    (undisturbed,), _ = run(fork_server, tmp_path / 'one', as_documented)
+    outcomes, rank = run(fork_server, tmp_path / 'cut', as_documented, 1)
     assert outcomes == [KILLED]
     assert [saved.samples for saved in rank.said(CheckpointSaved)] == [28]
-    (outcome,), _ = run(warm, tmp_path / 'cut', as_documented, 1, fragment=2)
+    (outcome,), _ = run(fork_server, tmp_path / 'cut', as_documented, 1, fragment=2)
     assert outcome.how == 'finished', outcome.error
     assert outcome.metrics == undisturbed.metrics
     one, cut = load_weights(undisturbed.path), load_weights(outcome.path)
@@ -149,14 +153,16 @@ def ends_at_an_epoch(ctx: FragmentContext) -> None:
     [(ends_in_the_body, 12), (ends_after_a_step, 12), (ends_at_an_epoch, 16)],
 )
 def test_an_early_end_is_an_end(
-    warm: WarmParent, tmp_path: Path, function: Callable[..., None], samples: int
+    fork_server: ForkClient, tmp_path: Path, function: Callable[..., None], samples: int
 ) -> None:
     """At the same batch for any number of ranks; the next run does not train on."""
     for world_size in (1, 3):
-        outcomes, rank = run(warm, tmp_path / str(world_size), function, world_size=world_size)
+        outcomes, rank = run(
+            fork_server, tmp_path / str(world_size), function, world_size=world_size
+        )
         assert {(outcome.how, outcome.samples) for outcome in outcomes} == {('finished', samples)}
         assert 'Finished early' in rank.log.read_text()
-    outcomes, _ = run(warm, tmp_path / '3', function, fragment=2, world_size=2)
+    outcomes, _ = run(fork_server, tmp_path / '3', function, fragment=2, world_size=2)
     assert {(outcome.how, outcome.samples) for outcome in outcomes} == {('finished', samples)}
 
 
@@ -181,16 +187,21 @@ def phases(ctx: FragmentContext, stop_at: int | None = None) -> None:
 
 @pytest.mark.parametrize('stop_at', [0, 12, 16, 22, 28, 44, 50])
 def test_several_loops_go_on_in_the_right_one(
-    warm: WarmParent, tmp_path: Path, stop_at: int
+    fork_server: ForkClient, tmp_path: Path, stop_at: int
 ) -> None:
-    (one,), _ = run(warm, tmp_path / 'one', phases, total_samples=56)
+    (one,), _ = run(fork_server, tmp_path / 'one', phases, total_samples=56)
     assert one.how == 'finished', one.error
     outcomes, _ = run(
-        warm, tmp_path / 'cut', phases, stop_at, total_samples=56, world_size=2 if stop_at else 1
+        fork_server,
+        tmp_path / 'cut',
+        phases,
+        stop_at,
+        total_samples=56,
+        world_size=2 if stop_at else 1,
     )
     how = {outcome.how for outcome in outcomes}
     if how == {'stopped'}:
-        outcomes, _ = run(warm, tmp_path / 'cut', phases, fragment=2, total_samples=56)
+        outcomes, _ = run(fork_server, tmp_path / 'cut', phases, fragment=2, total_samples=56)
         how = {outcome.how for outcome in outcomes}
     assert (how == {'finished'}) and outcomes[0].samples == 56, outcomes
     whole, cut = load_weights(one.path), load_weights(outcomes[0].path)
@@ -216,12 +227,12 @@ def too_few_samples(ctx: FragmentContext) -> None:
         step(model, optimizer, x)
 
 
-def test_totals_of_several_loops(warm: WarmParent, tmp_path: Path) -> None:
-    (outcome,), _ = run(warm, tmp_path / '1', epochs_of_two_loops, total_epochs=3)
+def test_totals_of_several_loops(fork_server: ForkClient, tmp_path: Path) -> None:
+    (outcome,), _ = run(fork_server, tmp_path / '1', epochs_of_two_loops, total_epochs=3)
     assert (outcome.how, outcome.samples) == ('finished', 2 * 16 + 12), outcome.error
     for function, sentence in (
         (too_many_epochs, 'was given 4 epochs, but only 3 of the total of 3 are left'),
         (too_few_samples, 'left ctx.loop after 32 of 48 samples'),
     ):
-        (outcome,), _ = run(warm, tmp_path / sentence[:9], function, total_epochs=3)
+        (outcome,), _ = run(fork_server, tmp_path / sentence[:9], function, total_epochs=3)
         assert sentence in outcome.error.message

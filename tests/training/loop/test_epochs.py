@@ -18,7 +18,7 @@ from parsl_freetrain.training.checkpoint.state import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.reports import mean
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import order, ranks
 
 DATA = TensorDataset(torch.arange(44.0).reshape(22, 2) / 44)
@@ -66,7 +66,7 @@ def train(ctx: FragmentContext, stop_at: int | None = None, slow: float = 0.0) -
 
 
 def run(
-    warm: WarmParent,
+    fork_server: ForkClient,
     folder: Path,
     function: Callable[..., None],
     *args: Any,
@@ -75,7 +75,7 @@ def run(
     **options: Any,
 ) -> list[Any]:
     ordered = order(folder, fragment, **{'total_samples': 66, 'shards': 3, **options})
-    with ranks(warm, ordered, world_size, folder, function, *args) as gang:
+    with ranks(fork_server, ordered, world_size, folder, function, *args) as gang:
         return gang.run()
 
 
@@ -87,16 +87,16 @@ def last(folder: Path) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize('stop_at', [None, 16, 22, -1], ids=['no-stop', 'at-end', 'after', 'in'])
 def test_each_epoch_is_ended_once_with_the_same_figures(
-    warm: WarmParent, tmp_path: Path, stop_at: int | None
+    fork_server: ForkClient, tmp_path: Path, stop_at: int | None
 ) -> None:
     """Also if the fragment stops in the last batch of an epoch, or within the evaluation."""
-    assert [outcome.how for outcome in run(warm, tmp_path / 'one', train)] == ['finished']
+    assert [outcome.how for outcome in run(fork_server, tmp_path / 'one', train)] == ['finished']
     one, whole = last(tmp_path / 'one')
     assert [row[:2] for row in whole.position.user['found']] == [[0, 22], [1, 44], [2, 66]]
-    outcomes = run(warm, tmp_path / 'cut', train, stop_at, world_size=3)
+    outcomes = run(fork_server, tmp_path / 'cut', train, stop_at, world_size=3)
     if stop_at is not None:
         assert {outcome.how for outcome in outcomes} == {'stopped'}, outcomes
-        outcomes = run(warm, tmp_path / 'cut', train, stop_at, fragment=2, world_size=2)
+        outcomes = run(fork_server, tmp_path / 'cut', train, stop_at, fragment=2, world_size=2)
     assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
     checkpoint, cut = last(tmp_path / 'cut')
     assert cut.position.user == whole.position.user
@@ -104,8 +104,8 @@ def test_each_epoch_is_ended_once_with_the_same_figures(
     assert checkpoint.metrics['twice'] == pytest.approx(2 * checkpoint.metrics['loss'])
 
 
-def test_the_best_checkpoint_is_kept(warm: WarmParent, tmp_path: Path) -> None:
-    run(warm, tmp_path, train, keep=1)
+def test_the_best_checkpoint_is_kept(fork_server: ForkClient, tmp_path: Path) -> None:
+    run(fork_server, tmp_path, train, keep=1)
     rows = last(tmp_path)[1].position.user['found']
     found = {samples: figures['loss'] for _, samples, figures, _ in rows}
     kept = PosixCheckpointStore(tmp_path / 'store', 'digits').checkpoints()
@@ -115,7 +115,7 @@ def test_the_best_checkpoint_is_kept(warm: WarmParent, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('mode', ['throughput', 'scaled'])
-def test_evaluation_in_other_modes(warm: WarmParent, tmp_path: Path, mode: str) -> None:
+def test_evaluation_in_other_modes(fork_server: ForkClient, tmp_path: Path, mode: str) -> None:
     """All ranks find the same figures, with the batch statistics that are saved."""
 
     def look(ctx: FragmentContext) -> None:
@@ -124,7 +124,7 @@ def test_evaluation_in_other_modes(warm: WarmParent, tmp_path: Path, mode: str) 
         ctx.state['last'] = ctx.evaluate(model, HELD_OUT, measure, batch_size=5)
         assert ctx.state['last']['loss'] == pytest.approx(ctx.state['found'][-1][2]['loss'])
 
-    outcomes = run(warm, tmp_path, look, mode=mode, world_size=2)
+    outcomes = run(fork_server, tmp_path, look, mode=mode, world_size=2)
     assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
     saved = last(tmp_path)[1]
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.3), nn.Linear(3, 1))
@@ -164,9 +164,9 @@ def checkpoints_in_the_body(ctx: FragmentContext) -> None:
     ],
 )
 def test_a_mistake_gets_a_sentence(
-    warm: WarmParent, tmp_path: Path, function: Callable[..., None], sentence: str
+    fork_server: ForkClient, tmp_path: Path, function: Callable[..., None], sentence: str
 ) -> None:
-    (outcome,) = run(warm, tmp_path, function)
+    (outcome,) = run(fork_server, tmp_path, function)
     assert outcome.error.type == 'BadInput' and sentence in outcome.error.message
 
 

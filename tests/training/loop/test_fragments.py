@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 from parsl_freetrain.training.checkpoint.state import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import (
     CheckpointSaved,
     Exit,
@@ -138,9 +138,9 @@ def differences(one: Any, other: Any, where: str = '') -> list[str]:
     return [] if type(one) is type(other) and one == other else [where]
 
 
-def undisturbed(warm: WarmParent, folder: Path, **options: Any) -> dict[str, Any]:
+def undisturbed(fork_server: ForkClient, folder: Path, **options: Any) -> dict[str, Any]:
     with ranks(
-        warm, order(folder, total_samples=EPOCHS * SIZE), 1, folder, train, **options
+        fork_server, order(folder, total_samples=EPOCHS * SIZE), 1, folder, train, **options
     ) as gang:
         assert [outcome.how for outcome in gang.run()] == ['finished']
     return final_state(folder)
@@ -159,14 +159,21 @@ CUTS: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(('name', 'clip'), [('adam', None), ('sgd', 0.1)])
 def test_cuts_kills_and_world_sizes_do_not_change_a_bit(
-    warm: WarmParent, tmp_path: Path, name: str, clip: float | None
+    fork_server: ForkClient, tmp_path: Path, name: str, clip: float | None
 ) -> None:
-    expected = undisturbed(warm, tmp_path / 'whole', optimizer_name=name, clip=clip)
+    expected = undisturbed(fork_server, tmp_path / 'whole', optimizer_name=name, clip=clip)
     hows = []
     for fragment, (world_size, happens) in enumerate(CUTS, 1):
         ordered = order(tmp_path, fragment, total_samples=EPOCHS * SIZE, checkpoint_every_s=1e-9)
         with ranks(
-            warm, ordered, world_size, tmp_path, train, optimizer_name=name, clip=clip, **happens
+            fork_server,
+            ordered,
+            world_size,
+            tmp_path,
+            train,
+            optimizer_name=name,
+            clip=clip,
+            **happens,
         ) as gang:
             hows.append({outcome.how or 'killed' for outcome in gang.run()})
             others = [rank.log.read_text() for rank in gang.ranks[1:]]
@@ -182,23 +189,23 @@ def test_cuts_kills_and_world_sizes_do_not_change_a_bit(
     assert differences(final_state(tmp_path), expected) == []
 
 
-def test_other_data_order_gives_other_weights(warm: WarmParent, tmp_path: Path) -> None:
+def test_other_data_order_gives_other_weights(fork_server: ForkClient, tmp_path: Path) -> None:
     """The comparison above can fail."""
-    expected = undisturbed(warm, tmp_path / 'whole')
+    expected = undisturbed(fork_server, tmp_path / 'whole')
     with ranks(
-        warm, order(tmp_path, total_samples=EPOCHS * SIZE, seed=8), 1, tmp_path, train
+        fork_server, order(tmp_path, total_samples=EPOCHS * SIZE, seed=8), 1, tmp_path, train
     ) as gang:
         gang.run()
     assert '.model.0.weight' in differences(final_state(tmp_path), expected)
 
 
-def test_every_sample_is_seen_once_per_epoch(warm: WarmParent, tmp_path: Path) -> None:
+def test_every_sample_is_seen_once_per_epoch(fork_server: ForkClient, tmp_path: Path) -> None:
     seen = tmp_path / 'seen'
     for fragment, (world_size, happens) in enumerate(
         [(2, {'stop_at': 37}), (3, {'stop_at': 94}), (1, {})], 1
     ):
         with ranks(
-            warm,
+            fork_server,
             order(tmp_path, fragment, total_samples=EPOCHS * SIZE),
             world_size,
             tmp_path,
@@ -210,18 +217,20 @@ def test_every_sample_is_seen_once_per_epoch(warm: WarmParent, tmp_path: Path) -
     assert Counter(map(int, seen.read_text().split())) == dict.fromkeys(range(SIZE), EPOCHS)
 
 
-def test_augmentation_in_workers_does_not_change_a_bit(warm: WarmParent, tmp_path: Path) -> None:
-    expected = undisturbed(warm, tmp_path / 'whole')
+def test_augmentation_in_workers_does_not_change_a_bit(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    expected = undisturbed(fork_server, tmp_path / 'whole')
     with ranks(
-        warm, order(tmp_path, total_samples=EPOCHS * SIZE), 2, tmp_path, train, num_workers=2
+        fork_server, order(tmp_path, total_samples=EPOCHS * SIZE), 2, tmp_path, train, num_workers=2
     ) as gang:
         assert [outcome.how for outcome in gang.run()] == ['finished'] * 2
     assert differences(final_state(tmp_path), expected) == []
 
 
-def test_a_killed_rank_leaves_no_data_workers(warm: WarmParent, tmp_path: Path) -> None:
+def test_a_killed_rank_leaves_no_data_workers(fork_server: ForkClient, tmp_path: Path) -> None:
     with ranks(
-        warm, order(tmp_path, total_samples=10_000_000), 1, tmp_path, train, num_workers=2
+        fork_server, order(tmp_path, total_samples=10_000_000), 1, tmp_path, train, num_workers=2
     ) as gang:
         gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
         pid = gang.ranks[0].process.pid
@@ -251,13 +260,19 @@ def line(ctx: FragmentContext, samples: int, batch_size: int) -> None:
 
 @pytest.mark.parametrize('world_size', [3, 4])
 def test_throughput_mode_equals_one_process_within_rounding(
-    warm: WarmParent, tmp_path: Path, world_size: int
+    fork_server: ForkClient, tmp_path: Path, world_size: int
 ) -> None:
     # 26 samples in batches of 8: the last batch has 2, fewer than ranks
     states = []
     for ranks_, folder in ((1, tmp_path / 'one'), (world_size, tmp_path / 'many')):
         with ranks(
-            warm, order(folder, total_samples=52, mode='throughput'), ranks_, folder, line, 26, 8
+            fork_server,
+            order(folder, total_samples=52, mode='throughput'),
+            ranks_,
+            folder,
+            line,
+            26,
+            8,
         ) as gang:
             assert [outcome.how for outcome in gang.run()] == ['finished'] * ranks_
         states.append(final_state(folder))
@@ -266,9 +281,16 @@ def test_throughput_mode_equals_one_process_within_rounding(
 
 
 @pytest.mark.parametrize('mode', ['reproducible', 'throughput'])
-def test_a_killed_rank_is_noticed_at_once(warm: WarmParent, tmp_path: Path, mode: str) -> None:
+def test_a_killed_rank_is_noticed_at_once(
+    fork_server: ForkClient, tmp_path: Path, mode: str
+) -> None:
     with ranks(
-        warm, order(tmp_path, total_samples=100_000, mode=mode), 3, tmp_path, train, kill=(1, 50)
+        fork_server,
+        order(tmp_path, total_samples=100_000, mode=mode),
+        3,
+        tmp_path,
+        train,
+        kill=(1, 50),
     ) as gang:
         gang.hear(lambda: gang.ranks[1].status is not None)
         began = time.monotonic()
@@ -280,10 +302,10 @@ def test_a_killed_rank_is_noticed_at_once(warm: WarmParent, tmp_path: Path, mode
 
 @pytest.mark.parametrize('mode', ['reproducible', 'throughput'])
 def test_a_stop_request_ends_all_ranks_at_the_same_step(
-    warm: WarmParent, tmp_path: Path, mode: str
+    fork_server: ForkClient, tmp_path: Path, mode: str
 ) -> None:
     with ranks(
-        warm, order(tmp_path, total_samples=10_000_000, mode=mode), 3, tmp_path, train
+        fork_server, order(tmp_path, total_samples=10_000_000, mode=mode), 3, tmp_path, train
     ) as gang:
         gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
         gang.ranks[2].process.send(StopTraining('others need the node'))
@@ -297,10 +319,12 @@ def test_a_stop_request_ends_all_ranks_at_the_same_step(
 
 
 @pytest.mark.parametrize(('mode', 'world_size'), [('reproducible', 1), ('throughput', 2)])
-def test_the_deadline_is_kept(warm: WarmParent, tmp_path: Path, mode: str, world_size: int) -> None:
+def test_the_deadline_is_kept(
+    fork_server: ForkClient, tmp_path: Path, mode: str, world_size: int
+) -> None:
     deadline = time.time() + 4.0
     with ranks(
-        warm,
+        fork_server,
         order(tmp_path, total_samples=10_000_000, mode=mode, deadline=deadline),
         world_size,
         tmp_path,
@@ -321,8 +345,10 @@ def faulty(ctx: FragmentContext) -> None:
         raise ZeroDivisionError(f'no {tuple(x.shape)}')
 
 
-def test_an_exception_arrives_with_its_type_and_traceback(warm: WarmParent, tmp_path: Path) -> None:
-    with ranks(warm, order(tmp_path), 1, tmp_path, faulty) as gang:
+def test_an_exception_arrives_with_its_type_and_traceback(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    with ranks(fork_server, order(tmp_path), 1, tmp_path, faulty) as gang:
         (outcome,) = gang.run()
     error = outcome.error
     assert (outcome.how, error.type, error.message) == ('error', 'ZeroDivisionError', 'no (1, 2)')
@@ -337,8 +363,10 @@ def test_an_exception_arrives_with_its_type_and_traceback(warm: WarmParent, tmp_
     assert log.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_later_fragment_fences_this_one(warm: WarmParent, tmp_path: Path) -> None:
-    with ranks(warm, order(tmp_path, 3, total_samples=10_000_000), 2, tmp_path, train) as gang:
+def test_a_later_fragment_fences_this_one(fork_server: ForkClient, tmp_path: Path) -> None:
+    with ranks(
+        fork_server, order(tmp_path, 3, total_samples=10_000_000), 2, tmp_path, train
+    ) as gang:
         gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
         PosixCheckpointStore(tmp_path / 'store', 'digits').fence(4)
         gang.ranks[0].process.send(StopTraining('test'))
@@ -357,9 +385,9 @@ def closing(ctx: FragmentContext) -> None:
         ctx.report(accuracy=0.75)
 
 
-def test_epochs_metrics_and_messages(warm: WarmParent, tmp_path: Path) -> None:
+def test_epochs_metrics_and_messages(fork_server: ForkClient, tmp_path: Path) -> None:
     with ranks(
-        warm, order(tmp_path, total_samples=None, total_epochs=1.5), 2, tmp_path, closing
+        fork_server, order(tmp_path, total_samples=None, total_epochs=1.5), 2, tmp_path, closing
     ) as gang:
         outcomes = gang.run()
     first, second = gang.ranks
@@ -383,7 +411,7 @@ def test_epochs_metrics_and_messages(warm: WarmParent, tmp_path: Path) -> None:
     assert latest.path == outcomes[0].path
     # The same again does nothing.
     with ranks(
-        warm, order(tmp_path, 2, total_samples=None, total_epochs=1.5), 1, tmp_path, closing
+        fork_server, order(tmp_path, 2, total_samples=None, total_epochs=1.5), 1, tmp_path, closing
     ) as gang:
         (outcome,) = gang.run()
     assert (outcome.how, outcome.path, gang.ranks[0].said(CheckpointSaved)) == (
@@ -393,9 +421,9 @@ def test_epochs_metrics_and_messages(warm: WarmParent, tmp_path: Path) -> None:
     )
 
 
-def test_periodic_checkpoints_are_pruned(warm: WarmParent, tmp_path: Path) -> None:
+def test_periodic_checkpoints_are_pruned(fork_server: ForkClient, tmp_path: Path) -> None:
     with ranks(
-        warm,
+        fork_server,
         order(tmp_path, total_samples=80, checkpoint_every_s=1e-9, keep=Retention(2)),
         2,
         tmp_path,
@@ -412,10 +440,10 @@ def test_periodic_checkpoints_are_pruned(warm: WarmParent, tmp_path: Path) -> No
 
 
 def test_a_folder_that_was_deleted_in_a_run_is_not_begun_anew_without_a_word(
-    warm: WarmParent, tmp_path: Path
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
     """Its fragment knows that there was a checkpoint."""
-    with ranks(warm, order(tmp_path, 5, samples=40), 1, tmp_path, closing) as gang:
+    with ranks(fork_server, order(tmp_path, 5, samples=40), 1, tmp_path, closing) as gang:
         (outcome,) = gang.run()
     assert outcome.how == 'error'
     assert 'with a checkpoint at 40 samples, was deleted or moved' in outcome.error.message

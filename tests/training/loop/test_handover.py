@@ -42,9 +42,9 @@ from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.handover_receive import keep, receive
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.fork_address import address_of
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.process.standby_slots import (
-    WARM_VARIABLE,
+    FORK_SERVER_VARIABLE,
     StandbyRank,
     StandbySlots,
     key_of,
@@ -61,7 +61,7 @@ from parsl_freetrain.training.spec.messages import (
     Waiting,
 )
 from parsl_freetrain.training.spec.order import FragmentOrder, Handover, RankPlace
-from tests.support.ranks import Ranks, channel_pair, order, ranks, warm_parent
+from tests.support.ranks import Ranks, channel_pair, order, ranks, running_fork_server
 from tests.support.waiting import LIMIT_S
 from tests.training.loop.test_shapes import BATCH, LAYERS, Net, Points
 
@@ -117,7 +117,7 @@ def is_true(what: Callable[[], bool], timeout_s: float = LIMIT_S) -> bool:
 
 @contextmanager
 def running_ahead(
-    warm: WarmParent,
+    fork_server: ForkClient,
     ordered: FragmentOrder,
     count: int,
     folder: Path,
@@ -129,7 +129,7 @@ def running_ahead(
     payload = cloudpickle.dumps((function, (), options))
     folder.mkdir(parents=True, exist_ok=True)
     asked = [
-        warm.start_standby(ordered, i, payload, {}, str(folder / f'ahead-{i}.log'), wait_s)
+        fork_server.start_standby(ordered, i, payload, {}, str(folder / f'ahead-{i}.log'), wait_s)
         for i in range(count)
     ]
     try:
@@ -168,30 +168,38 @@ def stopped_and_left(
 
 
 @pytest.fixture(scope='module')
-def neighbour(warm: WarmParent, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmParent]:
+def neighbour(
+    fork_server: ForkClient, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ForkClient]:
     """The fork server of another node."""
-    with warm_parent(tmp_path_factory.mktemp('warm'), warm.name) as parent:
+    with running_fork_server(tmp_path_factory.mktemp('fork_server'), fork_server.name) as parent:
         yield parent
 
 
 @pytest.fixture(scope='module')
 def undisturbed(
-    warm: WarmParent, tmp_path_factory: pytest.TempPathFactory
+    fork_server: ForkClient, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, torch.Tensor]:
     folder = tmp_path_factory.mktemp('undisturbed')
-    with ranks(warm, order(folder, total_samples=TOTAL), 1, folder, train) as gang:
+    with ranks(fork_server, order(folder, total_samples=TOTAL), 1, folder, train) as gang:
         assert [outcome.how for outcome in gang.run()] == ['finished']
     return final(folder)
 
 
 @pytest.mark.parametrize(('before', 'after'), [(1, 3), (3, 1)])
 def test_ranks_that_ran_ahead_go_on_with_the_state_in_memory(
-    warm: WarmParent, tmp_path: Path, undisturbed: dict[str, torch.Tensor], before: int, after: int
+    fork_server: ForkClient,
+    tmp_path: Path,
+    undisturbed: dict[str, torch.Tensor],
+    before: int,
+    after: int,
 ) -> None:
     mark = str(tmp_path / 'prepared')
     ordered = order(tmp_path, total_samples=TOTAL)
-    with ranks(warm, ordered, before, tmp_path, train, at_prepare=mark, endless=1) as gang:
-        with running_ahead(warm, ordered, after, tmp_path, at_prepare=mark, endless=1) as asked:
+    with ranks(fork_server, ordered, before, tmp_path, train, at_prepare=mark, endless=1) as gang:
+        with running_ahead(
+            fork_server, ordered, after, tmp_path, at_prepare=mark, endless=1
+        ) as asked:
             assert all(channel.poll(LIMIT_S) and channel.recv() == Waiting() for channel in asked)
         left = stopped_and_left(gang)
         first = {rank.process.pid for rank in gang.ranks}
@@ -200,7 +208,7 @@ def test_ranks_that_ran_ahead_go_on_with_the_state_in_memory(
     shutil.move(left.path, tmp_path / 'elsewhere')  # so it cannot be read
     following = replace(ordered, fragment=2, handover=left)
     with ranks(
-        warm, following, after, tmp_path / 'logs', train, at_prepare=mark, endless=1
+        fork_server, following, after, tmp_path / 'logs', train, at_prepare=mark, endless=1
     ) as gang:
         assert {outcome.how for outcome in gang.run()} == {'finished'}
         assert {rank.process.pid for rank in gang.ranks} == waiting
@@ -212,10 +220,10 @@ def test_ranks_that_ran_ahead_go_on_with_the_state_in_memory(
 
 @pytest.mark.parametrize('victim', ['digest', 'memory'])
 def test_without_the_right_state_in_memory_the_checkpoint_is_used(
-    warm: WarmParent, tmp_path: Path, victim: str, undisturbed: dict[str, torch.Tensor]
+    fork_server: ForkClient, tmp_path: Path, victim: str, undisturbed: dict[str, torch.Tensor]
 ) -> None:
     ordered = order(tmp_path, total_samples=TOTAL)
-    with ranks(warm, ordered, 2, tmp_path, train, endless=1) as gang:
+    with ranks(fork_server, ordered, 2, tmp_path, train, endless=1) as gang:
         left = stopped_and_left(gang)
     if victim == 'memory':  # somebody else had it
         other = replace(
@@ -225,11 +233,11 @@ def test_without_the_right_state_in_memory_the_checkpoint_is_used(
             store=str(tmp_path / 'other'),
             spec=structs.replace(ordered.spec, goal=Samples(left.samples)),
         )
-        with ranks(warm, other, 1, tmp_path / 'other', train) as gang:
+        with ranks(fork_server, other, 1, tmp_path / 'other', train) as gang:
             gang.run()
     wrong = replace(left, digest='0' * 64) if victim == 'digest' else left
     with ranks(
-        warm, replace(ordered, fragment=3, handover=wrong), 2, tmp_path / 'logs', train
+        fork_server, replace(ordered, fragment=3, handover=wrong), 2, tmp_path / 'logs', train
     ) as gang:
         assert {outcome.how for outcome in gang.run()} == {'finished'}
         assert gang.ranks[0].said(Started)[0].samples == left.samples
@@ -238,15 +246,15 @@ def test_without_the_right_state_in_memory_the_checkpoint_is_used(
 
 
 def test_a_kill_while_the_state_is_handed_over_loses_nothing(
-    warm: WarmParent, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+    fork_server: ForkClient, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
     ordered = order(tmp_path, total_samples=TOTAL)
-    with ranks(warm, ordered, 2, tmp_path, train, endless=1) as gang:
+    with ranks(fork_server, ordered, 2, tmp_path, train, endless=1) as gang:
         left = stopped_and_left(gang)
     # The fragment that has fetched it dies at its first step; the state has been given away by
     # then.
     with ranks(
-        warm,
+        fork_server,
         replace(ordered, fragment=2, handover=left),
         3,
         tmp_path / '2',
@@ -254,7 +262,7 @@ def test_a_kill_while_the_state_is_handed_over_loses_nothing(
         kill=(2, 0, left.samples),
     ) as gang:
         assert [outcome.how for outcome in gang.run()] == [None, 'peer-lost', 'peer-lost']
-    with ranks(warm, replace(ordered, fragment=3), 2, tmp_path / '3', train) as gang:
+    with ranks(fork_server, replace(ordered, fragment=3), 2, tmp_path / '3', train) as gang:
         assert {outcome.how for outcome in gang.run()} == {'finished'}
         assert gang.ranks[0].said(Started)[0].samples == left.samples
     assert equal(final(tmp_path), undisturbed)
@@ -262,18 +270,20 @@ def test_a_kill_while_the_state_is_handed_over_loses_nothing(
 
 @pytest.mark.parametrize('goes', [None, 0])
 def test_the_state_comes_from_a_node_that_stays_where_that_of_rank_0_goes(
-    warm: WarmParent,
-    neighbour: WarmParent,
+    fork_server: ForkClient,
+    neighbour: ForkClient,
     tmp_path: Path,
     undisturbed: dict[str, torch.Tensor],
     goes: int | None,
 ) -> None:
     ordered = order(tmp_path, total_samples=TOTAL)
-    with ranks([warm, neighbour, warm], ordered, 3, tmp_path, train, endless=1) as gang:
+    with ranks(
+        [fork_server, neighbour, fork_server], ordered, 3, tmp_path, train, endless=1
+    ) as gang:
         left = stopped_and_left(gang, heir=1, goes=goes)
     shutil.move(left.path, tmp_path / 'elsewhere')  # so it cannot be read
     with ranks(
-        [neighbour, warm], replace(ordered, fragment=2, handover=left), 2, tmp_path, train
+        [neighbour, fork_server], replace(ordered, fragment=2, handover=left), 2, tmp_path, train
     ) as gang:
         assert {outcome.how for outcome in gang.run()} == {'finished'}
         assert gang.ranks[0].said(Started)[0].samples == left.samples
@@ -309,8 +319,8 @@ def large(ctx: FragmentContext, fault: str = '', endless: int = 1) -> None:
     ],
 )
 def test_a_large_state_is_committed_by_the_next_fragment_whatever_happens_to_that(
-    warm: WarmParent,
-    neighbour: WarmParent,
+    fork_server: ForkClient,
+    neighbour: ForkClient,
     tmp_path: Path,
     undisturbed: dict[str, torch.Tensor],
     fault: str,
@@ -318,13 +328,13 @@ def test_a_large_state_is_committed_by_the_next_fragment_whatever_happens_to_tha
 ) -> None:
     ordered = order(tmp_path, total_samples=TOTAL)
     store = PosixCheckpointStore(tmp_path / 'store', 'digits')
-    with ranks([warm, neighbour], ordered, 2, tmp_path, large, fault) as gang:
+    with ranks([fork_server, neighbour], ordered, 2, tmp_path, large, fault) as gang:
         left = stopped_and_left(gang, heir=1, followed=True)
     assert left.path == '' and store.latest() is None
     again: Handover | None = left
     if ends:
         following = replace(ordered, fragment=2, handover=left)
-        with ranks([neighbour, warm], following, 2, tmp_path, large, fault) as gang:
+        with ranks([neighbour, fork_server], following, 2, tmp_path, large, fault) as gang:
             assert {outcome.how for outcome in gang.run()} == ends
             assert gang.ranks[0].said(Started)[0].samples == left.samples
         if 'error' in ends:
@@ -334,7 +344,11 @@ def test_a_large_state_is_committed_by_the_next_fragment_whatever_happens_to_tha
         again = None  # the state is lost with its node, or with the executor, which knew of it
     if fault:
         with ranks(
-            [neighbour, warm], replace(ordered, fragment=3, handover=again), 2, tmp_path, large
+            [neighbour, fork_server],
+            replace(ordered, fragment=3, handover=again),
+            2,
+            tmp_path,
+            large,
         ) as gang:
             assert {outcome.how for outcome in gang.run()} == {'finished'}
             assert gang.ranks[0].said(Started)[0].samples == (left.samples if again else 0)
@@ -342,20 +356,24 @@ def test_a_large_state_is_committed_by_the_next_fragment_whatever_happens_to_tha
 
 
 def test_a_fragment_commits_what_it_began_with_before_it_leaves_more_in_memory(
-    warm: WarmParent, tmp_path: Path
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
     ordered = order(tmp_path, total_samples=TOTAL)
-    with ranks(warm, ordered, 1, tmp_path, large) as gang:
+    with ranks(fork_server, ordered, 1, tmp_path, large) as gang:
         left = stopped_and_left(gang, followed=True)
     following = replace(ordered, fragment=2, handover=left)
-    with ranks(warm, following, 1, tmp_path, large, endless=2) as gang:
+    with ranks(fork_server, following, 1, tmp_path, large, endless=2) as gang:
         assert stopped_and_left(gang, followed=True).samples > left.samples
     latest = PosixCheckpointStore(tmp_path / 'store', 'digits').latest()
     assert latest is not None and latest.samples >= left.samples
 
 
-def test_nothing_is_left_where_no_node_is_known_to_stay(warm: WarmParent, tmp_path: Path) -> None:
-    with ranks(warm, order(tmp_path, total_samples=TOTAL), 2, tmp_path, train, endless=1) as gang:
+def test_nothing_is_left_where_no_node_is_known_to_stay(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    with ranks(
+        fork_server, order(tmp_path, total_samples=TOTAL), 2, tmp_path, train, endless=1
+    ) as gang:
         gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
         for rank in gang.ranks:
             rank.process.send(StopTraining('test'))
@@ -403,8 +421,8 @@ def sabotaged(ctx: FragmentContext, fault: str) -> None:
     ],
 )
 def test_what_goes_wrong_on_the_way_to_another_node_costs_no_checkpoint(
-    warm: WarmParent,
-    neighbour: WarmParent,
+    fork_server: ForkClient,
+    neighbour: ForkClient,
     tmp_path: Path,
     fault: str,
     ends: list[str | None],
@@ -412,7 +430,12 @@ def test_what_goes_wrong_on_the_way_to_another_node_costs_no_checkpoint(
     says: str,
 ) -> None:
     with ranks(
-        [warm, neighbour], order(tmp_path, total_samples=TOTAL), 2, tmp_path, sabotaged, fault
+        [fork_server, neighbour],
+        order(tmp_path, total_samples=TOTAL),
+        2,
+        tmp_path,
+        sabotaged,
+        fault,
     ) as gang:
         gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
         gang.ranks[1].process.send(NodeStays())
@@ -431,7 +454,7 @@ def test_what_goes_wrong_on_the_way_to_another_node_costs_no_checkpoint(
 
 @pytest.mark.parametrize(('size', 'who'), [(1 << 50, 0), (256 << 20, 1)])
 def test_where_memory_is_too_short_for_the_state_the_checkpoint_is_used(
-    warm: WarmParent,
+    fork_server: ForkClient,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     undisturbed: dict[str, torch.Tensor],
@@ -440,15 +463,15 @@ def test_where_memory_is_too_short_for_the_state_the_checkpoint_is_used(
 ) -> None:
     mark = str(tmp_path / 'prepared')
     ordered = order(tmp_path, total_samples=TOTAL)
-    with ranks(warm, ordered, 2, tmp_path, train, endless=1) as gang:
+    with ranks(fork_server, ordered, 2, tmp_path, train, endless=1) as gang:
         left = stopped_and_left(gang)
     large = replace(left, digest='0' * 64)
-    monkeypatch.setenv(WARM_VARIABLE, address_of(warm.name)[1:].decode())
+    monkeypatch.setenv(FORK_SERVER_VARIABLE, address_of(fork_server.name)[1:].decode())
     fd = os.memfd_create('state')
     os.ftruncate(fd, size)  # takes no memory until it is read
     assert keep(ordered.trainer, fd, large.digest)
     os.close(fd)
-    with running_ahead(warm, ordered, 2, tmp_path, at_prepare=mark) as asked:
+    with running_ahead(fork_server, ordered, 2, tmp_path, at_prepare=mark) as asked:
         assert all(channel.poll(LIMIT_S) for channel in asked)
     for pid in (int(path.suffix[1:]) for path in tmp_path.glob('prepared.*')):
         if os.readlink(f'/proc/{pid}/fd/1') == str(tmp_path / 'ahead-1.log'):
@@ -457,7 +480,7 @@ def test_where_memory_is_too_short_for_the_state_the_checkpoint_is_used(
             )
             resource.prlimit(pid, resource.RLIMIT_AS, (has + (160 << 20),) * 2)
     with ranks(
-        warm,
+        fork_server,
         replace(ordered, fragment=2, handover=large),
         2,
         tmp_path / 'logs',
@@ -489,18 +512,18 @@ def keeps_what_it_got(ctx: FragmentContext, got: str) -> None:
 
 @pytest.mark.parametrize('before', [Shape(spatial=(1, 1, 2)), Shape(pipeline=2)], ids=str)
 def test_another_shape_goes_on_with_the_state_in_memory(
-    warm: WarmParent, neighbour: WarmParent, tmp_path: Path, before: Shape
+    fork_server: ForkClient, neighbour: ForkClient, tmp_path: Path, before: Shape
 ) -> None:
     """From where rank 1 was; of a pipeline it has half."""
     ordered = order(tmp_path, total_samples=50 * BATCH, mode='throughput', shape=before)
     got = str(tmp_path / 'got')
     cloudpickle.register_pickle_by_value(sys.modules[Net.__module__])
-    with ranks([warm, neighbour], ordered, 2, tmp_path, keeps_what_it_got, got) as gang:
+    with ranks([fork_server, neighbour], ordered, 2, tmp_path, keeps_what_it_got, got) as gang:
         left = stopped_and_left(gang, heir=1)
     committed = read_state(left.path)
     shutil.move(left.path, tmp_path / 'elsewhere')
     with ranks(
-        [neighbour, warm],
+        [neighbour, fork_server],
         replace(ordered, fragment=2, shape=Shape(data=2), handover=left),
         2,
         tmp_path,
@@ -526,9 +549,11 @@ def test_another_shape_goes_on_with_the_state_in_memory(
         assert len(moments) == 2 * LAYERS
 
 
-def test_a_rank_that_nobody_wants_ends(warm: WarmParent, tmp_path: Path) -> None:
+def test_a_rank_that_nobody_wants_ends(fork_server: ForkClient, tmp_path: Path) -> None:
     mark = str(tmp_path / 'prepared')
-    with running_ahead(warm, order(tmp_path), 1, tmp_path, wait_s=0.2, at_prepare=mark) as (asked,):
+    with running_ahead(fork_server, order(tmp_path), 1, tmp_path, wait_s=0.2, at_prepare=mark) as (
+        asked,
+    ):
         assert asked.poll(LIMIT_S)
         pid = int(next(tmp_path.glob('prepared.*')).suffix[1:])
         assert is_true(lambda: not Path(f'/proc/{pid}').exists())
@@ -536,31 +561,36 @@ def test_a_rank_that_nobody_wants_ends(warm: WarmParent, tmp_path: Path) -> None
 
 
 def test_what_differs_is_not_taken_over_and_a_second_one_replaces_the_first(
-    warm: WarmParent, tmp_path: Path
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
     mark = str(tmp_path / 'prepared')
 
     def pids() -> set[int]:
         return {int(path.suffix[1:]) for path in tmp_path.glob('prepared.*')}
 
-    with running_ahead(warm, order(tmp_path, total_samples=128), 1, tmp_path, at_prepare=mark) as (
-        asked,
-    ):
+    with running_ahead(
+        fork_server, order(tmp_path, total_samples=128), 1, tmp_path, at_prepare=mark
+    ) as (asked,):
         assert asked.poll(LIMIT_S)
         (first,) = pids()
-    with running_ahead(warm, order(tmp_path, total_samples=128), 1, tmp_path, at_prepare=mark) as (
-        asked,
-    ):
+    with running_ahead(
+        fork_server, order(tmp_path, total_samples=128), 1, tmp_path, at_prepare=mark
+    ) as (asked,):
         assert asked.poll(LIMIT_S)
         assert is_true(lambda: not Path(f'/proc/{first}').exists())
     (second,) = pids() - {first}
     with ranks(
-        warm, order(tmp_path, seed=8, total_samples=128), 1, tmp_path, train, at_prepare=mark
+        fork_server, order(tmp_path, seed=8, total_samples=128), 1, tmp_path, train, at_prepare=mark
     ) as gang:
         assert [outcome.how for outcome in gang.run()] == ['finished']
         assert gang.ranks[0].process.pid not in (first, second)
     with ranks(
-        warm, order(tmp_path, fragment=2, total_samples=128), 1, tmp_path, train, at_prepare=mark
+        fork_server,
+        order(tmp_path, fragment=2, total_samples=128),
+        1,
+        tmp_path,
+        train,
+        at_prepare=mark,
     ) as gang:
         (outcome,) = gang.run()
         assert gang.ranks[0].process.pid == second
@@ -575,15 +605,29 @@ def reads_first(ctx: FragmentContext, where: str, data: bytes) -> None:
     raise LookupError(f'fragment {ctx.fragment}')
 
 
-def test_a_rank_that_still_runs_ahead_is_taken_at_once(warm: WarmParent, tmp_path: Path) -> None:
+def test_a_rank_that_still_runs_ahead_is_taken_at_once(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
     data = bytes(5_000_000)  # more than a socket holds for somebody who does not read
     with running_ahead(
-        warm, order(tmp_path), 1, tmp_path, function=reads_first, where=str(tmp_path), data=data
+        fork_server,
+        order(tmp_path),
+        1,
+        tmp_path,
+        function=reads_first,
+        where=str(tmp_path),
+        data=data,
     ):
         assert is_true(lambda: bool(list(tmp_path.glob('reads.*'))))
     (reads,) = tmp_path.glob('reads.*')
     with ranks(
-        warm, order(tmp_path, fragment=2), 1, tmp_path, reads_first, where=str(tmp_path), data=data
+        fork_server,
+        order(tmp_path, fragment=2),
+        1,
+        tmp_path,
+        reads_first,
+        where=str(tmp_path),
+        data=data,
     ) as gang:
         assert gang.ranks[0].process.pid == int(reads.suffix[1:])
         assert gang.ranks[0].log.exists()
@@ -592,13 +636,13 @@ def test_a_rank_that_still_runs_ahead_is_taken_at_once(warm: WarmParent, tmp_pat
     assert (outcome.how, outcome.error.message) == ('error', 'fragment 2')
 
 
-def test_ranks_that_run_ahead_for_others_make_way(warm: WarmParent, tmp_path: Path) -> None:
+def test_ranks_that_run_ahead_for_others_make_way(fork_server: ForkClient, tmp_path: Path) -> None:
     mark = str(tmp_path / 'prepared')
-    with running_ahead(warm, order(tmp_path), 1, tmp_path, at_prepare=mark) as (asked,):
+    with running_ahead(fork_server, order(tmp_path), 1, tmp_path, at_prepare=mark) as (asked,):
         assert asked.poll(LIMIT_S)
     pid = int(next(tmp_path.glob('prepared.*')).suffix[1:])
     with ranks(
-        warm,
+        fork_server,
         order(tmp_path / 'other', trainer='other'),
         1,
         tmp_path / 'other',
@@ -610,7 +654,7 @@ def test_ranks_that_run_ahead_for_others_make_way(warm: WarmParent, tmp_path: Pa
         # One that comes too late does not stay either.
         with (
             pytest.raises(FreeTrainError, match='could not start a rank'),
-            running_ahead(warm, order(tmp_path), 1, tmp_path),
+            running_ahead(fork_server, order(tmp_path), 1, tmp_path),
         ):
             pass
 
@@ -673,13 +717,13 @@ def locks(ctx: FragmentContext, where: str, **options: Any) -> None:
 
 
 def test_a_rank_ahead_that_fails_ends_and_the_fragment_starts_plainly(
-    warm: WarmParent, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+    fork_server: ForkClient, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
     ordered = order(tmp_path, total_samples=TOTAL)
     given: dict[str, Any] = {'where': str(tmp_path), 'endless': 1}
-    with ranks(warm, ordered, 1, tmp_path, locks, **given) as gang:
+    with ranks(fork_server, ordered, 1, tmp_path, locks, **given) as gang:
         gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
-        with running_ahead(warm, ordered, 1, tmp_path, function=locks, **given) as (asked,):
+        with running_ahead(fork_server, ordered, 1, tmp_path, function=locks, **given) as (asked,):
             assert asked.poll(LIMIT_S)
             with pytest.raises(EOFError):  # it has ended, and does not wait
                 asked.recv()
@@ -687,7 +731,7 @@ def test_a_rank_ahead_that_fails_ends_and_the_fragment_starts_plainly(
         assert is_true(lambda: not Path(f'/proc/{ahead}').exists())
         left = stopped_and_left(gang)
     following = replace(ordered, fragment=2, handover=left)
-    with ranks(warm, following, 1, tmp_path, locks, **given) as gang:
+    with ranks(fork_server, following, 1, tmp_path, locks, **given) as gang:
         assert [outcome.how for outcome in gang.run()] == ['finished']
         assert gang.ranks[0].process.pid not in (int(first), int(ahead))
     assert equal(final(tmp_path), undisturbed)
@@ -698,12 +742,14 @@ def fails_before(ctx: FragmentContext) -> None:
 
 
 def test_what_goes_wrong_ahead_goes_wrong_again_in_the_fragment(
-    warm: WarmParent, tmp_path: Path
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
-    with running_ahead(warm, order(tmp_path), 1, tmp_path, function=fails_before) as (asked,):
+    with running_ahead(fork_server, order(tmp_path), 1, tmp_path, function=fails_before) as (
+        asked,
+    ):
         assert asked.poll(LIMIT_S)
         assert is_true(lambda: not (tmp_path / 'ahead-0.log').exists())  # it has been reaped
-    with ranks(warm, order(tmp_path), 1, tmp_path, fails_before) as gang:
+    with ranks(fork_server, order(tmp_path), 1, tmp_path, fails_before) as gang:
         (outcome,) = gang.run()
     assert (outcome.how, outcome.error.message) == ('error', 'not there')
 
@@ -740,9 +786,9 @@ class Flipping(Alone):
 
 @pytest.mark.parametrize('peers', [Alone(), Flipping()])
 def test_what_the_network_has_changed_is_not_used(
-    warm: WarmParent, monkeypatch: pytest.MonkeyPatch, peers: Alone
+    fork_server: ForkClient, monkeypatch: pytest.MonkeyPatch, peers: Alone
 ) -> None:
-    monkeypatch.setenv(WARM_VARIABLE, address_of(warm.name)[1:].decode())
+    monkeypatch.setenv(FORK_SERVER_VARIABLE, address_of(fork_server.name)[1:].decode())
     model = nn.Linear(3, 2)
     prepared = sort_out((model, torch.optim.SGD(model.parameters(), lr=0.1)))
     fd, data = pack(collect(content_of(prepared), Position(8, 16, 7, 64, 8, 0)))

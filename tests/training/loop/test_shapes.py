@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from parsl_freetrain.core.model.shape import MESH, Shape
 from parsl_freetrain.training.checkpoint.state import Saved, read_state
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import order, ranks
 
 SIZE, BATCH, TOTAL, LAYERS, PLACES = 37, 10, 74, 4, 4
@@ -134,9 +134,11 @@ def train(
     ctx.state['end'] = ctx.rank
 
 
-def run(warm: WarmParent, folder: Path, shape: Shape, fragment: int = 1, **options: Any) -> Saved:
+def run(
+    fork_server: ForkClient, folder: Path, shape: Shape, fragment: int = 1, **options: Any
+) -> Saved:
     ordered = order(folder, fragment, total_samples=TOTAL, mode='throughput', shape=shape)
-    with ranks(warm, ordered, shape.ranks, folder, train, **options) as gang:
+    with ranks(fork_server, ordered, shape.ranks, folder, train, **options) as gang:
         outcomes = gang.run()
         assert {outcome.how for outcome in outcomes} <= {'stopped', 'finished'}, [
             rank.log.read_text() for rank in gang.ranks
@@ -146,9 +148,9 @@ def run(warm: WarmParent, folder: Path, shape: Shape, fragment: int = 1, **optio
 
 
 @pytest.fixture(scope='module')
-def undisturbed(warm: WarmParent, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def undisturbed(fork_server: ForkClient, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """What one process makes of it without an interruption."""
-    return run(warm, tmp_path_factory.mktemp('one'), Shape())
+    return run(fork_server, tmp_path_factory.mktemp('one'), Shape())
 
 
 PIPES, BOTH, SPACE = Shape(pipeline=2), Shape(data=2, pipeline=2), Shape(data=2, spatial=(1, 1, 2))
@@ -160,11 +162,11 @@ PIPES, BOTH, SPACE = Shape(pipeline=2), Shape(data=2, pipeline=2), Shape(data=2,
     ids=['pipeline-one-both', 'space-both-data', 'deep-space'],
 )
 def test_any_shapes_in_turn_train_what_one_process_trains(
-    warm: WarmParent, tmp_path: Path, undisturbed: Saved, shapes: tuple[Shape, ...]
+    fork_server: ForkClient, tmp_path: Path, undisturbed: Saved, shapes: tuple[Shape, ...]
 ) -> None:
     for number, shape in enumerate(shapes, 1):
         last = number == len(shapes)
-        state = run(warm, tmp_path, shape, number, stop=not last)
+        state = run(fork_server, tmp_path, shape, number, stop=not last)
         assert (state.position.samples == TOTAL) == last
     assert state.position.user == {'end': 0}
     assert state.models[0].keys() == undisturbed.models[0].keys()
@@ -183,14 +185,14 @@ def test_any_shapes_in_turn_train_what_one_process_trains(
 
 @pytest.mark.parametrize('shape', [BOTH, SPACE], ids=str)
 def test_ranks_of_a_group_see_the_same_samples(
-    warm: WarmParent, tmp_path: Path, shape: Shape
+    fork_server: ForkClient, tmp_path: Path, shape: Shape
 ) -> None:
     """Also if the samples are drawn at random, and if one stage draws random numbers that the
     others don't.
     """
     seen = tmp_path / 'seen'
     seen.mkdir()
-    run(warm, tmp_path, shape, noise=0.5, dropout=0.5, seen=seen)
+    run(fork_server, tmp_path, shape, noise=0.5, dropout=0.5, seen=seen)
     rows = [
         [json.loads(line) for line in (seen / f'{rank}').read_text().splitlines()]
         for rank in range(4)
@@ -224,10 +226,10 @@ def tell_place(ctx: FragmentContext) -> None:
     raise RuntimeError(f'{ctx.shape}, {len(connections) > 2 * (ctx.world_size - 1)}')
 
 
-def test_ranks_count_along_the_pipeline_first(warm: WarmParent, tmp_path: Path) -> None:
+def test_ranks_count_along_the_pipeline_first(fork_server: ForkClient, tmp_path: Path) -> None:
     shape = Shape(data=2, pipeline=2)
     with ranks(
-        warm, order(tmp_path, mode='throughput', shape=shape), 4, tmp_path, tell_place
+        fork_server, order(tmp_path, mode='throughput', shape=shape), 4, tmp_path, tell_place
     ) as gang:
         outcomes = gang.run()
     assert outcomes[0].error.message == 'data 2 x spatial 1x1x1 x pipeline 2, True'
@@ -243,8 +245,10 @@ def test_ranks_count_along_the_pipeline_first(warm: WarmParent, tmp_path: Path) 
     ]
 
 
-def test_without_shapes_every_rank_has_samples_of_its_own(warm: WarmParent, tmp_path: Path) -> None:
-    with ranks(warm, order(tmp_path), 1, tmp_path, tell_place) as gang:
+def test_without_shapes_every_rank_has_samples_of_its_own(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    with ranks(fork_server, order(tmp_path), 1, tmp_path, tell_place) as gang:
         (outcome,) = gang.run()
     assert (outcome.error.message, outcome.metrics) == (
         'data 1 x spatial 1x1x1 x pipeline 1, False',
@@ -264,17 +268,17 @@ def train_a_part(ctx: FragmentContext) -> None:
 
 
 def test_with_shapes_an_optimizer_has_parameters_of_models_only(
-    warm: WarmParent, tmp_path: Path
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
     with ranks(
-        warm, order(tmp_path, mode='throughput', shape=PIPES), 2, tmp_path, train_a_part
+        fork_server, order(tmp_path, mode='throughput', shape=PIPES), 2, tmp_path, train_a_part
     ) as gang:
         outcomes = gang.run()
     assert all(
         'parameter of shape (5, 2) that is of none of the models' in outcome.error.message
         for outcome in outcomes
     ), outcomes
-    with ranks(warm, order(tmp_path, mode='throughput'), 1, tmp_path, train_a_part) as gang:
+    with ranks(fork_server, order(tmp_path, mode='throughput'), 1, tmp_path, train_a_part) as gang:
         assert gang.run()[0].metrics == {'prepared': 1.0}
 
 
@@ -297,9 +301,9 @@ def test_with_shapes_an_optimizer_has_parameters_of_models_only(
     ],
 )
 def test_what_a_shape_cannot_do_is_refused(
-    warm: WarmParent, tmp_path: Path, changes: dict[str, Any], sentence: str
+    fork_server: ForkClient, tmp_path: Path, changes: dict[str, Any], sentence: str
 ) -> None:
     with ranks(
-        warm, order(tmp_path, **{'mode': 'throughput', **changes}), 2, tmp_path, clipped
+        fork_server, order(tmp_path, **{'mode': 'throughput', **changes}), 2, tmp_path, clipped
     ) as gang:
         assert sentence in gang.run()[0].error.message

@@ -20,7 +20,7 @@ from parsl_freetrain.training.checkpoint.state import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.comm import part_writers
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.order import FragmentOrder
 from tests.support.ranks import KILLED, order, ranks
 
@@ -67,9 +67,9 @@ def ordered(folder: Path, number: int = 1, samples: int = 10**6) -> FragmentOrde
 
 
 def struck(
-    warm: WarmParent, folder: Path, function: Callable[..., Any], *ordering: int
+    fork_server: ForkClient, folder: Path, function: Callable[..., Any], *ordering: int
 ) -> tuple[list[Any], list[str]]:
-    with ranks(warm, ordered(folder, *ordering), 2, folder, function) as gang:
+    with ranks(fork_server, ordered(folder, *ordering), 2, folder, function) as gang:
         outcomes = gang.run()
         return outcomes, [rank.log.read_text() for rank in gang.ranks]
 
@@ -91,7 +91,7 @@ def committed(folder: Path) -> int:
     ],
 )
 def test_a_kill_leaves_the_checkpoint_before(
-    warm: WarmParent, tmp_path: Path, rank: int, stage: str, kept: int
+    fork_server: ForkClient, tmp_path: Path, rank: int, stage: str, kept: int
 ) -> None:
     stages = fault_hooks.SAVING_STAGES
     last = stages[-1]
@@ -100,24 +100,28 @@ def test_a_kill_leaves_the_checkpoint_before(
         if stage != last
         else Fault(0, 1, kill_between('begin', last).strike, stage=last, checkpoint=2)
     )
-    outcomes, logs = struck(warm, tmp_path, with_faults(train, fault))
+    outcomes, logs = struck(fork_server, tmp_path, with_faults(train, fault))
     assert outcomes[rank] is KILLED
     assert outcomes[1 - rank].how == 'peer-lost', logs
     assert committed(tmp_path) == kept
 
 
 @pytest.mark.parametrize('rank', [0, 1])
-def test_a_full_disk_on_one_rank_is_a_sentence(warm: WarmParent, tmp_path: Path, rank: int) -> None:
+def test_a_full_disk_on_one_rank_is_a_sentence(
+    fork_server: ForkClient, tmp_path: Path, rank: int
+) -> None:
     fault = disk_full_at(100, rank=rank, checkpoint=2)
-    outcomes, logs = struck(warm, tmp_path, with_faults(train, fault))
+    outcomes, logs = struck(fork_server, tmp_path, with_faults(train, fault))
     assert outcomes[0].how == 'error', logs
     assert 'File too large' in outcomes[0].error.message
     assert 'the one before is still there' in outcomes[0].error.message
     assert committed(tmp_path) == 1
 
 
-def test_a_rank_that_never_finishes_is_not_waited_for(warm: WarmParent, tmp_path: Path) -> None:
-    with ranks(warm, ordered(tmp_path), 2, tmp_path, stuck) as gang:
+def test_a_rank_that_never_finishes_is_not_waited_for(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    with ranks(fork_server, ordered(tmp_path), 2, tmp_path, stuck) as gang:
         first = gang.ranks[0]
         gang.hear(lambda: first.status is not None)
         assert first.outcome.how == 'error'
@@ -127,13 +131,13 @@ def test_a_rank_that_never_finishes_is_not_waited_for(warm: WarmParent, tmp_path
 
 @pytest.mark.parametrize('damage', ['lost', 'flipped'])
 def test_damage_to_a_part_is_found_and_the_checkpoint_before_used(
-    warm: WarmParent, tmp_path: Path, damage: str
+    fork_server: ForkClient, tmp_path: Path, damage: str
 ) -> None:
     """A lost part is noticed before anything is read, a flipped byte by the rank that reads it,
     which leaves the rest to the next fragment.
     """
-    struck(warm, tmp_path, train, 1, BATCH)
-    struck(warm, tmp_path, train, 2, 2 * BATCH)
+    struck(fork_server, tmp_path, train, 1, BATCH)
+    struck(fork_server, tmp_path, train, 2, 2 * BATCH)
     file = max((tmp_path / 'store').glob('ckpt-*')) / 'rank-1.safetensors'
     if damage == 'lost':
         file.unlink()
@@ -141,10 +145,10 @@ def test_damage_to_a_part_is_found_and_the_checkpoint_before_used(
         content = bytearray(file.read_bytes())
         content[-3] ^= 4
         file.write_bytes(content)
-        outcomes, logs = struck(warm, tmp_path, train, 3, 3 * BATCH)
+        outcomes, logs = struck(fork_server, tmp_path, train, 3, 3 * BATCH)
         assert [outcome.how for outcome in outcomes] == ['peer-lost'] * 2, logs
         assert 'rank-1.safetensors' in ''.join(logs)
-    outcomes, logs = struck(warm, tmp_path, train, 4, 3 * BATCH)
+    outcomes, logs = struck(fork_server, tmp_path, train, 4, 3 * BATCH)
     assert [outcome.how for outcome in outcomes] == ['finished'] * 2, logs
     assert len(list((tmp_path / 'store' / 'bad').glob('ckpt-*'))) == 1
     assert read_state(outcomes[0].path).position.samples == 3 * BATCH

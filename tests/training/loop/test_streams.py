@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import order, ranks
 
 SIZE, TOTAL, BATCH = 22, 50, 8
@@ -70,7 +70,7 @@ def train(
 
 
 def run(
-    warm: WarmParent,
+    fork_server: ForkClient,
     folder: Path,
     *args: Any,
     fragment: int = 1,
@@ -79,25 +79,25 @@ def run(
     **options: Any,
 ) -> list[Any]:
     ordered = order(folder, fragment, **{'total_samples': TOTAL, **options})
-    with ranks(warm, ordered, world_size, folder, function, *args) as gang:
+    with ranks(fork_server, ordered, world_size, folder, function, *args) as gang:
         return gang.run()
 
 
 @pytest.mark.parametrize('stream', [Stream(), Seekable()], ids=['plain', 'seekable'])
 @pytest.mark.parametrize('stop_at', [8, 32])
 def test_a_stream_goes_on_where_it_stopped(
-    warm: WarmParent, tmp_path: Path, stream: Any, stop_at: int
+    fork_server: ForkClient, tmp_path: Path, stream: Any, stop_at: int
 ) -> None:
     one = tmp_path / 'one'
-    (whole,) = run(warm, one, stream, one / 'seen')
+    (whole,) = run(fork_server, one, stream, one / 'seen')
     assert whole.how == 'finished', whole.error
     numbers = sorted(map(int, (one / 'seen').read_text().split()))
     assert numbers[: 2 * 6] == [n for n in range(SIZE) for _ in range(numbers.count(n))][:12]
     assert len(numbers) == TOTAL and set(numbers) == set(range(SIZE))
     cut = tmp_path / 'cut'
-    outcomes = run(warm, cut, stream, cut / 'seen', stop_at, world_size=3)
+    outcomes = run(fork_server, cut, stream, cut / 'seen', stop_at, world_size=3)
     assert {outcome.how for outcome in outcomes} == {'stopped'}, outcomes
-    outcomes = run(warm, cut, stream, cut / 'seen', fragment=2, world_size=2)
+    outcomes = run(fork_server, cut, stream, cut / 'seen', fragment=2, world_size=2)
     assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
     assert sorted(map(int, (cut / 'seen').read_text().split())) == numbers
     weights, same = load_weights(whole.path), load_weights(outcomes[0].path)
@@ -110,10 +110,12 @@ def uses_workers(ctx: FragmentContext) -> None:
     ctx.loop(Stream(), BATCH, num_workers=2)
 
 
-def test_streams_that_cannot_be_positioned_are_refused(warm: WarmParent, tmp_path: Path) -> None:
-    outcomes = run(warm, tmp_path / '1', Divided(), world_size=2)
+def test_streams_that_cannot_be_positioned_are_refused(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    outcomes = run(fork_server, tmp_path / '1', Divided(), world_size=2)
     assert 'is not the same on all ranks' in outcomes[0].error.message
-    (outcome,) = run(warm, tmp_path / '2', Stream(), total_samples=None, total_epochs=2)
+    (outcome,) = run(fork_server, tmp_path / '2', Stream(), total_samples=None, total_epochs=2)
     assert 'a stream, which has no epochs' in outcome.error.message
-    (outcome,) = run(warm, tmp_path / '3', function=uses_workers)
+    (outcome,) = run(fork_server, tmp_path / '3', function=uses_workers)
     assert 'leave out num_workers' in outcome.error.message

@@ -20,10 +20,10 @@ from parsl_freetrain.training.checkpoint import fault_hooks
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import Started, StateUsed
 from parsl_freetrain.training.spec.order import Handover
-from tests.support.ranks import KILLED, order, ranks, warm_parent
+from tests.support.ranks import KILLED, order, ranks, running_fork_server
 from tests.support.waiting import LIMIT_S
 from tests.training.loop.test_handover import equal
 
@@ -103,10 +103,12 @@ def train(ctx: FragmentContext, blows: dict[int, list[Blow]], remembers: bool = 
 
 
 @pytest.fixture(scope='module')
-def nodes(warm: WarmParent, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[WarmParent]]:
+def nodes(
+    fork_server: ForkClient, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[ForkClient]]:
     """The fork servers of two nodes."""
-    with warm_parent(tmp_path_factory.mktemp('warm'), warm.name) as other:
-        yield [warm, other]
+    with running_fork_server(tmp_path_factory.mktemp('fork_server'), fork_server.name) as other:
+        yield [fork_server, other]
 
 
 _names = itertools.count()
@@ -115,11 +117,11 @@ _names = itertools.count()
 class Training:
     """Fragments one after the other, each from the best state that the one before has left."""
 
-    def __init__(self, nodes: list[WarmParent], folder: Path, mode: str = 'reproducible') -> None:
+    def __init__(self, nodes: list[ForkClient], folder: Path, mode: str = 'reproducible') -> None:
         self.nodes, self.folder = nodes, folder
         # Fragments of a trainer have their own numbers, also on the nodes of all tests here.
         self.order = order(folder, total_samples=TOTAL, mode=mode, trainer=f'digits-{next(_names)}')
-        self.left: tuple[list[WarmParent], Handover] | None = None
+        self.left: tuple[list[ForkClient], Handover] | None = None
         self.number = 0
 
     def fragment(
@@ -154,7 +156,7 @@ class Training:
 
 @pytest.fixture(scope='module')
 def undisturbed(
-    nodes: list[WarmParent], tmp_path_factory: pytest.TempPathFactory
+    nodes: list[ForkClient], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, torch.Tensor]:
     training = Training(nodes, tmp_path_factory.mktemp('undisturbed'))
     assert training.fragment(1, {})[1][0].how == 'finished'
@@ -162,7 +164,7 @@ def undisturbed(
 
 
 def test_a_kill_anywhere_in_a_step_repeats_no_step_that_all_have_ended(
-    nodes: list[WarmParent], tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+    nodes: list[ForkClient], tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
     """Each fragment begins where its survivors were, which none of them has written to disk."""
     told: list[tuple[int, Blow, int]] = [  # ranks, blow, samples that the next one begins with
@@ -194,7 +196,7 @@ def test_a_kill_anywhere_in_a_step_repeats_no_step_that_all_have_ended(
 
 
 def test_a_kill_while_it_is_saved_or_left_costs_no_more(
-    nodes: list[WarmParent], tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+    nodes: list[ForkClient], tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
     told: list[tuple[int, list[Blow], range]] = [
         (3, [(1, 16, 'in the body')], range(16, 17)),
@@ -222,7 +224,7 @@ def test_a_kill_while_it_is_saved_or_left_costs_no_more(
 
 @pytest.mark.parametrize('victim', [0, 1])
 def test_what_rank_0_alone_remembers_is_not_forgotten(
-    nodes: list[WarmParent], tmp_path: Path, victim: int
+    nodes: list[ForkClient], tmp_path: Path, victim: int
 ) -> None:
     """Its ``ctx.state`` counts, so without it the checkpoint is used."""
     training = Training(nodes, tmp_path)
@@ -236,7 +238,7 @@ def test_what_rank_0_alone_remembers_is_not_forgotten(
 
 
 def test_throughput_mode_goes_on_from_the_same_step(
-    nodes: list[WarmParent], tmp_path: Path
+    nodes: list[ForkClient], tmp_path: Path
 ) -> None:
     training = Training(nodes, tmp_path, 'throughput')
     training.fragment(3, {1: [(0, 24, 'in the body')]})

@@ -24,7 +24,7 @@ from parsl_freetrain.training.checkpoint.state import Saved, read_state
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.parallel.pipeline import Pipeline, activations
 from parsl_freetrain.training.parallel.pipeline.micro_batches import MicroBatches
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import finish, order, ranks
 
 STEPS = 20
@@ -131,9 +131,11 @@ def holders_of(pipeline: Pipeline, world_size: int) -> dict[str, set[bytes]]:
     ],
 )
 def test_every_method_trains_as_one_process_does(
-    warm: WarmParent, tmp_path: Path, world_size: int, runs: list[tuple[str, int]]
+    fork_server: ForkClient, tmp_path: Path, world_size: int, runs: list[tuple[str, int]]
 ) -> None:
-    with ranks(warm, order(tmp_path), world_size, tmp_path, train_side_by_side, runs) as gang:
+    with ranks(
+        fork_server, order(tmp_path), world_size, tmp_path, train_side_by_side, runs
+    ) as gang:
         outcomes = gang.run()
         assert [outcome.how for outcome in outcomes] == ['finished'] * world_size, gang.ranks[
             0
@@ -183,9 +185,11 @@ def compare_gradients(ctx: FragmentContext, makers: list[Any], method: str) -> N
 )
 @pytest.mark.parametrize('method', ['1f1b', 'chimera'])
 def test_what_stages_may_be(
-    warm: WarmParent, tmp_path: Path, makers: list[Any], method: str
+    fork_server: ForkClient, tmp_path: Path, makers: list[Any], method: str
 ) -> None:
-    with ranks(warm, order(tmp_path), 2, tmp_path, compare_gradients, makers, method) as gang:
+    with ranks(
+        fork_server, order(tmp_path), 2, tmp_path, compare_gradients, makers, method
+    ) as gang:
         assert [outcome.how for outcome in gang.run()] == ['finished'] * 2, gang.ranks[
             0
         ].log.read_text()[-4000:]
@@ -224,9 +228,9 @@ def pair() -> nn.Module:
     ],
 )
 def test_what_cannot_be_is_refused(
-    warm: WarmParent, tmp_path: Path, makers: list[Any], options: dict[str, Any], words: str
+    fork_server: ForkClient, tmp_path: Path, makers: list[Any], options: dict[str, Any], words: str
 ) -> None:
-    with ranks(warm, order(tmp_path), 3, tmp_path, refused, makers, options) as gang:
+    with ranks(fork_server, order(tmp_path), 3, tmp_path, refused, makers, options) as gang:
         errors = [outcome.error for outcome in gang.run() if outcome.how == 'error']
     assert any(error.type == BadInput.__name__ and words in error.message for error in errors), (
         errors
@@ -276,9 +280,11 @@ def train(ctx: FragmentContext, *, stop: bool = False, dies: int | None = None) 
         optimizer.step()
 
 
-def fragment(warm: WarmParent, folder: Path, number: int, shape: Shape, *, stop: bool) -> Saved:
+def fragment(
+    fork_server: ForkClient, folder: Path, number: int, shape: Shape, *, stop: bool
+) -> Saved:
     ordered = order(folder, number, total_samples=75, mode='throughput', shape=shape)
-    with ranks(warm, ordered, shape.ranks, folder, train, stop=stop) as gang:
+    with ranks(fork_server, ordered, shape.ranks, folder, train, stop=stop) as gang:
         outcomes = gang.run()
         assert {outcome.how for outcome in outcomes} == {'stopped' if stop else 'finished'}, (
             gang.ranks[0].log.read_text()[-4000:]
@@ -286,24 +292,26 @@ def fragment(warm: WarmParent, folder: Path, number: int, shape: Shape, *, stop:
     return read_state(outcomes[0].path)
 
 
-def test_a_training_goes_on_in_other_shapes(warm: WarmParent, tmp_path: Path) -> None:
+def test_a_training_goes_on_in_other_shapes(fork_server: ForkClient, tmp_path: Path) -> None:
     """Chimera of two stages, of four, two copies of one of two stages, two of all; the last batch
     of each epoch is smaller.
     """
     for number, shape in enumerate(
         (Shape(pipeline=2), Shape(pipeline=4), Shape(data=2, pipeline=2), Shape(data=2)), 1
     ):
-        state = fragment(warm, tmp_path, number, shape, stop=number < 4)
-    expected = fragment(warm, tmp_path / 'alone', 1, Shape(), stop=False)
+        state = fragment(fork_server, tmp_path, number, shape, stop=number < 4)
+    expected = fragment(fork_server, tmp_path / 'alone', 1, Shape(), stop=False)
     assert state.models[0].keys() == expected.models[0].keys()
     for name, tensor in expected.models[0].items():
         torch.testing.assert_close(state.models[0][name], tensor, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize('dies', [0, 2])
-def test_when_a_stage_dies_the_others_know(warm: WarmParent, tmp_path: Path, dies: int) -> None:
+def test_when_a_stage_dies_the_others_know(
+    fork_server: ForkClient, tmp_path: Path, dies: int
+) -> None:
     ordered = order(tmp_path, total_samples=75, mode='throughput', shape=Shape(pipeline=4))
-    with ranks(warm, ordered, 4, tmp_path, train, dies=dies) as gang:
+    with ranks(fork_server, ordered, 4, tmp_path, train, dies=dies) as gang:
         assert [outcome.how for outcome in gang.run()] == [
             None if rank == dies else 'peer-lost' for rank in range(4)
         ]
@@ -324,17 +332,17 @@ def train_one_stage(ctx: FragmentContext, bad: int, *, scaler: bool = False) -> 
 
 
 def test_copies_of_one_stage_leave_a_bad_step_out_together(
-    warm: WarmParent, tmp_path: Path
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
     ordered = order(tmp_path, total_samples=32, mode='throughput', on_nan='skip')
-    with ranks(warm, ordered, 2, tmp_path, train_one_stage, 16) as gang:
+    with ranks(fork_server, ordered, 2, tmp_path, train_one_stage, 16) as gang:
         outcomes = gang.run()
         assert [outcome.how for outcome in outcomes] == ['finished'] * 2, gang.ranks[
             0
         ].log.read_text()[-4000:]
     assert [outcome.metrics for outcome in outcomes] == [{'skipped_steps': 1.0}] * 2
     with ranks(
-        warm,
+        fork_server,
         order(tmp_path / 'clean', total_samples=24, mode='throughput'),
         2,
         tmp_path,
@@ -346,9 +354,15 @@ def test_copies_of_one_stage_leave_a_bad_step_out_together(
         torch.testing.assert_close(tensor, clean[name])
 
 
-def test_copies_of_one_stage_take_no_scaler(warm: WarmParent, tmp_path: Path) -> None:
+def test_copies_of_one_stage_take_no_scaler(fork_server: ForkClient, tmp_path: Path) -> None:
     with ranks(
-        warm, order(tmp_path, mode='throughput'), 2, tmp_path, train_one_stage, 99, scaler=True
+        fork_server,
+        order(tmp_path, mode='throughput'),
+        2,
+        tmp_path,
+        train_one_stage,
+        99,
+        scaler=True,
     ) as gang:
         assert all(
             'a gradient scaler, but a rank of a pipeline' in outcome.error.message

@@ -20,7 +20,7 @@ from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.checkpoint.manifest import verify
 from parsl_freetrain.training.checkpoint.state import Saved, read_state
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import order, ranks
 
 SIZE, BATCH, TOTAL, WIDTH = 37, 10, 74, 6
@@ -70,7 +70,7 @@ def train(
 
 
 def run(
-    warm: WarmParent,
+    fork_server: ForkClient,
     folder: Path,
     shape: Shape,
     fragment: int = 1,
@@ -83,7 +83,7 @@ def run(
     ordered = order(
         folder, fragment, total_samples=total_samples, mode=mode, shape=shape, shapes=shapes
     )
-    with ranks(warm, ordered, shape.ranks, folder, function, **options) as gang:
+    with ranks(fork_server, ordered, shape.ranks, folder, function, **options) as gang:
         outcomes = gang.run()
         assert {outcome.how for outcome in outcomes} <= {'stopped', 'finished'}, [
             rank.log.read_text() for rank in gang.ranks
@@ -101,9 +101,9 @@ def tensors(saved: Saved) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope='module')
-def undisturbed(warm: WarmParent, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def undisturbed(fork_server: ForkClient, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """What one process makes of it without an interruption."""
-    return run(warm, tmp_path_factory.mktemp('one'), Shape())
+    return run(fork_server, tmp_path_factory.mktemp('one'), Shape())
 
 
 TWICE = Shape(data=2, shard=2)
@@ -115,11 +115,11 @@ TWICE = Shape(data=2, shard=2)
     ids=['4-1-2', 'copies'],
 )
 def test_in_any_shapes_in_turn_the_bits_are_those_of_one_process(
-    warm: WarmParent, tmp_path: Path, undisturbed: Saved, shapes: tuple[Shape, ...]
+    fork_server: ForkClient, tmp_path: Path, undisturbed: Saved, shapes: tuple[Shape, ...]
 ) -> None:
     for number, shape in enumerate(shapes, 1):
         last = number == len(shapes)
-        state = run(warm, tmp_path, shape, number, stop=not last)
+        state = run(fork_server, tmp_path, shape, number, stop=not last)
         assert (state.position.samples == TOTAL) == last
     assert state.position.user == {'end': 0}
     found, expected = tensors(state), tensors(undisturbed)
@@ -136,7 +136,7 @@ def test_in_any_shapes_in_turn_the_bits_are_those_of_one_process(
     ids=['fsdp-and-tensor', 'copies-and-tensor'],
 )
 def test_in_throughput_mode_any_shapes_train_what_one_process_trains(
-    warm: WarmParent, tmp_path: Path, undisturbed: Saved, shapes: tuple[Shape, ...]
+    fork_server: ForkClient, tmp_path: Path, undisturbed: Saved, shapes: tuple[Shape, ...]
 ) -> None:
     """The last batch of an epoch is no multiple of the ranks; every sample counts the same, also in
     micro-batches.
@@ -144,7 +144,13 @@ def test_in_throughput_mode_any_shapes_train_what_one_process_trains(
     for number, shape in enumerate(shapes, 1):
         stop, micro_batch = number < len(shapes), 2 if number % 2 else None
         state = run(
-            warm, tmp_path, shape, number, mode='throughput', stop=stop, micro_batch=micro_batch
+            fork_server,
+            tmp_path,
+            shape,
+            number,
+            mode='throughput',
+            stop=stop,
+            micro_batch=micro_batch,
         )
     found, expected = tensors(state), tensors(undisturbed)
     assert found.keys() == expected.keys()
@@ -153,9 +159,9 @@ def test_in_throughput_mode_any_shapes_train_what_one_process_trains(
 
 
 def test_every_rank_writes_its_part_and_copies_share_the_work(
-    warm: WarmParent, tmp_path: Path
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
-    run(warm, tmp_path, Shape(data=2, shard=2))
+    run(fork_server, tmp_path, Shape(data=2, shard=2))
     folder = max((tmp_path / 'store').glob('ckpt-*'))
     sizes = [(folder / f'rank-{rank}.safetensors').stat().st_size for rank in range(4)]
     assert max(sizes) < 2 * min(sizes)
@@ -176,10 +182,10 @@ def sharded_by_hand(ctx: FragmentContext) -> None:
 
 
 def test_a_model_sharded_by_hand_has_the_bits_of_one_process(
-    warm: WarmParent, tmp_path: Path
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
-    one = run(warm, tmp_path / 'one', Shape(), function=sharded_by_hand)
-    two = run(warm, tmp_path / 'two', Shape(shard=2), function=sharded_by_hand)
+    one = run(fork_server, tmp_path / 'one', Shape(), function=sharded_by_hand)
+    two = run(fork_server, tmp_path / 'two', Shape(shard=2), function=sharded_by_hand)
     assert all(torch.equal(two.models[0][name], one.models[0][name]) for name in one.models[0])
 
 
@@ -198,9 +204,11 @@ def in_bfloat16(ctx: FragmentContext) -> None:
         optimizer.step()
 
 
-def test_mixed_precision_has_the_bits_of_one_process(warm: WarmParent, tmp_path: Path) -> None:
-    one = run(warm, tmp_path / 'one', Shape(), function=in_bfloat16)
-    two = run(warm, tmp_path / 'two', Shape(shard=2), function=in_bfloat16)
+def test_mixed_precision_has_the_bits_of_one_process(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    one = run(fork_server, tmp_path / 'one', Shape(), function=in_bfloat16)
+    two = run(fork_server, tmp_path / 'two', Shape(shard=2), function=in_bfloat16)
     assert all(tensor.dtype == torch.float32 for tensor in one.models[0].values())
     assert all(torch.equal(two.models[0][name], one.models[0][name]) for name in one.models[0])
 
@@ -223,10 +231,10 @@ def on_a_plateau(ctx: FragmentContext) -> None:
 
 
 def test_empty_shards_and_schedulers_by_loss_have_the_bits_of_one_process(
-    warm: WarmParent, tmp_path: Path
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
     one, four = (
-        run(warm, tmp_path / str(shape), shape, function=on_a_plateau, total_samples=66)
+        run(fork_server, tmp_path / str(shape), shape, function=on_a_plateau, total_samples=66)
         for shape in (Shape(), Shape(shard=4))
     )
     assert all(torch.equal(four.models[0][name], one.models[0][name]) for name in one.models[0])

@@ -19,7 +19,7 @@ from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.parallel.sharded import shard_model
 from parsl_freetrain.training.parallel.sharded.initial import fill
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
 from parsl_freetrain.training.spec.shapes import check_shape
 from parsl_freetrain.training.steps.sharded import check_sharded
@@ -171,11 +171,11 @@ def low_sums(ctx: FragmentContext) -> None:
     ],
 )
 def test_a_model_that_is_sharded_otherwise(
-    warm: WarmParent, tmp_path: Path, function: Any, words: str
+    fork_server: ForkClient, tmp_path: Path, function: Any, words: str
 ) -> None:
     shape = Shape(tensor=2) if function is uneven else Shape(shard=2)
     ordered = order(tmp_path, total_samples=8, shape=shape, shapes={2: shape})
-    with ranks(warm, ordered, 2, tmp_path, function) as gang:
+    with ranks(fork_server, ordered, 2, tmp_path, function) as gang:
         outcomes = gang.run()
     errors = [outcome.error.message for outcome in outcomes if outcome.how == 'error']
     assert errors and words in errors[0]

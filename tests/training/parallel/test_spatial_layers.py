@@ -24,7 +24,7 @@ from parsl_freetrain.training.parallel.spatial import (
     Sharded,
     total,
 )
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import finish, order, ranks
 
 CONVOLUTIONS: list[dict[str, Any]] = [
@@ -142,11 +142,14 @@ def compare_all(
 
 @pytest.mark.parametrize(('spatial', 'extents'), DIVISIONS, ids=str)
 def test_layers_are_torchs(
-    warm: WarmParent, tmp_path: Path, spatial: tuple[int, int, int], extents: tuple[int, int, int]
+    fork_server: ForkClient,
+    tmp_path: Path,
+    spatial: tuple[int, int, int],
+    extents: tuple[int, int, int],
 ) -> None:
     """Odd extents, uneven parts, kernels of 1 to 5, strides of 1 to 3, along one axis and two."""
     with ranks(
-        warm, order(tmp_path, total_samples=4), 4, tmp_path, compare_all, spatial, extents
+        fork_server, order(tmp_path, total_samples=4), 4, tmp_path, compare_all, spatial, extents
     ) as gang:
         outcomes = gang.run()
     assert [outcome.how for outcome in outcomes] == ['finished'] * 4, outcomes[0].error

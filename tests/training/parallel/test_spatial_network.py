@@ -28,7 +28,7 @@ from parsl_freetrain.training.parallel.spatial import (
     concatenate,
     total,
 )
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import finish, order, ranks
 
 STEPS, BATCH = 20, 4
@@ -131,13 +131,13 @@ def train(ctx: FragmentContext, extents: tuple[int, int, int]) -> None:
     ids=str,
 )
 def test_twenty_steps_are_those_of_one_process(
-    warm: WarmParent, tmp_path: Path, shape: Shape, extents: tuple[int, int, int]
+    fork_server: ForkClient, tmp_path: Path, shape: Shape, extents: tuple[int, int, int]
 ) -> None:
     """Loss curve and weights, with statistics over all samples, odd extents, uneven parts, a skip
     connection.
     """
     ordered = order(tmp_path, total_samples=STEPS * BATCH, mode='throughput', shape=shape)
-    with ranks(warm, ordered, 4, tmp_path, train, extents) as gang:
+    with ranks(fork_server, ordered, 4, tmp_path, train, extents) as gang:
         outcomes = gang.run()
     assert [outcome.how for outcome in outcomes] == ['finished'] * 4, outcomes[0].error
 
@@ -201,8 +201,10 @@ def measure(ctx: FragmentContext) -> None:
     finish(ctx)
 
 
-def test_memory_is_a_part_and_the_halo_is_what_is_sent(warm: WarmParent, tmp_path: Path) -> None:
+def test_memory_is_a_part_and_the_halo_is_what_is_sent(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
     ordered = order(tmp_path, total_samples=4, mode='throughput', shape=Shape(spatial=(4, 1, 1)))
-    with ranks(warm, ordered, 4, tmp_path, measure) as gang:
+    with ranks(fork_server, ordered, 4, tmp_path, measure) as gang:
         outcomes = gang.run()
     assert [outcome.how for outcome in outcomes] == ['finished'] * 4, outcomes[0].error

@@ -17,7 +17,7 @@ import pytest
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import StopTraining
 from tests.support.ranks import KILLED, Ranks, order, ranks
 from tests.support.waiting import LIMIT_S
@@ -57,10 +57,12 @@ def owner() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def parents(tmp_path: Path, owner: subprocess.Popen[bytes]) -> Iterator[list[WarmParent]]:
+def parents(tmp_path: Path, owner: subprocess.Popen[bytes]) -> Iterator[list[ForkClient]]:
     """Two of one name, started at the same time for one owner."""
     name = secrets.token_hex(8)
-    started = [WarmParent.start(name, owner.pid, str(tmp_path / 'warm.log')) for _ in range(2)]
+    started = [
+        ForkClient.start(name, owner.pid, str(tmp_path / 'fork_server.log')) for _ in range(2)
+    ]
     try:
         yield started
     finally:
@@ -69,7 +71,7 @@ def parents(tmp_path: Path, owner: subprocess.Popen[bytes]) -> Iterator[list[War
 
 
 def test_two_starts_give_one_parent_that_ends_with_its_owner(
-    parents: list[WarmParent], owner: subprocess.Popen[bytes], tmp_path: Path
+    parents: list[ForkClient], owner: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     for parent in parents:
         parent.wait_ready(LIMIT_S)
@@ -98,7 +100,7 @@ def test_two_starts_give_one_parent_that_ends_with_its_owner(
 def test_an_owner_that_is_gone_already(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, '-c', ''])
     process.wait()
-    parent = WarmParent.start(secrets.token_hex(8), process.pid, str(tmp_path / 'warm.log'))
+    parent = ForkClient.start(secrets.token_hex(8), process.pid, str(tmp_path / 'fork_server.log'))
     with pytest.raises(FreeTrainError, match='ended'):
         parent.wait_ready(60)
 
@@ -108,15 +110,15 @@ def test_a_parent_that_cannot_start_shows_its_log(
 ) -> None:
     (tmp_path / 'torch.py').write_text('raise ImportError("no torch today")')
     monkeypatch.syspath_prepend(tmp_path)
-    parent = WarmParent.start(secrets.token_hex(8), os.getpid(), str(tmp_path / 'warm.log'))
-    with pytest.raises(FreeTrainError, match=r'warm\.log(.|\n)*no torch today'):
+    parent = ForkClient.start(secrets.token_hex(8), os.getpid(), str(tmp_path / 'fork_server.log'))
+    with pytest.raises(FreeTrainError, match=r'fork_server\.log(.|\n)*no torch today'):
         parent.wait_ready(60)
     parent.stop()
-    assert (tmp_path / 'warm.log').stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / 'fork_server.log').stat().st_mode & 0o777 == 0o600
 
 
 def test_the_end_of_the_parent_is_the_end_of_its_ranks(
-    parents: list[WarmParent], tmp_path: Path
+    parents: list[ForkClient], tmp_path: Path
 ) -> None:
     parents[0].wait_ready(120)
     assert parents[0].pid is not None
@@ -125,14 +127,14 @@ def test_the_end_of_the_parent_is_the_end_of_its_ranks(
         wait_until_gone([gang.ranks[0].process.pid])
 
 
-def test_a_rank_nobody_listens_to_is_ended(warm: WarmParent, tmp_path: Path) -> None:
-    gang = Ranks(warm, order(tmp_path), 1, tmp_path, forever)
+def test_a_rank_nobody_listens_to_is_ended(fork_server: ForkClient, tmp_path: Path) -> None:
+    gang = Ranks(fork_server, order(tmp_path), 1, tmp_path, forever)
     gang.close()
     wait_until_gone([gang.ranks[0].process.pid])
 
 
-def test_kill_is_reported(warm: WarmParent, tmp_path: Path) -> None:
-    with ranks(warm, order(tmp_path), 1, tmp_path, forever) as gang:
+def test_kill_is_reported(fork_server: ForkClient, tmp_path: Path) -> None:
+    with ranks(fork_server, order(tmp_path), 1, tmp_path, forever) as gang:
         gang.ranks[0].process.kill()
         assert gang.run() == [KILLED]
         assert gang.ranks[0].status == -signal.SIGKILL
@@ -142,17 +144,17 @@ def test_kill_is_reported(warm: WarmParent, tmp_path: Path) -> None:
         gang.ranks[0].process.kill()
 
 
-def test_many_fragments_at_once(warm: WarmParent, tmp_path: Path) -> None:
-    gangs = [Ranks(warm, order(tmp_path), 1, tmp_path / str(i), at_once) for i in range(6)]
+def test_many_fragments_at_once(fork_server: ForkClient, tmp_path: Path) -> None:
+    gangs = [Ranks(fork_server, order(tmp_path), 1, tmp_path / str(i), at_once) for i in range(6)]
     for gang in gangs:
         (outcome,) = gang.run()
         assert (outcome.how, outcome.error.message, gang.ranks[0].status) == ('error', 'at once', 1)
         gang.close()
 
 
-def test_a_large_payload_arrives(warm: WarmParent, tmp_path: Path) -> None:
+def test_a_large_payload_arrives(fork_server: ForkClient, tmp_path: Path) -> None:
     def check(ctx: FragmentContext, data: bytes) -> None:
         raise LookupError(str(len(data)))
 
-    with ranks(warm, order(tmp_path), 1, tmp_path, check, bytes(20_000_000)) as gang:
+    with ranks(fork_server, order(tmp_path), 1, tmp_path, check, bytes(20_000_000)) as gang:
         assert gang.run()[0].error.message == '20000000'

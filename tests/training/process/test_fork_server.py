@@ -19,7 +19,7 @@ import pytest
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import Ranks, order, ranks
 from tests.support.template import start_by_itself
 from tests.support.waiting import LIMIT_S, wait_until
@@ -121,11 +121,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.fixture(scope='module')
-def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmParent]:
+def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkClient]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv('OF_THE_TEMPLATE', 'not for others')
         started = start_by_itself(
-            fresh(), os.getpid(), str(tmp_path_factory.mktemp('template') / 'warm.log')
+            fresh(), os.getpid(), str(tmp_path_factory.mktemp('template') / 'fork_server.log')
         )
     try:
         started.wait_ready(LIMIT_S)
@@ -142,10 +142,10 @@ def test_forked_parents_depend_on_their_owners_alone(
     name, other_name = fresh(), fresh()
     # All at once, before the template has imported torch, and one of them twice.
     one, same = (
-        WarmParent.start(name, one_node.pid, str(tmp_path / 'one.log'), template.name)
+        ForkClient.start(name, one_node.pid, str(tmp_path / 'one.log'), template.name)
         for _ in range(2)
     )
-    other = WarmParent.start(other_name, other_node.pid, str(tmp_path / 'other.log'), template.name)
+    other = ForkClient.start(other_name, other_node.pid, str(tmp_path / 'other.log'), template.name)
     gangs: list[Ranks] = []
     try:
         for parent in (one, same, other, template):
@@ -218,10 +218,10 @@ def test_a_template_that_dies_before_it_has_answered_is_done_without(
     assert template._process is not None
     template._process.send_signal(signal.SIGSTOP)
     name, owner = fresh(), processes().pid
-    parent = WarmParent.start(name, owner, str(tmp_path / 'warm.log'), template.name)
+    parent = ForkClient.start(name, owner, str(tmp_path / 'fork_server.log'), template.name)
     template._process.kill()
     template._process.wait()
-    late = WarmParent.start(name, owner, str(tmp_path / 'warm.log'), template.name)
+    late = ForkClient.start(name, owner, str(tmp_path / 'fork_server.log'), template.name)
     try:
         parent.wait_ready(LIMIT_S)
         late.wait_ready(LIMIT_S)
@@ -232,7 +232,7 @@ def test_a_template_that_dies_before_it_has_answered_is_done_without(
         late.stop()
 
 
-def ask(template: WarmParent, folder: Path, owner_pid: int, **env: str) -> dict[str, Any]:
+def ask(template: ForkClient, folder: Path, owner_pid: int, **env: str) -> dict[str, Any]:
     """Request from another process with another environment; return what a rank finds, and the
     parent of its fork server.
     """
@@ -240,13 +240,13 @@ def ask(template: WarmParent, folder: Path, owner_pid: int, **env: str) -> dict[
     modules = folder / 'modules'
     modules.mkdir()
     (modules / 'only_of_the_asker.py').write_text(f'WHO = {folder.name!r}')
-    name, log = fresh(), 'warm.log'
+    name, log = fresh(), 'fork_server.log'
     program = f"""
 import os, sys
 sys.path.insert(0, 'modules')
 os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})
-from parsl_freetrain.training.process.fork_client import WarmParent
-parent = WarmParent.start({name!r}, {owner_pid}, {log!r}, {template.name!r})
+from parsl_freetrain.training.process.fork_client import ForkClient
+parent = ForkClient.start({name!r}, {owner_pid}, {log!r}, {template.name!r})
 parent.wait_ready({LIMIT_S})
 stat = open(f'/proc/{{parent.pid}}/stat').read().rpartition(')')[2].split()
 print(parent.pid, stat[1], os.getpid(), flush=True)
@@ -271,14 +271,14 @@ os._exit(0)
     pid, ppid, asker = map(int, answer.stdout.split())
     assert (folder / log).exists()
     with ranks(
-        WarmParent(name, str(folder / log)), order(folder), 1, folder / 'ranks', look_around
+        ForkClient(name, str(folder / log)), order(folder), 1, folder / 'ranks', look_around
     ) as gang:
         message = gang.run()[0].error.message
     return {**json.loads(message), 'pid': pid, 'forked': ppid == template.pid, 'own': ppid == asker}
 
 
 def test_a_forked_parent_is_as_if_the_asker_had_started_it(
-    template: WarmParent, tmp_path: Path, processes: Callable[[], subprocess.Popen[bytes]]
+    template: ForkClient, tmp_path: Path, processes: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
     owner = processes()
     found = ask(template, tmp_path / 'node', owner.pid, NEW_HERE='yes', TZ='XYZ-3')
@@ -310,20 +310,22 @@ def test_a_forked_parent_is_as_if_the_asker_had_started_it(
 
 
 def test_an_owner_that_is_gone_already(
-    template: WarmParent, tmp_path: Path, processes: Callable[[], subprocess.Popen[bytes]]
+    template: ForkClient, tmp_path: Path, processes: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
     owner = processes()
     end(owner)
-    parent = WarmParent.start(fresh(), owner.pid, str(tmp_path / 'warm.log'), template.name)
+    parent = ForkClient.start(fresh(), owner.pid, str(tmp_path / 'fork_server.log'), template.name)
     with pytest.raises(FreeTrainError, match=r'ended with status 3(.|\n)*is gone'):
         parent.wait_ready(LIMIT_S)
 
 
-def test_who_does_not_wait_any_more_gets_none(template: WarmParent, tmp_path: Path) -> None:
+def test_who_does_not_wait_any_more_gets_none(template: ForkClient, tmp_path: Path) -> None:
     assert template.pid is not None
     os.kill(template.pid, signal.SIGSTOP)
     try:
-        gone = WarmParent.start(fresh(), os.getpid(), str(tmp_path / 'warm.log'), template.name)
+        gone = ForkClient.start(
+            fresh(), os.getpid(), str(tmp_path / 'fork_server.log'), template.name
+        )
         gone.stop()
     finally:
         os.kill(template.pid, signal.SIGCONT)
@@ -334,7 +336,7 @@ def test_who_does_not_wait_any_more_gets_none(template: WarmParent, tmp_path: Pa
         gone.wait_ready(0.1)
 
 
-def test_nonsense_does_not_end_a_template(template: WarmParent, tmp_path: Path) -> None:
+def test_nonsense_does_not_end_a_template(template: ForkClient, tmp_path: Path) -> None:
     channel = template._connect(template._answers)
     assert channel is not None
     channel.send_bytes(b'{"kind": "fork-server-wanted", "name": "x"}')

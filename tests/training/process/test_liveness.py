@@ -15,7 +15,7 @@ import pytest
 
 from parsl_freetrain.host.processes import is_stopped
 from parsl_freetrain.testing import slow_rank, with_faults
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.process.liveness import StopWatch, guard_connections
 from tests.support.computers import INTERFACE, Computer, computers
 from tests.support.ranks import order, ranks
@@ -25,7 +25,7 @@ from tests.training.loop.test_fragments import train
 ROOT = Path(__file__).resolve().parents[3]
 HANG_S = 4.0
 
-# A rank of its own, without a warm parent: address of the store, rank.
+# A rank of its own, without a fork server: address of the store, rank.
 PEER = """
 import sys, time, torch
 from torch.distributed import TCPStore
@@ -121,19 +121,21 @@ def test_a_cut_network_ends_all_ranks_in_time(busy: bool) -> None:
     assert took < HANG_S + 2.0  # the step that was being computed comes on top
 
 
-def test_a_rank_whose_client_is_stopped_does_not_go_on(warm: WarmParent, tmp_path: Path) -> None:
+def test_a_rank_whose_client_is_stopped_does_not_go_on(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
     """A member that is stopped cannot end its ranks; the fork server does."""
     starter = f"""
 import sys, time
 sys.path[:0] = [{str(ROOT)!r}]
 from pathlib import Path
 from parsl_freetrain import Progress
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import Progress
 from tests.support.ranks import order, ranks
 from tests.training.loop.test_fragments import train
 folder = Path({str(tmp_path)!r})
-parent = WarmParent({warm.name!r}, {warm.log!r})
+parent = ForkClient({fork_server.name!r}, {fork_server.log!r})
 with ranks(parent, order(folder, total_samples=10_000_000, hang_s=2.0), 1, folder, train) as gang:
     gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
     print(gang.ranks[0].process.pid, flush=True)
@@ -153,10 +155,12 @@ with ranks(parent, order(folder, total_samples=10_000_000, hang_s=2.0), 1, folde
             client.kill()
 
 
-def test_a_long_step_is_no_hang(warm: WarmParent, tmp_path: Path) -> None:
+def test_a_long_step_is_no_hang(fork_server: ForkClient, tmp_path: Path) -> None:
     """All ranks wait for one that computes for longer than anything may hang."""
     slow = with_faults(train, slow_rank(0, 5.0, step=4))
-    with ranks(warm, order(tmp_path, total_samples=50, hang_s=2.0), 2, tmp_path, slow) as gang:
+    with ranks(
+        fork_server, order(tmp_path, total_samples=50, hang_s=2.0), 2, tmp_path, slow
+    ) as gang:
         assert [outcome.how for outcome in gang.run()] == ['finished'] * 2
 
 

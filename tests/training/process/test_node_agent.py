@@ -15,7 +15,7 @@ import pytest
 
 from parsl_freetrain.training.process import node_agent
 from parsl_freetrain.training.process.channel import Channel
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import Notice
 from tests.support import template
 from tests.support.waiting import LIMIT_S
@@ -59,7 +59,7 @@ def test_torch_is_imported_beside_the_command_and_ends_with_the_node(tmp_path: P
     with subprocess.Popen(
         [
             *(sys.executable, '-P', '-m', 'parsl_freetrain.training.process.node_agent'),
-            *('--warm', str(tmp_path / 'logs'), sys.executable, '-c', command),
+            *('--template', str(tmp_path / 'logs'), sys.executable, '-c', command),
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -69,7 +69,7 @@ def test_torch_is_imported_beside_the_command_and_ends_with_the_node(tmp_path: P
         assert process.stdin is not None and process.stdout is not None
         its_own = process.stdout.readline().strip()
         log = tmp_path / 'server.log'
-        server = WarmParent.start(f'node-of-{its_own}', process.pid, str(log), its_own)
+        server = ForkClient.start(f'node-of-{its_own}', process.pid, str(log), its_own)
         server.wait_ready(LIMIT_S)
         assert server._process is None, 'it was forked, and has not imported torch itself'
         assert server.pid is not None
@@ -78,7 +78,7 @@ def test_torch_is_imported_beside_the_command_and_ends_with_the_node(tmp_path: P
         assert process.wait(LIMIT_S) == 0
         assert gone(server.pid)
     [its_log] = (tmp_path / 'logs').iterdir()
-    assert its_log.name == f'warm-{its_own}.log'
+    assert its_log.name == f'{its_own}.log'
 
 
 def test_nodes_of_one_computer_may_share_a_template(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_nodes_of_one_computer_may_share_a_template(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, '-P', '-m', 'parsl_freetrain.training.process.node_agent'),
-            *('--warm', str(tmp_path / 'logs'), sys.executable, '-c', command),
+            *('--template', str(tmp_path / 'logs'), sys.executable, '-c', command),
         ],
         stdout=subprocess.PIPE,
         text=True,

@@ -24,7 +24,7 @@ from parsl_freetrain.executor.fragment.member_order import MemberOrder
 from parsl_freetrain.executor.fragment.node_agent import Member
 from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.training.comm.inbox import Inbox
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.process.rank_process import RankProcess
 from parsl_freetrain.training.spec import fork_messages as fm
 from parsl_freetrain.training.spec import messages as ms
@@ -269,12 +269,12 @@ def test_a_member_goes_on_after_nonsense_of_the_executor(
 @given(
     arrives=nonsense(REQUESTS).filter(lambda data: Decoder(fm.ForkRequest, '').decode(data) is None)
 )
-def test_the_fork_server_goes_on_after_nonsense(warm: WarmParent, arrives: bytes) -> None:
-    channel = warm._connect(Decoder[FromRank](FromRank, 'the fork server'))
+def test_the_fork_server_goes_on_after_nonsense(fork_server: ForkClient, arrives: bytes) -> None:
+    channel = fork_server._connect(Decoder[FromRank](FromRank, 'the fork server'))
     assert channel is not None
     with closing(channel):
         channel.send_bytes(arrives)
         assert channel.poll(LIMIT_S)
         with pytest.raises(EOFError):
             channel.recv()
-    warm.wait_ready(LIMIT_S)
+    fork_server.wait_ready(LIMIT_S)

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from parsl_freetrain import BadInput, FragmentContext, Reproducible, Scaled, Throughput
 from parsl_freetrain.training.checkpoint.state import Saved, read_state
 from parsl_freetrain.training.loop.debugging import train_here
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.training import Samples, TrainingSpec
 from tests.support.ranks import order, ranks
 
@@ -113,14 +113,14 @@ def alone(ctx: FragmentContext, micro_batch: int | None) -> None:
     ('mode', 'world_size'), [({'mode': 'throughput'}, 3), ({'scaled': Scaled(combine='adasum')}, 2)]
 )
 def test_on_several_ranks_the_steps_are_those_of_whole_batches(
-    warm: WarmParent, tmp_path: Path, mode: dict[str, Any], world_size: int
+    fork_server: ForkClient, tmp_path: Path, mode: dict[str, Any], world_size: int
 ) -> None:
     """The last batch of an epoch has fewer samples on some ranks, and so do micro-batches."""
     found: list[Saved] = []
     for micro_batch in (None, 2):
         folder = tmp_path / str(micro_batch)
         ordered = order(folder, total_samples=TOTAL, **mode)
-        with ranks(warm, ordered, world_size, folder, alone, micro_batch) as gang:
+        with ranks(fork_server, ordered, world_size, folder, alone, micro_batch) as gang:
             outcomes = gang.run()
             assert {outcome.how for outcome in outcomes} == {'finished'}, [
                 rank.log.read_text() for rank in gang.ranks

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from parsl_freetrain import FragmentContext, Scaled, load_weights
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.steps.adasum import combine, pair, pair_all
 from tests.support.ranks import order, ranks
 from tests.support.waiting import LIMIT_S
@@ -125,11 +125,11 @@ def one_step(ctx: FragmentContext) -> None:
 
 
 @pytest.mark.parametrize('world_size', [3, 4])
-def test_a_step_of_real_ranks(warm: WarmParent, tmp_path: Path, world_size: int) -> None:
+def test_a_step_of_real_ranks(fork_server: ForkClient, tmp_path: Path, world_size: int) -> None:
     ordered = order(
         tmp_path, mode='scaled', scaled=Scaled(combine='adasum'), total_samples=6 * world_size
     )
-    with ranks(warm, ordered, world_size, tmp_path, one_step) as gang:
+    with ranks(fork_server, ordered, world_size, tmp_path, one_step) as gang:
         outcomes = gang.run()
     assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
     torch.manual_seed(0)

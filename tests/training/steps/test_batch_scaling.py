@@ -18,7 +18,7 @@ from torch import nn
 
 from parsl_freetrain import BadInput, FragmentContext, Scaled
 from parsl_freetrain.training.data.order import GlobalOrder
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import order, ranks
 
 SIZE = 53  # no multiple of any batch below
@@ -114,12 +114,12 @@ def train(ctx: FragmentContext, folder: Path, stop_at: int | None) -> None:
 
 
 def test_every_sample_once_per_epoch_over_rescales_and_uneven_batches(
-    warm: WarmParent, tmp_path: Path
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
     epochs = 3
     for fragment, (world_size, stop_at) in enumerate([(1, 8), (3, 40), (2, 100), (3, None)], 1):
         ordered = order(tmp_path, fragment, mode='scaled', total_samples=epochs * SIZE)
-        with ranks(warm, ordered, world_size, tmp_path, train, tmp_path, stop_at) as gang:
+        with ranks(fork_server, ordered, world_size, tmp_path, train, tmp_path, stop_at) as gang:
             hows = {outcome.how for outcome in gang.run()}
         assert hows == {'finished' if stop_at is None else 'stopped'}, [
             rank.log.read_text() for rank in gang.ranks
@@ -160,8 +160,10 @@ def lrs(ctx: FragmentContext) -> None:
     assert moved == [0.25, 0.375, 0.5, 0.5], moved
 
 
-def test_the_step_is_scaled_and_what_is_saved_is_not(warm: WarmParent, tmp_path: Path) -> None:
+def test_the_step_is_scaled_and_what_is_saved_is_not(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
     ordered = order(tmp_path, mode='scaled', total_samples=32, scaled=Scaled(warmup_samples=16))
-    with ranks(warm, ordered, 2, tmp_path, lrs) as gang:
+    with ranks(fork_server, ordered, 2, tmp_path, lrs) as gang:
         outcomes = gang.run()
     assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes

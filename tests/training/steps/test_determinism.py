@@ -11,7 +11,7 @@ from torch import nn
 from parsl_freetrain import BadInput, Reproducible
 from parsl_freetrain.training.checkpoint.claim import claim
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import order, ranks
 
 
@@ -33,10 +33,10 @@ def train(ctx: FragmentContext) -> None:
 
 @pytest.mark.parametrize('warn_only', [False, True])
 def test_an_operation_that_is_not_deterministic_is_refused_unless_the_mode_allows_it(
-    warm: WarmParent, tmp_path: Path, warn_only: bool
+    fork_server: ForkClient, tmp_path: Path, warn_only: bool
 ) -> None:
     ordered = order(tmp_path, total_samples=8, warn_only=warn_only)
-    with ranks(warm, ordered, 1, tmp_path, train) as gang:
+    with ranks(fork_server, ordered, 1, tmp_path, train) as gang:
         (outcome,) = gang.run()
         assert 'put_ does not have a deterministic' in gang.ranks[0].log.read_text()
     assert outcome.how == ('finished' if warn_only else 'error'), outcome.error

@@ -16,7 +16,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import CheckpointSaved
 from parsl_freetrain.training.spec.on_nan import (
     MOST_ROLLBACKS,
@@ -63,7 +63,7 @@ def train(
 
 
 def run(
-    warm: WarmParent,
+    fork_server: ForkClient,
     folder: Path,
     world_size: int,
     *args: Any,
@@ -79,7 +79,7 @@ def run(
         'shards': 2,
     }
     with ranks(
-        warm, order(folder, **settings), world_size, folder, train, *args, **options
+        fork_server, order(folder, **settings), world_size, folder, train, *args, **options
     ) as gang:
         outcomes = gang.run()
         assert all(outcome.how in ('finished', 'error', 'peer-lost') for outcome in outcomes), (
@@ -100,10 +100,16 @@ def run(
     ],
 )
 def test_stop_is_a_sentence_and_the_last_checkpoint_is_good(
-    warm: WarmParent, tmp_path: Path, mode: str, world_size: int, where: str
+    fork_server: ForkClient, tmp_path: Path, mode: str, world_size: int, where: str
 ) -> None:
     outcomes = run(
-        warm, tmp_path, world_size, mode=mode, bad=(160,), culprit=world_size - 1, pause_s=0.01
+        fork_server,
+        tmp_path,
+        world_size,
+        mode=mode,
+        bad=(160,),
+        culprit=world_size - 1,
+        pause_s=0.01,
     )
     error = outcomes[0].error
     assert (outcomes[0].how, error.type) == ('error', 'BadInput'), error
@@ -126,11 +132,11 @@ def test_stop_is_a_sentence_and_the_last_checkpoint_is_good(
     ],
 )
 def test_the_result_is_as_if_the_batch_had_not_been_trained(
-    warm: WarmParent, tmp_path: Path, mode: str, on_nan: str, world_size: int
+    fork_server: ForkClient, tmp_path: Path, mode: str, on_nan: str, world_size: int
 ) -> None:
-    first, *_ = run(warm, tmp_path / 'clean', world_size, mode=mode, left_out=(160, 320))
+    first, *_ = run(fork_server, tmp_path / 'clean', world_size, mode=mode, left_out=(160, 320))
     outcomes = run(
-        warm,
+        fork_server,
         tmp_path / 'bad',
         world_size,
         mode=mode,
@@ -165,9 +171,9 @@ def test_the_result_is_as_if_the_batch_had_not_been_trained(
     [('skip', 'throughput'), ('rollback', 'throughput'), ('skip', 'reproducible')],
 )
 def test_what_is_never_finite_again_ends(
-    warm: WarmParent, tmp_path: Path, on_nan: str, mode: str
+    fork_server: ForkClient, tmp_path: Path, on_nan: str, mode: str
 ) -> None:
-    outcomes = run(warm, tmp_path, 2, mode=mode, on_nan=on_nan, always_from=160)
+    outcomes = run(fork_server, tmp_path, 2, mode=mode, on_nan=on_nan, always_from=160)
     assert outcomes[0].error.type == 'BadInput', outcomes
     assert 'lower the learning rate' in outcomes[0].error.message
 

@@ -15,7 +15,7 @@ from torch import nn, optim
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.checkpoint.optimizer_state import move_to_parameters
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import order, ranks
 
 TOTAL, BATCH = 24, 4
@@ -94,14 +94,14 @@ def train(ctx: FragmentContext, reproducible: bool) -> None:
 
 
 def result(
-    warm: WarmParent, folder: Path, mode: str, totals: tuple[int, ...]
+    fork_server: ForkClient, folder: Path, mode: str, totals: tuple[int, ...]
 ) -> list[dict[str, torch.Tensor]]:
     """The weights of all models after fragments that end at these numbers of samples."""
     reproducible = mode == 'reproducible'
     path = ''
     for fragment, total in enumerate(totals, 1):
         ordered = order(folder, fragment, mode=mode, total_samples=total)
-        with ranks(warm, ordered, 1, folder, train, reproducible) as gang:
+        with ranks(fork_server, ordered, 1, folder, train, reproducible) as gang:
             (outcome,) = gang.run()
             assert outcome.how == 'finished', gang.ranks[0].log.read_text()
             path = outcome.path
@@ -118,10 +118,10 @@ def result(
 
 @pytest.mark.parametrize('mode', ['reproducible', 'throughput'])
 def test_cut_is_uncut_for_every_optimizer_and_fused_is_unfused(
-    warm: WarmParent, tmp_path: Path, mode: str
+    fork_server: ForkClient, tmp_path: Path, mode: str
 ) -> None:
-    whole = result(warm, tmp_path / 'whole', mode, (TOTAL,))
-    cut = result(warm, tmp_path / 'cut', mode, (TOTAL // 3, TOTAL))
+    whole = result(fork_server, tmp_path / 'whole', mode, (TOTAL,))
+    cut = result(fork_server, tmp_path / 'cut', mode, (TOTAL // 3, TOTAL))
     all_kinds = kinds(mode == 'reproducible')
     assert [
         kind
@@ -184,10 +184,10 @@ def scales(ctx: FragmentContext, prepare_scaler: bool = True) -> None:
 
 
 def test_clipping_and_skipped_steps_are_the_same_for_a_fused_optimizer_with_a_scaler(
-    warm: WarmParent, tmp_path: Path
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
     ordered = order(tmp_path, mode='throughput', total_samples=TOTAL, on_nan='skip')
-    with ranks(warm, ordered, 1, tmp_path, scales) as gang:
+    with ranks(fork_server, ordered, 1, tmp_path, scales) as gang:
         (outcome,) = gang.run()
     assert outcome.how == 'finished', outcome.error
     assert 'skipped_steps' not in outcome.metrics
@@ -195,10 +195,10 @@ def test_clipping_and_skipped_steps_are_the_same_for_a_fused_optimizer_with_a_sc
 
 @pytest.mark.parametrize('prepare_scaler', [True, False])
 def test_reproducible_mode_refuses_a_scaler_wherever_it_is_used(
-    warm: WarmParent, tmp_path: Path, prepare_scaler: bool
+    fork_server: ForkClient, tmp_path: Path, prepare_scaler: bool
 ) -> None:
     with ranks(
-        warm, order(tmp_path, total_samples=TOTAL), 1, tmp_path, scales, prepare_scaler
+        fork_server, order(tmp_path, total_samples=TOTAL), 1, tmp_path, scales, prepare_scaler
     ) as gang:
         (outcome,) = gang.run()
     assert outcome.how == 'error'

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.data.order import shards_of_rank
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.steps.reduction_tree import Node, ShardTree
 from parsl_freetrain.training.steps.shard_sum import Contribution, Layout
 from tests.support.ranks import order, ranks
@@ -150,13 +150,15 @@ def counts_what_it_receives(ctx: FragmentContext, elements: int) -> None:
 
 
 def test_what_a_rank_receives_does_not_grow_with_the_ranks(
-    warm: WarmParent, tmp_path: Path
+    fork_server: ForkClient, tmp_path: Path
 ) -> None:
     weights: list[dict[str, torch.Tensor]] = []
     for world_size in (1, 2, 3, 4):
         folder = tmp_path / str(world_size)
         ordered = order(folder, shards=8, total_samples=32)
-        with ranks(warm, ordered, world_size, folder, counts_what_it_receives, 20_000) as gang:
+        with ranks(
+            fork_server, ordered, world_size, folder, counts_what_it_receives, 20_000
+        ) as gang:
             outcomes = gang.run()
         assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
         weights.append(load_weights(outcomes[0].path))
