@@ -35,7 +35,7 @@ from parsl_freetrain.executor.commands import (
 )
 from parsl_freetrain.executor.event_loop import EventLoop
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
-from parsl_freetrain.executor.fragment.node_agent import start_template
+from parsl_freetrain.executor.fragment.node_fork_server import start_template
 from parsl_freetrain.executor.fragment.orders import ControlEndpoint
 from parsl_freetrain.executor.fragment.runner import FRAGMENT, FragmentRunner
 from parsl_freetrain.executor.ledger_writer import LedgerWriter, about_this_process

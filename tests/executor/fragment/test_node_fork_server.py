@@ -6,7 +6,7 @@ import multiprocessing
 import os
 from pathlib import Path
 
-from parsl_freetrain.executor.fragment.node_agent import manager_pid
+from parsl_freetrain.executor.fragment.node_fork_server import manager_pid
 from tests.support.waiting import wait_until
 
 SPAWN = multiprocessing.get_context('spawn')  # as Parsl starts its workers

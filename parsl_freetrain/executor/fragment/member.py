@@ -1,0 +1,258 @@
+"""One node's share of a fragment: its ranks, and the messages between them and the executor."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import zmq
+
+from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.executor.fragment.control_channel import ControlClient
+from parsl_freetrain.executor.fragment.member_order import MemberOrder
+from parsl_freetrain.executor.fragment.node_fork_server import (
+    FORK_SERVER_READY_S,
+    fork_server_of_node,
+    manager_lives,
+    node_name,
+    start_standby,
+)
+from parsl_freetrain.executor.fragment.rank_result import RankResult
+from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.process.liveness import StopWatch
+from parsl_freetrain.training.process.node_agent import NOTICES, ignore_notices, listen_for_notices
+from parsl_freetrain.training.process.rank_process import RankProcess
+from parsl_freetrain.training.spec.messages import (
+    LEAVING_S,
+    Abandon,
+    Alive,
+    AreYouThere,
+    Exit,
+    FromRank,
+    Hello,
+    LeavingState,
+    NodeStays,
+    Notice,
+    Outcome,
+    RankEnded,
+    RankPid,
+    Rendezvous,
+    StandbyReady,
+    StartStandby,
+    StopTraining,
+    ToMember,
+    ToRank,
+    Waiting,
+)
+from parsl_freetrain.training.spec.order import RankPlace
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+_STOPPED_SHARE = 0.5  # of hang_s, until a stopped rank is killed; the rest is for the others
+
+
+class Member:
+    """One node's share of a fragment."""
+
+    def __init__(self, order: MemberOrder) -> None:
+        self._order = order
+        self._ranks: dict[int, RankProcess] = {}
+        self._watches: dict[int, StopWatch] = {}
+        self._fork_server: tuple[int, StopWatch] | None = None
+        self._results: dict[int, RankResult] = {}
+        self._notice = ''
+        self._passed_on = ''
+        self._payload = b''
+        self._kill_at, self._leaves_until = float('inf'), 0.0
+        self._standby: list[Channel[FromRank]] = []  # of standby ranks that do not wait yet
+
+    def run(self, payload: bytes) -> list[RankResult]:
+        """Start the ranks, and pass messages until the last one has ended. Returns how
+        each ended.
+        """
+        order, self._payload = self._order, payload
+        key = (order.fragment.trainer, order.fragment.fragment, order.member)
+        for number in NOTICES:
+            signal.signal(number, self._on_signal)
+        control = ControlClient(order.addresses, order.port, order.cert_dir, key)
+        notices = listen_for_notices()
+        try:
+            control.send(Hello(node_name()))
+            self._launch(payload, control.address)
+            self._relay(control, notices)
+        finally:
+            for rank in self._ranks.values():
+                rank.kill()
+                rank.close()
+            for standby in self._standby:
+                standby.close()
+            control.close()
+            if notices is not None:
+                notices.close()
+            ignore_notices()
+        return [self._results[rank] for rank in sorted(self._results)]
+
+    def _on_signal(self, number: int, _: object) -> None:
+        self._notice = signal.Signals(number).name
+
+    def _launch(self, payload: bytes, address: str) -> None:
+        order = self._order
+        server = fork_server_of_node(order.node_log_dir, order.template)
+        server.wait_ready(FORK_SERVER_READY_S)
+        if server.pid is not None:
+            self._fork_server = server.pid, StopWatch(server.pid)
+        Path(order.log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+        count = order.fragment.per_node
+        for local_rank in range(count):
+            rank = order.member * count + local_rank
+            log = Path(order.log_dir) / f'fragment-{order.fragment.fragment:06d}-rank-{rank}.log'
+            place = RankPlace(
+                rank=rank,
+                world_size=order.members * count,
+                local_rank=local_rank,
+                nodes=order.members,
+                log=str(log),
+                address=address,
+            )
+            self._ranks[rank] = server.launch(order.fragment, place, payload, {})
+            self._watches[rank] = StopWatch(self._ranks[rank].pid)
+            self._results[rank] = RankResult(rank, node_name(), str(log))
+
+    def _relay(self, control: ControlClient, notices: Channel[Notice] | None) -> None:
+        poller = zmq.Poller()
+        poller.register(control.socket, zmq.POLLIN)
+        for process in self._ranks.values():
+            poller.register(process.fileno(), zmq.POLLIN)
+        running = dict(self._ranks)
+        beat = time.monotonic()
+        while running:
+            ready = {handle for handle, _ in poller.poll(200)}
+            for rank, process in list(running.items()):
+                if process.fileno() in ready and not self._hear(rank, process, control):
+                    poller.unregister(process.fileno())
+                    del running[rank]
+            while (message := control.receive()) is not None:
+                self._handle(message, control)
+            notices = self._look_for_notice(notices)
+            self._pass_notice_on(control)
+            self._look_at_standby(control)
+            if time.monotonic() >= max(self._kill_at, self._leaves_until):
+                for process in running.values():
+                    process.kill()
+            if time.monotonic() - beat >= HEARTBEAT_S:
+                beat = time.monotonic()
+                control.send(Alive())
+                self._end_stopped(running)
+            if not manager_lives():
+                raise RuntimeError('The manager of this node is gone.')
+
+    def _look_for_notice(self, notices: Channel[Notice] | None) -> Channel[Notice] | None:
+        """Record what the scheduler has told the node's first process; None once that process is
+        gone.
+        """
+        while notices is not None and notices.poll():
+            try:
+                notice = notices.recv()
+            except EOFError:
+                notices.close()
+                return None
+            if notice is not None:
+                self._notice = notice.signal
+        return notices
+
+    def _pass_notice_on(self, control: ControlClient) -> None:
+        """Pass on the scheduler's notice: ranks save at their next step boundary, and the executor
+        starts nothing more on this node.
+        """
+        if self._notice == self._passed_on:
+            return
+        self._passed_on = self._notice
+        logger.info('%s: asking the ranks to stop', self._notice)
+        control.send(Notice(self._notice))
+        self._tell(StopTraining(self._notice, node_leaves=True))
+
+    def _tell(self, message: ToRank) -> None:
+        for process in self._ranks.values():
+            process.send(message)
+
+    def _end_stopped(self, running: dict[int, RankProcess]) -> None:
+        """Kill ranks that have been stopped for too long, and a stopped fork server, since all
+        other ranks would wait for them.
+        """
+        limit_s = _STOPPED_SHARE * self._order.fragment.hang_s
+        if self._fork_server is not None and self._fork_server[1].stopped_s() >= limit_s:
+            logger.warning('The fork server of this node was stopped, and is killed.')
+            os.kill(self._fork_server[0], signal.SIGKILL)
+            self._fork_server = None
+        for rank, process in running.items():
+            stopped_s = self._watches[rank].stopped_s()
+            if stopped_s >= limit_s:
+                why = f'was stopped (SIGSTOP or SIGTSTP) for {stopped_s:.0f} s and had to be killed'
+                self._results[rank] = replace(self._results[rank], killed=why)
+                process.kill()
+
+    def _hear(self, rank: int, process: RankProcess, control: ControlClient) -> bool:
+        """Pass on one message of a rank; False when the rank has ended."""
+        try:
+            message = process.recv()
+        except EOFError:
+            result = self._results[rank]
+            if result.outcome is None and result.status is None:
+                # The fork server is gone, and the rank with it.
+                control.send(RankEnded(rank, ok=False, died=True))
+            return False
+        result = self._results[rank]
+        match message:
+            case Outcome():
+                self._results[rank] = result = replace(result, outcome=message)
+                control.send(RankEnded(rank, result.ok))
+            case Exit(status):
+                self._results[rank] = replace(result, status=status)
+                if result.outcome is None:
+                    control.send(RankEnded(rank, ok=False, died=True))
+            case LeavingState():
+                self._leaves_until = time.monotonic() + LEAVING_S
+            case RankPid() | Waiting() | None:
+                pass
+            case _:
+                control.send(message)
+        return True
+
+    def _look_at_standby(self, control: ControlClient) -> None:
+        """Report when all standby ranks wait."""
+        if self._standby:
+            for channel in [channel for channel in self._standby if channel.poll()]:
+                channel.close()
+                self._standby.remove(channel)
+            if not self._standby:
+                control.send(StandbyReady())
+
+    def _start_standby(self, wait_s: float, control: ControlClient) -> None:
+        try:
+            self._standby = start_standby(self._order, self._payload, wait_s)
+        except (FreeTrainError, OSError) as error:  # the next fragment starts without standby ranks
+            logger.warning('No ranks run ahead of the next fragment: %s', error)
+            control.send(StandbyReady())
+        self._tell(NodeStays())
+
+    def _handle(self, message: ToMember, control: ControlClient) -> None:
+        match message:
+            case StartStandby(wait_s):
+                self._start_standby(wait_s, control)
+            case AreYouThere():
+                control.send(Alive())
+            case Abandon(why, spare_s):
+                logger.info('Told to abandon the fragment: %s', why)
+                self._kill_at = time.monotonic() + spare_s
+                self._leaves_until *= spare_s > 0
+            case StopTraining():
+                self._tell(message)
+            case Rendezvous():
+                for rank, process in self._ranks.items():
+                    if rank != 0:  # rank 0 has sent it
+                        process.send(message)

@@ -1,0 +1,79 @@
+"""A node's fork server, as its Parsl workers use it, and who owns it.
+
+The workers never import torch. They ask the fork server for ranks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import platform
+import secrets
+from pathlib import Path
+
+from parsl_freetrain.executor.fragment.member_order import MemberOrder
+from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.process.fork_client import ForkClient
+from parsl_freetrain.training.process.node_agent import template_of_node
+from parsl_freetrain.training.spec.messages import FromRank
+
+FORK_SERVER_READY_S = 120.0
+
+
+def node_name() -> str:
+    """The node's name for people."""
+    return os.environ.get('FREETRAIN_NODE') or platform.node()
+
+
+def manager_pid() -> int:
+    """The process id of the manager that started this worker.
+
+    Not ``os.getppid()``: after the manager was killed, that is the id of a process that never ends,
+    and a fork server owned by it would never end either.
+    """
+    parent = multiprocessing.parent_process()
+    return os.getppid() if parent is None or parent.pid is None else parent.pid
+
+
+def manager_lives() -> bool:
+    """Whether the manager of this worker still runs. It need not be the worker's parent."""
+    manager = multiprocessing.parent_process()
+    return manager is None or manager.is_alive()
+
+
+def fork_server_of_node(log_dir: str, template: str | None = None) -> ForkClient:
+    """This node's fork server, started if necessary. It ends with the node's manager."""
+    node = os.environ['PARSL_WORKER_POOL_ID']
+    Path(log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+    log = str(Path(log_dir) / f'fork-server-{node}.log')
+    return ForkClient.start(node, manager_pid(), log, template or template_of_node())
+
+
+def start_template(log_dir: str) -> ForkClient:
+    """Start the template that forks the fork servers of nodes that are processes of this computer.
+    It ends with this process at the latest.
+    """
+    Path(log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+    return ForkClient.start_template(
+        f'template-{secrets.token_hex(8)}', os.getpid(), str(Path(log_dir) / 'template.log')
+    )
+
+
+def start_standby(order: MemberOrder, payload: bytes, wait_s: float) -> list[Channel[FromRank]]:
+    """Start this node's standby ranks for the next fragment. Each channel becomes readable when its
+    rank waits.
+    """
+    server = fork_server_of_node(order.node_log_dir, order.template)
+    server.wait_ready(FORK_SERVER_READY_S)
+    Path(order.log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+    logs = [
+        str(
+            Path(order.log_dir)
+            / f'ahead-of-{order.fragment.fragment:06d}-{os.environ["PARSL_WORKER_POOL_ID"]}-{i}.log'
+        )
+        for i in range(order.fragment.per_node)
+    ]
+    return [
+        server.start_standby(order.fragment, i, payload, {}, log, wait_s)
+        for i, log in enumerate(logs)
+    ]
