@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Set
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -129,10 +129,10 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(home: Path) -> Iterator[None]:
     """Fail if something that the test started goes on after it."""
-    processes, threads, ports, files = (
-        _ours(),
+    processes, threads, sockets, files = (
+        _pids(),
         set(threading.enumerate()),
-        _listening(),
+        set(_sockets().values()),
         _files(home),
     )
     parsl_before = _parsl()
@@ -141,11 +141,11 @@ def leaves_nothing_behind(home: Path) -> Iterator[None]:
     if parsl_left is not None and parsl_left is not parsl_before:
         _end_parsl(parsl_left)
         pytest.fail('left behind a loaded Parsl: use "with parsl.load(...)"', pytrace=False)
-    _expect_nothing('processes', lambda: _without_helpers(_ours() - processes), _describe, _kill)
+    _expect_nothing('processes', lambda: _without_helpers(_ours(processes)), _describe, _kill)
     _expect_nothing(
         'threads', lambda: {t for t in threading.enumerate() if not t.daemon} - threads, str
     )
-    _expect_nothing('listening ports', lambda: _listening() - ports, str)
+    _expect_nothing('listening ports', lambda: _listening(sockets), str)
     _expect_nothing('files outside its own folder', lambda: _files(home) - files, str)
 
 
@@ -171,39 +171,40 @@ def _expect_nothing(
         pause = min(2 * pause, 0.1)
 
 
-def _ours() -> set[psutil.Process]:
-    """Return the processes that descend from this one or carry its mark, except zombies."""
-    me = os.getpid()
-    children: dict[int, list[int]] = {}
-    for name in os.listdir('/proc'):
-        if name.isdecimal():
-            with contextlib.suppress(OSError):
-                state, parent = _state_and_parent(name)
-                if state != b'Z':
-                    children.setdefault(parent, []).append(int(name))
-    descendants = [me]
-    for parent in descendants:
-        descendants += children.get(parent, ())
-    ours = set(descendants) - {me}
+def _pids() -> set[int]:
+    """Return the ids of all processes of this computer."""
+    return {int(name) for name in os.listdir('/proc') if name.isdecimal()}
+
+
+def _ours(before: Set[int] = frozenset()) -> set[psutil.Process]:
+    """Return the processes that descend from this one or carry its mark, except zombies and those
+    that were there ``before``.
+    """
     mark = f':{SESSION}'.encode()
-    for pid in {pid for some in children.values() for pid in some} - set(descendants):
-        with contextlib.suppress(OSError):
-            if mark in _proc(pid, 'environ'):
-                ours.add(pid)
     found = set()
-    for pid in ours:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.add(psutil.Process(pid))
+    for pid in _pids() - before - {os.getpid()}:
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            alive = _state_and_parent(pid)[0] != b'Z'
+            if alive and (_descends(pid) or mark in _proc(pid, 'environ')):
+                found.add(psutil.Process(pid))
     return found
 
 
-def _state_and_parent(pid: str | int) -> tuple[bytes, int]:
+def _descends(pid: int) -> bool:
+    while pid > 1:
+        pid = int(_state_and_parent(pid)[1])
+        if pid == os.getpid():
+            return True
+    return False
+
+
+def _state_and_parent(pid: int) -> tuple[bytes, int]:
     # The name of the program stands before them in brackets, and may contain any character.
     fields = _proc(pid, 'stat').rpartition(b')')[2].split(maxsplit=2)
     return fields[0], int(fields[1])
 
 
-def _proc(pid: str | int, name: str) -> bytes:
+def _proc(pid: int | str, name: str) -> bytes:
     with open(f'/proc/{pid}/{name}', 'rb', buffering=0) as file:
         return file.read()
 
@@ -229,12 +230,26 @@ def _kill(process: psutil.Process) -> None:
         process.send_signal(signal.SIGKILL)
 
 
-def _listening() -> set[tuple[str, int]]:
-    """Return the ports on which this process listens; those of others end with them."""
+def _sockets() -> dict[int, str]:
+    """Return this process's open sockets by file descriptor."""
+    found = {}
+    for descriptor in os.listdir('/proc/self/fd'):
+        with contextlib.suppress(OSError):
+            found[int(descriptor)] = os.readlink(f'/proc/self/fd/{descriptor}')
+    return {number: name for number, name in found.items() if name.startswith('socket:')}
+
+
+def _listening(before: Set[str]) -> set[tuple[str, int]]:
+    """Return the ports on which this process listens with sockets that were not there ``before``;
+    those of others end with them.
+    """
+    sockets = {number: name for number, name in _sockets().items() if name not in before}
+    if not sockets:
+        return set()  # the kernel's lists of ports are those of the whole computer, and long
     return {
         (str(c.laddr.ip), int(c.laddr.port))
         for c in psutil.Process().net_connections('inet')
-        if c.status == psutil.CONN_LISTEN
+        if c.status == psutil.CONN_LISTEN and c.fd in sockets
     }
 
 

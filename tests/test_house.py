@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 
 from tests.support.pages import pages
-from tests.support.scheduling import LONG
+from tests.support.scheduling import LONG, PBS
 from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,6 +116,15 @@ def test_module(path: Path) -> None:
 
 def test_files_that_are_begun_first_exist() -> None:
     assert not [file for file in LONG if not (ROOT / file).is_file()]
+
+
+def test_files_that_need_a_pbs_server_stay_together() -> None:
+    marked = {
+        str(path.relative_to(ROOT))
+        for path in modules('tests')
+        if re.search(r'^(pytestmark = \W*|@)pytest\.mark\.pbs\b', path.read_text(), re.MULTILINE)
+    }
+    assert marked == set(PBS)
 
 
 def test_dependencies_are_those_that_are_imported() -> None:

@@ -2,6 +2,9 @@
 
 A file stays on one worker, so that its tests share their fixtures. xdist by itself would begin with
 the files that have most tests, and would queue a second long file behind the first one.
+
+Files that need a PBS server stay on one worker, too: there is one server at a time on a computer,
+and a worker that waited for it could run nothing else.
 """
 
 from __future__ import annotations
@@ -43,11 +46,14 @@ LONG = (
     'tests/cli/test_report.py',
     'tests/sites/test_site_contract.py',
 )
+PBS = ('tests/sites/pbspro/test_openpbs.py', 'tests/cli/doctor/test_site.py')
 
 
-def place(file: str) -> int:
-    """Return the place of a file in the order in which files are begun."""
-    return LONG.index(file) if file in LONG else len(LONG)
+def place(unit: str) -> int:
+    """Return the place of a file, or of the files that need PBS, in the order in which they are
+    begun.
+    """
+    return LONG.index(unit) if unit in LONG else len(LONG)
 
 
 class LongestFirst(LoadFileScheduling):  # type: ignore[misc]
@@ -56,6 +62,10 @@ class LongestFirst(LoadFileScheduling):  # type: ignore[misc]
     A worker begins its last test only when it knows what comes next: a short file is kept waiting
     then, not another long one.
     """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = str(super()._split_scope(nodeid))
+        return PBS[0] if file in PBS else file
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         self._assign(min(self.workqueue, key=place), node)
