@@ -34,7 +34,7 @@ def train(ctx: FragmentContext) -> None:
     model = ctx.shard(model, blocks=(nn.Linear,))
     began, saved = time.monotonic(), ctx._saved
     model, optimizer = ctx.prepare(model, torch.optim.Adam(model.parameters()))
-    bytes_read = saved._opened._reader.bytes_read if isinstance(saved, SharedCheckpoint) else 0
+    bytes_read = saved._opened.bytes_read if isinstance(saved, SharedCheckpoint) else 0
     ctx.report(read_s=time.monotonic() - began, read_gb=bytes_read / 1e9)
     for x in ctx.loop(list(torch.ones(16, WIDTH)), 8):
         optimizer.zero_grad()

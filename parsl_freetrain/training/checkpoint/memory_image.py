@@ -88,6 +88,8 @@ def digest_of(data: torch.Tensor) -> str:
     return blake2b(bytes_of(data), digest_size=32).hexdigest()
 
 
-def bytes_in(fd: int) -> torch.Tensor:
-    """A tensor that maps a file in memory; the file may be closed afterwards."""
-    return torch.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=torch.uint8)
+def bytes_in(fd: int, size: int | None = None) -> torch.Tensor:
+    """A tensor that maps a file in memory, or its first ``size`` bytes; the file may be closed
+    afterwards. Raises ValueError if it is shorter.
+    """
+    return torch.frombuffer(mmap.mmap(fd, size or os.fstat(fd).st_size), dtype=torch.uint8)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,6 +20,21 @@ from parsl_freetrain.training.checkpoint.manifest import Damaged, damage
 from parsl_freetrain.training.checkpoint.parts import STRUCTURE, Chunk, read_table
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
 
+Block = tuple[str, int]
+"""A file of a checkpoint, and the number of a block in it."""
+
+
+class BlockSource(Protocol):
+    """Where blocks of a checkpoint's files may be had without reading them."""
+
+    def plan(self, needed: Set[Block]) -> None:
+        """Call once, with the blocks that will be asked for in order of file and number."""
+        ...
+
+    def block(self, block: Block) -> memoryview | None:
+        """A block's bytes, which are to be verified; None: it has to be read."""
+        ...
+
 
 @dataclass(frozen=True)
 class _Span:
@@ -30,6 +45,14 @@ class _Span:
     rows: Box
     wanted: Box
     target: torch.Tensor
+
+    @property
+    def blocks(self) -> Iterator[Block]:
+        """Those that the rows are in."""
+        size = self.rows.numel * self.target.element_size()
+        if size:
+            last = (self.start + size - 1) // hashing.BLOCK
+            yield from ((self.file, n) for n in range(self.start // hashing.BLOCK, last + 1))
 
 
 class PartReader:
@@ -45,6 +68,8 @@ class PartReader:
 
     Attributes
     ----------
+    files
+        If verified: of each file, its size in bytes and the digests of its blocks.
     bytes_read
         Number of bytes read so far.
 
@@ -58,10 +83,11 @@ class PartReader:
 
     def __init__(self, folder: Path, *, verify: bool) -> None:
         self._folder = folder
-        self._blocks: dict[str, tuple[int, tuple[str, ...]]] = {}
+        self.files: dict[str, tuple[int, tuple[str, ...]]] = {}
         if verify:
-            self._blocks = manifest.verify(folder, blocks=False).blocks
+            self.files = manifest.verify(folder, blocks=False).blocks
         self._held: tuple[str, int, memoryview] = ('', 0, memoryview(b''))
+        self._source: BlockSource | None = None
         self.bytes_read = 0
         try:
             self._table = read_table(folder)
@@ -94,8 +120,11 @@ class PartReader:
         self._read(file, start, bytes_of(content))
         return torch.load(io.BytesIO(bytes_of(content)), map_location='cpu', weights_only=True)
 
-    def read(self, wanted: Mapping[str, Box]) -> dict[str, torch.Tensor]:
-        """The wanted parts, by name, on the CPU. Only the rows that they are in are read.
+    def read(
+        self, wanted: Mapping[str, Box], source: BlockSource | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The wanted parts, by name, on the CPU. Only the rows that they are in are read. Blocks
+        that ``source`` has are verified and not read.
 
         Raises
         ------
@@ -113,8 +142,12 @@ class PartReader:
             for chunk in self._table.tensors[name].chunks
             if (span := _span(chunk, box, found[name])) is not None
         ]
+        if source is not None:
+            source.plan({block for span in spans for block in span.blocks})
+        self._source = source
         for span in sorted(spans, key=lambda span: (span.file, span.start)):
             self._fill(span)
+        self._source = None
         return found
 
     def whole(self, name: str) -> torch.Tensor:
@@ -133,7 +166,7 @@ class PartReader:
         target.copy_(span.rows.inside(rows, part))
 
     def _read(self, name: str, start: int, target: memoryview) -> None:
-        size, blocks = self._blocks.get(name, (0, ()))
+        size, blocks = self.files.get(name, (0, ()))
         try:
             with (self._folder / name).open('rb', buffering=0) as file:
                 if not blocks:
@@ -141,22 +174,31 @@ class PartReader:
                     self._take(file, name, target)
                 while blocks and target:
                     number, begin = divmod(start, hashing.BLOCK)
-                    held_from = number * hashing.BLOCK
                     if self._held[:2] != (name, number):
-                        block = memoryview(bytearray(min(hashing.BLOCK, size - held_from)))
-                        file.seek(held_from)
-                        self._take(file, name, block)
-                        if digest(block) != blocks[number]:
-                            raise Damaged(
-                                f'block {number} of {name} does not have the digest that was '
-                                'committed'
-                            )
+                        block = self._from_memory((name, number), blocks[number])
+                        if block is None:
+                            held_from = number * hashing.BLOCK
+                            block = memoryview(bytearray(min(hashing.BLOCK, size - held_from)))
+                            file.seek(held_from)
+                            self._take(file, name, block)
+                            if digest(block) != blocks[number]:
+                                raise Damaged(
+                                    f'block {number} of {name} does not have the digest that was '
+                                    'committed'
+                                )
                         self._held = name, number, block
                     got = self._held[2][begin : begin + len(target)]
                     target[: len(got)] = got
                     target, start = target[len(got) :], start + len(got)
         except OSError as error:
             raise damage(error) from error
+
+    def _from_memory(self, block: Block, expected: str) -> memoryview | None:
+        found = self._source.block(block) if self._source is not None else None
+        if found is not None and digest(found) != expected:
+            print(f'Block {block[1]} of {block[0]} in memory is not the one that was committed.')
+            return None
+        return found
 
     def _take(self, file: Any, name: str, target: memoryview) -> None:
         self.bytes_read += len(target)

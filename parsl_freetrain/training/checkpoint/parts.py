@@ -18,11 +18,12 @@ from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.host.files import write_new
 from parsl_freetrain.training.checkpoint.blocks import blocks_of, digest_of_blocks, write_hashed
 from parsl_freetrain.training.checkpoint.box import Box
-from parsl_freetrain.training.checkpoint.safetensors_io import Piece, write_tensors
+from parsl_freetrain.training.checkpoint.safetensors_io import Layout, Piece, bytes_of, layout_of
 
 TABLE = 'tensors.json'
 FORMAT = 1
 STRUCTURE = 'structure'
+_TENSORS = '.safetensors'
 
 Place = tuple[str, int, int]
 """A file, where in it the bytes begin, and their number."""
@@ -73,6 +74,7 @@ def write_part(
     tensors: Mapping[str, torch.Tensor],
     boxes: Mapping[str, Box],
     structure: Any = None,
+    image: torch.Tensor | None = None,
 ) -> Part:
     """Write a rank's part, durably.
 
@@ -84,37 +86,54 @@ def write_part(
         Which part that is; those that are not named are whole.
     structure
         Everything that is not a tensor; None: another rank writes it.
+    image
+        The bytes of the file of tensors, laid out by :func:`placed`; None: they are put together
+        while they are written.
     """
     blocks: Blocks = {}
     entries: dict[str, Entry] = {}
     objects: dict[str, Stored] = {}
     if tensors:
-        file = f'rank-{rank}.safetensors'
-        placed = {name: boxes.get(name) or _whole(tensor) for name, tensor in tensors.items()}
-        names = {name: _name_in_file(name, box) for name, box in placed.items()}
-        places, blocks[file] = write_tensors(
-            folder / file,
-            [
-                Piece(
-                    names[name],
-                    tensor.dtype,
-                    tuple(tensor.shape),
-                    partial(tensors.__getitem__, name),
-                )
-                for name, tensor in tensors.items()
-            ],
-        )
-        for name, box in placed.items():
-            chunk = Chunk(box.offsets, box.sizes, (file, *places[names[name]]))
-            entries[name] = Entry(
-                str(tensors[name].dtype).removeprefix('torch.'), box.shape, (chunk,)
-            )
+        file = file_of(rank)
+        layout, places = placed(tensors, boxes)
+        content = layout.content() if image is None else [bytes_of(image)]
+        blocks[file] = write_hashed(folder / file, content)
+        for name, tensor in tensors.items():
+            box = _box(name, tensor, boxes)
+            chunk = Chunk(box.offsets, box.sizes, (file, *places[name]))
+            entries[name] = Entry(str(tensor.dtype).removeprefix('torch.'), box.shape, (chunk,))
     if structure is not None:
         file, content = f'rank-{rank}-0.pt', io.BytesIO()
         torch.save(structure, content)
         blocks[file] = write_hashed(folder / file, [content.getbuffer()])
         objects[STRUCTURE] = Stored((file, 0, content.tell()))
     return Part(Table(FORMAT, entries, objects), blocks)
+
+
+def file_of(rank: int) -> str:
+    """The name of a rank's file of tensors."""
+    return f'rank-{rank}{_TENSORS}'
+
+
+def holds_tensors(file: str) -> bool:
+    """Whether a file of a checkpoint is a rank's file of tensors."""
+    return file.endswith(_TENSORS)
+
+
+def placed(
+    tensors: Mapping[str, torch.Tensor], boxes: Mapping[str, Box]
+) -> tuple[Layout, dict[str, tuple[int, int]]]:
+    """The file of tensors that :func:`write_part` writes, and where in it the bytes of each tensor
+    begin, with their number.
+    """
+    names = {
+        name: _name_in_file(name, _box(name, tensor, boxes)) for name, tensor in tensors.items()
+    }
+    layout = layout_of(
+        Piece(names[name], tensor.dtype, tuple(tensor.shape), partial(tensors.__getitem__, name))
+        for name, tensor in tensors.items()
+    )
+    return layout, {name: layout.places[names[name]] for name in tensors}
 
 
 def write_table_of_part(folder: Path, rank: int, part: Part) -> str:
@@ -192,8 +211,8 @@ def read_table(folder: Path) -> Table:
     return msgspec.json.decode(content, type=Table)
 
 
-def _whole(tensor: torch.Tensor) -> Box:
-    return Box.whole(tuple(tensor.shape))
+def _box(name: str, tensor: torch.Tensor, boxes: Mapping[str, Box]) -> Box:
+    return boxes.get(name) or Box.whole(tuple(tensor.shape))
 
 
 def _name_in_file(name: str, box: Box) -> str:

@@ -32,7 +32,8 @@ _NAMES = {
     torch.uint64: 'U64',
     torch.bool: 'BOOL',
 }
-_ALIGNMENT = 8
+_LENGTH = struct.Struct('<Q')
+_ALIGNMENT = 64  # a multiple of every element's size, so that tensors can be views of the file
 
 
 @dataclass(frozen=True)
@@ -61,24 +62,40 @@ class Piece:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(
-    path: Path, pieces: Iterable[Piece]
-) -> tuple[dict[str, tuple[int, int]], tuple[str, ...]]:
-    """Write a new, private (0600) file and make it durable.
+@dataclass(frozen=True)
+class Layout:
+    """A file of tensors before it is written.
 
-    Returns
-    -------
-    tuple
-        By name, where in the file the tensor's bytes begin, and their number; and the digest of
-        each block of the file.
-
-    Raises
-    ------
-    FileExistsError
-        If there is one of this name.
+    Attributes
+    ----------
+    header
+        What stands before the tensors.
+    pieces
+        The tensors, in the order of the file.
+    places
+        By name, where in the file the tensor's bytes begin, and their number.
     """
+
+    header: bytes
+    pieces: tuple[Piece, ...]
+    places: dict[str, tuple[int, int]]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file in bytes."""
+        return len(self.header) + sum(piece.nbytes for piece in self.pieces)
+
+    def content(self) -> Iterator[bytes | memoryview]:
+        """The bytes of the file; each tensor is got just before its own."""
+        yield self.header
+        for piece in self.pieces:
+            yield bytes_of(piece.get().detach().cpu().resolve_conj().resolve_neg().contiguous())
+
+
+def layout_of(pieces: Iterable[Piece]) -> Layout:
+    """The file that holds these tensors."""
     # Largest elements first, since readers that map the file need each tensor to be aligned.
-    ordered = sorted(pieces, key=lambda piece: -piece.dtype.itemsize)
+    ordered = tuple(sorted(pieces, key=lambda piece: -piece.dtype.itemsize))
     entries: dict[str, object] = {'__metadata__': {'format': 'pt'}}
     end = 0
     for piece in ordered:
@@ -90,18 +107,23 @@ def write_tensors(
             'data_offsets': [end, end := end + piece.nbytes],
         }
     header = json.dumps(entries, separators=(',', ':')).encode()
-    header += b' ' * (-len(header) % _ALIGNMENT)
-    places, at = {}, _ALIGNMENT + len(header)
+    header += b' ' * (-(len(header) + _LENGTH.size) % _ALIGNMENT)
+    places, at = {}, _LENGTH.size + len(header)
     for piece in ordered:
         places[piece.name] = at, piece.nbytes
         at += piece.nbytes
+    return Layout(_LENGTH.pack(len(header)) + header, ordered, places)
 
-    def content() -> Iterator[bytes | memoryview]:
-        yield struct.pack('<Q', len(header)) + header
-        for piece in ordered:
-            yield bytes_of(piece.get().detach().cpu().resolve_conj().resolve_neg().contiguous())
 
-    return places, write_hashed(path, content())
+def write_tensors(path: Path, pieces: Iterable[Piece]) -> tuple[str, ...]:
+    """Write a new, private (0600) file and make it durable. Returns the digest of each block.
+
+    Raises
+    ------
+    FileExistsError
+        If there is one of this name.
+    """
+    return write_hashed(path, layout_of(pieces).content())
 
 
 def read_into(file: BinaryIO, start: int, target: torch.Tensor) -> None:

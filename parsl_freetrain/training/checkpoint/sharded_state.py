@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from parsl_freetrain.training.checkpoint.box import Box, box_of, divided_like, holders, local
-from parsl_freetrain.training.checkpoint.part_reader import PartReader
+from parsl_freetrain.training.checkpoint.part_reader import BlockSource, PartReader
 from parsl_freetrain.training.checkpoint.state import (
     Position,
     Saved,
@@ -56,8 +57,19 @@ class Opened:
         self._structure = self._reader.structure()
         self.position = Position(**self._structure['rest']['position'])
 
-    def load(self, prepared: Prepared) -> Saved:
-        """Read what belongs to models and optimizers, divided as they are.
+    @property
+    def files(self) -> Mapping[str, tuple[int, tuple[str, ...]]]:
+        """Of each file, its size in bytes and the digests of its blocks."""
+        return self._reader.files
+
+    @property
+    def bytes_read(self) -> int:
+        """Number of bytes read so far."""
+        return self._reader.bytes_read
+
+    def load(self, prepared: Prepared, source: BlockSource | None = None) -> Saved:
+        """Read what belongs to models and optimizers, divided as they are; blocks that ``source``
+        has are not read.
 
         Raises
         ------
@@ -94,7 +106,8 @@ class Opened:
             {
                 name: box_of(like[name]) if name in like else Box.whole(shape)
                 for name, shape in shapes.items()
-            }
+            },
+            source,
         )
         tensors = {
             name: divided_like(part.to(like[name].device), like[name]) if name in like else part

@@ -2,39 +2,58 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import weakref
+from collections.abc import Callable
+
 import torch
 
-from parsl_freetrain.training.checkpoint.state import State
+from parsl_freetrain.training.checkpoint.memory_image import bytes_in
+from parsl_freetrain.training.checkpoint.parts import placed
+from parsl_freetrain.training.checkpoint.state import FileImage, State
 
-_ALIGNMENT = 64
+log = logging.getLogger(__name__)
 
 
 class Snapshots:
     """Copies states, one at a time, into the same memory. A copy is valid until the next one is
     taken.
 
-    The memory is one piece of the state's size. It is page-locked if tensors are on an accelerator,
-    so that they are copied asynchronously.
+    The memory is one piece, and holds the bytes of the file that is written. It is page-locked if
+    tensors are on an accelerator, so that they are copied asynchronously.
+
+    Parameters
+    ----------
+    in_file
+        Whether it is a file in memory, which can be handed to another process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_file: bool = False) -> None:
         self._arena = torch.empty(0, dtype=torch.uint8)
+        self._in_file = in_file
+        self._fd: int | None = None
+        self._close: Callable[[], object] | None = None
         self._locked = False
 
     def take(self, state: State) -> State:
         """A copy of a state on the CPU, complete on return."""
         devices = {tensor.device for tensor in state.tensors.values()} - {torch.device('cpu')}
-        size = sum(_room(tensor) for tensor in state.tensors.values())
+        layout, places = placed(state.tensors, state.boxes)
+        size = layout.nbytes
         if self._arena.numel() < size or self._locked != bool(devices):
             self._replace_arena(size, locked=bool(devices))
-        copies, at = {}, 0
+        header = bytearray(layout.header)
+        self._arena[: len(header)].copy_(torch.frombuffer(header, dtype=torch.uint8))
+        copies = {}
         for name, tensor in state.tensors.items():
-            copy = self._arena[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            start, length = places[name]
+            copy = self._arena[start : start + length].view(tensor.dtype).view(tensor.shape)
             copies[name] = copy.copy_(tensor, non_blocking=True)
-            at += _room(tensor)
         for device in devices:
             torch.accelerator.synchronize(device)
-        return State(copies, state.structure, state.boxes)
+        image = FileImage(self._arena[:size], self._fd)
+        return State(copies, state.structure, state.boxes, image)
 
     def on_cpu(self, state: State) -> State:
         """The state itself if all of it is on the CPU, else a copy as by :meth:`take`."""
@@ -46,13 +65,25 @@ class Snapshots:
         if self._locked and torch.cuda.is_available():
             torch.cuda.cudart().cudaHostUnregister(self._arena.data_ptr())
         self._arena = torch.empty(0)  # not both at a time
-        self._arena = torch.empty(size, dtype=torch.uint8, device='cpu')
+        if self._close is not None:
+            self._close()
+        self._fd = self._close = None
+        self._arena = self._memory(size)
         if locked and torch.cuda.is_available():
             # torch's own allocator of page-locked memory rounds up to a power of two. If this is
             # refused, copies are slower.
             torch.cuda.cudart().cudaHostRegister(self._arena.data_ptr(), size, 0)
         self._locked = locked
 
-
-def _room(tensor: torch.Tensor) -> int:
-    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    def _memory(self, size: int) -> torch.Tensor:
+        if self._in_file:
+            try:
+                fd = os.memfd_create('freetrain-part', os.MFD_CLOEXEC)
+                self._close = weakref.finalize(self, os.close, fd)
+                # Without this, a lack of memory would end the process when it writes.
+                os.posix_fallocate(fd, 0, size)
+                self._fd = fd
+                return bytes_in(fd)
+            except OSError:
+                log.warning('The state cannot be left in memory', exc_info=True)
+        return torch.empty(size, dtype=torch.uint8, device='cpu')

@@ -81,6 +81,16 @@ class Position:
 
 
 @dataclass(frozen=True)
+class FileImage:
+    """The bytes of a file of tensors, and the file in memory that begins with them; None: they are
+    in memory that cannot be handed to another process.
+    """
+
+    content: torch.Tensor
+    fd: int | None
+
+
+@dataclass(frozen=True)
 class State:
     """A state to save, split into tensors and the rest.
 
@@ -93,11 +103,14 @@ class State:
         Everything else; None: another rank writes it.
     boxes
         Which part of the whole a tensor is; those that are not named are whole.
+    image
+        The tensors' file in memory, if they are views of one.
     """
 
     tensors: dict[str, torch.Tensor]
     structure: dict[str, Any] | None
     boxes: dict[str, Box] = field(default_factory=dict)
+    image: FileImage | None = None
 
     def write(self, folder: Path) -> Blocks:
         """Write it into an empty folder. Nothing is exchanged with other ranks. Returns the digests
@@ -107,7 +120,8 @@ class State:
 
     def write_part(self, folder: Path, rank: int) -> Part:
         """Write this rank's part into a folder where the other ranks write theirs."""
-        return write_part(folder, rank, self.tensors, self.boxes, self.structure)
+        image = None if self.image is None else self.image.content
+        return write_part(folder, rank, self.tensors, self.boxes, self.structure, image)
 
 
 class Source(Protocol):

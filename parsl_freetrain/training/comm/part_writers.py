@@ -10,14 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.training.checkpoint.blocks import digest_of_blocks
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
 from parsl_freetrain.training.checkpoint.parts import (
     Blocks,
+    Part,
+    file_of,
     read_table_of_part,
     write_table,
     write_table_of_part,
@@ -40,6 +44,17 @@ class _Report(msgspec.Struct, frozen=True):
     error: str = ''
 
 
+@dataclass(frozen=True)
+class WrittenPart:
+    """A file of tensors of a checkpoint: its name, its digest, and a file in memory that begins
+    with its bytes until the next save.
+    """
+
+    file: str
+    digest: str
+    fd: int
+
+
 class PartWriters:
     """The ranks that write together, as one of them sees it.
 
@@ -51,6 +66,11 @@ class PartWriters:
         The trainer's folder.
     limit_s
         Seconds that rank 0 waits for the other ranks' parts after its own is written.
+
+    Attributes
+    ----------
+    written
+        This rank's part of the last save, once it is on disk, if its bytes are in memory too.
     """
 
     def __init__(
@@ -65,10 +85,11 @@ class PartWriters:
         self.rank, self._world_size = rank, world_size
         self._saves = 0
         self._until: float | None = None
+        self.written: WrittenPart | None = None
 
     def begin(self) -> int:
         """The number of a save. All ranks call this at the same point of the training."""
-        self._saves += 1
+        self._saves, self.written = self._saves + 1, None
         return self._saves
 
     def peer_lost(self) -> float:
@@ -89,7 +110,7 @@ class PartWriters:
         """
         self._set(f'{save}/folder', folder.name.encode())
         saving('part-begun')
-        parts = [state.write_part(folder, 0)]
+        parts = [self._write(folder, state)]
         saving('part-data')
         saving('part-written')
         for rank, report in self._reports(save).items():
@@ -116,7 +137,7 @@ class PartWriters:
         try:
             saving('begin')
             saving('part-begun')
-            part = state.write_part(folder, self.rank)
+            part = self._write(folder, state)
             saving('part-data')
             digest = write_table_of_part(folder, self.rank, part)
             self._set(f'{save}/{self.rank}', msgspec.json.encode(_Report(digest)))
@@ -124,6 +145,13 @@ class PartWriters:
             self.refuse(save, error)
             raise
         saving('part-written')
+
+    def _write(self, folder: Path, state: State) -> Part:
+        part = state.write_part(folder, self.rank)
+        file = file_of(self.rank)
+        if state.image is not None and state.image.fd is not None and file in part.blocks:
+            self.written = WrittenPart(file, digest_of_blocks(part.blocks[file]), state.image.fd)
+        return part
 
     def refuse(self, save: int, error: BaseException) -> None:
         """Tell the others that this rank has no part to give; on rank 0: that nothing is saved."""

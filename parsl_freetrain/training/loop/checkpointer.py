@@ -18,7 +18,7 @@ from parsl_freetrain.training.checkpoint.store import CheckpointStore
 from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.comm.part_writers import PartWriters
 from parsl_freetrain.training.loop.background import Background
-from parsl_freetrain.training.loop.handover_send import Leaving
+from parsl_freetrain.training.loop.handover_send import Leaving, LeavingPart
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.messages import (
     CheckpointSaved,
@@ -61,6 +61,8 @@ class Checkpointer:
         Leaves the state in memory when the fragment stops; None: the state is not left there.
     writers
         The ranks that write together; None: rank 0 writes alone.
+    leaving_part
+        Leaves this rank's part in memory when the fragment stops or another rank is lost.
     """
 
     def __init__(
@@ -71,16 +73,17 @@ class Checkpointer:
         last: Checkpoint | None,
         leaving: Leaving | None = None,
         writers: PartWriters | None = None,
+        leaving_part: LeavingPart | None = None,
     ) -> None:
         self._store = store
         self._order = order
         self._channel = channel
         self._background = Background('checkpoint')
         self._leaving = leaving
-        self._writers = writers
+        self._writers, self._leaving_part = writers, leaving_part
         self._save = 0
         self._stepped_at = 0.0
-        self._snapshots = Snapshots()
+        self._snapshots = Snapshots(in_file=leaving_part is not None)
         self._saved_at = time.monotonic()
         self._asked = False
         self._steps_s: deque[float] = deque(maxlen=_STEPS)
@@ -122,6 +125,8 @@ class Checkpointer:
         if self._writers is not None and how not in ('finished', 'stopped'):
             limit_s = self._writers.peer_lost()
         last = self.settled(limit_s)
+        if self._leaving_part is not None and how in ('stopped', 'peer-lost'):
+            self._leaving_part.leave()
         return Outcome(
             how,
             samples,
@@ -236,7 +241,10 @@ class Checkpointer:
             leaving.agree()
         state = self._collected(collect)
         if state is not None:
-            state = self._snapshots.on_cpu(state)  # once for both
+            if self._leaving_part is not None and self._leaving_part.possible():
+                state = self._snapshots.take(state)
+            else:
+                state = self._snapshots.on_cpu(state)  # once for both
             by_next = (
                 leaving is not None
                 and self._size >= LARGE_BYTES

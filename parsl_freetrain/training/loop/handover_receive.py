@@ -35,12 +35,14 @@ from parsl_freetrain.training.spec.order import Handover
 _ANSWER_S = 10.0
 
 
-def keep(trainer: str, fd: int, digest: str, offer: OfferState | None = None) -> bool:
-    """Leave a packed state with this node's fork server for the trainer's next fragment. Returns
-    whether the fork server has accepted it.
+def keep(
+    trainer: str, fd: int, digest: str, offer: OfferState | None = None, file: str = ''
+) -> bool:
+    """Leave a packed state, or a file of a checkpoint, with this node's fork server for the
+    trainer's next fragment. Returns whether the fork server has accepted it.
     """
     with closing(_fork_server()) as channel:
-        if not channel.send(KeepState(trainer, digest, offer)):
+        if not channel.send(KeepState(trainer, digest, offer, file)):
             return False
         channel.send_fd(fd)
         return channel.poll(_ANSWER_S) and isinstance(channel.recv(), StateKept)
@@ -63,16 +65,21 @@ def fetch(trainer: str, digest: str, *, again: bool = False) -> torch.Tensor | N
     """Take the bytes with this digest from this node's fork server; None if it has none. The caller
     must verify the digest. ``again``: they can be fetched again.
     """
-    with closing(_fork_server()) as channel:
-        if not channel.send(FetchState(trainer, digest, again)) or not channel.poll(_ANSWER_S):
-            return None
-        _, fd = channel.recv_fd()
+    fd = fetch_fd(FetchState(trainer, digest, again))
     if fd is None:
         return None
     with os.fdopen(fd, 'rb', buffering=0) as file:
         data = torch.empty(os.fstat(fd).st_size, dtype=torch.uint8)
         read_into(file, 0, data)
     return data
+
+
+def fetch_fd(request: FetchState) -> int | None:
+    """What this node's fork server has kept, as a file descriptor; None if it has it not."""
+    with closing(_fork_server()) as channel:
+        if not channel.send(request) or not channel.poll(_ANSWER_S):
+            return None
+        return channel.recv_fd()[1]
 
 
 def receive(handover: Handover, trainer: str, peers: Peers) -> Saved | None:

@@ -12,6 +12,7 @@ from parsl_freetrain.training.checkpoint.memory_image import bytes_in, digest_of
 from parsl_freetrain.training.checkpoint.state import State
 from parsl_freetrain.training.comm.collectives import PeerLost, Peers
 from parsl_freetrain.training.comm.inbox import GOES, STAYS, Inbox
+from parsl_freetrain.training.comm.part_writers import PartWriters
 from parsl_freetrain.training.loop.handover_receive import is_wanted, keep
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.fork_messages import OfferState
@@ -144,6 +145,31 @@ class Leaving:
             return False
         self._peers.send(data, receiver)
         return bool(self._peers.receive(torch.zeros(1, dtype=torch.int64), receiver))
+
+
+class LeavingPart:
+    """One rank's part in leaving a sharded state: each node keeps the files of a checkpoint that
+    its ranks have written, for as long as they are of use.
+    """
+
+    def __init__(self, trainer: str, inbox: Inbox, writers: PartWriters) -> None:
+        self._trainer, self._inbox, self._writers = trainer, inbox, writers
+
+    def possible(self) -> bool:
+        """Whether this node is not known to be taken away."""
+        return self._inbox.standing() != GOES
+
+    def leave(self) -> None:
+        """Leave the part of the last checkpoint. The next fragment uses it if that checkpoint has
+        been committed.
+        """
+        part = self._writers.written
+        if part is None or not self.possible():
+            return
+        try:
+            keep(self._trainer, part.fd, part.digest, file=part.file)
+        except (OSError, EOFError):  # the next fragment reads the checkpoint
+            log.warning('A part of the state could not be left in memory', exc_info=True)
 
 
 def leave_behind(

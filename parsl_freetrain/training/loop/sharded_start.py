@@ -18,6 +18,8 @@ from parsl_freetrain.training.comm.collectives import Peers
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.part_writers import PartWriters
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
+from parsl_freetrain.training.loop.handover_send import LeavingPart
+from parsl_freetrain.training.loop.kept_files import KeptFiles
 from parsl_freetrain.training.loop.parts import RankParts
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.messages import ToRank
@@ -36,8 +38,10 @@ class SharedCheckpoint:
         As in :class:`~parsl_freetrain.training.checkpoint.state.Saved`.
     """
 
-    def __init__(self, opened: Opened, store: CheckpointStore, peers: Peers) -> None:
-        self._opened, self._store, self._peers = opened, store, peers
+    def __init__(
+        self, opened: Opened, store: CheckpointStore, peers: Peers, kept: KeptFiles
+    ) -> None:
+        self._opened, self._store, self._peers, self._kept = opened, store, peers, kept
         self.path, self.position = opened.path, opened.position
 
     def load(self, prepared: Prepared) -> Saved:
@@ -50,13 +54,19 @@ class SharedCheckpoint:
         Damaged
             On all ranks, if one of them has found damage. The checkpoint is set aside then.
         """
-        damage, saved = '', None
+        damage, saved, kept = '', None, self._kept
         try:
-            saved = self._opened.load(prepared)
+            saved = self._opened.load(prepared, kept)
         except Damaged as error:
             damage = str(error)
             self._store.put_aside(Path(self.path), damage)
+        kept.finish()
+        print(
+            f'Of the state, {kept.bytes_here} bytes were in memory here, {kept.bytes_from_others} '
+            f'came from other ranks, and {self._opened.bytes_read} were read'
+        )
         if not self._peers.largest((saved is None,))()[0] and saved is not None:
+            kept.forget()
             return saved
         raise Damaged(
             f'Checkpoint {self.path} is damaged ({damage or "another rank says where"}); the next '
@@ -100,6 +110,10 @@ def begin_sharded(
         Path(order.store),
         lambda: _TIMES * max(checkpointer.longest_s, _FEWEST_S),
     )
-    checkpointer = Checkpointer(store, order, channel, latest, writers=writers)
-    saved = SharedCheckpoint(opened, store, peers) if opened is not None else None
+    part = LeavingPart(order.trainer, inbox, writers)
+    checkpointer = Checkpointer(store, order, channel, latest, writers=writers, leaving_part=part)
+    saved = None
+    if opened is not None:
+        kept = KeptFiles(order.trainer, peers, opened.files)
+        saved = SharedCheckpoint(opened, store, peers, kept)
     return RankParts(order, place, peers, channel, inbox, checkpointer, device, saved)

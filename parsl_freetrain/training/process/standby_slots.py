@@ -35,6 +35,9 @@ byte.
 KEPT_S = 60.0
 """Seconds after which a state that has not been fetched is dropped."""
 
+_Name = tuple[str, str]
+"""A trainer, and a file of its checkpoint; empty: the whole state."""
+
 
 @dataclass(frozen=True)
 class StandbyRank:
@@ -58,11 +61,11 @@ class _Kept:
 
 
 class StandbySlots:
-    """Standby ranks, one per key, and states, one per trainer."""
+    """Standby ranks, one per key, and states, one per trainer, or one per file of a checkpoint."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, StandbyRank] = {}  # by pidfd
-        self._states: dict[str, _Kept] = {}
+        self._states: dict[_Name, _Kept] = {}
         self._offers: dict[str, tuple[int, int]] = {}  # the best by trainer: fragment, samples
 
     def __bool__(self) -> bool:
@@ -138,33 +141,35 @@ class StandbySlots:
         if offer is not None and _rank_of(offer) < best:
             os.close(fd)
             return False
-        self._drop(request.trainer)
-        self._states[request.trainer] = _Kept(request.digest, fd, time.monotonic() + KEPT_S)
+        name = request.trainer, request.file
+        self._drop(name)
+        self._states[name] = _Kept(request.digest, fd, time.monotonic() + KEPT_S)
         return True
 
     def give(self, request: FetchState, channel: Channel[Any]) -> None:
         """Send a state to the client, and stop keeping it unless it is to be kept."""
-        kept = self._states.get(request.trainer)
+        name = request.trainer, request.file
+        kept = self._states.get(name)
         if kept is not None and kept.digest == request.digest:
             channel.send_fd(kept.fd, wait=False)
             if request.keep:
-                self._states[request.trainer] = replace(kept, until=time.monotonic() + KEPT_S)
+                self._states[name] = replace(kept, until=time.monotonic() + KEPT_S)
             else:
-                self._drop(request.trainer)
+                self._drop(name)
 
     def drop_old_states(self) -> None:
         """Drop states that have been kept for too long."""
         now = time.monotonic()
-        for trainer in [trainer for trainer, kept in self._states.items() if now >= kept.until]:
-            self._drop(trainer)
+        for name in [name for name, kept in self._states.items() if now >= kept.until]:
+            self._drop(name)
 
     def forget(self) -> None:
         """In a forked child: close everything, since it belongs to the parent."""
         for rank in self._ranks.values():
             rank.channel.close()
             os.close(rank.pidfd)
-        for trainer in list(self._states):
-            self._drop(trainer)
+        for name in list(self._states):
+            self._drop(name)
 
     def kill(self) -> None:
         """Kill the ranks."""
@@ -178,8 +183,8 @@ class StandbySlots:
             os.kill(rank.pid, signal.SIGKILL)  # not reaped yet, so the pid is still valid
             self._ranks[rank.pidfd] = replace(rank, key='')
 
-    def _drop(self, trainer: str) -> None:
-        kept = self._states.pop(trainer, None)
+    def _drop(self, name: _Name) -> None:
+        kept = self._states.pop(name, None)
         if kept is not None:
             os.close(kept.fd)
 

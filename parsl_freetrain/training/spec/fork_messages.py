@@ -85,22 +85,25 @@ class OfferState(Message, frozen=True):
 
 class KeepState(Message, frozen=True):
     """Keep a trainer's state in memory; its file descriptor follows. ``offer``: what was wanted
-    before, if anything; it is not kept if a better offer has been made since.
+    before, if anything; it is not kept if a better offer has been made since. ``file``: it is only
+    this file of a checkpoint; empty: the whole state.
     """
 
     trainer: str
     digest: str
     offer: OfferState | None = None
+    file: str = ''
 
 
 class FetchState(Message, frozen=True):
-    """Send the state with this digest; the answer is its file descriptor. ``keep``: it exists
-    nowhere else, so keep it for another time.
+    """Send the state with this digest, or the ``file`` of a checkpoint; the answer is its file
+    descriptor. ``keep``: it is wanted another time.
     """
 
     trainer: str
     digest: str
     keep: bool = False
+    file: str = ''
 
 
 ForkRequest = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 import time
@@ -12,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 from torch.utils.data import TensorDataset
 
 from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.training.checkpoint import fault_hooks
+from parsl_freetrain.training.checkpoint.box import Box
 from parsl_freetrain.training.checkpoint.manifest import read_manifest
 from parsl_freetrain.training.checkpoint.snapshot import Snapshots
 from parsl_freetrain.training.checkpoint.state import (
@@ -26,6 +30,9 @@ from parsl_freetrain.training.checkpoint.state import (
 )
 from parsl_freetrain.training.checkpoint.store import Fenced, PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
+from parsl_freetrain.training.comm.part_writers import PartWriters
+from parsl_freetrain.training.comm.sealed_store import SealedStore
+from parsl_freetrain.training.loop import checkpointer
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.channel import Channel
@@ -201,7 +208,10 @@ def test_snapshots_use_the_same_memory_again_and_follow_what_changes() -> None:
     assert third.tensors.keys() == {'x', 'y'} and third.tensors['x'].shape == (2, 3)
 
 
-def test_a_snapshot_is_one_piece_of_memory_of_the_states_size() -> None:
+@pytest.mark.parametrize('in_file', [False, True])
+def test_a_snapshot_is_one_piece_of_memory_the_file_that_is_written(
+    tmp_path: Path, in_file: bool
+) -> None:
     tensors = {
         'number': torch.tensor(7),
         'none': torch.zeros(0, 3, dtype=torch.float64),
@@ -210,10 +220,20 @@ def test_a_snapshot_is_one_piece_of_memory_of_the_states_size() -> None:
         'complex': torch.randn(4, dtype=torch.complex128)[::2].conj(),
         'last': torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
     }
-    copy = Snapshots().take(State(tensors, {})).tensors
+    snapshots = Snapshots(in_file=in_file)
+    taken = snapshots.take(State(tensors, {}))
+    copy = taken.tensors
     assert all(torch.equal(copy[name], tensors[name]) for name in tensors)
     assert len({tensor.untyped_storage().data_ptr() for tensor in copy.values()}) == 1
-    assert copy['last'].untyped_storage().nbytes() == 64 * (1 + 0 + 1 + 1 + 1 + 6)
+    taken.write_part(tmp_path, 0)
+    State(tensors, {}).write_part(tmp_path, 1)
+    file = (tmp_path / 'rank-0.safetensors').read_bytes()
+    assert file == (tmp_path / 'rank-1.safetensors').read_bytes()
+    assert copy['last'].untyped_storage().nbytes() == len(file)
+    assert taken.image is not None
+    assert (taken.image.fd is not None) == in_file
+    if taken.image.fd is not None:
+        assert os.pread(taken.image.fd, len(file) + 1, 0) == file
     assert Snapshots().on_cpu(state := State(tensors, {})) is state
 
 
@@ -257,6 +277,60 @@ def test_the_first_step_is_no_measure_of_the_others(
     kept.step_took(0.5)
     assert not kept.must_stop(1)
     assert kept.outcome('stopped', None, 0, {}).step_s == 0.5
+
+
+class Clock:
+    """In place of the module ``time``; stands still."""
+
+    def __init__(self) -> None:
+        self.now = 1e6
+
+    def monotonic(self) -> float:
+        return self.now
+
+    time = monotonic
+
+
+def test_the_deadline_margin_uses_the_slowest_rank(
+    tmp_path: Path,
+    channels: tuple[Channel[ToRank], Channel[FromRank]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other rank needs 100 seconds for its part, rank 0 none for its own."""
+    clock, shared = Clock(), HashStore()
+    monkeypatch.setattr(checkpointer, 'time', clock)
+
+    def reached(stage: str) -> None:
+        if stage == 'part-begun' and threading.current_thread() is other:
+            clock.now += 100.0
+
+    monkeypatch.setattr(fault_hooks, 'on_saving', [reached])
+
+    def half(rank: int) -> State:
+        structure = {'a': 1} if rank == 0 else None
+        return State({'x': torch.ones(2)}, structure, {'x': Box((4,), (2 * rank,), (2,))})
+
+    def writers(rank: int) -> PartWriters:
+        store = SealedStore(shared, 'secret')
+        return PartWriters(store, rank, 2, tmp_path / 'store', lambda: LIMIT_S)
+
+    ordered = order(tmp_path, deadline=clock.now + 250.0)
+    kept = Checkpointer(
+        PosixCheckpointStore(Path(ordered.store), ordered.trainer),
+        ordered,
+        channels[0],
+        None,
+        writers=writers(0),
+    )
+    kept.step_took(1.0)
+    follower = writers(1)
+    other = threading.Thread(target=lambda: follower.follow(follower.begin(), half(1)))
+    other.start()
+    assert not kept.must_stop(1)
+    kept.save_now(lambda: half(0), 10, {})
+    other.join()
+    assert kept.longest_s == 100.0
+    assert kept.must_stop(1)
 
 
 def fails_while_saving(ctx: FragmentContext) -> None:

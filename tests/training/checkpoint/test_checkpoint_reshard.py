@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Set
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.training.checkpoint import blocks as hashing
 from parsl_freetrain.training.checkpoint.box import Box
 from parsl_freetrain.training.checkpoint.manifest import Damaged, commit, verify, write_manifest
-from parsl_freetrain.training.checkpoint.part_reader import PartReader
+from parsl_freetrain.training.checkpoint.part_reader import Block, PartReader
 from parsl_freetrain.training.checkpoint.parts import (
     Part,
     read_table_of_part,
@@ -137,3 +138,36 @@ def test_a_table_that_is_not_what_was_written_is_refused(tmp_path: Path) -> None
     (tmp_path / 'rank-1.json').write_bytes(b'{}')
     with pytest.raises(FreeTrainError, match=r'rank-1\.json is not what rank 1 wrote'):
         read_table_of_part(tmp_path, 1, digest)
+
+
+class Memory:
+    """Has every block, as it was written or spoilt."""
+
+    def __init__(self, folder: Path, *, spoilt: bool) -> None:
+        self._folder, self._spoilt = folder, spoilt
+        self.planned: list[Block] = []
+        self.asked: list[Block] = []
+
+    def plan(self, needed: Set[Block]) -> None:
+        self.planned = sorted(needed)
+
+    def block(self, block: Block) -> memoryview | None:
+        self.asked.append(block)
+        name, number = block
+        content = bytearray((self._folder / name).read_bytes())[number * BLOCK :][:BLOCK]
+        content[0] ^= self._spoilt
+        return memoryview(content)
+
+
+@pytest.mark.parametrize('spoilt', [False, True])
+def test_blocks_in_memory_are_verified_and_used_in_place_of_the_file(
+    tmp_path: Path, spoilt: bool
+) -> None:
+    full = written(tmp_path, 4)
+    reader, memory = PartReader(tmp_path, verify=True), Memory(tmp_path, spoilt=spoilt)
+    box = boxes(SHAPES['cube'], (2,))[1]
+    found = reader.read({'cube': box, 'rows': Box.whole(SHAPES['rows'])}, memory)
+    assert torch.equal(found['cube'], Box.whole(box.shape).inside(full['cube'], box))
+    assert torch.equal(found['rows'], full['rows'])
+    assert memory.asked == memory.planned != []  # each once, in order
+    assert (reader.bytes_read > 0) == spoilt
