@@ -16,6 +16,9 @@ from workflows import gpt_sharded
 @pytest.mark.slow
 def test_it_learns_through_kills_and_in_other_shapes_to_the_same_bits(run_dir: Path) -> None:
     out = run_dir / 'with a space'
+    for name in ('hurry', 'summary.json', 'checkpoints/sharded/fence'):  # of an earlier run
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text('of the first run')
     assert gpt_sharded.main(['--small', '--out', str(out)]) == 0
     told = json.loads((out / 'summary.json').read_text())
     assert list(told) == [
@@ -31,6 +34,9 @@ def test_it_learns_through_kills_and_in_other_shapes_to_the_same_bits(run_dir: P
     assert sum(one != other for one, other in itertools.pairwise(told['shapes'])) >= 3
     assert told['writers'] == 4
     assert told['samples'] == told['samples_expected']
+    before = out / 'previous-1'
+    assert (before / 'summary.json').read_text() == 'of the first run'
+    assert (before / 'checkpoints' / 'sharded' / 'fence').exists()
 
 
 def test_an_output_folder_that_cannot_be_made_is_one_sentence(
