@@ -58,9 +58,12 @@ class BlockRefused(Notice):
     error: str
 
 
+OUT_OF_MEMORY = 'out of memory'
+
+
 @dataclass(frozen=True)
 class BlockGone(Notice):
-    """A block has ended: 'taken', 'expired', 'returned' or 'cancelled'."""
+    """A block has ended: 'taken', 'expired', 'returned', 'cancelled' or :data:`OUT_OF_MEMORY`."""
 
     block: str
     how: str

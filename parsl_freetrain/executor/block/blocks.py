@@ -20,6 +20,7 @@ from parsl_freetrain.executor.block.record import BlockRecord
 from parsl_freetrain.executor.commands import CommandInbox, GreetingReturned
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.host.backoff import Backoff
+from parsl_freetrain.sites.batch.life import ran_out_of_memory
 from parsl_freetrain.sites.protocols import HoleGone, Yielding
 from parsl_freetrain.sites.provider import BackfillProvider
 
@@ -264,9 +265,8 @@ class BlockManager:
         self._stream.emit(no.NodeUnusable(at, block_id, manager, str(error)))
         self._refusals.append(f'{type(error).__name__}: {error}')
         if block.complete() and not block.nodes:
-            self._not_before = (
-                at + self._backoff.failed()
-            )  # the next block of this site would probably fail too
+            # the next block of this site would probably fail too
+            self._not_before = at + self._backoff.failed()
             self.close(block_id, at)
         if (
             self._ever_joined
@@ -305,10 +305,11 @@ class BlockManager:
         """Handle a block that has ended, according to the batch system."""
         block = self.blocks[block_id]
         if status.state is JobState.CANCELLED:
-            # The block waited in vain, or somebody cancelled it: do not request another one at
-            # once.
+            # It waited in vain, or somebody cancelled it: do not request another one at once.
             self._not_before = at + self._backoff.failed()
             how = 'cancelled'
+        elif ran_out_of_memory(status) and block.nodes:
+            how = no.OUT_OF_MEMORY
         else:
             if status.state in (JobState.FAILED, JobState.COMPLETED) and not block.nodes:
                 # The block was not taken but ended by itself; another one would not help.

@@ -22,6 +22,7 @@ from parsl_freetrain.executor.fragment.node_fork_server import (
     start_standby,
 )
 from parsl_freetrain.executor.fragment.rank_result import RankResult
+from parsl_freetrain.host.memory import OomWatch
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.liveness import StopWatch
 from parsl_freetrain.training.process.node_agent import NOTICES, ignore_notices, listen_for_notices
@@ -69,6 +70,7 @@ class Member:
         self._passed_on = ''
         self._payload = b''
         self._kill_at, self._leaves_until = float('inf'), 0.0
+        self._oom = OomWatch()
         self._standby: list[Channel[FromRank]] = []  # of standby ranks that do not wait yet
 
     def run(self, payload: bytes) -> list[RankResult]:
@@ -106,6 +108,7 @@ class Member:
         server.wait_ready(FORK_SERVER_READY_S)
         if server.pid is not None:
             self._fork_server = server.pid, StopWatch(server.pid)
+            self._oom = OomWatch(server.pid)  # its ranks are in the same cgroup
         Path(order.log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
         count = order.fragment.per_node
         for local_rank in range(count):
@@ -147,6 +150,7 @@ class Member:
             if time.monotonic() - beat >= HEARTBEAT_S:
                 beat = time.monotonic()
                 control.send(Alive())
+                self._oom.beat()
                 self._end_stopped(running)
             if not manager_lives():
                 raise RuntimeError('The manager of this node is gone.')
@@ -212,7 +216,8 @@ class Member:
                 self._results[rank] = result = replace(result, outcome=message)
                 control.send(RankEnded(rank, result.ok))
             case Exit(status):
-                self._results[rank] = replace(result, status=status)
+                oom = result.may_lack_memory(status) and self._oom.struck()
+                self._results[rank] = replace(result, status=status, out_of_memory=oom)
                 if result.outcome is None:
                     control.send(RankEnded(rank, ok=False, died=True))
             case LeavingState():

@@ -8,6 +8,8 @@ from typing import Literal
 
 from parsl_freetrain.training.spec.messages import Ending, Outcome
 
+_WORKER_KILLED = 'is killed by signal: Killed'  # torch's words
+
 
 @dataclass(frozen=True)
 class RankResult:
@@ -23,6 +25,8 @@ class RankResult:
         Exit status, or minus the signal that ended it; None: unknown.
     killed
         Why it was killed, as the end of a sentence that begins with the rank; empty if it was not.
+    out_of_memory
+        Whether the kernel ended it, or a process that it needs, because memory was full.
     """
 
     rank: int
@@ -31,6 +35,7 @@ class RankResult:
     outcome: Outcome | None = None
     status: int | None = None
     killed: str = ''
+    out_of_memory: bool = False
 
     @property
     def how(self) -> Ending | Literal['hung', 'died']:
@@ -38,6 +43,15 @@ class RankResult:
         if self.outcome is not None:
             return self.outcome.how
         return 'hung' if self.killed else 'died'
+
+    def may_lack_memory(self, status: int) -> bool:
+        """Whether SIGKILL has ended it, or a worker of its data loader, for no reason that is known
+        here; ``status``: of its exit.
+        """
+        if self.outcome is None:
+            return status == -signal.SIGKILL and not self.killed
+        error = self.outcome.error
+        return error is not None and _WORKER_KILLED in error.message
 
     @property
     def ok(self) -> bool:

@@ -224,6 +224,8 @@ class FragmentRunner:
             self._devices.pop(notice.node, None)
             for fragment in list(self.running.values()):
                 fragment.lose({notice.node}, self._silent)
+                if notice.how == no.OUT_OF_MEMORY:
+                    fragment.job_out_of_memory(notice.node)
                 if fragment.over():
                     self._conclude(fragment, notice.at)
 

@@ -115,6 +115,7 @@ class RunningFragment:
     settled: dict[int, list[RankResult] | BaseException] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
     lost_why: dict[int, str] = field(default_factory=dict)
+    job_short_of_memory: bool = False  # the job of a node that was lost ran out of memory
 
     @property
     def name(self) -> str:
@@ -146,6 +147,12 @@ class RunningFragment:
                 self.lost.add(member)
                 if why and node in why:
                     self.lost_why[member] = why[node]
+
+    def job_out_of_memory(self, node: str) -> None:
+        """The job of a node has ended because it needed too much memory."""
+        if node in self.action.nodes:
+            self.job_short_of_memory = True
+            self.lost_why[self.action.nodes.index(node)] = 'its job ran out of memory'
 
     def silent(self, at: float, patience_s: float, start_s: float) -> dict[str, str]:
         """Nodes of which nothing is heard any more, or whose ranks have ended without their task
@@ -276,18 +283,26 @@ class RunningFragment:
         results = [result for member in sorted(self.settled) for result in self.results(member)]
         if faults := self.device_faults():
             return self._faulty(list(faults.values()), faults_before)
+        if self.job_short_of_memory:
+            return self._short_of_memory(self._cause(results))
+        for result in results:
+            if result.out_of_memory:
+                what = 'was ended by the kernel, since memory was full'
+                return self._short_of_memory(f'{result} {what}; its output is in {result.log}')
         for result in () if self.lost else results:
             if result.outcome is not None and result.outcome.error and result.how == 'error':
                 error = result.outcome.error
                 sentence = f'{error.type}: {error.message}'
                 if out_of_memory(error.type, error.message):
-                    sentence = f'{result} said {sentence}; its output is in {result.log}'
-                    return FragmentResult(
-                        Ending.FAILED, self.checkpoint, sentence, out_of_memory=True
+                    return self._short_of_memory(
+                        f'{result} said {sentence}; its output is in {result.log}'
                     )
                 exception = self._exception(result, error)
                 return FragmentResult(Ending.FAILED, self.checkpoint, sentence, exception)
         return FragmentResult(Ending.PREEMPTED, self.checkpoint, self._cause(results))
+
+    def _short_of_memory(self, sentence: str) -> FragmentResult:
+        return FragmentResult(Ending.FAILED, self.checkpoint, sentence, out_of_memory=True)
 
     def _faulty(
         self, faults: list[RankResult], before: Mapping[str, Collection[str]]

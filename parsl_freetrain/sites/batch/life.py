@@ -149,6 +149,11 @@ def status_of(
     )
 
 
+def ran_out_of_memory(status: JobStatus) -> bool:
+    """Whether the scheduler says that a job ended since it needed too much memory."""
+    return BlockLife.OUT_OF_MEMORY.value in (status.message or '')
+
+
 def forgotten(seen: Seen, latest_end_s: float, now: float, answers: int = 3) -> bool:
     """Whether a block that the scheduler does not know any more is over.
 

@@ -21,6 +21,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from parsl_freetrain.host.files import open_log
+from parsl_freetrain.host.memory import end_me_first
 from parsl_freetrain.training.comm.inbox import STOP_SIGNALS
 from parsl_freetrain.training.process.channel import Channel, is_ours
 from parsl_freetrain.training.process.fork_address import listen
@@ -240,6 +241,7 @@ class ForkServer:
             if os.getppid() != parent:
                 os._exit(1)
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            end_me_first()
             os.environ[FORK_SERVER_VARIABLE] = self._listener.getsockname()[1:].decode()
             self._forget()
             channel.send(RankPid(os.getpid()))

@@ -176,6 +176,39 @@ def test_too_little_memory_is_told_from_an_error_of_the_function() -> None:
     assert fragment.memory() == 9
 
 
+def test_what_the_kernel_ends_for_lack_of_memory_is_told_from_a_preemption() -> None:
+    fragment = running_fragment()
+    fragment.settled = {
+        0: [outcome(0, 'peer-lost')],
+        1: [result(1, 'x12', status=-9, out_of_memory=True)],
+    }
+    verdict = fragment.verdict()
+    assert (verdict.ending, verdict.out_of_memory) == (Ending.FAILED, True)
+    assert verdict.error == (
+        'rank 1 on x12 was ended by the kernel, since memory was full; '
+        'its output is in /logs/rank-1.log'
+    )
+    assert result(1).may_lack_memory(-9)
+    assert not result(1).may_lack_memory(1)
+    assert not result(1, killed='was stopped').may_lack_memory(-9)
+    worker = RankError(
+        'RuntimeError', 'DataLoader worker (pid 7) is killed by signal: Killed. ', ''
+    )
+    assert outcome(1, 'error', error=worker).may_lack_memory(1)
+    assert not outcome(1, 'peer-lost').may_lack_memory(1)
+
+
+def test_a_job_that_ran_out_of_memory_is_told_from_a_preemption() -> None:
+    fragment = running_fragment()
+    fragment.lose({'n1'})
+    fragment.job_out_of_memory('n1')
+    fragment.job_out_of_memory('of another fragment')
+    fragment.settled = {0: [outcome(0, 'peer-lost')]}
+    verdict = fragment.verdict()
+    assert (verdict.ending, verdict.out_of_memory) == (Ending.FAILED, True)
+    assert verdict.error == '1 of its 2 nodes were lost: n1 (its job ran out of memory)'
+
+
 @pytest.mark.parametrize(('status', 'words'), [(-9, 'SIGKILL'), (-11, 'SIGSEGV'), (3, 'status 3')])
 def test_a_dead_rank_is_named_with_its_signal_and_log(status: int, words: str) -> None:
     fragment = running_fragment(1)

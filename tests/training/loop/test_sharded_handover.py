@@ -19,9 +19,9 @@ from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.checkpoint.export import same_weights
 from parsl_freetrain.training.checkpoint.manifest import MARKER
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import WarmParent
+from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import Progress, StopTraining
-from tests.support.ranks import KILLED, Ranks, order, ranks, warm_parent
+from tests.support.ranks import KILLED, Ranks, order, ranks, running_fork_server
 
 SHAPES = {1: Shape(), 2: Shape(shard=2), 4: Shape(shard=4)}
 BATCH, SIZE, TOTAL = 4, 8, 80
@@ -48,23 +48,25 @@ def train(ctx: FragmentContext, store: str = '', kill: int = 0) -> None:
 
 
 @pytest.fixture(scope='module')
-def neighbour(warm: WarmParent, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmParent]:
+def neighbour(
+    fork_server: ForkClient, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ForkClient]:
     """The fork server of another node."""
-    with warm_parent(tmp_path_factory.mktemp('warm'), warm.name) as parent:
+    with running_fork_server(tmp_path_factory.mktemp('other'), fork_server.name) as parent:
         yield parent
 
 
 @pytest.fixture(scope='module')
-def undisturbed(warm: WarmParent, tmp_path_factory: pytest.TempPathFactory) -> str:
+def undisturbed(fork_server: ForkClient, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The last checkpoint of one rank that is not disturbed."""
     folder = tmp_path_factory.mktemp('alone')
     ordered = order(folder, total_samples=TOTAL, shape=SHAPES[1], shapes=SHAPES)
-    with ranks(warm, ordered, 1, folder, train) as gang:
+    with ranks(fork_server, ordered, 1, folder, train) as gang:
         return str(gang.run()[0].path)
 
 
 def fragment(
-    nodes: list[WarmParent],
+    nodes: list[ForkClient],
     folder: Path,
     number: int,
     count: int,
@@ -109,9 +111,9 @@ def sources(gang: Ranks) -> list[tuple[bool, bool, bool]]:
 
 
 def test_after_a_rescale_nothing_is_read_that_a_node_has_kept(
-    warm: WarmParent, neighbour: WarmParent, tmp_path: Path, undisturbed: str
+    fork_server: ForkClient, neighbour: ForkClient, tmp_path: Path, undisturbed: str
 ) -> None:
-    nodes = [warm, neighbour]
+    nodes = [fork_server, neighbour]
     _, outcomes = fragment(nodes, tmp_path, 1, 4, stop=True)
     assert [outcome.how for outcome in outcomes] == ['stopped'] * 4
     spoil(tmp_path, 0, 1, 2, 3)
@@ -122,19 +124,19 @@ def test_after_a_rescale_nothing_is_read_that_a_node_has_kept(
 
 
 def test_what_went_with_its_node_is_read_from_the_same_checkpoint(
-    warm: WarmParent, neighbour: WarmParent, tmp_path: Path, undisturbed: str
+    fork_server: ForkClient, neighbour: ForkClient, tmp_path: Path, undisturbed: str
 ) -> None:
-    fragment([warm, neighbour], tmp_path, 1, 2, stop=True)
+    fragment([fork_server, neighbour], tmp_path, 1, 2, stop=True)
     spoil(tmp_path, 0)
-    gang, outcomes = fragment([warm], tmp_path, 2, 1)
+    gang, outcomes = fragment([fork_server], tmp_path, 2, 1)
     assert sources(gang) == [(True, False, True)]
     assert same_weights(outcomes[0].path, undisturbed)
 
 
 def test_after_a_kill_the_survivors_have_their_parts_of_the_last_checkpoint(
-    warm: WarmParent, neighbour: WarmParent, tmp_path: Path, undisturbed: str
+    fork_server: ForkClient, neighbour: ForkClient, tmp_path: Path, undisturbed: str
 ) -> None:
-    nodes = [warm, neighbour]
+    nodes = [fork_server, neighbour]
     _, outcomes = fragment(nodes, tmp_path, 1, 2, kill=1)
     assert outcomes[1] is KILLED
     assert outcomes[0].how == 'peer-lost'

@@ -1,0 +1,71 @@
+"""Whether the kernel has ended processes because memory was full, and whom it should end first."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_COUNTER = 'oom_kill'
+_FIRST = 500
+"""Of 1000: as if the process used half of all memory more than it does (proc_pid_oom_score_adj(5)).
+"""
+
+
+def oom_kills(pid: int | str = 'self', root: Path = Path('/')) -> int:
+    """How many processes the kernel has ended because memory was full: those of a process's
+    cgroup, or where it has no such count those of the computer; 0 if that is unknown.
+    """
+    for path in (*_counters(root / f'proc/{pid}/cgroup', root), root / 'proc/vmstat'):
+        with suppress(OSError, ValueError):
+            for line in path.read_text().splitlines():
+                name, _, number = line.partition(' ')
+                if name == _COUNTER:
+                    return int(number)
+    return 0
+
+
+class OomWatch:
+    """Notices when the kernel ends a process because memory was full.
+
+    Slots of one computer share a count, so only what happened since the last beat but one counts.
+
+    Parameters
+    ----------
+    pid
+        A process in the same cgroup.
+    """
+
+    def __init__(self, pid: int | str = 'self', root: Path = Path('/')) -> None:
+        self._pid, self._root = pid, root
+        self._before = deque([oom_kills(pid, root)], maxlen=2)
+
+    def beat(self) -> None:
+        """Call about once a second."""
+        self._before.append(oom_kills(self._pid, self._root))
+
+    def struck(self) -> bool:
+        """Whether it has just happened; True once each time."""
+        now = oom_kills(self._pid, self._root)
+        struck = now > self._before[0]
+        if struck:
+            self._before = deque([now], maxlen=2)
+        return struck
+
+
+def end_me_first() -> None:
+    """If memory is full, let the kernel choose this process before its parent, which tells why."""
+    with suppress(OSError):  # no /proc, or the site forbids it: the choice is the kernel's
+        Path('/proc/self/oom_score_adj').write_text(str(_FIRST))
+
+
+def _counters(groups: Path, root: Path) -> Iterator[Path]:
+    """The files of a process's cgroups that may have the count, of cgroup v1 and of v2."""
+    with suppress(OSError):
+        for line in groups.read_text().splitlines():
+            _, controllers, path = line.split(':', 2)
+            if 'memory' in controllers.split(','):
+                yield root / 'sys/fs/cgroup/memory' / path.lstrip('/') / 'memory.oom_control'
+            elif not controllers:
+                yield root / 'sys/fs/cgroup' / path.lstrip('/') / 'memory.events'
