@@ -6,7 +6,14 @@ import pytest
 from parsl.jobs.states import JobState as ParslState
 
 from parsl_freetrain.sites.batch.book import BatchBlock, Book
-from parsl_freetrain.sites.batch.life import BlockLife, Seen, is_over, life_of, status_of
+from parsl_freetrain.sites.batch.life import (
+    BlockLife,
+    Seen,
+    is_over,
+    life_of,
+    ran_out_of_memory,
+    status_of,
+)
 from parsl_freetrain.sites.batch.offers import OfferLog
 from parsl_freetrain.sites.batch.records import BatchJob, JobState
 from parsl_freetrain.sites.batch.shape import Place
@@ -73,6 +80,7 @@ def test_states_are_told_apart(seen: Seen, life: BlockLife, state: ParslState) -
     assert status.state is state
     assert status.message == f'job 17 {life.value}'
     assert is_over(life) == status.terminal
+    assert ran_out_of_memory(status) == (life is BlockLife.OUT_OF_MEMORY)
 
 
 def test_every_life_has_a_sentence_of_its_own() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import TensorDataset
 
 from parsl_freetrain.core.model.errors import FreeTrainError
