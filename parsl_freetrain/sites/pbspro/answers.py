@@ -47,6 +47,7 @@ _OVER_MEMORY = (-26, -27)
 _ON_SIGTERM = (128 + 15, 256 + 15)
 # PBS renews only the estimates of the first backfill_depth jobs.
 _STALE_S = 120.0
+_QUEUED = re.compile(r'Queued:(\d+)')
 _SIZE = re.compile(r'(\d+(?:\.\d+)?)([kmgtp]?)([bw]?)', re.IGNORECASE)
 
 
@@ -55,14 +56,20 @@ def history_of(job_ids: list[str]) -> tuple[str, ...]:
     return ('qstat', '-x', '-f', '-F', 'json', *job_ids)
 
 
-def parse_jobs(answer: str, pool: str) -> tuple[BatchJob, ...]:
+def parse_jobs(
+    answer: str, pool: str, features: Collection[str] = (), apart: Collection[str] = ()
+) -> tuple[BatchJob, ...]:
     """Jobs in the answer to :data:`JOBS` or :func:`history_of`.
 
     Parameters
     ----------
     pool
-        What is called the partition of every job: queues share the nodes, so a planned job without
-        planned nodes may get any.
+        What is called the partition of jobs: queues share the nodes, so a planned job without
+        planned nodes may get any. Jobs that can get none of the pool's nodes have no partition.
+    features
+        All features of the pool's nodes; see :func:`parse_nodes`.
+    apart
+        Queues whose jobs get none of the pool's nodes, since theirs belong to other queues.
 
     Raises
     ------
@@ -73,7 +80,7 @@ def parse_jobs(answer: str, pool: str) -> tuple[BatchJob, ...]:
     try:
         now = float(said.get('timestamp', time.time()))
         return tuple(
-            _job(job_id, job, pool, now)
+            _job(job_id, job, '' if _elsewhere(job, features, apart) else pool, now)
             for job_id, job in said.get('Jobs', {}).items()
             if 'job_state' in job
         )
@@ -86,6 +93,9 @@ def parse_jobs(answer: str, pool: str) -> tuple[BatchJob, ...]:
 def _job(job_id: str, job: Mapping[str, Any], pool: str, now: float) -> BatchJob:
     letter, resources = job['job_state'], job.get('Resource_List', {})
     state = _ended(job) if letter in ('F', 'X') else _STATES.get(letter, JobState.UNKNOWN)
+    tasks = _QUEUED.search(str(job.get('array_state_count', '')))
+    if letter == 'B' and tasks and tasks[1] == '0':
+        state = JobState.HELD  # all of its jobs run, and none waits
     start_s = end_s = None
     planned: tuple[str, ...] = ()
     if letter in ('Q', 'B') and 'start_time' in (estimate := job.get('estimated', {})):
@@ -109,6 +119,18 @@ def _job(job_id: str, job: Mapping[str, Any], pool: str, now: float) -> BatchJob
         str(job.get('comment', '')),
         str(job.get('Job_Name', '')),
         int(job.get('run_count', 0)),
+        seconds(resources['walltime']) if 'walltime' in resources else None,
+        tasks=int(tasks[1]) if tasks else 1,
+    )
+
+
+def _elsewhere(job: Mapping[str, Any], features: Collection[str], apart: Collection[str]) -> bool:
+    """Whether a job can get none of the pool's nodes."""
+    named = {feature.partition('=')[0] for feature in features}
+    chunks = str(job.get('Resource_List', {}).get('select', '')).lower().split('+')
+    return job.get('queue') in apart or all(
+        any(part.partition('=')[0] in named and part not in features for part in chunk.split(':'))
+        for chunk in chunks
     )
 
 
@@ -142,6 +164,8 @@ def parse_nodes(
     """Hosts in the answer to :data:`NODES` that have these resources; one counts as idle if all of
     its vnodes are.
 
+    The features of a node are the values of those resources that are words: ``system=polaris``.
+
     Parameters
     ----------
     owners
@@ -158,7 +182,8 @@ def parse_nodes(
     try:
         for name, vnode in document(answer, 'pbsnodes')['nodes'].items():
             hosts[_host(name)].append(vnode)
-        alike: dict[tuple[str, int, str], list[str]] = defaultdict(list)
+        alike: dict[tuple[str, int, str, tuple[str, ...]], list[str]] = defaultdict(list)
+        words = [resource for resource, value in resources.items() if _amount(value) is None]
         for name, vnodes in hosts.items():
             # The natural vnode of a host that is divided into several has nothing to give.
             useful = [
@@ -169,14 +194,22 @@ def parse_nodes(
                 for v in useful
             ):
                 gpus = sum(_count(v.get('resources_available', {}).get('ngpus', 0)) for v in useful)
-                alike[_node_state(useful), gpus, _class_of(useful, classes or {})].append(name)
+                node_class = _class_of(useful, classes or {})
+                features = {
+                    f'{word}={value}'.lower()
+                    for word in words
+                    for vnode in useful
+                    for value in str(vnode['resources_available'].get(word, False)).split(',')
+                }
+                key = _node_state(useful), gpus, node_class, tuple(sorted(features))
+                alike[key].append(name)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise NotUnderstood(
             f'the document of pbsnodes is not as expected: {type(error).__name__} {error}'
         ) from error
     return tuple(
-        Nodes(queue, tuple(names), state, gpus=gpus, node_class=node_class)
-        for (state, gpus, node_class), names in alike.items()
+        Nodes(queue, tuple(names), state, features=features, gpus=gpus, node_class=node_class)
+        for (state, gpus, node_class, features), names in alike.items()
     )
 
 

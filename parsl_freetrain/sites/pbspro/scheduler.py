@@ -46,6 +46,8 @@ class Pbs:
         self.history_every_s = options.poll_s  # every job that ends is asked about
         self._chunk: dict[str, str] = {}
         self._owners: frozenset[str] = frozenset({''})
+        self._apart: frozenset[str] = frozenset()
+        self._features: frozenset[str] = frozenset()  # of the nodes; empty until they were seen
         self._suspended: frozenset[str] = frozenset()
 
     def queue(self) -> Partition:
@@ -74,6 +76,9 @@ class Pbs:
             )
         self._chunk = {key: str(value) for key, value in queue.get('default_chunk', {}).items()}
         self._owners = answers.node_owners(name, queues)
+        self._apart = frozenset(
+            other for other in queues if not self._owners & answers.node_owners(other, queues)
+        )
         return answers.limits(name, queue)
 
     def wanted(self) -> Wanted:
@@ -84,19 +89,23 @@ class Pbs:
 
     def jobs(self) -> tuple[BatchJob, ...]:
         """``qstat`` of everything that is not over."""
-        jobs = answers.parse_jobs(self.client.ask(answers.JOBS), self._options.queue)
+        jobs = answers.parse_jobs(
+            self.client.ask(answers.JOBS), self._options.queue, self._features, self._apart
+        )
         self._suspended = frozenset(j.job_id for j in jobs if j.state is JobState.SUSPENDED)
         return jobs
 
     def nodes(self) -> tuple[Nodes, ...]:
         """``pbsnodes`` of the nodes that have what blocks need."""
-        return answers.parse_nodes(
+        found = answers.parse_nodes(
             self.client.ask(answers.NODES),
             self._options.queue,
             {**self._chunk, **self._options.node_resources},
             self._owners,
             self._options.node_classes,
         )
+        self._features = frozenset(feature for nodes in found for feature in nodes.features)
+        return found
 
     def reservations(self) -> tuple[NodeReservation, ...]:
         """``pbs_rstat``."""

@@ -72,6 +72,7 @@ def test_a_running_job_has_nodes_and_an_end() -> None:
         '',
         'n',
         2,
+        limit_s=3600.0,
     )
 
 
@@ -328,3 +329,53 @@ def test_values_that_are_no_json_become_texts(value: str) -> None:
 def test_what_is_no_document_is_not_understood(answer: str) -> None:
     with pytest.raises(NotUnderstood):
         answers.parse_jobs(answer, 'pool')
+
+
+def test_jobs_that_get_none_of_our_nodes_have_no_partition() -> None:
+    """They are no reason to give nodes back, nor do their plans end holes."""
+    nodes = {
+        name: {'state': 'free', 'resources_available': {'ncpus': 4, 'system': system, 'mem': '8gb'}}
+        for name, system in (('x1', 'polaris,Shared'), ('x2', 'polaris'), ('x3', 'other'))
+    }
+    found = answers.parse_nodes(
+        json.dumps({'nodes': nodes}), 'pool', {'system': 'polaris', 'mem': '1gb'}
+    )
+    features = {feature for group in found for feature in group.features}
+    assert features == {'system=polaris', 'system=shared'}
+    assert sorted(name for group in found for name in group.names) == ['x1', 'x2']
+    for queue, select, partition in (
+        ('small', '2:ncpus=4', 'pool'),
+        ('small', 'system=polaris:ncpus=4', 'pool'),
+        ('small', '2:system=Shared', 'pool'),
+        ('small', '2:mem=2gb', 'pool'),
+        ('small', '2:ncpus=4:system=other', ''),
+        ('small', '1:system=other+1:ncpus=4', 'pool'),
+        ('apart', '2:ncpus=4', ''),
+    ):
+        text = json.dumps(
+            {
+                'timestamp': NOW,
+                'Jobs': {
+                    '7': {
+                        'job_state': 'Q',
+                        'queue': queue,
+                        'Resource_List': {'nodect': 2, 'select': select},
+                    }
+                },
+            }
+        )
+        [job] = answers.parse_jobs(text, 'pool', features, ('apart',))
+        assert job.partition == partition, select
+        [job] = answers.parse_jobs(text, 'pool')  # before nodes were seen
+        assert job.partition == 'pool'
+
+
+def test_a_job_says_how_long_it_is_and_how_many_of_an_array_wait() -> None:
+    """Without that, nodes of ours that a short job could have before a planned one were kept."""
+    [job] = jobs(job_state='Q')
+    assert (job.limit_s, job.tasks) == (3600.0, 1)
+    count = 'Queued:{} Running:2 Exiting:0 Expired:1 '
+    [job] = jobs(job_state='B', array_state_count=count.format(3))
+    assert (job.state, job.tasks) == (JobState.PENDING, 3)
+    [job] = jobs(job_state='B', array_state_count=count.format(0))
+    assert job.state is JobState.HELD
