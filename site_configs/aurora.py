@@ -1,7 +1,7 @@
 """Aurora at ALCF: nodes with 6 GPUs of 2 tiles each (torch.xpu, xccl), PBS Pro.
 
 Facts of 2026-08-19, from ALCF's guide
-(docs.alcf.anl.gov/aurora/running-jobs-aurora); it has not been run there.
+(docs.alcf.anl.gov/aurora/running-jobs-aurora, a page of 2026-07-27); it has not been run there.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ QUEUES = {
 # Then '. my-environment/bin/activate', with parsl-freetrain. PBS's own TMPDIR is too long for
 # sockets.
 FRAMEWORKS = 'module load frameworks\nexport TMPDIR=/tmp'
-# The page "oneCCL" of the guide, but for the first two, which are our own choice: there they are
-# for ranks that mpiexec starts (pmix, mpi), and ours find each other by torch's store.
+# The page "oneCCL" of the guide (of 2026-03-17, which calls its settings experimental), but for the
+# first two, which are our own choice: there they are for ranks that mpiexec starts (pmix, mpi, and
+# CCL_KVS_MODE=mpi, which is left out), and ours find each other by torch's store.
 CCL = """\
 export CCL_PROCESS_LAUNCHER=none CCL_ATL_TRANSPORT=ofi CCL_KVS_CONNECTION_TIMEOUT=600
 export CCL_ZE_CACHE_OPEN_IPC_HANDLES_THRESHOLD=1024 FI_MR_CACHE_MONITOR=userfaultfd"""

@@ -1,7 +1,8 @@
 """Crux at ALCF: nodes with 128 cores and no GPU, PBS Pro.
 
 Facts of 2026-08-19, from ALCF's guide
-(docs.alcf.anl.gov/crux/queueing-and-running-jobs/running-jobs); it has not been run there.
+(docs.alcf.anl.gov/crux/queueing-and-running-jobs/running-jobs, a page of 2025-06-30); it has not
+been run there.
 """
 
 from __future__ import annotations

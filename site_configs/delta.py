@@ -1,7 +1,7 @@
 """Delta at NCSA: nodes with 4 A100 or 4 A40, Slurm; partitions whose jobs may be preempted.
 
-Facts of 2025-05-28, from NCSA's guide (docs.ncsa.illinois.edu/systems/delta: "Running Jobs" and
-"Job Accounting"); it has not been run there.
+Facts of 2025-05-28, from NCSA's guide (docs.ncsa.illinois.edu/systems/delta: "Running Jobs", a page
+of 2025-04-22, and "Job Accounting"); it has not been run there.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from parsl_freetrain import BackfillProvider, FreeTrainExecutor, SlurmSite
 from parsl_freetrain.sites.batch.limits import QueueLimits, limits_of, paying
 
 DAYS_2 = (60, 48 * 3600)
-# The guide does not say how many nodes a job may have, nor how many jobs may wait: 100 and 4 are
-# our own guess. A service unit is an hour of one GPU, times the partition's factor. A preemptible
-# job runs for 10 minutes at least, and has 300 s from SIGTERM to SIGKILL.
+# The guide says "TBD" for the nodes of a job and for the jobs of a user: 100 and 4 are our own
+# guess. A service unit is an hour of one GPU, times the partition's factor. A preemptible job runs
+# for 10 minutes at least (the guide's text; the output that it shows beside it, PreemptExemptTime =
+# 10:00:00, would be ten hours), and has 300 s from SIGTERM to SIGKILL.
 QUEUES = {
     'gpuA100x4-preempt': QueueLimits(
         (1, 100), DAYS_2, jobs=4, preemptible=True, exempt_s=600, price=4 * 0.5

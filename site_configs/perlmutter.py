@@ -1,8 +1,9 @@
 """Perlmutter at NERSC: nodes with 4 A100, Slurm; a QOS whose jobs may be preempted.
 
-Facts of "Queues and Charges" (docs.nersc.gov/jobs/policy), as known on 2026-11-22: the page itself
-could be read only in part, and the two hours are from a user's batch script of 2026. Compare before
-you rely on them. It has not been run there.
+Facts of "Queues and Charges" (docs.nersc.gov/jobs/policy), as known on 2026-11-22: only the
+beginning of that page could be read, which has no table of limits, and NERSC's guide is in no
+public repository. The two hours are from a user's batch script of 2026. Compare before you rely on
+them. It has not been run there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Polaris at ALCF: nodes with 4 A100, PBS Pro.
 
-Facts of 2026-08-19, from ALCF's guide (docs.alcf.anl.gov/polaris/running-jobs); it has not been run
-there.
+Facts of 2026-08-19, from ALCF's guide (docs.alcf.anl.gov/polaris/running-jobs, a page of
+2026-02-17, and the page "NCCL", of 2025-01-21); it has not been run there.
 """
 
 from __future__ import annotations
