@@ -165,7 +165,8 @@ def blocks_for(provider: BackfillProvider, now: float) -> list[dict[str, Any]]:
                 'preemptible': where.options.mode is Mode.PREEMPTIBLE,
                 'exempt_s': where.options.exempt_s,
                 'cost': [
-                    where.options.cost(shape.nodes, lasts_s) for lasts_s in (0.0, shape.walltime_s)
+                    where.options.charge.cost(shape.nodes, lasts_s)
+                    for lasts_s in (0.0, shape.walltime_s)
                 ],
                 'script': script,
             }

@@ -58,7 +58,7 @@ from parsl_freetrain.host.ownership import refuse_foreign, refuse_replaceable
 from parsl_freetrain.host.processes import allow_open_files
 from parsl_freetrain.ledger.rows import DecisionSettings
 from parsl_freetrain.ledger.store import Ledger
-from parsl_freetrain.ledger.usage import used_node_s
+from parsl_freetrain.ledger.usage import charged, used_node_s
 from parsl_freetrain.sites.named import chosen_provider
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.solver import allocator_named, close_allocator
@@ -208,6 +208,9 @@ class FreeTrainExecutor(BlockExecutor):
         settings = ControllerSettings(
             **self.policy.decisions(),
             used_before={key: used_before[key] for key in budgets if key in used_before},
+            charged_before=charged(self.ledger_path)
+            if self.policy.charge_budget is not None
+            else 0.0,
             min_hole_s=provider.min_hole_s,
             max_blocks=provider.max_blocks,
             spans_blocks=provider.site.spans_blocks,

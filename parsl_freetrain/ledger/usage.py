@@ -1,11 +1,20 @@
-"""What runs have used of the budgets of users, groups and trainers."""
+"""What runs have used of the budgets of users, groups and trainers, and what they were charged."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from parsl_freetrain.core.allocation.constraints import keys_of
-from parsl_freetrain.core.model.events import TrainerSubmitted
+from parsl_freetrain.core.controller.charges import Charges
+from parsl_freetrain.core.model.events import (
+    BlockClosed,
+    BlockOpened,
+    BlockRequeued,
+    BlockStarted,
+    TrainerSubmitted,
+)
+from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import RunHistory, RunRow
 
@@ -57,3 +66,38 @@ def owners_in(reader: Reader, run: RunRow) -> dict[str, tuple[str, ...]]:
         for event in batch.events
         if isinstance(event, TrainerSubmitted)
     }
+
+
+def charged(ledger: Path) -> float:
+    """What all runs of a ledger were charged for blocks, at most; 0 without a ledger.
+
+    A block whose end is not known counts with all that it can cost.
+
+    Raises
+    ------
+    BadInput
+        If the file is no ledger.
+    """
+    charges = Charges(None, 0.0)
+    if not ledger.exists():
+        return 0.0
+    with Reader(ledger) as reader:
+        for run in reader.story().runs:
+            requests: dict[str, BlockRequest] = {}
+            begun: dict[str, float] = {}
+            for batch in reader.batches(run):
+                for event in batch.events:
+                    match event:
+                        case BlockOpened():
+                            requests[event.block] = event.request
+                        case BlockStarted():
+                            begun[event.block] = event.since_s
+                        case BlockRequeued() if event.block in requests:
+                            since_s = begun.pop(event.block, None)
+                            charges.ended(requests[event.block], since_s, event.at)
+                        case BlockClosed() if event.block in requests:
+                            since_s = begun.pop(event.block, None)
+                            charges.ended(requests.pop(event.block), since_s, event.at)
+            for block in requests.values():
+                charges.ended(block, -math.inf, 0.0)
+    return charges.charged

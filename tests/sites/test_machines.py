@@ -130,8 +130,8 @@ def test_perlmutter_needs_a_partition() -> None:
 )
 def test_what_a_block_costs(machine: str, queue: str, hours: float, cost: float) -> None:
     options = site_on(machine, account='p', queue=queue).options
-    assert options.cost(1, 3600 * hours) == pytest.approx(cost)
-    assert options.cost(5, 3600 * hours) == pytest.approx(5 * cost)
+    assert options.charge.cost(1, 3600 * hours) == pytest.approx(cost)
+    assert options.charge.cost(5, 3600 * hours) == pytest.approx(5 * cost)
 
 
 def test_walltimes_on_frontier_depend_on_the_number_of_nodes() -> None:

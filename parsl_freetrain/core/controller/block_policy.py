@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from parsl_freetrain.core.allocation.constraints import OWNERS, reachable_sums
+from parsl_freetrain.core.controller.charges import affordable
 from parsl_freetrain.core.controller.class_profiles import speed_ratio
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.controller.state import ControllerState, TrainerState
@@ -62,23 +63,20 @@ def _within_caps(settings: ControllerSettings, wanted: list[tuple[Trainer, int]]
 def blocks_to_open(
     state: ControllerState, settings: ControllerSettings, at: float, holes: Iterable[Hole]
 ) -> list[OpenBlock]:
-    """A block for each hole that is long enough, largest first, while more nodes are wanted.
+    """A block for each hole that is long enough and can be paid, cheapest and largest first, while
+    more nodes are wanted.
 
     A block on which no trainer could start is not opened: it would be given back and requested
     again.
     """
     if state.shutting_down:
         return []
-    usable = [
-        hole
-        for hole in holes
-        if (hole.until_s is None or hole.until_s - at >= state.shortest_s)
-        and _of_use(state, hole.node_class)
-    ]
+    usable = _usable(state, settings, at, holes)
     offered = {hole.node_class for hole in usable}
     slower = {node_class: _slower(state, settings, node_class, offered) for node_class in offered}
     # Fast classes first: what they provide is not asked of slower ones.
-    usable.sort(key=lambda hole: (-slower[hole.node_class][0], -hole.nodes, hole.names))
+    usable.sort(key=lambda h: (-slower[h.node_class][0], h.price(at), -h.nodes, h.names))
+    left = state.charges.left(block.request for block in state.blocks.values())
     wanted = nodes_wanted(state, settings)
     if settings.spans_blocks:
         sure = len(state.pool.nodes) + nodes_on_their_way(state)
@@ -92,7 +90,7 @@ def blocks_to_open(
     least = _least_useful(state, settings, sum(hole.nodes for hole in usable[: max(room, 0)]))
     opened: list[OpenBlock] = []
     for hole in usable:
-        nodes = min(hole.nodes, wanted + slower[hole.node_class][1])
+        nodes = min(affordable(hole, left, at), wanted + slower[hole.node_class][1])
         if len(opened) >= room:
             break
         if nodes <= 0:
@@ -103,10 +101,55 @@ def blocks_to_open(
             continue
         walltime_s = None if hole.until_s is None else hole.until_s - at
         names, node_class = hole.names[:nodes], hole.node_class
-        request = BlockRequest(nodes, walltime_s, hole.queue, names, node_class=node_class)
+        request = BlockRequest(
+            nodes,
+            walltime_s,
+            hole.queue,
+            names,
+            node_class=node_class,
+            charge=hole.charge,
+            lasts_s=hole.lasts_s(at),
+            exempt_s=hole.exempt_s,
+        )
         opened.append(OpenBlock(request))
         wanted -= nodes
+        left -= hole.charge.cost(nodes, request.lasts_s)
     return opened
+
+
+def _usable(
+    state: ControllerState, settings: ControllerSettings, at: float, holes: Iterable[Hole]
+) -> list[Hole]:
+    """The holes that are long enough for some trainer, of a class that one uses, and not above the
+    maximum price.
+    """
+    return [
+        hole
+        for hole in holes
+        if (hole.until_s is None or hole.until_s - at >= state.shortest_s)
+        and _of_use(state, hole.node_class)
+        and (settings.max_price is None or hole.price(at) <= settings.max_price)
+    ]
+
+
+def charges_spent(
+    state: ControllerState, settings: ControllerSettings, at: float, holes: Iterable[Hole]
+) -> str:
+    """Why no trainer can go on within the charge budget and the maximum price, as a clause for a
+    message; empty if one can.
+    """
+    if state.blocks or state.shutting_down or not state.trainers:
+        return ''
+    offered = list(holes)
+    cheapest = min((hole.charge.price for hole in offered), default=0.0)
+    if settings.max_price is not None and cheapest > settings.max_price:
+        return (
+            f'a node costs at least {cheapest:g} an hour, above max_price={settings.max_price:g}; '
+            'raise it, or use a cheaper queue'
+        )
+    usable = _usable(state, settings, at, offered)
+    least = _least_useful(state, settings, sum(hole.nodes for hole in usable))
+    return state.charges.too_dear(usable, least, at)
 
 
 def _of_use(state: ControllerState, node_class: str) -> bool:

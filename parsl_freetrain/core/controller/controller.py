@@ -13,7 +13,7 @@ from functools import singledispatchmethod
 
 from parsl_freetrain.core.allocation.objectives import Metric
 from parsl_freetrain.core.allocation.problem import Allocator
-from parsl_freetrain.core.controller.block_policy import blocks_to_open, idle_blocks
+from parsl_freetrain.core.controller.block_policy import blocks_to_open, charges_spent, idle_blocks
 from parsl_freetrain.core.controller.fragment_end import why_it_fails
 from parsl_freetrain.core.controller.giving_back import give_back, releases
 from parsl_freetrain.core.controller.node_pool import PoolNode
@@ -124,6 +124,9 @@ class Controller:
 
     @_take_in.register
     def _(self, event: ev.HolesSeen) -> tuple[list[ev.Action], bool]:
+        why = charges_spent(self.state, self.settings, event.at, event.holes)
+        if why and not self.state.ordinary:
+            return self._dismiss_all(why), True
         return list(blocks_to_open(self.state, self.settings, event.at, event.holes)), False
 
     @_take_in.register
@@ -132,6 +135,12 @@ class Controller:
             return [], False
         known = self.state.blocks.setdefault(event.block, BlockState(event.request))
         known.request = event.request  # nodes may join before this event
+        return [], False
+
+    @_take_in.register
+    def _(self, event: ev.BlockStarted) -> tuple[list[ev.Action], bool]:
+        if block := self.state.blocks.get(event.block):
+            block.begun_s = event.since_s
         return [], False
 
     @_take_in.register
@@ -200,7 +209,10 @@ class Controller:
 
     @_take_in.register
     def _(self, event: ev.BlockRequeued) -> tuple[list[ev.Action], bool]:
-        self.state.blocks[event.block].arrived.clear()
+        block = self.state.blocks[event.block]
+        self.state.charges.ended(block.request, block.begun_s, event.at)
+        block.begun_s = None
+        block.arrived.clear()
         return [], False
 
     @_take_in.register
@@ -209,7 +221,10 @@ class Controller:
         for node in [n for n, y in self.state.yielded.items() if y.block == event.block]:
             del self.state.yielded[node]
         block = self.state.blocks.pop(event.block, None)
-        return (self._lose(sorted(block.nodes)), True) if block else ([], False)
+        if block is None:
+            return [], False
+        self.state.charges.ended(block.request, block.begun_s, event.at)
+        return self._lose(sorted(block.nodes)), True
 
     def _lose(self, gone: Sequence[str]) -> list[ev.Action]:
         actions: list[ev.Action] = []
@@ -357,6 +372,14 @@ class Controller:
             if why := self.state.budgets.spent(trainer.trainer, at, needed_node_s):
                 actions += self._dismiss(trainer, 'failed', why)
         return actions
+
+    def _dismiss_all(self, why: str) -> list[ev.Action]:
+        return [
+            action
+            for trainer in list(self.state.trainers.values())
+            if not trainer.dismissed
+            for action in self._dismiss(trainer, 'failed', why)
+        ]
 
     def _dismiss(self, trainer: TrainerState, state: str, why: str = '') -> list[ev.Action]:
         """End a trainer independently of the allocation: at once, or when its fragment has

@@ -241,6 +241,7 @@ class Planner:
                 until_s,
                 trainer.samples,
                 trainer.shapes.next(len(nodes)),
+                state.exempt_until(nodes, at),
             )
             state.start(
                 name,

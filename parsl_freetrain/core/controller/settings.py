@@ -43,6 +43,14 @@ class DecisionPolicy(Settings, frozen=True, kw_only=True):
         Maximum node-seconds, by trainer, user or group, or ``total`` for all trainers: ``{'user
         anna': 36e3, 'total': 1e6}``. A trainer whose budget is spent is stopped with a checkpoint
         and fails with a message that says so.
+    charge_budget
+        Maximum that the machine's accounts are charged for blocks, in their unit (most often
+        node-hours), over all runs of this ledger. An open block counts with all that it can cost,
+        so that the budget is never exceeded. When no block can be paid any more, the trainers stop
+        with a checkpoint and fail with a message that says so. None: no limit.
+    max_price
+        Maximum price of an hour of a node, in the same unit, a queue's minimum charge included; no
+        block is opened above it. None: no limit.
     retries
         Maximum number of errors in its own code after which a trainer is restarted. Preemptions do
         not count.
@@ -67,6 +75,8 @@ class DecisionPolicy(Settings, frozen=True, kw_only=True):
     caps: dict[str, int] = field(default_factory=dict)
     min_shares: dict[str, int] = field(default_factory=dict)
     budgets: dict[str, float] = field(default_factory=dict)
+    charge_budget: float | None = None
+    max_price: float | None = None
     retries: int = 0
     idle_block_s: float = 30.0
     give_back_s: float = 30.0
@@ -86,6 +96,8 @@ class DecisionPolicy(Settings, frozen=True, kw_only=True):
             min_rescale_s=0,
             keep_free=0,
             max_nodes=1,
+            charge_budget=0,
+            max_price=0,
         )
         check_keys(self.caps, 'cap', 'nodes')
         check_keys(self.min_shares, 'minimum share', 'nodes', ('trainer', *OWNERS))
@@ -124,6 +136,8 @@ class ControllerSettings(DecisionPolicy, frozen=True, kw_only=True):
         Number of ordinary Parsl tasks that one node runs at once.
     used_before
         Node-seconds of the budgets that were used in earlier runs, by the same keys.
+    charged_before
+        What earlier runs were charged; see ``charge_budget``.
 
     Raises
     ------
@@ -137,6 +151,7 @@ class ControllerSettings(DecisionPolicy, frozen=True, kw_only=True):
     stalls: int = 5
     workers_per_node: int = 1
     used_before: dict[str, float] = field(default_factory=dict)
+    charged_before: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from parsl_freetrain.core.allocation.problem import Answer, Problem
 from parsl_freetrain.core.controller.budgets import Budgets
+from parsl_freetrain.core.controller.charges import Charges
 from parsl_freetrain.core.controller.class_profiles import ClassProfiles
 from parsl_freetrain.core.controller.node_pool import GroupKey, Pool, key_of
 from parsl_freetrain.core.controller.overheads import Measured
@@ -103,6 +104,12 @@ class BlockState:
     nodes: set[str] = field(default_factory=set)
     arrived: set[str] = field(default_factory=set)  # every node that joined since it was queued
     idle_since: float | None = None
+    begun_s: float | None = None  # when it got its nodes, at the earliest
+
+    @property
+    def exempt_until_s(self) -> float:
+        """Nothing preempts it before; in the past where that is not known."""
+        return -math.inf if self.begun_s is None else self.begun_s + self.request.exempt_s
 
 
 @dataclass(frozen=True)
@@ -146,11 +153,14 @@ class ControllerState:
         is.
     budgets
         The use of each budget.
+    charges
+        What blocks have cost.
     """
 
     def __init__(self, settings: ControllerSettings) -> None:
         self.shortest_s = self.longest_s = self._min_hole_s = settings.min_hole_s
         self.budgets = Budgets(settings.budgets, settings.used_before)
+        self.charges = Charges(settings.charge_budget, settings.charged_before)
         self._timed = False
         self.trainers: dict[str, TrainerState] = {}
         self.turn: dict[str, TrainerState] = {}
@@ -180,6 +190,12 @@ class ControllerState:
         ]
         self.shortest_s, self.longest_s = float(f'{min(each):.1e}'), max(each)
         self._timed = True
+
+    def exempt_until(self, nodes: Iterable[str], at: float) -> float | None:
+        """Until when nothing preempts any of these nodes; None if that is over or not known."""
+        known = [self.blocks.get(self.pool.nodes[node].block) for node in nodes]
+        until_s = min(block.exempt_until_s if block else -math.inf for block in known)
+        return until_s if until_s > at else None
 
     def busy(self) -> set[str]:
         """Nodes that a fragment holds."""

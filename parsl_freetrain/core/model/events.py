@@ -43,6 +43,14 @@ class BlockOpened(Event):
 
 
 @dataclass(frozen=True)
+class BlockStarted(Event):
+    """A block has got its nodes, at ``since_s`` at the earliest."""
+
+    block: str
+    since_s: float
+
+
+@dataclass(frozen=True)
 class NodesJoined(Event):
     """Nodes of a block are ready for fragments; ``until_s``: when the block ends, None
     if unknown; ``node_class``: their kind.
@@ -217,7 +225,8 @@ class ReleaseNodes:
 @dataclass(frozen=True)
 class StartFragment:
     """Start a fragment of ``trainer`` on ``nodes``; ``deadline_s``: when the first of them goes,
-    None if unknown; ``shape``: its place among the trainer's shapes of this node count.
+    None if unknown; ``shape``: its place among the trainer's shapes of this node count;
+    ``exempt_until_s``: nothing preempts it before, None if something may.
     """
 
     trainer: str
@@ -226,6 +235,7 @@ class StartFragment:
     deadline_s: float | None
     samples: int
     shape: int = 0
+    exempt_until_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from parsl_freetrain.core.model.charge import FREE, Charge
 from parsl_freetrain.core.model.errors import BadInput
 
 ASSUMED_RESCALE_S = 2.0
@@ -33,6 +34,12 @@ class Hole:
         The nodes' names, empty where the scheduler chooses them.
     node_class
         The kind of its nodes, such as 'a100', at a site that tells them apart.
+    charge
+        What its nodes cost.
+    longest_s
+        Maximum seconds that a block for it lasts; None: as long as the hole.
+    exempt_s
+        Seconds after the start of its block in which nothing preempts it.
     """
 
     nodes: int
@@ -40,6 +47,21 @@ class Hole:
     queue: str = ''
     names: tuple[str, ...] = ()
     node_class: str = ''
+    charge: Charge = field(default=FREE, compare=False)
+    longest_s: float | None = field(default=None, compare=False)
+    exempt_s: float = field(default=0.0, compare=False)
+
+    def lasts_s(self, at: float) -> float:
+        """Maximum seconds of a block that is opened for it at that time; infinite: unknown."""
+        ends = (None if self.until_s is None else self.until_s - at, self.longest_s)
+        return min((end for end in ends if end is not None), default=math.inf)
+
+    def price(self, at: float) -> float:
+        """What an hour of a node costs in such a block that is kept to its end."""
+        lasts_s = self.lasts_s(at)
+        if lasts_s == math.inf:
+            return self.charge.price
+        return self.charge.cost(1, lasts_s) * 3600 / max(lasts_s, 1.0)
 
 
 @dataclass(frozen=True)
@@ -52,10 +74,12 @@ class BlockRequest:
         Number of nodes to ask for.
     walltime_s
         Walltime in seconds; None where the site needs none.
-    queue, names, node_class
+    queue, names, node_class, charge, exempt_s
         As in the hole.
     avoid
         Names of nodes with broken devices to do without; not on PBS Pro and Cobalt.
+    lasts_s
+        Maximum seconds for which it is charged; infinite: unknown.
     """
 
     nodes: int
@@ -64,6 +88,9 @@ class BlockRequest:
     names: tuple[str, ...] = ()
     avoid: tuple[str, ...] = ()
     node_class: str = ''
+    charge: Charge = field(default=FREE, compare=False)
+    lasts_s: float = field(default=math.inf, compare=False)
+    exempt_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)

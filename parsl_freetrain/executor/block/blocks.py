@@ -111,7 +111,7 @@ class BlockManager:
     def adopt(self, adopted: AdoptedBlock, at: float) -> None:
         """Register a block that was just submitted or left by an earlier run."""
         block, request = adopted.block, adopted.request
-        self.blocks[block] = BlockRecord(adopted.job_id, request)
+        self.blocks[block] = BlockRecord(adopted.job_id, request, waited_at=at)
         self._stream.emit(
             no.BlockSubmitted(at, block, adopted.job_id, request),
             ev.BlockOpened(at, block, request),
@@ -253,6 +253,7 @@ class BlockManager:
         if not block.noticed:
             block.until_s = self._provider.end_of(block.job_id)
         self._stream.emit(
+            *block.start(block_id, at),
             no.NodeReady(at, block_id, manager, name, done.result()['devices']),
             ev.NodesJoined(at, block_id, (manager,), block.until_s, block.request.node_class),
         )
@@ -287,6 +288,7 @@ class BlockManager:
             self.greet_new()
         for block_id, block in list(self.blocks.items()):
             status = statuses.get(block_id)
+            self._stream.emit(*block.look(block_id, status, at))
             if status is not None and status.terminal:
                 self._over(block_id, status, at)
                 continue
@@ -336,11 +338,7 @@ class BlockManager:
         """Handle a block that is queued again: its nodes are gone, and others will come."""
         block = self.blocks[block_id]
         gone = tuple(block.nodes)
-        block.left |= block.greeted
-        block.nodes.clear()
-        block.unusable.clear()
-        block.answering.clear()
-        block.noticed = False
+        block.requeue()
         self._emit_gone(gone, 'taken', at)
         self._stream.emit(ev.BlockRequeued(at, block_id))
         self._end_managers(block.left)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from parsl.jobs.states import JobState, JobStatus
+
+from parsl_freetrain.core.model.events import BlockStarted
 from parsl_freetrain.core.model.types import BlockRequest
 
 
@@ -29,6 +32,10 @@ class BlockRecord:
         Whether the scheduler has notified its nodes of their end.
     managers
         The manager of each node that was ever ready, by host name.
+    waited_at
+        When it was last known to wait for its nodes.
+    started
+        Whether it has nodes now.
     """
 
     job_id: str
@@ -41,6 +48,30 @@ class BlockRecord:
     left: set[str] = field(default_factory=set)
     noticed: bool = False
     managers: dict[str, str] = field(default_factory=dict)
+    waited_at: float = 0.0
+    started: bool = False
 
     def complete(self) -> bool:
         return len(self.nodes) + len(self.unusable) >= self.request.nodes
+
+    def requeue(self) -> None:
+        """It waits in the queue again: its nodes are gone, and others will come."""
+        self.left |= self.greeted
+        self.nodes.clear()
+        self.unusable.clear()
+        self.answering.clear()
+        self.noticed = self.started = False
+
+    def start(self, name: str, at: float) -> list[BlockStarted]:
+        """It has nodes; what is to be said of it under its ``name``."""
+        before, self.started = self.started, True
+        return [] if before else [BlockStarted(at, name, self.waited_at)]
+
+    def look(self, name: str, status: JobStatus | None, at: float) -> list[BlockStarted]:
+        """Note whether it waits, by the batch system's answer; otherwise as :meth:`start`."""
+        if status is None or status.state in (JobState.UNKNOWN, JobState.CANCELLED):
+            return []  # a block that was withdrawn never had nodes
+        if status.state not in (JobState.PENDING, JobState.HELD):
+            return self.start(name, at)
+        self.waited_at = at
+        return []

@@ -43,6 +43,7 @@ def member_order(
         store=store,
         spec=spec,
         deadline=fragment.action.deadline_s,
+        exempt_until=fragment.action.exempt_until_s,
         shape=shapes[fragment.action.shape] if shapes else None,
         interface=endpoint.interface,
         hang_s=hang_s,

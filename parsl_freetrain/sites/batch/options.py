@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from parsl_freetrain.core.model.charge import Charge
 from parsl_freetrain.core.model.errors import BadInput
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -139,10 +140,10 @@ class BatchOptions(BaseModel):
         """The node classes that are told apart, in the order in which nodes are compared."""
         return ()
 
-    def cost(self, nodes: int, lasts_s: float) -> float:
-        """What a block costs that lasts for ``lasts_s`` seconds, in the unit of ``price``."""
-        later_s = max(0.0, lasts_s - self.least_charge_s)
-        return nodes / 3600 * (self.least_charge_s * self.least_charge_price + later_s * self.price)
+    @property
+    def charge(self) -> Charge:
+        """What nodes cost."""
+        return Charge(self.price, self.least_charge_s, self.least_charge_price)
 
 
 Kind = TypeVar('Kind', bound=BatchOptions)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from parsl.jobs.states import JobStatus
@@ -195,7 +197,7 @@ class BatchSite(ABC):
             ours,
             now,
         )
-        return holes(
+        found = holes(
             until,
             [OnTheWay(block.nodes, block.latest_end_s, block.node_class) for block in waiting],
             partition,
@@ -203,6 +205,18 @@ class BatchSite(ABC):
             self.options.margin_s,
             partition.shortest_s + self.options.start_s,
             {name: group.node_class for group in snapshot.nodes for name in group.names},
+        )
+        limit_s = math.inf if partition.longest_s is None else partition.longest_s
+        return tuple(
+            replace(
+                hole,
+                charge=self.options.charge,
+                longest_s=min(limit_s, self.options.longest_s)
+                if hole.until_s is None
+                else partition.longest_s,
+                exempt_s=self.options.exempt_s,
+            )
+            for hole in found
         )
 
     def offers(self, since: float, until: float) -> tuple[NodeOffer, ...]:

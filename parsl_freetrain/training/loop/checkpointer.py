@@ -164,12 +164,18 @@ class Checkpointer:
             return False
         self._background.check()
         every_s = self._order.spec.checkpoints.every_s
-        if near_end:
+        if near_end or self._exemption_ends():
             every_s = min(every_s, NEAR_END_S)
         if self._asked or time.monotonic() - self._saved_at < every_s:
             return False
         self._asked = True
         return True
+
+    def _exemption_ends(self) -> bool:
+        """Whether the nodes may be preempted as soon as a checkpoint can have been written."""
+        until = self._order.exempt_until
+        margin_s = 2 * self.longest_s + max(self._steps_s, default=self._first_step_s) + FLOOR_S
+        return until is not None and 0 < until - time.time() < margin_s
 
     def save_soon(self) -> None:
         """Want a checkpoint at the first opportunity: the state is newer than the last one."""

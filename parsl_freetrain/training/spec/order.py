@@ -46,6 +46,8 @@ class FragmentOrder:
         What to train, and how.
     deadline
         ``time.time()`` at which the nodes are taken away; None if unknown.
+    exempt_until
+        ``time.time()`` before which nothing preempts the fragment; None: something may.
     shape
         How the ranks share the work; None: every rank trains its own samples.
     interface
@@ -67,6 +69,7 @@ class FragmentOrder:
     hang_s: float = 15.0
     handover: Handover | None = None
     samples: int = 0
+    exempt_until: float | None = None
 
     @property
     def per_node(self) -> int:

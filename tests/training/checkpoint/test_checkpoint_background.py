@@ -139,6 +139,24 @@ def test_training_goes_on_and_the_checkpoint_holds_what_was(
     assert later.wants_to_save()
 
 
+@pytest.mark.parametrize(
+    ('ends_in_s', 'saves'), [(None, False), (-1.0, False), (0.1, True), (99.0, False)]
+)
+def test_a_checkpoint_is_wanted_just_before_the_nodes_may_be_preempted(
+    tmp_path: Path,
+    channels: tuple[Channel[ToRank], Channel[FromRank]],
+    monkeypatch: pytest.MonkeyPatch,
+    ends_in_s: float | None,
+    saves: bool,
+) -> None:
+    until = None if ends_in_s is None else 1e9 + ends_in_s
+    kept = keeper(tmp_path, channels[0], checkpoint_every_s=3600.0, exempt_until=until)
+    later = time.monotonic() + 60.0
+    monkeypatch.setattr(time, 'monotonic', lambda: later)
+    monkeypatch.setattr(time, 'time', lambda: 1e9)
+    assert kept.wants_to_save() is saves
+
+
 def test_the_next_one_waits_for_the_one_before(
     tmp_path: Path, channels: tuple[Channel[ToRank], Channel[FromRank]]
 ) -> None:
