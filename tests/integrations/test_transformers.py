@@ -16,9 +16,15 @@ from parsl_freetrain import BadInput, FragmentContext, Scaled, Throughput, freet
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.examples import equal, example, in_this_process, killed_and_rescaled
 
-transformers: Any = pytest.importorskip('transformers', reason='needs the extra transformers')
-
+transformers: Any = None
 EPOCHS = 2
+
+
+@pytest.fixture(scope='module', autouse=True)
+def imported() -> None:
+    """Here, since each worker reads this file, and only one runs it."""
+    global transformers
+    transformers = pytest.importorskip('transformers', reason='needs the extra transformers')
 
 
 def dataset(size: int = 22) -> list[dict[str, Any]]:
@@ -122,24 +128,36 @@ def test_early_stopping_ends_the_training(tmp_path: Path) -> None:
     assert checkpoint.samples == 2 * 22
 
 
-class Unknown(transformers.TrainerCallback):  # type: ignore[misc]
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        pass
+def unknown() -> Any:
+    class Unknown(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            pass
+
+    return [Unknown()]
 
 
-class Averages(transformers.TrainerCallback):  # type: ignore[misc]
-    def __init__(self) -> None:
-        self.average = torch.nn.Linear(1, 1)
+def averages() -> Any:
+    class Averages(transformers.TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.average = torch.nn.Linear(1, 1)
+
+    return [Averages()]
 
 
-class OwnSampler(transformers.Trainer):  # type: ignore[misc]
-    def get_train_dataloader(self) -> Any:
-        return super().get_train_dataloader()
+def says_save() -> Any:
+    class SaysSave(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+            return dataclasses.replace(control, should_save=True)
+
+    return [SaysSave()]
 
 
-class SaysSave(transformers.TrainerCallback):  # type: ignore[misc]
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        return dataclasses.replace(control, should_save=True)
+def own_sampler() -> Any:
+    class OwnSampler(transformers.Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return super().get_train_dataloader()
+
+    return OwnSampler
 
 
 @pytest.mark.parametrize(
@@ -163,17 +181,18 @@ class SaysSave(transformers.TrainerCallback):  # type: ignore[misc]
             "Checkpoints(keep=Retention(mode='max'))",
         ),
         ({'lr_scheduler_type': 'reduce_lr_on_plateau'}, 'scheduler ReduceLROnPlateau'),
-        ({'callbacks': [Unknown()]}, 'The callback Unknown has on_step_begin'),
-        ({'callbacks': [Averages()]}, 'The callback Averages has a model of its own (average)'),
-        ({'callbacks': [SaysSave()]}, 'a callback that sets should_save'),
-        ({'kind': OwnSampler}, 'the method OwnSampler.get_train_dataloader'),
+        ({'callbacks': unknown}, 'The callback Unknown has on_step_begin'),
+        ({'callbacks': averages}, 'The callback Averages has a model of its own (average)'),
+        ({'callbacks': says_save}, 'a callback that sets should_save'),
+        ({'kind': own_sampler}, 'the method OwnSampler.get_train_dataloader'),
         ({'mode': Scaled(reference_ranks=1)}, 'mode=Scaled(...) is not supported'),
     ],
 )
 def test_what_is_not_supported_is_a_sentence(
     tmp_path: Path, given: dict[str, Any], sentence: str
 ) -> None:
-    given, mode = dict(given), {}
+    given = {name: value() if callable(value) else value for name, value in given.items()}
+    mode = {}
     if 'mode' in given:
         mode['mode'] = given.pop('mode')
     with pytest.raises(BadInput) as refused:
