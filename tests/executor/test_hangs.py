@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 import signal
 import time
@@ -23,6 +24,7 @@ from parsl_freetrain import (
     FragmentContext,
     FreeTrainExecutor,
     LocalSite,
+    Ranks,
     Scaling,
     Throughput,
     Timeouts,
@@ -53,6 +55,8 @@ def training(
     nodes: int = 2,
     pause_s: float = 0.03,
     epochs: int = EVER,
+    function: Any = fit,
+    ahead: bool = False,
     **settings: Any,
 ) -> Iterator[tuple[FreeTrainExecutor, TrainingFuture]]:
     """A training on all nodes that goes on until it is left."""
@@ -61,11 +65,42 @@ def training(
         max_nodes=nodes,
         total_epochs=epochs,
         checkpoints=Checkpoints(every_s=0.3),
+        ranks=Ranks(ahead=ahead),
         scaling=Scaling(rate={1: 1.0, 2: 1.9}, rescale_up_s=0.1, rescale_down_s=0.1),
     )
     site = LocalSite(nodes=nodes, poll_s=0.2)
     with freetrain(folder, site, **{'hang_s': HANG_S, 'stop_grace_s': 1.0, **settings}) as executor:
-        yield executor, trainer(with_faults(fit, *faults))(pause_s=pause_s)
+        yield executor, trainer(with_faults(function, *faults))(pause_s=pause_s, trainer_name='fit')
+
+
+def dies_when_the_next_ranks_are_there(ctx: FragmentContext, **options: Any) -> None:
+    class Struck:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(ctx, name)
+
+        def report(self, **numbers: float) -> None:
+            if (ctx.fragment, ctx.rank) == (1, 1):
+                ahead = list(Path(os.readlink('/proc/self/fd/1')).parent.glob('ahead-of-000001-*'))
+                if len(ahead) == 2 and all('device' in log.read_text() for log in ahead):
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+    fit(Struck(), **options)  # type: ignore[arg-type]
+
+
+def test_after_a_kill_the_next_fragment_is_made_of_the_ranks_ahead(tmp_path: Path) -> None:
+    with training(tmp_path, function=dies_when_the_next_ranks_are_there, ahead=True) as (
+        executor,
+        _,
+    ):
+        wait_until(
+            lambda: len(found := fragments(executor)) == 2 and found[1].started_at,
+            'it does not go on',
+        )
+        first = fragments(executor)[0]
+        for log in (tmp_path / 'checkpoints/fit/logs').glob('fragment-000002-rank-*.log'):
+            pid = re.search(r'Process (\d+): device', log.read_text())
+            assert pid is not None
+            assert psutil.Process(int(pid[1])).create_time() < first.ended_at
 
 
 @pytest.mark.parametrize(

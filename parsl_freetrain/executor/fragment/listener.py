@@ -17,10 +17,16 @@ from parsl_freetrain.training.spec.messages import (
     SavingCheckpoint,
     StandbyReady,
     Started,
+    StartStandby,
     StateUsed,
     Stuck,
     TotalSamples,
 )
+
+RESERVE_S = 1e6
+"""Seconds that ranks ahead wait if no rescale is due. Those of a trainer that has left the node end
+sooner.
+"""
 
 
 class Listener:
@@ -92,6 +98,8 @@ class Listener:
     ) -> None:
         """Record that rank 0 has begun to train."""
         name, number = fragment.name, fragment.number
+        if record.spec.ranks.ahead:
+            self._members.tell_all(fragment, StartStandby(RESERVE_S, rescale=False))
         fragment.started_at, fragment.stepped_at = started.at, at
         # It may not have got the state in memory that it was to go on from.
         fragment.reached = max(fragment.checkpoint.samples, started.samples)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import zmq
 
-from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.executor.fragment.control_channel import ControlClient
 from parsl_freetrain.executor.fragment.member_order import MemberOrder
 from parsl_freetrain.executor.fragment.node_fork_server import (
@@ -21,6 +20,7 @@ from parsl_freetrain.executor.fragment.node_fork_server import (
     node_name,
     start_standby,
 )
+from parsl_freetrain.executor.fragment.node_standby import NodeStandby
 from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.host.memory import OomWatch
 from parsl_freetrain.training.process.channel import Channel
@@ -33,7 +33,6 @@ from parsl_freetrain.training.spec.messages import (
     Alive,
     AreYouThere,
     Exit,
-    FromRank,
     Hello,
     LeavingState,
     NodeStays,
@@ -71,7 +70,9 @@ class Member:
         self._payload = b''
         self._kill_at, self._leaves_until = float('inf'), 0.0
         self._oom = OomWatch()
-        self._standby: list[Channel[FromRank]] = []  # of standby ranks that do not wait yet
+        self._standby = NodeStandby(
+            lambda wait_s: start_standby(self._order, self._payload, wait_s)
+        )
 
     def run(self, payload: bytes) -> list[RankResult]:
         """Start the ranks, and pass messages until the last one has ended. Returns how
@@ -91,8 +92,7 @@ class Member:
             for rank in self._ranks.values():
                 rank.kill()
                 rank.close()
-            for standby in self._standby:
-                standby.close()
+            self._standby.close()
             control.close()
             if notices is not None:
                 notices.close()
@@ -143,7 +143,8 @@ class Member:
                 self._handle(message, control)
             notices = self._look_for_notice(notices)
             self._pass_notice_on(control)
-            self._look_at_standby(control)
+            if self._standby.ready():
+                control.send(StandbyReady())
             if time.monotonic() >= max(self._kill_at, self._leaves_until):
                 for process in running.values():
                     process.kill()
@@ -228,27 +229,12 @@ class Member:
                 control.send(message)
         return True
 
-    def _look_at_standby(self, control: ControlClient) -> None:
-        """Report when all standby ranks wait."""
-        if self._standby:
-            for channel in [channel for channel in self._standby if channel.poll()]:
-                channel.close()
-                self._standby.remove(channel)
-            if not self._standby:
-                control.send(StandbyReady())
-
-    def _start_standby(self, wait_s: float, control: ControlClient) -> None:
-        try:
-            self._standby = start_standby(self._order, self._payload, wait_s)
-        except (FreeTrainError, OSError) as error:  # the next fragment starts without standby ranks
-            logger.warning('No ranks run ahead of the next fragment: %s', error)
-            control.send(StandbyReady())
-        self._tell(NodeStays())
-
     def _handle(self, message: ToMember, control: ControlClient) -> None:
         match message:
-            case StartStandby(wait_s):
-                self._start_standby(wait_s, control)
+            case StartStandby(wait_s, rescale):
+                self._standby.begin(wait_s, awaited=rescale)
+                if rescale:
+                    self._tell(NodeStays())
             case AreYouThere():
                 control.send(Alive())
             case Abandon(why, spare_s):

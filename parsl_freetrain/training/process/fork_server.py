@@ -15,6 +15,7 @@ import select
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
@@ -149,6 +150,7 @@ class ForkServer:
                     self._ranks.handle(fd)
             self._ranks.end_forsaken()
             self._standby.drop_old_states()
+            self._standby.dismiss_forsaken(self._ranks.trainers(), time.monotonic())
 
     def _admit(self) -> bool:
         """Serve the next connection; False if it asks this server to end."""

@@ -62,9 +62,13 @@ class RankChildren:
         elif fd in self._exits:
             self._send_exit(fd)
 
+    def trainers(self) -> set[str]:
+        """Those that have a rank here."""
+        return {child.trainer for child in self._children.values()}
+
     def trains_another(self, trainer: str) -> bool:
         """Whether a rank of another trainer runs here."""
-        return any(child.trainer != trainer for child in self._children.values())
+        return bool(self.trainers() - {trainer})
 
     def end_forsaken(self) -> None:
         """Kill ranks whose client is stopped, since the executor has given up this node and trains

@@ -9,7 +9,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +34,8 @@ byte.
 
 KEPT_S = 60.0
 """Seconds after which a state that has not been fetched is dropped."""
+ALONE_S = 180.0
+"""Seconds after which standby ranks end whose trainer has no rank on the node."""
 
 _Name = tuple[str, str]
 """A trainer, and a file of its checkpoint; empty: the whole state."""
@@ -66,6 +68,7 @@ class StandbySlots:
     def __init__(self) -> None:
         self._ranks: dict[int, StandbyRank] = {}  # by pidfd
         self._states: dict[_Name, _Kept] = {}
+        self._alone_since: dict[str, float] = {}  # by trainer of standby ranks
         self._offers: dict[str, tuple[int, int]] = {}  # the best by trainer: fragment, samples
 
     def __bool__(self) -> bool:
@@ -162,6 +165,15 @@ class StandbySlots:
         now = time.monotonic()
         for name in [name for name, kept in self._states.items() if now >= kept.until]:
             self._drop(name)
+
+    def dismiss_forsaken(self, trainers: Collection[str], now: float) -> None:
+        """Kill standby ranks of trainers that have left the node. ``trainers``: those that have a
+        rank here at ``now``, in seconds of ``time.monotonic()``.
+        """
+        alone = {rank.trainer for rank in self._ranks.values()}.difference(trainers)
+        self._alone_since = {name: self._alone_since.get(name, now) for name in alone}
+        gone = {name for name, since in self._alone_since.items() if now - since > ALONE_S}
+        self._dismiss(rank for rank in self._ranks.values() if rank.trainer in gone)
 
     def forget(self) -> None:
         """In a forked child: close everything, since it belongs to the parent."""

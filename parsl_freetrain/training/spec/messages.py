@@ -307,9 +307,12 @@ class AreYouThere(Message, frozen=True):
 
 
 class StartStandby(Message, frozen=True):
-    """Start standby ranks for the next fragment, which end after ``wait_s`` seconds without it."""
+    """Start standby ranks for the next fragment, which end after ``wait_s`` seconds without it.
+    ``rescale``: it is expected soon, here; tell when they wait. Otherwise they are a reserve.
+    """
 
     wait_s: Seconds
+    rescale: bool = True
 
 
 ToMember = Rendezvous | StopTraining | Abandon | AreYouThere | StartStandby

@@ -75,13 +75,18 @@ class Ranks(Settings, frozen=True, kw_only=True):
         Number of torch threads per process. On CPU nodes, use the number of cores divided by the
         processes per node. ``OMP_NUM_THREADS`` is ignored. Another number of threads may change the
         order of sums, so keep it for the whole training.
+    ahead
+        Keep one more process for each rank, which has run the function up to the first use of its
+        fragment: it has loaded its data and holds its memory, on accelerators too. After a kill,
+        the next fragment is made of these. By default there are some during a rescale only.
     """
 
     per_node: int | None = None
     threads: int = 1
+    ahead: bool = False
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
+        for name in ('per_node', 'threads'):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise BadInput(f'Ranks: {name} is {value}; it must be at least 1.')
 

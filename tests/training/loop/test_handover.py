@@ -44,6 +44,7 @@ from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.fork_address import address_of
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.process.standby_slots import (
+    ALONE_S,
     FORK_SERVER_VARIABLE,
     StandbyRank,
     StandbySlots,
@@ -703,6 +704,26 @@ def test_only_a_rank_that_is_wanted_and_lives_is_given_to_a_launch(
         assert slots.claim(launch(), ours) is None
     for rank in (first, second, third):
         os.close(rank.pidfd)
+
+
+def test_ranks_ahead_end_some_time_after_their_trainer_has_left_the_node(
+    sleepers: Callable[[], StandbyRank],
+) -> None:
+    slots, (ours, theirs) = StandbySlots(), channel_pair()
+    with closing(ours), closing(theirs):
+        slots.add(rank := sleepers())
+        for now, trainers in (
+            (0.0, {'digits'}),
+            (500.0, {'other'}),
+            (500.0 + ALONE_S, set[str]()),
+            (501.0 + ALONE_S, {'digits'}),  # it came back
+            (900.0 + ALONE_S, {'other'}),
+        ):
+            slots.dismiss_forsaken(trainers, now)
+        slots.dismiss_forsaken((), 901.0 + 2 * ALONE_S)
+        assert slots.claim(launch(), ours) is None
+        assert os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
+    os.close(rank.pidfd)
 
 
 def locks(ctx: FragmentContext, where: str, **options: Any) -> None:
