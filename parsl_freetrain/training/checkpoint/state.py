@@ -62,6 +62,8 @@ class Position:
         Why the training is to end before the total; empty: it is not.
     finished, result
         Whether the function has returned, and what, as JSON.
+    marks
+        Digests of some samples of a stream, by number.
     """
 
     samples: int
@@ -78,6 +80,7 @@ class Position:
     finishing: str = ''
     finished: bool = False
     result: str = ''
+    marks: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from parsl_freetrain.training.data.loader import MicroBatch, seed_everything, wi
 ENDLESS = 2**53
 """The length that a stream counts as."""
 
+_MARKS = 16
+
 
 def is_stream(dataset: object) -> bool:
     """Whether a dataset has no index."""
@@ -35,6 +37,13 @@ class NumberedStream(Dataset[Any]):
     Before each sample the random number generators are seeded by its number. To go on at a number,
     the samples before it are skipped, by the stream's own ``skip(n)`` if it has one. At the end the
     stream is read again from its beginning, after ``set_epoch(pass)`` if it has that.
+
+    Attributes
+    ----------
+    marks
+        Digests of some samples by number, as text, in the order in which they were read. They are
+        saved with every checkpoint, so that the next fragment notices a stream that does not give
+        the same samples again.
 
     Raises
     ------
@@ -55,10 +64,17 @@ class NumberedStream(Dataset[Any]):
         self._next = 0
         self._pass = -1
         self._last: tuple[int, Any] | None = None
+        self.marks: dict[str, str] = {}
+        self._expected: dict[str, str] = {}
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
         """The samples of these numbers, which increase."""
-        return [self._sample(number) for number in numbers]
+        samples = [self._sample(number) for number in numbers]
+        if numbers and str(numbers[0]) not in self.marks:
+            self.marks[str(numbers[0])] = _digest_of(samples[0]).hex()
+            if len(self.marks) > _MARKS:  # the first ones tell orders apart, and the last is near
+                del self.marks[list(self.marks)[_MARKS // 2]]
+        return samples
 
     def check_same(self, number: int, peers: Peers) -> None:
         """Check that a sample is the same on all ranks, which all call this.
@@ -70,10 +86,7 @@ class NumberedStream(Dataset[Any]):
         """
         if peers.world_size == 1:
             return
-        digest = hashlib.blake2b(digest_size=16)
-        for part in _bytes_of(self._sample(number)):
-            digest.update(part)
-        if len(set(gather_bytes(peers, digest.digest()))) > 1:
+        if len(set(gather_bytes(peers, _digest_of(self._sample(number))))) > 1:
             raise BadInput(
                 f'Sample {number} of the stream given to ctx.loop is not the same on all ranks: do '
                 'not divide the stream by rank or shuffle it differently; ctx.loop gives each rank '
@@ -92,8 +105,13 @@ class NumberedStream(Dataset[Any]):
 
     def _begin(self, number: int) -> None:
         self._pass, self._next = 0, 0
+        self._expected = {at: its for at, its in self.marks.items() if int(at) < number}
+        self.marks.clear()
+        self.marks.update(self._expected)
         if number:
             print(f'Skipping {number} samples of the stream')
+        self._set_epoch()
+        number = max(map(int, self._expected), default=number)  # the last that can be compared
         if number and hasattr(self._stream, 'skip'):
             try:
                 # Within the first pass; in later ones, reading finds the end of each.
@@ -115,20 +133,42 @@ class NumberedStream(Dataset[Any]):
             self._seed_for(self._next)
             if fresh:
                 self._pass += 1
-                if hasattr(self._stream, 'set_epoch'):
-                    self._stream.set_epoch(self._pass)
+                self._set_epoch()
                 self._samples = iter(self._stream)
                 self._seed_for(self._next)
             try:
                 sample = next(self._samples)
             except StopIteration:
                 continue
+            self._check(sample)
             self._next += 1
             return sample
         raise BadInput(f'The stream given to ctx.loop, a {type(self._stream).__name__}, is empty.')
 
+    def _check(self, sample: Any) -> None:
+        expected = self._expected.pop(str(self._next), None)
+        if expected is not None and _digest_of(sample).hex() != expected:
+            raise BadInput(
+                f'Sample {self._next} of the stream given to ctx.loop is not the one that was read '
+                'before, so samples would be lost and others repeated: the stream must give the '
+                'same samples each time it is read. Shuffle it with a fixed seed (datasets: '
+                'shuffle(seed=...), webdataset: detshuffle(seed=...)), or by pass in '
+                'set_epoch(pass).'
+            )
+
+    def _set_epoch(self) -> None:
+        if callable(set_epoch := getattr(self._stream, 'set_epoch', None)):
+            set_epoch(self._pass)
+
     def _seed_for(self, number: int) -> None:
         seed_everything(MicroBatch((), number, 0, 0.0).seed(self._seed, 'stream'))
+
+
+def _digest_of(sample: Any) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in _bytes_of(sample):
+        digest.update(part)
+    return digest.digest()
 
 
 def _bytes_of(sample: Any) -> Iterator[bytes]:

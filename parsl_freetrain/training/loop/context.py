@@ -250,6 +250,8 @@ class FragmentContext(AroundTheLoop):
         if self.is_main and self._order.spec.total_epochs is not None:
             self._parts.channel.send(TotalSamples(total))
         spec, mode = self._order.spec, self._order.spec.mode
+        if stream is not None and saved is not None:
+            stream.marks.update(saved.position.marks)
         position = Position(
             self.samples,
             total,
@@ -259,6 +261,7 @@ class FragmentContext(AroundTheLoop):
             spec.shards,
             loop=self._loops,
             base=base,
+            marks=stream.marks if stream is not None else {},
         )
         guard = TurnGuard(
             self._model.prepared,

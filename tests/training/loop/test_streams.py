@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from parsl_freetrain import BadInput
 from parsl_freetrain.training.checkpoint.export import load_weights
+from parsl_freetrain.training.data.stream import NumberedStream
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import order, ranks
@@ -102,6 +104,47 @@ def test_a_stream_goes_on_where_it_stopped(
     assert sorted(map(int, (cut / 'seen').read_text().split())) == numbers
     weights, same = load_weights(whole.path), load_weights(outcomes[0].path)
     assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+class Restless(Stream):
+    """Shuffled differently each time it is made."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in torch.randperm(SIZE, generator=torch.Generator().manual_seed(os.getpid())):
+            yield int(number), torch.full((2,), float(number))
+
+
+def test_a_stream_that_does_not_give_the_same_samples_again_is_refused(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    (outcome,) = run(fork_server, tmp_path, Restless(), None, 16)
+    assert outcome.how == 'stopped', outcome.error
+    (outcome,) = run(fork_server, tmp_path, Restless(), fragment=2)
+    assert 'is not the one that was read before' in outcome.error.message
+
+
+def test_a_stream_goes_back_to_its_beginning_in_its_first_order() -> None:
+    stream = NumberedStream(Stream(), seed=1)
+    first = [number for number, _ in stream.__getitems__(range(TOTAL))]
+    assert [number for number, _ in stream.__getitems__(range(TOTAL))] == first
+
+
+class Counting(Stream):
+    """Counts its passes by itself, so that it cannot go back."""
+
+    set_epoch = None  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        yield from super().__iter__()
+
+
+def test_a_stream_that_cannot_go_back_is_refused() -> None:
+    stream = NumberedStream(Counting(), seed=1)
+    for number in range(0, SIZE, 2):
+        stream.__getitems__([number, number + 1])
+    with pytest.raises(BadInput, match='would be lost and others repeated'):
+        stream.__getitems__([4])
 
 
 def uses_workers(ctx: FragmentContext) -> None:
