@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from parsl_freetrain.executor.run_lock import RunLock
 from workflows import gpt_sharded
 
 
@@ -37,6 +38,18 @@ def test_it_learns_through_kills_and_in_other_shapes_to_the_same_bits(run_dir: P
     before = out / 'previous-1'
     assert (before / 'summary.json').read_text() == 'of the first run'
     assert (before / 'checkpoints' / 'sharded' / 'fence').exists()
+
+
+def test_a_second_run_beside_a_live_one_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = tmp_path / 'checkpoints'
+    checkpoints.mkdir()
+    lock = RunLock(checkpoints, 'the first')
+    lock.take_folder()
+    assert gpt_sharded.main(['--small', '--out', str(tmp_path)]) == 2
+    assert f'checkpoint_dir {checkpoints} is alive' in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [checkpoints]
 
 
 def test_an_output_folder_that_cannot_be_made_is_one_sentence(

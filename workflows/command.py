@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from parsl_freetrain import BadInput, Checkpoint, FreeTrainError, LocalSite, TrainingFuture
+from parsl_freetrain.executor.run_lock import FILE as LOCK
+from parsl_freetrain.executor.run_lock import refuse_live
 from parsl_freetrain.sites.protocols import Site
 
 PREVIOUS = 'previous'
@@ -50,10 +52,18 @@ def output_folder(out: Path) -> None:
 def set_aside(out: Path) -> None:
     """Move the contents of the folder into a new subfolder, ``previous-1`` or the next free number,
     so that nothing is lost.
+
+    Raises
+    ------
+    BadInput
+        A live run uses them.
     """
     found = [path for path in out.iterdir() if not path.name.startswith(f'{PREVIOUS}-')]
     if not found:
         return
+    for path in found:
+        for lock in path.rglob(LOCK):
+            refuse_live(lock.parent)
     aside = next(
         path for number in itertools.count(1) if not (path := out / f'{PREVIOUS}-{number}').exists()
     )

@@ -57,9 +57,7 @@ class RunLock:
         """
         try:
             make_dir(self._path.parent)
-            other = read_holder(self._path)
-            if other is not None and (left_s := self._lives_s(other)) > 0:
-                raise BadInput(_refusal(other, self._path, left_s))
+            refuse_live(self._path.parent)
             write_holder(self._path, this_process(self._run))
         except OSError as error:
             raise BadInput(
@@ -84,18 +82,33 @@ class RunLock:
     def flush(self) -> None:
         """Nothing is ever pending."""
 
-    def _lives_s(self, other: Holder) -> float:
-        """Seconds for which the other run must be taken for alive; 0: it is dead."""
-        if other.host == this_process('').host:
-            return SILENT_S if other.lives() else 0.0
-        # Its process cannot be seen from here. Both times are the file server's.
-        probe = self._path.with_name(f'.{FILE}-{os.getpid()}')
-        probe.touch()
-        try:
-            silent_s = probe.stat().st_mtime - self._path.stat().st_mtime
-        finally:
-            probe.unlink()
-        return max(0.0, SILENT_S - silent_s)
+
+def refuse_live(folder: Path) -> None:
+    """Check that no live run has a checkpoint folder.
+
+    Raises
+    ------
+    BadInput
+        If one has.
+    """
+    path = folder / FILE
+    other = read_holder(path)
+    if other is not None and (left_s := _lives_s(other, path)) > 0:
+        raise BadInput(_refusal(other, path, left_s))
+
+
+def _lives_s(other: Holder, path: Path) -> float:
+    """Seconds for which another run must be taken for alive; 0: it is dead."""
+    if other.host == this_process('').host:
+        return SILENT_S if other.lives() else 0.0
+    # Its process cannot be seen from here. Both times are the file server's.
+    probe = path.with_name(f'.{FILE}-{os.getpid()}')
+    probe.touch()
+    try:
+        silent_s = probe.stat().st_mtime - path.stat().st_mtime
+    finally:
+        probe.unlink()
+    return max(0.0, SILENT_S - silent_s)
 
 
 def _refusal(other: Holder, path: Path, left_s: float) -> str:
