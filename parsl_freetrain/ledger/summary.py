@@ -138,7 +138,7 @@ def _repeated(
     return repeated
 
 
-class Remembering:
+class CachedAllocator:
     """An allocator that asks another one only about problems that it has not seen.
 
     Parameters
@@ -182,7 +182,7 @@ def efficiency(
     now
         Epoch seconds.
     allocator
-        An exact one; wrap it in :class:`Remembering` when this is called over and over.
+        An exact one; wrap it in :class:`CachedAllocator` when this is called over and over.
 
     Returns
     -------

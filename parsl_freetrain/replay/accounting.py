@@ -96,7 +96,7 @@ class Idle:
 
 
 @dataclass
-class Books:
+class Accounts:
     """All accounts from ``start_s`` to the instant that was closed last."""
 
     start_s: float
@@ -199,7 +199,7 @@ class Books:
         self._samples.append(self.trained)
 
     def outcome(self, runs: dict[str, RecordedJob]) -> Outcome:
-        """Close the books and return the outcome."""
+        """Close the accounts and return the outcome."""
         for run in runs.values():
             self.train(run, 0, 0.0)
         self.close_instant(self.idle, self.unused, None)

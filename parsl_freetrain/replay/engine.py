@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.replay.accounting import Books, RecordedJob
+from parsl_freetrain.replay.accounting import Accounts, RecordedJob
 from parsl_freetrain.replay.measuring import CurveLearning, Measuring
 from parsl_freetrain.replay.result import Outcome
 from parsl_freetrain.replay.trace import PoolChange, Trace
@@ -100,9 +100,9 @@ def run(
     learning
         How the controller learns the scaling curves; None: it knows them.
     """
-    books = Books(trace.start_s)
+    accounts = Accounts(trace.start_s)
     measuring = None if learning is None else Measuring(learning)
-    world = World(controller, books, trainers, measuring)
+    world = World(controller, accounts, trainers, measuring)
     holes = Holes(trace.names, known_ends or not controller.settings.spans_blocks)
     changes = trace.changes(known_ends)
     in_order = sorted(trainers.values(), key=lambda trainer: trainer.submit_s)
@@ -135,5 +135,5 @@ def run(
             submitted.append(queue[s][1])
             s += 1
         world.happen(at, leaving, joining, closing, submitted)
-    books.advance(trace.end_s)
-    return books.outcome(trainers)
+    accounts.advance(trace.end_s)
+    return accounts.outcome(trainers)

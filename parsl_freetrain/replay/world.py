@@ -14,7 +14,7 @@ from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.events import Ending
 from parsl_freetrain.core.model.types import Trainer
-from parsl_freetrain.replay.accounting import Books, Idle, Interruption, RecordedJob
+from parsl_freetrain.replay.accounting import Accounts, Idle, Interruption, RecordedJob
 from parsl_freetrain.replay.idle_causes import why_unused
 from parsl_freetrain.replay.measuring import Measuring
 
@@ -26,7 +26,7 @@ class World:
     ----------
     controller
         The controller, the same as in the live system.
-    books
+    accounts
         The accounts.
     trainers
         By name.
@@ -38,13 +38,13 @@ class World:
     def __init__(
         self,
         controller: Controller,
-        books: Books,
+        accounts: Accounts,
         trainers: dict[str, RecordedJob],
         measuring: Measuring | None = None,
     ) -> None:
         self._measuring = measuring
         self._controller = controller
-        self._books = books
+        self._accounts = accounts
         self._runs = trainers
         self._interrupted: dict[str, tuple[tuple[int, float], Interruption]] = {}  # in this instant
         self._touched: dict[str, None] = {}
@@ -78,7 +78,7 @@ class World:
         """Process all that happens at ``at``: nodes leave, others join, trainers finish and are
         submitted; then one decision is made.
         """
-        self._books.advance(at)
+        self._accounts.advance(at)
         events: list[ev.Event] = []
         finished = self._finish(at)
         if leaving is not None:
@@ -112,8 +112,8 @@ class World:
         thought_s = perf_counter() - began
         self._settle()
         pool = self._controller.state.pool
-        free = len(pool.nodes) - self._books.used
-        self._books.close_instant(
+        free = len(pool.nodes) - self._accounts.used
+        self._accounts.close_instant(
             len(pool.nodes),
             why_unused(self._controller, self._runs, at) if free else Idle(),
             thought_s,
@@ -134,7 +134,7 @@ class World:
     ) -> ev.FragmentEnded:
         run = self._runs[name]
         before = run.nodes, run.rate
-        self._books.train(run, 0, 0.0)
+        self._accounts.train(run, 0, 0.0)
         self._touched[name] = None
         if cause is None:
             run.samples, run.done_s = float(run.total), at
@@ -146,7 +146,7 @@ class World:
         match action:
             case ev.StartFragment(name, fragment, nodes, deadline_s):
                 run = self._runs[name]
-                self._books.train(
+                self._accounts.train(
                     run,
                     len(nodes),
                     run.trainer.curve.rate_at(len(nodes)) if run.trainer.curve else 0.0,
@@ -172,7 +172,7 @@ class World:
         """Charge the costs of this instant, and predict completions again."""
         for name, (before, cause) in self._interrupted.items():
             if self._runs[name].done_s is None:
-                self._books.charge(self._runs[name], before, cause)
+                self._accounts.charge(self._runs[name], before, cause)
         for name in self._touched:
             run = self._runs[name]
             if run.rate > 0:

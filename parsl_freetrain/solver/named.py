@@ -15,7 +15,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.solver.isolated import IsolatedAllocator
 
 
-class Particular(Protocol):
+class PartialAllocator(Protocol):
     """An allocator that can solve only some problems."""
 
     def applies(self, problem: Problem) -> bool:
@@ -38,7 +38,7 @@ class EitherAllocator:
         Solves all other problems.
     """
 
-    def __init__(self, first: Particular, otherwise: Allocator) -> None:
+    def __init__(self, first: PartialAllocator, otherwise: Allocator) -> None:
         self._first = first
         self._otherwise = otherwise
 

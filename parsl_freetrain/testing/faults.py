@@ -27,7 +27,7 @@ from parsl_freetrain.training.checkpoint import fault_hooks
 _DATA = ('part-written', 'written')  # the stages after which a rank's data are on disk
 
 
-class Injected(RuntimeError):
+class InjectedFault(RuntimeError):
     """Raised by :func:`fail_at`."""
 
 
@@ -63,10 +63,10 @@ class Fault:
 
 
 def fail_at(rank: int, step: int, *, fragment: int | None = 1) -> Fault:
-    """The user's code raises :class:`Injected` on a rank."""
+    """The user's code raises :class:`InjectedFault` on a rank."""
 
     def strike() -> None:
-        raise Injected(f'rank {rank} fails at step {step}, as a test wants it')
+        raise InjectedFault(f'rank {rank} fails at step {step}, as a test wants it')
 
     return Fault(rank, fragment, strike, step)
 

@@ -10,7 +10,7 @@ from parsl_freetrain.core.allocation.problem import Answer, Problem
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.store import Ledger
-from parsl_freetrain.ledger.summary import Remembering, efficiency, node_seconds, summary
+from parsl_freetrain.ledger.summary import CachedAllocator, efficiency, node_seconds, summary
 from tests.support.ledgers import demo_ledger
 
 SPEC = {'min_nodes': 1, 'max_nodes': 4, 'curve': {'nodes': [0, 1, 2, 4], 'rate': [0, 10, 16, 24]}}
@@ -185,7 +185,7 @@ def test_efficiency_shares_the_constant_pool_while_trainers_are_active(tmp_path:
             asked.append(problem)
             return MilpAllocator().allocate(problem)
 
-    remembering = Remembering(Counting())
+    remembering = CachedAllocator(Counting())
     with Reader(tmp_path / 'l.db') as reader:
         for _ in range(3):
             found = efficiency(reader, 100.0, remembering)

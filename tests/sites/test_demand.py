@@ -8,8 +8,8 @@ import pytest
 
 from parsl_freetrain.core.model.types import NodeDemand
 from parsl_freetrain.sites.batch.demand import ENDING_S, Needs, needs
-from parsl_freetrain.sites.batch.patience import FORGET_S, Patience
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NodeReservation, Nodes
+from parsl_freetrain.sites.batch.stalled_jobs import FORGET_S, StalledJobs
 
 NOW = 1000.0
 OURS = frozenset({'mine', 'other'})
@@ -112,18 +112,18 @@ def test_broken_nodes_serve_nobody() -> None:
 
 
 def test_a_job_that_could_start_and_does_not_is_ignored_for_a_while() -> None:
-    patience = Patience(120.0)
-    patience.note({'7'}, {'7', '8'}, NOW)
-    assert patience.ignored(NOW + 120.0) == frozenset()
+    stalled = StalledJobs(120.0)
+    stalled.note({'7'}, {'7', '8'}, NOW)
+    assert stalled.ignored(NOW + 120.0) == frozenset()
     late = NOW + 120.0 + 1
-    assert patience.ignored(late) == {'7'}
-    patience.note((), {'7', '8'}, late)  # since it is ignored, it is not served
-    assert patience.ignored(late) == {'7'}
-    patience.note({'8'}, {'7', '8'}, NOW + FORGET_S)
-    assert patience.ignored(NOW + FORGET_S) == frozenset()
-    patience.note({'8'}, {'7', '8'}, NOW + FORGET_S + 1)
-    patience.note((), {'7', '8'}, NOW + FORGET_S + 2)  # nodes went to somebody else meanwhile
-    patience.note({'8'}, {'7', '8'}, NOW + FORGET_S + 3)
-    assert patience.ignored(NOW + FORGET_S + 120.0 + 2) == frozenset()
+    assert stalled.ignored(late) == {'7'}
+    stalled.note((), {'7', '8'}, late)  # since it is ignored, it is not served
+    assert stalled.ignored(late) == {'7'}
+    stalled.note({'8'}, {'7', '8'}, NOW + FORGET_S)
+    assert stalled.ignored(NOW + FORGET_S) == frozenset()
+    stalled.note({'8'}, {'7', '8'}, NOW + FORGET_S + 1)
+    stalled.note((), {'7', '8'}, NOW + FORGET_S + 2)  # nodes went to somebody else meanwhile
+    stalled.note({'8'}, {'7', '8'}, NOW + FORGET_S + 3)
+    assert stalled.ignored(NOW + FORGET_S + 120.0 + 2) == frozenset()
     jobs = running('mine', 'a', 'b'), waiting('7', 1)
     assert need(cluster(), *jobs, ignored=frozenset({'7'})) == Needs()

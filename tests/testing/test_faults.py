@@ -64,7 +64,7 @@ def test_it_fails_at_that_step_of_that_rank_in_that_fragment_alone(
 ) -> None:
     gang = run(fork_server, tmp_path, fail_at(1, STEP))
     assert hows(gang) == ['peer-lost', 'error']
-    assert gang.ranks[1].outcome.error.type == 'Injected'
+    assert gang.ranks[1].outcome.error.type == 'InjectedFault'
     assert gang.ranks[1].outcome.samples >= STEP * BATCH - BATCH
     gang = run(fork_server, tmp_path, fail_at(1, STEP), fragment=2)
     assert hows(gang) == ['finished'] * 2

@@ -20,7 +20,7 @@ from parsl_freetrain.cli.live.snapshot import BlockNow, RunStatus, TrainerNow, s
 from parsl_freetrain.core.allocation.problem import Allocator
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.summary import Remembering
+from parsl_freetrain.ledger.summary import CachedAllocator
 
 MOST_BLOCKS = 12
 """Maximum number of open blocks to list; the others are counted."""
@@ -54,7 +54,7 @@ class LiveView:
     ) -> None:
         self._reader = reader
         self._run = run
-        self._allocator = None if allocator is None else Remembering(allocator)
+        self._allocator = None if allocator is None else CachedAllocator(allocator)
 
     def snapshot(self, now: float) -> RunStatus:
         """The data of :meth:`render`; ``now`` in epoch seconds."""

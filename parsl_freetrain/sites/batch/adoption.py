@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parsl_freetrain.sites.batch.book import BatchBlock
+from parsl_freetrain.sites.batch.block_table import BatchBlock
 from parsl_freetrain.sites.batch.life import Seen
 from parsl_freetrain.sites.batch.options import BatchOptions
 from parsl_freetrain.sites.batch.records import BatchJob, JobState

@@ -15,7 +15,7 @@ from parsl.jobs.states import JobStatus
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, Hole, NodeDemand
 from parsl_freetrain.sites.batch.adoption import block_from, found_from
-from parsl_freetrain.sites.batch.book import BatchBlock
+from parsl_freetrain.sites.batch.block_table import BatchBlock
 from parsl_freetrain.sites.batch.checks import check_classes, within
 from parsl_freetrain.sites.batch.holes import OnTheWay, holes, windows
 from parsl_freetrain.sites.batch.options import BatchOptions, Mode, given_options

@@ -12,7 +12,7 @@ from pathlib import Path
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.host import files
-from parsl_freetrain.sites.batch.book import BatchBlock
+from parsl_freetrain.sites.batch.block_table import BatchBlock
 from parsl_freetrain.sites.batch.checks import check_request
 from parsl_freetrain.sites.batch.commands import SchedulerRefused, SchedulerSilent
 from parsl_freetrain.sites.batch.options import BatchOptions

@@ -10,15 +10,15 @@ from collections.abc import Callable, Collection, Sequence
 from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.model.errors import FreeTrainError
-from parsl_freetrain.sites.batch.book import BatchBlock, Book
+from parsl_freetrain.sites.batch.block_table import BatchBlock, BlockTable
 from parsl_freetrain.sites.batch.commands import SchedulerSilent, own_name
 from parsl_freetrain.sites.batch.demand import Needs, needs, waits
 from parsl_freetrain.sites.batch.holes import windows
 from parsl_freetrain.sites.batch.offers import OfferLog
 from parsl_freetrain.sites.batch.options import BatchOptions
-from parsl_freetrain.sites.batch.patience import Patience
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NotUnderstood
 from parsl_freetrain.sites.batch.scheduler import NoHistory, Scheduler, Shrinking
+from parsl_freetrain.sites.batch.stalled_jobs import StalledJobs
 from parsl_freetrain.sites.batch.watch import NEVER, RESERVATIONS_EVERY_S, QueueSnapshot, QueueWatch
 from parsl_freetrain.sites.protocols import NodeOffer
 
@@ -54,8 +54,8 @@ class BlockTracker:
         self._wanted = scheduler.wanted()
         self._user = own_name()
         self._lock = threading.Lock()
-        self._book = Book()
-        self._patience = Patience(4 * options.start_s)
+        self._blocks = BlockTable()
+        self._stalled = StalledJobs(4 * options.start_s)
         self._needs: tuple[QueueSnapshot, Needs] = (QueueSnapshot(), Needs())
         self._offers = OfferLog(3 * options.poll_s)
         self._taken_in = NEVER  # when the question was asked whose answer was last taken in
@@ -68,29 +68,29 @@ class BlockTracker:
         """Blocks were submitted, or adopted."""
         with self._lock:
             for block in blocks:
-                self._book.add(block)
+                self._blocks.add(block)
             self._changed = self._clock()
 
     def remove(self, job_id: str) -> None:
         """A block is over, and its nodes can be offered once the scheduler says so."""
         with self._lock:
-            if self._book.remove(job_id):
+            if self._blocks.remove(job_id):
                 self._changed = self._clock()
 
     def ids(self) -> frozenset[str]:
         """The jobs of all blocks."""
         with self._lock:
-            return self._book.ids()
+            return self._blocks.ids()
 
     def waiting(self) -> list[BatchBlock]:
         """Blocks without nodes."""
         with self._lock:
-            return self._book.waiting()
+            return self._blocks.waiting()
 
     def end_of(self, job_id: str) -> float | None:
         """When the scheduler ends a running block; None if it does not, or while unknown."""
         with self._lock:
-            return self._book.end_of(job_id)
+            return self._blocks.end_of(job_id)
 
     def offers(self, since: float, until: float) -> tuple[NodeOffer, ...]:
         """Which nodes were idle or ours, as far as answers tell."""
@@ -110,17 +110,17 @@ class BlockTracker:
         """What waiting jobs of others need, by these answers."""
         with self._lock:
             if snapshot is not self._needs[0]:
-                ours, now = self._book.ids(), snapshot.jobs_at
+                ours, now = self._blocks.ids(), snapshot.jobs_at
                 found = needs(
                     snapshot.nodes,
                     snapshot.jobs,
                     snapshot.reservations,
                     ours,
                     now,
-                    self._patience.ignored(now),
+                    self._stalled.ignored(now),
                 )
                 pending = {job.job_id for job in snapshot.jobs if waits(job, ours)}
-                self._patience.note(found.served, pending, now)
+                self._stalled.note(found.served, pending, now)
                 self._needs = snapshot, found
             return self._needs[1]
 
@@ -180,7 +180,7 @@ class BlockTracker:
         silent = self._watch.failures > 0 and now - self._taken_in > self._options.unreachable_s
         with self._lock:
             return [
-                self._book.status(job_id, now, self._watch.error if silent else '')
+                self._blocks.status(job_id, now, self._watch.error if silent else '')
                 for job_id in job_ids
             ]
 
@@ -189,14 +189,14 @@ class BlockTracker:
         if snapshot.jobs_at > self._taken_in:
             self._taken_in = snapshot.jobs_at
             with self._lock:
-                self._book.take_in(snapshot.jobs, snapshot.jobs_at)
+                self._blocks.take_in(snapshot.jobs, snapshot.jobs_at)
                 self._note_offers(snapshot)
                 self._note_waiting(snapshot.jobs)
             self._cancel_unanswered([job for job in snapshot.jobs if job.user == self._user])
         return snapshot
 
     def _note_waiting(self, jobs: Sequence[BatchJob]) -> None:
-        ours = self._book.ids()
+        ours = self._blocks.ids()
         self._held = {
             job.job_id: job.names
             for job in jobs
@@ -211,7 +211,7 @@ class BlockTracker:
         )
 
     def _note_offers(self, snapshot: QueueSnapshot) -> None:
-        ours = self._book.ids()
+        ours = self._blocks.ids()
         names = {name for job in snapshot.jobs if job.job_id in ours for name in job.names}
         if snapshot.nodes_at >= snapshot.jobs_at:
             names |= windows(
@@ -228,7 +228,7 @@ class BlockTracker:
         """Ask the scheduler's records about jobs that the queue does not know any more."""
         now = self._clock()
         with self._lock:
-            missing = {job_id: self._book.place(job_id) for job_id in self._book.missing()}
+            missing = {job_id: self._blocks.place(job_id) for job_id in self._blocks.missing()}
         if not missing or now < self._next_history:
             return
         self._next_history = now + self._scheduler.history_every_s
@@ -239,7 +239,7 @@ class BlockTracker:
             self._next_history = math.inf if isinstance(error, NoHistory) else self._next_history
             return
         with self._lock:
-            self._book.take_in_history(states)
+            self._blocks.take_in_history(states)
 
     # --- cancellation
 
@@ -270,14 +270,14 @@ class BlockTracker:
     def _cancel(self, job_ids: Sequence[str], **why: bool) -> None:
         self._scheduler.cancel(job_ids)
         with self._lock:
-            self._book.mark(job_ids, **why)
+            self._blocks.mark(job_ids, **why)
             self._changed = self._clock()
 
     def _delete(self) -> None:
         """Cancel blocks that have not started in time, and those whose nodes were taken."""
         with self._lock:
-            late = self._book.late(self._clock())
-            taken = self._book.taken(self._options.requeue)
+            late = self._blocks.late(self._clock())
+            taken = self._blocks.taken(self._options.requeue)
         if self._watch.failures:
             return
         try:

@@ -99,7 +99,7 @@ def release(path: Path, run: str) -> None:
             path.unlink(missing_ok=True)
 
 
-class Succession:
+class LeasedCommands:
     """The commands for one node, from one holder after the other.
 
     Parameters

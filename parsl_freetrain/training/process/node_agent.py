@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parsl_freetrain.host.processes import start_of
-from parsl_freetrain.training.process.block_lease import Succession
+from parsl_freetrain.training.process.block_lease import LeasedCommands
 from parsl_freetrain.training.process.channel import Channel, is_ours
 from parsl_freetrain.training.process.fork_address import connect
 from parsl_freetrain.training.process.fork_client import ForkClient
@@ -106,17 +106,17 @@ class Node:
     ----------
     command
         Program and arguments.
-    succession
+    leased
         Reads the commands of later holders; None: there are none.
     wait_s
         Maximum seconds to wait for the next holder.
     """
 
     def __init__(
-        self, command: Sequence[str], succession: Succession | None = None, wait_s: float = 0.0
+        self, command: Sequence[str], leased: LeasedCommands | None = None, wait_s: float = 0.0
     ) -> None:
         self._command = list(command)
-        self._succession = succession
+        self._leased = leased
         self._wait_s = wait_s
         self._notice = ''
         self._ending = False
@@ -141,7 +141,7 @@ class Node:
         command = self._claim() or self._command
         while True:
             status = self._run(command)
-            if status or self._ending or self._succession is None:
+            if status or self._ending or self._leased is None:
                 return status
             end_descendants()  # nothing of the lost run may run beside the next one
             following = self._wait_for_holder()
@@ -150,7 +150,7 @@ class Node:
             command = following
 
     def _claim(self) -> list[str] | None:
-        claim = self._succession.claim() if self._succession is not None else None
+        claim = self._leased.claim() if self._leased is not None else None
         return ['/bin/bash', '-c', claim] if claim is not None else None
 
     def _wait_for_holder(self) -> list[str] | None:
@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return Node(
             given.command,
-            Succession(given.holder, job) if given.holder and job else None,
+            LeasedCommands(given.holder, job) if given.holder and job else None,
             given.wait,
         ).run()
     finally:

@@ -24,7 +24,7 @@ from parsl_freetrain.training.steps import row_norm
 from parsl_freetrain.training.steps.accumulation import Accumulation, buckets, weigh
 from parsl_freetrain.training.steps.adasum import combine
 from parsl_freetrain.training.steps.mesh import Division
-from parsl_freetrain.training.steps.nonfinite import NEVER, Blame, Guard
+from parsl_freetrain.training.steps.nonfinite import NEVER, FirstNonFinite, Guard
 from parsl_freetrain.training.steps.sharded import MeanOfParts, fsdp_modules
 
 
@@ -62,7 +62,7 @@ class ThroughputSteps:
         self._division = division
         self._adasum = adasum
         self._agreement = Agreement(peers)
-        self._blame = Blame(prepared.models, device)
+        self._non_finite = FirstNonFinite(prepared.models, device)
         self._buffers = [buffer for model in prepared.models for buffer in model.buffers()]
         self._buffers_before: list[torch.Tensor] = []
         self._factor = 1.0
@@ -88,7 +88,7 @@ class ThroughputSteps:
         self._accumulation: Accumulation | None = None
         self._own_share = 1.0  # of the samples of the global batch
         self._mean = (
-            MeanOfParts(prepared.models, division, self._blame.note)
+            MeanOfParts(prepared.models, division, self._non_finite.note)
             if fsdp_modules(prepared.models)
             else None
         )
@@ -179,7 +179,7 @@ class ThroughputSteps:
         self._guard.on = guarded
         self.changed = False
         self._hooks_ran = False
-        self._blame.next_step()
+        self._non_finite.next_step()
         if guarded:
             self._guard.bad = False
             self._buffers_before = [buffer.clone() for buffer in self._buffers]
@@ -236,8 +236,8 @@ class ThroughputSteps:
         """The rank whose gradient was not finite first, as part of a sentence. All ranks must call
         this.
         """
-        steps = [int(row) for row in self._peers.gather(self._blame.first())]
-        self._blame.forget()
+        steps = [int(row) for row in self._peers.gather(self._non_finite.first())]
+        self._non_finite.forget()
         culprits = [str(rank) for rank, step in enumerate(steps) if step == min(steps) < NEVER]
         return f', on rank {", ".join(culprits)}' if culprits else ''
 

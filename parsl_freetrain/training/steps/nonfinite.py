@@ -56,7 +56,7 @@ class Watch:
         return self._clock() - self._looked_at >= LOOK_EVERY_S
 
 
-class Blame:
+class FirstNonFinite:
     """Remembers the step in which this rank's own gradient was first not finite. The sum over all
     ranks no longer shows whose gradient it was.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from parsl.jobs.states import JobState as ParslState
 
-from parsl_freetrain.sites.batch.book import BatchBlock, Book
+from parsl_freetrain.sites.batch.block_table import BatchBlock, BlockTable
 from parsl_freetrain.sites.batch.life import (
     BlockLife,
     Seen,
@@ -24,8 +24,8 @@ def job(state: JobState, job_id: str = '1', end_s: float | None = 500.0) -> Batc
 
 
 @pytest.fixture
-def book() -> Book:
-    made = Book()
+def table() -> BlockTable:
+    made = BlockTable()
     made.add(
         BatchBlock(
             '1',
@@ -87,89 +87,89 @@ def test_every_life_has_a_sentence_of_its_own() -> None:
     assert len({life.value for life in BlockLife}) == len(BlockLife)
 
 
-def test_a_running_block_has_the_end_that_the_scheduler_says(book: Book) -> None:
-    assert book.end_of('1') is None
-    book.take_in([job(JobState.PENDING)], 1.0)
-    assert book.end_of('1') is None
-    book.take_in([job(JobState.RUNNING, end_s=300.0)], 2.0)
-    assert book.end_of('1') == 300.0
-    book.take_in([job(JobState.RUNNING, end_s=30.0)], 3.0)  # shortened, or preempted
-    assert book.end_of('1') == 30.0
-    book.take_in([job(JobState.ENDING, end_s=4.0)], 4.0)
-    assert book.end_of('1') is None
-    book.take_in([job(JobState.COMPLETED, end_s=4.0)], 5.0)
-    assert 'gave them back' in str(book.status('1', 6.0).message)
-    assert book.end_of('unknown') is None
+def test_a_running_block_has_the_end_that_the_scheduler_says(table: BlockTable) -> None:
+    assert table.end_of('1') is None
+    table.take_in([job(JobState.PENDING)], 1.0)
+    assert table.end_of('1') is None
+    table.take_in([job(JobState.RUNNING, end_s=300.0)], 2.0)
+    assert table.end_of('1') == 300.0
+    table.take_in([job(JobState.RUNNING, end_s=30.0)], 3.0)  # shortened, or preempted
+    assert table.end_of('1') == 30.0
+    table.take_in([job(JobState.ENDING, end_s=4.0)], 4.0)
+    assert table.end_of('1') is None
+    table.take_in([job(JobState.COMPLETED, end_s=4.0)], 5.0)
+    assert 'gave them back' in str(table.status('1', 6.0).message)
+    assert table.end_of('unknown') is None
 
 
-def test_a_job_that_is_not_in_the_answer_is_not_over(book: Book) -> None:
-    book.take_in([job(JobState.RUNNING, end_s=450.0)], 1.0)
+def test_a_job_that_is_not_in_the_answer_is_not_over(table: BlockTable) -> None:
+    table.take_in([job(JobState.RUNNING, end_s=450.0)], 1.0)
     for at in (10.0, 20.0, 30.0, 449.0):
-        book.take_in([], at)
-        assert book.status('1', at).state is ParslState.UNKNOWN
-    assert book.missing() == ['1']
+        table.take_in([], at)
+        assert table.status('1', at).state is ParslState.UNKNOWN
+    assert table.missing() == ['1']
     # Its time is up, and many answers agree.
-    assert book.status('1', 451.0).state is ParslState.TIMEOUT
-    book.take_in([job(JobState.RUNNING, end_s=900.0)], 452.0)  # an administrator had extended it
-    assert book.status('1', 453.0).state is ParslState.RUNNING
+    assert table.status('1', 451.0).state is ParslState.TIMEOUT
+    table.take_in([job(JobState.RUNNING, end_s=900.0)], 452.0)  # an administrator had extended it
+    assert table.status('1', 453.0).state is ParslState.RUNNING
 
 
-def test_one_answer_without_a_job_never_ends_it(book: Book) -> None:
-    book.take_in([job(JobState.RUNNING, end_s=450.0)], 1.0)
-    book.take_in([], 1000.0)
-    assert book.status('1', 1001.0).state is ParslState.UNKNOWN
+def test_one_answer_without_a_job_never_ends_it(table: BlockTable) -> None:
+    table.take_in([job(JobState.RUNNING, end_s=450.0)], 1.0)
+    table.take_in([], 1000.0)
+    assert table.status('1', 1001.0).state is ParslState.UNKNOWN
 
 
-def test_an_answer_from_before_the_submission_says_nothing(book: Book) -> None:
-    book.take_in([], -1.0)
-    assert book.missing() == []
+def test_an_answer_from_before_the_submission_says_nothing(table: BlockTable) -> None:
+    table.take_in([], -1.0)
+    assert table.missing() == []
 
 
-def test_silence_makes_blocks_unreachable_but_never_revives_or_ends_them(book: Book) -> None:
-    book.take_in([job(JobState.RUNNING)], 1.0)
-    status = book.status('1', 2.0, 'squeue did not answer')
+def test_silence_makes_blocks_unreachable_but_never_revives_or_ends_them(table: BlockTable) -> None:
+    table.take_in([job(JobState.RUNNING)], 1.0)
+    status = table.status('1', 2.0, 'squeue did not answer')
     assert status.state is ParslState.UNKNOWN
     assert 'squeue did not answer' in str(status.message)
-    book.take_in([job(JobState.TIMED_OUT)], 3.0)
-    assert book.status('1', 4.0, 'squeue did not answer').state is ParslState.TIMEOUT
+    table.take_in([job(JobState.TIMED_OUT)], 3.0)
+    assert table.status('1', 4.0, 'squeue did not answer').state is ParslState.TIMEOUT
 
 
-def test_the_accounting_database_settles_it(book: Book) -> None:
-    book.take_in([job(JobState.RUNNING)], 1.0)
-    book.take_in([], 2.0)
-    book.take_in_history({'1': JobState.NODE_FAILED, 'other': JobState.COMPLETED})
-    assert book.status('1', 3.0).state is ParslState.TIMEOUT
-    assert 'lost a node' in str(book.status('1', 3.0).message)
-    assert book.missing() == []
+def test_the_accounting_database_settles_it(table: BlockTable) -> None:
+    table.take_in([job(JobState.RUNNING)], 1.0)
+    table.take_in([], 2.0)
+    table.take_in_history({'1': JobState.NODE_FAILED, 'other': JobState.COMPLETED})
+    assert table.status('1', 3.0).state is ParslState.TIMEOUT
+    assert 'lost a node' in str(table.status('1', 3.0).message)
+    assert table.missing() == []
 
 
-def test_only_blocks_that_have_not_started_are_late(book: Book) -> None:
-    assert book.late(99.0) == []
-    assert book.late(101.0) == ['1']
-    book.mark(['1'], withdrawn=True)
-    assert book.late(101.0) == []
-    book.take_in([job(JobState.CANCELLED)], 102.0)
-    assert 'withdrawn' in str(book.status('1', 103.0).message)
+def test_only_blocks_that_have_not_started_are_late(table: BlockTable) -> None:
+    assert table.late(99.0) == []
+    assert table.late(101.0) == ['1']
+    table.mark(['1'], withdrawn=True)
+    assert table.late(101.0) == []
+    table.take_in([job(JobState.CANCELLED)], 102.0)
+    assert 'withdrawn' in str(table.status('1', 103.0).message)
 
 
-def test_blocks_whose_nodes_were_taken_are_deleted_once(book: Book) -> None:
-    book.take_in([job(JobState.RUNNING)], 1.0)
-    assert book.taken(requeue=False) == []
-    book.take_in([job(JobState.SUSPENDED)], 2.0)
-    assert book.taken(requeue=True) == book.taken(requeue=False) == ['1']
-    book.take_in([job(JobState.PENDING)], 3.0)
-    assert (book.taken(requeue=True), book.taken(requeue=False)) == ([], ['1'])
-    book.mark(['1'], taken=True)
-    assert book.taken(requeue=False) == []
+def test_blocks_whose_nodes_were_taken_are_deleted_once(table: BlockTable) -> None:
+    table.take_in([job(JobState.RUNNING)], 1.0)
+    assert table.taken(requeue=False) == []
+    table.take_in([job(JobState.SUSPENDED)], 2.0)
+    assert table.taken(requeue=True) == table.taken(requeue=False) == ['1']
+    table.take_in([job(JobState.PENDING)], 3.0)
+    assert (table.taken(requeue=True), table.taken(requeue=False)) == ([], ['1'])
+    table.mark(['1'], taken=True)
+    assert table.taken(requeue=False) == []
     for at in (4.0, 5.0, 6.0):
-        book.take_in([], at)
-    assert book.status('1', 7.0).state is ParslState.TIMEOUT, 'without a history, too'
+        table.take_in([], at)
+    assert table.status('1', 7.0).state is ParslState.TIMEOUT, 'without a history, too'
 
 
-def test_running_blocks_are_not_late(book: Book) -> None:
-    book.take_in([job(JobState.RUNNING)], 50.0)
-    assert book.late(101.0) == []
-    assert book.waiting() == []
+def test_running_blocks_are_not_late(table: BlockTable) -> None:
+    table.take_in([job(JobState.RUNNING)], 50.0)
+    assert table.late(101.0) == []
+    assert table.waiting() == []
 
 
 def test_looks_become_offers() -> None:

@@ -24,7 +24,7 @@ from parsl_freetrain.training.parallel.spatial import (
 from parsl_freetrain.training.parallel.spatial.geometry import (
     Bounds,
     Reach,
-    Spread,
+    TransposedWindow,
     Window,
     moves,
     placed,
@@ -35,7 +35,7 @@ WINDOWS = st.builds(
     Window, st.integers(1, 5), st.integers(1, 3), st.integers(0, 2), st.integers(1, 2)
 )
 SPREADS = st.builds(
-    Spread, st.integers(1, 4), st.integers(1, 3), st.integers(0, 1), st.integers(1, 2)
+    TransposedWindow, st.integers(1, 4), st.integers(1, 3), st.integers(0, 1), st.integers(1, 2)
 )
 
 
@@ -92,7 +92,7 @@ def test_parts_are_as_equal_as_can_be() -> None:
 
 
 def test_an_aligned_window_moves_nothing() -> None:
-    for reach in (Window(1), Window(2, 2), Spread(2, 2)):
+    for reach in (Window(1), Window(2, 2), TransposedWindow(2, 2)):
         for move in moves(reach, (0, 4, 8), placed(reach, (0, 4, 8), 'depth'), 'depth'):
             assert move.receive == (0, 0) and move.pad == (0, 0) and move.keep == (0, 4)
 

@@ -17,7 +17,7 @@ import pytest
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.process.block_lease import (
-    Succession,
+    LeasedCommands,
     read_holder,
     release,
     this_process,
@@ -143,7 +143,7 @@ def test_what_others_may_have_written_is_refused_and_never_run(
     file.chmod(mode)
     with pytest.raises(BadInput, match=complaint):
         read_holder(file)
-    assert Succession(file, '17').claim() is None
+    assert LeasedCommands(file, '17').claim() is None
 
 
 def test_a_link_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.parallel.spatial.geometry import Spread, Window
+from parsl_freetrain.training.parallel.spatial.geometry import TransposedWindow, Window
 from parsl_freetrain.training.parallel.spatial.grid import Grid
 from parsl_freetrain.training.parallel.spatial.halo import (
     FIRST,
@@ -84,7 +84,7 @@ class ConvTranspose3d(nn.ConvTranspose3d):
         possible with this window.
         """
         spreads = [
-            Spread(*numbers)
+            TransposedWindow(*numbers)
             for numbers in zip(
                 self.kernel_size,
                 self.stride,
@@ -125,7 +125,7 @@ class ConvTranspose3d(nn.ConvTranspose3d):
             return self.output_padding
         found = []
         for i, (bounds, wanted) in enumerate(zip(x.layout, like.layout, strict=True)):
-            smallest = Spread(
+            smallest = TransposedWindow(
                 self.kernel_size[i], self.stride[i], self._paddings[i], self.dilation[i]
             ).extent(bounds[-1])
             more, most = wanted[-1] - smallest, max(self.stride[i], self.dilation[i]) - 1

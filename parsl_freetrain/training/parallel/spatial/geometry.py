@@ -71,7 +71,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Spread:
+class TransposedWindow:
     """A window into which each input position is spread, as in transposed convolution. The numbers
     are torch's.
     """
@@ -101,7 +101,7 @@ class Spread:
         ) // self.stride + 1
 
 
-Reach = Window | Spread
+Reach = Window | TransposedWindow
 """How a layer acts on one axis."""
 
 
@@ -214,7 +214,7 @@ def _said(reach: Reach) -> str:
     return (
         str(reach)
         .replace('Window', 'A window')
-        .replace('Spread', 'A transposed convolution')
+        .replace('TransposedWindow', 'A transposed convolution')
         .replace('(', ' (', 1)
     )
 

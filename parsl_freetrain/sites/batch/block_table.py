@@ -49,7 +49,7 @@ class BatchBlock:
         return life_of(self.seen)
 
 
-class Book:
+class BlockTable:
     """The blocks by job id, in order of submission. It belongs to one thread at a time."""
 
     def __init__(self) -> None:

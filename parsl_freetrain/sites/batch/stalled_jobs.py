@@ -8,7 +8,7 @@ FORGET_S = 1800.0
 """After so many seconds a job gets another chance."""
 
 
-class Patience:
+class StalledJobs:
     """Since when jobs could have started, and which are not waited for any more.
 
     Without it, nodes would be given back for ever for a job that waits for what no answer tells,
