@@ -76,17 +76,32 @@ def set_aside(out: Path) -> None:
 @contextmanager
 def parsl_folder(out: Path, site: Site) -> Iterator[str]:
     """Parsl's folder for a run, ``runinfo`` in the output folder. Parsl cannot use one with spaces;
-    then it is a temporary one on this computer, which is moved there at the end.
+    then it is a temporary one on this computer, which is copied there at the end.
+
+    Raises
+    ------
+    BadInput
+        The output folder's name has spaces, and the nodes are not on this computer.
     """
     folder = out / 'runinfo'
-    if shlex.quote(str(folder)) == str(folder) or not isinstance(site, LocalSite):
+    if shlex.quote(str(folder)) == str(folder):
         yield str(folder)
         return
+    if not isinstance(site, LocalSite):
+        raise BadInput(
+            f'The name of the output folder {out} has spaces or special characters, which Parsl '
+            'does not quote where it starts the nodes of a batch system; name another one with '
+            '--out.'
+        )
     with tempfile.TemporaryDirectory(prefix='freetrain-') as other:
         try:
             yield other
         finally:
-            shutil.copytree(other, folder, ignore_dangling_symlinks=True)
+            for run in Path(other).iterdir():
+                place = next(
+                    path for n in itertools.count() if not (path := folder / f'{n:03}').exists()
+                )
+                shutil.copytree(run, place, ignore_dangling_symlinks=True)
 
 
 def refuse_to_wait(future: TrainingFuture, site: Site, advice: str) -> None:
