@@ -34,7 +34,7 @@ class Policy(DecisionPolicy, frozen=True, kw_only=True):
     ----------
     metric, horizon_s, trainers_at_a_time, min_rescale_s, keep_free, max_nodes
         As in :class:`~parsl_freetrain.core.controller.settings.DecisionPolicy`.
-    caps, min_shares, budgets, retries, idle_block_s, give_back_s
+    caps, min_shares, budgets, charge_budget, max_price, retries, idle_block_s, give_back_s
         As in :class:`~parsl_freetrain.core.controller.settings.DecisionPolicy`.
     solver
         The solver's name ('auto', 'milp', 'dp' or 'equal-share'), or an object with the method

@@ -1,14 +1,14 @@
-"""The training of ``make demo``, shortened, on machines in a folder: blocks taken away, a scheduler
-that is silent, the same weights.
+"""The training of ``make demo``, shortened, on a real PBS and on a Cobalt in a folder: blocks taken
+away, a node that crashes, a scheduler that is silent, the same weights.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,11 +25,12 @@ from parsl_freetrain import (
     same_weights,
 )
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.sites.pbspro import PALS
+from parsl_freetrain.ledger.rows import RunHistory
 from parsl_freetrain.sites.protocols import Site
 from tests.sites.batch_blocks import QUICK
 from tests.support import template
 from tests.support.batch_tests import Rehearsal
+from tests.support.openpbs import ADDRESS, PbsCluster
 from tests.support.training import freetrain
 from tests.support.waiting import LIMIT_S
 from workflows.digits import NETWORKS, SCALING, SHARDS, digits
@@ -46,8 +47,8 @@ def train(
     site: Site,
     max_nodes: int,
     disturb: Callable[[dict[str, TrainingFuture]], None],
+    address: str = '127.0.0.1',
     step_s: float = STEP_S,
-    **settings: Any,
 ) -> list[Checkpoint]:
     trainer = freetrain_app(
         min_nodes=1,
@@ -58,7 +59,7 @@ def train(
         checkpoints=Checkpoints(every_s=1.0),
     )(train_digits)
     data = digits()
-    with freetrain(folder, site, metric='speedup', address='127.0.0.1', **settings):
+    with freetrain(folder, site, metric='speedup', address=address):
         futures: dict[str, TrainingFuture] = {
             name: trainer(name, *data, step_s=step_s, trainer_name=name) for name in NETWORKS
         }
@@ -103,30 +104,43 @@ def judge(folder: Path, found: list[Checkpoint], undisturbed: list[Checkpoint]) 
     with Reader(folder / 'checkpoints' / 'ledger.sqlite') as ledger:
         story = ledger.story()
     assert len(story.fragments) > len(NETWORKS)
-    assert {node.name for node in story.nodes} <= {f'x{n:04}' for n in range(1, 5)} | {
-        f'nid{n:05}' for n in range(20, 24)
-    }
+    assert all(node.name.startswith(('node0', 'nid000')) for node in story.nodes)
 
 
 @pytest.mark.slow
-def test_on_preemptable_nodes_of_pbs(
-    pbs: Rehearsal, tmp_path: Path, undisturbed: list[Checkpoint]
-) -> None:
+@pytest.mark.pbs
+def test_on_a_real_pbs(openpbs: PbsCluster, tmp_path: Path, undisturbed: list[Checkpoint]) -> None:
+    """Its nodes are preempted, one of them crashes, and its server hangs and starts again."""
+    ledger_path = tmp_path / 'run' / 'checkpoints' / 'ledger.sqlite'
+
+    def story() -> RunHistory:
+        with Reader(ledger_path) as ledger:
+            return ledger.story()
+
     def disturb(futures: dict[str, TrainingFuture]) -> None:
-        for wanted in (4, 2):
-            further(futures)
-            pbs.others(wanted, seconds=3)
         further(futures)
-        with pbs.fault('all', status=255, says='qstat: cannot connect to server pbs (errno=15010)'):
+        other = openpbs.submit(4, seconds=1)
+        openpbs.wait(lambda: openpbs.state(other) == 'F')
+        further(futures)
+        held = {node.node for node in story().nodes if node.left_at is None}
+        with openpbs.silent():
+            further(futures)
+        with openpbs.down():
+            further(futures)
+            further(futures)
+        assert not any(n.how in ('taken', 'lost') for n in story().nodes if n.node in held)
+        node = next(node.name for node in reversed(story().nodes) if node.left_at is None)
+        with openpbs.crashed(node):
             further(futures)
 
-    folder = tmp_path / 'pbs_run'
     site = PbsSite(
-        queue='preemptable', mode='preemptible', launch=PALS, **{**QUICK, 'longest_backoff_s': 1.0}
+        queue='preemptable',
+        mode='preemptible',
+        worker_init=f'export PATH={Path(sys.executable).parent}:$PATH',
+        **{**QUICK, 'command_s': 2.0, 'longest_backoff_s': 1.0, 'unreachable_s': 1.0},
     )
-    judge(folder, train(folder, site, SHARDS, disturb), undisturbed)
-    with Reader(folder / 'checkpoints' / 'ledger.sqlite') as ledger:
-        assert 'taken' in {node.how for node in ledger.story().nodes}
+    judge(tmp_path / 'run', train(tmp_path / 'run', site, SHARDS, disturb, ADDRESS), undisturbed)
+    assert {'taken', 'lost'} <= {node.how for node in story().nodes}
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -41,6 +42,10 @@ class PbsCluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.environment = {
+            'PBS_CONF_FILE': str(folder / 'pbs.conf'),
+            'PATH': f'{PREFIX}/bin:{os.environ["PATH"]}',
+        }
 
     def control(
         self, *arguments: str, timeout_s: float = LIMIT_S, **settings: str
@@ -71,11 +76,7 @@ class PbsCluster:
         """Run a command of PBS; return its output."""
         done = subprocess.run(
             command,
-            env={
-                **os.environ,
-                'PBS_CONF_FILE': str(self.folder / 'pbs.conf'),
-                'PATH': f'{PREFIX}/bin:{os.environ["PATH"]}',
-            },
+            env={**os.environ, **self.environment},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -91,13 +92,18 @@ class PbsCluster:
             self.run('qmgr', '-c', line)
 
     def submit(
-        self, nodes: int = 1, *options: str, walltime_s: int = 600, seconds: float = 600
+        self,
+        nodes: int = 1,
+        *options: str,
+        walltime_s: int = 600,
+        seconds: float = 600,
+        system: str = '',
     ) -> str:
         """Submit an ordinary job of another user, on whole nodes; return its id."""
         return self.run(
             'qsub',
             '-f',
-            f'-lselect={nodes}:ncpus=4',
+            f'-lselect={nodes}:ncpus=4' + (f':system={system}' if system else ''),
             '-lplace=scatter:excl',
             f'-lwalltime={walltime_s}',
             '-o/dev/null',
@@ -156,13 +162,34 @@ class PbsCluster:
             done = self.control('start-server')
             assert done.returncode == 0, done.stdout
 
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """The server hangs: it takes connections, and answers nothing."""
+        server = int((self.folder / 'home' / 'server_priv' / 'server.lock').read_text())
+        os.kill(server, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(server, signal.SIGCONT)
+
+    @contextmanager
+    def crashed(self, node: str) -> Iterator[None]:
+        """A node is gone at once, with all of its processes; at the end it comes back."""
+        done = self.control('crash', node)
+        assert done.returncode == 0, done.stdout
+        try:
+            yield
+        finally:
+            done = self.control('boot', node)
+            assert done.returncode == 0, done.stdout
+
     def clear(self) -> None:
         """Remove all jobs and reservations; wait until every node is free and empty."""
         lines = self.run('qstat').splitlines()[2:]
         if jobs := [line.split()[0] for line in lines]:
             subprocess.run(
                 [str(PREFIX / 'bin' / 'qdel'), '-W', 'force', *jobs],
-                env={**os.environ, 'PBS_CONF_FILE': str(self.folder / 'pbs.conf')},
+                env={**os.environ, **self.environment},
                 capture_output=True,
                 timeout=LIMIT_S,
                 check=False,

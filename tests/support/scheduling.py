@@ -27,7 +27,6 @@ LONG = (
     'tests/test_ffn.py',
     'tests/slurm/test_known_plans.py',
     'tests/test_chimera_gpt.py',
-    'tests/sites/test_batch_training.py',
     'tests/test_gpt_sharded.py',
     'tests/sites/slurm/test_slurm_blocks.py',
     'tests/test_divided.py',
@@ -51,7 +50,12 @@ LONG = (
     'tests/cli/test_report.py',
     'tests/sites/test_site_contract.py',
 )
-PBS = ('tests/sites/pbspro/test_openpbs.py', 'tests/cli/doctor/test_site.py')
+# The first of them stands for all in LONG.
+PBS = (
+    'tests/sites/pbspro/test_openpbs.py',
+    'tests/sites/test_batch_training.py',
+    'tests/cli/doctor/test_site.py',
+)
 
 
 def place(unit: str) -> int:
