@@ -1,4 +1,4 @@
-"""The same mix of ordinary jobs on a fresh cluster of its own, with FreeTrain filling the holes or
+"""The same mix of ordinary jobs on nodes of a real scheduler, with FreeTrain filling the holes or
 without.
 """
 
@@ -9,15 +9,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Barrier
-from typing import Any
+from typing import Any, Protocol
 
 from parsl_freetrain.sites.slurm.hostlist import expand
-from tests.slurm.mix import Mix
+from tests.slurm.mix import Mix, Ordinary, Reserved
 from tests.support.slurm import Cluster, running_cluster
 from tests.support.waiting import LIMIT_S
 
@@ -63,7 +64,7 @@ class Outcome:
     trained
         Fragments as (node, first step, end), in the same seconds; each had one node.
     commands
-        How often each of Slurm's commands was run.
+        How often each of the scheduler's commands was run.
     reserved
         Nodes that were set aside.
     """
@@ -80,15 +81,148 @@ class Outcome:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Row:
+    """A job as the queue shows it; times in seconds of ``time.time()``, 0 where there is none;
+    ``names`` are ``node01`` and so on.
+    """
+
+    job: str
+    start: float
+    end: float
+    completed: bool
+    names: tuple[str, ...]
+
+
+class Machine(Protocol):
+    """Nodes of a real scheduler on which nothing else runs.
+
+    Attributes
+    ----------
+    nodes
+        Their number.
+    site
+        Name of the kind of site; see :func:`parsl_freetrain.sites.registry.site_types`.
+    settings
+        Of that site, beside those of the mode.
+    address
+        Where the nodes reach this computer; None: found by itself.
+    environment
+        With which the scheduler's commands reach it.
+    """
+
+    nodes: int
+    site: str
+    settings: dict[str, Any]
+    address: str | None
+    environment: dict[str, str]
+
+    def reserve(self, reserved: Reserved, at: float) -> None:
+        """Set the first nodes aside from ``at`` on, in seconds of ``time.time()``."""
+        ...
+
+    def submit(self, job: Ordinary, after: str | None) -> str:
+        """Submit a job of another user, after another one has ended; return its id."""
+        ...
+
+    def tasks(self, job_id: str, job: Ordinary) -> list[str]:
+        """The ids of all of a job's tasks."""
+        ...
+
+    def rows(self) -> list[Row]:
+        """All jobs, also those that are over."""
+        ...
+
+    def full(self) -> bool:
+        """Whether no node is idle."""
+        ...
+
+    def known_as(self, host: str) -> str:
+        """The name of a node in :meth:`rows`."""
+        ...
+
+    def wait(self, condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+        """Wait until this is true."""
+        ...
+
+
+class SlurmMachine:
+    """A whole cluster."""
+
+    site = 'slurm'
+    settings: dict[str, Any] = {'interface': 'lo'}
+    address: str | None = None
+
+    def __init__(self, cluster: Cluster, nodes: int) -> None:
+        self._cluster = cluster
+        self.nodes = nodes
+        self.environment = {'SLURM_CONF': str(cluster.conf)}
+        self.wait = cluster.wait
+
+    def reserve(self, reserved: Reserved, at: float) -> None:
+        begin = time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(at))
+        names = ','.join(first_names(reserved.nodes))
+        self._cluster.run(
+            *('scontrol', 'create', 'reservation', 'users=root', 'flags=maint,ignore_jobs'),
+            *(f'starttime={begin}', f'duration={reserved.minutes}', f'nodes={names}'),
+        )
+
+    def submit(self, job: Ordinary, after: str | None) -> str:
+        options = [f'--nodes={job.nodes}', f'--time={job.minutes}', '--job-name=ordinary']
+        if job.tasks > 1:
+            options.append(f'--array=0-{job.tasks - 1}')
+        if after is not None:
+            options.append(f'--dependency=afterany:{after}')
+        return self._cluster.submit(*options, seconds=job.run_s)
+
+    def tasks(self, job_id: str, job: Ordinary) -> list[str]:
+        return [f'{job_id}_{task}' for task in range(job.tasks)] if job.tasks > 1 else [job_id]
+
+    def rows(self) -> list[Row]:
+        asked = self._cluster.run(
+            'env',
+            'SLURM_TIME_FORMAT=%s',
+            'squeue',
+            '--noheader',
+            '--all',
+            '--states=all',
+            '--format=%i|%S|%e|%T|%N',
+        )
+        fields = (line.split('|') for line in asked.splitlines())
+        return [
+            Row(job, _time(start), _time(end), state == 'COMPLETED', expand(names))
+            for job, start, end, state, names in fields
+        ]
+
+    def full(self) -> bool:
+        return not self._cluster.idle_nodes()
+
+    def known_as(self, host: str) -> str:
+        return host
+
+
+def _time(said: str) -> int:
+    return int(said) if said.isdigit() else 0
+
+
+def first_names(nodes: int) -> tuple[str, ...]:
+    """Names of the first nodes."""
+    return tuple(f'node{number:02d}' for number in range(1, nodes + 1))
+
+
 class Filler:
     """FreeTrain in a process of its own."""
 
-    def __init__(self, cluster: Cluster, folder: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, machine: Machine, folder: Path, settings: dict[str, Any]) -> None:
         self._errors = folder / 'errors'
-        environment = {**os.environ, 'SLURM_CONF': str(cluster.conf), 'PYTHONPATH': os.getcwd()}
+        environment = {**os.environ, **machine.environment, 'PYTHONPATH': os.getcwd()}
+        site = {**machine.settings, **settings}
         with self._errors.open('w') as errors:
             self._process = subprocess.Popen(
-                [sys.executable, '-m', 'tests.slurm.filler', str(folder), json.dumps(settings)],
+                [
+                    *(sys.executable, '-m', 'tests.slurm.filler', str(folder), machine.site),
+                    *(json.dumps(site), *([machine.address] if machine.address else [])),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -116,7 +250,7 @@ class Filler:
 
 def run(
     mix: Mix,
-    nodes: int,
+    machine: Machine,
     folder: Path,
     filling: dict[str, Any] | None,
     ready: Barrier,
@@ -127,70 +261,55 @@ def run(
     FreeTrain begins when all jobs have been submitted.
     """
     folder.mkdir(parents=True)
-    with running_cluster(nodes) as cluster:
-        filler = Filler(cluster, folder, filling) if filling is not None else None
-        try:
-            if filler is not None and blocks_first:
-                filler.begin()
-                cluster.wait(lambda: not cluster.idle_nodes())
-            ready.wait(LIMIT_S)
-            return _watched(cluster, mix, nodes, filler, blocks_first)
-        except BaseException:
-            ready.abort()
-            raise
-        finally:
-            if filler is not None:
-                filler.kill()
+    filler = Filler(machine, folder, filling) if filling is not None else None
+    try:
+        if filler is not None and blocks_first:
+            filler.begin()
+            machine.wait(machine.full)
+        ready.wait(LIMIT_S)
+        return _watched(machine, mix, filler, blocks_first)
+    finally:
+        if filler is not None:
+            filler.kill()
 
 
-def _watched(
-    cluster: Cluster, mix: Mix, nodes: int, filler: Filler | None, blocks_first: bool
-) -> Outcome:
+def _watched(machine: Machine, mix: Mix, filler: Filler | None, blocks_first: bool) -> Outcome:
     zero = time.time()
     reserved: tuple[Ran, ...] = ()
     if mix.reserved is not None:
-        aside = tuple(f'node{number:02d}' for number in range(1, mix.reserved.nodes + 1))
-        at_s, names = mix.reserved.at_s, ','.join(aside)
+        at_s = mix.reserved.at_s
+        aside = first_names(mix.reserved.nodes)
         reserved = (Ran(at_s, at_s + 60 * mix.reserved.minutes, aside),)
-        begin = time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(zero + at_s))
-        cluster.run(
-            *('scontrol', 'create', 'reservation', 'users=root', 'flags=maint,ignore_jobs'),
-            *(f'starttime={begin}', f'duration={mix.reserved.minutes}', f'nodes={names}'),
-        )
+        machine.reserve(mix.reserved, zero + at_s)
     ids: list[str] = []
     for job in mix.jobs:
         time.sleep(max(0.0, zero + job.at_s - time.time()))
-        options = [f'--nodes={job.nodes}', f'--time={job.minutes}', '--job-name=ordinary']
-        if job.tasks > 1:
-            options.append(f'--array=0-{job.tasks - 1}')
-        if job.after is not None:
-            options.append(f'--dependency=afterany:{ids[job.after]}')
-        ids.append(cluster.submit(*options, seconds=job.run_s))
+        ids.append(machine.submit(job, None if job.after is None else ids[job.after]))
     if filler is not None and not blocks_first:
         filler.begin()
     each = [
-        f'{job_id}_{task}' if job.tasks > 1 else job_id
+        task
         for job_id, job in zip(ids, mix.jobs, strict=True)
-        for task in range(job.tasks)
+        for task in machine.tasks(job_id, job)
     ]
 
     def over() -> bool:
-        time.sleep(1.0)  # when a job ended is what Slurm says, not when it was asked
-        done = {row.job for row in rows(cluster) if row.state == 'COMPLETED'}
-        return done.issuperset(each)
+        time.sleep(1.0)  # when a job ended is what the scheduler says, not when it was asked
+        return {row.job for row in machine.rows() if row.completed}.issuperset(each)
 
-    cluster.wait(over, LIMIT_S)
+    machine.wait(over, LIMIT_S)
     answer = filler.end() if filler is not None else {}
     ran = {
         row.job: Ran(row.start - zero, row.end - zero, row.names)
-        for row in rows(cluster)
+        for row in machine.rows()
         if row.names and row.start and row.end
     }
     trained = tuple(
-        (node, begun - zero, ended - zero) for node, begun, ended in answer.get('fragments', ())
+        (machine.known_as(node), begun - zero, ended - zero)
+        for node, begun, ended in answer.get('fragments', ())
     )
     return Outcome(
-        nodes,
+        machine.nodes,
         tuple(ran[job] for job in each),
         tuple(ran[job] for job in ran.keys() - set(each)),
         answer.get('node_s'),
@@ -200,36 +319,11 @@ def _watched(
     )
 
 
-@dataclass(frozen=True)
-class Row:
-    """A job as the queue shows it; times in seconds of ``time.time()``, 0 where there is none."""
-
-    job: str
-    start: int
-    end: int
-    state: str
-    names: tuple[str, ...]
-
-
-def rows(cluster: Cluster) -> list[Row]:
-    asked = cluster.run(
-        'env',
-        'SLURM_TIME_FORMAT=%s',
-        'squeue',
-        '--noheader',
-        '--all',
-        '--states=all',
-        '--format=%i|%S|%e|%T|%N',
-    )
-    fields = (line.split('|') for line in asked.splitlines())
-    return [
-        Row(job, _time(start), _time(end), state, expand(names))
-        for job, start, end, state, names in fields
-    ]
-
-
-def _time(said: str) -> int:
-    return int(said) if said.isdigit() else 0
+@contextmanager
+def own_cluster(name: str, nodes: int) -> Iterator[Machine]:
+    """A Slurm cluster for one of several runs."""
+    with running_cluster(nodes) as cluster:
+        yield SlurmMachine(cluster, nodes)
 
 
 def side_by_side(
@@ -238,14 +332,21 @@ def side_by_side(
     nodes: int,
     folder: Path,
     blocks_first: bool = True,
+    machines: Callable[[str, int], AbstractContextManager[Machine]] = own_cluster,
 ) -> dict[str, Outcome]:
-    """Several runs of one mix at once, each on a cluster of its own: what slows one of them down
-    slows down all. By name: the settings of FreeTrain's site, None: without it.
+    """Several runs of one mix at once, each on nodes of its own: what slows one of them down slows
+    down all. By name: the settings of FreeTrain's site, None: without it.
     """
     ready = Barrier(len(runs))
+
+    def one(name: str) -> Outcome:
+        try:
+            with machines(name, nodes) as machine:
+                return run(mix, machine, folder / name, runs[name], ready, blocks_first)
+        except BaseException:
+            ready.abort()
+            raise
+
     with ThreadPoolExecutor(len(runs)) as pool:
-        futures = {
-            name: pool.submit(run, mix, nodes, folder / name, filling, ready, blocks_first)
-            for name, filling in runs.items()
-        }
+        futures = {name: pool.submit(one, name) for name in runs}
         return {name: future.result() for name, future in futures.items()}

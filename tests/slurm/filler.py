@@ -1,9 +1,9 @@
-"""Fills a cluster's holes with training until it is told to end: ``python -m tests.slurm.filler
-FOLDER SETTINGS``.
+"""Fills a machine's holes with training until it is told to end: ``python -m tests.slurm.filler
+FOLDER KIND SETTINGS [ADDRESS]``.
 
-SETTINGS are those of a SlurmSite, as JSON. It says 'ready' when it could ask for blocks, begins at
-a line on standard input, ends when the input ends, and says then, as JSON, what became of the
-blocks' seconds.
+SETTINGS are those of a site of this KIND, as JSON. It says 'ready' when it could ask for blocks,
+begins at a line on standard input, ends when the input ends, and says then, as JSON, what became of
+the blocks' seconds.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import sys
 from concurrent.futures import wait
 from pathlib import Path
 
-from parsl_freetrain import Checkpoints, Scaling, SlurmSite, freetrain_app
+from parsl_freetrain import Checkpoints, Scaling, freetrain_app
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.summary import summary
+from parsl_freetrain.sites.batch.site import BatchSite
+from parsl_freetrain.sites.registry import site_types
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S
 
@@ -23,7 +25,7 @@ TRAINERS = 8
 PAUSE_S = 0.1  # a step takes as long on every computer
 
 
-def main(folder: str, settings: str) -> None:
+def main(folder: str, kind: str, settings: str, address: str | None = None) -> None:
     # One node each: whatever hole there is, a trainer fits.
     trainer = freetrain_app(
         max_nodes=1,
@@ -31,9 +33,10 @@ def main(folder: str, settings: str) -> None:
         checkpoints=Checkpoints(every_s=5.0),
         scaling=Scaling(rescale_up_s=0.1, rescale_down_s=0.1),
     )(fit)
-    site = SlurmSite(interface='lo', **json.loads(settings))
+    site = site_types()[kind].make(**json.loads(settings))
+    assert isinstance(site, BatchSite)
     with freetrain(
-        Path(folder), site, heartbeat_period=1, heartbeat_threshold=5, hang_s=8.0
+        Path(folder), site, heartbeat_period=1, heartbeat_threshold=5, hang_s=8.0, address=address
     ) as executor:
         print('ready', flush=True)
         sys.stdin.readline()

@@ -54,6 +54,7 @@ LONG = (
 PBS = (
     'tests/sites/pbspro/test_openpbs.py',
     'tests/sites/test_batch_training.py',
+    'tests/pbs/test_zero_delay.py',
     'tests/cli/doctor/test_site.py',
 )
 
