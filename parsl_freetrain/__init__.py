@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from parsl_freetrain.remote.training import RemoteTraining
     from parsl_freetrain.sites.cobalt import CobaltSite
     from parsl_freetrain.sites.local import LocalSite
+    from parsl_freetrain.sites.packed_environment import PackedEnvironment
     from parsl_freetrain.sites.pbspro import PbsSite
     from parsl_freetrain.sites.provider import BackfillProvider
     from parsl_freetrain.sites.slurm import SlurmSite
@@ -50,6 +51,7 @@ _MODULES = {
     'remote.training': ('RemoteTraining',),
     'sites.cobalt': ('CobaltSite',),
     'sites.local': ('LocalSite',),
+    'sites.packed_environment': ('PackedEnvironment',),
     'sites.pbspro': ('PbsSite',),
     'sites.provider': ('BackfillProvider',),
     'sites.slurm': ('SlurmSite',),
@@ -78,6 +80,7 @@ __all__ = [
     'HtexOptions',
     'LocalSite',
     'Owner',
+    'PackedEnvironment',
     'PbsSite',
     'Policy',
     'Progress',

@@ -60,6 +60,7 @@ from parsl_freetrain.ledger.rows import DecisionSettings
 from parsl_freetrain.ledger.store import Ledger
 from parsl_freetrain.ledger.usage import charged, used_node_s
 from parsl_freetrain.sites.named import chosen_provider
+from parsl_freetrain.sites.packed_environment import prepared
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.solver import allocator_named, close_allocator
 from parsl_freetrain.training.process.fork_client import ForkClient
@@ -232,6 +233,7 @@ class FreeTrainExecutor(BlockExecutor):
         )
         undo.callback(lambda: ledger.end_run(run, at=time.time(), how='not started'))
         undo.callback(self.shutdown)
+        self._environment_command = prepared(provider.environment, self.checkpoint_dir)
         log_dir = str(Path(self.checkpoint_dir).absolute() / 'logs')
         if provider.site.is_local:
             # Nodes are processes of this computer, so torch is imported once for all of them.

@@ -14,6 +14,7 @@ from parsl.utils import RepresentationMixin
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import BlockRequest, Hole
+from parsl_freetrain.sites.packed_environment import PackedEnvironment
 from parsl_freetrain.sites.protocols import Adopting, FoundBlock, Site, Yielding
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
         be.
     worker_init
         Shell lines to run in each block before anything else.
+    environment
+        Each node unpacks it to its own disk; None: nodes import from the shared file system.
 
     Raises
     ------
@@ -45,7 +48,12 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
 
     @typeguard.typechecked
     def __init__(
-        self, site: Site, max_blocks: int = 16, min_hole_s: float = 5.0, worker_init: str = ''
+        self,
+        site: Site,
+        max_blocks: int = 16,
+        min_hole_s: float = 5.0,
+        worker_init: str = '',
+        environment: PackedEnvironment | None = None,
     ) -> None:
         if max_blocks < 1:
             raise BadInput(f'BackfillProvider: max_blocks is {max_blocks}; it must be at least 1.')
@@ -58,6 +66,7 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
         self.max_blocks = max_blocks
         self.min_hole_s = min_hole_s
         self.worker_init = worker_init
+        self.environment = environment
         # Parsl asks every provider for these; they keep its scaling from wanting a block.
         self.init_blocks = 0
         self.min_blocks = 0

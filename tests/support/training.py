@@ -68,7 +68,11 @@ def freetrain(
         for name, kind in groups.items()
     }
     executor = FreeTrainExecutor(
-        provider=BackfillProvider(site=site, min_hole_s=settings.pop('min_hole_s', 1.0)),
+        provider=BackfillProvider(
+            site=site,
+            min_hole_s=settings.pop('min_hole_s', 1.0),
+            environment=settings.pop('environment', None),
+        ),
         checkpoint_dir=str(folder / 'checkpoints'),
         **grouped,
         **settings,

@@ -56,6 +56,10 @@ def doctor(
     wait: Annotated[
         float, typer.Option(metavar='S', help='Maximum seconds to wait for this job.')
     ] = 900.0,
+    environment: Annotated[
+        bool,
+        typer.Option(help='Also measure whether to pack the environment for the nodes (minutes).'),
+    ] = False,
     out: Annotated[Path, typer.Option(metavar='FILE', help='The file to write.')] = Path(
         'freetrain-doctor.json'
     ),
@@ -89,6 +93,11 @@ def doctor(
         of_site = examine(site, checkpoints.absolute(), nodes, wait)
     facts = _facts(checkpoints.absolute(), through)
     found = findings(facts) + of_site
+    if environment:
+        from parsl_freetrain.cli.doctor.imports import measure, of_imports
+
+        facts['imports'] = measure(Path(sys.prefix), checkpoints.absolute())
+        found.append(of_imports(facts['imports']))
     if endpoint:
         from parsl_freetrain.cli.doctor.endpoint import ask_endpoint, of_endpoint
 

@@ -33,6 +33,7 @@ class BlockExecutor(HighThroughputExecutor):
         self._adoption: Adoption | None = None
         # Where nodes that import torch themselves write their logs; None: they need not.
         self._node_log_dir: str | None = None
+        self._environment_command = ''  # what unpacks the nodes' environment
 
     def _submit_inner(self, context: dict[str, Any], buffer: bytes) -> HTEXFuture:
         """Parsl's own submission. It supports only one thread, but Parsl's thread and the event
@@ -57,7 +58,8 @@ class BlockExecutor(HighThroughputExecutor):
         template = (
             '' if self._node_log_dir is None else f' --template {shlex.quote(self._node_log_dir)}'
         )
-        command = f'{self._adoption.node_command()}{template} {self._get_launch_command(block_id)}'
+        agent = f'{self._environment_command} {self._adoption.node_command()}{template}'.strip()
+        command = f'{agent} {self._get_launch_command(block_id)}'
         if request.walltime_s is not None:
             # If --drain_period is given several times, the last one counts.
             command += f' --drain_period={max(1, int(request.walltime_s))}'

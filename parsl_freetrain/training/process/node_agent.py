@@ -28,6 +28,7 @@ import contextlib
 import os
 import secrets
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -48,6 +49,7 @@ from parsl_freetrain.training.spec.messages import Notice
 NOTICE_VARIABLE = 'FREETRAIN_NODE_NOTICE'
 TEMPLATE_VARIABLE = 'FREETRAIN_NODE_TEMPLATE'
 SHELL_VARIABLE = 'FREETRAIN_NODE_SHELL'
+ENVIRONMENT_VARIABLE = 'FREETRAIN_ENVIRONMENT'
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 _LOOK_S = 1.0  # between two checks for a new holder
 _FAREWELL_S = 1.0  # for members' results to reach the executor, through Parsl's manager
@@ -287,6 +289,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if template is not None:
             template.stop(_FAREWELL_S)
         end_descendants()
+        unpacked = Path(os.environ.get(ENVIRONMENT_VARIABLE, ''))
+        if unpacked.name.startswith('freetrain-environment-'):
+            shutil.rmtree(unpacked, ignore_errors=True)
 
 
 def _start_template(folder: Path) -> ForkClient | None:

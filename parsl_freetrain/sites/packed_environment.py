@@ -1,0 +1,159 @@
+"""A Python environment in one file, which nodes unpack to their own disk: many nodes that import
+from a shared file system at once wait for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
+from parsl_freetrain.core.model.settings import Settings
+from parsl_freetrain.host import files
+
+SCRIPT = Path(__file__).with_name('use_environment.sh')
+FOLDER = 'environment'
+_SAID = 500
+
+
+class PackedEnvironment(Settings, frozen=True, kw_only=True):
+    """Packs a Python environment once per run. Each node unpacks it when its block starts, and uses
+    it instead of the one on the shared file system.
+
+    If a node cannot unpack it, the node uses the shared environment, and its log says why.
+
+    Attributes
+    ----------
+    archive
+        A file that conda-pack or venv-pack has made; None: ``prefix`` is packed when the executor
+        starts, into ``environment/`` of its checkpoint_dir. This needs the extra ``pack``.
+    prefix
+        The environment to pack; None: that of this process. Packages that are installed in editable
+        mode cannot be packed.
+    local
+        A folder on each node's own disk; None: TMPDIR there, or /tmp.
+
+    Raises
+    ------
+    BadInput
+        If a value cannot be used.
+    """
+
+    archive: str | None = None
+    prefix: str | None = None
+    local: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.archive is not None and self.prefix is not None:
+            raise BadInput(
+                'PackedEnvironment was given an archive and a prefix; give the archive that is '
+                'there, or the prefix to pack.'
+            )
+        if self.archive is not None and not os.access(self.archive, os.R_OK):
+            raise BadInput(
+                f'PackedEnvironment: the archive {self.archive!r} cannot be read; name a file that '
+                'conda-pack or venv-pack has made.'
+            )
+        if self.prefix is not None:
+            packer(Path(self.prefix))
+        if self.local is not None and not os.path.isabs(self.local):
+            raise BadInput(
+                f'PackedEnvironment: local is {self.local!r}; give the absolute path of a folder '
+                "on the nodes' own disks."
+            )
+
+    def prepare(self, checkpoint_dir: Path) -> str:
+        """Pack the environment.
+
+        Returns
+        -------
+        str
+            What comes before the command of a node, as a shell command.
+
+        Raises
+        ------
+        BadInput
+            The environment cannot be packed.
+        FreeTrainError
+            The archive cannot be written or read.
+        """
+        folder = checkpoint_dir.absolute() / FOLDER
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self.archive is not None:
+                archive = Path(self.archive).absolute()
+            else:
+                archive = pack(Path(self.prefix or sys.prefix), folder / 'environment.tar')
+            script = folder / SCRIPT.name  # nodes may not see our packages yet
+            files.replace(script, SCRIPT.read_bytes())
+            with archive.open('rb') as file:
+                found = hashlib.file_digest(file, 'sha256').hexdigest()
+        except OSError as error:
+            raise FreeTrainError(
+                f'The environment for the nodes could not be packed in {folder}: {error}.'
+            ) from error
+        return shlex.join(['/bin/bash', str(script), str(archive), found, self.local or ''])
+
+
+def prepared(environment: PackedEnvironment | None, checkpoint_dir: str) -> str:
+    """What comes before the command of a node; see :meth:`PackedEnvironment.prepare`."""
+    return '' if environment is None else environment.prepare(Path(checkpoint_dir))
+
+
+def packer(prefix: Path) -> str:
+    """The module that packs this kind of environment.
+
+    Raises
+    ------
+    BadInput
+        It is no virtual or conda environment, or the module is not installed.
+    """
+    if (prefix / 'conda-meta').is_dir():
+        module = 'conda_pack'
+    elif (prefix / 'pyvenv.cfg').is_file():
+        module = 'venv_pack'
+    else:
+        raise BadInput(
+            f'{prefix} is no virtual environment and no conda environment, so it cannot be packed: '
+            'run from one, or give PackedEnvironment the archive of one.'
+        )
+    if find_spec(module) is None:
+        raise BadInput(
+            f'Packing {prefix} needs {module.replace("_", "-")}, which is not installed: '
+            "pip install 'parsl-freetrain[pack]'."
+        )
+    return module
+
+
+def pack(prefix: Path, archive: Path) -> Path:
+    """Pack an environment into a tar file; returns the file.
+
+    Raises
+    ------
+    BadInput
+        It cannot be packed.
+    """
+    module = packer(prefix)
+    partial = archive.with_name(f'.{archive.name}')
+    main = f'from {module}.{"__main__" if module == "venv_pack" else "cli"} import main; main()'
+    options = ['--prefix', str(prefix), '--output', str(partial), '--format', 'tar', '--force']
+    done = subprocess.run(
+        [sys.executable, '-P', '-c', main, *options, '--quiet'],
+        # What it writes first goes beside the archive, not into a small /tmp.
+        env={**os.environ, 'TMPDIR': str(archive.parent)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        partial.unlink(missing_ok=True)
+        said = (done.stderr or done.stdout).strip()[-_SAID:]
+        raise BadInput(f'The environment {prefix} could not be packed into {archive}: {said}')
+    partial.replace(archive)
+    return archive

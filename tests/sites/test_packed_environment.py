@@ -1,0 +1,171 @@
+"""An environment that nodes unpack to their own disk. The tests pack a small one, which has the
+packages of the tests' own by reference.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parsl_freetrain import BadInput, FragmentContext, LocalSite, PackedEnvironment, freetrain_app
+from parsl_freetrain.sites import packed_environment
+from parsl_freetrain.sites.packed_environment import packer
+from tests.chaos.disks import DISK_MB, small_disk
+from tests.support.ranks import finish
+from tests.support.training import freetrain
+from tests.support.waiting import LIMIT_S
+
+pytest.importorskip('venv_pack')
+ROOT = Path(__file__).resolve().parents[2]
+TELL = ['python3', '-c', 'import sys; print(sys.prefix)']
+
+
+@pytest.fixture(scope='module')
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment whose path has a space."""
+    made = tmp_path_factory.mktemp('environment') / 'of the tests'
+    venv.create(made, symlinks=True)
+    site = next(made.glob('lib/python*/site-packages'))
+    paths = f'sys.path[:0] = [{str(ROOT)!r}, {sysconfig.get_path("purelib")!r}]'
+    (site / 'own.pth').write_text(f'import sys; {paths}\n')
+    return made
+
+
+@pytest.fixture(scope='module')
+def archive(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    PackedEnvironment(prefix=str(prefix)).prepare(tmp_path_factory.mktemp('a') / 'with a space')
+    return next(tmp_path_factory.getbasetemp().glob('a*/with a space/environment/*.tar'))
+
+
+def run(command: str, local: Path) -> tuple[str, str]:
+    """The environment in which a node's command runs, and what was said."""
+    environment = {**os.environ, 'TMPDIR': str(local), 'PYTHONPATH': ''}
+    tell = subprocess.list2cmdline(TELL)
+    done = subprocess.run(
+        ['/bin/bash', '-c', f'{command} {tell}'],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip(), done.stderr
+
+
+def train(ctx: FragmentContext) -> str:
+    finish(ctx)
+    return sys.prefix
+
+
+def test_ranks_run_in_the_unpacked_environment(tmp_path: Path, prefix: Path) -> None:
+    local = tmp_path / 'local disk'
+    local.mkdir()
+    packed = PackedEnvironment(prefix=str(prefix), local=str(local))
+    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), environment=packed) as executor:
+        trained_in = freetrain_app(max_nodes=1, total_epochs=1)(train)().result(LIMIT_S).result
+        (used,) = local.iterdir()
+        assert trained_in == str(used)
+    # The local site kills its nodes, so the next one removes what they have left.
+    found, _ = run(executor._environment_command, tmp_path)
+    assert Path(found).parent == local
+    assert [str(path) for path in local.iterdir()] == [found]
+
+
+def truncated(archive: Path, local: Path) -> None:
+    os.truncate(archive, archive.stat().st_size // 2)
+
+
+def flipped(archive: Path, local: Path) -> None:
+    content = bytearray(archive.read_bytes())
+    content[len(content) // 2] ^= 1
+    archive.write_bytes(content)
+
+
+def no_room(archive: Path, local: Path) -> None:
+    with (local / 'filler').open('wb', buffering=0) as file, suppress(OSError):
+        while file.write(bytes(DISK_MB << 18)):
+            pass
+
+
+@pytest.mark.parametrize(
+    ('damage', 'says'),
+    [
+        (lambda archive, local: None, ''),
+        (truncated, 'is not what was packed'),
+        (flipped, 'is not what was packed'),
+        (lambda archive, local: archive.unlink(), 'cannot be read'),
+        (lambda archive, local: local.rmdir(), 'no folder can be made in'),
+        (no_room, 'No space left on device'),
+    ],
+    ids=['good', 'truncated', 'flipped', 'gone', 'no-folder', 'no-room'],
+)
+def test_a_node_that_cannot_unpack_it_says_why_and_uses_the_shared_one(
+    tmp_path: Path, archive: Path, damage: Callable[[Path, Path], None], says: str
+) -> None:
+    own, local = tmp_path / 'an archive.tar', tmp_path / 'local disk'
+    own.write_bytes(archive.read_bytes())
+    command = PackedEnvironment(archive=str(own)).prepare(tmp_path)
+    if damage is no_room:
+        with small_disk(local) as mounted:
+            if not mounted:
+                pytest.skip('needs root, for a small disk')
+            damage(own, local)
+            found, said = run(command, local)
+            assert [path.name for path in local.iterdir()] == ['filler']
+    else:
+        local.mkdir()
+        damage(own, local)
+        found, said = run(command, local)
+    assert says in said
+    assert ('is not used' in said) is bool(says)
+    assert found == (sys.prefix if says else found)
+    assert says or Path(found).parent == local
+
+
+def test_an_environment_that_does_not_work_on_the_node_is_not_used(
+    tmp_path: Path, prefix: Path
+) -> None:
+    bare = tmp_path / 'bare'
+    venv.create(bare, symlinks=True)
+    (tmp_path / 'local').mkdir()
+    command = PackedEnvironment(prefix=str(bare)).prepare(tmp_path)
+    found, said = run(command, tmp_path / 'local')
+    assert found == sys.prefix
+    assert "No module named 'parsl_freetrain'" in said
+    assert not list((tmp_path / 'local').iterdir())
+
+
+@pytest.mark.parametrize(
+    ('settings', 'says'),
+    [
+        ({'archive': 'a', 'prefix': 'b'}, 'an archive and a prefix; give'),
+        ({'archive': '/nowhere.tar'}, "'/nowhere.tar' cannot be read; name a file"),
+        ({'prefix': '/'}, '/ is no virtual environment and no conda environment'),
+        ({'local': 'scratch'}, "local is 'scratch'; give the absolute path"),
+        ({'locl': '/tmp'}, "no argument 'locl'; say local"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        PackedEnvironment(**settings)
+
+
+def test_what_cannot_be_packed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tmp_path / 'editable'
+    venv.create(made, symlinks=True)
+    site = next(made.glob('lib/python*/site-packages'))
+    (site / 'editable.pth').write_text('/somewhere/src\n')
+    with pytest.raises(BadInput, match=r'could not be packed into .* editable'):
+        PackedEnvironment(prefix=str(made)).prepare(tmp_path)
+    assert sorted(path.name for path in (tmp_path / 'environment').iterdir()) == []
+    monkeypatch.setattr(packed_environment, 'find_spec', lambda name: None)
+    with pytest.raises(BadInput, match=r"venv-pack, which is not installed: pip install 'parsl"):
+        packer(made)
