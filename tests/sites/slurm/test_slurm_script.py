@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import BlockRequest
+from parsl_freetrain.sites.batch.records import Partition
 from parsl_freetrain.sites.batch.shape import BlockShape, Place, is_block_of, job_name, shape_for
 from parsl_freetrain.sites.named import site_in_table
 from parsl_freetrain.sites.provider import BackfillProvider
@@ -100,6 +102,17 @@ def test_nodes_are_named_only_where_asked() -> None:
     assert '--nodelist=a,b' in render(
         options(), BlockShape(2, 300, 300, names=('a', 'b')), PLACE, 'true'
     )
+
+
+def test_nodes_that_a_request_avoids_are_excluded(tmp_path: Path) -> None:
+    """Such as one with a broken device."""
+    site = SlurmSite(partition='batch')
+    site.script_dir = str(tmp_path)
+    request = BlockRequest(2, 300.0, avoid=('a', 'b'))
+    _, _, script = site._submitter.preview(
+        request, Partition('batch'), tmp_path, 'block', 'true', ''
+    )
+    assert '#SBATCH --exclude=a,b' in script
 
 
 def test_what_a_user_writes_stays_one_word(tmp_path: Path) -> None:
