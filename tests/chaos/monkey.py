@@ -27,13 +27,12 @@ from pathlib import Path
 import psutil
 import torch
 
-from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.testing import corrupt_checkpoint, full_disk, half_write_checkpoint
 from parsl_freetrain.training.checkpoint.export import same_weights
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
-from tests.chaos.disks import full_inodes, small_disk
-from tests.chaos.training import BATCH, NAME, SAMPLES
+from tests.chaos.blows import KINDS, ON_SMALL_DISK, strike
+from tests.chaos.disks import small_disk
+from tests.chaos.training import BATCH, NAME, SAMPLES, orders_in
 from tests.support.processes import victims
 from tests.support.training import weights
 from tests.support.waiting import LIMIT_S, looks
@@ -41,23 +40,6 @@ from tests.support.waiting import LIMIT_S, looks
 ROOT = Path(__file__).resolve().parent.parent.parent
 MARK = 'FREETRAIN_CHAOS_RUN'
 SLOW_S = 15.0
-# How often each is done, relative to the others.
-WEIGHTS = {
-    'rank': 8,
-    'stop rank': 2,
-    'manager': 4,
-    'block': 3,
-    'submitting process': 2,
-    'corrupt checkpoint': 2,
-    'half-written checkpoint': 2,
-    'full disk': 2,
-    'full inodes': 2,
-    'damaged ledger': 2,
-    'notice': 2,
-    'worker': 2,
-    'interchange': 1,
-}
-ON_SMALL_DISK = ('full disk', 'full inodes')
 
 
 class Broken(AssertionError):
@@ -80,8 +62,13 @@ class Run:
     def store(self) -> Path:
         return self.folder / 'checkpoints' / NAME
 
+    @property
+    def orders(self) -> Path:
+        return orders_in(self.folder)
+
     def start(self, epochs: int, *, faults: bool = True, nodes: int = 0) -> None:
         self.starts += 1
+        self.orders.mkdir(parents=True, exist_ok=True)
         with (self.folder.parent / 'output').open('ab') as output:
             self.process = subprocess.Popen(
                 [
@@ -155,18 +142,20 @@ class Monkey:
     ) -> None:
         self.run = run
         self.draw = random.Random(seed)
-        self.kinds = {kind: weight for kind, weight in WEIGHTS.items() if kind in kinds}
+        self.kinds = {kind: weight for kind, (weight, _) in KINDS.items() if kind in kinds}
         self.counts: Counter[str] = Counter()
         self.say = say
 
-    def rampage(self, fragments: int, epochs: int) -> None:
-        """Strike until this number of fragments has run; the trainer must recover from each fault
-        before the next but one.
+    def rampage(self, fragments: int, blows: int, epochs: int) -> None:
+        """Strike until this number of fragments has run and this number of blows was dealt; the
+        trainer must recover from each fault before the next but one.
         """
         order = list(self.kinds)  # each kind once, then at random
         self.draw.shuffle(order)
         self.run.start(epochs)
-        while self.run.fragments() < fragments or order:
+        struck = 0
+        while self.run.fragments() < fragments or struck < blows or order:
+            struck += 1
             before, since = self.run.saved(), time.monotonic()
             time.sleep(self.draw.expovariate(1 / 0.5))
             kind = (
@@ -175,7 +164,7 @@ class Monkey:
                 else self.draw.choices(list(self.kinds), list(self.kinds.values()))[0]
             )
             for _ in looks(math.inf):
-                if self.strike(kind):
+                if strike(self.run, self.draw, kind):
                     break
                 self.keep_going(epochs, since, kind)
             self.counts[kind] += 1
@@ -220,39 +209,6 @@ class Monkey:
                 f'nodes: {nodes}, blows: {dict(self.counts)}'
             )
 
-    def strike(self, kind: str) -> bool:
-        """Do it; False if there was nothing to strike."""
-        run = self.run
-        with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, BadInput):
-            match kind:
-                case 'submitting process':
-                    if not run.running() or run.process is None:
-                        return False
-                    run.process.kill()
-                    run.process.wait()
-                    run.start(10**6)
-                case 'corrupt checkpoint':
-                    corrupt_checkpoint(run.store, seed=self.draw.randrange(1000), bits=3)
-                case 'half-written checkpoint':
-                    half_write_checkpoint(run.store)
-                case 'full disk':
-                    with full_disk(run.folder / 'checkpoints'):
-                        time.sleep(1.0)
-                case 'full inodes':
-                    with full_inodes(run.folder / 'checkpoints'):
-                        time.sleep(1.0)
-                case 'damaged ledger':
-                    ledger = run.folder / 'checkpoints' / 'ledger.sqlite'
-                    os.truncate(ledger, ledger.stat().st_size // 2)
-                case 'stop rank' | 'notice':
-                    self.draw.choice(run.of_kind('rank') or [psutil.Process(2**22)]).send_signal(
-                        signal.SIGSTOP if kind == 'stop rank' else signal.SIGTERM
-                    )
-                case _:
-                    self.draw.choice(run.of_kind(kind) or [psutil.Process(2**22)]).kill()
-            return True
-        return False
-
 
 def final(folder: Path) -> Checkpoint:
     checkpoint = PosixCheckpointStore(folder / 'checkpoints' / NAME, NAME).latest()
@@ -292,7 +248,8 @@ def chaos(
     faults_every: int,
     folder: Path,
     say: Callable[[str], None] = print,
-    kinds: Collection[str] = tuple(WEIGHTS),
+    kinds: Collection[str] = tuple(KINDS),
+    blows: int = 0,
 ) -> Counter[str]:
     """One run of chaos with blows of these kinds; what was done, by kind.
 
@@ -309,7 +266,7 @@ def chaos(
         possible = {kind for kind in kinds if disk or kind not in ON_SMALL_DISK}
         monkey = Monkey(run, seed, possible, say)
         try:
-            monkey.rampage(fragments, 10**6)
+            monkey.rampage(fragments, blows, 10**6)
             run.kill()
             epochs = run.saved() // SAMPLES + 2
             ended = to_the_end(run, epochs)
@@ -343,6 +300,7 @@ def main() -> int:
         'undisturbed run.'
     )
     parser.add_argument('--fragments', type=int, default=200)
+    parser.add_argument('--blows', type=int, default=0, help='and at least this number of blows')
     parser.add_argument('--seed', type=int, default=1)
     parser.add_argument('--nodes', type=int, default=3)
     parser.add_argument(
@@ -365,6 +323,7 @@ def main() -> int:
                 given.faults_every,
                 folder,
                 lambda line: print(line, flush=True),
+                blows=given.blows,
             )
         except Broken as broken:
             print(f'BROKEN: {broken}')

@@ -15,7 +15,10 @@ from tests.chaos.training import BATCH, SAMPLES
 @pytest.mark.slow
 def test_blows_at_random_change_no_bit_and_count_no_sample_twice(tmp_path: Path) -> None:
     """Each of these kinds of blow at least once; 'make chaos' has more."""
-    kinds = monkey.WEIGHTS.keys() - {'worker', 'interchange', 'notice'}
+    kinds = {
+        'rank', 'stop rank', 'manager', 'block', 'submitting process', 'corrupt checkpoint',
+        'half-written checkpoint', 'full disk', 'full inodes', 'damaged ledger',
+    }  # fmt: skip
     said: list[str] = []
     counts = monkey.chaos(
         fragments=8, seed=4, nodes=3, faults_every=4, folder=tmp_path, say=said.append, kinds=kinds

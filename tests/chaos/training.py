@@ -11,7 +11,10 @@ from __future__ import annotations
 import faulthandler
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import parsl
@@ -30,10 +33,22 @@ from parsl_freetrain import (
     Timeouts,
     freetrain_app,
 )
-from parsl_freetrain.testing import disk_full_at, fail_at, kill_between, stop_at, with_faults
+from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.testing import (
+    disk_full_at,
+    fail_at,
+    kill_between,
+    scheduler_silent_for,
+    stop_at,
+    with_faults,
+)
 from parsl_freetrain.testing.faults import Fault
+from tests.chaos.points import with_blows
 
 SAMPLES, BATCH = 64, 8
+SILENCES, PAUSE_S = ('scheduler silent', 'scheduler refuses'), 3.0
+"""Blows that the submitting process deals to itself, and for how long."""
+
 NAME = 'chaos'
 HANG_S = 8.0
 
@@ -98,21 +113,53 @@ def faults(seed: int, every: int) -> list[Fault]:
     )
 
 
-def app(epochs: int, nodes: int, broken: tuple[Any, ...]) -> Any:
+def orders_in(folder: str | Path) -> Path:
+    """Where files say which blows are wanted from within."""
+    return Path(folder) / 'orders'
+
+
+def app(epochs: int, nodes: int, broken: tuple[Any, ...], orders: Path) -> Any:
     return freetrain_app(
         max_nodes=nodes,
         total_epochs=epochs,
         scaling=Scaling(rate={1: 1.0, 2: 1.9, 4: 3.5}, rescale_up_s=0.1, rescale_down_s=0.1),
         checkpoints=Checkpoints(every_s=0.2),
         mode=Reproducible(shards=4),
-    )(with_faults(counted, *broken))
+    )(with_blows(with_faults(counted, *broken), orders))
+
+
+def watch_scheduler(provider: BackfillProvider, orders: Path) -> None:
+    """Let the site answer no questions, or open no blocks, for a while when that is wanted."""
+    site: Any = provider.site
+    open_block = site.open_block
+    refuses_until = 0.0
+
+    def refuse(*given: Any, **options: Any) -> Any:
+        if time.monotonic() < refuses_until:
+            raise FreeTrainError('the scheduler accepts no job, as a test wants it')
+        return open_block(*given, **options)
+
+    site.open_block = refuse
+    while True:
+        time.sleep(0.1)
+        for order in orders.iterdir():
+            if order.name in SILENCES:
+                order.unlink()
+                if order.name == 'scheduler silent':
+                    scheduler_silent_for(provider, PAUSE_S)
+                else:
+                    refuses_until = time.monotonic() + PAUSE_S
 
 
 def main(folder: str, epochs: str, nodes: str, every: str, seed: str) -> None:
     faulthandler.register(signal.SIGUSR2)  # to see what it waits for, should it hang
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let it be ignored
     broken = tuple(faults(int(seed), int(every)))
+    provider = BackfillProvider(site=LocalSite(nodes=int(nodes), poll_s=0.2), min_hole_s=1.0)
+    orders = orders_in(folder)
+    threading.Thread(target=watch_scheduler, args=(provider, orders), daemon=True).start()
     executor = FreeTrainExecutor(
-        provider=BackfillProvider(site=LocalSite(nodes=int(nodes), poll_s=0.2), min_hole_s=1.0),
+        provider=provider,
         checkpoint_dir=f'{folder}/checkpoints',
         policy=Policy(horizon_s=20.0, retries=10_000),
         timeouts=Timeouts(hang_s=HANG_S, stop_grace_s=2.0),
@@ -121,7 +168,7 @@ def main(folder: str, epochs: str, nodes: str, every: str, seed: str) -> None:
     )
     with parsl.load(Config(executors=[executor], strategy='none', run_dir=f'{folder}/runinfo')):
         print(
-            app(int(epochs), nodes=int(nodes), broken=broken)(
+            app(int(epochs), nodes=int(nodes), broken=broken, orders=orders)(
                 pause_s=0.02 if every != '0' else 0.0, trainer_name=NAME
             )
             .result()

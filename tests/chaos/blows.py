@@ -1,0 +1,147 @@
+"""The kinds of blows of a chaos run, and how each is dealt."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.testing import corrupt_checkpoint, full_disk, half_write_checkpoint
+from parsl_freetrain.training.checkpoint.layout import directories
+from parsl_freetrain.training.checkpoint.manifest import MANIFEST, MARKER, is_committed
+from tests.chaos import points
+from tests.chaos.disks import full_inodes
+from tests.chaos.training import PAUSE_S, SILENCES
+from tests.support.waiting import LIMIT_S, looks
+
+if TYPE_CHECKING:
+    from tests.chaos.monkey import Run
+
+PATIENCE_S = 15.0  # for a rank to reach a point where a blow waits for it
+
+Blow = Callable[['Run', random.Random], object]
+
+
+def _one(run: Run, draw: random.Random, kind: str, number: signal.Signals) -> None:
+    draw.choice(run.of_kind(kind) or [psutil.Process(2**22)]).send_signal(number)
+
+
+def _all(run: Run, draw: random.Random, kind: str) -> None:
+    for process in run.of_kind(kind) or [psutil.Process(2**22)]:
+        process.kill()
+
+
+def _paused(run: Run, draw: random.Random, kind: str) -> None:
+    process = draw.choice(run.of_kind(kind) or [psutil.Process(2**22)])
+    process.suspend()
+    time.sleep(PAUSE_S)
+    process.resume()
+
+
+def _submitting(run: Run, draw: random.Random, number: signal.Signals) -> None:
+    if run.process is None or not run.running():
+        raise FileNotFoundError
+    run.process.send_signal(number)
+    if number == signal.SIGSTOP:
+        time.sleep(PAUSE_S)
+        run.process.send_signal(signal.SIGCONT)
+        return
+    run.process.wait(LIMIT_S)
+    run.start(10**6)
+
+
+def _newest(run: Run) -> Path:
+    """The newest checkpoint, if there is one before it."""
+    found = [folder for folder in directories(run.store) if is_committed(folder)]
+    if len(found) < 2:
+        raise FileNotFoundError
+    return found[-1]
+
+
+def _ledger(run: Run) -> Path:
+    return run.folder / 'checkpoints' / 'ledger.sqlite'
+
+
+def _full_disk(run: Run, draw: random.Random) -> None:
+    with full_disk(run.folder / 'checkpoints'):
+        time.sleep(1.0)
+
+
+def _full_inodes(run: Run, draw: random.Random) -> None:
+    with full_inodes(run.folder / 'checkpoints'):
+        time.sleep(1.0)
+
+
+def _ordered(run: Run, draw: random.Random, kind: str) -> None:
+    """Leave a file for whoever deals the blow, and wait until it is taken. Nodes go, so that there
+    are fragments that begin and hand over their state.
+    """
+    order = run.orders / kind
+    order.touch()
+    place = points.BLOWS[kind][0] if kind in points.BLOWS else ''
+    if place in ('function begins', 'prepared', 'leaving'):
+        _one(run, draw, 'block', signal.SIGKILL)
+    for _ in looks(PATIENCE_S):
+        if not order.exists():
+            return
+    order.unlink()  # raises FileNotFoundError if it was taken at the last moment
+
+
+_KILL, _STOP = signal.SIGKILL, signal.SIGSTOP
+KINDS: dict[str, tuple[int, Blow]] = {
+    'rank': (8, partial(_one, kind='rank', number=_KILL)),
+    'stop rank': (2, partial(_one, kind='rank', number=_STOP)),
+    'notice': (2, partial(_one, kind='rank', number=signal.SIGTERM)),
+    'all ranks': (1, partial(_all, kind='rank')),
+    'manager': (4, partial(_one, kind='manager', number=_KILL)),
+    'stop manager': (1, partial(_one, kind='manager', number=_STOP)),
+    'manager paused': (1, partial(_paused, kind='manager')),
+    'all managers': (1, partial(_all, kind='manager')),
+    'worker': (2, partial(_one, kind='worker', number=_KILL)),
+    'stop worker': (1, partial(_one, kind='worker', number=_STOP)),
+    'block': (3, partial(_one, kind='block', number=_KILL)),
+    'stop block': (1, partial(_one, kind='block', number=_STOP)),
+    'all blocks': (1, partial(_all, kind='block')),
+    'interchange': (1, partial(_one, kind='interchange', number=_KILL)),
+    'interchange paused': (1, partial(_paused, kind='interchange')),
+    'submitting process': (2, partial(_submitting, number=_KILL)),
+    'submitting process interrupted': (1, partial(_submitting, number=signal.SIGINT)),
+    'submitting process paused': (1, partial(_submitting, number=_STOP)),
+    'corrupt checkpoint': (
+        2,
+        lambda run, draw: corrupt_checkpoint(run.store, seed=draw.randrange(1000), bits=3),
+    ),
+    'half-written checkpoint': (2, lambda run, draw: half_write_checkpoint(run.store)),
+    'checkpoint deleted': (1, lambda run, draw: shutil.rmtree(_newest(run))),
+    'marker deleted': (1, lambda run, draw: (_newest(run) / MARKER).unlink()),
+    'table cut': (1, lambda run, draw: os.truncate(_newest(run) / MANIFEST, 100)),
+    'full disk': (2, _full_disk),
+    'full inodes': (2, _full_inodes),
+    'damaged ledger': (
+        2,
+        lambda run, draw: os.truncate(_ledger(run), _ledger(run).stat().st_size // 2),
+    ),
+    'ledger overwritten': (1, lambda run, draw: _ledger(run).write_bytes(b'x' * 5000)),
+    **{kind: (1, partial(_ordered, kind=kind)) for kind in (*SILENCES, *points.BLOWS)},
+}
+"""How often each kind is dealt relative to the others, and how."""
+
+ON_SMALL_DISK = ('full disk', 'full inodes')
+
+
+def strike(run: Run, draw: random.Random, kind: str) -> bool:
+    """Deal a blow; False if there was nothing to strike."""
+    try:
+        KINDS[kind][1](run, draw)
+    except (psutil.NoSuchProcess, FileNotFoundError, BadInput):
+        return False
+    return True

@@ -1,0 +1,139 @@
+"""Blows inside a rank, at a point with a name, when they are wanted from outside.
+
+Who wants one makes a file with its name. The first rank that reaches the point removes the file,
+and is struck.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from parsl_freetrain.host.processes import tcp_sockets
+from parsl_freetrain.testing.faults import Injected
+from parsl_freetrain.training.checkpoint import fault_hooks
+
+Point = Literal[
+    'function begins', 'prepared', 'step', 'exchange', 'exchanged', 'stepped', 'epoch', 'leaving',
+    'begin', 'written', 'manifest', 'before-commit', 'committed',
+]  # fmt: skip
+"""Where: the last five are stages of saving a checkpoint."""
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _fail() -> None:
+    raise Injected('the function fails, as a test wants it')
+
+
+def _exit() -> None:
+    os._exit(0)
+
+
+def _disconnect() -> None:
+    for sock in tcp_sockets():
+        try:
+            sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+
+def _no_large_files() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    mend = threading.Timer(1.0, resource.setrlimit, (resource.RLIMIT_FSIZE, (hard, hard)))
+    mend.daemon = True
+    mend.start()
+
+
+BLOWS: dict[str, tuple[Point, Callable[[], None]]] = {
+    'kill as the function begins': ('function begins', _kill),
+    'kill when the state is restored': ('prepared', _kill),
+    'kill in a step': ('step', _kill),
+    'kill in an exchange': ('exchange', _kill),
+    'kill after an exchange': ('exchanged', _kill),
+    'kill after a step': ('stepped', _kill),
+    'kill at the end of an epoch': ('epoch', _kill),
+    'kill in a handover': ('leaving', _kill),
+    'kill as a save begins': ('begin', _kill),
+    'kill when the data are written': ('written', _kill),
+    'kill when the table is written': ('manifest', _kill),
+    'kill before the commit': ('before-commit', _kill),
+    'kill after the commit': ('committed', _kill),
+    'stop in a step': ('step', _stop),
+    'stop in an exchange': ('exchange', _stop),
+    'stop in a save': ('written', _stop),
+    'error': ('step', _fail),
+    'end without a word': ('step', _exit),
+    'connections shut down': ('step', _disconnect),
+    'files cannot grow': ('begin', _no_large_files),
+}
+"""The point and what happens there, by name."""
+
+
+def with_blows(function: Callable[..., Any], folder: Path) -> Callable[..., Any]:
+    """The function, struck by those of :data:`BLOWS` whose files are in ``folder``."""
+
+    def reached(point: str) -> None:
+        for name, (where, strike) in BLOWS.items():
+            if where == point:
+                try:
+                    (folder / name).unlink()
+                except FileNotFoundError:
+                    continue
+                strike()
+
+    @functools.wraps(function)
+    def struck(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        from parsl_freetrain.training.loop import handover_send  # not where there is no rank
+
+        reached('function begins')
+        fault_hooks.on_saving.append(reached)
+        pack: Any = handover_send.pack
+
+        def leave(state: Any) -> Any:
+            reached('leaving')
+            return pack(state)
+
+        vars(handover_send)['pack'] = leave
+        prepare, loop = ctx.prepare, ctx.loop
+
+        def prepared(*given: Any, **options: Any) -> Any:
+            found = prepare(*given, **options)
+            reached('prepared')
+            steps = ctx._model.steps
+            exchange = steps._exchange
+
+            def exchanged(*what: Any) -> Any:
+                reached('exchange')
+                answer = exchange(*what)
+                reached('exchanged')
+                return answer
+
+            vars(steps)['_exchange'] = exchanged
+            ctx.after_step(lambda: reached('stepped'))
+            ctx.each_epoch(lambda: reached('epoch'))
+            return found
+
+        def batches(*given: Any, **options: Any) -> Iterator[Any]:
+            for batch in loop(*given, **options):
+                reached('step')
+                yield batch
+
+        ctx.prepare, ctx.loop = prepared, batches
+        return function(ctx, *args, **kwargs)
+
+    return struck
