@@ -1,0 +1,71 @@
+"""A training over nodes that are computers of their own, one of which is cut off for a while."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.training.checkpoint.export import load_weights
+from tests.support.computers import Computer, computers
+from tests.support.login import SEED, SHARDS
+from tests.support.ranks import order, ranks, warm_parent
+from tests.support.training import fit
+from tests.support.waiting import LIMIT_S, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+EPOCHS, PAUSE_S = 2, 0.05
+CUT_S = float(os.environ.get('FREETRAIN_CUT_S', '0'))
+"""Minimum length of the cut; it lasts at least until the node has been given up."""
+
+
+def cut_off_and_back(folder: Path, far: Computer) -> None:
+    """Cut a node off when a fragment over both has saved a checkpoint, until it is given up."""
+    ledger_path = folder / 'checkpoints' / 'ledger.sqlite'
+    wait_until(ledger_path.exists)
+    with Reader(ledger_path) as ledger:
+        wait_until(lambda: ledger.story().checkpoints)
+        first = ledger.story().fragments[0]
+        assert first.ended_at is None
+        assert len(first.nodes) == 2
+        far.cut_off()
+        began = time.monotonic()
+        wait_until(lambda: ledger.story().fragments[0].ending)
+        assert ledger.story().fragments[0].ending == 'preempted'
+        time.sleep(max(0.0, began + CUT_S - time.monotonic()))
+        far.join_again()
+        wait_until(lambda: len(ledger.story().fragments) > 1)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_cut_off_and_a_bad_line_change_no_bit(tmp_path: Path) -> None:
+    with warm_parent(tmp_path) as warm:
+        alone = order(tmp_path / 'alone', total_epochs=EPOCHS, shards=SHARDS, seed=SEED)
+        with ranks(warm, alone, 1, tmp_path / 'alone', fit) as gang:
+            undisturbed = load_weights(gang.run()[0].path)
+    with computers(3) as (login, near, far):
+        far.bad_line(delay_ms=50, loss_percent=5)
+        words = [sys.executable, '-m', 'tests.support.login', str(tmp_path), str(EPOCHS)]
+        words += [str(PAUSE_S), near.name, far.name]
+        with (tmp_path / 'output').open('w+') as output:
+            run = subprocess.Popen(
+                login.command(words),
+                cwd=ROOT,
+                env=os.environ | {'PYTHONPATH': str(ROOT)},
+                stdout=output,
+                stderr=output,
+            )
+            try:
+                cut_off_and_back(tmp_path, far)
+                assert run.wait(LIMIT_S) == 0, (tmp_path / 'output').read_text()
+            finally:
+                run.kill()
+                run.wait()
+    found = load_weights((tmp_path / 'output').read_text().split()[-1])
+    assert all(torch.equal(found[name], undisturbed[name]) for name in undisturbed)
