@@ -98,8 +98,8 @@ class Machine:
         named = os.environ.get(self.kind.variable)
         if named is None:
             return self.count
-        known = {str(number) for number in range(self.count)} | {f'GPU-{self.uuid}'}
-        return len([name for name in named.split(',') if name in known])
+        known = {str(number) for number in range(self.count)}
+        return len([name for name in named.split(',') if name in known or 'GPU-' in name])
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         for name in VARIABLES:
