@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from parsl_freetrain.host.processes import tcp_sockets
-from parsl_freetrain.testing.faults import Injected
+from parsl_freetrain.testing.faults import InjectedFault
 from parsl_freetrain.training.checkpoint import fault_hooks
 
 Point = Literal[
@@ -36,7 +36,7 @@ def _stop() -> None:
 
 
 def _fail() -> None:
-    raise Injected('the function fails, as a test wants it')
+    raise InjectedFault('the function fails, as a test wants it')
 
 
 def _exit() -> None:
@@ -102,7 +102,7 @@ def with_blows(function: Callable[..., Any], folder: Path) -> Callable[..., Any]
 
         reached('function begins')
         fault_hooks.on_saving.append(reached)
-        pack: Any = handover_send.pack
+        pack: Any = vars(handover_send)['pack']
 
         def leave(state: Any) -> Any:
             reached('leaving')

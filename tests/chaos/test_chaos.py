@@ -9,6 +9,7 @@ import torch
 
 from parsl_freetrain.core.model.types import Checkpoint
 from tests.chaos import monkey
+from tests.chaos.blows import ON_SMALL_DISK
 from tests.chaos.training import BATCH, SAMPLES
 
 
@@ -23,7 +24,7 @@ def test_blows_at_random_change_no_bit_and_count_no_sample_twice(tmp_path: Path)
     counts = monkey.chaos(
         fragments=8, seed=4, nodes=3, faults_every=4, folder=tmp_path, say=said.append, kinds=kinds
     )
-    assert counts.keys() >= kinds - set(monkey.ON_SMALL_DISK)
+    assert counts.keys() >= kinds - set(ON_SMALL_DISK)
     assert 'bit for bit' in said[-1]
 
 

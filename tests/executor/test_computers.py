@@ -15,7 +15,7 @@ from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.training.checkpoint.export import load_weights
 from tests.support.computers import Computer, computers
 from tests.support.login import SEED, SHARDS
-from tests.support.ranks import order, ranks, warm_parent
+from tests.support.ranks import order, ranks, running_fork_server
 from tests.support.training import fit
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -45,9 +45,9 @@ def cut_off_and_back(folder: Path, far: Computer) -> None:
 
 @pytest.mark.slow
 def test_a_node_that_is_cut_off_and_a_bad_line_change_no_bit(tmp_path: Path) -> None:
-    with warm_parent(tmp_path) as warm:
+    with running_fork_server(tmp_path) as server:
         alone = order(tmp_path / 'alone', total_epochs=EPOCHS, shards=SHARDS, seed=SEED)
-        with ranks(warm, alone, 1, tmp_path / 'alone', fit) as gang:
+        with ranks(server, alone, 1, tmp_path / 'alone', fit) as gang:
             undisturbed = load_weights(gang.run()[0].path)
     with computers(3) as (login, near, far):
         far.bad_line(delay_ms=50, loss_percent=5)

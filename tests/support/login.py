@@ -20,7 +20,7 @@ class Computers(LocalSite):
     """A site whose nodes are computers of their own; they share files only."""
 
     is_local = False
-    interface = INTERFACE
+    interface: str | None = INTERFACE
 
     def open_block(
         self, request: BlockRequest, command: str, name: str, worker_init: str = ''
