@@ -14,12 +14,7 @@ from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.steps.gradient_guard import GradientGuard
 
 _BUCKET_BYTES = 2**25
-_CHANGED = (
-    'A gradient was changed between backward() and optimizer.step(), as clip_grad_norm_ does. With '
-    'micro_batch it is the gradient of a micro-batch there: say ctx.prepare(..., '
-    'clip_grad_norm=...) to clip the gradient of the global batch, and change it in any other way '
-    'in ctx.before_step(fn).'
-)
+OF_A_MICRO_BATCH = 'With micro_batch it is the gradient of a micro-batch there'
 
 
 class Accumulation:
@@ -64,7 +59,8 @@ class Accumulation:
         self._stepped: set[int] = set()
         self._values: dict[int, list[tuple[float, float]]] = {}
         self._guard = GradientGuard(
-            (p for optimizer in prepared.optimizers for p in _parameters(optimizer)), _CHANGED
+            (p for optimizer in prepared.optimizers for p in _parameters(optimizer)),
+            OF_A_MICRO_BATCH,
         )
         for number, optimizer in enumerate(prepared.optimizers):
             step = MethodType(self._in_last_turn(optimizer, number), optimizer)
@@ -101,7 +97,7 @@ class Accumulation:
         self._turn += 1
         self._share, self._weight = share, weight
         self._stepped = set()
-        self._guard.begin_turn()
+        self._guard.begin_turn(self.on)
 
     def end_turn(self) -> None:
         """Call after a turn.
@@ -111,6 +107,7 @@ class Accumulation:
         BadInput
             If gradients of it were not used.
         """
+        self._guard.end_turn()
         for number, optimizer in enumerate(self._prepared.optimizers if self.on else ()):
             unused = any(
                 id(p) in self._sums if self.at_last else p.grad is not None
@@ -143,6 +140,7 @@ class Accumulation:
             self._guard.check(parameters)
             self._take(parameters)
             if self.at_last:
+                self._guard.end_turn()  # optimizers choose their kernels by the parameters' class
                 for parameter in parameters:
                     parameter.grad = self._sums.pop(id(parameter), None)
                 self._combine(parameters)

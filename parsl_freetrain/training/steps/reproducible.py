@@ -176,7 +176,7 @@ class ReproducibleSteps:
     def begin_turn(self, turn: MicroBatch) -> None:
         """Call before a turn. Every shard starts from the same state."""
         self._turn = turn
-        self._guard.begin_turn()
+        self._guard.begin_turn(self._shards > 1)
         self._own = self._layout.empty()
         self._stepped = [False] * len(self._stepped)
         self._scheduled = [()] * len(self._scheduled)
@@ -187,6 +187,7 @@ class ReproducibleSteps:
     @torch.no_grad()
     def end_turn(self) -> None:
         """Call after a turn."""
+        self._guard.end_turn()
         turn, layout = self._current_turn, self._layout
         for i, stepped in enumerate(self._stepped):
             if not stepped and any(

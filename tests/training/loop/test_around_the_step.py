@@ -126,10 +126,45 @@ def clips_in_the_loop(ctx: FragmentContext) -> None:
 
 
 def replaces_gradients(ctx: FragmentContext) -> None:
-    def normalise(model: Any) -> None:
-        model.weight.grad = model.weight.grad / model.weight.grad.norm()
+    def replace(model: Any) -> None:
+        model.weight.grad = torch.ones_like(model.weight)
 
-    train(ctx, before_step=normalise)
+    train(ctx, before_step=replace)
+
+
+def reads_gradients(ctx: FragmentContext) -> None:
+    train(ctx, before_step=lambda model: ctx.report(norm=model.weight.grad.norm()))
+
+
+def reads_gradients_afterwards(ctx: FragmentContext) -> None:
+    train(ctx, lambda model: ctx.report(norm=sum(p.grad.norm() for p in model.parameters())))
+
+
+def reads_gradients_of_micro_batches(ctx: FragmentContext) -> None:
+    model, optimizer = made(ctx)
+    for (x,) in ctx.loop(DATA, 4, micro_batch=2):
+        model(x).pow(2).mean().backward()
+        assert float(next(model.parameters()).grad.norm()) < 100
+        optimizer.step()
+
+
+def may_read_gradients(ctx: FragmentContext) -> None:
+    """Gradients of other times, of one shard, and those that it clears itself."""
+    model, optimizer = made(ctx)
+    ctx.before_step(lambda: ctx.report(norm=model.weight.grad.norm()))
+    for (x,) in ctx.loop(DATA, 4):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        (first,) = torch.autograd.grad(model(x).sum(), model.weight)
+        (model(x).pow(2).mean() + 0 * first.sum()).backward()
+        if ctx.spec.shards == 1:
+            assert model.weight.grad.shape == first.shape
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+        assert isinstance(model.weight, nn.Parameter)
+    assert type(model.weight) is nn.Parameter and ctx.metrics['norm'] > 0
 
 
 def averages_too_late(ctx: FragmentContext) -> None:
@@ -150,6 +185,8 @@ def averages_too_late(ctx: FragmentContext) -> None:
         (clamps_weights, "changed the parameter 'weight'. In reproducible mode it runs once per"),
         (clips_in_the_loop, 'ctx.prepare(..., clip_grad_norm=...)'),
         (replaces_gradients, 'A gradient was changed between backward() and optimizer.step()'),
+        (reads_gradients, 'ctx.loop read the gradient of a parameter after backward(). In rep'),
+        (reads_gradients_afterwards, 'or change it in any other way in ctx.before_step(fn)'),
         (averages_too_late, 'ctx.ema must be called after ctx.prepare and before ctx.loop'),
     ],
 )
@@ -169,6 +206,15 @@ def test_throughput_mode_refuses_only_what_would_be_lost(
     assert 'would be lost at the end of the fragment' in outcome.error.message
     for function in (clips_in_the_loop, clamps_weights):
         (outcome,) = run(fork_server, tmp_path / function.__name__, function, mode='throughput')
+        assert outcome.how == 'finished', outcome.error
+
+
+def test_a_gradient_of_a_part_cannot_be_read(fork_server: ForkClient, tmp_path: Path) -> None:
+    function = reads_gradients_of_micro_batches
+    (outcome,) = run(fork_server, tmp_path / 'micro', function, mode='throughput')
+    assert 'With micro_batch it is the gradient of a micro-batch' in outcome.error.message
+    for shards in (1, 4):
+        (outcome,) = run(fork_server, tmp_path / str(shards), may_read_gradients, shards=shards)
         assert outcome.how == 'finished', outcome.error
 
 
