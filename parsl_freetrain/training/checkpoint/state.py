@@ -64,6 +64,8 @@ class Position:
         Whether the function has returned, and what, as JSON.
     marks
         Digests of some samples of a stream, by number.
+    order
+        The name of the order of the samples; empty: unknown.
     """
 
     samples: int
@@ -81,6 +83,7 @@ class Position:
     finished: bool = False
     result: str = ''
     marks: dict[str, str] = field(default_factory=dict)
+    order: str = ''
 
 
 @dataclass(frozen=True)
@@ -332,9 +335,10 @@ def check_position(now: Position, saved: Source) -> None:
         ("the dataset's length", 'dataset_size'),
         ('the batch size', 'batch_size'),
         ('the number of shards (0: throughput mode)', 'shards'),
+        ('the order of the samples', 'order'),
     ):
         old, new = getattr(then, name), getattr(now, name)
-        if old != new:
+        if old != new and old != '':
             raise BadInput(
                 f'Since checkpoint {saved.path} {what} has changed from {old} to {new}, '
                 'so the data order cannot continue: '

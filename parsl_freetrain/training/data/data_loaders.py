@@ -9,6 +9,23 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.data.sampler import Sampler
+
+KNOWN = {RandomSampler.__name__, SequentialSampler.__name__}
+"""Samplers in whose place ``ctx.loop`` has an order of its own; torchdata's have these names too.
+"""
+
+
+@dataclass(frozen=True)
+class LoaderSettings:
+    """The settings of a DataLoader that ``ctx.loop`` has too."""
+
+    shuffle: bool = True
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    num_workers: int = 0
+    sampler: Sampler | None = None
+    drop_last: bool = False
+    worker_init_fn: Callable[[int], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -20,15 +37,25 @@ class LoaderData:
     shuffle: bool
     collate_fn: Callable[[list[Any]], Any] | None
     num_workers: int
+    sampler: Sampler | None = None
+    drop_last: bool = False
+    worker_init_fn: Callable[[int], object] | None = None
+
+    def check_stream(self) -> None:
+        """Raise BadInput if a stream cannot be read like this."""
+        if self.num_workers:
+            raise BadInput(
+                f'ctx.loop was given a stream and num_workers={self.num_workers}; a stream is read '
+                'in its own order by one process: leave out num_workers.'
+            )
+        if self.sampler is not None or self.drop_last:
+            raise BadInput(
+                'ctx.loop was given a stream, which has its own order and no epochs: leave out '
+                'sampler and drop_last.'
+            )
 
     @staticmethod
-    def of_loop(
-        data: Any,
-        batch_size: int | None,
-        shuffle: bool,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        num_workers: int,
-    ) -> LoaderData:
+    def of_loop(data: Any, batch_size: int | None, own: LoaderSettings) -> LoaderData:
         """Of the arguments of ``ctx.loop``: a dataset, or a DataLoader in its place.
 
         A DataLoader of a stream with ``batch_size=None`` gives samples, so it is a stream itself.
@@ -46,8 +73,8 @@ class LoaderData:
                     f'ctx.loop was given a {type(data).__name__} without a batch size: say '
                     'ctx.loop(dataset, batch_size).'
                 )
-            return LoaderData(data, batch_size, shuffle, collate_fn, num_workers)
-        if batch_size is not None or not shuffle or collate_fn is not None or num_workers:
+            return LoaderData(data, batch_size, **vars(own))
+        if batch_size is not None or own != LoaderSettings():
             raise BadInput(
                 f'ctx.loop was given a {type(data).__name__} and settings such as batch_size: it '
                 'has settings of its own, so leave these out, or give ctx.loop its dataset.'
@@ -60,9 +87,22 @@ class LoaderData:
                     'stream, batch_size=None, num_workers=...), batch_size).'
                 )
             return LoaderData(data.dataset, data.batch_size, False, data.collate_fn, 0)
-        found = LoaderData.of(data, 'ctx.loop')
-        assert found is not None
-        return found
+        if data.batch_size is None:
+            raise BadInput(
+                'ctx.loop was given a DataLoader with a batch sampler, but makes the batches '
+                'itself: say batch_size and sampler.'
+            )
+        plain = type(data.sampler).__name__ in KNOWN and not _draws(data.sampler)
+        return LoaderData(
+            data.dataset,
+            data.batch_size,
+            plain and type(data.sampler).__name__ == RandomSampler.__name__,
+            data.collate_fn,
+            data.num_workers,
+            None if plain else data.sampler,
+            data.drop_last,
+            data.worker_init_fn,
+        )
 
     @staticmethod
     def of(loader: Any, what: str) -> LoaderData | None:
@@ -85,15 +125,12 @@ class LoaderData:
         if isinstance(loader.dataset, IterableDataset):
             raise BadInput(f'The data of {what} are a stream: give it to ctx.loop yourself.')
         sampler = type(loader.sampler)
-        # torchdata's samplers have these names too.
-        known = {RandomSampler.__name__, SequentialSampler.__name__}
-        if loader.batch_size is None or sampler.__name__ not in known:
+        if loader.batch_size is None or sampler.__name__ not in KNOWN:
             raise BadInput(
                 f'The DataLoader of {what} has a {sampler.__name__} or a batch sampler of its own; '
                 'in fragments the order is that of ctx.loop: say batch_size and shuffle.'
             )
-        drawn = loader.sampler if isinstance(loader.sampler, RandomSampler) else None
-        if drawn is not None and (drawn.replacement or drawn._num_samples is not None):
+        if _draws(loader.sampler):
             raise BadInput(
                 f'The DataLoader of {what} draws with replacement, or not all samples; ctx.loop '
                 'trains each sample once in an epoch.'
@@ -101,12 +138,20 @@ class LoaderData:
         for name in ('drop_last', 'worker_init_fn'):
             if getattr(loader, name):
                 raise BadInput(
-                    f'The DataLoader of {what} has {name}, which ctx.loop does not support.'
+                    f'The DataLoader of {what} has {name}, which is not passed on to ctx.loop: '
+                    'leave it out, or call ctx.loop yourself.'
                 )
         return LoaderData(
             loader.dataset,
             loader.batch_size,
-            drawn is not None,
+            isinstance(loader.sampler, RandomSampler),
             loader.collate_fn,
             loader.num_workers,
         )
+
+
+def _draws(sampler: Any) -> bool:
+    """Whether it draws with replacement, or not all samples."""
+    return isinstance(sampler, RandomSampler) and (
+        sampler.replacement or sampler._num_samples is not None
+    )

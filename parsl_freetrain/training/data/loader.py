@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ def make_loader(
     collate_fn: Callable[[list[Any]], Any] | None,
     num_workers: int,
     device: torch.device,
+    worker_init_fn: Callable[[int], object] | None = None,
 ) -> DataLoader[Any]:
     """A DataLoader that yields one collated micro-batch per turn, in order. If they are to go to an
     accelerator (``device``), they are in page-locked memory, from which copies need not wait.
@@ -84,7 +86,7 @@ def make_loader(
     options: dict[str, Any] = {
         'collate_fn': collate_fn,
         'num_workers': num_workers,
-        'worker_init_fn': _begin_worker,
+        'worker_init_fn': partial(_begin_worker, worker_init_fn),
         'pin_memory': device.type != 'cpu',
     }
     if seed is None:
@@ -130,14 +132,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 def with_own_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
     """A user's DataLoader whose workers end with the rank, and not by its stop signals."""
-    theirs = loader.worker_init_fn
-
-    def begin(number: int) -> None:
-        _begin_worker(number)
-        if theirs is not None:
-            theirs(number)
-
-    loader.worker_init_fn = begin
+    loader.worker_init_fn = partial(_begin_worker, loader.worker_init_fn)
     return loader
 
 
@@ -155,10 +150,12 @@ class _SeededDataset(Dataset[Any]):
         )
 
 
-def _begin_worker(_: int) -> None:
+def _begin_worker(then: Callable[[int], object] | None, number: int) -> None:
     # A worker is forked from the rank. The rank handles requests to stop, and the worker must not
     # outlive it.
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
+    for stop in STOP_SIGNALS:
+        signal.signal(stop, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
+    if then is not None:
+        then(number)

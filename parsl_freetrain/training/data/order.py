@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -42,7 +42,7 @@ class GlobalOrder:
     Parameters
     ----------
     dataset_size
-        Samples in the dataset.
+        Samples in the dataset, or what ``sampler`` gives for an epoch.
     batch_size
         Samples of a global batch, over all ranks.
     seed
@@ -54,11 +54,16 @@ class GlobalOrder:
     aligned
         Whether batches have always had this size, so that every checkpoint is at the end of one;
         False in scaled mode.
+    sampler
+        Gives the indices of an epoch in place of ``shuffle``.
+    drop_last
+        Whether an epoch ends with its last full batch; not in scaled mode.
 
     Raises
     ------
     BadInput
-        If the dataset is empty, or the batch size or the total is below 1.
+        If the dataset is empty, the batch size or the total is below 1, or with ``drop_last`` the
+        last batch would be short.
     """
 
     dataset_size: int
@@ -68,6 +73,8 @@ class GlobalOrder:
     shuffle: bool = True
     total_samples: int
     aligned: bool = True
+    sampler: Callable[[int], Sequence[int]] | None = None
+    drop_last: bool = False
 
     def __post_init__(self) -> None:
         _check_dataset(self.dataset_size)
@@ -79,6 +86,23 @@ class GlobalOrder:
             raise BadInput(
                 f'The total to train is {self.total_samples} samples; it must be at least 1.'
             )
+        if self.drop_last and not self.aligned:
+            raise BadInput(
+                'ctx.loop was given drop_last=True in scaled mode, in which the size of a batch, '
+                'and so the samples left out, would depend on the number of nodes: leave it out, '
+                'or use another mode.'
+            )
+        if self.drop_last and self.total_samples % self.batch_size:
+            raise BadInput(
+                f'The total to train is {self.total_samples} samples, whose last batch of '
+                f'{self.batch_size} would be short, and ctx.loop was given drop_last=True: say '
+                f'{self.total_samples - self.total_samples % self.batch_size} samples.'
+            )
+
+    @property
+    def epoch_size(self) -> int:
+        """Samples that are trained in an epoch."""
+        return epoch_size(self.dataset_size, self.batch_size, self.drop_last)
 
     def batches(self, samples_done: int) -> Iterator[GlobalBatch]:
         """The batches from a data position to the total.
@@ -101,15 +125,17 @@ class GlobalOrder:
 
     def _batches(self, position: int) -> Iterator[GlobalBatch]:
         while position < self.total_samples:
-            epoch, start = divmod(position, self.dataset_size)
+            epoch, start = divmod(position, self.epoch_size)
             order = self._order(epoch)
-            stop = min(self.dataset_size, start + self.total_samples - position)
+            stop = min(self.epoch_size, start + self.total_samples - position)
             for left in range(start, stop, self.batch_size):
                 chosen = order[left : min(left + self.batch_size, stop)]
                 yield GlobalBatch(position, epoch, chosen)
                 position += len(chosen)
 
     def _order(self, epoch: int) -> Sequence[int]:
+        if self.sampler is not None:
+            return self.sampler(epoch)
         if not self.shuffle:
             return range(self.dataset_size)
         # Imported here, so that the submitting process can count samples without loading torch.
@@ -128,7 +154,7 @@ class GlobalOrder:
     def _check_position(self, samples_done: int) -> None:
         if samples_done == self.total_samples:
             return
-        epoch, position = divmod(samples_done, self.dataset_size)
+        epoch, position = divmod(samples_done, self.epoch_size)
         if (
             samples_done < 0
             or samples_done > self.total_samples
@@ -201,6 +227,24 @@ def samples_in(epochs: float, dataset_size: int) -> int:
     if not math.isfinite(epochs) or epochs <= 0:
         raise BadInput(f'The total to train is {epochs} epochs; it must be a number above 0.')
     return max(1, round(epochs * dataset_size))
+
+
+def epoch_size(dataset_size: int, batch_size: int, drop_last: bool) -> int:
+    """Number of samples that are trained in an epoch.
+
+    Raises
+    ------
+    BadInput
+        If ``drop_last`` leaves none.
+    """
+    if not drop_last:
+        return dataset_size
+    if dataset_size < batch_size:
+        raise BadInput(
+            f'ctx.loop was given drop_last=True, and an epoch of {dataset_size} samples has no '
+            f'full batch of {batch_size}.'
+        )
+    return dataset_size - dataset_size % batch_size
 
 
 def _part(size: int, parts: int, index: int) -> range:

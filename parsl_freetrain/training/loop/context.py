@@ -22,9 +22,10 @@ from parsl_freetrain.training.checkpoint.state import (
     restore,
 )
 from parsl_freetrain.training.checkpoint.trainables import check_schedulers, sort_out
-from parsl_freetrain.training.data.data_loaders import LoaderData
+from parsl_freetrain.training.data.data_loaders import LoaderData, LoaderSettings
 from parsl_freetrain.training.data.loader import size_of
-from parsl_freetrain.training.data.order import GlobalOrder, samples_in
+from parsl_freetrain.training.data.order import GlobalOrder, epoch_size, samples_in
+from parsl_freetrain.training.data.sampler import Sampler, order_name, sampled_order
 from parsl_freetrain.training.data.stream import ENDLESS, NumberedStream, is_stream
 from parsl_freetrain.training.loop.around_loop import AroundTheLoop
 from parsl_freetrain.training.loop.hooks import run_all
@@ -179,8 +180,11 @@ class FragmentContext(AroundTheLoop):
         epochs: float | None = None,
         samples: int | None = None,
         shuffle: bool = True,
+        sampler: Sampler | None = None,
+        drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
+        worker_init_fn: Callable[[int], object] | None = None,
     ) -> Iterator[Any]:
         """Batches from the current position to the total. Replaces the loop over epochs and the
         DataLoader.
@@ -209,8 +213,13 @@ class FragmentContext(AroundTheLoop):
             How much this loop trains, if the function has several; in the unit of the total.
         shuffle
             Whether each epoch has its own random order. A stream keeps its order.
-        collate_fn, num_workers
-            As in DataLoader.
+        sampler
+            In place of ``shuffle``, the order of all ranks' samples: indices, a sampler of torch
+            (weighted, for instance), or a function that gives the indices of an epoch, from 0.
+        drop_last
+            Whether to leave out the last batch of an epoch if it is short.
+        collate_fn, num_workers, worker_init_fn
+            As in DataLoader. Workers stay for the whole fragment.
 
         Raises
         ------
@@ -228,21 +237,26 @@ class FragmentContext(AroundTheLoop):
         if micro_batch is not None and micro_batch < 1:
             raise BadInput(f'ctx.loop was given micro_batch={micro_batch}; it must be 1 or more.')
         check_schedulers(self._model.prepared)
-        data = LoaderData.of_loop(dataset, batch_size, shuffle, collate_fn, num_workers)
+        own = LoaderSettings(shuffle, collate_fn, num_workers, sampler, drop_last, worker_init_fn)
+        data = LoaderData.of_loop(dataset, batch_size, own)
         dataset, batch_size = data.dataset, data.batch_size
         size, stream = ENDLESS, None
         if is_stream(dataset):
-            self._check_stream(epochs, data.num_workers)
+            self._check_stream(epochs)
+            data.check_stream()
             dataset = stream = NumberedStream(dataset, self._order.spec.mode.seed)
         else:
             size = size_of(dataset)
+        chosen = sampled_order(data.sampler, size, self._order.spec.mode.seed, self._peers)
+        ordered = chosen.size if chosen is not None else size
         self._loops += 1
         here, saved = self._saved is None or self._loops == self._saved.position.loop, self._saved
         if here:
             base = saved.position.base if saved is not None else self.samples
         else:
             base = self._loop_samples
-        length, total = self._lengths(base, size, epochs, samples)
+        in_epoch = epoch_size(ordered, batch_size, data.drop_last)
+        length, total = self._lengths(base, in_epoch, epochs, samples)
         self._loop_samples = base + length
         if self._state.finished_early or not here:
             return iter(())
@@ -262,6 +276,7 @@ class FragmentContext(AroundTheLoop):
             loop=self._loops,
             base=base,
             marks=stream.marks if stream is not None else {},
+            order=order_name(chosen, data.shuffle and stream is None, data.drop_last),
         )
         guard = TurnGuard(
             self._model.prepared,
@@ -288,26 +303,22 @@ class FragmentContext(AroundTheLoop):
             batch_size = mode.batch_size(batch_size, self.world_size)
         self._model.steps.limit(micro_batch, batch_size)
         data_order = GlobalOrder(
-            dataset_size=size,
+            dataset_size=ordered,
             batch_size=batch_size,
             seed=mode.seed,
             shuffle=data.shuffle and stream is None,
             total_samples=length,
             aligned=not isinstance(mode, Scaled),
+            sampler=chosen,
+            drop_last=data.drop_last,
         )
-        source = BatchSource(data_order, dataset, data.collate_fn, data.num_workers, base)
-        return self._loop.run(source)
+        return self._loop.run(BatchSource(data_order, dataset, data, base))
 
-    def _check_stream(self, epochs: float | None, num_workers: int) -> None:
+    def _check_stream(self, epochs: float | None) -> None:
         if epochs is not None or self._order.spec.total_epochs is not None:
             raise BadInput(
                 'ctx.loop was given a stream, which has no epochs: state how much to train in '
                 'samples (total_samples of the trainer, and samples of ctx.loop).'
-            )
-        if num_workers:
-            raise BadInput(
-                f'ctx.loop was given a stream and num_workers={num_workers}; a stream is read in '
-                'its own order by one process: leave out num_workers.'
             )
 
     def _lengths(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,8 @@ from parsl_freetrain.training.checkpoint.state import Source
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.comm.collectives import Peers
 from parsl_freetrain.training.comm.inbox import Inbox
+from parsl_freetrain.training.data.data_loaders import LoaderData
+from parsl_freetrain.training.data.loader import MicroBatch, make_loader
 from parsl_freetrain.training.data.order import GlobalBatch, GlobalOrder
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.hooks import Hooks
@@ -67,15 +69,20 @@ class Model:
 
 @dataclass(frozen=True)
 class BatchSource:
-    """The arguments of :meth:`FragmentContext.loop`. ``base``: samples that earlier loops of the
-    function have trained; the order does not count them.
+    """The arguments of :meth:`FragmentContext.loop`.
+
+    Attributes
+    ----------
+    order, dataset, read
+        The order of the samples, what has them, and how it is read.
+    base
+        Samples that earlier loops of the function have trained; the order does not count them.
     """
 
     order: GlobalOrder
     dataset: Any
-    collate_fn: Callable[[list[Any]], Any] | None
-    num_workers: int
-    base: int = 0
+    read: LoaderData
+    base: int
 
     @property
     def end(self) -> int:
@@ -87,9 +94,23 @@ class BatchSource:
         for batch in self.order.batches(samples - self.base):
             yield replace(batch, samples_before=self.base + batch.samples_before)
 
+    def loader(
+        self, turns: Iterable[MicroBatch], seed: int | None, device: torch.device
+    ) -> Iterable[Any]:
+        """The data of these turns, as of :func:`make_loader`."""
+        return make_loader(
+            self.dataset,
+            turns,
+            seed,
+            self.read.collate_fn,
+            self.read.num_workers,
+            device,
+            self.read.worker_init_fn,
+        )
+
     def ends_epoch(self, samples: int) -> bool:
         """Whether an epoch of this loop ends at this number of samples."""
-        return samples > self.base and (samples - self.base) % self.order.dataset_size == 0
+        return samples > self.base and (samples - self.base) % self.order.epoch_size == 0
 
 
 @dataclass

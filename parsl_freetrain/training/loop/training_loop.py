@@ -29,7 +29,7 @@ from parsl_freetrain.training.comm.consensus import (
     STOP,
     Agreement,
 )
-from parsl_freetrain.training.data.loader import MicroBatch, make_loader, seed_everything, to_device
+from parsl_freetrain.training.data.loader import MicroBatch, seed_everything, to_device
 from parsl_freetrain.training.loop.hooks import run_all
 from parsl_freetrain.training.loop.last_step import LastStep
 from parsl_freetrain.training.loop.parts import BatchSource, LoopState, Model, RankParts
@@ -104,7 +104,7 @@ class TrainingLoop:
         if state.wants_checkpoint:  # since the end of the loop before
             self._save(self._checkpointer.save_beside)
         if state.epoch_due:
-            state.epoch = (state.samples - data.base) // data.order.dataset_size - 1
+            state.epoch = (state.samples - data.base) // data.order.epoch_size - 1
             self._at_end = state.samples == data.end
             self._end_epoch()
             if state.wants_checkpoint:
@@ -142,16 +142,8 @@ class TrainingLoop:
         )
         # Ranks that train the same samples must also draw the same random numbers for them.
         drawn = seed if reproducible or self._division.grouped else None
-        micro_batches = iter(
-            make_loader(
-                data.dataset,
-                (turn for _, turns in ahead for turn in turns),
-                drawn,
-                data.collate_fn,
-                data.num_workers,
-                self._device,
-            )
-        )
+        turns_ahead = (turn for _, turns in ahead for turn in turns)
+        micro_batches = iter(data.loader(turns_ahead, drawn, self._device))
         for batch, turns in here:
             batch_began_at = time.monotonic()
             state.reached = batch.samples_before + len(batch.indices)

@@ -1,0 +1,161 @@
+"""The order of samples that a user's sampler gives, without regard to ranks and fragments."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import random
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.comm.variable_rows import gather_bytes
+
+Sampler = Iterable[Any] | Callable[[int], Iterable[Any]]
+
+
+class SampledOrder:
+    """Called with the number of an epoch, from 0: the indices of its samples, in order.
+
+    They depend on the seed and the epoch only, since torch, ``random`` and numpy are seeded by
+    these while the sampler is asked, and so is the sampler's own ``generator``.
+
+    Parameters
+    ----------
+    sampler
+        A sampler of torch, whose ``set_epoch`` is called if it has that, or a function of the
+        epoch. It may leave samples out and repeat them. All epochs have the same length.
+    dataset_size
+        Number of samples of the dataset.
+    seed
+        That of the data order.
+
+    Attributes
+    ----------
+    size
+        Number of samples in an epoch.
+    name
+        A text that differs for another order.
+
+    Raises
+    ------
+    BadInput
+        If it divides the samples among ranks, gives something else than indices, or gives another
+        order when it is asked again.
+    """
+
+    def __init__(self, sampler: Sampler, dataset_size: int, seed: int) -> None:
+        if isinstance(sampler, DistributedSampler):
+            raise BadInput(
+                'ctx.loop was given a DistributedSampler, which divides the samples among ranks; '
+                'ctx.loop does that itself: leave it out and say shuffle=True or False, or give a '
+                'sampler of all samples.'
+            )
+        self._sampler, self._dataset_size, self._seed = sampler, dataset_size, seed
+        self.size = 0
+        first = self(0)
+        self.size = len(first)
+        if not first:
+            raise BadInput(f'{self.who} gives no indices; it must give at least one.')
+        if self(0) != first:
+            raise BadInput(
+                f'{self.who} gives other indices when it is asked again for the same epoch, so '
+                'the order could not be continued after a stop: draw from torch, random or numpy, '
+                'which are seeded for each epoch, or give a function of the epoch.'
+            )
+        self.name = hashlib.blake2b(first.tobytes(), digest_size=8).hexdigest()
+
+    def __call__(self, epoch: int) -> array[int]:
+        with _random_numbers_of(f'{self._seed}:{epoch}:sampler') as seed:
+            indices = self._ask(epoch, seed)
+        if self.size and len(indices) != self.size:
+            raise BadInput(
+                f'{self.who} gives {len(indices)} indices for epoch {epoch} and {self.size} for '
+                'epoch 0; all epochs must have the same length.'
+            )
+        return indices
+
+    def _ask(self, epoch: int, seed: int) -> array[int]:
+        sampler = self._sampler
+        if isinstance(sampler, Iterable):
+            if isinstance(own := getattr(sampler, 'generator', None), torch.Generator):
+                own.manual_seed(seed)
+            if hasattr(sampler, 'set_epoch'):
+                sampler.set_epoch(epoch)
+            given = sampler
+        else:
+            given = sampler(epoch)
+        try:
+            indices = array('q', map(operator.index, given))
+        except (TypeError, OverflowError) as error:
+            raise BadInput(
+                f'{self.who} gives something else than indices of single samples ({error}); '
+                'batches are made by ctx.loop.'
+            ) from None
+        if indices and not 0 <= min(indices) <= max(indices) < self._dataset_size:
+            wrong = min(indices) if min(indices) < 0 else max(indices)
+            raise BadInput(
+                f'{self.who} gives the index {wrong}; the dataset has {self._dataset_size} '
+                'samples, from 0.'
+            )
+        return indices
+
+    @property
+    def who(self) -> str:
+        """What it is called in errors."""
+        kind = type(self._sampler)
+        named = getattr(self._sampler, '__name__', kind.__name__)
+        return f'The sampler given to ctx.loop, {named},'
+
+
+def sampled_order(
+    sampler: Sampler | None, dataset_size: int, seed: int, peers: Peers
+) -> SampledOrder | None:
+    """The order of a sampler; None if there is none. All ranks call this.
+
+    Raises
+    ------
+    BadInput
+        As :class:`SampledOrder`, or if the order is not the same on all ranks.
+    """
+    if sampler is None:
+        return None
+    order = SampledOrder(sampler, dataset_size, seed)
+    if len(set(gather_bytes(peers, order.name.encode()))) > 1:
+        raise BadInput(
+            f'{order.who} does not give the same indices on all ranks: do not let it depend on the '
+            'rank; ctx.loop gives each rank its own samples.'
+        )
+    return order
+
+
+@contextmanager
+def _random_numbers_of(text: str) -> Iterator[int]:
+    """Random numbers that depend on ``text`` only; afterwards, those of before go on."""
+    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+    numpy = sys.modules.get('numpy')
+    before = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            if numpy is not None:
+                numpy.random.seed(seed % 2**32)
+            yield seed
+    finally:
+        random.setstate(before[0])
+        if numpy is not None:
+            numpy.random.set_state(before[1])
+
+
+def order_name(chosen: SampledOrder | None, shuffle: bool, drop_last: bool) -> str:
+    """What the order of the samples is called in checkpoints and errors."""
+    kind = f'sampled ({chosen.name})' if chosen else 'shuffled' if shuffle else 'not shuffled'
+    return f'{kind}, drop_last={drop_last}'
