@@ -166,6 +166,10 @@ class LoopState:
         """The last known metrics."""
         return self.reports.values
 
+    def count(self, what: str) -> None:
+        """Add 1 to a metric."""
+        self.metrics[what] = self.metrics.get(what, 0.0) + 1
+
     def user_text(self) -> str:
         """The user's dict as JSON.
 

@@ -11,15 +11,8 @@ from itertools import tee
 from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.sharded_state import Opened, divided
-from parsl_freetrain.training.checkpoint.state import (
-    Position,
-    State,
-    collect,
-    content_of,
-    read_state,
-    restore,
-)
+from parsl_freetrain.training.checkpoint.sharded_state import divided
+from parsl_freetrain.training.checkpoint.state import Position, State, collect, content_of
 from parsl_freetrain.training.comm.consensus import (
     FINISH,
     GO_ON,
@@ -33,6 +26,7 @@ from parsl_freetrain.training.data.loader import MicroBatch, seed_everything, to
 from parsl_freetrain.training.loop.hooks import run_all
 from parsl_freetrain.training.loop.last_step import LastStep
 from parsl_freetrain.training.loop.parts import BatchSource, LoopState, Model, RankParts
+from parsl_freetrain.training.loop.rollback import Rollback
 from parsl_freetrain.training.loop.turn_guard import TurnGuard
 from parsl_freetrain.training.spec.messages import Progress, Started, StateLeft
 from parsl_freetrain.training.spec.mode import Reproducible
@@ -89,8 +83,7 @@ class TrainingLoop:
         self._hooks, self._guard = model.hooks, guard
         self._state, self._position, self._policy = state, position, policy
         self._last = LastStep(parts, model, state)
-        self._fine_at = state.samples
-        self._went_back = 0
+        self._rollback = Rollback(parts, model, state, policy)
         self._reported_at = 0.0
         self._rate = 0.0
         self._near_end = self._at_end = False
@@ -111,11 +104,11 @@ class TrainingLoop:
                 self._save(self._checkpointer.save_beside)
         while not state.finished_early:
             yield from self._until_end(data)
-            if (state.finished_early or state.samples == data.end) and not self._must_go_back():
+            if (state.finished_early or state.samples == data.end) and not self._rollback.due():
                 break
             state.finished_early, state.finishing = False, ''
             self._last.forget()
-            self._go_back()
+            self._rollback.go_back()
         self._last.forget()  # the code behind the loop needs its variables
         if state.samples > began_with and not self._steps.stepped:
             raise BadInput(
@@ -177,7 +170,7 @@ class TrainingLoop:
             decision = self._steps.end(self._wish, self._checkpointer.time_left)
             if self._steps.kept_back:
                 self._policy.kept_back(state.samples, state.reached, self._steps.culprit())
-                self._count('skipped_steps')
+                state.count('skipped_steps')
             elif guarded or reproducible:
                 self._policy.went_well()
             state.samples = state.reached
@@ -190,7 +183,7 @@ class TrainingLoop:
             state.epoch_due = self._hooks.at_epochs and data.ends_epoch(state.samples)
             self._last.end_batch(of_loop=at_end or decision == FINISH)
             if decision == SPOILT or (
-                (at_end or state.epoch_due or decision >= SAVE) and self._must_go_back()
+                (at_end or state.epoch_due or decision >= SAVE) and self._rollback.due()
             ):
                 return
             if at_end or state.epoch_due or decision >= REPORT:
@@ -265,51 +258,9 @@ class TrainingLoop:
         )()
         state.finished_early, state.wants_checkpoint = bool(finishing), bool(checkpoint)
 
-    def _must_go_back(self) -> bool:
-        """Whether the state of any rank has numbers that are not finite. All ranks take part, so
-        that all can name the rank at fault.
-        """
-        looks = self._policy.policy == ROLLBACK or not isinstance(
-            self._order.spec.mode, Reproducible
-        )  # reproducible mode checks every step
-        return looks and bool(self._peers.largest((self._watch.spoilt(),))()[0])
-
-    def _go_back(self) -> None:
-        """Go back to the last checkpoint, on all ranks."""
-        self._went_back += 1
-
-        def what() -> str:
-            last = self._checkpointer.settled()
-            return json.dumps(
-                [last.path if last is not None else '', self._state.metrics.get('rollbacks', 0)]
-            )
-
-        path, before = json.loads(self._peers.tell(f'back-{self._went_back}', what))
-        self._policy.go_back(
-            self._fine_at, self._state.samples, int(before), path, self._steps.culprit()
-        )
-        print(
-            f'Going back from {self._state.samples} samples to checkpoint {path}: numbers were '
-            'not finite'
-        )
-        saved = Opened(path).load(self._prepared) if self._division.sharded else read_state(path)
-        restore(self._prepared, saved, parts=self._division.pipelined)
-        self._state.user.clear()
-        self._state.user.update(saved.position.user)
-        self._state.samples = self._fine_at = self._state.reached = saved.position.samples
-        self._state.reports.forget()
-        self._state.metrics['rollbacks'] = before
-        self._count('rollbacks')
-        self._checkpointer.went_back()
-
-    def _count(self, what: str) -> None:
-        self._state.metrics[what] = self._state.metrics.get(what, 0.0) + 1
-
     def _wish(self) -> int:
-        if not isinstance(self._order.spec.mode, Reproducible) and self._watch.due():
-            if self._watch.spoilt():
-                return SPOILT
-            self._fine_at = self._state.samples
+        if self._rollback.spoilt_meanwhile():
+            return SPOILT
         if self._state.finishing:
             return FINISH
         if self._inbox.stop_requested():
@@ -361,7 +312,7 @@ class TrainingLoop:
         if not self._division.saves:
             return None
         if self._watch.spoilt():
-            raise BadInput(self._policy.sentence(self._fine_at, self._state.samples))
+            raise BadInput(self._policy.sentence(self._rollback.fine_at, self._state.samples))
         if self._is_main:
             self._state.user_text()  # raises BadInput if it cannot be saved
         content = self._division.join(content_of(self._prepared, named=self._division.stated))

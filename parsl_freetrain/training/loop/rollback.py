@@ -1,0 +1,74 @@
+"""Going back to the last checkpoint when numbers of the state are no longer finite."""
+
+from __future__ import annotations
+
+import json
+
+from parsl_freetrain.training.checkpoint.sharded_state import Opened
+from parsl_freetrain.training.checkpoint.state import read_state, restore
+from parsl_freetrain.training.loop.parts import LoopState, Model, RankParts
+from parsl_freetrain.training.spec.mode import Reproducible
+from parsl_freetrain.training.spec.on_nan import ROLLBACK, NonFinitePolicy
+
+
+class Rollback:
+    """Looks at the state of a rank, and goes back together with the other ranks.
+
+    Attributes
+    ----------
+    fine_at
+        Number of samples at which the state was last seen to be finite.
+    """
+
+    def __init__(
+        self, parts: RankParts, model: Model, state: LoopState, policy: NonFinitePolicy
+    ) -> None:
+        self._peers, self._checkpointer = parts.peers, parts.checkpointer
+        self._prepared, self._division = model.prepared, model.division
+        self._steps, self._watch = model.steps, model.watch
+        self._state, self._policy = state, policy
+        self._checks_each_step = isinstance(parts.order.spec.mode, Reproducible)
+        self._times = 0
+        self.fine_at = state.samples
+
+    def spoilt_meanwhile(self) -> bool:
+        """Whether a look at the state is due and finds it spoilt, on this rank."""
+        if self._checks_each_step or not self._watch.due():
+            return False
+        if self._watch.spoilt():
+            return True
+        self.fine_at = self._state.samples
+        return False
+
+    def due(self) -> bool:
+        """Whether the state of any rank has numbers that are not finite. All ranks take part, so
+        that all can name the rank at fault.
+        """
+        looks = self._policy.policy == ROLLBACK or not self._checks_each_step
+        return looks and bool(self._peers.largest((self._watch.spoilt(),))()[0])
+
+    def go_back(self) -> None:
+        """Go back to the last checkpoint, on all ranks."""
+        self._times += 1
+        state = self._state
+
+        def what() -> str:
+            last = self._checkpointer.settled()
+            return json.dumps(
+                [last.path if last is not None else '', state.metrics.get('rollbacks', 0)]
+            )
+
+        path, before = json.loads(self._peers.tell(f'back-{self._times}', what))
+        self._policy.go_back(self.fine_at, state.samples, int(before), path, self._steps.culprit())
+        print(
+            f'Going back from {state.samples} samples to checkpoint {path}: numbers were not finite'
+        )
+        saved = Opened(path).load(self._prepared) if self._division.sharded else read_state(path)
+        restore(self._prepared, saved, parts=self._division.pipelined)
+        state.user.clear()
+        state.user.update(saved.position.user)
+        state.samples = self.fine_at = state.reached = saved.position.samples
+        state.reports.forget()
+        state.metrics['rollbacks'] = before
+        state.count('rollbacks')
+        self._checkpointer.went_back()
