@@ -174,8 +174,10 @@ class MeanOfParts(ReduceScatter):
         self._look(input_tensor)
         if not self.alike:
             weigh(input_tensor, self.weight)
-        dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group)
-        if self.alike:
+        mean = self.alike and self.weight * group.size() == 1
+        how = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM  # as plain FSDP does it
+        dist.reduce_scatter_tensor(output_tensor, input_tensor, how, group)
+        if self.alike and not mean:
             weigh(output_tensor, self.weight)
 
     def _look(self, gradient: torch.Tensor) -> None:
