@@ -39,6 +39,14 @@ from tests.benchmarks.workload import BATCH, data, network
 from tests.support.ranks import channel_pair, order
 
 WARM_UP = 2
+_KIND = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+# Where there are accelerators, each rank of torchrun has one of its own.
+DEVICE = (
+    torch.device('cpu')
+    if _KIND is None
+    else torch.device(_KIND.type, int(os.environ.get('LOCAL_RANK', 0)))
+)
+ON_CPU = DEVICE.type == 'cpu'
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -56,18 +64,21 @@ def plain(width: int, sharded: bool) -> Iterator[None]:
                 fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     else:
-        model = DistributedDataParallel(model)
+        model = DistributedDataParallel(model.to(DEVICE))
     optimizer = optimizer_of(model)
     dataset = TensorDataset(*data())
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(dataset)
-    loader = DataLoader(dataset, batch_size=BATCH // dist.get_world_size(), sampler=sampler)
+    loader = DataLoader(
+        dataset, batch_size=BATCH // dist.get_world_size(), sampler=sampler, pin_memory=not ON_CPU
+    )
     epoch = 0
     while True:
         sampler.set_epoch(epoch)
         epoch += 1
         for x, y in loader:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
+            out = model(x.to(DEVICE, non_blocking=True))
+            nn.functional.cross_entropy(out, y.to(DEVICE, non_blocking=True)).backward()
             optimizer.step()
             yield
 
@@ -93,9 +104,7 @@ def fragment(width: int, mode: str, on_nan: str, folder: str, sharded: bool) -> 
     place = RankPlace(rank, world, rank, 1, '')
     keeper = Checkpointer(PosixCheckpointStore(Path(folder), 'bench'), ordered, channel, None)
     ctx = FragmentContext(
-        RankParts(
-            ordered, place, _peers(), channel, Inbox(channel), keeper, torch.device('cpu'), None
-        )
+        RankParts(ordered, place, _peers(), channel, Inbox(channel), keeper, DEVICE, None)
     )
     torch.manual_seed(0)
     model = network(width)
@@ -113,7 +122,11 @@ def _peers() -> Peers:
     if dist.get_world_size() == 1:
         return Alone()
     gang = RankGroup.__new__(RankGroup)  # the process group is torchrun's
-    gang.rank, gang.world_size, gang._gathers_on_cpu = dist.get_rank(), dist.get_world_size(), True
+    gang.rank, gang.world_size, gang._gathers_on_cpu = (
+        dist.get_rank(),
+        dist.get_world_size(),
+        ON_CPU,
+    )
     gang._open = []
     gang._texts = SealedStore(dist.distributed_c10d._get_default_store(), 'a benchmark')
     return gang
@@ -125,6 +138,8 @@ def seconds(steps: Iterator[None], count: int) -> tuple[float, float]:
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(count):
         next(steps)
+    if not ON_CPU:
+        torch.accelerator.synchronize(DEVICE)
     return (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
 
 
@@ -135,7 +150,9 @@ def main(
     are worth. ``sharded``: FSDP2 in place of DDP.
     """
     torch.set_num_threads(1)
-    dist.init_process_group('gloo')
+    if not ON_CPU:
+        torch.accelerator.set_device_index(DEVICE.index)
+    dist.init_process_group('gloo' if ON_CPU else None)
     with tempfile.TemporaryDirectory() as folder:
         runs: list[Callable[[], tuple[float, float]]] = []
         other = (

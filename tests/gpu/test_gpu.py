@@ -19,6 +19,7 @@ from parsl_freetrain.training.data.loader import MicroBatch, make_loader, to_dev
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import CheckpointSaved, Progress, Started
+from tests.benchmarks.test_speed import under_torchrun
 from tests.support.ranks import Rank, order, ranks, running_fork_server
 
 COUNT = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
@@ -151,6 +152,7 @@ def test_a_killed_rank_ends_the_others_and_frees_the_memory(
         ROWS.append(f'| SIGKILL to the end of all ranks | {time.monotonic() - began:.2f} s |')
         assert gang.ranks[-1].status == -9
     assert torch.accelerator.get_memory_info(0)[0] >= free - 64 * 2**20
+    ROWS.append('| memory of the device after a kill is free as before | yes |')
     with ranks(
         fork_server, ordered(tmp_path, count, 2, mode='throughput'), count, tmp_path, train
     ) as g:
@@ -180,6 +182,7 @@ def test_batches_are_page_locked_until_they_are_on_the_device() -> None:
     moved = to_device(batch, device)
     assert moved.device == device
     assert moved.tolist() == [0.0, 1.0]
+    ROWS.append('| batches page-locked until they are on the device | yes |')
 
 
 def test_speed_relative_to_one_rank(fork_server: ForkClient, tmp_path: Path) -> None:
@@ -189,3 +192,14 @@ def test_speed_relative_to_one_rank(fork_server: ForkClient, tmp_path: Path) -> 
     }
     for count, rate in rates.items():
         ROWS.append(f'| samples per second, {count} ranks | {rate:.0f} ({rate / rates[1]:.2f}) |')
+
+
+def test_speed_relative_to_plain_ddp() -> None:
+    """In turns, block by block, in the same processes."""
+    count = max(sizes())
+    found = under_torchrun(count, 'alternating', 1024, 30, 20, 'throughput', 'stop')
+    low, high = found['interval']
+    ROWS.append(
+        f'| speed relative to plain DDP, {count} ranks, step of {found["plain_ms"]:.1f} ms '
+        f'| {found["speed"]:.3f} ({low:.3f} to {high:.3f}) |'
+    )

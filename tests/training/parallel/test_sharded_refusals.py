@@ -151,6 +151,10 @@ def buffers(ctx: FragmentContext) -> None:
         optimizer.step()
 
 
+def twice(ctx: FragmentContext) -> None:
+    ctx.shard(ctx.shard(nn.Linear(4, 4)))
+
+
 def uneven(ctx: FragmentContext) -> None:
     ctx.shard(nn.Sequential(nn.Linear(4, 3)), plan={'0': ColwiseParallel()})
 
@@ -163,6 +167,7 @@ def low_sums(ctx: FragmentContext) -> None:
 @pytest.mark.parametrize(
     ('function', 'words'),
     [
+        (twice, 'ctx.shard was given a model that is sharded already'),
         (uneven, "dimension 0 of '0.weight' has 3 elements, which 2 tensor parallel ranks"),
         (low_sums, 'whose gradients are added up in torch.bfloat16, in which a reproducible sum'),
         (another_mesh, "'weight' of model 1 of ctx.prepare is sharded over another mesh"),
