@@ -31,7 +31,7 @@ PREFIX = Path(os.environ.get('PBS_CLUSTER_PREFIX', '/opt/pbs'))
 # Quicker than a real machine would be, in seconds.
 QUICK = {
     'PBS_CLUSTER_CYCLE': '1',
-    'PBS_CLUSTER_KILL_DELAY': '5',
+    'PBS_CLUSTER_KILL_DELAY': '2',
     'PBS_CLUSTER_FAIL_REQUEUE': '3',
     'PBS_CLUSTER_GPUS': '2',
 }

@@ -94,20 +94,20 @@ def working(openpbs: PbsCluster, node: str) -> list[str]:
 # --- nobody is delayed
 
 
-@pytest.mark.parametrize('end', ['itself', 'qdel', 'qdel -W force', 'requeue'])
+def empty(openpbs: PbsCluster, nodes: set[str]) -> bool:
+    """Whether nothing of :data:`WORK` is left on these nodes."""
+    return not any('9876' in line for node in nodes for line in openpbs.processes(node))
+
+
+@pytest.mark.parametrize('end', ['itself', 'qdel', 'qdel -W force'])
 def test_nothing_of_a_block_outlives_its_job(openpbs: PbsCluster, blocks: Make, end: str) -> None:
     mine = blocks('preemptable', mode='preemptible', ending_s=1.0, shrink=1.0)
     job = at_work(openpbs, mine, 2, walltime_s=12.0 if end == 'itself' else 300.0)
     nodes = openpbs.nodes_of(job)
     assert len(nodes) == 2 and all(working(openpbs, node) for node in nodes)
-    if end == 'requeue':
-        openpbs.submit(4)  # it gets the nodes
-    elif end != 'itself':
+    if end != 'itself':
         openpbs.run(*end.split(), job)
-    openpbs.wait(lambda: openpbs.state(job) in ('F', 'Q', '') and mine.status(job).state)
-    openpbs.wait(
-        lambda: not any('9876' in line for node in nodes for line in openpbs.processes(node))
-    )
+    openpbs.wait(lambda: openpbs.state(job) in ('F', '') and empty(openpbs, nodes))
 
 
 def test_a_suspended_block_does_not_work_and_is_deleted(openpbs: PbsCluster, blocks: Make) -> None:
@@ -115,7 +115,7 @@ def test_a_suspended_block_does_not_work_and_is_deleted(openpbs: PbsCluster, blo
     job = at_work(openpbs, mine, 2, walltime_s=None)
     nodes = openpbs.nodes_of(job)
     with managed(openpbs, 'set sched preempt_order = "SCR"', 'set sched preempt_order = "R"'):
-        other = openpbs.submit(4, seconds=3)
+        other = openpbs.submit(4)
         openpbs.wait(lambda: openpbs.state(job) == 'S')
         openpbs.wait(lambda: not any('9876' in line for n in nodes for line in working(openpbs, n)))
         held = mine.status(job)  # the first look since; it also deletes the job
@@ -125,8 +125,7 @@ def test_a_suspended_block_does_not_work_and_is_deleted(openpbs: PbsCluster, blo
         assert 'its nodes are taken' in str(held.message)
         openpbs.wait(lambda: mine.status(job).terminal)
         assert mine.status(job).state is JobState.TIMEOUT
-        assert openpbs.state(job) == 'F'
-        openpbs.wait(lambda: openpbs.state(other) == 'F')
+        assert openpbs.state(job) == 'F' and openpbs.state(other) != 'Q'
 
 
 @pytest.mark.parametrize('order', ['R', 'D'])
@@ -138,9 +137,10 @@ def test_a_preemption_takes_the_nodes_whatever_the_scheduler_does(
     """
     mine = blocks('preemptable', mode='preemptible')
     job = at_work(openpbs, mine, 2, walltime_s=None)
+    nodes = openpbs.nodes_of(job)
     with managed(openpbs, f'set sched preempt_order = "{order}"', 'set sched preempt_order = "R"'):
-        other = openpbs.submit(4, seconds=2)
-        openpbs.wait(lambda: openpbs.state(other) == 'R')
+        other = openpbs.submit(4)
+        openpbs.wait(lambda: openpbs.state(other) == 'R' and empty(openpbs, nodes))
         openpbs.wait(lambda: mine.status(job).terminal)
         assert mine.status(job).state is JobState.TIMEOUT
         assert 'preempted' in str(mine.status(job).message)
@@ -150,7 +150,7 @@ def test_a_preemption_takes_the_nodes_whatever_the_scheduler_does(
 def test_a_block_may_wait_again_after_a_preemption(openpbs: PbsCluster, blocks: Make) -> None:
     mine = blocks('preemptable', mode='preemptible', requeue=True)
     job = running(openpbs, mine, 2, walltime_s=None, command=WORK)
-    other = openpbs.submit(4, seconds=2)
+    other = openpbs.submit(4, seconds=1)
     openpbs.wait(lambda: mine.status(job).state is JobState.PENDING)
     assert REQUEUED in str(mine.status(job).message)
     assert mine.provider.end_of(job) is None
@@ -240,7 +240,8 @@ def test_a_reservation_ends_a_hole_and_the_block_asks_how_long_it_has(
         mine = blocks(shrink=0.05)
         openpbs.wait(lambda: [(h.nodes, h.until_s) for h in mine.site.holes()] == [(4, start - 2)])
         job = mine.open(1, 300.0)
-        openpbs.wait(lambda: mine.status(job).state is JobState.RUNNING)
+        # PBS may call it running before it says since when.
+        openpbs.wait(lambda: mine.status(job) and mine.provider.end_of(job))
         end = mine.provider.end_of(job)
         assert end is not None and end <= start
     finally:
@@ -343,7 +344,8 @@ def test_a_block_is_deleted_by_us_or_by_somebody_else(
     openpbs: PbsCluster, blocks: Make, ours: bool
 ) -> None:
     mine = blocks()
-    job = running(openpbs, mine)
+    # A job that is deleted before its script has begun may seem to have ended by itself.
+    job = at_work(openpbs, mine, 1)
     if ours:
         assert mine.provider.cancel([job]) == [True]
         assert mine.provider.cancel([job]) == [True]
