@@ -67,7 +67,7 @@ class Figures:
     errors: tuple[tuple[str, int, str], ...]
 
 
-def figures(reader: Reader, run: str | None, now: float, allocator: Allocator) -> Figures:
+def figures(reader: Reader, run: str | None, now: float, allocator: Allocator | None) -> Figures:
     """The contents of the report on one run (by its full name) or on all runs of the ledger.
 
     Parameters
@@ -75,7 +75,7 @@ def figures(reader: Reader, run: str | None, now: float, allocator: Allocator) -
     now
         Epoch seconds.
     allocator
-        An exact allocator, for the efficiency U.
+        An exact allocator, for the efficiency U; without it there is none.
 
     Raises
     ------
@@ -99,7 +99,7 @@ def figures(reader: Reader, run: str | None, now: float, allocator: Allocator) -
         clock=clock,
         now=now,
         summary=summary(reader, run=run, now=now),
-        efficiency=efficiency(reader, now, allocator, run=run),
+        efficiency={} if allocator is None else efficiency(reader, now, allocator, run=run),
         causes=causes(story, now),
         decisions=_decisions(decisions),
         losses=losses(story, progress, clock),

@@ -1,5 +1,6 @@
 'use strict';
-// Shows what the server sends; every text goes in as text, never as HTML.
+// Shows what the server sends. Every text goes in as text, never as HTML, except the charts, which
+// the server has escaped; no script of theirs would run, since the page's policy forbids it.
 
 const place = id => document.getElementById(id);
 
@@ -64,6 +65,7 @@ function show(seen) {
 
 const source = new EventSource('events');
 source.onmessage = event => show(JSON.parse(event.data));
+source.addEventListener('charts', event => { place('charts').innerHTML = JSON.parse(event.data); });
 source.addEventListener('problem', event => { place('note').textContent = JSON.parse(event.data); });
 source.addEventListener('over', () => {
   source.close();

@@ -42,7 +42,7 @@ class LiveView:
     Parameters
     ----------
     reader
-        The ledger; this view does not close it.
+        The ledger; this view does not close it. It is an attribute, too.
     allocator
         An exact allocator, for the efficiency U; without it U is not shown.
     run
@@ -52,13 +52,13 @@ class LiveView:
     def __init__(
         self, reader: Reader, allocator: Allocator | None = None, run: str | None = None
     ) -> None:
-        self._reader = reader
+        self.reader = reader
         self._run = run
         self._allocator = None if allocator is None else CachedAllocator(allocator)
 
     def snapshot(self, now: float) -> RunStatus:
         """The data of :meth:`render`; ``now`` in epoch seconds."""
-        return snapshot(self._reader, now, self._allocator, self._run)
+        return snapshot(self.reader, now, self._allocator, self._run)
 
     def render(self, now: float) -> RenderableType:
         """The view at ``now`` (epoch seconds); fits any console from 40 columns on."""

@@ -20,6 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from parsl_freetrain.cli.live.charts import charts
 from parsl_freetrain.cli.live.view import LiveView, block_cells, heading_words, trainer_cells
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.report.document import resource
@@ -31,6 +32,9 @@ NAMES = frozenset({'127.0.0.1', 'localhost', '[::1]'})
 MOST_CONNECTIONS = 32
 PATIENCE_S = 10.0
 """Timeout in seconds for a client that does not read or send."""
+
+CHARTS_EVERY_S = 10.0
+"""Seconds between two drawings of the charts."""
 
 QUIET_S = 15.0
 """Seconds without news after which a comment is sent, to detect clients that have gone."""
@@ -70,6 +74,8 @@ class Feed:
         self._lock = threading.Lock()
         self._read_at = -float('inf')
         self._document: dict[str, Any] = {}
+        self._drawn_at = -float('inf')
+        self._charts = ''
 
     def document(self) -> dict[str, Any]:
         """The newest :func:`page_document`."""
@@ -79,6 +85,15 @@ class Feed:
                 self._document = page_document(self._view, self._ledger, now)
                 self._read_at = now
             return self._document
+
+    def charts(self) -> str:
+        """The newest charts, as HTML."""
+        with self._lock:
+            now = self._clock()
+            over = bool(self._document) and self._document['over']
+            if over or abs(now - self._drawn_at) >= CHARTS_EVERY_S:
+                self._charts, self._drawn_at = charts(self._view, now), now
+            return self._charts
 
 
 def page_document(view: LiveView, ledger: str, now: float) -> dict[str, Any]:
@@ -257,7 +272,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _events(self) -> None:
         self.send_response(200)
         self._headers({'Content-Type': 'text/event-stream'})
-        last, quiet_since, over = '', time.monotonic(), False
+        last, drawn, quiet_since, over = '', '', time.monotonic(), False
         try:
             while not over and not self.about.closing.is_set():
                 kind, text = self._news()
@@ -268,6 +283,9 @@ class _Handler(BaseHTTPRequestHandler):
                     self.wfile.write(b': still here\n\n')
                     quiet_since = time.monotonic()
                 over = not kind and json.loads(text)['over']
+                if not kind and (picture := self.about.feed.charts()) != drawn:
+                    self.wfile.write(f'event: charts\ndata: {json.dumps(picture)}\n\n'.encode())
+                    drawn = picture
                 self.about.closing.wait(0 if over else self.about.feed.every_s)
             if over:
                 self.wfile.write(b'event: over\ndata: {}\n\n')

@@ -223,6 +223,8 @@ def test_the_page_follows_the_run(
         assert 'token' not in tab.look('location.href') and page.address.split('=')[
             1
         ] not in tab.look('document.cookie')
+        tab.wait(lambda: tab.look('document.querySelectorAll("#charts svg.plot").length') == 2)
+        assert tab.look('document.querySelector("[data-loss=cnn] svg") !== null')
         assert tab.overflowing() == []
         tab.picture(tmp_path / 'page.png')
         text = tab.text()
