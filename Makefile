@@ -81,7 +81,7 @@ delay: $(INSTALLED)
 	@echo 'Picture: demo-out/zero-delay.png'
 
 storm: $(INSTALLED)
-	$(BIN)/python -m pytest -s tests/slurm/test_whole_training.py
+	STORM=1 $(BIN)/python -m pytest -s tests/slurm/test_whole_training.py
 
 kills: $(INSTALLED)
 	$(BIN)/python -m tests.benchmarks.kills $(KILLS_ARGS)

@@ -49,15 +49,6 @@ class Mix:
     reserved: Reserved | None = None
 
 
-def known(seed: int, nodes: int, jobs: int, longest_min: int, early_s: float) -> Mix:
-    """Jobs that the scheduler knows from the beginning, and that end ``early_s`` seconds before
-    their limit: its plans come true.
-    """
-    draw = random.Random(seed)
-    limits = [draw.randint(1, longest_min) for _ in range(jobs)]
-    return Mix(tuple(Ordinary(0.0, _width(draw, nodes), m, 60.0 * m - early_s) for m in limits))
-
-
 def untidy(seed: int, nodes: int, jobs: int, over_s: float, longest_s: float) -> Mix:
     """Jobs as users submit them: a few at the beginning, then in bursts and one by one; with limits
     2 to 10 times as long as they take; with arrays, dependencies, and a reservation of half of the

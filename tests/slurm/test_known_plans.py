@@ -8,13 +8,15 @@ import pytest
 
 from tests.slurm.delay import delays_s, idle_of, scatter_s
 from tests.slurm.experiment import MODES, ROUNDING_S, TICK_S, side_by_side
-from tests.slurm.mix import known
+from tests.slurm.mix import Mix, Ordinary
 from tests.support.slurm import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 NODES = 4
-MIX = known(730, NODES, 3, 2, 5.0)
+# Two nodes stay idle until the wide job's turn. The first job ends 5 s before its limit; nobody
+# waits for the end of the wide one.
+MIX = Mix((Ordinary(0.0, 2, 2, 115.0), Ordinary(0.0, NODES, 1, 5.0)))
 
 
 def test_jobs_whose_plans_are_known_start_as_without_blocks(

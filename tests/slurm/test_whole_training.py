@@ -25,7 +25,9 @@ from tests.support.waiting import LIMIT_S, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
-SILENT_S = 60.0  # how long the scheduler does not answer
+STORM = 'STORM' in os.environ  # as `make storm` sets it: longer
+SILENT_S = 60.0 if STORM else 10.0  # how long the scheduler does not answer
+BLOCKS = 10 if STORM else 6
 EPOCHS = 8
 SITE = """
 partition = 'scavenger'
@@ -35,6 +37,7 @@ submit_every_s = 0.0
 start_s = 3.0
 ending_s = 3.0
 command_s = 3.0
+unreachable_s = 5.0
 longest_backoff_s = 2.0
 """
 
@@ -87,7 +90,7 @@ def digits(folder: Path) -> Iterator[Run]:
             [
                 sys.executable,
                 '-m',
-                'tests.slurm.held',
+                'tests.support.held',
                 str(folder / 'go'),
                 '--site',
                 str(folder / 'site.toml'),
@@ -121,6 +124,11 @@ def take(slurm: Cluster, run: Run, nodes: int, seconds: float = 4.0) -> None:
     run.goes_on()
 
 
+def sizes(story: RunHistory) -> set[int]:
+    """Numbers of nodes of the run's blocks."""
+    return {block.nodes for block in story.blocks}
+
+
 def test_a_training_survives_all_that_a_cluster_does(slurm: Cluster, tmp_path: Path) -> None:
     with digits(tmp_path) as run:
         run.until(lambda: run.samples() > 0)
@@ -147,15 +155,14 @@ def test_a_training_survives_all_that_a_cluster_does(slurm: Cluster, tmp_path: P
             os.kill(scheduler, signal.SIGCONT)
 
         for nodes in (1, 3, 1, 2, 1, 3, 2, 1):
-            if len(run.story().blocks) < 10:
+            if len(run.story().blocks) < BLOCKS or len(sizes(run.story())) < 3:
                 take(slurm, run, nodes)
         run.may_end()
         assert run.process.wait(LIMIT_S) == 0, run.said()
     story = run.story()
-    sizes = {block.nodes for block in story.blocks}
-    print(f'{len(story.blocks)} blocks of {sorted(sizes)} nodes, {len(story.fragments)} fragments')
-    assert len(story.blocks) >= 10
-    assert len(sizes) >= 3
+    print(f'blocks of {[b.nodes for b in story.blocks]} nodes, {len(story.fragments)} fragments')
+    assert len(story.blocks) >= BLOCKS
+    assert len(sizes(story)) >= 3
     assert {'taken', 'lost'} & {node.how for node in story.nodes}
     summary = json.loads((tmp_path / 'out' / 'summary.json').read_text())['trainers']
     for trainer in summary.values():

@@ -134,12 +134,13 @@ def running(slurm: Cluster, mine: Blocks, nodes: int = 1, **more: object) -> str
 
 
 def test_a_block_gives_a_node_to_a_waiting_job_and_goes_on(slurm: Cluster, blocks: Make) -> None:
-    mine = blocks(poll_s=60.0, waiting_poll_s=0.2, shrink_blocks=True)
+    mine = blocks(poll_s=3.0, waiting_poll_s=0.2, shrink_blocks=True)
     job = running(
         slurm, mine, 4, command='while true; do echo "$FREETRAIN_NODE runs"; sleep 1; done'
     )
     names = {f'node0{number}' for number in range(1, 5)}
     assert mine.site.needed() == ((), ())
+    assert mine.site.poll_s == 3.0
     other = slurm.submit('--nodes=2', '--time=1')
     slurm.wait(lambda: mine.status(job) and mine.site.needed()[0])
     assert mine.site.poll_s == 0.2

@@ -1,5 +1,6 @@
-"""The demonstration, held up until a test has done all it wants: ``python -m tests.slurm.held FILE
-[options of workflows.digits]``.
+"""The demonstration, held up until a test has done all it wants.
+
+``python -m tests.support.held FILE [options of workflows.digits]``
 
 Steps take long until there is FILE, and longer in the second half, so that the training cannot end
 before.
