@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -28,7 +29,23 @@ def mix_of(seed: int) -> Mix:
     return untidy(seed, NODES, 14, 240.0, 60.0)
 
 
-def main(folder: str, *seeds: str) -> None:
+Runs = Callable[[dict[str, dict[str, Any] | None], Mix, Path], dict[str, Outcome]]
+
+
+def on_slurm(runs: dict[str, dict[str, Any] | None], mix: Mix, folder: Path) -> dict[str, Outcome]:
+    return side_by_side(runs, mix, NODES, folder)
+
+
+def main(
+    folder: str,
+    *seeds: str,
+    modes: dict[str, dict[str, Any]] = MODES,
+    run: Runs = on_slurm,
+    name: str = 'zero-delay.json',
+) -> None:
+    """Write the file ``name`` into ``folder``; ``run`` runs a mix, without FreeTrain and in each of
+    the ``modes``.
+    """
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
@@ -36,10 +53,8 @@ def main(folder: str, *seeds: str) -> None:
     print('|---|---|---|---|---|---|---|')
     for seed in map(int, seeds or SEEDS):
         with tempfile.TemporaryDirectory() as scratch:
-            runs = side_by_side(
-                {'alone': None, 'again': None, **MODES}, mix_of(seed), NODES, Path(scratch)
-            )
-        for mode in MODES:
+            runs = run({'alone': None, 'again': None, **modes}, mix_of(seed), Path(scratch))
+        for mode in modes:
             said = found[f'{mode}, mix {seed}'] = told(runs['alone'], runs['again'], runs[mode])
             delays = said['delays_s']
             print(
@@ -47,7 +62,7 @@ def main(folder: str, *seeds: str) -> None:
                 f'| {said["scatter_s"]:.1f} | {100 * said["share_of_long"]:.0f} % |',
                 flush=True,
             )
-    (out / 'zero-delay.json').write_text(json.dumps(found, indent=1) + '\n')
+    (out / name).write_text(json.dumps(found, indent=1) + '\n')
 
 
 def told(alone: Outcome, again: Outcome, filled: Outcome) -> dict[str, Any]:
