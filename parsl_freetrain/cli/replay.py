@@ -134,6 +134,17 @@ def replay(
     min_rescale: Annotated[
         float, typer.Option(metavar='S', help='Minimum seconds between two rescales of a trainer.')
     ] = 0.0,
+    habits: Annotated[
+        Path | None,
+        typer.Option(metavar='FILE', help='How long nodes stay, as --learn-habits has written it.'),
+    ] = None,
+    learn_habits: Annotated[
+        Path | None,
+        typer.Option(
+            metavar='FILE',
+            help='Learn how long nodes stay from the record, write it to this file, and end.',
+        ),
+    ] = None,
     curves: Annotated[
         str,
         typer.Option(
@@ -186,6 +197,9 @@ def replay(
         return
     if run is not None:
         raise BadInput('--run is for a run of a ledger: give --ledger, too, or leave --run out.')
+    if learn_habits is not None:
+        _learned(given, learn_habits)
+        return
     if trainers is None:
         raise BadInput('Give --trainers with a trace, or --ledger with the ledger of a live run.')
     # Imported here, so that --help needs neither numpy nor solvers.
@@ -203,6 +217,20 @@ def replay(
         _many(asked, list(swept), out, pictures, jobs, as_json)
     else:
         _one(asked[0], out, pictures, as_json)
+
+
+def _learned(given: dict[str, Any], path: Path) -> None:
+    from parsl_freetrain.replay.habits import write_habits
+    from parsl_freetrain.replay.request import TRACE_OPTIONS, TraceRequest, option
+
+    del given['learn_habits']
+    for name in given:
+        if name not in TRACE_OPTIONS:
+            raise BadInput(
+                f'{option(name)} does not go with --learn-habits, which only needs a record: '
+                f'{", ".join(map(option, TRACE_OPTIONS))}.'
+            )
+    write_habits(TraceRequest.of(given).trace(), path)
 
 
 def _recorded(given: dict[str, Any], ledger: Path, run: str | None, as_json: bool) -> None:
@@ -368,6 +396,11 @@ def described(result: ReplayResult) -> list[str]:
         'efficiency U         '
         f'{"-" if result.efficiency is None else format(result.efficiency, ".4f")}   '
         f'({compared})',
+        *(
+            []
+            if result.efficiency_bound is None
+            else [f'  at most            {result.efficiency_bound:.4f}   (whatever is decided)']
+        ),
         f'samples              {run.samples:.4g}, on a constant pool {result.constant.samples:.4g}',
         f'idle                 {run.idle_node_s / 3600:.1f} node-hours in {hours:.1f} h, '
         f'in the mean {result.equivalent_nodes:.1f} nodes',

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, Val
 
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.replay.habits import read_habits
 from parsl_freetrain.replay.idle import synthetic
 from parsl_freetrain.replay.measuring import CurveLearning
 from parsl_freetrain.replay.read import kind_of, read_trace
@@ -32,13 +33,12 @@ MEANT = {
 }
 
 
-class ReplayRequest(BaseModel):
-    """The options of ``freetrain replay`` as fields; texts are parsed as on the command line.
+class TraceRequest(BaseModel):
+    """The options of ``freetrain replay`` that name a trace, as fields; texts are parsed as on the
+    command line.
 
     Attributes
     ----------
-    trainers
-        The file of trainers.
     idle, swf, sacct, pbs, synthetic
         The trace: one of these files, or the seed of a synthetic one.
     machine_nodes, nodes
@@ -46,22 +46,10 @@ class ReplayRequest(BaseModel):
         the first ones in sorted order.
     since, until
         The window (``--from``, ``--until``), in seconds of the trace's clock.
-    max_trainers
-        Maximum number of unfinished trainers that share the nodes.
-    objective
-        The objective; None: that of the trainers' file.
-    horizon, time_limit, rescale_cost, rescale_up, rescale_down, known_ends, min_hole, min_rescale
-        As the attributes of these names, with ``_s`` where they are seconds, in
-        :class:`~parsl_freetrain.replay.scenario.Scenario` and its settings.
-    curves
-        Whether decisions know the trainers' scaling curves.
-    noise, measure_s, seed
-        For learned curves, see :class:`~parsl_freetrain.replay.measuring.CurveLearning`.
     """
 
     model_config = ConfigDict(frozen=True, extra='forbid')
 
-    trainers: Path
     idle: Path | None = None
     swf: Path | None = None
     sacct: Path | None = None
@@ -71,22 +59,6 @@ class ReplayRequest(BaseModel):
     nodes: int | None = None
     since: FiniteFloat | None = None
     until: FiniteFloat | None = None
-    max_trainers: PositiveInt | Literal['all'] = 'all'
-    horizon: float = 120.0
-    solver: Literal['auto', 'milp', 'dp', 'equal-share'] = 'auto'
-    time_limit: Annotated[FiniteFloat, Field(gt=0)] = 10.0
-    objective: str | None = None
-    rescale_cost: float = 1.0
-    rescale_up: float | None = None
-    rescale_down: float | None = None
-    spans_blocks: bool = True
-    known_ends: bool = False
-    min_hole: float = 5.0
-    min_rescale: float = 0.0
-    curves: Literal['stated', 'learned'] = 'stated'
-    noise: float | None = None
-    measure_s: float | None = None
-    seed: int | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> Self:
@@ -129,6 +101,48 @@ class ReplayRequest(BaseModel):
             path, self.nodes, self.since, self.until, machine_nodes=self.machine_nodes
         )
 
+
+class ReplayRequest(TraceRequest):
+    """All options of ``freetrain replay`` as fields.
+
+    Attributes
+    ----------
+    trainers
+        The file of trainers.
+    max_trainers
+        Maximum number of unfinished trainers that share the nodes.
+    objective
+        The objective; None: that of the trainers' file.
+    horizon, time_limit, rescale_cost, rescale_up, rescale_down, known_ends, min_hole, min_rescale
+        As the attributes of these names, with ``_s`` where they are seconds, in
+        :class:`~parsl_freetrain.replay.scenario.Scenario` and its settings.
+    habits
+        A file of habits, see :func:`~parsl_freetrain.replay.habits.read_habits`.
+    curves
+        Whether decisions know the trainers' scaling curves.
+    noise, measure_s, seed
+        For learned curves, see :class:`~parsl_freetrain.replay.measuring.CurveLearning`.
+    """
+
+    trainers: Path
+    max_trainers: PositiveInt | Literal['all'] = 'all'
+    horizon: float = 120.0
+    solver: Literal['auto', 'milp', 'dp', 'equal-share'] = 'auto'
+    time_limit: Annotated[FiniteFloat, Field(gt=0)] = 10.0
+    objective: str | None = None
+    rescale_cost: float = 1.0
+    rescale_up: float | None = None
+    rescale_down: float | None = None
+    spans_blocks: bool = True
+    known_ends: bool = False
+    min_hole: float = 5.0
+    min_rescale: float = 0.0
+    habits: Path | None = None
+    curves: Literal['stated', 'learned'] = 'stated'
+    noise: float | None = None
+    measure_s: float | None = None
+    seed: int | None = None
+
     def scenario(
         self, trace: Trace | None = None, trainers: tuple[ReplayTrainer, ...] | None = None
     ) -> Scenario:
@@ -136,6 +150,7 @@ class ReplayRequest(BaseModel):
         BadInput.
         """
         learning = self._learning()
+        trace = trace or self.trace()
         objective = self.objective or (None if learning is None else 'speedup')
         settings = ControllerSettings(
             horizon_s=self.horizon,
@@ -143,10 +158,11 @@ class ReplayRequest(BaseModel):
             metric=objective or 'throughput',
             spans_blocks=self.spans_blocks,
             min_rescale_s=self.min_rescale,
+            habits=None if self.habits is None else read_habits(self.habits, trace.names),
             trainers_at_a_time=None if self.max_trainers == 'all' else self.max_trainers,
         )
         return Scenario(
-            trace or self.trace(),
+            trace,
             trainers or read_trainers(self.trainers),
             settings,
             self.solver,

@@ -182,6 +182,9 @@ class ReplayResult:
         Computing time of both, in seconds.
     oracle
         For learned curves, the comparison with known ones; None: the curves were known.
+    efficiency_bound
+        U of no decisions is higher, see :func:`~parsl_freetrain.replay.bound.most_samples`; None if
+        U compares times.
     """
 
     trace: Outcome
@@ -192,6 +195,7 @@ class ReplayResult:
     work_efficiency: float | None
     wall_s: float
     oracle: Oracle | None = None
+    efficiency_bound: float | None = None
 
     def as_json(self) -> dict[str, object]:
         """The document of ``freetrain replay --json``; times in seconds, decisions in
@@ -202,6 +206,7 @@ class ReplayResult:
         p50, p99, most = (float(np.percentile(thought, share)) for share in (50, 99, 100))
         return {
             'efficiency': self.efficiency,
+            'efficiency_bound': self.efficiency_bound,
             'compared': self.compared,
             'work_efficiency': self.work_efficiency,
             'samples': run.samples,

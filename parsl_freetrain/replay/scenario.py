@@ -16,6 +16,7 @@ from parsl_freetrain.core.controller.throughput_profile import Profile
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 from parsl_freetrain.replay.accounting import RecordedJob
+from parsl_freetrain.replay.bound import most_samples
 from parsl_freetrain.replay.engine import run
 from parsl_freetrain.replay.measuring import CurveLearning
 from parsl_freetrain.replay.result import Oracle, Outcome, ReplayResult
@@ -136,8 +137,13 @@ def replay(scenario: Scenario) -> ReplayResult:
     if scenario.learning is not None:
         told = _run(replace(scenario, learning=None), trace, scenario.known_ends)
         oracle = Oracle(told.samples, *(_work(scenario.trainers, of) for of in (told, outcome)))
+    bound = None
+    if compared == 'samples' and constant.samples > 0:
+        costed = [scenario.costed(t.trainer) for t in scenario.trainers]
+        at_a_time = scenario.settings.trainers_at_a_time or len(costed)
+        bound = most_samples(trace, scenario.known_ends, costed, at_a_time) / constant.samples
     return ReplayResult(
-        outcome, constant, mean, efficiency, compared, work, perf_counter() - began, oracle
+        outcome, constant, mean, efficiency, compared, work, perf_counter() - began, oracle, bound
     )
 
 

@@ -54,7 +54,11 @@ def on_trace(trace: Trace, *trainers: ReplayTrainer, **more: Any) -> Outcome:
     settings = ControllerSettings(
         **{k: more.pop(k) for k in list(more) if k in ControllerSettings.__struct_fields__}
     )
-    outcome = replay(Scenario(trace, trainers, settings, **more)).trace
+    result = replay(Scenario(trace, trainers, settings, **more))
+    outcome = result.trace
+    if result.efficiency_bound is not None and not outcome.trainers_done:
+        assert result.efficiency is not None
+        assert result.efficiency <= result.efficiency_bound + 1e-9
     assert outcome.node_s['stranded'] == 0
     assert sum(outcome.node_s.values()) == pytest.approx(outcome.idle_node_s)
     assert sum(outcome.samples_by_trainer.values()) == pytest.approx(outcome.samples)

@@ -183,7 +183,7 @@ def test_several_processes_find_the_same_and_end_with_the_command(
 @pytest.mark.parametrize(
     ('more', 'sentence'),
     [
-        (['--sweep', 'luck=1,2'], "nothing called 'luck' to sweep; give one of trainers, idle"),
+        (['--sweep', 'luck=1,2'], "nothing called 'luck' to sweep; give one of idle, swf"),
         (['--sweep', 'horizon'], "--sweep is 'horizon'; it must be a name and different values"),
         (['--sweep', 'horizon=1,,2'], 'different values'),
         (['--sweep', 'horizon=1,1'], 'different values'),

@@ -160,9 +160,11 @@ class Controller:
             block.until_s = until_s
         if any(yielded.block == event.block for yielded in self.state.yielded.values()):
             until_s = event.at  # it may be one of those that are given back
-        for node in event.nodes:
+        for node, host in zip(event.nodes, event.hosts or event.nodes, strict=True):
             if node not in self.state.pool.nodes:
-                self.state.pool.join(PoolNode(node, event.block, until_s, event.node_class))
+                self.state.pool.join(
+                    PoolNode(node, event.block, until_s, event.node_class, host, event.at)
+                )
                 self.state.see_class(event.node_class)
         return [], True
 
@@ -173,9 +175,8 @@ class Controller:
             return [], False
         block.until_s = event.until_s
         for node in sorted(block.nodes):
-            known = self.state.pool.nodes.get(node)
-            node_class = known.node_class if known else ''
-            self.state.pool.join(PoolNode(node, event.block, event.until_s, node_class))
+            known = self.state.pool.nodes.get(node) or PoolNode(node, event.block, None)
+            self.state.pool.join(replace(known, until_s=event.until_s))
             if holder := self.state.pool.holder.get(node):
                 self.state.changed[holder] = None
         return self._stop_before_notice(event, block), True

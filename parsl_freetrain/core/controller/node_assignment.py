@@ -6,10 +6,10 @@ A trainer that grows keeps all its nodes; one that shrinks keeps those that stay
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from parsl_freetrain.core.controller.node_pool import Group, GroupKey, Pool, key_of
+from parsl_freetrain.core.controller.node_pool import Group, GroupKey, Pool, PoolNode, key_of
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,15 @@ class Want:
     former: Sequence[str] = ()
 
 
+Order = Callable[[Iterable[PoolNode]], list[str]]
+"""Gives the names of nodes, those first that are expected to stay longest."""
+
+
 def assign(
-    wants: Sequence[Want], places: Mapping[str, Sequence[Group]], pool: Pool
+    wants: Sequence[Want],
+    places: Mapping[str, Sequence[Group]],
+    pool: Pool,
+    order: Order | None = None,
 ) -> dict[str, tuple[str, ...]]:
     """Choose free nodes for all of ``wants`` that can start now, in their order. The choice is
     deterministic.
@@ -48,6 +55,9 @@ def assign(
         The node groups of each place.
     pool
         The nodes. Chosen nodes are taken out of their groups.
+    order
+        Where habits of nodes are known: trainers with more nodes choose first, and each takes those
+        that stay longest, whether it had them before or not.
 
     Returns
     -------
@@ -55,6 +65,11 @@ def assign(
         The nodes of each trainer that can start. Trainers that have to wait for nodes that are
         still held are missing.
     """
+    if order is not None:
+        longest = _longest(wants, places, pool, order)
+        for name in (name for nodes in longest.values() for name in nodes):
+            pool.groups[key_of(pool.nodes[name])].free.discard(name)
+        return longest
     where = {group.key: place for place, groups in places.items() for group in groups}
     kept = {want.trainer: _keep(want, where, pool) for want in wants if want.former}
     chosen: dict[str, tuple[str, ...]] = {}
@@ -77,8 +92,44 @@ def assign(
     return chosen
 
 
+def _longest(
+    wants: Sequence[Want],
+    places: Mapping[str, Sequence[Group]],
+    pool: Pool,
+    order: Order,
+    soon_free: Iterable[str] = (),
+) -> dict[str, tuple[str, ...]]:
+    """The nodes of each trainer, where those with most nodes choose first: a trainer loses speed on
+    all its nodes when one of them is taken. No node is taken out of its group.
+    """
+    soon = {name for name in soon_free if name in pool.nodes}
+    free = {
+        place: sorted(
+            order(
+                pool.nodes[name]
+                for group in groups
+                for name in group.free | {n for n in soon if key_of(pool.nodes[n]) == group.key}
+            ),
+            key=lambda name: -key_of(pool.nodes[name])[1],
+        )
+        for place, groups in places.items()
+    }
+    chosen: dict[str, tuple[str, ...]] = {}
+    for want in sorted(wants, key=lambda want: -sum(want.counts.values())):
+        if all(count <= len(free[place]) for place, count in want.counts.items()):
+            chosen[want.trainer] = tuple(
+                name for place, count in want.counts.items() for name in free[place][:count]
+            )
+            for place, count in want.counts.items():
+                del free[place][:count]
+    return chosen
+
+
 def foresee(
-    wants: Sequence[Want], places: Mapping[str, Sequence[Group]], pool: Pool
+    wants: Sequence[Want],
+    places: Mapping[str, Sequence[Group]],
+    pool: Pool,
+    order: Order | None = None,
 ) -> dict[str, tuple[str, ...]]:
     """The nodes that :func:`assign` will choose once the former ones are free, if nothing else
     changes; fewer where other trainers hold some.
@@ -90,6 +141,8 @@ def foresee(
     )
     expected: dict[str, tuple[str, ...]] = {}
     taken: list[str] = []
+    if order is not None:
+        return _longest(wants, places, pool, order, (n for want in wants for n in want.former))
     for want in wants:
         kept = _former(want, where, pool)
         nodes = [name for names in kept.values() for name in names]

@@ -17,12 +17,16 @@ GroupKey = tuple[str, float, str]
 
 @dataclass(frozen=True)
 class PoolNode:
-    """A node, its block, when it leaves, in seconds (None: unknown), and its class."""
+    """A node, its block, when it leaves, in seconds (None: unknown), its class, the host that it is
+    on (empty: its name), and when it joined.
+    """
 
     name: str
     block: str
     until_s: float | None
     node_class: str = ''
+    host: str = ''
+    since_s: float = 0.0
 
 
 @dataclass

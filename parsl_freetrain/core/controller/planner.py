@@ -16,7 +16,7 @@ from parsl_freetrain.core.allocation.constraints import (
 from parsl_freetrain.core.allocation.objectives import Metric, follows_time, objective_named
 from parsl_freetrain.core.allocation.problem import Allocator, Answer, Problem
 from parsl_freetrain.core.controller.bids import Bids
-from parsl_freetrain.core.controller.node_assignment import Want, assign, first_end, foresee
+from parsl_freetrain.core.controller.node_assignment import Order, Want, assign, first_end, foresee
 from parsl_freetrain.core.controller.placement import Places, places_of
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.controller.state import ControllerState, Decision, FragmentState, Reply
@@ -174,6 +174,7 @@ class Planner:
             ],
             places.groups,
             state.pool,
+            self._order(at),
         )
         actions: list[ev.Action] = []
         for name, then in changes:
@@ -216,6 +217,10 @@ class Planner:
                 changes.append((bid.name, then))
         return changes
 
+    def _order(self, at: float) -> Order | None:
+        habits = self._settings.habits
+        return None if habits is None else lambda nodes: habits.order(nodes, at)
+
     def _start(
         self, state: ControllerState, plan: Plan, places: Places, at: float
     ) -> list[ev.Action]:
@@ -230,7 +235,7 @@ class Planner:
         if not wants:
             return []
         actions: list[ev.Action] = []
-        for name, nodes in assign(wants, places.groups, state.pool).items():
+        for name, nodes in assign(wants, places.groups, state.pool, self._order(at)).items():
             trainer, until_s = state.turn[name], first_end(nodes, state.pool)
             del plan.waiting[name]
             trainer.fragments += 1

@@ -8,6 +8,7 @@ from msgspec import field
 
 from parsl_freetrain.core.allocation.constraints import EVERYBODY, OWNERS, check_keys
 from parsl_freetrain.core.allocation.objectives import objective_named
+from parsl_freetrain.core.controller.node_habits import NodeHabits
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.settings import Settings
 
@@ -54,6 +55,10 @@ class DecisionPolicy(Settings, frozen=True, kw_only=True):
     retries
         Maximum number of errors in its own code after which a trainer is restarted. Preemptions do
         not count.
+    habits
+        How long the machine's idle nodes stay: then trainers with more nodes get those that are
+        expected to stay longest. None: trainers keep their former nodes. See
+        :func:`parsl_freetrain.replay.habits.read_habits`.
     idle_block_s
         Seconds after which an idle block is given back.
     give_back_s
@@ -77,6 +82,7 @@ class DecisionPolicy(Settings, frozen=True, kw_only=True):
     budgets: dict[str, float] = field(default_factory=dict)
     charge_budget: float | None = None
     max_price: float | None = None
+    habits: NodeHabits | None = None
     retries: int = 0
     idle_block_s: float = 30.0
     give_back_s: float = 30.0

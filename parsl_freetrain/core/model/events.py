@@ -53,13 +53,15 @@ class BlockStarted(Event):
 @dataclass(frozen=True)
 class NodesJoined(Event):
     """Nodes of a block are ready for fragments; ``until_s``: when the block ends, None
-    if unknown; ``node_class``: their kind.
+    if unknown; ``node_class``: their kind; ``hosts``: the hosts that they are on, by default of
+    their own names.
     """
 
     block: str
     nodes: tuple[str, ...]
     until_s: float | None = None
     node_class: str = ''
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,129 @@
+"""Which idle nodes stay longest, learned from what has been seen.
+
+Two habits are learned. The hazard, the rate at which nodes leave, depends on how long they have
+been idle; it is taken to be constant within each bin of age. And schedulers choose among idle nodes
+in a fixed order: those at one end of the list of names are taken first, and neighbours together.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from parsl_freetrain.core.controller.node_pool import PoolNode
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.settings import Settings
+
+AGES_S = (0.0, 60.0, 120.0, 180.0, 300.0, 600.0, 1200.0, 2400.0, 4800.0)
+"""Where the bins of age begin, in seconds."""
+
+CLEAR = 0.15
+"""Mean positions of nodes that leave which are further from the middle count as an order."""
+
+LEAST = 100
+"""Number of departures that teach a hazard as much as the bins together do."""
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+class NodeHabits(Settings, frozen=True, kw_only=True):
+    """How long idle nodes stay.
+
+    Attributes
+    ----------
+    hazard
+        Departures per node and second in each bin of :data:`AGES_S`.
+    position
+        The mean position of the nodes that leave in the sorted names of all idle nodes: near 0 if
+        the first ones are taken first, near 1 if the last ones are, 0.5 if names do not matter.
+
+    Raises
+    ------
+    BadInput
+        If there are more or fewer hazards than bins, one is negative or not finite, or the position
+        is not between 0 and 1.
+    """
+
+    hazard: tuple[float, ...]
+    position: float = 0.5
+
+    def __post_init__(self) -> None:
+        if len(self.hazard) != len(AGES_S) or not all(0 <= h < float('inf') for h in self.hazard):
+            raise BadInput(
+                f'Habits of nodes: hazard is {list(self.hazard)}; it must be {len(AGES_S)} '
+                'numbers, 0 or more.'
+            )
+        if not 0 <= self.position <= 1:
+            raise BadInput(
+                f'Habits of nodes: position is {self.position}; it must be a number from 0 to 1.'
+            )
+
+    def order(self, nodes: Iterable[PoolNode], at: float) -> list[str]:
+        """The names of nodes, those first that are expected to stay longest.
+
+        Parameters
+        ----------
+        at
+            The time, in seconds of the clock of ``since_s``.
+        """
+        by_host = sorted(nodes, key=lambda node: node.host or node.name)
+        if abs(self.position - 0.5) > CLEAR:
+            if self.position < 0.5:
+                by_host.reverse()
+            return [node.name for node in by_host]
+        return [
+            node.name for node in sorted(by_host, key=lambda node: self._now(at - node.since_s))
+        ]
+
+    def _now(self, age_s: float) -> float:
+        return self.hazard[bisect_right(AGES_S, max(age_s, 0.0)) - 1]
+
+
+def learn(starts: Floats, ends: Floats, nodes: Ints, begin_s: float, end_s: float) -> NodeHabits:
+    """The habits that intervals of idle nodes show.
+
+    Parameters
+    ----------
+    starts, ends
+        Of each interval, in seconds.
+    nodes
+        The node of each interval, by its position in the sorted names.
+    begin_s, end_s
+        When the record begins and ends: intervals that reach there may be longer.
+
+    Raises
+    ------
+    BadInput
+        If no interval ends in a departure.
+    """
+    left = ends < end_s
+    if not left.any():
+        raise BadInput(
+            'No idle node leaves in this record, so it does not show how long nodes stay; give a '
+            'longer one.'
+        )
+    # Where all nodes were idle from the beginning, their ages are not known any better.
+    whole = starts > begin_s if (starts > begin_s).any() else starts >= begin_s
+    lasted_s, gone = (ends - starts)[whole], left[whole]
+    mean_s = lasted_s.sum() / max(gone.sum(), 1)
+    hazard = []
+    for begins, end in zip(AGES_S, (*AGES_S[1:], np.inf), strict=True):
+        seen_s = np.clip(lasted_s - begins, 0.0, end - begins).sum()
+        departed = (gone & (begins <= lasted_s) & (lasted_s < end)).sum()
+        hazard.append(float((departed + LEAST) / (seen_s + LEAST * mean_s)))
+    return NodeHabits(hazard=tuple(hazard), position=_position(starts, ends, nodes, left))
+
+
+def _position(starts: Floats, ends: Floats, nodes: Ints, left: npt.NDArray[np.bool_]) -> float:
+    """The mean over all departures that take some of the idle nodes, and not nearly all."""
+    found = []
+    for at in np.unique(ends[left]):
+        here = np.flatnonzero((starts < at) & (ends >= at))
+        goes = ends[here[np.argsort(nodes[here])]] == at
+        if goes.sum() <= 0.9 * len(here):
+            found.append(np.flatnonzero(goes).mean() / (len(here) - 1))
+    return float(np.mean(found)) if found else 0.5

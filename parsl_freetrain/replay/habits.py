@@ -1,0 +1,78 @@
+"""Files of node habits: what a record has shown, and of which machine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from parsl_freetrain.core.controller.node_habits import NodeHabits, learn
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.replay.trace import Trace
+
+
+class HabitsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of habits: the nodes that it is about, and their habits."""
+
+    nodes: list[str]
+    habits: NodeHabits
+
+
+def habits_of(trace: Trace) -> NodeHabits:
+    """The habits that a trace shows; raises BadInput where no node leaves."""
+    starts, ends, nodes, _ = trace.intervals()
+    rank = np.empty(len(trace.names), dtype=np.int64)
+    rank[np.argsort(trace.names)] = np.arange(len(trace.names))
+    return learn(starts, ends, rank[nodes], trace.start_s, trace.end_s)
+
+
+def write_habits(trace: Trace, path: Path) -> None:
+    """Write the habits that a trace shows; raises BadInput where no node leaves, or the file cannot
+    be written.
+    """
+    found = HabitsFile(sorted(trace.names), habits_of(trace))
+    try:
+        path.write_bytes(msgspec.json.encode(found) + b'\n')
+    except OSError as error:
+        raise BadInput(
+            f'The habits cannot be written to {path} ({error.strerror}); name another file.'
+        ) from None
+
+
+def read_habits(path: str | Path, nodes: Collection[str] | None = None) -> NodeHabits:
+    """Habits of a machine, for ``Policy(habits=...)`` or a replay.
+
+    Parameters
+    ----------
+    path
+        The file, which ``freetrain replay --learn-habits`` has written.
+    nodes
+        Names of the machine's nodes, which are compared with those in the file; None: not compared.
+
+    Raises
+    ------
+    BadInput
+        If the file cannot be read, is no file of habits, or is about another machine.
+    """
+    try:
+        found = msgspec.json.decode(Path(path).read_bytes(), type=HabitsFile)
+    except OSError as error:
+        raise BadInput(
+            f'The habits {path} cannot be read ({error.strerror}); name a file that freetrain '
+            'replay --learn-habits has written.'
+        ) from None
+    except msgspec.DecodeError as error:
+        raise BadInput(
+            f'{path} is not a file of habits ({error}); name one that freetrain replay '
+            '--learn-habits has written.'
+        ) from None
+    if nodes is not None and len(set(nodes) & set(found.nodes)) < len(nodes) / 2:
+        raise BadInput(
+            f'The habits {path} are of another machine, with nodes such as '
+            f'{", ".join(found.nodes[:2])}; most nodes of this one, such as '
+            f'{", ".join(sorted(nodes)[:2])}, are not among them. Learn them from a record of this '
+            'machine.'
+        )
+    return found.habits
