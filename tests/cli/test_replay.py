@@ -27,6 +27,7 @@ NET = {
 KEYS = {
     'efficiency',
     'compared',
+    'efficiency_bound',
     'work_efficiency',
     'samples',
     'static_samples',
