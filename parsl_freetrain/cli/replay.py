@@ -198,7 +198,11 @@ def replay(
     if run is not None:
         raise BadInput('--run is for a run of a ledger: give --ledger, too, or leave --run out.')
     if learn_habits is not None:
-        _learned(given, learn_habits)
+        from parsl_freetrain.replay.habits import write_habits
+        from parsl_freetrain.replay.request import TraceRequest
+
+        del given['learn_habits']
+        write_habits(TraceRequest.alone(given, '--learn-habits').trace(), learn_habits)
         return
     if trainers is None:
         raise BadInput('Give --trainers with a trace, or --ledger with the ledger of a live run.')
@@ -217,20 +221,6 @@ def replay(
         _many(asked, list(swept), out, pictures, jobs, as_json)
     else:
         _one(asked[0], out, pictures, as_json)
-
-
-def _learned(given: dict[str, Any], path: Path) -> None:
-    from parsl_freetrain.replay.habits import write_habits
-    from parsl_freetrain.replay.request import TRACE_OPTIONS, TraceRequest, option
-
-    del given['learn_habits']
-    for name in given:
-        if name not in TRACE_OPTIONS:
-            raise BadInput(
-                f'{option(name)} does not go with --learn-habits, which only needs a record: '
-                f'{", ".join(map(option, TRACE_OPTIONS))}.'
-            )
-    write_habits(TraceRequest.of(given).trace(), path)
 
 
 def _recorded(given: dict[str, Any], ledger: Path, run: str | None, as_json: bool) -> None:

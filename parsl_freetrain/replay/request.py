@@ -77,6 +77,17 @@ class TraceRequest(BaseModel):
             )
             raise BadInput(f'{option(name)} is {options.get(name)}; it must be {meant}.') from None
 
+    @classmethod
+    def alone(cls, options: Mapping[str, object], why: str) -> Self:
+        """As :meth:`of`; options that are not of a trace are refused, since ``why`` needs none."""
+        for name in options:
+            if name not in TRACE_OPTIONS:
+                raise BadInput(
+                    f'{option(name)} does not go with {why}, which only needs a record: '
+                    f'{", ".join(map(option, TRACE_OPTIONS))}.'
+                )
+        return cls.of(options)
+
     def trace_options(self) -> tuple[object, ...]:
         """The options of the trace: requests for which they are equal have the same trace."""
         return tuple(getattr(self, name) for name in TRACE_OPTIONS)
