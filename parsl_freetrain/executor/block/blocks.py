@@ -169,15 +169,7 @@ class BlockManager:
             self._provider.release(block.job_id, leave)
         except FreeTrainError as error:
             logger.warning('Block %s keeps its nodes: %s', block_id, error)
-            again = ev.NodesJoined(
-                at,
-                block_id,
-                gone,
-                block.until_s,
-                block.request.node_class,
-                tuple(block.nodes[node] for node in gone),
-            )
-            self._stream.emit(ev.NodesLeft(at, gone), again)
+            self._stream.emit(ev.NodesLeft(at, gone), block.joined(at, block_id, gone))
             return
         block.request = replace(block.request, nodes=block.request.nodes - len(leave))
         for node in gone:
@@ -262,9 +254,7 @@ class BlockManager:
         self._stream.emit(
             *block.start(block_id, at),
             no.NodeReady(at, block_id, manager, name, done.result()['devices']),
-            ev.NodesJoined(
-                at, block_id, (manager,), block.until_s, block.request.node_class, (name,)
-            ),
+            block.joined(at, block_id, (manager,)),
         )
         return ''
 

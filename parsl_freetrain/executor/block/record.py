@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from parsl.jobs.states import JobState, JobStatus
 
-from parsl_freetrain.core.model.events import BlockStarted
+from parsl_freetrain.core.model.events import BlockStarted, NodesJoined
 from parsl_freetrain.core.model.types import BlockRequest
 
 
@@ -53,6 +53,11 @@ class BlockRecord:
 
     def complete(self) -> bool:
         return len(self.nodes) + len(self.unusable) >= self.request.nodes
+
+    def joined(self, at: float, name: str, nodes: tuple[str, ...]) -> NodesJoined:
+        """The event that these nodes of it, which it has under its ``name``, are ready."""
+        hosts = tuple(self.nodes[node] for node in nodes)
+        return NodesJoined(at, name, nodes, self.until_s, self.request.node_class, hosts)
 
     def requeue(self) -> None:
         """It waits in the queue again: its nodes are gone, and others will come."""
