@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,13 +36,16 @@ def test_habits_of_one_record_spare_preemptions_in_the_next(
     trainers.write_text(TRAINERS)
     assert main(['replay', '--idle', before, '--learn-habits', habits]) == 0
     asked = ['replay', '--trainers', str(trainers), '--from', '9000', '--json', '--idle']
-    without, learned = [], []
-    for found, more in ((without, []), (learned, ['--habits', habits])):
+
+    def answer(*more: str) -> dict[str, Any]:
         capsys.readouterr()
         assert main([*asked, after, *more]) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    assert learned[0]['preempted'] == 0 < without[0]['preempted']
-    assert without[0]['efficiency'] < learned[0]['efficiency'] <= learned[0]['efficiency_bound']
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    without, learned = answer(), answer('--habits', habits)
+    assert learned['preempted'] == 0 < without['preempted']
+    assert without['efficiency'] < learned['efficiency'] <= learned['efficiency_bound']
     other = str(record(tmp_path / 'other.csv', 'x', range(9, 19)))
     assert main([*asked, other, '--habits', habits]) == 2
     assert 'are of another machine, with nodes such as n0, n1' in capsys.readouterr().err
