@@ -25,9 +25,18 @@ def report(
     out: Annotated[Path, typer.Option('--out', metavar='FILE', help='The file to write.')] = Path(
         'freetrain-report.html'
     ),
+    axis: Annotated[
+        str, typer.Option('--axis', metavar='NAME', help='Of metrics: samples, epochs or seconds.')
+    ] = 'samples',
+    smooth: Annotated[
+        float,
+        typer.Option(
+            '--smooth', metavar='W', help='Moving averages of metrics; weight 0 (none) to below 1.'
+        ),
+    ] = 0.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Write one HTML file that needs nothing else: node-hours, trainers, losses, rescale costs,
+    """Write one HTML file that needs nothing else: node-hours, trainers, metrics, rescale costs,
     predictions and what came true.
     """
     # Imported here, so that --help is fast.
@@ -35,8 +44,10 @@ def report(
     from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
     from parsl_freetrain.ledger.reader import Reader
     from parsl_freetrain.report.figures import as_document, figures
+    from parsl_freetrain.report.metrics import MetricView
     from parsl_freetrain.report.page import report_page
 
+    view = MetricView(axis, smooth)
     with Reader(ledger_at(ledger)) as reader:
         story = reader.story()
         last = story.runs[-1] if story.runs else None
@@ -44,7 +55,7 @@ def report(
             reader.newest_run_died()
         named = None if run == 'all' else run_named([r.name for r in story.runs], run)
         found = figures(reader, named, time.time(), DpAllocator())
-    _write(out, report_page(found))
+    _write(out, report_page(found, view))
     if as_json:
         print(json.dumps({'report': str(out.absolute()), **as_document(found)}))
     else:

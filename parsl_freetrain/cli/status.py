@@ -10,13 +10,15 @@ from parsl_freetrain.cli.where import JsonOption, LedgerOption, RunOption, ledge
 
 def status(ledger: LedgerOption = None, run: RunOption = None, as_json: JsonOption = False) -> None:
     """Show trainers and blocks of a run: progress, nodes, rate, efficiency U so far, preemptions,
-    expected finish, time left.
+    expected finish, time left, and how the metrics went.
 
     Works while the run lives and afterwards, from any computer that sees its file system.
     """
     # Imported here, so that --help is fast.
     from rich.console import Console
 
+    from parsl_freetrain.cli.live.curves import LiveCurves
+    from parsl_freetrain.cli.live.metric_lines import metric_table
     from parsl_freetrain.cli.live.snapshot import as_document
     from parsl_freetrain.cli.live.view import LiveView, screen
     from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
@@ -25,7 +27,11 @@ def status(ledger: LedgerOption = None, run: RunOption = None, as_json: JsonOpti
     path = ledger_at(ledger)
     with Reader(path) as reader:
         seen = LiveView(reader, DpAllocator(), run).snapshot(time.time())
+        metrics = LiveCurves(reader, seen.run).document()
     if as_json:
-        print(json.dumps({'ledger': str(path), **as_document(seen)}))
-    else:
-        Console().print(screen(seen))
+        print(json.dumps({'ledger': str(path), **as_document(seen), 'metrics': metrics}))
+        return
+    console = Console()
+    console.print(screen(seen))
+    if metrics:
+        console.print(metric_table(metrics))

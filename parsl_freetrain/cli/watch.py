@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from parsl_freetrain.cli.live.view import LiveView
+    from parsl_freetrain.ledger.reader import Reader
 
 PLAIN_S = 10.0
 """Default seconds between two updates if the output is not a terminal."""
@@ -81,7 +82,7 @@ def watch(
         pause = threading.Event()  # an interruptible sleep
         try:
             if web:
-                _serve(view, path, every or TERMINAL_S, port, as_json, pause)
+                _serve(view, reader, run, every or TERMINAL_S, port, as_json, pause)
             elif as_json:
                 _follow(view, lambda: _print_json(path, view), every or PLAIN_S, pause)
             elif not console.is_terminal:
@@ -133,12 +134,20 @@ def _draw(view: LiveView, console: Console, every_s: float, pause: threading.Eve
 
 
 def _serve(
-    view: LiveView, path: Path, every_s: float, port: int, as_json: bool, pause: threading.Event
+    view: LiveView,
+    reader: Reader,
+    run: str | None,
+    every_s: float,
+    port: int,
+    as_json: bool,
+    pause: threading.Event,
 ) -> None:
+    from parsl_freetrain.cli.live.curves import LiveCurves
     from parsl_freetrain.cli.live.web import Feed, Page
 
     view.snapshot(time.time())  # raises here if there is no such run
-    page = Page(Feed(view, str(path), every_s), port)
+    curves = LiveCurves(reader, run).document
+    page = Page(Feed(view, str(reader.path), every_s, curves=curves), port)
     try:
         said = (
             json.dumps({'address': page.address})

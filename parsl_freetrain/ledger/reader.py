@@ -129,6 +129,23 @@ class Reader:
         """All progress reports, of one trainer or of all, in order of time."""
         return [ProgressRow(**row) for row in self._table('progress', run, trainer)]
 
+    def progress_after(self, row: int, trainer: str, run: int) -> list[tuple[int, ProgressRow]]:
+        """The progress reports of a trainer behind a row of the ledger, from run number ``run`` on,
+        each with its row.
+        """
+        with self._reading():
+            cursor = self._connection.execute(
+                'SELECT rowid, * FROM progress WHERE rowid > ? AND trainer = ? AND run >= ? '
+                'ORDER BY rowid',
+                (row, trainer, run),
+            )
+            columns = [column[0] for column in cursor.description[1:]]
+            return [
+                (rowid, ProgressRow(**{**found, 'metrics': json.loads(found['metrics'])}))
+                for rowid, *values in cursor
+                for found in [dict(zip(columns, values, strict=True))]
+            ]
+
     def events(
         self, run: str | None = None, kinds: Sequence[str] = (), trainer: str | None = None
     ) -> list[dict[str, Any]]:

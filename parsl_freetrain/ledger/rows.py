@@ -181,6 +181,11 @@ class ProgressRow:
     rate: float | None
     metrics: dict[str, Any]
 
+    @property
+    def key(self) -> tuple[int, str, int]:
+        """That of its fragment."""
+        return self.run, self.trainer, self.fragment
+
 
 @dataclass(frozen=True)
 class Batch:

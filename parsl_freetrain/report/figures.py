@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from parsl_freetrain.core.allocation.problem import Allocator
@@ -15,6 +15,7 @@ from parsl_freetrain.report.causes import Cause, causes
 from parsl_freetrain.report.costs import MEASURED
 from parsl_freetrain.report.learned import RescaleCost, Scaling, rescale_costs, scalings
 from parsl_freetrain.report.losses import Loss, losses
+from parsl_freetrain.report.metrics import Curves, metric_curves
 from parsl_freetrain.report.outcome import DecisionOutcome, outcomes
 from parsl_freetrain.report.shapes import USED, ShapeTried, shapes_tried
 
@@ -43,7 +44,7 @@ class Figures:
         From :func:`parsl_freetrain.ledger.summary.summary`.
     efficiency
         U by trainer, from :func:`parsl_freetrain.ledger.summary.efficiency`.
-    causes, scalings, rescales, losses, shapes
+    causes, scalings, rescales, losses, metrics, shapes
         See the modules of these names.
     outcomes
         Outcomes of decisions that changed a trainer's node count.
@@ -60,6 +61,7 @@ class Figures:
     causes: tuple[Cause, ...]
     decisions: Decisions
     losses: dict[str, Loss]
+    metrics: Curves
     scalings: dict[str, Scaling]
     rescales: list[RescaleCost]
     outcomes: tuple[DecisionOutcome, ...]
@@ -103,6 +105,7 @@ def figures(reader: Reader, run: str | None, now: float, allocator: Allocator | 
         causes=causes(story, now),
         decisions=_decisions(decisions),
         losses=losses(story, progress, clock),
+        metrics=metric_curves(story, progress, clock),
         scalings=scalings(story, progress),
         rescales=rescale_costs(story, (event for event in measured if event['kind'] == 'Rescaled')),
         outcomes=tuple(outcomes(story, progress, measured, decisions, now)),
@@ -135,6 +138,10 @@ def as_document(found: Figures) -> dict[str, Any]:
         'node_s': [asdict(cause) for cause in found.causes],
         'decisions': asdict(found.decisions),
         'scaling': [asdict(scaling) for scaling in found.scalings.values()],
+        'metrics': {
+            metric: {name: [astuple(point) for point in curve] for name, curve in of.items()}
+            for metric, of in found.metrics.items()
+        },
         'shapes': [asdict(tried) for tried in found.shapes],
         'rescale': [asdict(cost) for cost in found.rescales],
         'outcomes': [

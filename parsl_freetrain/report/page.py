@@ -12,6 +12,7 @@ from parsl_freetrain.report import pictures
 from parsl_freetrain.report.axes import number
 from parsl_freetrain.report.document import clipped, percent, resource, source_of, template
 from parsl_freetrain.report.figures import Figures, state_of
+from parsl_freetrain.report.metrics import MetricView
 from parsl_freetrain.report.shapes import compared
 
 MOST_CARDS = 24
@@ -22,10 +23,15 @@ MOST_LIVE = 6
 
 MOST_ERRORS = 20
 
+MOST_METRICS = 24
+"""Maximum number of metrics with a chart."""
+
+AS_REPORTED = MetricView()
+
 CHANGES = {'up': 'to more nodes', 'down': 'to fewer nodes', 'start': 'from no nodes'}
 
 
-def report_page(found: Figures) -> str:
+def report_page(found: Figures, view: MetricView = AS_REPORTED) -> str:
     """One HTML document that loads nothing, runs no script and sends nothing."""
     style = resource('style.css')
     return template('report.html').render(
@@ -43,8 +49,12 @@ def report_page(found: Figures) -> str:
         nodes_over_time=pictures.nodes_over_time(found),
         nodes_one_by_one=pictures.nodes_one_by_one(found),
         trainer_kinds=_trainer_kinds(found),
+        metric_kinds={n: kind for n, kind in _trainer_kinds(found).items() if kind != 'offered'},
         trainer_rows=[_trainer_row(found, name) for name in found.summary['trainers']],
         cards=_cards(found),
+        view=view,
+        metrics=_metrics(found, view),
+        most_metrics=MOST_METRICS,
         rescale_rows=_rescale_rows(found),
         shape_rows=[
             (
@@ -160,6 +170,14 @@ def _cards(found: Figures) -> list[dict[str, Any]]:
             }
         )
     return cards
+
+
+def _metrics(found: Figures, view: MetricView) -> list[tuple[str, Markup]]:
+    drawn = (
+        (clipped(name, 60), pictures.metric(clipped(name, 60), curves, view, found))
+        for name, curves in list(found.metrics.items())[:MOST_METRICS]
+    )
+    return [(name, chart) for name, chart in drawn if chart is not None]
 
 
 def _rescale_rows(found: Figures) -> list[tuple[str, ...]]:

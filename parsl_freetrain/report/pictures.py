@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
@@ -21,12 +21,16 @@ from parsl_freetrain.report.charts import Chart
 from parsl_freetrain.report.figures import Figures
 from parsl_freetrain.report.learned import Scaling
 from parsl_freetrain.report.losses import Loss
+from parsl_freetrain.report.metrics import CurvePoint, MetricView, smoothed
 
 MOST_COLOURED = 8
 """Maximum number of trainers with a colour of their own; the others share one."""
 
 MOST_ROWS = 48
 """Maximum number of nodes with a row of their own."""
+
+MOST_DOTS = 20
+"""Maximum number of points of a metric that are drawn as dots too."""
 
 MOST_MOMENTS = 2000
 """Maximum number of moments at which numbers of nodes are drawn."""
@@ -209,6 +213,30 @@ def loss_over_time(trainer: str, loss: Loss, kind: str, found: Figures) -> Marku
     return chart.svg()
 
 
+def metric(
+    name: str, curves: Mapping[str, Sequence[CurvePoint]], view: MetricView, found: Figures
+) -> Markup | None:
+    """One metric of all trainers; None where it has no values on this axis."""
+    lines = {trainer: view.line(curve) for trainer, curve in curves.items()}
+    values = [value for line in lines.values() for _, value in line]
+    if not values:
+        return None
+    longest = max(x for line in lines.values() for x, _ in line)
+    x = seconds(found.clock.length) if view.axis == 'seconds' else linear(0, longest)
+    chart = Chart(x, _value_axis(values), f'{name} over {view.axis}', 'low')
+    of = kinds(found)
+    for trainer, line in lines.items():
+        kind = of.get(trainer, 'others')
+        for at in line if len(line) <= MOST_DOTS else ():
+            chart.dot(at, kind, f'{trainer}: {name} {number(at[1])}')
+        if view.smooth:
+            chart.line(line, f'{kind} raw', trainer)
+        chart.line(smoothed(line, view.smooth) if view.smooth else line, kind, trainer)
+    if view.axis == 'seconds':
+        _joints(chart, found)
+    return chart.svg()
+
+
 def scaling(learned: Scaling, kind: str) -> Markup | None:
     """None if a trainer's speed is not known."""
     points = [*learned.curve, *((n, rate) for n, rate, _ in learned.measured)]
@@ -270,12 +298,14 @@ def predicted_and_actual(found: Figures) -> Markup | None:
 
 def _loss_axis(loss: Loss) -> Scale | None:
     values = [p.loss for line in loss.fragments for p in line]
-    if not values:
-        return None
+    return _value_axis(values) if values else None
+
+
+def _value_axis(values: Sequence[float]) -> Scale:
     low, high = min(values), max(values)
     if low < 0:
         return linear(low, high)
-    # A loss of 0 is drawn at the lower end of the logarithmic axis.
+    # A value of 0 is drawn at the lower end of the logarithmic axis.
     smallest = max(min((v for v in values if v > 0), default=high), 1e-6 * high)
     return logarithmic(smallest, high) if high > 30 * smallest else linear(0.0, high)
 

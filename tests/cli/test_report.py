@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import sqlite3
 import stat
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from parsl_freetrain.report.causes import causes
 from parsl_freetrain.report.figures import Figures, as_document, figures
 from parsl_freetrain.report.learned import rescale_costs
 from parsl_freetrain.report.losses import MOST_POINTS
+from parsl_freetrain.report.metrics import smoothed, thinned
 from parsl_freetrain.report.page import report_page
 from tests.support.browser import DESKTOP, PHONE, Browser
 from tests.support.browser import browser as browser  # a fixture
@@ -396,6 +399,49 @@ def test_the_page_in_a_browser(
     paper = page.look('getComputedStyle(document.body).backgroundColor')
     assert (sum(map(int, re.findall(r'\d+', paper))) < 200) == dark
     page.close()
+
+
+@pytest.mark.parametrize('axis', ['samples', 'epochs', 'seconds'])
+def test_metrics_of_all_trainers_in_one_picture(
+    tmp_path: Path, browser: Browser, axis: str
+) -> None:
+    ledger, out = demo_ledger(tmp_path / 'l.db', runs=2, seconds=60.0), tmp_path / 'out.html'
+    with closing(sqlite3.connect(ledger)) as db, db:
+        db.execute("UPDATE trainers SET spec = json_set(spec, '$.total_epochs', 6)")
+    given = ['report', '--ledger', str(ledger), '--out', str(out), '--axis', axis]
+    assert main([*given, '--smooth', '0.8']) == 0
+    page = browser.page(out.as_uri())
+    page.picture(tmp_path / 'page.png')
+    chart = f'document.querySelector("svg[aria-label=\'loss over {axis}\']")'
+    count = chart + '.querySelectorAll("polyline{}").length'
+    assert page.look(count.format('.raw')) == 2  # cnn and mlp
+    assert page.look(count.format('')) == 4
+    assert 'moving averages (weight 0.8)' in page.text()
+    assert page.complaints() == [] and page.overflowing() == []
+    page.close()
+
+
+def test_curves_are_those_of_the_kept_training(tmp_path: Path) -> None:
+    found = read(demo_ledger(tmp_path / 'l.db', runs=2, seconds=60.0))
+    for trainer, curve in found.metrics['loss'].items():
+        samples = [point.samples for point in curve]
+        assert samples == sorted(set(samples)) and len(samples) > 5
+        assert any(f.ending == 'preempted' for f in found.story.fragments if f.trainer == trainer)
+    assert as_document(found)['metrics']['loss'].keys() == {'cnn', 'mlp'}
+    # The first values count no more than others.
+    assert smoothed([(0, 4.0), (1, 2.0)], 0.5) == [(0, 4.0), (1, pytest.approx(8 / 3))]
+    assert [p.value for p in thinned(curve, 10)][-1] == curve[-1].value
+
+
+@pytest.mark.parametrize(
+    ('option', 'value', 'sentence'),
+    [('--axis', 'steps', 'one of samples, epochs, seconds'), ('--smooth', '1', 'below 1')],
+)
+def test_metrics_that_cannot_be_drawn(
+    small: Path, capsys: pytest.CaptureFixture[str], option: str, value: str, sentence: str
+) -> None:
+    assert main(['report', '--ledger', str(small), option, value]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 def test_names_and_errors_are_text_in_the_page(tmp_path: Path, browser: Browser) -> None:

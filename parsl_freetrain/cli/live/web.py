@@ -65,9 +65,15 @@ class Feed:
     """
 
     def __init__(
-        self, view: LiveView, ledger: str, every_s: float, clock: Callable[[], float] = time.time
+        self,
+        view: LiveView,
+        ledger: str,
+        every_s: float,
+        clock: Callable[[], float] = time.time,
+        curves: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self.every_s = every_s
+        self._curves = curves
         self._view = view
         self._ledger = ledger
         self._clock = clock
@@ -94,6 +100,11 @@ class Feed:
             if over or abs(now - self._drawn_at) >= CHARTS_EVERY_S:
                 self._charts, self._drawn_at = charts(self._view, now), now
             return self._charts
+
+    def curves(self) -> dict[str, Any]:
+        """The metrics, as of :class:`~parsl_freetrain.cli.live.curves.LiveCurves`."""
+        with self._lock:
+            return self._curves()
 
 
 def page_document(view: LiveView, ledger: str, now: float) -> dict[str, Any]:
@@ -233,6 +244,8 @@ class _Handler(BaseHTTPRequestHandler):
             )
         elif where.path == '/events':
             self._events()
+        elif where.path == '/curves':
+            self._answer(*self._metrics())
         elif where.path in FILES:
             name, kind = FILES[where.path]
             self._answer(200, resource(name), {'Content-Type': f'{kind}; charset=utf-8'})
@@ -291,6 +304,13 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b'event: over\ndata: {}\n\n')
         except OSError:
             return  # the page was closed
+
+    def _metrics(self) -> tuple[int, str, dict[str, str]]:
+        kind = {'Content-Type': 'application/json; charset=utf-8'}
+        try:
+            return 200, json.dumps(self.about.feed.curves()), kind
+        except (BadInput, OSError, sqlite3.Error) as error:
+            return 503, json.dumps(f'The ledger cannot be read now: {error}'), kind
 
     def _news(self) -> tuple[str, str]:
         try:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
+from parsl_freetrain.cli.live.metric_lines import metric_table, sparkline
 from parsl_freetrain.cli.live.snapshot import DecisionNow
 from parsl_freetrain.cli.live.view import LiveView, closing_table, run_live
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
@@ -277,3 +278,17 @@ def test_stopping_before_there_is_a_ledger_is_fine_and_no_ledger_is_not(tmp_path
     (tmp_path / 'text').write_text('not a ledger at all')
     with pytest.raises(BadInput, match='not a FreeTrain ledger'):
         run_live(tmp_path / 'text', stop, Console(file=io.StringIO()))
+
+
+def test_metrics_are_lines_with_their_course() -> None:
+    curves = {
+        'accuracy': {'cnn': [(10, None, 1.0, 0.2), (240, None, 2.0, 0.9)]},
+        'loss': {f'\x1b{i}': [(5, None, 1.0, 3.0)] for i in range(20)},
+    }
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(metric_table(curves))
+    title, first, *rest = console.export_text().splitlines()
+    assert 'over samples' in title
+    assert first.split() == ['accuracy', 'cnn', 22 * '▁' + '█', '0.9', '0.2', '0.9']
+    assert len(rest) == 16 and rest[-1].startswith('and 5 more') and '\x1b' not in ''.join(rest)
+    assert sparkline([(12, 1.0), (24, 2.0)]) == 12 * ' ' + 11 * '▁' + '█'

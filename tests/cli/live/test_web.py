@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from parsl_freetrain.cli.live import web
+from parsl_freetrain.cli.live.curves import LiveCurves
 from parsl_freetrain.cli.live.view import LiveView, trainer_cells
 from parsl_freetrain.cli.live.web import Feed, Page
 from parsl_freetrain.cli.main import main
@@ -29,6 +30,7 @@ from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.store import Ledger
 from tests.support.browser import DESKTOP, PHONE, Browser
 from tests.support.browser import browser as browser  # a fixture
+from tests.support.ledgers import demo_ledger
 from tests.support.waiting import LIMIT_S
 
 HOSTILE = '<img src=x onerror="document.title=\'broken\'">'
@@ -76,7 +78,8 @@ def live_run(folder: Path) -> Iterator[Ledger]:
 @contextmanager
 def served(path: Path, every_s: float = 0.05) -> Iterator[Page]:
     with Reader(path) as reader:
-        page = Page(Feed(LiveView(reader, DpAllocator()), str(path), every_s))
+        view, curves = LiveView(reader, DpAllocator()), LiveCurves(reader).document
+        page = Page(Feed(view, str(path), every_s, curves=curves))
         try:
             yield page
         finally:
@@ -271,7 +274,29 @@ def test_the_page_follows_the_run(
             where + 'page.js',
             where + 'style.css',
             where + 'events',
+            where + 'curves',
         }
+        tab.close()
+
+
+def test_metrics_are_drawn_over_the_chosen_axis(tmp_path: Path, browser: Browser) -> None:
+    demo_ledger(tmp_path / 'ledger.sqlite', runs=2, seconds=60.0)
+    with served(tmp_path / 'ledger.sqlite') as page:
+        tab = browser.page(page.address)
+        tab.wait(lambda: tab.look('document.querySelectorAll("[data-metric] .line").length') > 1)
+        lines = 'document.querySelectorAll("[data-metric=loss] .line").length'
+        label = 'document.querySelector("[data-metric=loss] svg").getAttribute("aria-label")'
+        assert (tab.look(lines), tab.look(label)) == (2, 'loss over samples')
+        assert {'cnn', 'mlp'} <= set(
+            tab.look('document.querySelector("#legend").innerText').split()
+        )
+        tab.look('place("axis").value = "seconds"; place("smooth").value = 0.9; showCurves()')
+        assert (tab.look(lines), tab.look(label)) == (4, 'loss over seconds')
+        assert tab.look('document.querySelectorAll("[data-metric=loss] .raw").length') == 2
+        tab.picture(tmp_path / 'metrics.png')
+        tab.look('place("axis").value = "epochs"; showCurves()')
+        assert 'No trainer has a total in epochs' in tab.text()
+        assert tab.complaints() == [] and tab.overflowing() == []
         tab.close()
 
 
