@@ -41,6 +41,7 @@ ELSEWHERE = {
     'freetrain replay --ledger': 'needs the ledger of a live run: '
     'tests/replay/test_recorded_run.py',
     'freetrain preempt': 'needs a run that lives: tests/docs/test_rehearsal.py',
+    'python -m tests.chaos.sharded': 'takes ten minutes: tests/chaos/test_sharded_chaos.py',
 }
 # Pages whose commands are run by another test, all of them in order.
 WHOLE_PAGES = {

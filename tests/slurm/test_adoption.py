@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from parsl_freetrain import LocalSite, Reproducible, freetrain_app, same_weights
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.ledger.reader import Reader
 from tests.support.slurm import Cluster
 from tests.support.training import fit, freetrain
@@ -67,10 +68,11 @@ def blocks(slurm: Cluster) -> dict[str, str]:
 
 def samples(folder: Path, least_runs: int) -> int:
     """Samples of the newest checkpoint, after this number of runs has trained."""
-    if not (folder / 'checkpoints' / 'ledger.sqlite').exists():
+    try:
+        with Reader(folder / 'checkpoints' / 'ledger.sqlite') as ledger:
+            story = ledger.story()
+    except BadInput:  # there is none yet, or nothing is in it yet
         return 0
-    with Reader(folder / 'checkpoints' / 'ledger.sqlite') as ledger:
-        story = ledger.story()
     trained = {checkpoint.run for checkpoint in story.checkpoints}
     return (
         max((c.samples for c in story.checkpoints), default=0) if len(trained) >= least_runs else 0

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import RunHistory
 from tests.support import template
@@ -54,10 +55,11 @@ class Run:
         self._output = output
 
     def story(self) -> RunHistory:
-        if not self._ledger.exists():
+        try:
+            with Reader(self._ledger) as ledger:
+                return ledger.story()
+        except BadInput:  # there is none yet, or nothing is in it yet
             return RunHistory()
-        with Reader(self._ledger) as ledger:
-            return ledger.story()
 
     def samples(self) -> int:
         return sum(trainer.samples for trainer in self.story().trainers)
