@@ -40,9 +40,19 @@ DISTRIBUTIONS = {
     'globus_compute_common': 'globus-compute-endpoint',
     'globus_compute_endpoint': 'globus-compute-endpoint',
     'globus_compute_sdk': 'globus-compute-endpoint',
+    'mlflow': 'mlflow-skinny',
 }
-CALLED_BY_OTHERS = {'accelerate', 'pyarrow'}
-OF_MODULES = ('globus', 'lightning', 'optuna', 'transformers')  # extras that a module needs
+CALLED_BY_OTHERS = {'accelerate', 'pyarrow', 'tensorboard'}
+# Extras that a module needs.
+OF_MODULES = (
+    'globus',
+    'lightning',
+    'mlflow',
+    'optuna',
+    'tensorboard',
+    'transformers',
+    'wandb',
+)
 
 
 def run(*command: str) -> None:

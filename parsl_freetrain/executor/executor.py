@@ -39,6 +39,7 @@ from parsl_freetrain.executor.fragment.node_fork_server import start_template
 from parsl_freetrain.executor.fragment.orders import ControlEndpoint
 from parsl_freetrain.executor.fragment.runner import FRAGMENT, FragmentRunner
 from parsl_freetrain.executor.ledger_writer import LedgerWriter, about_this_process
+from parsl_freetrain.executor.metric_export import MetricExport
 from parsl_freetrain.executor.monitoring_export import Mirror
 from parsl_freetrain.executor.notices import Stream
 from parsl_freetrain.executor.progress_line import ProgressLine
@@ -91,6 +92,8 @@ class FreeTrainExecutor(BlockExecutor):
         Time limits, after which a step is given up.
     htex
         Options of Parsl's HighThroughputExecutor.
+    loggers
+        Where metrics go too: a list of loggers of ``parsl_freetrain.integrations``.
     max_workers_per_node
         Maximum number of ordinary Parsl tasks that run on a node at the same time, beside its
         fragment; 0: none.
@@ -123,6 +126,7 @@ class FreeTrainExecutor(BlockExecutor):
         policy: Policy = Policy(),
         timeouts: Timeouts = Timeouts(),
         htex: HtexOptions = HtexOptions(),
+        loggers: Any = (),
         max_workers_per_node: int = 1,
         resume: str = 'auto',
         site: Optional[str] = None,
@@ -141,24 +145,19 @@ class FreeTrainExecutor(BlockExecutor):
             block_error_handler=False,  # losing blocks is normal here
             **htex.arguments(provider.site.interface, timeouts.hang_s),
         )
-        self.checkpoint_dir = checkpoint_dir
-        self.ledger = ledger
-        self.policy = policy
-        self.timeouts = timeouts
-        self.htex = htex
-        self.max_workers_per_node = max_workers_per_node
-        self.resume = resume
+        self.checkpoint_dir, self.ledger, self.loggers = checkpoint_dir, ledger, loggers
+        self.policy, self.timeouts, self.htex = policy, timeouts, htex
+        self.max_workers_per_node, self.resume = max_workers_per_node, resume
         self.site = self.account = self.queue = None
         self.allocator: Allocator = (
             allocator_named(policy.solver, policy.solver_time_limit_s)
             if isinstance(policy.solver, str)
             else policy.solver
         )
-        self.names = TrainerNames()
         self._loop: EventLoop | None = None
         self._template: ForkClient | None = None
         self._lock: RunLock | None = None
-        self.mirror = Mirror()
+        self.names, self.mirror, self._metrics = TrainerNames(), Mirror(), MetricExport(loggers)
 
     @property
     def ledger_path(self) -> Path:
@@ -246,8 +245,8 @@ class FreeTrainExecutor(BlockExecutor):
         adopted = self._adoption.take_over(self._register)
         control = ControlServer(self.cert_dir, self.address, self.htex.interchange_port_range)
         undo.callback(control.close)
-        stream = Stream([LedgerWriter(ledger, run), FutureUpdater(), lock])
-        stream.subscribers.append(ProgressLine(sys.stderr, self.ledger_path))
+        shown = ProgressLine(sys.stderr, self.ledger_path)
+        stream = Stream([LedgerWriter(ledger, run), FutureUpdater(), lock, shown])
         fragments = FragmentRunner(
             control,
             stream,
@@ -289,6 +288,7 @@ class FreeTrainExecutor(BlockExecutor):
         for block in adopted:
             self._loop.post(AdoptBlock(block))
         self._loop.start()
+        self._metrics.start(self.ledger_path, run)
 
     def _keep_others_out(self) -> None:
         """Refuse a checkpoint folder that other users can change. Make Parsl's folder of this run
@@ -323,9 +323,8 @@ class FreeTrainExecutor(BlockExecutor):
         """
         if self._loop is None:
             raise BadInput(
-                f'Trainer {record.trainer.name!r} cannot be submitted: executor '
-                f'{self.label!r} is not running; '
-                f'call parsl.load with a config that has it first.'
+                f'Trainer {record.trainer.name!r} cannot be submitted: executor {self.label!r} is '
+                'not running; call parsl.load with a config that has it first.'
             )
         check_trainer(record.trainer, self.policy.metric, record.checkpoint.samples, time.time())
         assert isinstance(self.provider, BackfillProvider)
@@ -386,6 +385,7 @@ class FreeTrainExecutor(BlockExecutor):
         if loop is not None:
             loop.stop(timeout)
         self.mirror.stop()
+        self._metrics.stop()
         close_allocator(self.allocator)
         self._wait_for_blocks(timeout / 2)
         super().shutdown(timeout)

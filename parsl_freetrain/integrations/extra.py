@@ -1,34 +1,15 @@
-"""What the integrations share: missing libraries, and what callbacks remember."""
+"""What callbacks of the integrations remember."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.loop.context import FragmentContext
-
-
-@contextmanager
-def needs(extra: str) -> Iterator[None]:
-    """Around imports of a library.
-
-    Raises
-    ------
-    BadInput
-        If a package is not installed.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise BadInput(
-            f'parsl_freetrain.integrations.{extra} needs {error.name}, which is not installed: '
-            f'pip install "parsl-freetrain[{extra}]".'
-        ) from error
 
 
 class Memory:

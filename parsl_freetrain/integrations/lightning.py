@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.integrations.extra import Memory, needs
+from parsl_freetrain.integrations.extra import Memory
 from parsl_freetrain.integrations.lightning_arguments import (
     check_callback,
     check_module,
@@ -19,6 +19,7 @@ from parsl_freetrain.integrations.lightning_arguments import (
     unsupported,
 )
 from parsl_freetrain.integrations.lightning_log import Log
+from parsl_freetrain.integrations.metric_logger import needs
 from parsl_freetrain.training.data.data_loaders import LoaderData
 from parsl_freetrain.training.data.order import samples_in
 from parsl_freetrain.training.loop.context import FragmentContext

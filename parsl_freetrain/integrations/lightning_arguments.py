@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.integrations.extra import needs
+from parsl_freetrain.integrations.metric_logger import needs
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.spec.mode import Scaled
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from parsl_freetrain.integrations.extra import needs
 from parsl_freetrain.integrations.lightning_arguments import unsupported
+from parsl_freetrain.integrations.metric_logger import needs
 from parsl_freetrain.training.loop.context import FragmentContext
 
 with needs('lightning'):

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.integrations.extra import Memory, needs
+from parsl_freetrain.integrations.extra import Memory
+from parsl_freetrain.integrations.metric_logger import needs
 from parsl_freetrain.integrations.transformers_arguments import (
     check_arguments,
     check_callbacks,

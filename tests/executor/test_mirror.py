@@ -18,6 +18,7 @@ from parsl_freetrain.ledger.store import Ledger
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
 from tests.support.ledgers import demo_ledger
+from tests.support.loggers import Recorder
 from tests.support.training import fit
 
 
@@ -96,10 +97,12 @@ def test_parsls_monitoring_has_our_blocks_and_fragments(tmp_path: Path) -> None:
     )
     from parsl.monitoring import MonitoringHub
 
+    logger = Recorder()
     executor = FreeTrainExecutor(
         provider=BackfillProvider(site=LocalSite(nodes=1, poll_s=0.2), min_hole_s=1.0),
         checkpoint_dir=str(tmp_path / 'checkpoints'),
         max_workers_per_node=0,
+        loggers=[logger],
     )
     hub = MonitoringHub(resource_monitoring_interval=1)
     with parsl.load(
@@ -122,3 +125,6 @@ def test_parsls_monitoring_has_our_blocks_and_fragments(tmp_path: Path) -> None:
             (run,),
         ).fetchall()
     assert fragments == [('fit', 'finished', 'fragment_task')]
+    # A logger of the executor's has its metrics, too.
+    assert logger.states == ['finished'] and logger.opened[0].trainer == 'fit'
+    assert logger.points[-1][1] == 192 and logger.points[-1][2]

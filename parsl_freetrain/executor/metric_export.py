@@ -1,0 +1,141 @@
+"""Passes the metrics of a run on to loggers, from the ledger."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from parsl_freetrain.host import files
+from parsl_freetrain.integrations.metric_logger import LoggedTraining, MetricLogger, OpenLog
+from parsl_freetrain.ledger.kept import KeptMetrics, began_in
+from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.ledger.rows import RunHistory, TrainerRow
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 10.0
+LAST_S = 60.0
+"""How long the end of a run waits for loggers, in seconds."""
+
+
+class MetricExport:
+    """Passes on what is known to be kept (:class:`~parsl_freetrain.ledger.kept.KeptMetrics`), so no
+    logger sees what a later fragment repeats. How far it is, is noted in a file beside the ledger,
+    for the next run of the workflow.
+    """
+
+    def __init__(self, loggers: Sequence[MetricLogger], period_s: float = PERIOD_S) -> None:
+        self._loggers = tuple(loggers)
+        self._period_s = period_s
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, ledger: Path, run: str) -> None:
+        """Begin with a run of a ledger, by Parsl's id of the run."""
+        if self._loggers:
+            self._thread = threading.Thread(
+                target=self._work, args=(ledger, run), name='FreeTrain-Loggers', daemon=True
+            )
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Pass on the rest, when the ledger is complete, and close the loggers. A logger that takes
+        long is left alone.
+        """
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(LAST_S)
+            if self._thread.is_alive():
+                logger.warning(
+                    'A logger has not taken all metrics within %.0f s; the next run of the '
+                    'workflow goes on with the rest.',
+                    LAST_S,
+                )
+
+    def _work(self, ledger: Path, run: str) -> None:
+        with Reader(ledger) as reader:
+            each = [_Export(reader, run, one) for one in self._loggers]
+            over = False
+            while not over:
+                over = self._over.wait(self._period_s)
+                for export in each:
+                    export.pass_on(last=over)
+
+
+class _Export:
+    """One logger."""
+
+    def __init__(self, reader: Reader, run: str, destination: MetricLogger) -> None:
+        self._reader, self._run, self._destination = reader, run, destination
+        name = re.sub('[^A-Za-z0-9]', '', type(destination).__name__)
+        self._marks = reader.path.with_name(f'{reader.path.name}.{name}.json')
+        self._logs: dict[str, tuple[OpenLog, KeptMetrics, str]] = {}
+        self._complained = False
+
+    def pass_on(self, last: bool) -> None:
+        """Pass on what is new; the ``last`` time, close everything."""
+        story = self._reader.story()
+        run = next(run.id for run in story.runs if run.name == self._run)
+        for row in (row for row in story.trainers if row.run == run):
+            try:
+                self._pass_on(story, row)
+                if last and row.name in self._logs:
+                    self._logs.pop(row.name)[0].close(_state_of(row))
+            except Exception as error:  # of the user's library; the training does not depend on it
+                # From the mark on, it is tried again.
+                if row.name in self._logs:
+                    with suppress(Exception):
+                        self._logs.pop(row.name)[0].close('interrupted')
+                if not self._complained:
+                    logger.warning(
+                        '%s cannot log trainer %r now: %s: %s',
+                        type(self._destination).__name__,
+                        row.name,
+                        type(error).__name__,
+                        error,
+                    )
+                self._complained = True
+
+    def _pass_on(self, story: RunHistory, row: TrainerRow) -> None:
+        if row.name not in self._logs:
+            self._logs[row.name] = self._open(story, row)
+        log, metrics, training = self._logs[row.name]
+        done = None
+        try:
+            for point in metrics.new(self._reader):
+                log.log(point.samples, point.at, point.metrics)
+                done = point
+        finally:
+            if done is not None:
+                marks = {**self._read_marks(), training: done.mark}
+                files.replace(self._marks, json.dumps(marks).encode())
+
+    def _open(self, story: RunHistory, row: TrainerRow) -> tuple[OpenLog, KeptMetrics, str]:
+        began = began_in(story, row.name, row.run)
+        first = next(run.name for run in story.runs if run.id == began)
+        name = re.sub('[^A-Za-z0-9_.-]', '-', row.name)
+        training = f'{name}-{first[:8]}'
+        samples, number = self._read_marks().get(training, (-1, 0))
+        settings = {
+            name: value
+            for name, value in {**row.spec, 'total_samples': row.total_samples}.items()
+            if isinstance(value, (int, float, str))
+        }
+        log = self._destination.open(LoggedTraining(training, row.name, settings, samples))
+        return log, KeptMetrics(row.name, began, (samples, number)), training
+
+    def _read_marks(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads(self._marks.read_text()))
+        except (OSError, ValueError):
+            return {}
+
+
+def _state_of(row: TrainerRow) -> str:
+    return row.state if row.state in ('finished', 'failed', 'cancelled') else 'interrupted'

@@ -1,0 +1,74 @@
+"""What a logger of metrics is to an executor. Loggers run in the submitting process, which passes
+on what the ledger has; nodes need neither the library nor its credentials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from parsl_freetrain.core.model.errors import BadInput
+
+
+@dataclass(frozen=True)
+class LoggedTraining:
+    """A training from 0 samples on, through all fragments and all runs of the workflow.
+
+    Attributes
+    ----------
+    id
+        The same in all runs that go on with it, and no other one's: letters, digits, '-', '_', '.'.
+    trainer
+        The name of the trainer.
+    settings
+        Plain values: its node counts, mode and total.
+    samples
+        Everything up to here has been logged already; -1: nothing.
+    """
+
+    id: str
+    trainer: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    samples: int = -1
+
+
+class OpenLog(Protocol):
+    """One training in a logger."""
+
+    def log(self, samples: int, at: float, metrics: Mapping[str, float]) -> None:
+        """Log metrics at a number of samples, which increases; ``at`` in epoch seconds."""
+        ...
+
+    def close(self, state: str) -> None:
+        """No more metrics in this run. ``state``: the trainer's, such as 'finished', 'failed' or
+        'interrupted'.
+        """
+        ...
+
+
+class MetricLogger(Protocol):
+    """A library that keeps metrics. Errors are repeated as warnings, and tried again."""
+
+    def open(self, training: LoggedTraining) -> OpenLog:
+        """Begin a training, or go on with one that another process has begun."""
+        ...
+
+
+@contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Around imports of a library.
+
+    Raises
+    ------
+    BadInput
+        If a package is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise BadInput(
+            f'parsl_freetrain.integrations.{extra} needs {error.name}, which is not installed: '
+            f'pip install "parsl-freetrain[{extra}]".'
+        ) from error

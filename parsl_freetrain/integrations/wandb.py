@@ -1,0 +1,51 @@
+"""Metrics of trainers in Weights & Biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from parsl_freetrain.integrations.metric_logger import LoggedTraining, OpenLog, needs
+
+with needs('wandb'):
+    import wandb
+
+EXIT_CODES = {'failed': 1}
+
+
+class WandbLogger:
+    """A logger for ``FreeTrainExecutor(loggers=[...])``. A training is one run of W&B, whose steps
+    are samples.
+
+    Parameters
+    ----------
+    **options
+        Further arguments of ``wandb.init``, such as ``project``, ``entity``, ``dir`` and ``mode``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def open(self, training: LoggedTraining) -> OpenLog:
+        """As of :class:`~parsl_freetrain.integrations.metric_logger.MetricLogger`."""
+        options = {'project': 'parsl-freetrain', 'name': training.trainer, **self.options}
+        return _Log(
+            wandb.init(
+                id=training.id,
+                resume='allow',
+                reinit='create_new',  # beside runs of other trainers
+                config=dict(training.settings),
+                **options,
+            )
+        )
+
+
+class _Log:
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def log(self, samples: int, at: float, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=samples)
+
+    def close(self, state: str) -> None:
+        self._run.finish(exit_code=EXIT_CODES.get(state, 0))
