@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from parsl_freetrain.core.model.shape import Shape
     from parsl_freetrain.core.model.types import Checkpoint
     from parsl_freetrain.executor.executor import FreeTrainExecutor
-    from parsl_freetrain.executor.settings import HtexOptions, Policy, Timeouts
+    from parsl_freetrain.executor.settings import HtexOptions, Policy, Recording, Timeouts
     from parsl_freetrain.executor.trainer.future import Progress, TrainingFuture
     from parsl_freetrain.remote.client import FreeTrainClient
     from parsl_freetrain.remote.training import RemoteTraining
@@ -45,7 +45,7 @@ _MODULES = {
     'core.model.shape': ('Shape',),
     'core.model.types': ('Checkpoint',),
     'executor.executor': ('FreeTrainExecutor',),
-    'executor.settings': ('HtexOptions', 'Policy', 'Timeouts'),
+    'executor.settings': ('HtexOptions', 'Policy', 'Recording', 'Timeouts'),
     'executor.trainer.future': ('Progress', 'TrainingFuture'),
     'remote.client': ('FreeTrainClient',),
     'remote.training': ('RemoteTraining',),
@@ -85,6 +85,7 @@ __all__ = [
     'Policy',
     'Progress',
     'Ranks',
+    'Recording',
     'RemoteTraining',
     'Reproducible',
     'Retention',

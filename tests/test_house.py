@@ -44,15 +44,7 @@ DISTRIBUTIONS = {
 }
 CALLED_BY_OTHERS = {'accelerate', 'pyarrow', 'tensorboard'}
 # Extras that a module needs.
-OF_MODULES = (
-    'globus',
-    'lightning',
-    'mlflow',
-    'optuna',
-    'tensorboard',
-    'transformers',
-    'wandb',
-)
+OF_MODULES = ('globus', 'lightning', 'mlflow', 'optuna', 'tensorboard', 'transformers', 'wandb')
 
 
 def run(*command: str) -> None:

@@ -49,6 +49,7 @@ from parsl_freetrain.executor.run_lock import RunLock
 from parsl_freetrain.executor.settings import (
     HtexOptions,
     Policy,
+    Recording,
     Timeouts,
     check_classes,
     check_trainer,
@@ -84,16 +85,14 @@ class FreeTrainExecutor(BlockExecutor):
         The executor's name in Parsl, and the name of its folder in runinfo/.
     checkpoint_dir
         Folder on a file system that all nodes share. It has one folder per trainer.
-    ledger
-        SQLite file that records the run. Default: ``ledger.sqlite`` in ``checkpoint_dir``.
+    recording
+        Where the record of the run goes.
     policy
         The aim of scheduling decisions, and their limits.
     timeouts
         Time limits, after which a step is given up.
     htex
         Options of Parsl's HighThroughputExecutor.
-    loggers
-        Where metrics go too: a list of loggers of ``parsl_freetrain.integrations``.
     max_workers_per_node
         Maximum number of ordinary Parsl tasks that run on a node at the same time, beside its
         fragment; 0: none.
@@ -113,6 +112,7 @@ class FreeTrainExecutor(BlockExecutor):
 
     @checked_arguments(
         'FreeTrainExecutor',
+        ('recording=Recording', Recording),
         ('policy=Policy', Policy),
         ('timeouts=Timeouts', Timeouts),
         ('htex=HtexOptions', HtexOptions),
@@ -122,11 +122,10 @@ class FreeTrainExecutor(BlockExecutor):
         provider: Optional[BackfillProvider] = None,
         label: str = 'freetrain',
         checkpoint_dir: str = 'checkpoints',
-        ledger: Optional[str] = None,
+        recording: Recording = Recording(),
         policy: Policy = Policy(),
         timeouts: Timeouts = Timeouts(),
         htex: HtexOptions = HtexOptions(),
-        loggers: Any = (),
         max_workers_per_node: int = 1,
         resume: str = 'auto',
         site: Optional[str] = None,
@@ -145,7 +144,7 @@ class FreeTrainExecutor(BlockExecutor):
             block_error_handler=False,  # losing blocks is normal here
             **htex.arguments(provider.site.interface, timeouts.hang_s),
         )
-        self.checkpoint_dir, self.ledger, self.loggers = checkpoint_dir, ledger, loggers
+        self.checkpoint_dir, self.recording = checkpoint_dir, recording
         self.policy, self.timeouts, self.htex = policy, timeouts, htex
         self.max_workers_per_node, self.resume = max_workers_per_node, resume
         self.site = self.account = self.queue = None
@@ -157,14 +156,15 @@ class FreeTrainExecutor(BlockExecutor):
         self._loop: EventLoop | None = None
         self._template: ForkClient | None = None
         self._lock: RunLock | None = None
-        self.names, self.mirror, self._metrics = TrainerNames(), Mirror(), MetricExport(loggers)
+        self.names, self.mirror = TrainerNames(), Mirror()
+        self._metrics = MetricExport(recording.loggers)
 
     @property
     def ledger_path(self) -> Path:
         """The SQLite file that records the run."""
         return (
-            Path(self.ledger)
-            if self.ledger
+            Path(self.recording.ledger)
+            if self.recording.ledger
             else Path(self.checkpoint_dir).absolute() / 'ledger.sqlite'
         )
 

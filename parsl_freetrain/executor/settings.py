@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import structs
@@ -19,6 +20,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.settings import Settings
 from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.host.network import address_of
+from parsl_freetrain.integrations.metric_logger import MetricLogger
 from parsl_freetrain.sites.protocols import HoleSource
 
 INTERCHANGE = (sys.executable, '-m', 'parsl_freetrain.executor.interchange_process')
@@ -120,6 +122,22 @@ class Timeouts(Settings, frozen=True, kw_only=True):
         its fragment on the other nodes.
         """
         return 0.8 * self.hang_s
+
+
+class Recording(Settings, frozen=True, kw_only=True):
+    """Where the record of a run goes.
+
+    Attributes
+    ----------
+    ledger
+        SQLite file that records the run. Default: ``ledger.sqlite`` in the executor's
+        checkpoint_dir.
+    loggers
+        Where metrics go too: loggers of ``parsl_freetrain.integrations``.
+    """
+
+    ledger: str | None = None
+    loggers: Sequence[MetricLogger] = ()
 
 
 class HtexOptions(Settings, frozen=True, kw_only=True):

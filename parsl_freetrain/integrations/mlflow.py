@@ -18,7 +18,7 @@ STATUS = {'finished': 'FINISHED', 'failed': 'FAILED', 'cancelled': 'KILLED'}
 
 
 class MLflowLogger:
-    """A logger for ``FreeTrainExecutor(loggers=[...])``. A training is one run of MLflow.
+    """A logger for ``Recording(loggers=[...])``. A training is one run of MLflow.
 
     Parameters
     ----------

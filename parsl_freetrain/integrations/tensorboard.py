@@ -12,7 +12,7 @@ with needs('tensorboard'):
 
 
 class TensorBoardLogger:
-    """A logger for ``FreeTrainExecutor(loggers=[...])``.
+    """A logger for ``Recording(loggers=[...])``.
 
     Parameters
     ----------

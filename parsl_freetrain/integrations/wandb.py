@@ -14,7 +14,7 @@ EXIT_CODES = {'failed': 1}
 
 
 class WandbLogger:
-    """A logger for ``FreeTrainExecutor(loggers=[...])``. A training is one run of W&B, whose steps
+    """A logger for ``Recording(loggers=[...])``. A training is one run of W&B, whose steps
     are samples.
 
     Parameters

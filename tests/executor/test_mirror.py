@@ -13,6 +13,7 @@ from parsl.config import Config
 from parsl_freetrain.app import freetrain_app
 from parsl_freetrain.executor import FreeTrainExecutor
 from parsl_freetrain.executor.monitoring_export import GROWING, Mirror, copy, database_of
+from parsl_freetrain.executor.settings import Recording
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.store import Ledger
 from parsl_freetrain.sites.local import LocalSite
@@ -102,7 +103,7 @@ def test_parsls_monitoring_has_our_blocks_and_fragments(tmp_path: Path) -> None:
         provider=BackfillProvider(site=LocalSite(nodes=1, poll_s=0.2), min_hole_s=1.0),
         checkpoint_dir=str(tmp_path / 'checkpoints'),
         max_workers_per_node=0,
-        loggers=[logger],
+        recording=Recording(loggers=[logger]),
     )
     hub = MonitoringHub(resource_monitoring_interval=1)
     with parsl.load(

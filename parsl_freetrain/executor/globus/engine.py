@@ -25,13 +25,18 @@ from parsl_freetrain.core.model.settings import Settings
 from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.executor.globus.protocol import BAD_INPUT, ORDER, Answer, Order, answer
 from parsl_freetrain.executor.globus.service import TrainerService
-from parsl_freetrain.executor.settings import INTERCHANGE, HtexOptions, Policy, Timeouts
+from parsl_freetrain.executor.settings import INTERCHANGE, HtexOptions, Policy, Recording, Timeouts
 from parsl_freetrain.sites.named import load_site_file, site_files
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.registry import site_types
 
 PROVIDER = ('max_blocks', 'min_hole_s', 'worker_init')
-GROUPS: dict[str, type[Settings]] = {'policy': Policy, 'timeouts': Timeouts, 'htex': HtexOptions}
+GROUPS: dict[str, type[Settings]] = {
+    'recording': Recording,
+    'policy': Policy,
+    'timeouts': Timeouts,
+    'htex': HtexOptions,
+}
 
 
 class FreeTrainEngine(GlobusComputeEngine):  # type: ignore[misc]
