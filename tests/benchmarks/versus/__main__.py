@@ -130,8 +130,8 @@ def page(columns: list[Column], facts: dict[str, object]) -> str:
     """The part of docs/comparison.md that is measured."""
     words = (
         f'`{facts["command"]}` made this table on {facts["date"]} ({facts["machine"]}; load '
-        f'average at the beginning {facts["load_at_begin"]:.1f}): medians of '
-        f'{facts["rounds"]} rounds in turns, with their ranges.'
+        f'average at the beginning {facts["load_at_begin"]:.1f}). Medians, with their ranges; '
+        f'rounds: {facts["rounds"]}.'
     )
     return (
         f'{textwrap.fill(words, 100, break_long_words=False)}\n\n{markdown(columns)}\n'
