@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
+import stat
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from pathlib import Path
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.settings import Settings
 from parsl_freetrain.host import files
+from parsl_freetrain.host.ownership import is_ours, refuse_replaceable
 
 SCRIPT = Path(__file__).with_name('use_environment.sh')
 FOLDER = 'environment'
@@ -87,6 +89,7 @@ class PackedEnvironment(Settings, frozen=True, kw_only=True):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.archive is not None:
                 archive = Path(self.archive).absolute()
+                _refuse_changeable(archive)
             else:
                 archive = pack(Path(self.prefix or sys.prefix), folder / 'environment.tar')
             script = folder / SCRIPT.name  # nodes may not see our packages yet
@@ -98,6 +101,19 @@ class PackedEnvironment(Settings, frozen=True, kw_only=True):
                 f'The environment for the nodes could not be packed in {folder}: {error}.'
             ) from error
         return shlex.join(['/bin/bash', str(script), str(archive), found, self.local or ''])
+
+
+def _refuse_changeable(archive: Path) -> None:
+    """Refuse an archive that another user than root could change: nodes run what is in it."""
+    refuse_replaceable(archive, 'archive')
+    found = archive.stat()
+    ours = found.st_uid == 0 or is_ours(found.st_uid, archive.parent)
+    if not ours or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise BadInput(
+            f'Another user can change {archive} (owner {found.st_uid}, mode '
+            f'{stat.S_IMODE(found.st_mode):04o}), and nodes would run what is in it: forbid that '
+            '(chmod go-w), or give a copy of your own.'
+        )
 
 
 def prepared(environment: PackedEnvironment | None, checkpoint_dir: str) -> str:

@@ -14,18 +14,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.slurm.experiment import Machine, Row, first_names
+from tests.slurm.experiment import QUICK, Machine, Row, first_names
 from tests.slurm.mix import Ordinary, Reserved
 from tests.support.openpbs import ADDRESS, PbsCluster, running_pbs
 
-# In seconds.
-QUICK: dict[str, Any] = {
-    'poll_s': 1.0,
-    'waiting_poll_s': 0.5,
-    'submit_every_s': 0.0,
-    'start_s': 3.0,
-    'ending_s': 3.0,
-}
 MODES: dict[str, dict[str, Any]] = {
     'backfill': {**QUICK, 'queue': 'batch', 'margin_s': 5.0},
     'preemptible': {**QUICK, 'queue': 'preemptable', 'mode': 'preemptible'},

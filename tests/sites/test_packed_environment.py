@@ -130,6 +130,30 @@ def test_a_node_that_cannot_unpack_it_says_why_and_uses_the_shared_one(
     assert says or Path(found).parent == local
 
 
+@pytest.mark.parametrize(
+    ('mode', 'owner'),
+    [
+        (0o666, None),
+        (0o620, None),
+        pytest.param(
+            0o600,
+            4321,
+            marks=pytest.mark.skipif(os.getuid() != 0, reason='needs root, to give away'),
+        ),
+    ],
+)
+def test_an_archive_that_another_user_can_change_is_refused(
+    tmp_path: Path, mode: int, owner: int | None
+) -> None:
+    archive = tmp_path / 'environment.tar'
+    archive.write_bytes(b'')
+    archive.chmod(mode)
+    if owner is not None:
+        os.chown(archive, owner, -1)
+    with pytest.raises(BadInput, match='Another user can change .*environment.tar'):
+        PackedEnvironment(archive=str(archive)).prepare(tmp_path)
+
+
 def test_an_environment_that_does_not_work_on_the_node_is_not_used(
     tmp_path: Path, prefix: Path
 ) -> None:
