@@ -40,6 +40,8 @@ _STEADY = 10  # steps on all nodes before a blow
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    if options.folder:
+        Path(options.folder).mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix='kills-', dir=options.folder))
     chance = random.Random(options.seed)
     runs: list[Run] = []
@@ -99,7 +101,7 @@ def struck(folder: Path, times: int, chance: random.Random) -> Run:
             processes = (
                 [process for node in nodes for process in here.of_node(node)]
                 if nodes
-                else [here.rank(f'node{chance.randrange(NODES)}')]
+                else here.rank(f'node{chance.randrange(NODES)}')
             )
             for node in nodes:
                 system.leave(here, node)
