@@ -20,7 +20,7 @@ LOWEST := .venv-lowest
 
 help:
 	@echo 'make demo    train two networks in the holes of this computer (options: DEMO_ARGS)'
-	@echo 'make test    run all tests, lint included (options: TEST_ARGS)'
+	@echo 'make test    run all tests (options: TEST_ARGS)'
 	@echo 'make test-lowest  a part of the tests with the lowest versions that pyproject.toml allows'
 	@echo 'make lint    ruff, mypy --strict, import-linter'
 	@echo 'make docs    build the documentation into docs/_build/html'
