@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import Executor
 from concurrent.futures import wait as wait_for
 from types import TracebackType
 from typing import Any
-
-from msgspec import structs
 
 from parsl_freetrain.app import FreeTrainApp
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.globus.protocol import (
-    CANCEL,
-    INTERRUPTED,
     LOOK,
     OK,
-    UNKNOWN,
     VERSIONS,
     WAIT,
     Answer,
@@ -31,14 +24,10 @@ from parsl_freetrain.executor.globus.protocol import (
     versions_here,
 )
 from parsl_freetrain.executor.trainer.future import Progress
-from parsl_freetrain.host.backoff import Backoff
 from parsl_freetrain.remote.connection import Connection
+from parsl_freetrain.remote.following import Follower
 from parsl_freetrain.remote.sending import order_of
 from parsl_freetrain.remote.training import RemoteTraining
-
-logger = logging.getLogger(__name__)
-
-FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 2.0, 300.0
 
 
 class FreeTrainClient(Executor):
@@ -80,7 +69,7 @@ class FreeTrainClient(Executor):
         user_endpoint_config: Mapping[str, Any] | None = None,
         executor: Any = None,
         look_every_s: float = 60.0,
-        first_backoff_s: float = FIRST_BACKOFF_S,
+        first_backoff_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if (endpoint_id is None) == (executor is None):
@@ -89,14 +78,7 @@ class FreeTrainClient(Executor):
                 'endpoint; give one of them.'
             )
         self._connection = Connection(endpoint_id, user_endpoint_config, executor)
-        self._look_every_s = look_every_s
-        self._first_backoff_s = first_backoff_s
-        self._clock = clock
-        self._open: dict[str, RemoteTraining] = {}
-        self._lock = threading.Lock()
-        self._wake = threading.Event()
-        self._closed = False
-        self._keeper: threading.Thread | None = None
+        self._follower = Follower(self._connection, look_every_s, first_backoff_s, clock)
 
     def submit(  # type: ignore[override]  # it takes trainers only
         self, app: FreeTrainApp, /, *args: Any, trainer_name: str | None = None, **kwargs: Any
@@ -121,7 +103,7 @@ class FreeTrainClient(Executor):
             are set on the future.
         """
         order, payload = order_of(app, args, kwargs, trainer_name)
-        return self._follow(RemoteTraining(order, payload, self._ask, self._backoff()))
+        return self._follower.follow(order, payload)
 
     def map(  # type: ignore[override]
         self,
@@ -152,7 +134,7 @@ class FreeTrainClient(Executor):
         The future raises BadInput if the endpoint's process does not know the trainer. Submit it
         again then; it continues from its checkpoints.
         """
-        return self._follow(RemoteTraining(Order(WAIT, name), '', self._ask, self._backoff()))
+        return self._follower.follow(Order(WAIT, name))
 
     def trainers(self, timeout_s: float = 60.0) -> dict[str, tuple[str, Progress]]:
         """State and progress of all trainers submitted since the endpoint's process started.
@@ -187,202 +169,15 @@ class FreeTrainClient(Executor):
             raise BadInput(reply['sentence'])
         return reply
 
-    def _follow(self, training: RemoteTraining) -> RemoteTraining:
-        training._on_cancel = lambda: self._cancel(training)
-        with self._lock:
-            if self._closed:
-                raise BadInput(
-                    f'Trainer {training.name!r} cannot be sent: this FreeTrainClient is closed.'
-                )
-            if training.name in self._open:
-                raise BadInput(
-                    f'Trainer {training.name!r} is followed by this client already; give '
-                    'each training a trainer_name.'
-                )
-            self._open[training.name] = training
-            if self._keeper is None:
-                self._keeper = threading.Thread(
-                    target=self._keep, name='FreeTrain-Client', daemon=True
-                )
-                self._keeper.start()
-        training.add_done_callback(lambda _: self._open.pop(training.name, None))
-        self._send(training)
-        return training
-
-    def _send(self, training: RemoteTraining) -> None:
-        """Send a trainer's order, which is answered when the trainer ends. An order sent again
-        finds the trainer that the first one started.
-        """
-        training.due = None
-        self._ordered(
-            training, training.order, training.payload, lambda reply: self._ended(training, reply)
-        )
-
-    def _cancel(self, training: RemoteTraining) -> None:
-        training.cancelling = True
-        training.due = None
-
-        def cancelled(reply: Answer) -> None:
-            if reply['kind'] == UNKNOWN:  # not started, or ended and its answer is coming
-                training.settle({'kind': 'cancelled'})
-
-        self._ordered(training, Order(CANCEL, training.name), '', cancelled)
-
-    def _ordered(
-        self, training: RemoteTraining, order: Order, payload: str, then: Callable[[Answer], None]
-    ) -> None:
-        def answered(done: Future[Answer]) -> None:
-            try:
-                reply = done.result()
-            except (Exception, CancelledError) as error:
-                self._not_arrived(training, error)
-            else:
-                training.backoff.reset()
-                then(reply)
-
-        try:
-            sent = self._connection.send(order, payload)
-        except Exception as error:
-            self._not_arrived(training, error)
-        else:
-            sent.add_done_callback(answered)
-
-    def _not_arrived(self, training: RemoteTraining, error: BaseException) -> None:
-        if training.done() or self._closed:
-            return
-        refusal = self._connection.refusal(error)
-        if refusal is not None:
-            refusal.__cause__ = error
-            training.fail(refusal)
-            return
-        logger.warning(
-            'Trainer %s: %s could not be asked: %s: %s',
-            training.name,
-            self._connection.name,
-            type(error).__name__,
-            error,
-        )
-        training.state = 'unreachable'
-        self._later(training)
-
-    def _backoff(self) -> Backoff:
-        return Backoff(self._first_backoff_s, LONGEST_BACKOFF_S)
-
-    def _later(self, training: RemoteTraining) -> None:
-        training.due = self._clock() + training.backoff.failed()
-        self._wake.set()
-
-    def _ended(self, training: RemoteTraining, reply: Answer) -> None:
-        if training.done():
-            return
-        if reply['kind'] == INTERRUPTED and training.payload:
-            self._again(training)
-        elif reply['kind'] == UNKNOWN:
-            training.fail(BadInput(reply['sentence']))
-        else:
-            training.settle(reply)
-
-    def _again(self, training: RemoteTraining) -> None:
-        """The endpoint's process has ended or restarted: send the trainer to the next process,
-        where it continues from its checkpoints.
-        """
-        training.order = structs.replace(training.order, again=True)
-        training.state, training.unseen = 'sent', 0
-        self._later(training)
-
-    def _keep(self) -> None:
-        next_look = self._clock() + self._look_every_s
-        while not self._closed:
-            with self._lock:
-                trainings = list(self._open.values())
-            dues = [t.due for t in trainings if t.due is not None]
-            self._wake.wait(max(0.0, min([next_look, *dues]) - self._clock()))
-            self._wake.clear()
-            now = self._clock()
-            for training in trainings:
-                if (
-                    training.due is not None
-                    and training.due <= now
-                    and not training.done()
-                    and not self._closed
-                ):
-                    (self._cancel if training.cancelling else self._send)(training)
-            if now >= next_look:
-                next_look = now + self._look_every_s
-                if trainings and not self._closed:
-                    self._look()
-
-    def _look(self) -> None:
-        def looked(done: Future[Answer]) -> None:
-            try:
-                found = done.result()['trainers']
-            except (Exception, CancelledError):
-                logger.warning(
-                    '%s could not be asked how its trainers are',
-                    self._connection.name,
-                    exc_info=True,
-                )
-                return
-            for training in trainings:
-                self._seen(training, found.get(training.name))
-
-        with self._lock:
-            trainings = list(self._open.values())
-        try:
-            self._connection.send(Order(LOOK), '').add_done_callback(looked)
-        except Exception:
-            logger.warning(
-                '%s could not be asked how its trainers are', self._connection.name, exc_info=True
-            )
-
-    def _seen(self, training: RemoteTraining, found: Mapping[str, Any] | None) -> None:
-        """Take in the endpoint's status of a trainer. None: the endpoint's process does not know
-        it, so it is not the process that the trainer was sent to.
-        """
-        if found is not None and training.order.request in ('', found['request']):
-            training.unseen = 0
-            training.shown(found)
-        elif training.payload and training.due is None and not training.done():
-            training.unseen += 1  # once may mean that the request has overtaken the order
-            if training.unseen > 1:
-                logger.warning(
-                    'Trainer %s is unknown to %s: sending it again',
-                    training.name,
-                    self._connection.name,
-                )
-                self._again(training)
-
-    def _ask(self, training: RemoteTraining, timeout_s: float) -> None:
-        try:
-            reply = self._connection.send(Order(LOOK, training.name), '').result(timeout_s)
-        except Exception:
-            logger.warning(
-                '%s could not be asked about trainer %s',
-                self._connection.name,
-                training.name,
-                exc_info=True,
-            )
-            return
-        self._seen(training, reply['trainers'].get(training.name))
-
     def close(self) -> None:
         """Stop following. Trainers keep running at the endpoint; their futures here raise an error
         that says how to find them again.
         """
-        with self._lock:
-            self._closed = True
-            left, keeper = list(self._open.values()), self._keeper
-        self._wake.set()
-        if keeper is not None:
-            keeper.join()
-        self._connection.close()
-        for training in left:
-            training.left(self._connection.name)
+        self._follower.close()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Stop following, and before that wait for all trainers, or end them."""
-        with self._lock:
-            trainings = list(self._open.values())
+        trainings = self._follower.trainings()
         if cancel_futures:
             for training in trainings:
                 training.cancel()

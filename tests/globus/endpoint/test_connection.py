@@ -115,11 +115,11 @@ def test_it_is_an_executor_that_may_be_left_while_trainers_train() -> None:
     assert isinstance(remote, Executor)
     app = freetrain_app(total_epochs=1)(fit)
     results = remote.map(app, [0.1, 0.2], timeout=0.01)
-    assert sorted(remote._open) == ['fit-0', 'fit-1']
+    assert [one.name for one in remote._follower.trainings()] == ['fit-0', 'fit-1']
     with pytest.raises(TimeoutError):
         next(results)
     remote.shutdown(wait=False)
-    assert not remote._open
+    assert not remote._follower.trainings()
     with pytest.raises(BadInput, match='this FreeTrainClient is closed'):
         remote.submit(app)
 
