@@ -105,5 +105,3 @@ def test_every_room_is_named(page: str) -> None:
         if (folder / '__init__.py').is_file()
     } | {'training/parallel'}
     assert not {room for room in rooms if f'`{room}/`' not in text}
-
-

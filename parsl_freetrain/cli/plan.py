@@ -62,7 +62,7 @@ def plan(
         if not 0 <= seconds < math.inf:
             raise BadInput(f'{name} is {seconds:g}; it must be a number of seconds, 0 or more.')
     # Imported here, so that --help needs neither Parsl nor numpy.
-    from parsl_freetrain.cli.live.view import clean
+    from parsl_freetrain.cli.live.cells import clean
     from parsl_freetrain.cli.sites import provider_of
     from parsl_freetrain.core.controller.settings import ControllerSettings
     from parsl_freetrain.replay.prospect import PlannedBlock, prospects, trainers_at

@@ -44,7 +44,7 @@ def why(
 
     For each: what was known, what was decided, and what the alternative was.
     """
-    from parsl_freetrain.cli.live.view import clean  # imported here, so that --help is fast
+    from parsl_freetrain.cli.live.cells import clean  # imported here, so that --help is fast
     from parsl_freetrain.ledger.reader import Reader
 
     if last < 0:

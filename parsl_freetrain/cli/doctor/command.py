@@ -166,7 +166,7 @@ def _show(found: list[Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from parsl_freetrain.cli.live.view import clean
+    from parsl_freetrain.cli.live.cells import clean
 
     console = Console()
     table = Table.grid(padding=(0, 2, 0, 0))

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from parsl_freetrain.cli.live.view import clean
+from parsl_freetrain.cli.live.cells import clean
 
 WIDTH = 24
 MOST_LINES = 16

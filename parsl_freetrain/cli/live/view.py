@@ -15,6 +15,21 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from parsl_freetrain.cli.live.cells import (
+    CELLS,
+    block_cells,
+    clean,
+    duration_text,
+    finish_text,
+    heading_words,
+    in_shape,
+    left_text,
+    nodes_text,
+    rate_text,
+    samples_text,
+    trainer_cells,
+    value_text,
+)
 from parsl_freetrain.cli.live.limits import in_words
 from parsl_freetrain.cli.live.snapshot import BlockNow, RunStatus, TrainerNow, snapshot
 from parsl_freetrain.core.allocation.problem import Allocator
@@ -24,9 +39,6 @@ from parsl_freetrain.ledger.summary import CachedAllocator
 
 MOST_BLOCKS = 12
 """Maximum number of open blocks to list; the others are counted."""
-
-CELLS = ('nodes', 'samples', 'loss', 'rate', 'U', 'frag', 'pre', 'resc', 'done in')
-"""The columns of a trainer, beside its name, state and progress."""
 
 STATE_STYLES = {
     'running': 'green',
@@ -77,46 +89,6 @@ def screen(seen: RunStatus) -> RenderableType:
 def plain_lines(seen: RunStatus) -> list[str]:
     """One plain line per trainer, without any control character."""
     return [_plain_line(t, seen.elapsed_s) for t in seen.trainers]
-
-
-def trainer_cells(t: TrainerNow) -> dict[str, str]:
-    """The texts for a trainer in all views, by :data:`CELLS`."""
-    values = (
-        str(t.nodes),
-        _samples(t),
-        _value(t.loss, '.4g'),
-        _rate(t.rate),
-        _value(t.efficiency, '.2f'),
-        str(t.fragments),
-        str(t.preempted),
-        str(t.rescaled),
-        _finish(t),
-    )
-    return dict(zip(CELLS, values, strict=True))
-
-
-def block_cells(block: BlockNow) -> dict[str, str]:
-    """The texts for a block in all views, by title of the column."""
-    return {
-        'block': block.name,
-        'nodes': str(block.nodes),
-        'time left': _left(block),
-        'trainers': ', '.join(block.trainers) or 'idle',
-    }
-
-
-def heading_words(seen: RunStatus) -> str:
-    """The run's duration, number of nodes and state, and the gap of its last decision."""
-    words = [_duration(seen.elapsed_s), _nodes(sum(b.nodes for b in seen.blocks))]
-    if seen.ended is not None:
-        words.append(f'ended: {clean(seen.ended)}')
-    elif seen.life.state == 'died':
-        words.append('died')
-    elif seen.life.state == 'silent':
-        words.append(f'silent for {_duration(seen.silent_s)}')
-    if seen.decision is not None and seen.decision.gap is not None:
-        words.append(f'gap {100 * seen.decision.gap:.2g} %')
-    return '  '.join(words)
 
 
 def run_live(
@@ -202,7 +174,7 @@ class _Screen:
         else:
             for block in shown:
                 yield _cut(
-                    f'{block.name}: {_nodes(block.nodes)}, {_left(block)}, '
+                    f'{block.name}: {nodes_text(block.nodes)}, {left_text(block)}, '
                     f'{", ".join(block.trainers) or "idle"}'
                 )
         if len(seen.blocks) > MOST_BLOCKS:
@@ -246,7 +218,7 @@ class _Closing:
         yield Text(
             f'blocks: {self._summary["blocks"]}, killed while training: '
             f'{self._summary["blocks_killed"]}; '
-            f'{_duration(self._summary["wall_s"])} in all'
+            f'{duration_text(self._summary["wall_s"])} in all'
         )
 
 
@@ -299,21 +271,23 @@ def _trainer_lines(t: TrainerNow) -> RenderableType:
     name = Text(no_wrap=True, overflow='ellipsis')
     name.append(clean(t.name), 'bold')
     name.append(f' {clean(t.state)}', STATE_STYLES.get(t.state, ''))
-    name.append(clean(f', {_nodes(t.nodes)}{_in_shape(t)}'))
+    name.append(clean(f', {nodes_text(t.nodes)}{in_shape(t)}'))
     parts: list[RenderableType] = [name]
     if t.total:
         bar = Table.grid()  # a bar alone does not end its line
         bar.add_row(ProgressBar(total=t.total, completed=min(t.samples, t.total), width=38))
         parts.append(bar)
-    parts.append(_cut(f'  {_samples(t)} at {_rate(t.rate)}, loss {_value(t.loss, ".4g")}'))
+    parts.append(
+        _cut(f'  {samples_text(t)} at {rate_text(t.rate)}, loss {value_text(t.loss, ".4g")}')
+    )
     parts.append(
         _cut(
-            f'  U {_value(t.efficiency, ".2f")}, frag {t.fragments}, pre {t.preempted}, '
+            f'  U {value_text(t.efficiency, ".2f")}, frag {t.fragments}, pre {t.preempted}, '
             f'resc {t.rescaled}'
         )
     )
     if t.finish_s is not None:
-        parts.append(_cut(f'  done in {_finish(t)}'))
+        parts.append(_cut(f'  done in {finish_text(t)}'))
     return Group(*parts)
 
 
@@ -329,12 +303,12 @@ def _block_table(blocks: Sequence[BlockNow]) -> Table:
 
 def _plain_line(t: TrainerNow, elapsed_s: float) -> str:
     return clean(
-        f'{_duration(elapsed_s)} {t.name}: {t.state}, {_nodes(t.nodes)}{_in_shape(t)}, '
-        f'{_samples(t)} samples, '
-        f'loss {_value(t.loss, ".4g")}, '
-        f'{_rate(t.rate)}, U {_value(t.efficiency, ".2f")}, fragments {t.fragments}, '
+        f'{duration_text(elapsed_s)} {t.name}: {t.state}, {nodes_text(t.nodes)}{in_shape(t)}, '
+        f'{samples_text(t)} samples, '
+        f'loss {value_text(t.loss, ".4g")}, '
+        f'{rate_text(t.rate)}, U {value_text(t.efficiency, ".2f")}, fragments {t.fragments}, '
         f'preempted {t.preempted}, '
-        f'rescaled {t.rescaled}' + (f', done in {_finish(t)}' if t.finish_s is not None else '')
+        f'rescaled {t.rescaled}' + (f', done in {finish_text(t)}' if t.finish_s is not None else '')
     )
 
 
@@ -349,51 +323,3 @@ def _table(*titles: str) -> Table:
 
 def _cut(line: str, style: str = '') -> Text:
     return Text(clean(line), style, no_wrap=True, overflow='ellipsis')
-
-
-def _in_shape(t: TrainerNow) -> str:
-    return f' ({t.shape})' if t.shape else ''
-
-
-def _nodes(count: int) -> str:
-    return '1 node' if count == 1 else f'{count} nodes'
-
-
-def _samples(t: TrainerNow) -> str:
-    return f'{_count(t.samples)}/{_count(t.total)}' if t.total else _count(t.samples)
-
-
-def _count(n: int) -> str:
-    for size, unit in ((10**9, 'G'), (10**6, 'M'), (10**3, 'k')):
-        if n >= 10 * size:
-            return f'{n / size:.1f}'.removesuffix('.0') + unit
-    return str(n)
-
-
-def _rate(rate: float | None) -> str:
-    return '–' if rate is None else f'{_count(round(rate))}/s'
-
-
-def _value(value: float | None, how: str) -> str:
-    return '–' if value is None else format(value, how)
-
-
-def _finish(t: TrainerNow) -> str:
-    return '–' if t.finish_s is None else _duration(t.finish_s)
-
-
-def _left(block: BlockNow) -> str:
-    if block.joined == 0:
-        return 'starting'
-    return 'unknown' if block.left_s is None else _duration(max(0.0, block.left_s))
-
-
-def _duration(seconds: float) -> str:
-    whole = max(0, round(seconds))
-    hours, rest = divmod(whole, 3600)
-    return f'{hours}:{rest // 60:02d}:{rest % 60:02d}' if hours else f'{rest // 60}:{rest % 60:02d}'
-
-
-def clean(text: str) -> str:
-    """The text without control characters, which names and metrics must not send to a terminal."""
-    return ''.join(c if c.isprintable() else '?' for c in text)

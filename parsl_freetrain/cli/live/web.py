@@ -20,8 +20,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from parsl_freetrain.cli.live.cells import block_cells, heading_words, trainer_cells
 from parsl_freetrain.cli.live.charts import charts
-from parsl_freetrain.cli.live.view import LiveView, block_cells, heading_words, trainer_cells
+from parsl_freetrain.cli.live.view import LiveView
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.report.document import resource
 

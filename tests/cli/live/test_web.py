@@ -20,8 +20,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from parsl_freetrain.cli.live import web
+from parsl_freetrain.cli.live.cells import trainer_cells
 from parsl_freetrain.cli.live.curves import LiveCurves
-from parsl_freetrain.cli.live.view import LiveView, trainer_cells
+from parsl_freetrain.cli.live.view import LiveView
 from parsl_freetrain.cli.live.web import Feed, Page
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator

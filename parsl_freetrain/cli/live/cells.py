@@ -1,0 +1,96 @@
+"""The texts of a run in all views, of the terminal and the browser."""
+
+from __future__ import annotations
+
+from parsl_freetrain.cli.live.snapshot import BlockNow, RunStatus, TrainerNow
+
+CELLS = ('nodes', 'samples', 'loss', 'rate', 'U', 'frag', 'pre', 'resc', 'done in')
+"""The columns of a trainer, beside its name, state and progress."""
+
+
+def trainer_cells(t: TrainerNow) -> dict[str, str]:
+    """The texts for a trainer in all views, by :data:`CELLS`."""
+    values = (
+        str(t.nodes),
+        samples_text(t),
+        value_text(t.loss, '.4g'),
+        rate_text(t.rate),
+        value_text(t.efficiency, '.2f'),
+        str(t.fragments),
+        str(t.preempted),
+        str(t.rescaled),
+        finish_text(t),
+    )
+    return dict(zip(CELLS, values, strict=True))
+
+
+def block_cells(block: BlockNow) -> dict[str, str]:
+    """The texts for a block in all views, by title of the column."""
+    return {
+        'block': block.name,
+        'nodes': str(block.nodes),
+        'time left': left_text(block),
+        'trainers': ', '.join(block.trainers) or 'idle',
+    }
+
+
+def heading_words(seen: RunStatus) -> str:
+    """The run's duration, number of nodes and state, and the gap of its last decision."""
+    words = [duration_text(seen.elapsed_s), nodes_text(sum(b.nodes for b in seen.blocks))]
+    if seen.ended is not None:
+        words.append(f'ended: {clean(seen.ended)}')
+    elif seen.life.state == 'died':
+        words.append('died')
+    elif seen.life.state == 'silent':
+        words.append(f'silent for {duration_text(seen.silent_s)}')
+    if seen.decision is not None and seen.decision.gap is not None:
+        words.append(f'gap {100 * seen.decision.gap:.2g} %')
+    return '  '.join(words)
+
+
+def in_shape(t: TrainerNow) -> str:
+    return f' ({t.shape})' if t.shape else ''
+
+
+def nodes_text(count: int) -> str:
+    return '1 node' if count == 1 else f'{count} nodes'
+
+
+def samples_text(t: TrainerNow) -> str:
+    return f'{count_text(t.samples)}/{count_text(t.total)}' if t.total else count_text(t.samples)
+
+
+def count_text(n: int) -> str:
+    for size, unit in ((10**9, 'G'), (10**6, 'M'), (10**3, 'k')):
+        if n >= 10 * size:
+            return f'{n / size:.1f}'.removesuffix('.0') + unit
+    return str(n)
+
+
+def rate_text(rate: float | None) -> str:
+    return '–' if rate is None else f'{count_text(round(rate))}/s'
+
+
+def value_text(value: float | None, how: str) -> str:
+    return '–' if value is None else format(value, how)
+
+
+def finish_text(t: TrainerNow) -> str:
+    return '–' if t.finish_s is None else duration_text(t.finish_s)
+
+
+def left_text(block: BlockNow) -> str:
+    if block.joined == 0:
+        return 'starting'
+    return 'unknown' if block.left_s is None else duration_text(max(0.0, block.left_s))
+
+
+def duration_text(seconds: float) -> str:
+    whole = max(0, round(seconds))
+    hours, rest = divmod(whole, 3600)
+    return f'{hours}:{rest // 60:02d}:{rest % 60:02d}' if hours else f'{rest // 60}:{rest % 60:02d}'
+
+
+def clean(text: str) -> str:
+    """The text without control characters, which names and metrics must not send to a terminal."""
+    return ''.join(c if c.isprintable() else '?' for c in text)
