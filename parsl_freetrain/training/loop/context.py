@@ -24,11 +24,12 @@ from parsl_freetrain.training.checkpoint.state import (
 from parsl_freetrain.training.checkpoint.trainables import check_schedulers, sort_out
 from parsl_freetrain.training.data.data_loaders import LoaderData, LoaderSettings
 from parsl_freetrain.training.data.loader import size_of
-from parsl_freetrain.training.data.order import GlobalOrder, epoch_size, samples_in
+from parsl_freetrain.training.data.order import GlobalOrder, epoch_size
 from parsl_freetrain.training.data.sampler import Sampler, order_name, sampled_order
 from parsl_freetrain.training.data.stream import ENDLESS, NumberedStream, is_stream
 from parsl_freetrain.training.loop.around_loop import AroundTheLoop
 from parsl_freetrain.training.loop.hooks import run_all
+from parsl_freetrain.training.loop.loop_lengths import LoopLengths
 from parsl_freetrain.training.loop.parts import BatchSource, Model, RankParts
 from parsl_freetrain.training.loop.returned import plain_text
 from parsl_freetrain.training.loop.training_loop import FragmentEnd, TrainingLoop
@@ -59,7 +60,7 @@ class FragmentContext(AroundTheLoop):
         super().__init__(parts)
         self._loops = 0
         self._loop_samples = 0  # at the end of the loop that was called last
-        self._epochs_before = 0.0
+        self._lengths = LoopLengths(self._order.spec)
 
     def shard(
         self,
@@ -242,7 +243,7 @@ class FragmentContext(AroundTheLoop):
         dataset, batch_size = data.dataset, data.batch_size
         size, stream = ENDLESS, None
         if is_stream(dataset):
-            self._check_stream(epochs)
+            self._lengths.check_stream(epochs)
             data.check_stream()
             dataset = stream = NumberedStream(dataset, self._order.spec.mode.seed)
         else:
@@ -256,7 +257,7 @@ class FragmentContext(AroundTheLoop):
         else:
             base = self._loop_samples
         in_epoch = epoch_size(ordered, batch_size, data.drop_last)
-        length, total = self._lengths(base, in_epoch, epochs, samples)
+        length, total = self._lengths.next(base, in_epoch, epochs, samples)
         self._loop_samples = base + length
         if self._state.finished_early or not here:
             return iter(())
@@ -313,47 +314,6 @@ class FragmentContext(AroundTheLoop):
             drop_last=data.drop_last,
         )
         return self._loop.run(BatchSource(data_order, dataset, data, base))
-
-    def _check_stream(self, epochs: float | None) -> None:
-        if epochs is not None or self._order.spec.total_epochs is not None:
-            raise BadInput(
-                'ctx.loop was given a stream, which has no epochs: state how much to train in '
-                'samples (total_samples of the trainer, and samples of ctx.loop).'
-            )
-
-    def _lengths(
-        self, base: int, size: int, epochs: float | None, samples: int | None
-    ) -> tuple[int, int]:
-        """Samples of a loop that begins at ``base``, and of all loops, as far as it is known."""
-        spec = self._order.spec
-        if epochs is not None and samples is not None:
-            raise BadInput('ctx.loop was given epochs and samples: give one of them.')
-        if spec.total_epochs is None:
-            assert spec.total_samples is not None
-            total = spec.total_samples
-            own = samples_in(epochs, size) if epochs is not None else samples
-        else:
-            if samples is not None:
-                raise BadInput(
-                    'ctx.loop was given samples, but the total of the trainer is in epochs: '
-                    'say epochs=..., or state the total in samples.'
-                )
-            left = spec.total_epochs - self._epochs_before
-            if epochs is not None and epochs > left:
-                raise BadInput(
-                    f'ctx.loop was given {epochs:g} epochs, but only {left:g} of the total of '
-                    f'{spec.total_epochs:g} are left.'
-                )
-            total = base + samples_in(left, size) if left else base
-            own = samples_in(epochs, size) if epochs is not None else None
-            self._epochs_before += left if epochs is None else epochs
-        length = total - base if own is None else own
-        if not 0 < length <= total - base:
-            raise BadInput(
-                f'ctx.loop was to train {length} samples, but {total - base} of the total of '
-                f'{total} are left.'
-            )
-        return length, total
 
     def _left_early(self) -> str:
         return (
