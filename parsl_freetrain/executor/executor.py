@@ -5,12 +5,11 @@ loop that runs trainers in them.
 from __future__ import annotations
 
 import logging
-import os
 import shlex
 import sys
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Optional
 
@@ -18,7 +17,6 @@ from parsl.executors.high_throughput.executor import HTEXFuture
 
 from parsl_freetrain.core.allocation.problem import Allocator
 from parsl_freetrain.core.controller.controller import Controller
-from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.settings import checked_arguments
 from parsl_freetrain.executor.block.adoption import Adoption
@@ -33,6 +31,7 @@ from parsl_freetrain.executor.commands import (
     SubmitTrainer,
     TaskArrived,
 )
+from parsl_freetrain.executor.controller_settings import controller_settings
 from parsl_freetrain.executor.event_loop import EventLoop
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.executor.fragment.node_fork_server import start_template
@@ -45,6 +44,7 @@ from parsl_freetrain.executor.notices import Stream
 from parsl_freetrain.executor.progress_line import ProgressLine
 from parsl_freetrain.executor.request_handler import RequestHandler
 from parsl_freetrain.executor.requests import Requests, requests_folder
+from parsl_freetrain.executor.run_folders import keep_others_out, refuse_unquotable
 from parsl_freetrain.executor.run_lock import RunLock
 from parsl_freetrain.executor.settings import (
     HtexOptions,
@@ -56,11 +56,9 @@ from parsl_freetrain.executor.settings import (
 )
 from parsl_freetrain.executor.trainer.record import TrainerNames, TrainerRecord
 from parsl_freetrain.executor.trainer.updates import FutureUpdater
-from parsl_freetrain.host.ownership import refuse_foreign, refuse_replaceable
 from parsl_freetrain.host.processes import allow_open_files
 from parsl_freetrain.ledger.rows import DecisionSettings
 from parsl_freetrain.ledger.store import Ledger
-from parsl_freetrain.ledger.usage import charged, used_node_s
 from parsl_freetrain.sites.named import chosen_provider
 from parsl_freetrain.sites.packed_environment import prepared
 from parsl_freetrain.sites.provider import BackfillProvider
@@ -186,16 +184,11 @@ class FreeTrainExecutor(BlockExecutor):
 
     def _start(self, undo: ExitStack) -> None:
         """Start everything. ``undo`` collects what to do if the start fails."""
-        logs = os.path.abspath(self.logdir)
-        if shlex.quote(logs) != logs:
-            raise BadInput(
-                f"Parsl's folder for this run is {logs!r}, and Parsl does not quote it "
-                'in the command that starts the nodes of a block, so every block would fail; give '
-                'parsl.Config a run_dir without spaces and special characters.'
-            )
+        refuse_unquotable(self.logdir)
         provider = self.provider
         assert isinstance(provider, BackfillProvider)
-        self._keep_others_out()
+        keep_others_out(Path(self.checkpoint_dir), self.run_dir)
+        allow_open_files()
         lock = self._lock = RunLock(Path(self.checkpoint_dir), f'{self.run_id} {self.label}')
         lock.take_folder()
         undo.callback(lock.free_folder)
@@ -203,18 +196,8 @@ class FreeTrainExecutor(BlockExecutor):
             provider, Path(self.checkpoint_dir), self.label, str(self.run_id), self.timeouts.adopt_s
         )
         self._adoption.begin()
-        budgets = self.policy.budgets
-        used_before = used_node_s(self.ledger_path) if budgets else {}
-        settings = ControllerSettings(
-            **self.policy.decisions(),
-            used_before={key: used_before[key] for key in budgets if key in used_before},
-            charged_before=charged(self.ledger_path)
-            if self.policy.charge_budget is not None
-            else 0.0,
-            min_hole_s=provider.min_hole_s,
-            max_blocks=provider.max_blocks,
-            spans_blocks=provider.site.spans_blocks,
-            workers_per_node=max(1, int(self.max_workers_per_node)),
+        settings = controller_settings(
+            self.policy, provider, self.ledger_path, int(self.max_workers_per_node)
         )
         ledger = Ledger(self.ledger_path)
         undo.callback(ledger.close)
@@ -289,17 +272,6 @@ class FreeTrainExecutor(BlockExecutor):
             self._loop.post(AdoptBlock(block))
         self._loop.start()
         self._metrics.start(self.ledger_path, run)
-
-    def _keep_others_out(self) -> None:
-        """Refuse a checkpoint folder that other users can change. Make Parsl's folder of this run
-        private, with its log. Have room for connections of others.
-        """
-        folder = Path(self.checkpoint_dir).absolute()
-        refuse_replaceable(folder, 'checkpoint_dir')
-        refuse_foreign(folder, 'checkpoint_dir')
-        with suppress(OSError):
-            os.chmod(self.run_dir, 0o700)
-        allow_open_files()
 
     def initialize_scaling(self) -> None:
         """Compose the launch command with one more worker than ordinary tasks use. The interchange

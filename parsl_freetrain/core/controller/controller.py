@@ -14,6 +14,7 @@ from functools import singledispatchmethod
 from parsl_freetrain.core.allocation.objectives import Metric
 from parsl_freetrain.core.allocation.problem import Allocator
 from parsl_freetrain.core.controller.block_policy import blocks_to_open, charges_spent, idle_blocks
+from parsl_freetrain.core.controller.dismissal import dismiss, dismiss_all, end_trainer, stop_spent
 from parsl_freetrain.core.controller.fragment_end import why_it_fails
 from parsl_freetrain.core.controller.giving_back import give_back, releases
 from parsl_freetrain.core.controller.node_pool import PoolNode
@@ -101,7 +102,7 @@ class Controller:
         at = events[-1].at
         if self.state.end_pauses(at):
             triggers[PAUSE_OVER] = None
-        if stopped := self._stop_spent(at):
+        if stopped := stop_spent(self.state, at):
             actions += stopped
             triggers[BUDGET_SPENT] = None
         try:
@@ -126,7 +127,7 @@ class Controller:
     def _(self, event: ev.HolesSeen) -> tuple[list[ev.Action], bool]:
         why = charges_spent(self.state, self.settings, event.at, event.holes)
         if why and not self.state.ordinary:
-            return self._dismiss_all(why), True
+            return dismiss_all(self.state, why), True
         return list(blocks_to_open(self.state, self.settings, event.at, event.holes)), False
 
     @_take_in.register
@@ -303,11 +304,13 @@ class Controller:
         if progressed:
             trainer.stalled = trainer.fruitless = trainer.failures = 0
         if event.ending is ev.Ending.FINISHED:
-            return [self._end(trainer, 'finished')], True
+            return [end_trainer(self.state, trainer, 'finished')], True
         if trainer.dismissed:
-            return [self._end(trainer, trainer.dismissed.state, trainer.dismissed.why)], True
+            return [
+                end_trainer(self.state, trainer, trainer.dismissed.state, trainer.dismissed.why)
+            ], True
         if why := why_it_fails(trainer, ended, event, self.settings):
-            return [self._end(trainer, 'failed', why)], True
+            return [end_trainer(self.state, trainer, 'failed', why)], True
         accident = event.ending is not ev.Ending.STOPPED and not event.out_of_memory
         if accident and not ended.broken and not progressed:
             self._pause(trainer, event.at)
@@ -327,7 +330,7 @@ class Controller:
         trainer = self.state.trainers.get(event.trainer)
         if trainer is None or (trainer.dismissed and trainer.dismissed.state == 'cancelled'):
             return [], False
-        return self._dismiss(trainer, 'cancelled'), True
+        return dismiss(self.state, trainer, 'cancelled'), True
 
     @_take_in.register
     def _(self, event: ev.TrainerAborted) -> tuple[list[ev.Action], bool]:
@@ -338,7 +341,7 @@ class Controller:
         if trainer.running is not None:
             actions.append(ev.AbandonFragment(event.trainer, trainer.running.number))
             self.state.end(event.trainer, trainer, event.at)
-        return [*actions, self._end(trainer, 'failed', event.why)], True
+        return [*actions, end_trainer(self.state, trainer, 'failed', event.why)], True
 
     @_take_in.register
     def _(self, event: ev.OrdinaryWork) -> tuple[list[ev.Action], bool]:
@@ -358,43 +361,3 @@ class Controller:
                 self.state.stop(name, trainer.running)
                 actions.append(ev.StopFragment(name, trainer.running.number, 'shutdown'))
         return actions, False
-
-    def _stop_spent(self, at: float) -> list[ev.Action]:
-        """End the trainers whose budget is spent; running ones write a checkpoint."""
-        actions: list[ev.Action] = []
-        self.state.budgets.note(at)
-        if not self.state.budgets or self.state.shutting_down:
-            return actions
-        for trainer in list(self.state.trainers.values()):
-            if trainer.dismissed:
-                continue
-            smallest = 0 if trainer.running else trainer.trainer.counts()[0]
-            needed_node_s = smallest * self.state.shortest_s
-            if why := self.state.budgets.spent(trainer.trainer, at, needed_node_s):
-                actions += self._dismiss(trainer, 'failed', why)
-        return actions
-
-    def _dismiss_all(self, why: str) -> list[ev.Action]:
-        return [
-            action
-            for trainer in list(self.state.trainers.values())
-            if not trainer.dismissed
-            for action in self._dismiss(trainer, 'failed', why)
-        ]
-
-    def _dismiss(self, trainer: TrainerState, state: str, why: str = '') -> list[ev.Action]:
-        """End a trainer independently of the allocation: at once, or when its fragment has
-        stopped.
-        """
-        name = trainer.trainer.name
-        self.state.dismiss(ev.EndTrainer(name, state, why))
-        if trainer.running is None:
-            return [self._end(trainer, state, why)]
-        if trainer.running.stopping or trainer.running.broken:
-            return []
-        self.state.stop(name, trainer.running)
-        return [ev.StopFragment(name, trainer.running.number, why or state)]
-
-    def _end(self, trainer: TrainerState, state: str, why: str = '') -> ev.EndTrainer:
-        self.state.remove(trainer.trainer.name)
-        return ev.EndTrainer(trainer.trainer.name, state, why)
