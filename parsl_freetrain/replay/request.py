@@ -20,7 +20,6 @@ from parsl_freetrain.replay.trainers import ReplayTrainer, read_trainers
 
 KINDS = ('idle', 'swf', 'sacct', 'pbs')
 TRACE_OPTIONS = (*KINDS, 'synthetic', 'machine_nodes', 'nodes', 'since', 'until')
-WHOLE = ('synthetic', 'machine_nodes', 'nodes', 'seed')
 MEANT = {
     'max_trainers': 'a whole number above 0, or all',
     'solver': 'auto, milp, dp or equal-share',

@@ -81,11 +81,6 @@ class Accumulation:
         return self._turns > 1
 
     @property
-    def at_first(self) -> bool:
-        """Whether this is the first turn of the global batch."""
-        return self._turn == 1
-
-    @property
     def at_last(self) -> bool:
         """Whether this is the last turn of the global batch."""
         return self._turn == self._turns
