@@ -50,7 +50,7 @@ demo: $(INSTALLED)
 
 # Many tests wait more than they compute, hence more of them at a time than there are processors.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(or $(strip $(TEST_ARGS)),-n 7 --dist loadfile --durations=10)
+	$(BIN)/python -m pytest $(or $(strip $(TEST_ARGS)),--workers 9 --durations=10)
 
 # The lowest version of each package that we import.
 LOWEST_TESTS := tests/cli/test_main.py tests/cli/test_allocate.py tests/core/allocation tests/ledger tests/executor/test_interchange.py \

@@ -24,7 +24,7 @@ import hypothesis
 import psutil
 import pytest
 
-from tests.support import template
+from tests.support import scheduling, template, workers
 from tests.support.cobalt import cobalt  # noqa: F401 fixtures for every test
 from tests.support.lsf import lsf  # noqa: F401
 from tests.support.openpbs import openpbs, pbs_cluster  # noqa: F401
@@ -33,7 +33,6 @@ from tests.support.slurm import slurm, slurm_cluster  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKER = 'FREETRAIN_TEST_ID'
-SESSION = uuid.uuid4().hex
 PATIENCE_S = 120.0  # for things to go away; a passing test needs a fraction of a second
 # Several tests run at once: more threads than processors would wait for each other, spinning. Set
 # before any module imports torch.
@@ -52,9 +51,26 @@ HELPERS = ('multiprocessing.resource_tracker', 'multiprocessing.forkserver')
 T = TypeVar('T')
 
 
+class _Session:
+    """What marks the processes of this one: of its tests, or of a worker's."""
+
+    mark = ''
+
+
+def _mark() -> None:
+    """Mark what this process starts from now on. A session within a session (a test that runs
+    pytest) keeps the outer one's mark.
+    """
+    _Session.mark = f':{uuid.uuid4().hex}'
+    os.environ[MARKER] = os.environ.get(MARKER, '') + _Session.mark
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption('--workers', type=int, default=0, help='run test files in so many processes')
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    # A session within a session (a test that runs pytest) keeps the outer one's mark.
-    os.environ[MARKER] = os.environ.get(MARKER, '') + ':' + SESSION
+    _mark()
     # Parsl renames its processes, for which setproctitle would overwrite their environment and with
     # it the mark.
     os.environ['SPT_NOENV'] = '1'
@@ -87,11 +103,12 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    # Imported here: only where tests are distributed is there something to schedule.
-    from tests.support.scheduling import LongestFirst
-
-    return LongestFirst(config, log)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    count = session.config.getoption('workers')
+    if not count or session.config.option.collectonly or session.testsfailed:
+        return None
+    workers.run(session, scheduling.units(session.items, ROOT), count, _mark)
+    return True
 
 
 @pytest.fixture(scope='session', autouse=True)
@@ -180,7 +197,7 @@ def _ours(before: Set[int] = frozenset()) -> set[psutil.Process]:
     """Return the processes that descend from this one or carry its mark, except zombies and those
     that were there ``before``.
     """
-    mark = f':{SESSION}'.encode()
+    mark = _Session.mark.encode()
     found = set()
     for pid in _pids() - before - {os.getpid()}:
         with contextlib.suppress(OSError, psutil.NoSuchProcess):

@@ -1,16 +1,15 @@
-"""Which worker runs which test file: long files first, so that none is left for the end.
+"""In which order test files are begun: long files first, so that none is left for the end.
 
-A file stays on one worker, so that its tests share their fixtures. xdist by itself would begin with
-the files that have most tests, and would queue a second long file behind the first one.
-
-Files that need a PBS server stay on one worker, too: there is one server at a time on a computer,
-and a worker that waited for it could run nothing else.
+Files that need a PBS server stay together on one worker: there is one server at a time on a
+computer, and a worker that waited for it could run nothing else.
 """
 
 from __future__ import annotations
 
-from xdist.scheduler import LoadFileScheduling
-from xdist.workermanage import WorkerController
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
 
 # The longest first, those that mostly wait (for a scheduler, a time limit, a download) mixed with
 # those that compute, so that the processors are never without work. Files that are not named here
@@ -18,11 +17,9 @@ from xdist.workermanage import WorkerController
 LONG = (
     'tests/sites/pbspro/test_openpbs.py',
     'tests/slurm/test_zero_delay.py',
-    'tests/test_house.py',
     'tests/executor/test_hangs.py',
     'tests/chaos/test_chaos.py',
     'tests/globus/test_in_its_environment.py',
-    'tests/test_docs.py',
     'tests/slurm/test_whole_training.py',
     'tests/test_ffn.py',
     'tests/slurm/test_known_plans.py',
@@ -66,23 +63,10 @@ def place(unit: str) -> int:
     return LONG.index(unit) if unit in LONG else len(LONG)
 
 
-class LongestFirst(LoadFileScheduling):  # type: ignore[misc]
-    """Hands out the longest file that is left, and with each long one also a short one.
-
-    A worker begins its last test only when it knows what comes next: a short file is kept waiting
-    then, not another long one.
-    """
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = str(super()._split_scope(nodeid))
-        return PBS[0] if file in PBS else file
-
-    def _assign_work_unit(self, node: WorkerController) -> None:
-        self._assign(min(self.workqueue, key=place), node)
-        short = [file for file in self.workqueue if file not in LONG]
-        if short and self._pending_of(self.assigned_work[node]) <= 2:
-            self._assign(short[-1], node)
-
-    def _assign(self, file: str, node: WorkerController) -> None:
-        self.workqueue.move_to_end(file, last=False)
-        super()._assign_work_unit(node)
+def units(items: Sequence[pytest.Item], root: Path) -> list[list[pytest.Item]]:
+    """Divide tests into what one worker runs one after the other: a file, or all that need PBS."""
+    found: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        file = str(item.path.relative_to(root))
+        found.setdefault(PBS[0] if file in PBS else file, []).append(item)
+    return [found[file] for file in sorted(found, key=place)]

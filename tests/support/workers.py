@@ -1,0 +1,201 @@
+"""Runs test files in several processes: ``--workers N``.
+
+One process collects all tests, and has imported then what they import; the workers are forked from
+it. As many interpreters that each import torch and collect all tests would take a minute of
+processor time more.
+
+A file stays on one worker, so that its tests share their fixtures. Whichever worker is free takes
+the next file.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
+
+import pytest
+
+from parsl_freetrain.training.process.linux import die_with_parent
+
+Unit = Sequence[pytest.Item]
+
+
+@dataclass
+class Worker:
+    """A worker as the collecting process sees it, and the tests of its file that are not over."""
+
+    pid: int
+    messages: Connection
+    left: dict[str, pytest.Item] = field(default_factory=dict)
+
+
+def run(
+    session: pytest.Session, units: Sequence[Unit], count: int, begin: Callable[[], None]
+) -> None:
+    """Run the units, in this order, on at most ``count`` workers, each of which calls ``begin``
+    first.
+    """
+    config = session.config
+    terminal = config.pluginmanager.get_plugin('terminalreporter')
+    assert terminal is not None
+    terminal.showfspath = False  # files run beside each other
+    base = getattr(config, '_tmp_path_factory').getbasetemp()  # noqa: B009
+    # The numbers of the units, two bytes each: who reads one runs it.
+    queue, numbers = os.pipe()
+    os.write(numbers, b''.join(number.to_bytes(2) for number in range(len(units))))
+    os.close(numbers)
+    workers: list[Worker] = []
+    try:
+        for number in range(min(count, len(units))):
+            ours, theirs = Pipe(duplex=False)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            pid = os.fork()
+            if not pid:
+                die_with_parent(signal.SIGTERM)
+                own = base / f'worker-{number}'
+                own.mkdir()
+                getattr(config, '_tmp_path_factory')._basetemp = own  # noqa: B009
+                begin()
+                _work(session, units, queue, theirs)
+            theirs.close()
+            workers.append(Worker(pid, ours))
+        _follow(session, units, workers, queue)
+    except BaseException:
+        _take_all(queue)
+        for worker in workers:
+            os.kill(worker.pid, signal.SIGINT)
+        raise
+    finally:
+        for worker in workers:
+            os.waitpid(worker.pid, 0)
+            worker.messages.close()
+        os.close(queue)
+
+
+def _take_all(queue: int) -> None:
+    """Leave nothing for the workers to begin."""
+    while os.read(queue, 4096):
+        pass
+
+
+def _follow(
+    session: pytest.Session, units: Sequence[Unit], workers: Sequence[Worker], queue: int
+) -> None:
+    """Pass on what the workers say until all have ended."""
+    hook = session.config.hook
+    following = {worker.messages: worker for worker in workers}
+    while following:
+        for messages in wait(list(following)):
+            assert isinstance(messages, Connection)
+            worker = following[messages]
+            try:
+                kind, said = messages.recv()
+            except EOFError:
+                del following[messages]
+                for item in worker.left.values():
+                    why = 'its worker ended before or during this test'
+                    hook.pytest_runtest_logreport(report=_failure(item.nodeid, item.location, why))
+                continue
+            match kind:
+                case 'unit':
+                    worker.left = {item.nodeid: item for item in units[said]}
+                case 'next':
+                    worker.left = {}
+                case 'report':
+                    report = hook.pytest_report_from_serializable(config=session.config, data=said)
+                    hook.pytest_runtest_logreport(report=report)
+                case 'over':
+                    worker.left.pop(said[0])
+                    hook.pytest_runtest_logfinish(nodeid=said[0], location=said[1])
+                case 'warning':
+                    _warn(session.config, *said)
+                case 'failure':
+                    nodeid = f'worker {workers.index(worker)}'
+                    hook.pytest_runtest_logreport(report=_failure(nodeid, ('', 0, nodeid), said))
+            if session.shouldfail or session.shouldstop:
+                _take_all(queue)
+    if session.shouldfail:
+        raise session.Failed(session.shouldfail)
+    if session.shouldstop:
+        raise session.Interrupted(session.shouldstop)
+
+
+def _failure(nodeid: str, location: tuple[str, int | None, str], why: str) -> pytest.TestReport:
+    return pytest.TestReport(nodeid, location, {}, 'failed', why, 'call')
+
+
+def _warn(
+    config: pytest.Config, text: str, category: str, file: str, line: int, *where: Any
+) -> None:
+    kind = type(category, (Warning,), {})
+    config.hook.pytest_warning_recorded.call_historic(
+        kwargs={
+            'warning_message': warnings.WarningMessage(kind(text), kind, file, line),
+            **dict(zip(('when', 'nodeid', 'location'), where, strict=True)),
+        }
+    )
+
+
+class _Sender:
+    """Sends what happens in a worker to the process that reports it."""
+
+    def __init__(self, config: pytest.Config, messages: Connection) -> None:
+        self._config = config
+        self._messages = messages
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        said = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        self._messages.send(('report', said))
+
+    def pytest_runtest_logfinish(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+        self._messages.send(('over', (nodeid, location)))
+
+    def pytest_warning_recorded(
+        self,
+        warning_message: warnings.WarningMessage,
+        when: str,
+        nodeid: str,
+        location: tuple[str, int, str] | None,
+    ) -> None:
+        w = warning_message
+        name = w.category.__name__
+        said = (str(w.message), name, w.filename, w.lineno, when, nodeid, location)
+        self._messages.send(('warning', said))
+
+
+def _work(session: pytest.Session, units: Sequence[Unit], queue: int, messages: Connection) -> None:
+    """Run units until there is none left; never returns."""
+    manager = session.config.pluginmanager
+    manager.unregister(name='terminalreporter')
+    manager.register(_Sender(session.config, messages), 'sender')
+    capture = manager.get_plugin('capturemanager')
+    assert capture is not None
+    capture.stop_global_capturing()  # its files are those of all
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
+    try:
+        while number := os.read(queue, 2):
+            messages.send(('unit', int.from_bytes(number)))
+            unit = units[int.from_bytes(number)]
+            # What belongs to the session stays for the next file.
+            following = [*unit[1:], session]
+            for item, after in zip(unit, following, strict=True):
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
+                if session.shouldfail or session.shouldstop:
+                    break
+            messages.send(('next', None))
+        session._setupstate.teardown_exact(None)
+    except BaseException:
+        messages.send(('failure', traceback.format_exc()))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
