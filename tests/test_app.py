@@ -66,6 +66,9 @@ def named(name: str) -> FreeTrainApp:
     return freetrain_app(total_epochs=1)(function)
 
 
+MIXED = Scaling(class_rates={'fast': {1: 2.0}, 'slow': {1: 1.0}}, mixed=True)
+
+
 @pytest.mark.parametrize(
     ('settings', 'said'),
     [
@@ -101,6 +104,9 @@ def named(name: str) -> FreeTrainApp:
         ({'checkpoints': lambda: Checkpoints(resume='maybe')}, "resume is 'maybe'; it must be one"),
         ({'scaling': lambda: Scaling(rescale_up_s=-1.0)}, 'rescale_up_s is -1.0'),
         ({'scaling': lambda: Scaling(rate={1: -1.0})}, 'rates of a scaling curve'),
+        ({'scaling': lambda: Scaling(mixed=True)}, 'needs class_rates'),
+        ({'scaling': MIXED, 'mode': Throughput()}, 'needs mode=Reproducible'),
+        ({'scaling': MIXED, 'ranks': Ranks(ahead=True)}, 'do not go together'),
         ({'scaling': Scaling(rate={1: 0.0})}, 'rate 0 at every count'),
         (
             {'scaling': lambda: Scaling(efficiency={1: 2.0})},

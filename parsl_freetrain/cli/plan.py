@@ -65,17 +65,27 @@ def plan(
     from parsl_freetrain.cli.live.cells import clean
     from parsl_freetrain.cli.sites import provider_of
     from parsl_freetrain.core.controller.settings import ControllerSettings
+    from parsl_freetrain.executor.settings import check_classes
     from parsl_freetrain.replay.prospect import PlannedBlock, prospects, trainers_at
 
     who = [] if trainers is None else trainers_at(trainers)
     provider = provider_of(site)
+    for one in who:
+        check_classes(one.trainer, provider.site)
     blocks = blocks_for(provider, time.time())
     settings = ControllerSettings(
         min_hole_s=provider.min_hole_s, spans_blocks=provider.site.spans_blocks
     )
     expected = prospects(
         [
-            PlannedBlock(b['nodes'], b['walltime_s'], b['hole_s'], b['preemptible'], b['exempt_s'])
+            PlannedBlock(
+                b['nodes'],
+                b['walltime_s'],
+                b['hole_s'],
+                b['preemptible'],
+                b['exempt_s'],
+                b['node_class'],
+            )
             for b in blocks
         ],
         who,

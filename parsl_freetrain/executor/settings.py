@@ -230,6 +230,7 @@ def check_classes(trainer: Trainer, site: HoleSource) -> None:
         if name not in classes:
             has = f'has {", ".join(sorted(classes))}' if classes else 'does not tell nodes apart'
             raise BadInput(
-                f'Trainer {trainer.name!r}: its class_rates name the node class {name!r}; '
+                f'Trainer {trainer.name!r}: its speed is stated for the node class '
+                f'{name!r}; '
                 f'the site {has}.'
             )

@@ -23,12 +23,13 @@ class Holes:
     hole, which one block fills.
 
     If no ends are known and fragments may span blocks, blocks make no difference, and there is only
-    one.
+    one for each node class.
     """
 
-    def __init__(self, names: Sequence[str], apart: bool) -> None:
+    def __init__(self, names: Sequence[str], apart: bool, classes: Sequence[str] = ()) -> None:
         self._names = names
         self._apart = apart
+        self._classes = classes or ('',) * len(names)
         self._block: dict[int, str] = {}
         self._size: dict[str, int] = {}
 
@@ -48,27 +49,23 @@ class Holes:
 
     def join(self, change: PoolChange) -> list[ev.NodesJoined]:
         """The events for the nodes that join."""
-        joined = change.joined.tolist()
-        if not self._apart:
-            return (
-                [ev.NodesJoined(change.at, EVERYTHING, tuple(self._names[node] for node in joined))]
-                if joined
-                else []
-            )
-        by_end: dict[float, list[int]] = {}
-        for node, until in zip(joined, change.known_until.tolist(), strict=True):
-            by_end.setdefault(until, []).append(node)
+        alike: dict[tuple[float, str], list[int]] = {}
+        for node, until in zip(change.joined.tolist(), change.known_until.tolist(), strict=True):
+            alike.setdefault((until, self._classes[node]), []).append(node)
         events = []
-        for until, nodes in by_end.items():
-            block = f'{change.at:.3f}-{until:.3f}'
-            self._block.update(dict.fromkeys(nodes, block))
-            self._size[block] = len(nodes)
+        for (until, node_class), nodes in alike.items():
+            block = f'{change.at:.3f}-{until:.3f}' if self._apart else EVERYTHING
+            block += f'-{node_class}' if node_class else ''
+            if self._apart:
+                self._block.update(dict.fromkeys(nodes, block))
+                self._size[block] = len(nodes)
             events.append(
                 ev.NodesJoined(
                     change.at,
                     block,
                     tuple(self._names[node] for node in nodes),
                     None if math.isinf(until) else until,
+                    node_class,
                 )
             )
         return events
@@ -103,7 +100,9 @@ def run(
     accounts = Accounts(trace.start_s)
     measuring = None if learning is None else Measuring(learning)
     world = World(controller, accounts, trainers, measuring)
-    holes = Holes(trace.names, known_ends or not controller.settings.spans_blocks)
+    holes = Holes(
+        trace.names, known_ends or not controller.settings.spans_blocks, trace.node_classes
+    )
     changes = trace.changes(known_ends)
     in_order = sorted(trainers.values(), key=lambda trainer: trainer.submit_s)
     queue = [

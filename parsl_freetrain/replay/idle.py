@@ -90,6 +90,7 @@ def of_schedule(schedule: Schedule) -> Trace:
         schedule.ends,
         schedule.node_index,
         np.full(len(schedule), math.inf),
+        tuple(schedule.node_classes[node] for node in schedule.nodes if schedule.node_classes),
     )
 
 

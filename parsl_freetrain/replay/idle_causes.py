@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 from parsl_freetrain.core.controller.controller import Controller
@@ -15,35 +16,57 @@ def why_unused(controller: Controller, runs: Mapping[str, RecordedJob], at: floa
     """
     settings, pool = controller.settings, controller.state.pool
     idle = Idle()
-    free = lasting = 0
-    by_block: dict[str, int] = {}
+    free: Counter[str] = Counter()  # by class, as below
+    lasting: dict[str, Counter[str]] = {}  # by block
     for group in pool.groups.values():
         if group.until_s - at < controller.state.shortest_s:
             idle.too_short += len(group.free)
             continue
-        free += len(group.free)
+        free[group.node_class] += len(group.free)
         if group.until_s - at >= settings.horizon_s:
-            by_block[group.block] = by_block.get(group.block, 0) + len(group.free)
-    if not free:
+            lasting.setdefault(group.node_class, Counter())[group.block] += len(group.free)
+    if not free.total():
         return idle
     used = len(pool.holder)
     allowed = min(
         math.inf if settings.max_nodes is None else settings.max_nodes,
-        free + used - settings.keep_free,
+        free.total() + used - settings.keep_free,
     )
-    idle.kept_free = int(max(free - max(allowed - used, 0), 0))
-    free -= idle.kept_free
-    lasting = min(
-        free, sum(by_block.values()) if settings.spans_blocks else max(by_block.values(), default=0)
-    )
-    could_start = could_grow = 0
-    for name in controller.state.turn:
-        run = runs[name]
-        if run.nodes:
-            could_grow += max(run.wanted - run.nodes, 0)
-        elif run.trainer.min_nodes <= lasting:
-            could_start += run.wanted
-    idle.stranded = min(lasting, could_start)
-    idle.not_worth = min(free - idle.stranded, could_grow)
-    idle.no_use = free - idle.stranded - idle.not_worth
+    idle.kept_free = kept = int(max(free.total() - max(allowed - used, 0), 0))
+    together = sum if settings.spans_blocks else max
+    for node_class, count in free.items():
+        there = min(kept, count)
+        kept -= there
+        _sort(
+            controller,
+            runs,
+            node_class,
+            count - there,
+            min(count - there, together(lasting.get(node_class, {'': 0}).values())),
+            idle,
+        )
     return idle
+
+
+def _sort(
+    controller: Controller,
+    runs: Mapping[str, RecordedJob],
+    node_class: str,
+    free: int,
+    lasting: int,
+    idle: Idle,
+) -> None:
+    """Add the free nodes of one class, of which some last for the horizon."""
+    could_start = could_grow = 0
+    for name, bidder in controller.state.turn.items():
+        run = runs[name]
+        if bidder.running is not None and run.nodes:
+            if bidder.running.node_class == node_class:
+                could_grow += max(run.wanted - run.nodes, 0)
+        elif run.trainer.min_nodes <= lasting and run.trainer.uses(node_class):
+            could_start += run.wanted
+    stranded = min(lasting, could_start)
+    not_worth = min(free - stranded, could_grow)
+    idle.stranded += stranded
+    idle.not_worth += not_worth
+    idle.no_use += free - stranded - not_worth

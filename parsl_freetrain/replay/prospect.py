@@ -14,7 +14,6 @@ from msgspec import structs
 
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.settings import ControllerSettings
-from parsl_freetrain.core.controller.throughput_profile import Profile
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.ledger.reader import Reader
@@ -22,7 +21,7 @@ from parsl_freetrain.ledger.rows import FINAL_STATES
 from parsl_freetrain.replay.accounting import RecordedJob
 from parsl_freetrain.replay.engine import run
 from parsl_freetrain.replay.trace import Trace
-from parsl_freetrain.replay.trainers import ReplayTrainer, read_trainers
+from parsl_freetrain.replay.trainers import ReplayTrainer, objectives_of, read_trainers
 from parsl_freetrain.report.speed import speeds
 from parsl_freetrain.solver import allocator_named
 
@@ -52,6 +51,8 @@ class PlannedBlock:
         Whether its nodes may be taken at any time.
     exempt_s
         Seconds after its start in which they are not taken.
+    node_class
+        The class of its nodes.
     """
 
     nodes: int
@@ -59,6 +60,7 @@ class PlannedBlock:
     hole_s: float | None = None
     preemptible: bool = False
     exempt_s: float = 0.0
+    node_class: str = ''
 
     def time(self, late_s: float) -> tuple[float, float]:
         """When it has its nodes, as start and end in seconds from now, if it starts ``late_s``
@@ -157,18 +159,18 @@ def prospects(
     every block starts ``start_s`` seconds later and ends when its nodes are needed, and a
     preemptible one is preempted as soon as it may be.
     """
-    early = [(block.nodes, *block.time(0.0)) for block in blocks]
     most = _trained(
         [
-            (nodes, start, min(end, look_ahead_s) if block.preemptible else end)
-            for block, (nodes, start, end) in zip(blocks, early, strict=True)
+            (block, start, min(end, look_ahead_s) if block.preemptible else end)
+            for block in blocks
+            for start, end in [block.time(0.0)]
         ],
         trainers,
         settings,
     )
     least = _trained(
         [
-            (block.nodes, start, min(end, start + block.exempt_s) if block.preemptible else end)
+            (block, start, min(end, start + block.exempt_s) if block.preemptible else end)
             for block in blocks
             for start, end in [block.time(start_s)]
         ],
@@ -193,34 +195,38 @@ def _between(
 
 
 def _trained(
-    blocks: Sequence[tuple[int, float, float]],
+    blocks: Sequence[tuple[PlannedBlock, float, float]],
     trainers: Sequence[ReplayTrainer],
     settings: ControllerSettings,
 ) -> dict[str, tuple[float, float | None]]:
     """By trainer: samples, and when it finished."""
     if not settings.spans_blocks:  # a trace identifies a block by its end
-        blocks = [(nodes, start, end - APART_S * i) for i, (nodes, start, end) in enumerate(blocks)]
-    there = [(nodes, start, end) for nodes, start, end in blocks if nodes and end > start]
+        blocks = [(block, start, end - APART_S * i) for i, (block, start, end) in enumerate(blocks)]
+    there = [(block, start, end) for block, start, end in blocks if block.nodes and end > start]
     if not there or not trainers:
         return {t.trainer.name: (0.0, None) for t in trainers}
-    counts = np.array([nodes for nodes, _, _ in there])
-    names = tuple(f'block-{i}/{k}' for i, (nodes, _, _) in enumerate(there) for k in range(nodes))
+    counts = np.array([block.nodes for block, _, _ in there])
+    names = tuple(f'block-{i}/{k}' for i, count in enumerate(counts) for k in range(count))
     starts, ends = (
         np.repeat(np.array([block[column] for block in there], dtype=np.float64), counts)
         for column in (1, 2)
     )
-    trace = Trace(names, 0.0, float(ends.max()), starts, ends, np.arange(len(names)), ends)
-    worth = {t.trainer.name: t.objective for t in trainers}
-    runs = {
-        t.trainer.name: RecordedJob(
-            t.trainer, t.submit_s, Profile(t.objective).best_count(t.trainer.counts())
-        )
-        for t in trainers
-    }
+    classes = np.repeat([block.node_class for block, _, _ in there], counts).tolist()
+    trace = Trace(
+        names,
+        0.0,
+        float(ends.max()),
+        starts,
+        ends,
+        np.arange(len(names)),
+        ends,
+        tuple(classes) if any(classes) else (),
+    )
+    runs = {t.trainer.name: RecordedJob(t.trainer, t.submit_s, t.wanted) for t in trainers}
     controller = Controller(
         allocator_named('auto', isolated=False),
         structs.replace(settings, idle_block_s=math.inf, retries=0),
-        lambda candidate: worth[candidate.name],
+        objectives_of(trainers),
     )
     run(trace, True, runs, controller)
     return {name: (max(0.0, one.samples), one.done_s) for name, one in runs.items()}

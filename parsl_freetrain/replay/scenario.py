@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import numpy as np
 from msgspec import structs
 
-from parsl_freetrain.core.allocation.objectives import Candidate, Metric
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.settings import ControllerSettings
-from parsl_freetrain.core.controller.throughput_profile import Profile
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.types import ScalingCurve, Trainer
+from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.replay.accounting import RecordedJob
 from parsl_freetrain.replay.bound import most_samples
 from parsl_freetrain.replay.engine import run
 from parsl_freetrain.replay.measuring import CurveLearning
 from parsl_freetrain.replay.result import Oracle, Outcome, ReplayResult
 from parsl_freetrain.replay.trace import Trace
-from parsl_freetrain.replay.trainers import ReplayTrainer
+from parsl_freetrain.replay.trainers import ReplayTrainer, objectives_of
 from parsl_freetrain.solver import allocator_named
 
 
@@ -98,13 +96,24 @@ class Scenario:
             raise BadInput(
                 f'No trainer is submitted before {self.trace.end_s:g} s, when the window ends.'
             )
-        most = most_at_once(self.trace, self.known_ends)
+        by_class = {
+            name: most_at_once(part, self.known_ends) for name, part in self.trace.by_class.items()
+        }
         for t in self.trainers:
+            for name, _ in t.trainer.class_curves:
+                if name not in by_class:
+                    has = ', '.join(filter(None, by_class)) or 'no node classes'
+                    raise BadInput(
+                        f'Trainer {t.trainer.name!r}: its class_samples_per_s name the node class '
+                        f'{name!r}; the trace has {has}.'
+                    )
+            most = max(nodes for name, nodes in by_class.items() if t.trainer.uses(name))
             if t.trainer.min_nodes > most:
                 raise BadInput(
                     f'Trainer {t.trainer.name!r} can never run on this trace: it needs '
                     f'{t.trainer.min_nodes} nodes, '
-                    f'and at most {most} are idle at once.'
+                    f'and at most {most} {"of one class " if len(by_class) > 1 else ""}are idle '
+                    'at once.'
                 )
 
     def costed(self, trainer: Trainer) -> Trainer:
@@ -121,16 +130,17 @@ class Scenario:
 def replay(scenario: Scenario) -> ReplayResult:
     """Replay the trainers on the trace, and on a constant pool of the same node-seconds.
 
-    The constant pool has the observed mean number of idle nodes, rounded, for the whole window. It
-    gets the same trainers at the same times, decides in the same way, and is charged the same costs
-    for its own rescales. U compares the samples trained. If all trainers finish on either before
-    the window ends, U compares the times that the samples trained on both took on each.
+    The constant pool has the observed mean number of idle nodes (of each class), rounded, for the
+    whole window. It gets the same trainers at the same times, decides in the same way, and is
+    charged the same costs for its own rescales. U compares the samples trained. If all trainers
+    finish on either before the window ends, U compares the times that the samples trained on both
+    took on each.
     """
     began = perf_counter()
     trace = scenario.trace
     outcome = _run(scenario, trace, scenario.known_ends)
     mean = trace.idle_node_s() / (trace.end_s - trace.start_s)
-    constant = _run(scenario, constant_pool(trace, round(mean)), False)
+    constant = _run(scenario, constant_pool(trace), False)
     efficiency, compared = compare(outcome, constant)
     work = compare_work(scenario.trainers, outcome, constant) if compared == 'samples' else None
     oracle = None
@@ -138,8 +148,8 @@ def replay(scenario: Scenario) -> ReplayResult:
         told = _run(replace(scenario, learning=None), trace, scenario.known_ends)
         oracle = Oracle(told.samples, *(_work(scenario.trainers, of) for of in (told, outcome)))
     bound = None
-    if compared == 'samples' and constant.samples > 0:
-        costed = [scenario.costed(t.trainer) for t in scenario.trainers]
+    costed = [scenario.costed(t.trainer) for t in scenario.trainers]
+    if compared == 'samples' and constant.samples > 0 and not any(t.class_curves for t in costed):
         at_a_time = scenario.settings.trainers_at_a_time or len(costed)
         bound = most_samples(trace, scenario.known_ends, costed, at_a_time) / constant.samples
     return ReplayResult(
@@ -168,23 +178,21 @@ def compare_work(
 
 def _work(trainers: Sequence[ReplayTrainer], of: Outcome) -> float:
     # A trainer that hardly moves on few nodes is measured by its speed on its maximum number of
-    # nodes.
-    one_node = {
-        t.name: rate
-        for t in (r.trainer for r in trainers)
-        if t.curve is not None
-        and (rate := t.curve.rate_at(1) or t.curve.rate_at(t.max_nodes) / t.max_nodes) > 0
-    }
+    # nodes; where nodes are unequal, by that on its slowest class.
+    one_node = {}
+    for t in (r.trainer for r in trainers):
+        curves = [curve for _, curve in t.class_curves] or ([t.curve] if t.curve else [])
+        rate = min(c.rate_at(1) or c.rate_at(t.max_nodes) / t.max_nodes for c in curves)
+        if rate > 0:
+            one_node[t.name] = rate
     return sum(of.samples_by_trainer[name] / rate for name, rate in one_node.items())
 
 
 def _run(scenario: Scenario, trace: Trace, known_ends: bool) -> Outcome:
-    worth = {t.trainer.name: t.objective for t in scenario.trainers}
     runs = {}
     for t in scenario.trainers:
         trainer = scenario.costed(t.trainer)
-        wanted = Profile(worth[trainer.name]).best_count(trainer.counts())
-        runs[trainer.name] = RecordedJob(trainer, t.submit_s, wanted, since=trace.start_s)
+        runs[trainer.name] = RecordedJob(trainer, t.submit_s, t.wanted, since=trace.start_s)
     settings = structs.replace(scenario.settings, idle_block_s=float('inf'), retries=0)
     # No child process is needed: a crash of the solver ends only the replay.
     allocator = allocator_named(scenario.solver, time_limit_s=scenario.time_limit_s, isolated=False)
@@ -192,28 +200,31 @@ def _run(scenario: Scenario, trace: Trace, known_ends: bool) -> Outcome:
         trace,
         known_ends,
         runs,
-        Controller(allocator, settings, _by_file(worth) if scenario.by_file else None),
+        Controller(
+            allocator, settings, objectives_of(scenario.trainers) if scenario.by_file else None
+        ),
         scenario.learning,
     )
 
 
-def _by_file(worth: Mapping[str, ScalingCurve]) -> Metric:
-    def metric(candidate: Candidate) -> ScalingCurve:
-        return worth[candidate.name]
-
-    return metric
-
-
-def constant_pool(trace: Trace, nodes: int) -> Trace:
-    """A pool with this number of nodes for the whole window of a trace."""
+def constant_pool(trace: Trace, nodes: int | None = None) -> Trace:
+    """A pool with this number of nodes for the whole window of a trace; None: the mean number of
+    idle nodes of each class, rounded.
+    """
+    duration_s = trace.end_s - trace.start_s
+    counts = {name: round(part.idle_node_s() / duration_s) for name, part in trace.by_class.items()}
+    if nodes is not None:
+        counts = {'': nodes}
+    classes = [name for name, count in counts.items() for _ in range(count)]
     return Trace(
-        tuple(f'node{i:05d}' for i in range(nodes)),
+        tuple(f'node{i:05d}' for i in range(len(classes))),
         trace.start_s,
         trace.end_s,
-        np.full(nodes, trace.start_s),
-        np.full(nodes, trace.end_s),
-        np.arange(nodes),
-        np.full(nodes, np.inf),
+        np.full(len(classes), trace.start_s),
+        np.full(len(classes), trace.end_s),
+        np.arange(len(classes)),
+        np.full(len(classes), np.inf),
+        tuple(filter(None, classes)),
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,8 @@ class Trace:
         the node alone. Infinite if no reservation includes it or nothing is known; not after the
         interval's start if it was promised for no time. If a promise runs out and the node is still
         idle, the interval ends and the next one follows at once, with its own promise.
+    node_classes
+        The nodes' classes, by index; empty: nodes are alike.
 
     Raises
     ------
@@ -75,6 +77,7 @@ class Trace:
     ends: Floats
     nodes: Ints
     known_until: Floats
+    node_classes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.start_s) and self.start_s < self.end_s < math.inf):
@@ -84,6 +87,8 @@ class Trace:
             )
         if not len(self.starts) == len(self.ends) == len(self.nodes) == len(self.known_until):
             raise BadInput('The columns of a trace must be equally long.')
+        if self.node_classes and len(self.node_classes) != len(self.names):
+            raise BadInput('A trace must give the class of each of its nodes, or of none.')
         order = np.lexsort((self.nodes, self.starts))
         for column in ('starts', 'ends', 'nodes', 'known_until'):
             kind = np.int64 if column == 'nodes' else np.float64
@@ -233,6 +238,7 @@ class Trace:
             raise BadInput(f'There is nothing between {start_s:g} s and {end_s:g} s; {whole}.')
         start_s, end_s = max(start_s, self.start_s), min(end_s, self.end_s)
         names = tuple(sorted(self.names)[:nodes])
+        classes = dict(zip(self.names, self.node_classes, strict=False))
         place = {name: i for i, name in enumerate(names)}
         renumbered = np.array([place.get(name, -1) for name in self.names], dtype=np.int64)[
             self.nodes
@@ -251,7 +257,25 @@ class Trace:
             ends[keep],
             renumbered[keep],
             self.known_until[keep],
+            tuple(classes[name] for name in names if classes),
         )
+
+    @property
+    def by_class(self) -> dict[str, Trace]:
+        """The part of each node class; everything, under an empty name, where nodes are alike."""
+        if not self.node_classes:
+            return {'': self}
+        kinds = np.array(self.node_classes)[self.nodes]
+        return {
+            name: replace(
+                self,
+                starts=self.starts[kinds == name],
+                ends=self.ends[kinds == name],
+                nodes=self.nodes[kinds == name],
+                known_until=self.known_until[kinds == name],
+            )
+            for name in sorted(set(self.node_classes))
+        }
 
 
 def _cuts(times: Floats, at: Floats) -> Sequence[int]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gzip
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from parsl_freetrain.core.allocation.objectives import Metric
+from parsl_freetrain.core.controller.throughput_profile import Profile
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 
@@ -27,13 +30,28 @@ class ReplayTrainer:
     submit_s
         When it is submitted, in seconds of the trace's clock.
     objective
-        Worth per second at each node count: its speed in samples per second, unless its file gives
-        another, such as the speed-up over one node.
+        Worth per second at each node count, such as the speed-up over one node; None: its speed in
+        samples per second on the nodes' class.
     """
 
     trainer: Trainer
     submit_s: float
-    objective: ScalingCurve
+    objective: ScalingCurve | None = None
+
+    @property
+    def wanted(self) -> int:
+        """The number of nodes beyond which more are of no use to it."""
+        trainer = self.trainer
+        curves = [curve for _, curve in trainer.class_curves]
+        if not curves and (only := self.objective or trainer.curve):
+            curves = [only]
+        return max(Profile(curve).best_count(trainer.counts()) for curve in curves)
+
+
+def objectives_of(trainers: Iterable[ReplayTrainer]) -> Metric:
+    """The objectives of trainers as their file gives them."""
+    stated = {t.trainer.name: t.objective for t in trainers}
+    return lambda candidate: stated[candidate.name] or candidate.curve
 
 
 _Points = Annotated[list[float], Field(min_length=1)]
@@ -50,7 +68,8 @@ class _Row(BaseModel):
     rescale_down_s: float = 0.0
     total_samples: float
     nodes: Annotated[list[int], Field(min_length=1)]
-    samples_per_s: _Points
+    samples_per_s: _Points | None = None
+    class_samples_per_s: dict[str, _Points] | None = None
     objective: _Points | None = None
     function: str = ''
 
@@ -62,10 +81,10 @@ def read_trainers(path: str | Path) -> tuple[ReplayTrainer, ...]:
     """Read trainers from a JSON list of objects, in the order of the file.
 
     Each has ``name``, ``max_nodes``, ``total_samples``, ``nodes`` (increasing) and, for each of
-    these, ``samples_per_s``; it may have ``submit_s`` (0), ``min_nodes`` (1), ``rescale_up_s``,
-    ``rescale_down_s`` (0), ``objective`` (as samples_per_s) and ``function`` (what it trains:
-    learned curves are shared). Speeds are interpolated linearly; 0
-    nodes train nothing.
+    these, ``samples_per_s``, or where nodes are unequal ``class_samples_per_s`` by node class; it
+    may have ``submit_s`` (0), ``min_nodes`` (1), ``rescale_up_s``, ``rescale_down_s`` (0),
+    ``objective`` (as samples_per_s) and ``function`` (what it trains: learned curves are shared).
+    Speeds are interpolated linearly; 0 nodes train nothing.
 
     Raises
     ------
@@ -104,10 +123,17 @@ def read_trainers(path: str | Path) -> tuple[ReplayTrainer, ...]:
 def _trainer(row: _Row) -> ReplayTrainer:
     if row.total_samples != math.floor(row.total_samples):
         raise BadInput(f'total_samples is {row.total_samples:g}; it must be a whole number.')
-    curve = ScalingCurve(tuple(row.nodes), tuple(row.samples_per_s))
-    objective = (
-        curve if row.objective is None else ScalingCurve(tuple(row.nodes), tuple(row.objective))
-    )
+    if (row.samples_per_s is None) == (row.class_samples_per_s is None):
+        raise BadInput('give either samples_per_s, or class_samples_per_s by node class.')
+    if row.objective and row.class_samples_per_s:
+        raise BadInput('objective does not go with class_samples_per_s; name one by --objective.')
+    nodes = tuple(row.nodes)
+    on_class = {
+        name: ScalingCurve(nodes, tuple(rates))
+        for name, rates in (row.class_samples_per_s or {}).items()
+    }
+    curve = ScalingCurve(nodes, tuple(row.samples_per_s)) if row.samples_per_s else None
+    objective = ScalingCurve(nodes, tuple(row.objective)) if row.objective else curve
     trainer = Trainer(
         row.name,
         row.min_nodes,
@@ -117,8 +143,9 @@ def _trainer(row: _Row) -> ReplayTrainer:
         row.rescale_up_s,
         row.rescale_down_s,
         function=row.function,
+        class_curves=tuple(on_class.items()),
     )
-    if not any(objective.rate_at(n) > 0 for n in range(row.min_nodes, row.max_nodes + 1)):
+    if objective and not any(objective.rate_at(n) > 0 for n in trainer.counts()):
         raise BadInput(
             f'the objective is 0 at every count from {row.min_nodes} to {row.max_nodes} nodes, '
             f'so that it would never run; it must be above 0 at one of them.'

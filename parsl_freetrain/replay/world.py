@@ -120,7 +120,7 @@ class World:
         )
 
     def _shown(self, run: RecordedJob) -> Trainer:
-        return replace(run.trainer, curve=None) if self._measuring else run.trainer
+        return replace(run.trainer, curve=None, class_curves=()) if self._measuring else run.trainer
 
     def _finish(self, at: float) -> dict[str, None]:
         finished: dict[str, None] = {}
@@ -146,11 +146,9 @@ class World:
         match action:
             case ev.StartFragment(name, fragment, nodes, deadline_s):
                 run = self._runs[name]
-                self._accounts.train(
-                    run,
-                    len(nodes),
-                    run.trainer.curve.rate_at(len(nodes)) if run.trainer.curve else 0.0,
-                )
+                node_class = self._controller.state.pool.nodes[nodes[0]].node_class
+                curve = run.trainer.curve_on(node_class)
+                self._accounts.train(run, len(nodes), curve.rate_at(len(nodes)) if curve else 0.0)
                 run.fragment, run.deadline_s = fragment, deadline_s
                 self._touched[name] = None
             case ev.StopFragment(name, fragment) if (

@@ -1,4 +1,6 @@
-"""Schedules of idle nodes: which node is idle from when to when, as CSV ``start_s,end_s,node``."""
+"""Schedules of idle nodes: which node is idle from when to when, as CSV ``start_s,end_s,node``,
+and a column ``node_class`` where nodes are unequal.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import gzip
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +20,15 @@ import numpy.typing as npt
 from parsl_freetrain.core.model.errors import BadInput
 
 COLUMNS = ('start_s', 'end_s', 'node')
+CLASS = 'node_class'
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 # Names become parts of file names and of environment variables.
 _NODE_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*')
+# As the classes of batch sites.
+_CLASS_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9_-]*')
 _GZIP_MAGIC = b'\x1f\x8b'
 
 
@@ -48,30 +53,48 @@ class Schedule:
     ----------
     intervals
         In any order; those of one node must not overlap.
+    node_classes
+        The class of each node, such as ``{'a': 'a100', 'b': 'cpu'}``; empty: nodes are alike.
 
     Raises
     ------
     BadInput
         An interval that starts before 0, ends before it starts or overlaps another one of its node;
-        a node name that is not made of letters, digits, ``.``, ``_`` and ``-``.
+        a node name that is not made of letters, digits, ``.``, ``_`` and ``-``; classes that are
+        not one for each node.
     """
 
-    def __init__(self, intervals: Iterable[IdleInterval]) -> None:
+    def __init__(
+        self, intervals: Iterable[IdleInterval], node_classes: Mapping[str, str] | None = None
+    ) -> None:
         rows = list(intervals)
         names = [row.node for row in rows]
         starts = np.array([row.start_s for row in rows], dtype=np.float64)
         ends = np.array([row.end_s for row in rows], dtype=np.float64)
         _check(starts, ends, names, lambda row: f'interval {row + 1}')
-        self._build(starts, ends, names)
+        classes = dict(node_classes or {})
+        if classes and sorted(classes) != sorted(set(names)):
+            raise BadInput(
+                f'node_classes is about {", ".join(sorted(classes))}; it must give the class of '
+                f'each of {", ".join(sorted(set(names)))}.'
+            )
+        for node, node_class in classes.items():
+            _check_class(node_class, f'node {node}')
+        self._build(starts, ends, names, classes)
 
     @classmethod
-    def _from_columns(cls, starts: Floats, ends: Floats, names: Sequence[str]) -> Schedule:
+    def _from_columns(
+        cls, starts: Floats, ends: Floats, names: Sequence[str], classes: Mapping[str, str]
+    ) -> Schedule:
         schedule = cls.__new__(cls)
-        schedule._build(starts, ends, names)
+        schedule._build(starts, ends, names, classes)
         return schedule
 
-    def _build(self, starts: Floats, ends: Floats, names: Sequence[str]) -> None:
+    def _build(
+        self, starts: Floats, ends: Floats, names: Sequence[str], classes: Mapping[str, str]
+    ) -> None:
         self.nodes: tuple[str, ...] = tuple(sorted(set(names)))
+        self.node_classes = {node: classes[node] for node in self.nodes if node in classes}
         index = {name: i for i, name in enumerate(self.nodes)}
         node = np.fromiter((index[name] for name in names), dtype=np.int64, count=len(names))
         order = np.lexsort((node, starts))
@@ -91,7 +114,11 @@ class Schedule:
         )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Schedule) and self.intervals == other.intervals
+        return (
+            isinstance(other, Schedule)
+            and self.intervals == other.intervals
+            and self.node_classes == other.node_classes
+        )
 
     def __hash__(self) -> int:
         return hash((self.nodes, self.starts.tobytes(), self.ends.tobytes()))
@@ -123,6 +150,7 @@ class Schedule:
             self.starts[keep],
             self.ends[keep],
             [self.nodes[i] for i in self.node_index[keep].tolist()],
+            self.node_classes,
         )
 
     def scaled(self, time_factor: float) -> Schedule:
@@ -134,7 +162,9 @@ class Schedule:
                 f'The time factor of a schedule is {time_factor}; it must be a number above 0.'
             )
         names = [self.nodes[i] for i in self.node_index.tolist()]
-        return self._from_columns(self.starts * time_factor, self.ends * time_factor, names)
+        return self._from_columns(
+            self.starts * time_factor, self.ends * time_factor, names, self.node_classes
+        )
 
     def node_seconds(self, from_s: float, until_s: float) -> float:
         """Idle node-seconds between two times in seconds."""
@@ -148,7 +178,8 @@ def read_schedule(path: str | Path) -> Schedule:
     Parameters
     ----------
     path
-        The file; times are seconds from the schedule's start.
+        The file; times are seconds from the schedule's start. A fourth column, ``node_class``, may
+        say of which class the line's node is.
 
     Raises
     ------
@@ -165,17 +196,25 @@ def read_schedule(path: str | Path) -> Schedule:
             'below its header.'
         )
     for row, line in zip(rows, lines, strict=True):
-        if len(row) != len(COLUMNS):
+        if len(row) != len(at):
             raise BadInput(
-                f'{path}, line {line}: {len(row)} columns where there must be 3: '
-                'start_s,end_s,node.'
+                f'{path}, line {line}: {len(row)} columns where there must be {len(at)}: '
+                f'{",".join(at)}.'
             )
-    start_at, end_at, node_at = at
-    starts = _numbers(path, 'start_s', [row[start_at] for row in rows], lines)
-    ends = _numbers(path, 'end_s', [row[end_at] for row in rows], lines)
-    names = [row[node_at].strip() for row in rows]
+    starts = _numbers(path, 'start_s', [row[at['start_s']] for row in rows], lines)
+    ends = _numbers(path, 'end_s', [row[at['end_s']] for row in rows], lines)
+    names = [row[at['node']].strip() for row in rows]
     _check(starts, ends, names, lambda row: f'{path}, line {lines[row]}')
-    return Schedule._from_columns(starts, ends, names)
+    classes: dict[str, str] = {}
+    for name, row, line in zip(names, rows, lines, strict=True) if CLASS in at else ():
+        stated = row[at[CLASS]].strip()
+        if classes.setdefault(name, stated) != stated:
+            raise BadInput(
+                f'{path}, line {line}: node {name} is of the class {stated!r}, but above of '
+                f'{classes[name]!r}; a node has one class.'
+            )
+        _check_class(stated, f'{path}, line {line}')
+    return Schedule._from_columns(starts, ends, names, classes)
 
 
 def write_schedule(schedule: Schedule, path: str | Path) -> None:
@@ -185,9 +224,15 @@ def write_schedule(schedule: Schedule, path: str | Path) -> None:
     path = Path(path)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator='\n')
-    writer.writerow(COLUMNS)
+    classes = schedule.node_classes
+    writer.writerow((*COLUMNS, CLASS) if classes else COLUMNS)
     writer.writerows(
-        (_shortest(interval.start_s), _shortest(interval.end_s), interval.node)
+        (
+            _shortest(interval.start_s),
+            _shortest(interval.end_s),
+            interval.node,
+            *([classes[interval.node]] if classes else []),
+        )
         for interval in schedule.intervals
     )
     data = text.getvalue().encode()
@@ -236,16 +281,16 @@ def _rows(path: Path) -> tuple[list[list[str]], list[int]]:
     return rows, lines
 
 
-def _column_order(path: Path, rows: list[list[str]]) -> tuple[int, int, int]:
+def _column_order(path: Path, rows: list[list[str]]) -> dict[str, int]:
     if not rows:
         raise BadInput(f'{path} is empty; its first line must be start_s,end_s,node.')
     header = [name.strip() for name in rows[0]]
-    if sorted(header) != sorted(COLUMNS):
+    if sorted(set(header) | {CLASS}) != sorted((*COLUMNS, CLASS)) or len(set(header)) < len(header):
         raise BadInput(
             f'{path}, line 1: the columns are {",".join(header)!r}; they must be '
-            'start_s,end_s,node.'
+            f'start_s,end_s,node, and {CLASS} where nodes are of several classes.'
         )
-    return header.index('start_s'), header.index('end_s'), header.index('node')
+    return {name: i for i, name in enumerate(header)}
 
 
 def _numbers(path: Path, column: str, texts: list[str], lines: list[int]) -> Floats:
@@ -268,6 +313,13 @@ def _number_or_nan(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
+
+
+def _check_class(name: str, where: str) -> None:
+    if not _CLASS_NAME.fullmatch(name):
+        raise BadInput(
+            f'{where}: the node class is {name!r}; it must be made of letters, digits, "_" and "-".'
+        )
 
 
 def _check(starts: Floats, ends: Floats, names: Sequence[str], where: Callable[[int], str]) -> None:

@@ -11,6 +11,7 @@ from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllo
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
+from parsl_freetrain.core.allocation.solvers.mixed_classes import MixedAllocator
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.solver.isolated import IsolatedAllocator
 
@@ -72,13 +73,14 @@ def allocator_named(name: str, time_limit_s: float = 10.0, isolated: bool = True
     if name not in list(SolverName):
         raise BadInput(f'There is no solver {name!r}; choose one of {", ".join(SolverName)}.')
     if name == 'dp':
-        return DpAllocator()
+        return EitherAllocator(MixedAllocator(time_limit_s), DpAllocator())
     if name == 'equal-share':
         return EqualShareAllocator()
     milp: Allocator = MilpAllocator(time_limit_s)
     if name == 'auto':
         milp = EitherAllocator(ColumnAllocator(time_limit_s), milp)
         milp = EitherAllocator(ClassAllocator(milp), milp)
+    milp = EitherAllocator(MixedAllocator(time_limit_s), milp)
     if isolated:
         milp = IsolatedAllocator(
             milp, time_limit_s, margin_s=max(5.0, time_limit_s)

@@ -99,6 +99,20 @@ def test_the_answer(idle: Path, trainers: Path, capsys: pytest.CaptureFixture[st
     assert set(found['decision_ms']) == {'p50', 'p99', 'max'}
 
 
+def test_nodes_of_several_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    idle = tmp_path / 'idle.csv'
+    idle.write_text('start_s,end_s,node,node_class\n0,1000,a,gpu\n0,1000,b,cpu\n0,1000,c,cpu\n')
+    del (net := dict(NET))['samples_per_s']
+    net |= {'class_samples_per_s': {'gpu': [0, 10, 40], 'cpu': [0, 6, 24]}}
+    found = answer(capsys, '--idle', idle, '--trainers', written(tmp_path, net))
+    assert found['samples'] == 12 * 1000
+    net |= {'class_samples_per_s': {'gpu': [0, 10, 40], 'tpu': [0, 6, 24]}}
+    said = refusal(capsys, '--idle', idle, '--trainers', written(tmp_path, net))
+    assert "the node class 'tpu'; the trace has cpu, gpu." in said
+    said = refusal(capsys, '--idle', idle, '--trainers', written(tmp_path, net | NET))
+    assert 'give either samples_per_s, or class_samples_per_s' in said
+
+
 def test_a_human_gets_lines(idle: Path, trainers: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(['replay', '--idle', str(idle), '--trainers', str(trainers)]) == 0
     said = capsys.readouterr().out

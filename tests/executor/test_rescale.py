@@ -63,15 +63,21 @@ def costs_bid(ledger: Path, name: str) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-def test_a_trainer_moves_to_a_faster_class_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_trainer_moves_to_a_faster_class_and_uses_two_at_once_with_the_same_bits(
+    tmp_path: Path,
+) -> None:
     soon, go = tmp_path / 'soon', tmp_path / 'go'
 
-    def trainer(**rate: dict[int, float]) -> Any:
-        scaling = Scaling(class_rates=rate, rescale_up_s=0.25, rescale_down_s=0.25)
-        mode = Reproducible(shards=1)
-        return freetrain_app(max_nodes=1, total_epochs=20, scaling=scaling, mode=mode)(loads_first)
+    def trainer(nodes: int = 1, **rate: dict[int, float]) -> Any:
+        scaling = Scaling(class_rates=rate, mixed=nodes > 1, rescale_up_s=0.25, rescale_down_s=0.25)
+        mode = Reproducible(shards=3)
+        return freetrain_app(max_nodes=nodes, total_epochs=20, scaling=scaling, mode=mode)(
+            loads_first
+        )
 
-    site = LocalSite(2, poll_s=0.2, node_classes={'slot00': 'fast', 'slot01': 'slow'})
+    site = LocalSite(
+        2, poll_s=0.2, node_classes={'slot00': 'fast', 'slot01': 'slow'}, class_speeds={'slow': 0.5}
+    )
     with freetrain(tmp_path, site, horizon_s=60.0) as executor:
         before = trainer(fast={1: 9.0})(str(soon), trainer_name='before')
         wait_until(lambda: before.progress().samples > 0, 'the fast node is not used')
@@ -87,9 +93,12 @@ def test_a_trainer_moves_to_a_faster_class_with_the_same_bits(tmp_path: Path) ->
         wait_until(moves, 'it does not move to the fast node')
         go.touch()
         result = moved.result(LIMIT_S)
+        rates: dict[str, dict[int, float]] = {'fast': {1: 1.0, 2: 2.0}, 'slow': {1: 0.5, 2: 1.0}}
+        both = trainer(2, **rates)(str(go), trainer_name='both').result(LIMIT_S)
         with pytest.raises(BadInput, match="class 'other'; the site has fast, slow"):
             trainer(other={1: 1.0})(str(go)).result(LIMIT_S)
     assert same_weights(result, alone)
+    assert same_weights(both, alone)
     with Reader(executor.ledger_path) as ledger:
         class_of = {
             node: e['detail']['node_class']
@@ -98,7 +107,9 @@ def test_a_trainer_moves_to_a_faster_class_with_the_same_bits(tmp_path: Path) ->
             for node in e['detail']['nodes']
         }
         nodes = [f.nodes for f in ledger.story().fragments if f.trainer == 'moved']
+        mixes = [f.nodes for f in ledger.story().fragments if f.trainer == 'both']
     assert [class_of[node] for (node,) in nodes[:2]] == ['slow', 'fast']
+    assert sorted(class_of[node] for node in mixes[-1]) == ['fast', 'slow']
 
 
 @pytest.mark.slow

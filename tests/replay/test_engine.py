@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
+from parsl_freetrain.replay.measuring import CurveLearning
 from parsl_freetrain.replay.result import Outcome
 from parsl_freetrain.replay.scenario import Scenario, constant_pool, replay
 from parsl_freetrain.replay.trace import Trace
@@ -260,6 +261,43 @@ def test_costs_can_be_scaled_and_replaced() -> None:
     ]
     losses = [on_trace(trace, trainer('net'), **costs).lost_preemption for costs in every]
     assert losses == [40.0, 10.0, 0.0, 20.0]
+
+
+# Node classes
+
+FAST, SLOW = (ScalingCurve((0, 8), (0.0, 8 * rate)) for rate in (10.0, 4.0))
+UNEQUAL = replace(
+    trace_of(('a', 0, 1000), ('b', 0, 1000), ('c', 0, 600), end_s=1000),
+    node_classes=('fast', 'slow', 'slow'),
+)
+
+
+def on_classes(name: str, **curves: ScalingCurve) -> ReplayTrainer:
+    trainer = Trainer(name, 1, 8, ENDLESS, None, 3.0, 2.0, class_curves=tuple(curves.items()))
+    return ReplayTrainer(trainer, 0.0)
+
+
+def test_a_trainer_uses_nodes_of_one_class_at_a_time_at_the_speed_of_that_class() -> None:
+    both = on_classes('both', fast=FAST, slow=SLOW)
+    outcome = on_trace(UNEQUAL, both)
+    assert spans(outcome) == [('both', 0, 1000, 1)]
+    assert (outcome.samples, outcome.node_s['no_use']) == (10_000, 1600)
+    outcome = on_trace(UNEQUAL, both, on_classes('other', slow=SLOW))
+    assert spans(outcome) == [('other', 0, 600, 2), ('both', 0, 1000, 1), ('other', 600, 1000, 1)]
+    assert outcome.samples == 10_000 + 600 * 8 - 2 * 8 + 400 * 4
+    with pytest.raises(BadInput, match="names? the node class 'tpu'; the trace has fast, slow"):
+        on_trace(UNEQUAL, on_classes('net', tpu=FAST))
+
+
+def test_each_class_has_its_own_constant_pool_and_its_own_learned_curve() -> None:
+    pool = constant_pool(UNEQUAL)
+    assert pool.node_classes == ('fast', 'slow', 'slow')
+    two = replace(trace_of(('a', 0, 1000), ('b', 0, 1000), end_s=1000), node_classes=('f', 's'))
+    both = on_classes('both', f=FAST, s=SLOW)
+    result = replay(Scenario(two, (both,), by_file=False, learning=CurveLearning()))
+    assert result.oracle is not None
+    # One try of the slow class, which is given up after the first measurement.
+    assert result.trace.samples > 0.95 * result.oracle.samples
 
 
 # The constant pool

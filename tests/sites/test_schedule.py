@@ -47,6 +47,18 @@ def test_reads_intervals_sorted_by_start_whatever_the_order_of_lines_and_columns
     )
 
 
+def test_a_fourth_column_has_the_nodes_classes(tmp_path: Path) -> None:
+    path = written(tmp_path, 'node_class,start_s,end_s,node\na100,0,5,a\ncpu,0,9,b\na100,7,9,a\n')
+    schedule = read_schedule(path)
+    assert schedule.node_classes == {'a': 'a100', 'b': 'cpu'}
+    assert schedule.only(['b']).scaled(2).node_classes == {'b': 'cpu'}
+    write_schedule(schedule, path)
+    assert read_schedule(path) == schedule
+    assert schedule != Schedule(schedule.intervals)
+    with pytest.raises(BadInput, match='must give the class of each of a, b'):
+        Schedule(schedule.intervals, {'a': 'a100'})
+
+
 def test_touching_intervals_of_a_node_stay_two(tmp_path: Path) -> None:
     schedule = read_schedule(written(tmp_path, HEADER + '0,5,a\n5,9,a\n'))
     assert len(schedule) == 2
@@ -72,6 +84,10 @@ def test_touching_intervals_of_a_node_stay_two(tmp_path: Path) -> None:
             HEADER + '0,1,a\n4,8,b\n1,5,b\n',
             'line 3: node b is idle from 4 s on, but already since 1 s',
         ),
+        (HEADER[:-1] + ',node_class\n0,1,a\n', 'line 2: 3 columns where there must be 4'),
+        (HEADER[:-1] + ',node_class\n0,1,a,\n', "line 2: the node class is ''"),
+        (HEADER[:-1] + ',node_class\n0,1,a,x\n2,3,a,y\n', "line 3: node a is of the class 'y'"),
+        (HEADER[:-1] + ',node\n0,1,a,a\n', 'line 1: the columns are'),
         (HEADER + '0,1,../a\n', "line 2: the node name is '../a'"),
         (HEADER + '0,1,\n', "line 2: the node name is ''"),
     ],

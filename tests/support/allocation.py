@@ -63,7 +63,10 @@ def feasible(problem: Problem) -> Iterator[dict[str, tuple[int, ...]]]:
         totals = [sum(column) for column in zip(*picked, strict=True)] or [0] * len(sizes)
         if all(t <= n for t, n in zip(totals, sizes, strict=True)):
             allocation = {b.name: way for b, way in zip(problem.bids, picked, strict=True)}
-            one_class = all(len(problem.classes_of(way)) <= 1 for way in picked)
+            one_class = all(
+                len(problem.classes_of(way)) <= 1 or b.mixed_parts
+                for b, way in zip(problem.bids, picked, strict=True)
+            )
             if one_class and all(kept_by(problem, limit, allocation) for limit in problem.limits):
                 yield allocation
 
@@ -140,13 +143,13 @@ def second_by_second(problem: Problem, allocation: dict[str, tuple[int, ...]]) -
     for b in problem.bids:
         way = dict(enumerate(allocation[b.name]))
         held = b.held or (b.current_nodes,) + (0,) * (len(way) - 1)
-        old = class_curve(b, b.current_class)
-        now = old.rate_at(b.current_nodes) if b.current_nodes >= b.min_nodes else 0.0
+        old = {classes(problem)[i] for i, n in enumerate(held) if n} or {b.current_class}
+        now = 0.0
+        if b.current_nodes >= b.min_nodes:
+            now = running(problem, b, dict(enumerate(held)), allowed=True)
         count = sum(way.values())
         used = {classes(problem)[i] for i, n in way.items() if n}
-        node_class = used.pop() if used else b.current_class
-        curve = class_curve(b, node_class)
-        if count and node_class != b.current_class:
+        if not used <= old:
             total -= b.rescale_up_s * now
         elif count < b.current_nodes:
             total -= b.rescale_down_s * now
@@ -156,14 +159,14 @@ def second_by_second(problem: Problem, allocation: dict[str, tuple[int, ...]]) -
         for end in sorted(
             {block.remaining_s for block in problem.blocks if block.remaining_s < problem.horizon_s}
         ):
-            total += (end - time) * running(b, way, curve)
+            total += (end - time) * running(problem, b, way)
             leaving = [i for i in way if problem.blocks[i].remaining_s == end]
             if any(way[i] for i in leaving):
-                total -= b.rescale_down_s * running(b, way, curve)
+                total -= b.rescale_down_s * running(problem, b, way)
             for i in leaving:
                 del way[i]
             time = end
-        total += (problem.horizon_s - time) * running(b, way, curve)
+        total += (problem.horizon_s - time) * running(problem, b, way)
     return total
 
 
@@ -173,15 +176,39 @@ def class_curve(b: Bid, node_class: str) -> ScalingCurve:
     return dict(b.class_curves).get(node_class, ScalingCurve((0,), (0.0,)))
 
 
-def running(b: Bid, way: dict[int, int], curve: ScalingCurve) -> float:
-    """Rate at the largest allowed count of the available nodes."""
+def running(problem: Problem, b: Bid, way: dict[int, int], *, allowed: bool = False) -> float:
+    """Rate at the largest allowed count of the available nodes, of several classes or of one;
+    ``allowed``: all of them may be used.
+    """
     there = sum(way.values())
-    allowed = [
+    counts = [
         n
         for n in range(1, there + 1)
         if b.min_nodes <= n <= b.max_nodes and (not b.sizes or n in b.sizes)
     ]
-    return curve.rate_at(max(allowed, default=0))
+    most = there if allowed and not b.mixed_parts else max(counts, default=0)
+    rates = sorted(
+        (
+            class_curve(b, classes(problem)[i]).rate_at(most)
+            for i, n in way.items()
+            for _ in range(n)
+        ),
+        reverse=True,
+    )[:most]
+    if not b.mixed_parts:
+        return rates[0] if rates else 0.0
+    return dealt(b.mixed_parts, [rate / most for rate in rates if rate > 0])
+
+
+def dealt(parts: int, speeds: list[float]) -> float:
+    """The best rate of any way to divide equal parts among nodes: the first time at which all can
+    be done.
+    """
+    times = sorted(n / speed for speed in speeds for n in range(1, parts + 1))
+    for time in times:
+        if sum(math.floor(time * speed * (1 + 1e-12)) for speed in speeds) >= parts:
+            return parts / time
+    return 0.0
 
 
 def linear(points: dict[int, float], n: int) -> float:

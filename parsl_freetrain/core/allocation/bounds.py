@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +79,8 @@ def upper_bound(problem: Problem) -> float:
 def _with_fewer(problem: Problem, bid: Bid, nodes: int) -> Floats:
     """The most that each count of nodes can be worth: nodes that it cannot use do not harm it."""
     most = min(bid.max_nodes, nodes)
+    if bid.mixed_parts:  # nodes of several classes are no faster than as many of the fastest one
+        bid = replace(bid, rescale_up_s=0.0, rescale_down_s=0.0)
     worths = [
         worth_by_count(bid, most, problem.horizon_s, node_class=node_class)
         for node_class in problem.places_by_class

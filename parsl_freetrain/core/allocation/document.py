@@ -58,6 +58,7 @@ class TrainerDocument(StrictModel):
     group: Name | None = None
     since_rescale_s: Seconds | None = None
     shortest_s: Seconds = 0.0
+    mixed_parts: Count = 0
 
 
 class BlockDocument(StrictModel):

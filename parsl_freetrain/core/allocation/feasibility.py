@@ -40,7 +40,7 @@ def objections(problem: Problem, allocation: Mapping[str, Sequence[int]]) -> lis
             found.append(f'{bid.name} gets {count} nodes, which is not one of its counts.')
         if not problem.spans_blocks and sum(1 for n in nodes if n) > 1:
             found.append(f'{bid.name} gets nodes of several blocks.')
-        if len(classes := problem.classes_of(nodes)) > 1:
+        if len(classes := problem.classes_of(nodes)) > 1 and not bid.mixed_parts:
             found.append(f'{bid.name} gets nodes of the classes {", ".join(classes)}.')
         if nodes != problem.held(bid) and any(nodes[b] for b in problem.barred(bid)):
             found.append(

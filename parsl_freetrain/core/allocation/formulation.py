@@ -130,7 +130,17 @@ def _bid(
     current = sum(held) if stated.blocks is not None else trainer.current_nodes or 0
     node_classes = list(dict.fromkeys(block.node_class for block in blocks))
     curves = _class_curves(trainer, node_classes, where)
-    current_class = _current_class(held, blocks, where)
+    classes = Counter[str]()
+    for count, block in zip(held, blocks, strict=False):
+        classes[block.node_class] += count
+    mix = tuple((name, count) for name, count in sorted(classes.items()) if count)
+    if len(mix) > 1 and not trainer.mixed_parts:
+        raise BadInput(
+            f'{where}current has nodes of the classes {", ".join(name for name, _ in mix)}; a '
+            'trainer without mixed_parts uses one class at a time.'
+        )
+    if trainer.mixed_parts and not curves:
+        raise BadInput(f'{where}mixed_parts needs rates by node class.')
     candidate = Candidate(
         trainer.name,
         curves[0][1] if curves else _curve(trainer, trainer.rate, where),
@@ -156,7 +166,9 @@ def _bid(
         fixed=since_s < stated.min_rescale_interval_s and current > 0,
         shortest_s=trainer.shortest_s,
         class_curves=by_class(metric, candidate, curves),
-        current_class=current_class,
+        current_class=mix[0][0] if len(mix) == 1 else '',
+        mixed_parts=trainer.mixed_parts,
+        current_mix=mix if trainer.mixed_parts else (),
     )
 
 
@@ -173,16 +185,6 @@ def _class_curves(
                 f'{known}.'
             )
     return [(name, _curve(trainer, rate, where)) for name, rate in (trainer.rates or {}).items()]
-
-
-def _current_class(held: Sequence[int], blocks: Sequence[Block], where: str) -> str:
-    node_classes = {block.node_class for n, block in zip(held, blocks, strict=False) if n}
-    if len(node_classes) > 1:
-        raise BadInput(
-            f'{where}current has nodes of the classes {", ".join(sorted(node_classes))}; a trainer '
-            'uses one class at a time.'
-        )
-    return node_classes.pop() if node_classes else ''
 
 
 def _curve(trainer: TrainerDocument, rate: list[float] | None, where: str) -> ScalingCurve:
@@ -319,6 +321,8 @@ def _trainer_document(problem: Problem, bid: Bid) -> dict[str, Any]:
         document['current'] = {block.name: count for block, count in counts if count}
     else:
         document['current_nodes'] = bid.current_nodes
+    if bid.mixed_parts and 'rates' in document:
+        document['mixed_parts'] = bid.mixed_parts
     if bid.sizes:
         document['sizes'] = list(bid.sizes)
     if problem.barred(bid):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
+from parsl_freetrain.core.allocation.mixing import mixed_rate
 from parsl_freetrain.core.model.types import ScalingCurve
 
 
@@ -70,7 +71,11 @@ class Bid:
         What node counts of each node class are worth, in place of ``curve``; it does not use nodes
         of other classes. Empty: ``curve`` holds for all classes.
     current_class
-        The class of the nodes that it holds.
+        The class of the nodes that it holds; empty where they are of several.
+    mixed_parts
+        If above 0, it may hold nodes of several classes at once; see :mod:`.mixing`.
+    current_mix
+        What it holds by class, if so.
     """
 
     name: str
@@ -86,6 +91,8 @@ class Bid:
     shortest_s: float = 0.0
     class_curves: tuple[tuple[str, ScalingCurve], ...] = ()
     current_class: str = ''
+    mixed_parts: int = 0
+    current_mix: tuple[tuple[str, int], ...] = ()
 
     def curve_on(self, node_class: str) -> ScalingCurve:
         """What node counts of this class are worth per second; 0 if it does not use the class."""
@@ -118,6 +125,8 @@ class Bid:
         """Value per second of the nodes that it holds; 0 below ``min_nodes``."""
         if self.current_nodes < self.min_nodes:
             return 0.0
+        if self.current_mix:
+            return mixed_rate(self, self.current_mix)
         return self.curve_on(self.current_class).rate_at(self.current_nodes)
 
     def value(self, nodes: int, horizon_s: float) -> float:
@@ -253,18 +262,17 @@ class Problem:
         that takes some of its nodes costs ``rescale_down_s`` seconds of its rate until then; the
         change from what it holds now costs as in :meth:`Bid.value`, and as a change to more nodes
         where it gets as many but others, or nodes of another class. Nodes of several classes at
-        once are worth minus infinity.
+        once are worth minus infinity, unless it divides batches among them.
         """
         total = sum(nodes)
         classes = self.classes_of(nodes)
-        if len(classes) > 1:
+        if len(classes) > 1 and not bid.mixed_parts:
             return -math.inf
-        node_class = classes[0] if classes else bid.current_class
-        curve = bid.curve_on(node_class)
+        curve = bid.curve_on(classes[0] if classes else bid.current_class)
         cost_s = 0.0
         if (
             total > bid.current_nodes
-            or (total and node_class != bid.current_class)
+            or not (set(dict(bid.current_mix)) or {bid.current_class}).issuperset(classes)
             or (total == bid.current_nodes and tuple(nodes) != self.held(bid))
         ):
             cost_s = bid.rescale_up_s
@@ -277,10 +285,25 @@ class Problem:
                 n for n, block in zip(nodes, self.places, strict=True) if block.remaining_s == end
             )
             if going:
-                rate = curve.rate_at(bid.usable(left))
+                rate = self._rate(bid, curve, nodes, left, since)
                 worth += (end - since - bid.rescale_down_s) * rate
                 since, left = end, left - going
-        return worth + (self.horizon_s - since) * curve.rate_at(bid.usable(left))
+        return worth + (self.horizon_s - since) * self._rate(bid, curve, nodes, left, since)
+
+    def _rate(
+        self, bid: Bid, curve: ScalingCurve, nodes: Sequence[int], left: int, since: float
+    ) -> float:
+        """Of those ``left`` of the nodes that stay for longer than ``since``."""
+        if not bid.mixed_parts:
+            return curve.rate_at(bid.usable(left))
+        return mixed_rate(
+            bid,
+            (
+                (place.node_class, n)
+                for n, place in zip(nodes, self.places, strict=True)
+                if place.remaining_s > since or left == sum(nodes)
+            ),
+        )
 
     @cached_property
     def _first_end(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from heapq import heappop, heappush
 
 from parsl_freetrain.core.allocation.objectives import Candidate, Metric, by_class
@@ -153,6 +154,7 @@ class Bids:
             if nodes and places.blocks
             else ()
         )
+        classes = Counter(state.pool.nodes[node].node_class for node in nodes)
         self._current[name] = len(nodes)
         worth, worths = self._worth(state, trainer, at)
         self._bids[name] = Bid(
@@ -167,7 +169,9 @@ class Bids:
             fixed=bool(nodes) and self._too_soon(trainer.rescaled_at, at),
             shortest_s=trainer.measured.shortest_s(self._settings.min_hole_s),
             class_curves=worths,
-            current_class=state.pool.nodes[nodes[0]].node_class if nodes else '',
+            current_class=next(iter(classes)) if len(classes) == 1 else '',
+            mixed_parts=spec.mixed_parts,
+            current_mix=tuple(sorted(classes.items())) if spec.mixed_parts else (),
         )
 
     def _too_soon(self, rescaled_at: float, at: float) -> bool:

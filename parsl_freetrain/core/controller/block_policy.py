@@ -155,14 +155,7 @@ def charges_spent(
 def _of_use(state: ControllerState, node_class: str) -> bool:
     """Whether a trainer uses nodes of this class."""
     bidders = state.turn.values()
-    return (
-        bool(state.ordinary)
-        or not bidders
-        or any(
-            not t.trainer.class_curves or node_class in dict(t.trainer.class_curves)
-            for t in bidders
-        )
-    )
+    return bool(state.ordinary) or not bidders or any(t.trainer.uses(node_class) for t in bidders)
 
 
 def _slower(

@@ -4,7 +4,7 @@ start.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from parsl_freetrain.core.allocation.constraints import (
@@ -21,6 +21,7 @@ from parsl_freetrain.core.controller.placement import Places, places_of
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.controller.state import ControllerState, Decision, FragmentState, Reply
 from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.types import Trainer
 
 
 @dataclass
@@ -239,6 +240,7 @@ class Planner:
             trainer, until_s = state.turn[name], first_end(nodes, state.pool)
             del plan.waiting[name]
             trainer.fragments += 1
+            classes = [state.pool.nodes[node].node_class for node in nodes]
             action = ev.StartFragment(
                 name,
                 trainer.fragments,
@@ -247,6 +249,7 @@ class Planner:
                 trainer.samples,
                 trainer.shapes.next(len(nodes)),
                 state.exempt_until(nodes, at),
+                _speeds(trainer.trainer, classes),
             )
             state.start(
                 name,
@@ -257,9 +260,17 @@ class Planner:
                     action.deadline_s,
                     action.samples,
                     action.shape,
-                    node_class=state.pool.nodes[nodes[0]].node_class,
+                    node_class='+'.join(dict.fromkeys(classes)),
                 ),
                 at,
             )
             actions.append(action)
         return actions
+
+
+def _speeds(trainer: Trainer, classes: Sequence[str]) -> tuple[float, ...]:
+    """How fast nodes of these classes are in one fragment, where they differ."""
+    if not trainer.mixed_parts or len(set(classes)) < 2:
+        return ()
+    curves = dict(trainer.class_curves)
+    return tuple(curves[name].rate_at(len(classes)) for name in classes)

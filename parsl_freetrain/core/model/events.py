@@ -228,7 +228,8 @@ class ReleaseNodes:
 class StartFragment:
     """Start a fragment of ``trainer`` on ``nodes``; ``deadline_s``: when the first of them goes,
     None if unknown; ``shape``: its place among the trainer's shapes of this node count;
-    ``exempt_until_s``: nothing preempts it before, None if something may.
+    ``exempt_until_s``: nothing preempts it before, None if something may; ``speeds``: how fast each
+    node is, relative to the others, where each batch is divided by it; empty: they are alike.
     """
 
     trainer: str
@@ -238,6 +239,7 @@ class StartFragment:
     samples: int
     shape: int = 0
     exempt_until_s: float | None = None
+    speeds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -270,6 +270,9 @@ class Trainer:
     class_curves
         The scaling curves by node class, in place of ``curve``; it does not use nodes of other
         classes.
+    mixed_parts
+        If above 0, it may run on nodes of several classes at once, among which each batch is
+        divided by speed, in this number of parts for each rank of a node.
     """
 
     name: str
@@ -289,6 +292,7 @@ class Trainer:
     function: str = ''
     shapes: tuple[tuple[int, tuple[str, ...]], ...] = ()
     class_curves: tuple[tuple[str, ScalingCurve], ...] = ()
+    mixed_parts: int = 0
 
     def __post_init__(self) -> None:
         if self.min_nodes < 1:
@@ -336,6 +340,14 @@ class Trainer:
                     f'from {self.min_nodes} to '
                     f'{self.max_nodes} nodes; at one of them it must be above 0.'
                 )
+
+    def curve_on(self, node_class: str) -> ScalingCurve | None:
+        """The scaling curve on a class; None if it is not known, or the class is not used."""
+        return dict(self.class_curves).get(node_class) if self.class_curves else self.curve
+
+    def uses(self, node_class: str) -> bool:
+        """Whether it may run on nodes of this class."""
+        return not self.class_curves or node_class in dict(self.class_curves)
 
     def counts(self) -> Sequence[int]:
         """The node counts that it may have, increasing."""

@@ -44,6 +44,7 @@ def member_order(
         spec=spec,
         deadline=fragment.action.deadline_s,
         exempt_until=fragment.action.exempt_until_s,
+        speeds=fragment.action.speeds,
         shape=shapes[fragment.action.shape] if shapes else None,
         interface=endpoint.interface,
         hang_s=hang_s,

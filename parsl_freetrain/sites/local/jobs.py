@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +55,7 @@ class SlotJobs:
         end: float | None,
         command: str,
         worker_init: str = '',
+        speeds: Mapping[str, float] | None = None,
     ) -> str:
         """Start a block.
 
@@ -70,6 +71,8 @@ class SlotJobs:
             What each slot runs, as a shell command.
         worker_init
             Shell lines that run once, before the slots start.
+        speeds
+            Of slots that train slower than this computer could.
 
         Returns
         -------
@@ -83,7 +86,7 @@ class SlotJobs:
         """
         name = f'{name}.{time.time():.6f}'.replace('/', '_')
         script = folder / f'{name}.sh'
-        block = _block_command(folder, name, nodes, end)
+        block = _block_command(folder, name, nodes, end, speeds or {})
         try:
             with files.create(script) as file:
                 file.write(f'{worker_init}\nexec {block} {shlex.quote(command)}\n'.encode())
@@ -167,7 +170,9 @@ class SlotJobs:
             self.status(job_id)
 
 
-def _block_command(folder: Path, name: str, nodes: Sequence[str], end: float | None) -> str:
+def _block_command(
+    folder: Path, name: str, nodes: Sequence[str], end: float | None, speeds: Mapping[str, float]
+) -> str:
     """The program :mod:`parsl_freetrain.sites.local.slots`; the slots' command is still to follow.
 
     The script execs it, so that signals reach it directly.
@@ -180,6 +185,8 @@ def _block_command(folder: Path, name: str, nodes: Sequence[str], end: float | N
         words += ['--end', repr(end)]
     for node in nodes:
         words += ['--node', node]
+        if node in speeds:
+            words += ['--speed', node, repr(speeds[node])]
     return shlex.join([*words, '--'])
 
 

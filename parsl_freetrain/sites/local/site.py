@@ -62,8 +62,10 @@ class LocalSite:
         For the random choice under ``'mixed'``.
     node_classes
         The class of each slot by its name, such as ``{'slot00': 'fast', 'slot01': 'slow'}``, to
-        try out what is done where nodes are unequal; all slots are equally fast. Empty: all are
-        alike.
+        try out what is done where nodes are unequal. Default: as the schedule says, or all alike.
+    class_speeds
+        How fast the slots of some classes train, relative to this computer, such as ``{'slow':
+        0.5}``: their ranks wait after each micro-batch. Default: all slots are equally fast.
     poll_s
         Seconds between two questions about blocks and holes.
     clock
@@ -92,6 +94,7 @@ class LocalSite:
         seed: int = 0,
         poll_s: float = 0.5,
         node_classes: Mapping[str, str] | None = None,
+        class_speeds: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         if taken not in TAKEN:
@@ -114,12 +117,20 @@ class LocalSite:
         self.poll_s = poll_s
         self._clock = clock
         self._followed = _followed(nodes, schedule).scaled(time_factor)
-        self.node_classes = dict(node_classes or {})
+        self.node_classes = dict(node_classes or self._followed.node_classes)
         if self.node_classes and sorted(self.node_classes) != sorted(self._followed.nodes):
             raise BadInput(
                 f'LocalSite: node_classes is about {", ".join(sorted(self.node_classes))}; it must '
                 f'give the class of each of {", ".join(self._followed.nodes)}.'
             )
+        self.class_speeds = dict(class_speeds or {})
+        for name, speed in self.class_speeds.items():
+            if name not in self.classes or not 0 < speed <= 1:
+                raise BadInput(
+                    f'LocalSite: class_speeds has {speed} for the class {name!r}; it must have '
+                    'numbers above 0, and at most 1, for classes of its slots: '
+                    f'{", ".join(self.classes) or "there are none"}.'
+                )
         self._intervals: dict[str, list[IdleInterval]] = {name: [] for name in self._followed.nodes}
         for interval in self._followed.intervals:
             self._intervals[interval.node].append(interval)
@@ -138,7 +149,8 @@ class LocalSite:
             f'LocalSite(nodes={self.nodes!r}, schedule={self.schedule!r}, '
             f'time_factor={self.time_factor!r}, '
             f'taken={self.taken!r}, notice_s={self.notice_s!r}, seed={self.seed!r}, '
-            f'poll_s={self.poll_s!r}, node_classes={self.node_classes!r})'
+            f'poll_s={self.poll_s!r}, node_classes={self.node_classes!r}, '
+            f'class_speeds={self.class_speeds!r})'
         )
 
     @property
@@ -215,6 +227,11 @@ class LocalSite:
                 end if math.isfinite(end) else None,
                 command,
                 worker_init,
+                {
+                    node: self.class_speeds[node_class]
+                    for node in names
+                    if (node_class := self.node_classes.get(node, '')) in self.class_speeds
+                },
             )
             self._open[job_id] = block
         return job_id

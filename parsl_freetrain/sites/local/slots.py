@@ -17,13 +17,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 from parsl_freetrain.host import files
 from parsl_freetrain.host.processes import start_of
+from parsl_freetrain.host.slot_speed import SPEED_VARIABLE
 
 NODE_VARIABLE = 'FREETRAIN_NODE'
 # Every process of a block inherits this mark, even one that leaves its process group.
@@ -114,15 +115,23 @@ class SlotBlock:
     owner
         The process for which the block runs: its id, and its
         :func:`~parsl_freetrain.host.processes.start_of`.
+    speeds
+        By node, how fast it trains, relative to this computer; by default as fast.
     """
 
     def __init__(
-        self, folder: Path, job_name: str, end: float | None, owner: tuple[int, str]
+        self,
+        folder: Path,
+        job_name: str,
+        end: float | None,
+        owner: tuple[int, str],
+        speeds: Mapping[str, str] | None = None,
     ) -> None:
         self._folder = folder
         self._job_name = job_name
         self._end = end
         self._owner = owner
+        self._speeds = dict(speeds or {})
         self._nodes: dict[int, str] = {}
         self._exit_codes: dict[str, int | None] = {}
         self._cancelled = False
@@ -180,6 +189,8 @@ class SlotBlock:
             'SPT_NOENV': '1',
             'PATH': path,
         }
+        if node in self._speeds:
+            environment[SPEED_VARIABLE] = self._speeds[node]
         with self._output(node, 'out') as out, self._output(node, 'err') as err:
             process = subprocess.Popen(
                 ['/bin/bash', '-c', command],
@@ -272,13 +283,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument('--end', type=float, default=None, help='seconds since the epoch')
     parser.add_argument('--owner', required=True, help='PID:IDENTITY')
     parser.add_argument('--node', action='append', required=True, dest='nodes')
+    parser.add_argument('--speed', action='append', nargs=2, default=[], dest='speeds')
     parser.add_argument('command')
     given = parser.parse_args(arguments)
     os.umask(0o077)
     pid, _, start = given.owner.partition(':')
-    return SlotBlock(given.folder, given.job_name, given.end, (int(pid), start)).run(
-        given.nodes, given.command
+    block = SlotBlock(
+        given.folder, given.job_name, given.end, (int(pid), start), dict(given.speeds)
     )
+    return block.run(given.nodes, given.command)
 
 
 if __name__ == '__main__':

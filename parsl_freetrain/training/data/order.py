@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 
+from parsl_freetrain.core.model.dealing import deal
 from parsl_freetrain.core.model.errors import BadInput
 
 
@@ -186,9 +187,14 @@ def shard(indices: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(indices[part.start : part.stop]) for part in parts)
 
 
-def shards_of_rank(shards: int, world_size: int, rank: int) -> range:
+def shards_of_rank(shards: int, world_size: int, rank: int, speeds: Sequence[float] = ()) -> range:
     """The virtual shards that a rank computes: a contiguous range, possibly empty. Every shard
     belongs to exactly one rank.
+
+    Parameters
+    ----------
+    speeds
+        How fast each rank is, relative to the others; empty: all are alike.
 
     Raises
     ------
@@ -198,7 +204,10 @@ def shards_of_rank(shards: int, world_size: int, rank: int) -> range:
     if shards < 1:
         raise BadInput(f'A batch cannot be divided into {shards} shards; it must be at least 1.')
     _check_rank(world_size, rank)
-    return _part(shards, world_size, rank)
+    if not speeds:
+        return _part(shards, world_size, rank)
+    counts = deal(shards, speeds)
+    return range(sum(counts[:rank]), sum(counts[: rank + 1]))
 
 
 def split_for_ranks(indices: Sequence[int], world_size: int, rank: int) -> tuple[int, ...]:

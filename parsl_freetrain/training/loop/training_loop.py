@@ -11,6 +11,7 @@ from itertools import tee
 from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.host.slot_speed import wait_as_slow
 from parsl_freetrain.training.checkpoint.sharded_state import divided
 from parsl_freetrain.training.checkpoint.state import Position, State, collect, content_of
 from parsl_freetrain.training.comm.consensus import (
@@ -150,6 +151,7 @@ class TrainingLoop:
                     Started(self._rank, state.samples, time.time(), keeps=self._last.possible)
                 )
             for turn in turns:
+                turn_began_at = time.monotonic()
                 batch_data = to_device(next(micro_batches), self._device)
                 self._steps.begin_turn(turn)
                 if isinstance(mode, Reproducible):
@@ -161,6 +163,7 @@ class TrainingLoop:
                 self._guard.end_turn()
                 state.reports.end_turn(turn.weight)
                 self._steps.end_turn()
+                wait_as_slow(time.monotonic() - turn_began_at)
             # The next batch, or with a delay one of the next, is the last one.
             self._near_end = (
                 state.total_samples is not None

@@ -48,6 +48,9 @@ class FragmentOrder:
         ``time.time()`` at which the nodes are taken away; None if unknown.
     exempt_until
         ``time.time()`` before which nothing preempts the fragment; None: something may.
+    speeds
+        How fast each node is, relative to the others: virtual shards are divided by it. Empty: the
+        nodes are alike.
     shape
         How the ranks share the work; None: every rank trains its own samples.
     interface
@@ -70,6 +73,7 @@ class FragmentOrder:
     handover: Handover | None = None
     samples: int = 0
     exempt_until: float | None = None
+    speeds: tuple[float, ...] = ()
 
     @property
     def per_node(self) -> int:

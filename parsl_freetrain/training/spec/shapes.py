@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 
 from msgspec import structs
@@ -98,4 +99,20 @@ def _check_sharded(shape: Shape, mode: Reproducible | Throughput | Scaled, where
             f'{where}: for a reproducible sum, shard must be a power of two, and data x shard '
             f'must divide the {shards} virtual shards; shard is {shape.shard}, and data x shard '
             f'is {shape.batch_parts}.'
+        )
+
+
+def check_mixed(
+    mode: Reproducible | Throughput | Scaled, shapes: Mapping[int, Shapes], *, ahead: bool
+) -> None:
+    """Refuse what cannot use nodes of several classes at once; raises BadInput."""
+    if not isinstance(mode, Reproducible) or shapes:
+        raise BadInput(
+            'Scaling(mixed=True) needs mode=Reproducible(...) without shapes: only virtual shards '
+            'can be divided among nodes of unequal speed.'
+        )
+    if ahead:
+        raise BadInput(
+            'Scaling(mixed=True) and Ranks(ahead=True) do not go together: which shards a rank '
+            'gets is not known before its fragment starts.'
         )

@@ -15,7 +15,7 @@ from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.core.model.types import ASSUMED_RESCALE_S, Efficiency, ScalingCurve, Trainer
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
 from parsl_freetrain.training.spec.retention import Checkpoints
-from parsl_freetrain.training.spec.shapes import Shapes, all_shapes, check_shapes
+from parsl_freetrain.training.spec.shapes import Shapes, all_shapes, check_mixed, check_shapes
 
 C = TypeVar('C', ScalingCurve, ScalingCurve | None)
 
@@ -104,6 +104,10 @@ class Scaling(Settings, frozen=True, kw_only=True):
     class_rates
         The same for each node class, in place of ``rate``: ``{'a100': {1: 100.0}, 'a40': {1:
         40.0}}``. Nodes of other classes are not used.
+    mixed
+        Whether nodes of several classes may be used at once: virtual shards are divided among them
+        by ``class_rates``. It needs reproducible mode, with several times as many shards as ranks;
+        the rank that is done last sets the pace.
     efficiency
         Statistical efficiency by node count, ``{1: 1.0, 8: 0.8}``, for
         ``Policy(metric='goodput')``: the relative value of a sample in a batch that is spread over
@@ -115,6 +119,7 @@ class Scaling(Settings, frozen=True, kw_only=True):
 
     rate: dict[int, float] | None = None
     class_rates: dict[str, dict[int, float]] | None = None
+    mixed: bool = False
     efficiency: dict[int, float] | None = None
     rescale_up_s: float | None = None
     rescale_down_s: float | None = None
@@ -126,6 +131,10 @@ class Scaling(Settings, frozen=True, kw_only=True):
                 raise BadInput(f'{name} is {seconds}; it must be a number of seconds, 0 or more.')
         if self.rate and self.class_rates:
             raise BadInput('Scaling has rate and class_rates; give one of them.')
+        if self.mixed and not self.class_rates:
+            raise BadInput(
+                'Scaling(mixed=True) needs class_rates: virtual shards are divided by them.'
+            )
         self.curve()
         self.class_curves()
         self.efficiency_curve()
@@ -216,6 +225,8 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
                 )
             if self.mode.shards is None and self.ranks.per_node is not None:
                 structs.force_setattr(self, 'mode', structs.replace(self.mode, shards=most))
+        if self.scaling.mixed:
+            check_mixed(self.mode, self.shapes, ahead=self.ranks.ahead)
         for nodes, shapes in self.shapes.items():
             check_shapes(shapes, self.mode, nodes, stated)
 
@@ -356,9 +367,16 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
                 if len(shapes) > 1
             ),
             class_curves=tuple(
-                (name, self._capped(curve)) for name, curve in scaling.class_curves()
+                (name, curve if scaling.mixed else self._capped(curve))
+                for name, curve in scaling.class_curves()
             ),
+            mixed_parts=self._shards_per_rank if scaling.mixed else 0,
         )
+
+    @property
+    def _shards_per_rank(self) -> int:
+        """Number of virtual shards for each rank of a node, rounded down."""
+        return self.shards // (self.ranks.per_node or 1) or self.max_nodes
 
     def _capped(self, curve: C) -> C:
         """``curve``, where it is not above what the rank with the most virtual shards allows."""

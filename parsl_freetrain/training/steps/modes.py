@@ -85,7 +85,8 @@ def make_steps(
             prepared, peers, division, order.spec.shards, clip_grad_norm, device
         )
     if isinstance(mode, Reproducible):
-        return ReproducibleSteps(prepared, peers, order.spec.shards, clip_grad_norm, device)
+        speeds = [speed for speed in order.speeds for _ in range(order.per_node)]
+        return ReproducibleSteps(prepared, peers, order.spec.shards, clip_grad_norm, device, speeds)
     return ThroughputSteps(
         prepared,
         peers,

@@ -5,7 +5,7 @@ training is cut into fragments.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
 from typing import Any
 
@@ -41,6 +41,7 @@ class ReproducibleSteps:
         shards: int,
         clip_grad_norm: float | None,
         device: torch.device,
+        speeds: Sequence[float] = (),
     ) -> None:
         if any(scaler.is_enabled() for scaler in prepared.scalers):
             raise BadInput(NO_SCALER)
@@ -59,7 +60,8 @@ class ReproducibleSteps:
         self._device = device
         self._tree = ShardTree(shards)
         ranges = [
-            shards_of_rank(shards, peers.world_size, rank) for rank in range(peers.world_size)
+            shards_of_rank(shards, peers.world_size, rank, speeds)
+            for rank in range(peers.world_size)
         ]
         self._mine = ranges[peers.rank]
         # In a turn, ranks that divide parameters take neighbouring shards: how many, and which of

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from parsl_freetrain.core.allocation.feasibility import objections
+from parsl_freetrain.core.allocation.feasibility import by_place, objections
 from parsl_freetrain.core.allocation.incumbent import stay_put
-from parsl_freetrain.core.allocation.problem import Allocator, Bid, Block, Problem
+from parsl_freetrain.core.allocation.problem import Allocator, Answer, Bid, Block, Problem
 from parsl_freetrain.core.allocation.solvers.class_search import ClassAllocator
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
+from parsl_freetrain.core.allocation.solvers.mixed_classes import MixedAllocator
 from parsl_freetrain.core.model.types import ScalingCurve
+from parsl_freetrain.solver import allocator_named
 from tests.core.allocation.test_allocation import check_against_brute_force
 from tests.support.allocation import (
     assert_valid,
@@ -86,3 +90,73 @@ def test_who_gains_most_gets_the_fast_nodes(solver: MilpAllocator) -> None:
     blocks = (Block('fast', 4, node_class='a100'), Block('slow', 4, node_class='cpu'))
     answer = solver.allocate(Problem(100.0, 8, (any_node, gpu), blocks))
     assert answer.by_block == {'any': {'slow': 4}, 'gpu': {'fast': 4}}
+
+
+def in_mixes(problem: Problem, parts: int) -> Problem:
+    """The same problem, where trainers with curves by class may mix them."""
+    return replace(
+        problem,
+        bids=tuple(
+            replace(
+                bid,
+                mixed_parts=parts,
+                current_mix=((bid.current_class, bid.current_nodes),) if bid.current_nodes else (),
+            )
+            if bid.class_curves
+            else bid
+            for bid in problem.bids
+        ),
+    )
+
+
+@settings(PROPERTIES, max_examples=60)
+@given(problems_with_blocks(names=NAMES[:2]), st.integers(1, 9))
+def test_mixes_of_classes_are_the_best_of_all_allocations(problem: Problem, parts: int) -> None:
+    problem = in_mixes(problem, parts)
+    for _, allocation in zip(range(30), feasible(problem), strict=False):
+        assert problem.objective(allocation) == pytest.approx(
+            second_by_second(problem, allocation), rel=1e-9, abs=1e3 * rounding(problem)
+        )
+        assert objections(problem, allocation) == []
+    check_against_brute_force(problem, [MixedAllocator(60.0)])
+    held = MixedAllocator(60.0).allocate(problem)
+    if held.status == 'optimal':  # and from there, with a mix that it holds
+        there = by_place(problem, held)
+        bids = (
+            replace(
+                bid,
+                held=there[bid.name],
+                current_nodes=sum(there[bid.name]),
+                current_class=next(iter(problem.classes_of(there[bid.name])), ''),
+                current_mix=tuple(
+                    (name, sum(there[bid.name][b] for b in problem.places_by_class[name]))
+                    for name in problem.classes_of(there[bid.name])
+                    if bid.mixed_parts
+                ),
+            )
+            for bid in problem.bids
+        )
+        check_against_brute_force(replace(problem, bids=tuple(bids)), [MixedAllocator(60.0)])
+
+
+def test_a_trainer_on_two_classes_divides_batches_by_speed_as_far_as_the_parts_allow() -> None:
+    def on(parts: int) -> Answer:
+        fast, slow = (ScalingCurve.from_points({1: rate, 2: 2 * rate}) for rate in (1.0, 0.5))
+        net = Bid('net', 1, 2, 0, 0, 0, fast, class_curves=(('a', fast), ('b', slow)))
+        blocks = Block('x', 1, node_class='a'), Block('y', 1, node_class='b')
+        mixed = replace(net, mixed_parts=parts)
+        return allocator_named('auto', isolated=False).allocate(Problem(100, 2, (mixed,), blocks))
+
+    assert on(6).by_block == {'net': {'x': 1, 'y': 1}}
+    assert on(6).objective == 150
+    assert on(4).objective == pytest.approx(400 / 3)  # 3 : 1
+    assert on(1).objective == 100
+
+
+def test_a_large_problem_of_mixes_is_no_worse_than_one_class_at_a_time() -> None:
+    problem = class_problem(random.Random(3), trainers=12, nodes=16)
+    mixed = MixedAllocator(60.0, most_ways=8000).allocate(in_mixes(problem, 64))
+    assert mixed.status == 'feasible'
+    assert mixed.objective >= 0.98 * CLASSES.allocate(problem).objective
+    assert mixed.bound is not None
+    assert mixed.bound >= mixed.objective

@@ -190,6 +190,20 @@ def test_without_a_schedule_every_slot_is_always_idle() -> None:
     assert local.offers(BEGIN, BEGIN + 5)[0] == NodeOffer('slot00', BEGIN, BEGIN + 5)
 
 
+def test_the_schedule_says_of_which_class_the_slots_are() -> None:
+    schedule = Schedule(
+        [IdleInterval(0, 9, 'a'), IdleInterval(0, 9, 'b'), IdleInterval(0, 9, 'c')],
+        {'a': 'fast', 'b': 'slow', 'c': 'slow'},
+    )
+    site = LocalSite(2, schedule)
+    site.start()
+    assert site.classes == ('fast', 'slow')
+    assert [(hole.names, hole.node_class) for hole in site.holes()] == [
+        (('a',), 'fast'),
+        (('b',), 'slow'),
+    ]
+
+
 def test_time_factor_stretches_the_schedule() -> None:
     clock = Clock()
     local = site(clock, time_factor=0.5, taken='known')
@@ -230,6 +244,7 @@ def test_nothing_is_offered_before_the_start_and_no_hole_after_the_end() -> None
         ({'taken': 'gently'}, "'kill', 'notice', 'known', 'mixed'"),
         ({'notice_s': -1}, 'notice_s is -1'),
         ({'poll_s': 0}, 'poll_s is 0'),
+        ({'class_speeds': {'slow': 0.5}}, "for the class 'slow'; it must have numbers"),
     ],
 )
 def test_a_site_that_cannot_work_says_so_at_once(bad: dict[str, Any], says: str) -> None:

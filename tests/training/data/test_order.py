@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 
 import pytest
 import torch
@@ -106,6 +106,19 @@ def test_each_shard_has_exactly_one_rank(shards: int, ranks: int) -> None:
     assert [s for rank in range(ranks) for s in shards_of_rank(shards, ranks, rank)] == list(
         range(shards)
     )
+
+
+@given(st.integers(1, 12), st.lists(st.sampled_from([0.5, 1.0, 1.7, 40.0]), min_size=1, max_size=3))
+def test_shards_are_dealt_by_speed(shards: int, speeds: list[float]) -> None:
+    ranks = [shards_of_rank(shards, len(speeds), r, speeds) for r in range(len(speeds))]
+    assert [s for rank in ranks for s in rank] == list(range(shards))
+    last = max(len(rank) / speed for rank, speed in zip(ranks, speeds, strict=True))
+    assert last == min(
+        max(n / speed for n, speed in zip(counts, speeds, strict=True))
+        for counts in product(range(shards + 1), repeat=len(speeds))
+        if sum(counts) == shards
+    )
+    assert shards_of_rank(6, 2, 0, (1.0, 0.5)) == range(4)
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:

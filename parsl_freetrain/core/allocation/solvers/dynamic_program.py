@@ -70,8 +70,10 @@ class DpAllocator:
         """Whether this solver can solve the problem: all nodes leave at the same time, and each
         limit is on one trainer or is a cap on all of them.
         """
-        return len(groups_of(problem)) == 1 and all(
-            _is_simple(problem, limit) for limit in problem.limits
+        return (
+            len(groups_of(problem)) == 1
+            and not any(bid.mixed_parts for bid in problem.bids)
+            and all(_is_simple(problem, limit) for limit in problem.limits)
         )
 
     def allocate(self, problem: Problem) -> Answer:

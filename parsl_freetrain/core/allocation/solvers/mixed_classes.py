@@ -1,0 +1,185 @@
+"""The exact allocation where a trainer may hold nodes of several classes at once.
+
+What a mix of classes is worth is no sum over classes. So each way to hold nodes, a count for each
+block, has a binary variable of its own, and HiGHS chooses one for each trainer. Where that would be
+too many ways, only some counts are looked at, and the answer is 'feasible'.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsl_freetrain.core.allocation.block_groups import grouped, groups_of, spread
+from parsl_freetrain.core.allocation.feasibility import objections
+from parsl_freetrain.core.allocation.incumbent import pinned, stay_put
+from parsl_freetrain.core.allocation.problem import Answer, Bid, Problem
+from parsl_freetrain.core.allocation.solution import Asked
+
+Way = tuple[int, ...]
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+# HiGHS stops at absolute tolerances, so worths are scaled to this.
+_LARGEST = 1e5
+
+logger = logging.getLogger(__name__)
+
+
+class MixedAllocator:
+    """Exact allocation for trainers with :attr:`Bid.mixed_parts`, beside others.
+
+    Parameters
+    ----------
+    time_limit_s
+        After this number of seconds HiGHS takes the best allocation found so far.
+    most_ways
+        Maximum number of ways that are looked at, of all trainers together.
+    """
+
+    def __init__(self, time_limit_s: float = 10.0, most_ways: int = 30_000) -> None:
+        self._time_limit_s = time_limit_s
+        self._most_ways = most_ways
+
+    def applies(self, problem: Problem) -> bool:
+        """Whether some trainer may hold nodes of several classes."""
+        return any(bid.mixed_parts for bid in problem.bids)
+
+    def allocate(self, problem: Problem) -> Answer:
+        """The optimum, or the best allocation found in time; never worse than staying put."""
+        asked = Asked(problem, 'mixed')
+        try:
+            groups = groups_of(problem)
+            status, found = self._solve(grouped(problem, groups), asked)
+            if status == 'infeasible':
+                return asked.stay('infeasible')
+            nodes = None if found is None else spread(problem, groups, found)
+        except Exception:  # whatever a solver raises, training continues unchanged
+            logger.warning('The solver failed, what runs is kept.', exc_info=True)
+            return asked.stay()
+        if nodes is None or objections(problem, nodes):
+            return asked.stay()
+        return asked.best_of(status, nodes)
+
+    def _solve(self, problem: Problem, asked: Asked) -> tuple[str, dict[str, Way] | None]:
+        """'optimal', 'feasible' or 'infeasible', and nodes in each place by trainer, if found."""
+        import highspy  # takes long to import, and most problems are solved without it
+
+        ways, whole = self._ways(problem)
+        each = [way for of_bid in ways for way in of_bid]
+        bid = np.repeat(np.arange(len(ways)), [len(of_bid) for of_bid in ways])
+        worth = np.array(
+            [problem.value(problem.bids[j], w) for j, w in zip(bid, each, strict=True)]
+        )
+        rows, least, most = _rules(problem, np.array(each, dtype=np.float64), bid)
+        size = float(np.abs(worth).max(initial=0.0)) or 1.0
+        column, row = np.nonzero(rows.T)
+        model: Any = highspy.HighsLp()
+        model.num_col_, model.num_row_ = len(each), len(rows)
+        model.col_cost_ = -worth * (_LARGEST / size)
+        model.col_lower_, model.col_upper_ = np.zeros(len(each)), np.ones(len(each))
+        model.integrality_ = [highspy.HighsVarType.kInteger] * len(each)
+        model.row_lower_, model.row_upper_ = least, most
+        model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+        model.a_matrix_.start_ = np.searchsorted(column, np.arange(len(each) + 1)).astype(np.int32)
+        model.a_matrix_.index_, model.a_matrix_.value_ = row.astype(np.int32), rows[row, column]
+        solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+        for option, setting in (
+            ('output_flag', False),
+            ('threads', 1),
+            ('time_limit', max(self._time_limit_s - asked.seconds, 0.0)),
+            ('mip_rel_gap', 0.0),
+            ('mip_abs_gap', 0.0),
+        ):
+            solver.setOptionValue(option, setting)
+        solver.passModel(model)
+        solver.run()
+        status = solver.getModelStatus()
+        if status == highspy.HighsModelStatus.kInfeasible:
+            return ('infeasible' if whole else 'feasible'), None
+        chosen = np.array(solver.getSolution().col_value) > 0.5
+        if np.bincount(bid[chosen], minlength=len(ways)).tolist() != [1] * len(ways):
+            return 'feasible', None
+        found = {
+            problem.bids[j].name: way
+            for j, way, taken in zip(bid.tolist(), each, chosen.tolist(), strict=True)
+            if taken
+        }
+        certain = whole and status == highspy.HighsModelStatus.kOptimal
+        return ('optimal' if certain else 'feasible'), found
+
+    def _ways(self, problem: Problem) -> tuple[list[list[Way]], bool]:
+        """The ways of each bid, and whether they are all that it has."""
+        keep, staying = pinned(problem), stay_put(problem)
+        for counts, mixed in ((_every, True), (_some, True), (_some, False)):
+            options = [
+                [] if bid.name in keep else _options(problem, bid, counts, mixed)
+                for bid in problem.bids
+            ]
+            if sum(math.prod(map(len, o)) for of in options for o in of) <= self._most_ways:
+                break
+        ways = []
+        for bid, of_bid in zip(problem.bids, options, strict=True):
+            found = [
+                way
+                for option in of_bid
+                for way in itertools.product(*option)
+                if bid.usable(sum(way)) == sum(way)
+            ]
+            ways.append(list(dict.fromkeys([keep.get(bid.name, staying[bid.name]), *found])))
+        return ways, counts is _every
+
+
+def _every(most: int, held: int) -> Sequence[int]:
+    return range(most + 1)
+
+
+def _some(most: int, held: int) -> Sequence[int]:
+    """Powers of two, and the counts next to what is held."""
+    powers = [1 << i for i in range(most.bit_length())]
+    return sorted({0, most, *powers, *(n for n in range(held - 1, held + 2) if 0 <= n <= most)})
+
+
+def _options(
+    problem: Problem, bid: Bid, counts: Callable[[int, int], Sequence[int]], mixed: bool
+) -> list[list[Sequence[int]]]:
+    """The counts of each place that go together: of all places, or those of each class or block."""
+    barred, held = problem.barred(bid), problem.held(bid)
+    allowed = [
+        (0,) if b in barred else counts(min(bid.max_nodes, place.nodes), held[b])
+        for b, place in enumerate(problem.places)
+    ]
+    if not problem.spans_blocks:
+        together: Sequence[Way] = [(b,) for b in range(len(allowed))]
+    elif bid.mixed_parts and mixed:
+        return [allowed]
+    else:
+        together = list(problem.places_by_class.values())
+    return [[at if b in of else (0,) for b, at in enumerate(allowed)] for of in together]
+
+
+def _rules(problem: Problem, ways: Floats, bid: Integers) -> tuple[Floats, Floats, Floats]:
+    """The rows of the programme over all ways, and the least and the most of each."""
+    names = np.array([one.name for one in problem.bids])
+    of_bid = (bid == np.arange(len(names))[:, None]).astype(np.float64)
+    rows, least = [*ways.T, *of_bid], [-math.inf] * ways.shape[1]
+    most = [float(place.nodes) for place in problem.places]
+    least += [1.0] * len(names)
+    most += [1.0] * len(names)
+    seconds = np.array([min(problem.horizon_s, place.remaining_s) for place in problem.places])
+    for limit in problem.limits:
+        member = np.isin(names, limit.members)[bid] if limit.members else np.ones(len(bid))
+        rows.append(member * ways.sum(axis=1))
+        least.append(limit.least)
+        most.append(math.inf if limit.most is None else limit.most)
+        if limit.node_s is not None:
+            rows.append(member * (ways @ seconds))
+            least.append(-math.inf)
+            most.append(limit.node_s)
+    return np.array(rows), np.array(least), np.array(most)
