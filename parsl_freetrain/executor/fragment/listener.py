@@ -44,6 +44,7 @@ class Listener:
         if member not in fragment.members:
             return
         fragment.heard[member] = at
+        fragment.disconnected.discard(member)
         match said.message:
             case Hello(node):
                 fragment.names[member] = node

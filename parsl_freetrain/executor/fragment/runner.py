@@ -300,6 +300,7 @@ class FragmentRunner:
             return False
         if gone.member in fragment.heard:  # what it has said before is no answer
             fragment.heard[gone.member] = min(fragment.heard[gone.member], at - LOOK_S)
+        fragment.disconnected.add(gone.member)
         self._members.ask(fragment, 'its connection had ended', at)
         return True
 

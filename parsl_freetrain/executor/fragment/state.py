@@ -80,16 +80,14 @@ class RunningFragment:
     metrics: Mapping[str, float] = field(default_factory=dict)  # what rank 0 said last
     stop: str = ''  # why it was asked to stop
     stop_at: float = 0.0
-    grace_s: float | None = (
-        None  # until it is killed after a request to stop; None: the usual patience
-    )
+    # until it is killed after a request to stop; None: the usual patience
+    grace_s: float | None = None
     abandoned: str = ''  # why it was given up
     abandoned_at: float | None = None  # when the watchdog first saw that
     ended_before: frozenset[int] = frozenset()  # ranks that had ended when it was given up
     task: bytes = b''  # what its members run
-    awaited: set[int] = field(
-        default_factory=set
-    )  # members whose ranks of the next fragment it is kept training for
+    # members whose ranks of the next fragment it is kept training for
+    awaited: set[int] = field(default_factory=set)
     goes_on: bool = False  # the trainer is expected to go on at once when it has stopped
     followed: bool = False  # the ranks of the next fragment are ready
     leaving: frozenset[str] = frozenset()  # nodes of it that are given back when it has stopped
@@ -101,17 +99,17 @@ class RunningFragment:
     asked_at: float | None = None  # when its members were asked whether they are there
     asked_why: str = ''
     died: bool = False  # one of its ranks has died without a word
-    stuck: dict[int, tuple[str, float]] = field(
-        default_factory=dict
-    )  # rank -> the exchange in which it waits for too long, and when it last said so
+    # rank -> the exchange in which it waits for too long, and when it last said so
+    stuck: dict[int, tuple[str, float]] = field(default_factory=dict)
     saving: bool = False  # rank 0 is writing a checkpoint
     stepped_at: float | None = None  # when rank 0 last told of a step or a checkpoint
     rendezvous: Rendezvous | None = None
     heard: dict[int, float] = field(default_factory=dict)  # member -> when it was last heard of
+    # members whose connection has ended, and that have not been heard of since
+    disconnected: set[int] = field(default_factory=set)
     names: dict[int, str] = field(default_factory=dict)  # member -> what people call its node
-    ended: dict[int, dict[int, float]] = field(
-        default_factory=dict
-    )  # member -> its ranks that have ended, and when
+    # member -> its ranks that have ended, and when
+    ended: dict[int, dict[int, float]] = field(default_factory=dict)
     settled: dict[int, list[RankResult] | BaseException] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
     lost_why: dict[int, str] = field(default_factory=dict)
@@ -161,6 +159,7 @@ class RunningFragment:
         A node of which nothing was ever heard may still be starting for ``start_s`` seconds.
         """
         found: dict[str, str] = {}
+        cut_off = self.cut_off()
         for member in set(self.members) - self.settled.keys() - self.lost:
             node, ended = self.action.nodes[member], self.ended.get(member, {})
             if len(ended) == self.ranks_per_node and at - max(ended.values()) > patience_s:
@@ -168,6 +167,8 @@ class RunningFragment:
                     'its ranks ended, and its Parsl manager has not passed that on '
                     f'within {patience_s:g} s'
                 )
+            elif member in cut_off:
+                found[node] = 'its connection ended, and all ranks elsewhere had lost touch with it'
             elif (
                 self.asked_at is not None
                 and member in self.unanswered()
@@ -198,6 +199,17 @@ class RunningFragment:
             if at < self.asked_at and member not in self.settled and member not in self.lost
         }
 
+    def cut_off(self) -> set[int]:
+        """Members whose computers have closed their connections: to here, and to the ranks of all
+        others, which have ended because of it.
+        """
+        gone = {member for member in self.disconnected if not self.ranks_ended(member)}
+        return gone if self._ended_but(gone) else set()
+
+    def _ended_but(self, members: set[int]) -> bool:
+        ended = {member for member in self.members if self.ranks_ended(member)}
+        return bool(ended) and ended | members == set(self.members)
+
     def ranks_ended(self, member: int) -> bool:
         """Whether all ranks of a member have ended, or its node is lost."""
         return (
@@ -210,8 +222,7 @@ class RunningFragment:
         """Seconds for a member to answer. A wrong verdict costs its node a new greeting, and never
         a result: the checkpoints are fenced.
         """
-        others = set(self.members) - {member}
-        return ANSWER_S if others and all(map(self.ranks_ended, others)) else LONE_ANSWER_S
+        return ANSWER_S if self._ended_but(self.unanswered() | {member}) else LONE_ANSWER_S
 
     def deadlock(self, at: float) -> str:
         """Who waits in which exchange, if all ranks wait for each other; else empty."""
@@ -226,9 +237,7 @@ class RunningFragment:
         )
 
     def nobody_listened(self, seconds: float) -> None:
-        """For so long the executor has not listened: what was not heard in that time
-        means nothing.
-        """
+        """What was not heard in so many seconds means nothing: the executor has not listened."""
         self.stepped_at = None if self.stepped_at is None else self.stepped_at + seconds
         self.asked_at = None if self.asked_at is None else self.asked_at + seconds
         self.abandoned_at = None if self.abandoned_at is None else self.abandoned_at + seconds

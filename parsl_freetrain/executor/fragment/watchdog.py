@@ -50,6 +50,9 @@ class Watchdog:
 
     def within_s(self, fragments: Iterable[RunningFragment]) -> float:
         """Maximum seconds until the next check."""
+        fragments = list(fragments)
+        if any(fragment.cut_off() for fragment in fragments):
+            return 0.0
         return SOON_S if any(fragment.unanswered() for fragment in fragments) else LOOK_S
 
     def look(
@@ -76,7 +79,7 @@ class Watchdog:
                 found.append(GiveUp(fragment, why))
             elif overdue(fragment, at):
                 found.append(StopNow(fragment))
-        self._again_s = self.within_s(fragments)
+        self._again_s = max(SOON_S, self.within_s(fragments))
         return found
 
     def _too_long(self, fragment: RunningFragment, at: float) -> str:

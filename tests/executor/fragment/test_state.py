@@ -503,6 +503,38 @@ def test_a_node_that_does_not_answer_when_others_lost_touch_is_lost_soon(
     )
 
 
+def test_nodes_whose_connections_have_all_ended_are_lost_at_once() -> None:
+    """Theirs to the executor, and those of the ranks of all others to theirs."""
+    told, listener, fragment = listening()
+    watchdog = Watchdog(Timeouts(hang_s=100.0))
+    runner = FragmentRunner(told, Stream([]), None, Timeouts(), None)  # type: ignore[arg-type]
+    runner.running['cnn', 7] = fragment
+
+    def hear(member: int, message: Any, at: float) -> None:
+        listener.heard(FromMember('cnn', 7, member, message), fragment, None, at)  # type: ignore[arg-type]
+
+    for member in range(3):
+        hear(member, Alive(), 10.0)
+    for member in (0, 1):
+        assert runner.disconnected(MemberDisconnected('cnn', 7, member), 10.1)
+    assert watchdog.look([fragment], 10.1) == []  # the last one still trains
+    hear(2, RankEnded(2, ok=False), 10.2)
+    assert watchdog.within_s([fragment]) == 0.0
+    found = watchdog.look([fragment], 10.2)
+    assert {lost.node for lost in found if isinstance(lost, NodeSilent)} == {'n0', 'n1'}
+    hear(0, Alive(), 10.2)  # it has connected again
+    assert [lost.node for lost in watchdog.look([fragment], 10.3)] == []  # type: ignore[union-attr]
+    assert not watchdog.look([fragment], 10.4)
+
+
+def test_all_connections_may_have_ended_here() -> None:
+    """Then nothing is known of any node."""
+    _, _, fragment = listening()
+    fragment.heard = dict.fromkeys(range(3), 10.0)
+    fragment.disconnected = {0, 1, 2}
+    assert Watchdog(Timeouts(hang_s=100.0)).look([fragment], 10.1) == []
+
+
 def test_answers_are_not_missed_while_the_executor_does_not_listen() -> None:
     """A wrong verdict would only cost the node a new greeting; but there is no need for it."""
     _, listener, fragment = listening()
