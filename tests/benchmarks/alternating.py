@@ -87,12 +87,13 @@ def fragment(width: int, mode: str, on_nan: str, folder: str, sharded: bool) -> 
     """Train on as a fragment does; yields after each step."""
     rank, world = dist.get_rank(), dist.get_world_size()
     channel, _ = channel_pair()
+    mode, _, shards = mode.partition('/')
     shape: dict[str, Any] = {'shape': Shape(shard=world), 'shapes': {world: Shape(shard=world)}}
     ordered = order(
         Path(folder),
         total_samples=10**12,
         mode=mode,
-        shards=world,
+        shards=int(shards or world),
         seed=1,
         deadline=time.time() + 1e6,
         checkpoint_every_s=1e9,
@@ -146,8 +147,8 @@ def seconds(steps: Iterator[None], count: int) -> tuple[float, float]:
 def main(
     width: int, blocks: int, steps: int, mode: str, on_nan: str, *, sharded: bool = False
 ) -> None:
-    """``mode`` is a trainer's, or 'plain': plain DDP against itself, which shows what the figures
-    are worth. ``sharded``: FSDP2 in place of DDP.
+    """``mode`` is a trainer's, such as 'reproducible/4' with four virtual shards; or 'plain': plain
+    DDP against itself, which shows what the figures are worth. ``sharded``: FSDP2 in place of DDP.
     """
     torch.set_num_threads(1)
     if not ON_CPU:
@@ -167,6 +168,8 @@ def main(
             for which in (0, 1) if block % 2 else (1, 0):
                 times[which].append(runs[which]())
     pairs = list(zip(*(taken[WARM_UP:] for taken in times), strict=True))
+    cpu = torch.tensor([sum(p[1] for p, _ in pairs), sum(f[1] for _, f in pairs)])
+    dist.all_reduce(cpu)  # the ranks have unequal numbers of shards
     if dist.get_rank() == 0:
         ratios = np.array([p[0] / f[0] for p, f in pairs])
         drawn = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
@@ -175,7 +178,7 @@ def main(
             'fragment_ms': 1e3 * statistics.median(f[0] for _, f in pairs),
             'speed': float(np.median(ratios)),
             'interval': np.quantile(np.median(drawn, axis=1), (0.025, 0.975)).tolist(),
-            'cpu': sum(p[1] for p, _ in pairs) / sum(f[1] for _, f in pairs),
+            'cpu': float(cpu[0] / cpu[1]),
         }
         print(json.dumps(answer), flush=True)
     dist.barrier()

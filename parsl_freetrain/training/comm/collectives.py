@@ -20,6 +20,7 @@ from parsl_freetrain.host.network import address_of, interface_with, is_loopback
 from parsl_freetrain.training.comm.devices import GLOO, backend_for, kind_here
 from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.comm.faults import causes, device_fault
+from parsl_freetrain.training.comm.in_place import complete_rows, on_cpu
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.sealed_store import SealBroken, SealedStore
 from parsl_freetrain.training.process.channel import Channel
@@ -66,10 +67,16 @@ class Peers(Protocol):
         ...
 
     def all_to_all(
-        self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int]
-    ) -> torch.Tensor:
-        """Send each rank its part of a flat tensor, and return the parts that came, in order of
-        rank. ``sent``, ``received``: the number of elements by rank.
+        self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int], into: torch.Tensor
+    ) -> None:
+        """Send each rank its part of a flat tensor, and write the parts that come into another one,
+        in order of rank. ``sent``, ``received``: the number of elements by rank.
+        """
+        ...
+
+    def complete(self, rows: torch.Tensor) -> None:
+        """Fill in the rows of the other ranks, in order of rank, of a tensor (ranks, length) in
+        which each rank has filled in its own.
         """
         ...
 
@@ -125,9 +132,12 @@ class Alone:
         return row[None]
 
     def all_to_all(
-        self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int]
-    ) -> torch.Tensor:
-        return row
+        self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int], into: torch.Tensor
+    ) -> None:
+        into.copy_(row)
+
+    def complete(self, rows: torch.Tensor) -> None:
+        pass
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         pass
@@ -201,13 +211,14 @@ class RankGroup:
         return rows.to(row.device)
 
     def all_to_all(
-        self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int]
-    ) -> torch.Tensor:
-        own = row.cpu() if self._gathers_on_cpu else row
-        got = own.new_empty(sum(received))
-        with as_peer_loss():
-            dist.all_to_all_single(got, own, list(received), list(sent))
-        return got.to(row.device)
+        self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int], into: torch.Tensor
+    ) -> None:
+        with as_peer_loss(), on_cpu(into, self._gathers_on_cpu) as got:
+            dist.all_to_all_single(got, row.to(got.device), list(received), list(sent))
+
+    def complete(self, rows: torch.Tensor) -> None:
+        with as_peer_loss(), on_cpu(rows, self._gathers_on_cpu) as here:
+            complete_rows(here, self.rank)
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         with as_peer_loss():

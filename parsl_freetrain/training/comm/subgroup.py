@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 
 from parsl_freetrain.training.comm.collectives import Alone, as_peer_loss, broadcast_into
 from parsl_freetrain.training.comm.devices import GLOO
+from parsl_freetrain.training.comm.in_place import complete_rows, on_cpu
 from parsl_freetrain.training.spec.order import RankPlace
 
 
 class Subgroup(Alone):
     """The ranks of a process group, numbered as in the group. Only :meth:`gather`,
-    :meth:`all_to_all` and :meth:`broadcast` exchange.
+    :meth:`all_to_all`, :meth:`complete` and :meth:`broadcast` exchange.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -28,12 +30,18 @@ class Subgroup(Alone):
         return rows.to(row.device)
 
     def all_to_all(
-        self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int]
-    ) -> torch.Tensor:
-        own = row.cpu() if dist.get_backend(self._group) == GLOO else row
-        got = own.new_empty(sum(received))
-        dist.all_to_all_single(got, own, list(received), list(sent), group=self._group)
-        return got.to(row.device)
+        self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int], into: torch.Tensor
+    ) -> None:
+        with self._on_cpu(into) as got:
+            own = row.to(got.device)
+            dist.all_to_all_single(got, own, list(received), list(sent), group=self._group)
+
+    def complete(self, rows: torch.Tensor) -> None:
+        with self._on_cpu(rows) as here:
+            complete_rows(here, self.rank, self._group)
+
+    def _on_cpu(self, tensor: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
+        return on_cpu(tensor, dist.get_backend(self._group) == GLOO)
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         with as_peer_loss():

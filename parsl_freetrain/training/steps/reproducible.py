@@ -20,7 +20,7 @@ from parsl_freetrain.training.steps.deferred import NO_SCALER, DeferredOptimizer
 from parsl_freetrain.training.steps.gradient_guard import GradientGuard
 from parsl_freetrain.training.steps.reduction_tree import Node, ShardTree
 from parsl_freetrain.training.steps.shard_sum import Contribution, Layout
-from parsl_freetrain.training.steps.tree_exchange import total_of_ranks
+from parsl_freetrain.training.steps.tree_exchange import TreeExchange
 
 
 class ReproducibleSteps:
@@ -96,7 +96,9 @@ class ReproducibleSteps:
             len(prepared.optimizers),
             len(prepared.schedulers),
             device,
+            peers.world_size,
         )
+        self._ranks = TreeExchange(self._tree, peers)
         self._sums: dict[Node, Contribution | None] = {}
         self._sizes: tuple[int, ...] = ()
         self._turn: MicroBatch | None = None
@@ -275,17 +277,16 @@ class ReproducibleSteps:
         firsts = self._layout.firsts_of([mine[node] for node in nodes[self._peers.rank][:1]])
         row = torch.cat([firsts.new_tensor([wish, bad]), firsts])
         rows = self._peers.gather(row)
-        sums = total_of_ranks(
+        into, *others = mine.values() if mine else [self._layout.empty()]
+        self._ranks.add_up(
             {node: own.sums for node, own in mine.items()},
             nodes,
             [node for cover in self._covers for node in cover if not self._has_samples(node)],
-            (mine[nodes[self._peers.rank][0]] if mine else self._layout.empty()).sums,
-            self._tree,
-            self._peers,
+            into.sums,
         )
-        self._layout.release(mine.values())
+        self._layout.release(others)
         first = next(rank for rank, theirs in enumerate(nodes) if theirs)
-        self._sums = {self._tree.root: Contribution(sums, rows[first][2:])}
+        self._sums = {self._tree.root: Contribution(into.sums, rows[first][2:])}
         return max(int(other[0]) for other in rows), [
             rank for rank, other in enumerate(rows) if other[1]
         ]

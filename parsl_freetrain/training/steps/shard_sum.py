@@ -38,6 +38,7 @@ class Layout:
     shards that have a gradient; for each such buffer the number of shards that changed it; for each
     optimizer the number of shards that stepped it; for each scheduler the number of shards that
     stepped it, the weight of those that did so with a value, and the weighted sum of these values.
+    Zeros fill it up to a multiple of ``ranks``.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Layout:
         optimizers: int,
         schedulers: int,
         device: torch.device,
+        ranks: int = 1,
     ) -> None:
         self.parameters = tuple(parameters)
         self.buffers = tuple(buffers)
@@ -78,7 +80,7 @@ class Layout:
             ends.append((at, at + count))
             at += count
         self._has_grad, self._changed, self._opt, self._sched, self._with_value, self._values = ends
-        self._size = at
+        self._size = -(-at // ranks) * ranks
         # Fresh memory of this size costs as much as an addition: it is used again.
         self._spare: list[torch.Tensor] = []
         self._first_bytes = [tensor.numel() * tensor.element_size() for tensor in self.integers]
