@@ -24,7 +24,11 @@ from parsl_freetrain.training.comm.in_place import complete_rows, on_cpu
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.sealed_store import SealBroken, SealedStore
 from parsl_freetrain.training.process.channel import Channel
-from parsl_freetrain.training.process.liveness import guard_connections
+from parsl_freetrain.training.process.liveness import (
+    connections,
+    end_connections,
+    guard_connections,
+)
 from parsl_freetrain.training.spec.messages import Rendezvous, ToRank
 from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
 
@@ -118,6 +122,10 @@ class Peers(Protocol):
         """Wait for all ranks before the process ends; False if one of them is gone."""
         ...
 
+    def break_off(self) -> None:
+        """Have the others notice at once that this rank does not go on, whatever it still does."""
+        ...
+
 
 class Alone:
     """A fragment of one rank: no process group."""
@@ -160,6 +168,9 @@ class Alone:
     def leave(self) -> bool:
         return True
 
+    def break_off(self) -> None:
+        pass
+
 
 class RankGroup:
     """The default process group of torch.distributed, and its store."""
@@ -172,7 +183,7 @@ class RankGroup:
         self._texts = SealedStore(store, secret)
         self._open: list[dist.Work] = []
         self._hang_s = order.hang_s
-        backend = self._agree_on_backend(gpu)
+        backend, earlier = self._agree_on_backend(gpu), connections()
         # gloo can add up and broadcast tensors on GPUs, but nothing else.
         self._gathers_on_cpu = backend == GLOO
         with as_peer_loss():
@@ -183,6 +194,7 @@ class RankGroup:
                 world_size=place.world_size,
                 timeout=EXCHANGE_TIMEOUT,
             )
+        self._connections = connections() - earlier
         guard_connections(order.hang_s)
 
     def _agree_on_backend(self, gpu: str) -> str:
@@ -279,6 +291,10 @@ class RankGroup:
         except RuntimeError:
             return False
         return True
+
+    def break_off(self) -> None:
+        # Otherwise a rank that waits for this one would wait until this process ends.
+        end_connections(self._connections)
 
 
 def broadcast_into(tensor: torch.Tensor, **source: Any) -> None:

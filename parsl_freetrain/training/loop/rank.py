@@ -110,6 +110,8 @@ def run_rank(
             context = None  # the fragment could not begin
         how = _ending(raised, context, place)
         if how not in ('stopped', 'finished'):
+            if peers is not None:
+                peers.break_off()
             traceback.print_exc()
             error = _described(explained(raised))
             if how == 'device-fault':

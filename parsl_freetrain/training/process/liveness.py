@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from parsl_freetrain.host.processes import is_stopped, tcp_sockets
@@ -36,6 +36,23 @@ class StopWatch:
             return 0.0
         self._since = now if self._since is None else self._since
         return now - self._since
+
+
+def connections() -> set[tuple[object, object]]:
+    """The TCP connections of this process, by the addresses of both ends."""
+    found: set[tuple[object, object]] = set()
+    for sock in tcp_sockets():
+        with suppress(OSError):  # it only listens, or was closed meanwhile
+            found.add((sock.getsockname(), sock.getpeername()))
+    return found
+
+
+def end_connections(which: Collection[tuple[object, object]]) -> None:
+    """Shut down some of :func:`connections`; the other ends notice it at once."""
+    for sock in tcp_sockets():
+        with suppress(OSError):
+            if (sock.getsockname(), sock.getpeername()) in which:
+                sock.shutdown(socket.SHUT_RDWR)
 
 
 def guard_connections(hang_s: float) -> int:

@@ -1,4 +1,4 @@
-"""Which errors of an exchange mean that another rank is gone."""
+"""Which errors of an exchange mean that another rank is gone, and when the others notice it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.ranks import order, ranks
+from tests.support.ranks import KILLED, order, ranks
 
 
 def test_an_error_of_the_own_exchange_is_not_a_lost_rank(
@@ -23,3 +23,43 @@ def test_an_error_of_the_own_exchange_is_not_a_lost_rank(
         outcomes = gang.run()
     assert {outcome.how for outcome in outcomes} == {'error'}, outcomes
     assert outcomes[0].error.type != 'PeerLost'
+
+
+def test_a_rank_that_waits_for_one_that_has_lost_another_notices_it_at_once(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    """And not when that one has left its state and ended."""
+
+    def train(ctx: FragmentContext, noticed: Path, late: Path) -> None:
+        import os
+        import signal
+        from contextlib import suppress
+        from typing import Any
+
+        import torch
+
+        from tests.support.waiting import wait_until
+
+        outcome = ctx.outcome
+
+        def slow(*arguments: Any) -> Any:
+            with suppress(AssertionError):
+                wait_until(noticed.exists)
+                late.unlink()
+            return outcome(*arguments)
+
+        if ctx.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if ctx.rank == 1:
+            vars(ctx)['outcome'] = slow
+        try:
+            ctx._peers.receive(torch.zeros(1), ctx.rank - 1)
+        finally:
+            if ctx.rank == 2:
+                noticed.touch()
+
+    noticed, late = tmp_path / 'noticed', tmp_path / 'late'
+    late.touch()
+    with ranks(fork_server, order(tmp_path), 3, tmp_path, train, noticed, late) as gang:
+        assert [outcome.how for outcome in gang.run()] == [KILLED.how, 'peer-lost', 'peer-lost']
+    assert not late.exists()
