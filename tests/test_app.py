@@ -460,16 +460,6 @@ def test_without_parsl_or_without_the_executor(tmp_path: Path) -> None:
     assert_sentence(caught.value, 'needs a FreeTrainExecutor', 'none')
 
 
-@python_app(executors=['threads'])
-def in_threads(checkpoint: Checkpoint) -> int:
-    return checkpoint.samples
-
-
-@python_app(executors=['stock'])
-def in_stock(checkpoint: Checkpoint, samples: int) -> tuple[int, int]:
-    return checkpoint.samples, samples
-
-
 def test_debugging_in_the_own_process() -> None:
     """Without Parsl, with what the function prints, raises and returns."""
 
@@ -518,6 +508,15 @@ def test_parsl_memoizes_what_follows_a_training(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_other_executors_beside_ours_and_any_strategy(tmp_path: Path) -> None:
     """Parsl's own way of scaling leaves our blocks alone, and scales the other executor's."""
+
+    @python_app(executors=['threads'])
+    def in_threads(checkpoint: Checkpoint) -> int:
+        return checkpoint.samples
+
+    @python_app(executors=['stock'])  # here, so that its worker does not import this module
+    def in_stock(checkpoint: Checkpoint, samples: int) -> tuple[int, int]:
+        return checkpoint.samples, samples
+
     ours = FreeTrainExecutor(
         provider=BackfillProvider(site=LocalSite(nodes=1, poll_s=0.2), min_hole_s=1.0),
         checkpoint_dir=str(tmp_path / 'checkpoints'),

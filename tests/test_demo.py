@@ -54,7 +54,11 @@ def test_it_trains_in_holes_and_compares(tmp_path: Path) -> None:
         assert trainer['weights_equal'] is True
         assert trainer['samples'] == trainer['samples_expected'] == 10 * 1437
         assert trainer['accuracy'] == trainer['accuracy_undisturbed'] > 0.9
-        assert trainer.keys() >= {'fragments', 'preempted', 'rescaled', 'samples_repeated'}
+        assert trainer.keys() >= {'fragments', 'samples_repeated'}
+    assert all(
+        any(trainer[what] for trainer in summary['trainers'].values())
+        for what in ('preempted', 'rescaled')
+    )
     assert summary['blocks'] >= summary['blocks_killed'] >= 1
     seconds = summary['node_s']
     assert seconds.keys() == {'offered', 'trained', 'starting', 'checkpointing', 'lost', 'idle'}

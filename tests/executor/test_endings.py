@@ -23,7 +23,7 @@ from parsl_freetrain import (
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.sites.schedule import IdleInterval, Schedule
 from tests.support.training import fit, freetrain
-from tests.support.waiting import LIMIT_S, wait_until
+from tests.support.waiting import LIMIT_S, slowness, wait_until
 
 
 def until_training(future: TrainingFuture) -> None:
@@ -38,14 +38,16 @@ def test_a_hole_whose_end_is_told_costs_no_work(tmp_path: Path, taken: str) -> N
     """The fragment stops by itself before its node is killed; the next one, on another node,
     repeats nothing.
     """
-    schedule = Schedule([IdleInterval(0, 24, 'a'), IdleInterval(20, 900, 'b')])
-    site = LocalSite(nodes=2, schedule=schedule, taken=taken, notice_s=6, poll_s=0.2)
-    trainer = freetrain_app(max_nodes=1, total_epochs=90, checkpoints=Checkpoints(every_s=1000.0))(
-        fit
-    )
+    slow = slowness()  # a save that takes longer than the notice would be lost
+    schedule = Schedule([IdleInterval(0, 9 * slow, 'a'), IdleInterval(7 * slow, 900 * slow, 'b')])
+    site = LocalSite(nodes=2, schedule=schedule, taken=taken, notice_s=3 * slow, poll_s=0.2)
+    epochs = round(35 * slow)
+    trainer = freetrain_app(
+        max_nodes=1, total_epochs=epochs, checkpoints=Checkpoints(every_s=1000.0)
+    )(fit)
     with freetrain(tmp_path, site, min_hole_s=3.0) as executor:
         future = trainer(pause_s=0.03)
-        assert future.result(LIMIT_S).samples == 90 * 96
+        assert future.result(LIMIT_S).samples == epochs * 96
         assert future.progress().preempted == 0
     with Reader(executor.ledger_path) as ledger:
         fragments = ledger.story().fragments

@@ -30,6 +30,7 @@ from parsl.serialize import pack_apply_message
 from parsl_freetrain.executor import FreeTrainExecutor, interchange
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.sites.local import LocalSite
+from tests.executor.where import where
 from tests.support.training import freetrain
 from tests.support.waiting import LIMIT_S, under_load, wait_until
 
@@ -124,19 +125,6 @@ def test_a_manager_may_connect_again_before_the_end_of_its_first_connection(tmp_
                 assert connection.poll(int(under_load(10.0) * 1000)), 'no answer'
         finally:
             context.destroy()
-
-
-def where(started: str | None = None, wait_for: str | None = None) -> str:
-    """Tell which manager runs this, once ``wait_for`` exists."""
-    import os
-    import time
-
-    if started:
-        with open(started, 'w') as file:
-            file.write(os.environ['PARSL_WORKER_POOL_ID'] + '\n')
-    while wait_for and not os.path.exists(wait_for):
-        time.sleep(0.02)
-    return os.environ['PARSL_WORKER_POOL_ID']
 
 
 def send(executor: FreeTrainExecutor, manager: str | None = None, **arguments: str) -> Future[str]:

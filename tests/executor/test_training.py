@@ -1,4 +1,6 @@
-"""Trainers on the local site, with real processes, real ranks and real kills."""
+"""Trainers on the local site, with real processes and real ranks. Kills and rescales are in
+tests/test_demo.py.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from parsl_freetrain import (
 )
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.summary import summary
-from parsl_freetrain.sites.schedule import IdleInterval, Schedule
+from parsl_freetrain.sites.schedule import Schedule
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S
 
@@ -56,31 +58,6 @@ def test_two_trainers_finish_and_their_checkpoints_feed_an_ordinary_app(tmp_path
     seconds = found['node_s']
     assert seconds['trained'] > 0
     assert seconds['offered'] == pytest.approx(sum(v for k, v in seconds.items() if k != 'offered'))
-
-
-@pytest.mark.slow
-def test_kills_and_rescales_do_not_change_the_result(tmp_path: Path) -> None:
-    """Nodes come one after the other and are killed; the weights are those of a run on one node."""
-    killed = Schedule(
-        [IdleInterval(0, 20, 'a'), IdleInterval(10, 900, 'b'), IdleInterval(26, 900, 'c')]
-    )
-    settings = {
-        'total_epochs': 40,
-        'scaling': Scaling(rate=SCALING, rescale_up_s=0.1, rescale_down_s=0.1),
-        'checkpoints': Checkpoints(every_s=1.0),
-        'mode': Reproducible(shards=4),
-    }
-    with freetrain(tmp_path / 'holes', site(3, killed), horizon_s=20.0) as executor:
-        in_holes = freetrain_app(max_nodes=3, **settings)(fit)(pause_s=0.02).result(LIMIT_S)  # type: ignore[arg-type]
-    with freetrain(tmp_path / 'alone', site(1)):
-        alone = freetrain_app(max_nodes=1, **settings)(fit)().result(LIMIT_S)  # type: ignore[arg-type]
-    assert in_holes.samples == alone.samples == 40 * 96
-    assert same_weights(in_holes, alone)
-    with Reader(executor.ledger_path) as ledger:
-        found = summary(ledger)
-    assert found['blocks_killed'] >= 1
-    assert found['trainers']['fit']['preempted'] >= 1
-    assert found['trainers']['fit']['rescaled'] >= 1
 
 
 def test_an_exception_ends_its_trainer_alone(tmp_path: Path) -> None:
@@ -140,8 +117,11 @@ def test_cancel_stops_with_a_checkpoint_and_the_same_call_continues(tmp_path: Pa
         resumed = trainer()
         assert resumed.result(LIMIT_S).samples == 20 * 96
         assert resumed.progress().fragments >= 1
-    with freetrain(tmp_path / 'alone', site(1)):
-        assert same_weights(resumed.result(), trainer().result(LIMIT_S))
+        undisturbed = freetrain_app(
+            max_nodes=1, total_epochs=20, checkpoints=Checkpoints(resume='never')
+        )(fit)
+        alone = undisturbed(trainer_name='alone')
+        assert same_weights(resumed.result(), alone.result(LIMIT_S))
 
 
 def test_leaving_the_workflow_saves_and_says_how_to_go_on(tmp_path: Path) -> None:

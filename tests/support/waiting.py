@@ -42,9 +42,14 @@ def looks(limit_s: float = LIMIT_S) -> Iterator[None]:
         threading.Event().wait(pause_s)  # lets this process's other threads run and signals arrive
 
 
+def slowness() -> float:
+    """How many times longer than on an idle computer an operation may well take now."""
+    waiting_per_cpu = max(os.getloadavg()) / (os.cpu_count() or 1)
+    return 1.0 + waiting_per_cpu / 1.5
+
+
 def under_load(seconds: float) -> float:
     """Return the limit, in seconds, for an operation that takes at most ``seconds`` on an idle
     computer.
     """
-    waiting_per_cpu = max(os.getloadavg()) / (os.cpu_count() or 1)
-    return seconds * (3.0 + 2.0 * waiting_per_cpu)
+    return 3.0 * seconds * slowness()
