@@ -52,6 +52,8 @@ class TrainerDocument(StrictModel):
     remaining_samples: Annotated[float, Field(gt=0, le=1e18, allow_inf_nan=False)] | None = None
     efficiency: EfficiencyDocument | None = None
     waited_s: Seconds = 0.0
+    age_s: Seconds = 0.0
+    lost_s: Seconds = 0.0
     sizes: Annotated[list[Least1], Field(min_length=1)] | None = None
     share: Count = 0
     user: Name | None = None

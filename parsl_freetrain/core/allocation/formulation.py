@@ -15,7 +15,14 @@ from parsl_freetrain.core.allocation.constraints import (
     owner_limits,
     pool_limits,
 )
-from parsl_freetrain.core.allocation.objectives import Candidate, Metric, by_class, objective_named
+from parsl_freetrain.core.allocation.objectives import (
+    CHARGES_RESTARTS,
+    Candidate,
+    Metric,
+    Running,
+    by_class,
+    objective_named,
+)
 from parsl_freetrain.core.allocation.problem import Bid, Block, Limit, Problem
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import Efficiency, ScalingCurve
@@ -151,15 +158,24 @@ def _bid(
         trainer.remaining_samples,
         _efficiency(trainer, where),
         trainer.waited_s,
+        running=Running(
+            current,
+            mix[0][0] if len(mix) == 1 else '',
+            trainer.rescale_up_s,
+            trainer.age_s,
+            trainer.lost_s,
+        )
+        if current
+        else None,
     )
+    costs = (trainer.rescale_up_s, trainer.rescale_down_s)
     since_s = math.inf if trainer.since_rescale_s is None else trainer.since_rescale_s
     return Bid(
         trainer.name,
         low,
         high,
         current,
-        trainer.rescale_up_s,
-        trainer.rescale_down_s,
+        *((0.0, 0.0) if metric in CHARGES_RESTARTS else costs),
         metric(candidate),
         held if len(blocks) > 1 else (),
         sizes,

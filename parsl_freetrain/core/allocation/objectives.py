@@ -24,6 +24,29 @@ deadlines need are used.
 
 
 @dataclass(frozen=True)
+class Running:
+    """What a trainer holds, and what giving it up costs, for objectives that charge for it.
+
+    Attributes
+    ----------
+    nodes, node_class
+        What it holds; the class is empty where classes are not told apart.
+    restart_s
+        Seconds without training that another number of nodes, or another class, costs.
+    age_s
+        Seconds since it was submitted.
+    lost_s
+        Seconds of these that restarts have cost.
+    """
+
+    nodes: int
+    node_class: str
+    restart_s: float
+    age_s: float
+    lost_s: float
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A trainer as an objective sees it.
 
@@ -49,6 +72,10 @@ class Candidate:
     slowest, fastest
         Where ``curve`` is that of one node class: the rate on one node of its slowest class, which
         speed-ups are relative to, and its best rate on any class. None: those of ``curve``.
+    node_class
+        That class.
+    running
+        What it holds; None: it waits.
     """
 
     name: str
@@ -62,6 +89,8 @@ class Candidate:
     waited_s: float = 0.0
     slowest: float | None = None
     fastest: float | None = None
+    node_class: str = ''
+    running: Running | None = None
 
     @property
     def one_node_rate(self) -> float:
@@ -89,7 +118,7 @@ def by_class(
     metric: Metric, candidate: Candidate, curves: Iterable[tuple[str, ScalingCurve]]
 ) -> tuple[tuple[str, ScalingCurve], ...]:
     """What node counts of each class are worth, given the scaling curve on each."""
-    on_class = {name: replace(candidate, curve=curve) for name, curve in curves}
+    on_class = {name: replace(candidate, curve=curve, node_class=name) for name, curve in curves}
     slowest = min((one.one_node_rate for one in on_class.values()), default=1.0)
     fastest = max((one.best_rate for one in on_class.values()), default=1.0)
     return tuple(
@@ -154,9 +183,42 @@ def goodput(candidate: Candidate) -> ScalingCurve:
     return _tabulated(candidate, lambda n: candidate.curve.rate_at(n) * efficiency.at(n))
 
 
+def fair_goodput(candidate: Candidate) -> ScalingCurve:
+    """Sia's objective (SOSP 2023) for unequal nodes: priority x max(0, 1.1 - 1 / sqrt(s)).
+
+    s is the goodput relative to one node of the slowest class. The square root has many trainers
+    gain a little rather than few a lot. Any other choice than what the trainer holds is charged for
+    the restart: s is multiplied by Sia's and Pollux's age factor, (age - lost) / (age + restart),
+    so that young trainers and those that restart often stay, and by left / (left + restart), where
+    left is the time that the remaining samples take there, so that trainers that are nearly done
+    stay, too. Rescale costs are not charged in addition.
+    """
+    now, efficiency, left = candidate.running, candidate.efficiency, candidate.remaining_samples
+    age = 1.0
+    if now is not None and now.age_s > now.restart_s:
+        age = max(now.age_s - now.lost_s, 0.0) / (now.age_s + now.restart_s)
+
+    def worth(nodes: int) -> float:
+        rate = candidate.curve.rate_at(nodes)
+        factor = 1.0
+        if now is not None and (
+            nodes != now.nodes or candidate.node_class not in ('', now.node_class)
+        ):
+            factor = age if left is None else age * left / (left + rate * now.restart_s)
+        speed = factor * rate * (efficiency.at(nodes) if efficiency else 1.0)
+        if speed <= 0:
+            return 0.0
+        return candidate.priority * max(0.0, 1.1 - math.sqrt(candidate.one_node_rate / speed))
+
+    return _tabulated(candidate, worth)
+
+
 METRICS: dict[str, Metric] = {
-    f.__name__: f for f in (throughput, speedup, priority, deadline, goodput)
+    f.__name__: f for f in (throughput, speedup, priority, deadline, goodput, fair_goodput)
 }
+
+CHARGES_RESTARTS = (fair_goodput,)
+"""Objectives that charge for restarts themselves."""
 
 FIELDS = {
     'rate': 'samples per second on this number of nodes',
@@ -211,7 +273,7 @@ def follows_time(text: str) -> bool:
         If it is neither.
     """
     if text in METRICS:
-        return text == deadline.__name__
+        return text in (deadline.__name__, fair_goodput.__name__)
     return not parse(text, FIELDS).uses.isdisjoint(CHANGING)
 
 

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from heapq import heappop, heappush
 
-from parsl_freetrain.core.allocation.objectives import Candidate, Metric, by_class
+from parsl_freetrain.core.allocation.objectives import (
+    CHARGES_RESTARTS,
+    Candidate,
+    Metric,
+    Running,
+    by_class,
+)
 from parsl_freetrain.core.allocation.problem import Bid
 from parsl_freetrain.core.controller.class_profiles import speed_ratio
 from parsl_freetrain.core.controller.node_pool import key_of
@@ -156,20 +163,25 @@ class Bids:
         )
         classes = Counter(state.pool.nodes[node].node_class for node in nodes)
         self._current[name] = len(nodes)
-        worth, worths = self._worth(state, trainer, at)
+        costs = trainer.measured.costs(spec)
+        current_class = next(iter(classes)) if len(classes) == 1 else ''
+        lost_s = max(trainer.fragments - 1, 0) * costs[0]
+        age_s = at - trainer.submitted_at
+        here = Running(len(nodes), current_class, costs[0], age_s, lost_s) if nodes else None
+        worth, worths = self._worth(state, trainer, at, here)
         self._bids[name] = Bid(
             name,
             spec.min_nodes,
             spec.max_nodes,
             len(nodes),
-            *trainer.measured.costs(spec),
+            *((0.0, 0.0) if self._metric in CHARGES_RESTARTS else costs),
             worth,
             held,
             spec.sizes,
             fixed=bool(nodes) and self._too_soon(trainer.rescaled_at, at),
             shortest_s=trainer.measured.shortest_s(self._settings.min_hole_s),
             class_curves=worths,
-            current_class=next(iter(classes)) if len(classes) == 1 else '',
+            current_class=current_class,
             mixed_parts=spec.mixed_parts,
             current_mix=tuple(sorted(classes.items())) if spec.mixed_parts else (),
         )
@@ -178,7 +190,7 @@ class Bids:
         return at - rescaled_at < self._settings.min_rescale_s
 
     def _worth(
-        self, state: ControllerState, trainer: TrainerState, at: float
+        self, state: ControllerState, trainer: TrainerState, at: float, here: Running | None
     ) -> tuple[ScalingCurve, Curves]:
         """The worth by node count under the objective, and the same for each node class where
         classes differ; cached for curves that the user stated, unless they depend on time.
@@ -197,6 +209,7 @@ class Bids:
         waited_s = 0.0 if trainer.running is not None else at - trainer.waiting_since
         try:
             candidate = candidate_of(spec, curve, at, trainer.reached, waited_s)
+            candidate = replace(candidate, running=here)
             worth = self._metric(candidate), by_class(self._metric, candidate, on_class)
         except BadInput:
             if known is None:

@@ -247,6 +247,7 @@ class Controller:
                 event.samples,
                 event.fragments,
                 self.state.profiles_of(trainer),
+                submitted_at=event.at,
                 waiting_since=event.at,
                 reached=event.samples,
             ),

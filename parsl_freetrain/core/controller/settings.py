@@ -20,8 +20,9 @@ class DecisionPolicy(Settings, frozen=True, kw_only=True):
     ----------
     metric
         The objective: 'throughput' (samples per second), 'speedup' (relative to one node),
-        'priority' (speed-up weighted by the trainers' priorities), 'deadline', 'goodput', or an
-        expression; see :func:`parsl_freetrain.core.allocation.objectives.objective_named`.
+        'priority' (speed-up weighted by the trainers' priorities), 'deadline', 'goodput',
+        'fair_goodput', or an expression; see
+        :func:`parsl_freetrain.core.allocation.objectives.objective_named`.
     horizon_s
         How far ahead a decision looks, in seconds. The paper calls it T_fwd; on Summit the
         efficiency U hardly depends on it between 60 and 300.

@@ -61,6 +61,7 @@ class TrainerState:
     failures: int = (
         0  # consecutive fragments that failed without progress, on nodes that were there
     )
+    submitted_at: float = 0.0
     waiting_since: float = 0.0  # since when it has had no nodes
     reached: int = 0  # samples trained so far, saved or not
     fruitless: int = 0  # consecutive fragments that used up their holes without progress

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,8 @@ from parsl_freetrain.core.allocation.objectives import (
     FIELDS,
     METRICS,
     Candidate,
+    Running,
+    by_class,
     follows_time,
     objective_named,
 )
@@ -80,6 +83,30 @@ def test_goodput_is_exact_between_the_points_of_both_curves() -> None:
         [0, 10, 19, 27.5 * 0.75, 18, 18, 18]
     )
     assert worths('goodput', candidate()) == worths('throughput', candidate())
+
+
+def test_fair_goodput_charges_a_restart_by_age_and_by_what_is_left() -> None:
+    assert worths('fair_goodput', candidate()) == pytest.approx(
+        [0, *(1.1 - s**-0.5 for s in (1, 1.9, 2.75, 3.6, 3.6, 3.6))]
+    )
+    here = Running(2, '', restart_s=30.0, age_s=100.0, lost_s=30.0)
+    held = replace(candidate(remaining=600.0), running=here)
+    age = (100 - 30) / (100 + 30)
+    three, four = (age * (600 / r) / (600 / r + 30) * r / 10 for r in (27.5, 36))
+    assert worths('fair_goodput', held)[2:5] == pytest.approx(
+        [1.1 - 1.9**-0.5, max(0, 1.1 - three**-0.5), max(0, 1.1 - four**-0.5)]
+    )
+    # On another class as many nodes are charged, too.
+    slow = ScalingCurve.from_points({1: 5.0, 4: 20.0})
+    held = replace(held, running=replace(here, node_class='fast'))
+    on = dict(by_class(METRICS['fair_goodput'], held, [('fast', CURVE), ('slow', slow)]))
+    assert on['fast'].rate_at(2) == pytest.approx(1.1 - 3.8**-0.5)
+    assert on['slow'].rate_at(2) == max(0.0, 1.1 - (2 * age * 60 / (60 + 30)) ** -0.5)
+    # Where the trainer is as fast on every class, its class does not matter.
+    assert worths('fair_goodput', held)[2] == pytest.approx(1.1 - 1.9**-0.5)
+    young = replace(held, running=replace(here, age_s=20.0, lost_s=0.0), remaining_samples=None)
+    assert worths('fair_goodput', young) == worths('fair_goodput', candidate())
+    assert follows_time('fair_goodput')
 
 
 @pytest.mark.parametrize(

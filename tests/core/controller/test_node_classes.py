@@ -26,8 +26,8 @@ def linear(rate: float) -> ScalingCurve:
 class Machine:
     """A controller, and the nodes of each trainer as its actions have them."""
 
-    def __init__(self, *trainers: Trainer) -> None:
-        self.controller = Controller(MilpAllocator(), ControllerSettings())
+    def __init__(self, *trainers: Trainer, metric: str = 'throughput') -> None:
+        self.controller = Controller(MilpAllocator(), ControllerSettings(metric=metric))
         self.nodes: dict[str, tuple[str, ...]] = {}
         self.moves = 0
         self.tell(*(ev.TrainerSubmitted(0.0, trainer) for trainer in trainers))
@@ -113,6 +113,17 @@ def test_holes_of_fast_nodes_are_used_although_slow_ones_suffice() -> None:
     assert opened(2.0) == ['fast']
     machine.join(3.0, FAST, 'fast')
     assert opened(4.0) == []
+
+
+@pytest.mark.parametrize(('left', 'moves'), [(20_000, 1), (100, 0)])
+def test_a_trainer_that_is_nearly_done_does_not_move_to_faster_nodes(left: int, moves: int) -> None:
+    machine = Machine(metric='fair_goodput')
+    rates = (('fast', linear(20)), ('slow', linear(10)))
+    net = Trainer('net', 1, 3, 100 + left, rescale_up_s=30.0, class_curves=rates)
+    machine.tell(ev.TrainerSubmitted(0.0, net, samples=100))
+    machine.join(1.0, SLOW, 'slow')
+    machine.join(1000.0, FAST, 'fast')
+    assert machine.moves == moves
 
 
 def test_classes_that_the_site_does_not_have_are_refused() -> None:
