@@ -1,19 +1,19 @@
-"""Plain DDP (or FSDP2) and a fragment's training in turns, block by block, in the same processes
-under torchrun; rank 0 prints one line of JSON.
+"""Plain DDP (or FSDP2), the same again, and a fragment's training in turns, block by block, in the
+same processes under torchrun; rank 0 prints one line of JSON.
 
-What else the machine does in between meets both alike, which is not so where one runs after the
-other.
+What else the machine does in between meets all alike, which is not so where one runs after the
+other. How far the two plain ones seem to differ shows what the figures are worth.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,41 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.comm.collectives import Alone, Peers, RankGroup
+from parsl_freetrain.training.comm.consensus import Agreement
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.sealed_store import SealedStore
+from parsl_freetrain.training.loop import checkpointer, training_loop
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.parts import RankParts
 from parsl_freetrain.training.spec.order import RankPlace
+from parsl_freetrain.training.steps.nonfinite import Watch
 from tests.benchmarks.workload import BATCH, data, network
 from tests.support.ranks import channel_pair, order
 
 WARM_UP = 2
+
+
+class OwnTime:
+    """The fragment's clock, in place of the module ``time``: it stands still while the others
+    train. Otherwise, what a fragment does several times a second would be done too often for its
+    number of steps.
+    """
+
+    def __init__(self) -> None:
+        self.others_s = 0.0
+        for module in (training_loop, checkpointer):
+            vars(module)['time'] = self
+        for timed in (Agreement, Watch):
+            timed.__init__.__defaults__ = (self.monotonic,)
+
+    def monotonic(self) -> float:
+        return time.monotonic() - self.others_s
+
+    def time(self) -> float:
+        return time.time()
+
+
 _KIND = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 # Where there are accelerators, each rank of torchrun has one of its own.
 DEVICE = (
@@ -147,44 +172,57 @@ def seconds(steps: Iterator[None], count: int) -> tuple[float, float]:
 def main(
     width: int, blocks: int, steps: int, mode: str, on_nan: str, *, sharded: bool = False
 ) -> None:
-    """``mode`` is a trainer's, such as 'reproducible/4' with four virtual shards; or 'plain': plain
-    DDP against itself, which shows what the figures are worth. ``sharded``: FSDP2 in place of DDP.
+    """``mode`` is a trainer's, such as 'reproducible/4' with four virtual shards. ``sharded``:
+    FSDP2 in place of DDP.
     """
     torch.set_num_threads(1)
     if not ON_CPU:
         torch.accelerator.set_device_index(DEVICE.index)
     dist.init_process_group('gloo' if ON_CPU else None)
+    own_time = OwnTime()
     with tempfile.TemporaryDirectory() as folder:
-        runs: list[Callable[[], tuple[float, float]]] = []
-        other = (
-            plain(width, sharded)
-            if mode == 'plain'
-            else fragment(width, mode, on_nan, f'{folder}/store', sharded)
+        runs = (
+            plain(width, sharded),
+            plain(width, sharded),
+            fragment(width, mode, on_nan, f'{folder}/store', sharded),
         )
-        for iterator in (plain(width, sharded), other):
-            runs.append(lambda iterator=iterator: seconds(iterator, steps))  # type: ignore[misc]
-        times: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
+        times: tuple[list[tuple[float, float]], ...] = ([], [], [])
+        orders = list(permutations(range(len(runs))))
         for block in range(WARM_UP + blocks):
-            for which in (0, 1) if block % 2 else (1, 0):
-                times[which].append(runs[which]())
-    pairs = list(zip(*(taken[WARM_UP:] for taken in times), strict=True))
-    cpu = torch.tensor([sum(p[1] for p, _ in pairs), sum(f[1] for _, f in pairs)])
+            for which in orders[block % len(orders)]:
+                began = time.monotonic()
+                times[which].append(seconds(runs[which], steps))
+                if which < 2:
+                    own_time.others_s += time.monotonic() - began
+    # Of each block: seconds of the two plain ones, and of the fragment.
+    found = np.array([taken[WARM_UP:] for taken in times])
+    first, second, ours = found[:, :, 0]
+    cpu = torch.tensor(found[:, :, 1].sum(1))
     dist.all_reduce(cpu)  # the ranks have unequal numbers of shards
     if dist.get_rank() == 0:
-        ratios = np.array([p[0] / f[0] for p, f in pairs])
-        drawn = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+        speed, interval = _median(np.array([first / ours, second / ours]))
         answer = {
-            'plain_ms': 1e3 * statistics.median(p[0] for p, _ in pairs),
-            'fragment_ms': 1e3 * statistics.median(f[0] for _, f in pairs),
-            'speed': float(np.median(ratios)),
-            'interval': np.quantile(np.median(drawn, axis=1), (0.025, 0.975)).tolist(),
-            'cpu': float(cpu[0] / cpu[1]),
+            'plain_ms': 1e3 * float(np.median([first, second])),
+            'fragment_ms': 1e3 * float(np.median(ours)),
+            'speed': speed,
+            'interval': interval,
+            'cpu': float((cpu[0] + cpu[1]) / 2 / cpu[2]),
+            'plain_speed': _median(np.array([first / second])),
+            'plain_cpu': float(cpu[0] / cpu[1]),
         }
         print(json.dumps(answer), flush=True)
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # gloo's teardown at interpreter exit aborts now and then
+
+
+def _median(ratios: np.ndarray) -> tuple[float, list[float]]:
+    """The median of ratios (kinds, blocks), and its 95 % interval by bootstrap over the blocks."""
+    count = ratios.shape[1]
+    drawn = ratios[:, np.random.default_rng(0).integers(count, size=(2000, count))]
+    medians = np.median(drawn, axis=(0, 2))
+    return float(np.median(ratios)), np.quantile(medians, (0.025, 0.975)).tolist()
 
 
 if __name__ == '__main__':

@@ -132,25 +132,29 @@ def test_training_speed_inside_a_fragment(tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_what_a_step_of_a_fragment_costs() -> None:
     """Blocks of steps of plain DDP and of a fragment in turns, in the same processes."""
-    print(
-        f'\nA fragment and plain DDP in turns, {RANKS} ranks; speed is the median ratio '
-        f'over {BLOCKS} blocks, with its 95 % interval, '
-        f'CPU time that of all blocks ({MACHINE})'
-    )
+    print(f'\nA fragment and plain DDP in turns, {RANKS} ranks, {BLOCKS} blocks ({MACHINE})')
     for width, steps in ((384, 8), (1024, 4)):
         for mode, on_nan in (
-            ('plain', 'stop'),
             ('throughput', 'stop'),
             ('throughput', 'skip'),
             ('reproducible', 'stop'),
         ):
-            found = under_torchrun(RANKS, 'alternating', width, BLOCKS, steps, mode, on_nan)
-            low, high = found['interval']
-            print(
-                f'  width {width:4} {mode:12} on_nan={on_nan:5} plain '
-                f'{found["plain_ms"]:7.2f} ms, speed {found["speed"]:.3f} '
-                f'({low:.3f} to {high:.3f}), CPU time {found["cpu"]:.3f}'
-            )
+            in_turns(f'{mode:12} on_nan={on_nan:5}', width, BLOCKS, steps, mode, on_nan)
+
+
+def in_turns(what: str, width: int, blocks: int, steps: int, *how: str) -> None:
+    """Print the fragment's speed relative to the plain training: the median ratio over the blocks,
+    with its 95 % interval, and the ratio of the CPU time of all blocks; then the same of the plain
+    training relative to itself.
+    """
+    found = under_torchrun(RANKS, 'alternating', width, blocks, steps, *how)
+    (low, high), (plain, (from_, to)) = found['interval'], found['plain_speed']
+    print(
+        f'  width {width:4} {what}: plain {found["plain_ms"]:7.2f} ms, speed {found["speed"]:.3f} '
+        f'({low:.3f} to {high:.3f}), CPU time {found["cpu"]:.3f}; plain against itself: speed '
+        f'{plain:.3f} ({from_:.3f} to {to:.3f}), CPU time {found["plain_cpu"]:.3f}',
+        flush=True,
+    )
 
 
 def test_start_of_a_fragment_on_warm_nodes(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -125,7 +126,7 @@ def _check_reproducible(prepared: Prepared) -> None:
             )
 
 
-class MeanOfParts(ReduceScatter):
+class MeanOfParts(DefaultReduceScatter):
     """Throughput mode: the mean over the samples of a global batch. Copies of the model are added
     up after FSDP's reduce-scatter.
 
@@ -158,10 +159,8 @@ class MeanOfParts(ReduceScatter):
         for module in fsdp_modules(models):
             module.set_custom_reduce_scatter(self)
             module.set_gradient_divide_factor(1.0)
-            module.set_all_reduce_hook(after)
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+            if alone or copies is not None:
+                module.set_all_reduce_hook(after)
 
     def __call__(
         self,
@@ -170,13 +169,13 @@ class MeanOfParts(ReduceScatter):
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> None:
+    ) -> Any:
         self._look(input_tensor)
         if not self.alike:
             weigh(input_tensor, self.weight)
         mean = self.alike and self.weight * group.size() == 1
         how = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM  # as plain FSDP does it
-        dist.reduce_scatter_tensor(output_tensor, input_tensor, how, group)
+        super().__call__(output_tensor, input_tensor, group, how)
         if self.alike and not mean:
             weigh(output_tensor, self.weight)
 
