@@ -1,9 +1,9 @@
 """Strikes a sharded training again and again, and compares its weights with those of an undisturbed
 run: ``python -m tests.chaos.sharded --blows 100 --seed 1``.
 
-Each fragment has another shape (1, 2 or 4 ranks). One of its ranks is killed at a step or at a
-stage of a save, or has a full disk; or the newest checkpoint loses a part or a bit between two
-fragments.
+Each fragment has another shape (1, 2 or 4 ranks, or two copies of 2). One of its ranks is killed at
+a step or at a stage of a save, or has a full disk; or the newest checkpoint loses a part or a bit
+between two fragments.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from tests.support import template
 from tests.support.ranks import order, ranks, running_fork_server
 
 SHAPES = {1: Shape(), 2: Shape(shard=2), 4: Shape(shard=4)}
+DRAWN = (*SHAPES.values(), Shape(data=2, shard=2))
 BATCH, SIZE = 8, 64
 
 
@@ -123,7 +124,7 @@ def chaos(
     reached = 0
     while counts.total() < blows:
         number += 1
-        shape = draw.choice(list(SHAPES.values()))
+        shape = draw.choice(DRAWN)
         what, blow = fault(draw, shape.ranks, number, reached // BATCH)
         strike = partial(run, fork_server, folder / 'struck', number, shape, 10**7)
         outcomes = strike(with_faults(train, blow), 1e-9)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from parsl_freetrain.core.model.shape import Shape
-from parsl_freetrain.testing import disk_full_at, kill_between, with_faults
+from parsl_freetrain.testing import disk_full_at, full_disk, kill_between, with_faults
 from parsl_freetrain.testing.faults import Fault
 from parsl_freetrain.training.checkpoint import fault_hooks
 from parsl_freetrain.training.checkpoint.state import read_state
@@ -22,6 +22,7 @@ from parsl_freetrain.training.comm import part_writers
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.order import FragmentOrder
+from tests.chaos.disks import small_disk
 from tests.support.ranks import KILLED, order, ranks
 
 TWO = Shape(shard=2)
@@ -106,16 +107,49 @@ def test_a_kill_leaves_the_checkpoint_before(
     assert committed(tmp_path) == kept
 
 
+def out_of_room(rank: int, store: Path, flag: Path) -> Callable[[FragmentContext], None]:
+    """In its second save, ``rank`` has no room for its part, after the other one has written."""
+
+    def function(ctx: FragmentContext) -> None:
+        begun, filled = 0, full_disk(store)
+
+        def reached(stage: str) -> None:
+            nonlocal begun
+            begun += stage == 'part-begun'
+            if begun == 2 and ctx.rank != rank and stage == 'part-written':
+                flag.touch()
+            if begun == 2 and ctx.rank == rank and stage == 'part-begun':
+                while not flag.exists():
+                    time.sleep(0.01)
+                filled.__enter__()
+
+        fault_hooks.on_saving.append(reached)
+        train(ctx)
+
+    return function
+
+
 @pytest.mark.parametrize('rank', [0, 1])
 def test_a_full_disk_on_one_rank_is_a_sentence(
     fork_server: ForkClient, tmp_path: Path, rank: int
 ) -> None:
-    fault = disk_full_at(100, rank=rank, checkpoint=2)
-    outcomes, logs = struck(fork_server, tmp_path, with_faults(train, fault))
-    assert outcomes[0].how == 'error', logs
-    assert 'File too large' in outcomes[0].error.message
-    assert 'the one before is still there' in outcomes[0].error.message
-    assert committed(tmp_path) == 1
+    """ENOSPC where root may make a small file system, else EFBIG."""
+    store = tmp_path / 'store'
+    with small_disk(store) as mounted:
+        how = (
+            out_of_room(rank, store, tmp_path / 'written')
+            if mounted
+            else with_faults(train, disk_full_at(100, rank=rank, checkpoint=2))
+        )
+        outcomes, logs = struck(fork_server, tmp_path, how)
+        assert outcomes[0].how == 'error', logs
+        why = 'No space left on device' if mounted else 'File too large'
+        assert why in outcomes[0].error.message
+        assert 'the one before is still there' in outcomes[0].error.message
+        assert committed(tmp_path) == 1
+        for filler in store.glob('.filler-*'):
+            filler.unlink()
+        assert struck(fork_server, tmp_path, train, 2, 100 * BATCH)[0][0].how == 'finished'
 
 
 def test_a_rank_that_never_finishes_is_not_waited_for(

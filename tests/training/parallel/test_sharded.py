@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import Subset, TensorDataset
 
@@ -21,6 +24,7 @@ from parsl_freetrain.training.checkpoint.manifest import verify
 from parsl_freetrain.training.checkpoint.state import Saved, read_state
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
+from parsl_freetrain.training.steps.sharded import fsdp_modules
 from tests.support.ranks import order, ranks
 
 SIZE, BATCH, TOTAL, WIDTH = 37, 10, 74, 6
@@ -158,10 +162,49 @@ def test_in_throughput_mode_any_shapes_train_what_one_process_trains(
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_every_rank_writes_its_part_and_copies_share_the_work(
+def saved_without_exchange(ctx: FragmentContext) -> None:
+    """Tensors are exchanged for training only: by the main thread, and not while it collects what
+    is to be saved. Blocks are gathered one by one.
+    """
+    collecting, collected = False, ctx._checkpointer._collected
+
+    def only_for_training(plain: Any) -> Any:
+        def exchange(*args: Any, **options: Any) -> Any:
+            assert not collecting, plain
+            assert threading.current_thread() is threading.main_thread(), plain
+            return plain(*args, **options)
+
+        return exchange
+
+    def collect(*args: Any) -> Any:
+        nonlocal collecting
+        collecting = True
+        try:
+            return collected(*args)
+        finally:
+            collecting = False
+
+    for module, names in (
+        (dist, ('all_gather', 'all_gather_single', 'all_reduce', 'all_to_all_single', 'broadcast')),
+        (dist, ('barrier', 'gather', 'reduce_scatter_single', 'scatter', 'send', 'recv')),
+        (DTensor, ('full_tensor', 'redistribute')),
+    ):
+        for name in names:
+            setattr(module, name, only_for_training(getattr(module, name)))
+    vars(ctx._checkpointer)['_collected'] = collect
+    train(ctx)
+    assert ctx._model is not None
+    gathered = [
+        [len(group.fsdp_params) for group in module._get_fsdp_state()._fsdp_param_groups]
+        for module in fsdp_modules(ctx._model.prepared.models)
+    ]
+    assert gathered == [[4], [6], [6]]  # the whole model's own, and each block's
+
+
+def test_every_rank_writes_its_part_without_exchange_and_copies_share_the_work(
     fork_server: ForkClient, tmp_path: Path
 ) -> None:
-    run(fork_server, tmp_path, Shape(data=2, shard=2))
+    run(fork_server, tmp_path, Shape(data=2, shard=2), function=saved_without_exchange)
     folder = max((tmp_path / 'store').glob('ckpt-*'))
     sizes = [(folder / f'rank-{rank}.safetensors').stat().st_size for rank in range(4)]
     assert max(sizes) < 2 * min(sizes)
