@@ -137,11 +137,14 @@ def fragment(width: int, mode: str, on_nan: str, folder: str, sharded: bool) -> 
     if sharded:
         model = ctx.shard(model, blocks=(nn.Linear,))
     model, optimizer = ctx.prepare(model, optimizer_of(model))
+    position = ctx.samples
     for x, y in ctx.loop(TensorDataset(*data()), BATCH):
+        if ctx.samples != position:  # a batch may take several turns
+            yield
+            position = ctx.samples
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-        yield
 
 
 def _peers() -> Peers:

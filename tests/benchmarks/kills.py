@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     left = options.times
     while left > 0:
         times = min(left, options.per_run)
-        runs.append(struck(folder / str(len(runs)), times, chance))
+        runs.append(struck(folder / str(len(runs)), times, chance, options.ahead))
         left -= times
         print(f'{options.times - left} of {options.times} done', file=sys.stderr)
     farthest = max(runs, key=lambda run: max(step.position for step in run.steps))
@@ -67,11 +67,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--times', type=int, default=100, help='kills of each kind')
     parser.add_argument('--per-run', type=int, default=10, help='kills of each kind in one run')
     parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument('--ahead', action='store_true', help='with Ranks(ahead=True)')
     parser.add_argument('--folder', help='where the logs are written; default: a temporary folder')
     return parser.parse_args(arguments)
 
 
-def struck(folder: Path, times: int, chance: random.Random) -> Run:
+def struck(folder: Path, times: int, chance: random.Random, ahead: bool) -> Run:
     """Train on four nodes, of which the first two are one block, and strike each kind of blow so
     many times. After each, all nodes come back.
 
@@ -80,7 +81,7 @@ def struck(folder: Path, times: int, chance: random.Random) -> Run:
     NothingTrained
         If the training does not go on within :data:`LIMIT_S`.
     """
-    system, events = Ours('reproducible'), list[Event]()
+    system, events = Ours('reproducible', ahead=ahead), list[Event]()
     with machine(folder) as here:
         commanded = time.time()
         system.start(here, [f'node{i}' for i in range(NODES)])

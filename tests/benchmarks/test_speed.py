@@ -157,6 +157,19 @@ def in_turns(what: str, width: int, blocks: int, steps: int, *how: str) -> None:
     )
 
 
+@pytest.mark.timeout(1200)
+def test_what_four_shards_cost() -> None:
+    """As above, on one to four ranks."""
+    print(f'\nReproducible mode with 4 shards and plain DDP in turns ({MACHINE})')
+    for ranks in (1, 2, 3, 4):
+        found = under_torchrun(ranks, 'alternating', 1024, 40, 4, 'reproducible/4', 'stop')
+        low, high = found['interval']
+        print(
+            f'  {ranks} ranks: plain {found["plain_ms"]:7.2f} ms, speed {found["speed"]:.3f} '
+            f'({low:.3f} to {high:.3f}), CPU time of all {found["cpu"]:.3f}'
+        )
+
+
 def test_start_of_a_fragment_on_warm_nodes(tmp_path: Path) -> None:
     for ranks in (1, 2, 4):
         with freetrain(tmp_path / str(ranks), LocalSite(nodes=ranks, poll_s=0.5)) as executor:

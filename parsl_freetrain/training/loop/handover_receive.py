@@ -15,8 +15,7 @@ from contextlib import closing, contextmanager
 
 import torch
 
-from parsl_freetrain.training.checkpoint.memory_image import digest_of, unpack
-from parsl_freetrain.training.checkpoint.safetensors_io import read_into
+from parsl_freetrain.training.checkpoint.memory_image import bytes_in, digest_of, unpack
 from parsl_freetrain.training.checkpoint.state import Saved, State, assemble
 from parsl_freetrain.training.comm.collectives import Peers
 from parsl_freetrain.training.process.channel import Channel, is_ours
@@ -68,10 +67,10 @@ def fetch(trainer: str, digest: str, *, again: bool = False) -> torch.Tensor | N
     fd = fetch_fd(FetchState(trainer, digest, again))
     if fd is None:
         return None
-    with os.fdopen(fd, 'rb', buffering=0) as file:
-        data = torch.empty(os.fstat(fd).st_size, dtype=torch.uint8)
-        read_into(file, 0, data)
-    return data
+    try:
+        return bytes_in(fd, private=True)
+    finally:
+        os.close(fd)
 
 
 def fetch_fd(request: FetchState) -> int | None:
@@ -129,6 +128,7 @@ def _errors_printed() -> Iterator[None]:
     except (
         OSError,
         EOFError,
+        ValueError,  # an empty file
         RuntimeError,
         MemoryError,
     ) as error:  # torch reports a lack of memory by RuntimeErrors

@@ -32,6 +32,7 @@ from tests.benchmarks.versus.tables import Column, document, markdown, picture
 SYSTEMS: dict[str, Callable[[], System]] = {
     'reproducible': lambda: Ours('reproducible'),
     'throughput': lambda: Ours('throughput'),
+    'ahead': lambda: Ours('throughput', ahead=True),
     'loop': RestartLoop,
     'torchrun': TorchrunElastic,
     'ray': RayTrain,

@@ -15,15 +15,15 @@ class Ours:
     needs = ''
     blocks = True
 
-    def __init__(self, mode: str) -> None:
-        self.name = f'FreeTrain, {mode}'
-        self._mode = mode
+    def __init__(self, mode: str, *, ahead: bool = False) -> None:
+        self.name = f'FreeTrain, {mode}{", ranks ahead" if ahead else ""}'
+        self._arguments = [mode, *(['ahead'] if ahead else [])]
 
     def start(self, machine: Machine, nodes: list[str]) -> None:
         (machine.folder / 'nodes').mkdir()
         for node in nodes:
             self.join(machine, node)
-        machine.run(['python', '-m', __name__, self._mode, str(machine.folder)])
+        machine.run(['python', '-m', __name__, str(machine.folder), *self._arguments])
 
     def join(self, machine: Machine, node: str) -> None:
         (machine.folder / 'nodes' / node).touch()
@@ -41,10 +41,10 @@ def train(ctx: Any) -> None:
 
     os.environ[NODE_VARIABLE] = os.environ['FREETRAIN_NODE']
     torch.set_num_threads(1)
-    plain = network()
+    dataset, plain = TensorDataset(*data()), network()
     model, optimizer = ctx.prepare(plain, optimizer_of(plain))
     log, position = StepLog(plain), ctx.samples
-    for x, y in ctx.loop(TensorDataset(*data()), BATCH):
+    for x, y in ctx.loop(dataset, BATCH):
         if ctx.samples != position:  # in reproducible mode a batch may take several turns
             log.step(position, ctx.world_size)
             position = ctx.samples
@@ -55,7 +55,7 @@ def train(ctx: Any) -> None:
         log.step(position, ctx.world_size)
 
 
-def main(mode: str, folder: str) -> None:
+def main(folder: str, mode: str, ahead: str = '') -> None:
     import parsl
     from parsl.config import Config
 
@@ -66,6 +66,7 @@ def main(mode: str, folder: str) -> None:
         HtexOptions,
         LocalSite,
         Policy,
+        Ranks,
         Reproducible,
         Scaling,
         Throughput,
@@ -106,6 +107,7 @@ def main(mode: str, folder: str) -> None:
         ),
         checkpoints=Checkpoints(every_s=EVERY_S),
         mode=Reproducible() if mode == 'reproducible' else Throughput(),
+        ranks=Ranks(ahead=bool(ahead)),
     )(train)
     with parsl.load(Config(executors=[executor], strategy='none', run_dir=f'{folder}/runinfo')):
         app(trainer_name='versus').result()
