@@ -3,7 +3,8 @@ learned'``.
 
 The trainers whose curves saturate are made up: the speed on n nodes is n / (1 + (n - 1) / h) times
 that on one, with h between 1 and 100, and a fifth of them gets slower beyond 16 nodes. The
-published ones are those of the public Summit trace. Nothing is asserted here.
+published ones are those of the public Summit trace. Ways to explore are compared too. Nothing is
+asserted here.
 """
 
 from __future__ import annotations
@@ -11,21 +12,29 @@ from __future__ import annotations
 import os
 import platform
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from parsl_freetrain.core.controller.scaling_model import Evidence, Posterior, points, shapes
 from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.controller.throughput_profile import Profile
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 from parsl_freetrain.replay.idle import read_idle
 from parsl_freetrain.replay.measuring import CurveLearning
-from parsl_freetrain.replay.scenario import Scenario, replay
+from parsl_freetrain.replay.result import ReplayResult
+from parsl_freetrain.replay.scenario import Scenario, constant_pool, replay
+from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer, read_trainers
 
 DATA = Path(__file__).resolve().parents[3] / 'shared/data'
 MACHINE = f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}'
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+Curve = Callable[..., ScalingCurve]
+PLAIN = Profile.curve
 BEGIN_S, DAYS = 72_743.0, float(os.environ.get('LEARNING_DAYS', '6'))
 
 
@@ -48,11 +57,21 @@ def by_network(trainers: tuple[ReplayTrainer, ...]) -> tuple[ReplayTrainer, ...]
     )
 
 
-def test_learned_curves() -> None:
+def summit() -> Trace:
     idle = DATA / 'idle/summit-2021-02-week1.csv.gz'
     if not idle.exists():
         pytest.skip('the record of Summit is absent')
-    trace = read_idle(idle, 1024, BEGIN_S, min(BEGIN_S + DAYS * 86_400, 604_800.0))
+    return read_idle(idle, 1024, BEGIN_S, min(BEGIN_S + DAYS * 86_400, 604_800.0))
+
+
+def learned(trace: Trace, trainers: tuple[ReplayTrainer, ...], at_a_time: int) -> ReplayResult:
+    settings = ControllerSettings(metric='speedup', trainers_at_a_time=at_a_time)
+    learning = CurveLearning(noise=0.1)
+    return replay(Scenario(trace, trainers, settings, by_file=False, learning=learning))
+
+
+def test_learned_curves() -> None:
+    trace = summit()
     published = read_trainers(DATA / 'trainers/imagenet-speedup-1001.json.gz')
     print(f'\nNormalised work with learned curves / with known ones, noise 10 % ({MACHINE})')
     for name, trainers in (
@@ -61,15 +80,82 @@ def test_learned_curves() -> None:
         ('published, by network', by_network(published)),
     ):
         for at_a_time in (10, 30):
-            found = replay(
-                Scenario(
-                    trace,
-                    trainers,
-                    ControllerSettings(metric='speedup', trainers_at_a_time=at_a_time),
-                    by_file=False,
-                    learning=CurveLearning(noise=0.1),
-                )
+            found = learned(trace, trainers, at_a_time)
+            print(
+                f'  {name:24} {at_a_time:3} at a time   {ratio(found):.4f}   {found.wall_s:.0f} s'
             )
-            ratio = found.as_json()['work_ratio']
-            assert isinstance(ratio, float)
-            print(f'  {name:24} {at_a_time:3} at a time   {ratio:.4f}   {found.wall_s:.0f} s')
+
+
+def ratio(found: ReplayResult) -> float:
+    assert found.oracle is not None
+    return found.oracle.learned_work / found.oracle.work
+
+
+def hoping(optimism: float) -> Curve:
+    return lambda self, most, assumed, _=0.0: PLAIN(self, most, assumed, optimism)
+
+
+def thompson(draw: np.random.Generator) -> Curve:
+    """A curve drawn from what is known, and drawn again with each new measurement."""
+    drawn: dict[tuple[int, int], tuple[Evidence, ScalingCurve]] = {}
+
+    def curve(self: Profile, most: int, assumed: float, _: float = 0.0) -> ScalingCurve:
+        own, key = self.evidence, (id(self), most)
+        if own is None:
+            return PLAIN(self, most, assumed, 0.0)
+        if key not in drawn or drawn[key][0] is not own:
+            posterior = Posterior(own, self._related(), assumed)
+            i = int(draw.choice(len(posterior._share), p=posterior._share))
+            counts = points(most)
+            rates = np.exp(posterior._start[i] + shapes(counts)[i])
+            drawn[key] = own, ScalingCurve(tuple(counts), tuple(rates.tolist()))
+        return drawn[key][1]
+
+    return curve
+
+
+def largest_first(self: Profile, most: int, assumed: float, _: float = 0.0) -> ScalingCurve:
+    """Three sizes of each network are measured, the largest first, then half and a quarter of it:
+    the order of MalleTrain's job profiling advisor, since a change to fewer nodes is the cheaper.
+    """
+    known = {n for profile in (self, *self.related) for n in profile.measured}
+    if len(known) < 3 and most >> len(known):
+        return ScalingCurve((most >> len(known),), (assumed * (most >> len(known)),))
+    return PLAIN(self, most, assumed, 0.0)
+
+
+def test_ways_to_explore_for_learned_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, made_up = summit(), saturating(1, 1000)
+    print(f'\nNormalised work with learned curves / with known ones, 10 at a time ({MACHINE})')
+    for name, curve in (
+        ('no hopes', hoping(0.0)),
+        ('half a standard deviation', hoping(0.5)),
+        ('a standard deviation', hoping(1.0)),
+        ('Thompson', thompson(np.random.default_rng(0))),
+        ('largest first', largest_first),
+    ):
+        monkeypatch.setattr(Profile, 'curve', curve)
+        print(f'  {name:28} {ratio(learned(trace, made_up, 10)):.4f}')
+
+
+def test_sizes_tried_of_learned_curves() -> None:
+    """On a pool that does not change, all trainers submitted at its beginning."""
+    print(f'\nSizes tried by each trainer within 6 h, 56 nodes, 10 trainers ({MACHINE})')
+    for name, trainers in (
+        ('saturating', saturating(1, 40)),
+        ('published', read_trainers(DATA / 'trainers/imagenet-speedup-1001.json.gz')[:40]),
+    ):
+        tried: list[int] = []
+        for first in range(0, 40, 10):
+            endless = tuple(
+                replace(t, submit_s=0.0, trainer=replace(t.trainer, total_samples=10**15))
+                for t in trainers[first : first + 10]
+            )
+            pool = constant_pool(summit(), 56).window(until=BEGIN_S + 6 * 3600)
+            series = learned(pool, endless, 10).trace.series
+            sizes: dict[str, set[int]] = {}
+            for trainer, nodes in zip(series.span_trainer, series.span_nodes, strict=True):
+                sizes.setdefault(trainer, set()).add(int(nodes))
+            tried += map(len, sizes.values())
+        shares = ', '.join(f'{n}: {tried.count(n)}' for n in sorted(set(tried)))
+        print(f'  {name:12} trainers by number of sizes: {shares}')

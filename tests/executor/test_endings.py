@@ -20,6 +20,7 @@ from parsl_freetrain import (
     TrainingFuture,
     freetrain_app,
 )
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.sites.schedule import IdleInterval, Schedule
 from tests.support.training import fit, freetrain
@@ -129,5 +130,10 @@ def test_a_spent_budget_stops_a_trainer_and_holds_in_the_next_run(tmp_path: Path
         pytest.raises(TrainerFailed, match='budget of trainer fit'),
     ):
         trainer(pause_s=0.02).result(LIMIT_S)
+    with (
+        pytest.raises(BadInput, match='budget of all trainers is 3 node-seconds, and earlier runs'),
+        freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2), budgets={'total': 3.0}),
+    ):
+        pass
     with Reader(executor.ledger_path) as ledger:
         assert len({fragment.run for fragment in ledger.story().fragments}) == 1

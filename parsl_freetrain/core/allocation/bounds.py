@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsl_freetrain.core.allocation.problem import Bid, Problem
+from parsl_freetrain.core.model.types import ScalingCurve
 
 Floats = NDArray[np.float64]
 
@@ -24,13 +25,7 @@ def worth_by_count(
     Minus infinity where the bid may not have that count.
     """
     counts = np.arange(most + 1)
-    curve = bid.curve_on(node_class)
-    points, rates = curve.nodes, curve.rate
-    rate = (
-        np.interp(counts, (0, *points), (0.0, *rates))
-        if points[0]
-        else np.interp(counts, points, rates)
-    )
+    rate = rates_at(bid.curve_on(node_class), counts)
     seconds = horizon_s if stay_s >= horizon_s else stay_s - bid.rescale_down_s
     # On another class even fewer nodes than it holds are new ones.
     now = bid.current_nodes if node_class == bid.current_class else 0
@@ -47,6 +42,14 @@ def worth_by_count(
         worth[1:now] = -np.inf
         worth[now + 1 :] = -np.inf
     return worth
+
+
+def rates_at(curve: ScalingCurve, counts: NDArray[np.int64]) -> Floats:
+    """:meth:`ScalingCurve.rate_at` of many counts."""
+    points, rates = curve.nodes, curve.rate
+    if points[0]:
+        points, rates = (0, *points), (0.0, *rates)
+    return np.interp(counts, points, rates)
 
 
 def upper_bound(problem: Problem) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from math import inf
 from time import perf_counter
 
 from parsl_freetrain.core.allocation.bounds import upper_bound
@@ -122,5 +123,6 @@ class Asked:
             return worth
         if status == 'infeasible':
             return None
-        simple = upper_bound(self._problem)
-        return max(worth, simple if known is None else min(known, simple))
+        if known is None or known == inf:
+            known = upper_bound(self._problem)
+        return max(worth, known)

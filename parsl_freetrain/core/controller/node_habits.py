@@ -1,14 +1,15 @@
 """Which idle nodes stay longest, learned from what has been seen.
 
-Two habits are learned. The hazard, the rate at which nodes leave, depends on how long they have
+The hazard, the rate at which nodes leave, depends on how long they have
 been idle; it is taken to be constant within each bin of age. And schedulers choose among idle nodes
 in a fixed order: those at one end of the list of names are taken first, and neighbours together.
+How often a fragment is to expect an interruption follows from both.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -40,16 +41,19 @@ class NodeHabits(Settings, frozen=True, kw_only=True):
     position
         The mean position of the nodes that leave in the sorted names of all idle nodes: near 0 if
         the first ones are taken first, near 1 if the last ones are, 0.5 if names do not matter.
+    together
+        Mean number of nodes that leave in one instant.
 
     Raises
     ------
     BadInput
-        If there are more or fewer hazards than bins, one is negative or not finite, or the position
-        is not between 0 and 1.
+        If there are more or fewer hazards than bins, one is negative or not finite, the position
+        is not between 0 and 1, or ``together`` is below 1.
     """
 
     hazard: tuple[float, ...]
     position: float = 0.5
+    together: float = 1.0
 
     def __post_init__(self) -> None:
         if len(self.hazard) != len(AGES_S) or not all(0 <= h < float('inf') for h in self.hazard):
@@ -60,6 +64,11 @@ class NodeHabits(Settings, frozen=True, kw_only=True):
         if not 0 <= self.position <= 1:
             raise BadInput(
                 f'Habits of nodes: position is {self.position}; it must be a number from 0 to 1.'
+            )
+        if not 1 <= self.together < float('inf'):
+            raise BadInput(
+                f'Habits of nodes: together is {self.together}; it must be a number of nodes, 1 or '
+                'more.'
             )
 
     def order(self, nodes: Iterable[PoolNode], at: float) -> list[str]:
@@ -78,6 +87,22 @@ class NodeHabits(Settings, frozen=True, kw_only=True):
         return [
             node.name for node in sorted(by_host, key=lambda node: self._now(at - node.since_s))
         ]
+
+    def interruptions_per_s(self, nodes: Sequence[PoolNode], at: float) -> float:
+        """How often to expect that some of these nodes leave.
+
+        ``together`` neighbours leave at a time: n nodes in a row are hit by n + together - 1 of
+        the places where that can begin.
+
+        Parameters
+        ----------
+        nodes
+            At least one.
+        at
+            As in :meth:`order`.
+        """
+        each = sum(self._now(at - node.since_s) for node in nodes) / len(nodes)
+        return each * (len(nodes) + self.together - 1) / self.together
 
     def _now(self, age_s: float) -> float:
         return self.hazard[bisect_right(AGES_S, max(age_s, 0.0)) - 1]
@@ -115,7 +140,11 @@ def learn(starts: Floats, ends: Floats, nodes: Ints, begin_s: float, end_s: floa
         seen_s = np.clip(lasted_s - begins, 0.0, end - begins).sum()
         departed = (gone & (begins <= lasted_s) & (lasted_s < end)).sum()
         hazard.append(float((departed + LEAST) / (seen_s + LEAST * mean_s)))
-    return NodeHabits(hazard=tuple(hazard), position=_position(starts, ends, nodes, left))
+    return NodeHabits(
+        hazard=tuple(hazard),
+        position=_position(starts, ends, nodes, left),
+        together=float(left.sum() / len(np.unique(ends[left]))),
+    )
 
 
 def _position(starts: Floats, ends: Floats, nodes: Ints, left: npt.NDArray[np.bool_]) -> float:

@@ -17,6 +17,7 @@ from parsl_freetrain.core.allocation.objectives import Metric, follows_time, obj
 from parsl_freetrain.core.allocation.problem import Allocator, Answer, Problem
 from parsl_freetrain.core.controller.bids import Bids
 from parsl_freetrain.core.controller.node_assignment import Order, Want, assign, first_end, foresee
+from parsl_freetrain.core.controller.node_pool import PoolNode
 from parsl_freetrain.core.controller.placement import Places, places_of
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.controller.state import ControllerState, Decision, FragmentState, Reply
@@ -218,6 +219,10 @@ class Planner:
                 changes.append((bid.name, then))
         return changes
 
+    def _interruptions_per_s(self, nodes: Sequence[PoolNode], at: float) -> float | None:
+        habits = self._settings.habits
+        return None if habits is None else habits.interruptions_per_s(nodes, at)
+
     def _order(self, at: float) -> Order | None:
         habits = self._settings.habits
         return None if habits is None else lambda nodes: habits.order(nodes, at)
@@ -250,6 +255,7 @@ class Planner:
                 trainer.shapes.next(len(nodes)),
                 state.exempt_until(nodes, at),
                 _speeds(trainer.trainer, classes),
+                self._interruptions_per_s([state.pool.nodes[node] for node in nodes], at),
             )
             state.start(
                 name,

@@ -58,7 +58,8 @@ class DecisionPolicy(Settings, frozen=True, kw_only=True):
         not count.
     habits
         How long the machine's idle nodes stay: then trainers with more nodes get those that are
-        expected to stay longest. None: trainers keep their former nodes. See
+        expected to stay longest, and fragments save as often as interruptions are expected.
+        None: trainers keep their former nodes. See
         :func:`parsl_freetrain.replay.habits.read_habits`.
     idle_block_s
         Seconds after which an idle block is given back.

@@ -229,7 +229,8 @@ class StartFragment:
     """Start a fragment of ``trainer`` on ``nodes``; ``deadline_s``: when the first of them goes,
     None if unknown; ``shape``: its place among the trainer's shapes of this node count;
     ``exempt_until_s``: nothing preempts it before, None if something may; ``speeds``: how fast each
-    node is, relative to the others, where each batch is divided by it; empty: they are alike.
+    node is, relative to the others, where each batch is divided by it; empty: they are alike;
+    ``interruptions_per_s``: how often to expect that its nodes are taken, None if habits of nodes are not known.
     """
 
     trainer: str
@@ -240,6 +241,7 @@ class StartFragment:
     shape: int = 0
     exempt_until_s: float | None = None
     speeds: tuple[float, ...] = ()
+    interruptions_per_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ def member_order(
         deadline=fragment.action.deadline_s,
         exempt_until=fragment.action.exempt_until_s,
         speeds=fragment.action.speeds,
+        interruptions_per_s=fragment.action.interruptions_per_s,
         shape=shapes[fragment.action.shape] if shapes else None,
         interface=endpoint.interface,
         hang_s=hang_s,

@@ -163,13 +163,21 @@ class Checkpointer:
         if self._background.busy:
             return False
         self._background.check()
-        every_s = self._order.spec.checkpoints.every_s
+        every_s = min(self._order.spec.checkpoints.every_s, self._best_interval_s())
         if near_end or self._exemption_ends():
             every_s = min(every_s, NEAR_END_S)
         if self._asked or time.monotonic() - self._saved_at < every_s:
             return False
         self._asked = True
         return True
+
+    def _best_interval_s(self) -> float:
+        """Seconds between checkpoints for which writing costs as much as what interruptions are
+        expected to cost (J. W. Young, Communications of the ACM 17(9), 1974); infinite where it is
+        not known how often those come.
+        """
+        per_s = self._order.interruptions_per_s
+        return max(math.sqrt(2 * self.longest_s / per_s), NEAR_END_S) if per_s else math.inf
 
     def _exemption_ends(self) -> bool:
         """Whether the nodes may be preempted as soon as a checkpoint can have been written."""

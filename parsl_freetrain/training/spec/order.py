@@ -51,6 +51,8 @@ class FragmentOrder:
     speeds
         How fast each node is, relative to the others: virtual shards are divided by it. Empty: the
         nodes are alike.
+    interruptions_per_s
+        How often to expect that its nodes are taken without notice; None: not known.
     shape
         How the ranks share the work; None: every rank trains its own samples.
     interface
@@ -74,6 +76,7 @@ class FragmentOrder:
     samples: int = 0
     exempt_until: float | None = None
     speeds: tuple[float, ...] = ()
+    interruptions_per_s: float | None = None
 
     @property
     def per_node(self) -> int:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
+from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
+from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.node_assignment import Want, assign, foresee
 from parsl_freetrain.core.controller.node_habits import AGES_S, NodeHabits, learn
 from parsl_freetrain.core.controller.node_pool import Pool, PoolNode
+from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.events import NodesJoined, StartFragment, TrainerSubmitted
+from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 
 FLAT = (0.001,) * len(AGES_S)
 
@@ -25,6 +31,10 @@ def test_the_hazard_and_the_order_of_a_record_are_learned() -> None:
     assert low.position < 0.01
     high = learn(np.zeros(400), at[::-1].copy(), np.arange(400), 0.0, 1e6)
     assert high.position > 0.99
+    assert (low.together, learn(np.zeros(9), np.full(9, 5.0), np.arange(9), 0.0, 9.0).together) == (
+        1.0,
+        9.0,
+    )
     with pytest.raises(BadInput, match='No idle node leaves'):
         learn(np.zeros(2), np.array([9.0, 9.0]), np.arange(2), 0.0, 9.0)
 
@@ -35,6 +45,28 @@ def test_the_hazard_and_the_order_of_a_record_are_learned() -> None:
 def test_habits_that_cannot_be_are_refused(hazard: tuple[float, ...], position: float) -> None:
     with pytest.raises(BadInput, match='Habits of nodes'):
         NodeHabits(hazard=hazard, position=float(position))
+    with pytest.raises(BadInput, match='together is 0.5'):
+        NodeHabits(hazard=FLAT, together=0.5)
+
+
+def test_a_fragment_is_told_how_often_to_expect_an_interruption() -> None:
+    young, old = (
+        PoolNode(name, 'b', None, since_s=since) for name, since in (('y', 9e4), ('o', 0))
+    )
+    falling = NodeHabits(hazard=(0.004, *[0.002] * (len(AGES_S) - 1)))
+    assert falling.interruptions_per_s([young], 9e4) == pytest.approx(0.004)
+    # One at a time: each counts. Where all leave together, two are hit hardly more often than one.
+    assert falling.interruptions_per_s([young, old], 9e4) == pytest.approx(0.006)
+    together = replace(falling, together=100.0)
+    assert together.interruptions_per_s([young, old], 9e4) == pytest.approx(0.003 * 1.01)
+    for habits, expected in ((None, None), (falling, 0.008)):
+        made = Controller(DpAllocator(), ControllerSettings(habits=habits))
+        submitted = TrainerSubmitted(
+            5.0, Trainer('a', 1, 4, curve=ScalingCurve((1, 2), (1.0, 2.0)))
+        )
+        reply = made.handle_all((NodesJoined(5.0, 'b', ('n1', 'n2')), submitted))
+        [start] = [action for action in reply.actions if isinstance(action, StartFragment)]
+        assert start.interruptions_per_s == (expected and pytest.approx(expected))
 
 
 def pool() -> Pool:

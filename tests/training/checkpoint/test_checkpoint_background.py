@@ -157,6 +157,27 @@ def test_a_checkpoint_is_wanted_just_before_the_nodes_may_be_preempted(
     assert kept.wants_to_save() is saves
 
 
+@pytest.mark.parametrize(
+    ('per_s', 'checkpoint_s', 'after_s'), [(None, 2.0, 30.0), (0.04, 2.0, 10.0), (100.0, 2.0, 1.0)]
+)
+def test_checkpoints_are_as_frequent_as_interruptions_ask_for(
+    tmp_path: Path,
+    channels: tuple[Channel[ToRank], Channel[FromRank]],
+    monkeypatch: pytest.MonkeyPatch,
+    per_s: float | None,
+    checkpoint_s: float,
+    after_s: float,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, 'monotonic', lambda: now)
+    kept = keeper(tmp_path, channels[0], checkpoint_every_s=30.0, interruptions_per_s=per_s)
+    kept.expect(0, checkpoint_s)
+    now = after_s - 0.01
+    assert not kept.wants_to_save()
+    now = after_s + 0.01
+    assert kept.wants_to_save()
+
+
 def test_the_next_one_waits_for_the_one_before(
     tmp_path: Path, channels: tuple[Channel[ToRank], Channel[FromRank]]
 ) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from parsl_freetrain.core.allocation.bounds import rates_at
 from parsl_freetrain.core.allocation.incumbent import pinned
 from parsl_freetrain.core.allocation.problem import Problem
 
@@ -103,8 +104,7 @@ class Pricing:
             usable[allowed] = allowed
             usable = np.maximum.accumulate(usable)
             for c, name in enumerate(names):
-                curve = bid.curve_on(name)
-                self._rate[c, j] = [curve.rate_at(n) for n in usable.tolist()]
+                self._rate[c, j] = rates_at(bid.curve_on(name), usable)
                 grows = allowed >= (bid.current_nodes if name == bid.current_class else 1)
                 cost_s = np.where(grows, bid.rescale_up_s, bid.rescale_down_s)
                 self._start[c, j, allowed] = -cost_s * bid.current_rate
