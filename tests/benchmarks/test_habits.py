@@ -102,7 +102,10 @@ def test_habits_and_an_oracle(at_a_time: int) -> None:
 def test_habits_and_saving(monkeypatch: pytest.MonkeyPatch) -> None:
     """The work since the last checkpoint, which replays do not charge."""
     learned, trace = habits_of(summit(0.0, LEARN_S)), summit(LEARN_S, END_S)
-    lost, written, often, used = {}, {}, {}, 0.0
+    lost: dict[str, float] = {}
+    written: dict[str, float] = {}
+    often: dict[str, float] = {}
+    used = 0.0
     obey, ended = World._obey, World._ended
 
     def starting(self: World, action: ev.Action, at: float) -> ev.Event | None:
