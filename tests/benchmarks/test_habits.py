@@ -64,7 +64,7 @@ class Knowing(NodeHabits, frozen=True, kw_only=True):
 
     def order(self, nodes: Iterable[PoolNode], at: float) -> list[str]:
         def end_s(node: PoolNode) -> float:
-            starts, ends = self.intervals[node.name]
+            starts, ends = self.intervals.get(node.name, ([-math.inf], [math.inf]))
             return ends[bisect_right(starts, at) - 1]
 
         return [node.name for node in sorted(nodes, key=lambda node: (-end_s(node), node.name))]

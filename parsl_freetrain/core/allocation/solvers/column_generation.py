@@ -34,6 +34,8 @@ _ROUNDS = 200
 # Numbers in one table by trainer and count.
 _MOST_NUMBERS = 3e7
 _WHOLE = 1e-6
+# A linear programme that is divided anyway is solved to this share of the gap that is left.
+_CLOSE = 0.1
 # A better allocation is sought around the first linear programmes, then around every n-th one.
 _FIRST, _EVERY = 8, 16
 _DIVE = 24
@@ -177,7 +179,7 @@ class _Search:
         """
         master, caps, every = self._master, self._caps, self._pricing.every
         master.allow(region.has(master.bid, master.ways, master.kept))
-        converged = False
+        converged, exact, divided = False, False, None
         for _ in range(_ROUNDS):
             optimum, paid = master.solve()
             for trial in (0.5 * (prices + paid), paid):
@@ -193,11 +195,14 @@ class _Search:
                 converged = True
             if bound <= self._best.worth + self._rounding():
                 return None
-            if converged or bound - optimum <= self._rounding() or self._left_s() <= 0:
-                break
-        shares = master.shares()
-        shares = np.append(shares, np.zeros(len(master.bid) - len(shares)))
-        divided = self._divide(region, shares, caps.prices(prices))
+            left = bound - optimum
+            exact = converged or left <= self._rounding() or self._left_s() <= 0
+            if exact or left <= _CLOSE * min(bound - self._best.worth, abs(bound)):
+                shares = master.shares()
+                shares = np.append(shares, np.zeros(len(master.bid) - len(shares)))
+                divided = self._divide(region, shares, caps.prices(prices))
+                if exact or divided is not None:
+                    break
         self._opened += 1
         if divided is None or self._opened <= _FIRST or self._opened % _EVERY == 0:
             self._best.round(master, shares, caps.prices(prices))

@@ -84,7 +84,12 @@ class Master:
         largest = max(float(np.abs(best).max()), float(np.abs(pricing.held_worth).max()))
         self._scale = _LARGEST / largest if largest > 0 else 1.0
         self._lp: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-        for option, value in (('output_flag', False), ('threads', 1), ('presolve', 'off')):
+        for option, value in (
+            ('output_flag', False),
+            ('threads', 1),
+            ('presolve', 'off'),
+            ('simplex_strategy', 4),  # primal: with new columns the last basis is still feasible
+        ):
             self._lp.setOptionValue(option, value)
         for most in caps.most:
             self._lp.addRow(-highspy.kHighsInf, most, 0, [], [])

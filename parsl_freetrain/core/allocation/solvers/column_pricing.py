@@ -151,20 +151,22 @@ class Pricing:
             The indices of the bids that the rows of ``prices`` and ``region`` are about; None: all.
         """
         bids = self.every if bids is None else bids
-        worth, ways = (
-            np.full(len(bids), -np.inf),
-            np.zeros((len(bids), self.places), dtype=np.int64),
-        )
-        for c, places in enumerate(self._classes):
+        worth, ways = self._best_of_class(0, prices, region, bids)
+        if len(self._classes) > 1:
+            worth = np.where(self._elsewhere(0, region), -np.inf, worth)
+        for c in range(1, len(self._classes)):
             of_class, nodes = self._best_of_class(c, prices, region, bids)
-            other = np.delete(region.least, places, axis=1) > 0
-            of_class = np.where(other.any(axis=1), -np.inf, of_class)
-            better = of_class > worth
+            better = (of_class > worth) & ~self._elsewhere(c, region)
             worth[better], ways[better] = of_class[better], nodes[better]
         held = self.held_worth[bids] - (prices * self.held[bids]).sum(axis=1)
         kept = region.keep & (held >= worth)
         ways[kept] = self.held[bids][kept]
         return np.where(kept, held, worth), ways, kept
+
+    def _elsewhere(self, c: int, region: Region) -> Flags:
+        """The bids that need nodes of another class than ``c``."""
+        needed: Flags = np.delete(region.least, self._classes[c], axis=1).any(axis=1)
+        return needed
 
     def _best_of_class(
         self, c: int, prices: Floats, region: Region, bids: Integers
@@ -173,70 +175,65 @@ class Pricing:
         paying, and that way.
         """
         places = self._classes[c].tolist()
-        counts, then, rate = self._counts, [], self._rate[c, bids]
+        counts, rate, rows = self._counts, self._rate[c, bids], np.arange(len(bids))
         after = np.full(rate.shape, -np.inf)
         after[:, 0] = 0.0
+        steps = []
         for i, b in reversed(list(enumerate(places))):
             paid = prices[:, b, None] * counts
             low, high = region.least[:, b], region.most[:, b]
-            value, left = _window_maximum(after + paid, np.maximum(low, 1), high)
-            value = value - paid
+            reached = after + paid
+            value = _window_maximum(reached, np.maximum(low, 1), high) - paid
             if self._goes[b]:
-                value = value - self._loss[c, bids]
-            stay = np.where(low[:, None] <= 0, after, -np.inf)
-            some_go = value > stay
-            then.append(np.where(some_go, left, counts))
+                value -= self._loss[c, bids]
+            stay = np.where(low[:, None] <= 0, after, -np.inf) if low.any() else after
+            steps.append((reached, value > stay))
             since = self._ends[places[i - 1]] if i else 0.0
-            after = (self._ends[b] - since) * rate + np.where(some_go, value, stay)
-        inside = (counts >= region.low[:, None]) & (counts <= region.high[:, None])
-        first = np.where(inside, self._start[c, bids] + after, -np.inf)
-        rows, left = np.arange(len(bids)), first.argmax(axis=1)
+            after = np.maximum(value, stay) + (self._ends[b] - since) * rate
+        first = self._start[c, bids] + after
+        first[(counts < region.low[:, None]) | (counts > region.high[:, None])] = -np.inf
+        left = first.argmax(axis=1)
         worth, ways = first[rows, left], np.zeros((len(bids), self.places), dtype=np.int64)
-        for b, by_left in zip(places, reversed(then), strict=True):
-            following = by_left[rows, left]
-            ways[:, b], left = left - following, following
+        for b, (reached, some_go) in zip(places, reversed(steps), strict=True):
+            go = left[:, None] - counts
+            low, high = np.maximum(region.least[:, b], 1), region.most[:, b]
+            inside = (go >= low[:, None]) & (go <= high[:, None])
+            then = np.where(inside, reached, -np.inf).argmax(axis=1)
+            then = np.where(some_go[rows, left], then, left)
+            ways[:, b], left = left - then, then
         return worth, ways
 
 
-def _window_maximum(values: Floats, low: Integers, high: Integers) -> tuple[Floats, Integers]:
+def _window_maximum(values: Floats, low: Integers, high: Integers) -> Floats:
     """For each row j and column n, the maximum of ``values[j, m]`` over n - high[j] <= m <= n -
-    low[j], and its m; minus infinity where there is none.
+    low[j]; minus infinity where there is none.
     """
-    counts = np.arange(values.shape[1])
+    best = np.full_like(values, -np.inf)
     # In most rows the window holds all smaller counts.
-    top = np.maximum.accumulate(values, axis=1)
-    at = np.maximum.accumulate(np.where(values >= top, counts, 0), axis=1)
-    best, where = np.full_like(values, -np.inf), np.zeros(values.shape, dtype=np.int64)
-    best[:, 1:], where[:, 1:] = top[:, :-1], at[:, :-1]
-    narrow = np.flatnonzero((high < len(counts) - 1) | (low > 1))
+    np.maximum.accumulate(values[:, :-1], axis=1, out=best[:, 1:])
+    narrow = np.flatnonzero((high < values.shape[1] - 1) | (low > 1))
     if len(narrow):
-        best[narrow], where[narrow] = _narrow_maximum(values[narrow], low[narrow], high[narrow])
-    return best, where
+        best[narrow] = _narrow_maximum(values[narrow], low[narrow], high[narrow])
+    return best
 
 
-def _narrow_maximum(values: Floats, low: Integers, high: Integers) -> tuple[Floats, Integers]:
+def _narrow_maximum(values: Floats, low: Integers, high: Integers) -> Floats:
     rows, size = values.shape
-    counts = np.arange(size)
     # Maxima over windows of 1, 2, 4, ... columns; two of them cover any window.
-    width = np.clip(high - low + 1, 0, size)
-    tops, ats = [values], [np.broadcast_to(counts, values.shape)]
+    width = np.minimum(high, size) - low + 1
+    tops = [values]
     for k in range(int(width.max(initial=1)).bit_length() - 1):
-        top, at, shift = tops[-1], ats[-1], 1 << k
-        wider, where = top.copy(), at.copy()
-        later = top[:, shift:] >= top[:, :-shift]
-        wider[:, shift:] = np.where(later, top[:, shift:], top[:, :-shift])
-        where[:, shift:] = np.where(later, at[:, shift:], at[:, :-shift])
+        wider, shift = tops[-1].copy(), 1 << k
+        np.maximum(wider[:, shift:], tops[-1][:, :-shift], out=wider[:, shift:])
         tops.append(wider)
-        ats.append(where)
     level = np.maximum(np.frexp(np.maximum(width, 1))[1] - 1, 0)
-    top, at, row = np.array(tops), np.array(ats), np.arange(rows)[:, None]
-    last = counts - low[:, None]
+    top, row = np.array(tops), np.arange(rows)[:, None]
+    last = np.arange(size) - low[:, None]
     first = last - (width - (1 << level))[:, None]
-    best, where = np.full(values.shape, -np.inf), np.zeros(values.shape, dtype=np.int64)
-    for end in (last, first):
-        known = (end >= 0) & (width > 0)[:, None]
-        at_end = level[:, None], row, np.maximum(end, 0)
-        value = np.where(known, top[at_end], -np.inf)
-        better = value > best
-        best, where = np.where(better, value, best), np.where(better, at[at_end], where)
-    return best, where
+    level = level[:, None]
+    best = np.maximum(
+        np.where(last >= 0, top[level, row, np.maximum(last, 0)], -np.inf),
+        np.where(first >= 0, top[level, row, np.maximum(first, 0)], -np.inf),
+    )
+    best[width <= 0] = -np.inf
+    return best
