@@ -230,7 +230,8 @@ class StartFragment:
     None if unknown; ``shape``: its place among the trainer's shapes of this node count;
     ``exempt_until_s``: nothing preempts it before, None if something may; ``speeds``: how fast each
     node is, relative to the others, where each batch is divided by it; empty: they are alike;
-    ``interruptions_per_s``: how often to expect that its nodes are taken, None if habits of nodes are not known.
+    ``interruptions_per_s``: how often to expect that its nodes are taken, None if habits of nodes
+    are not known.
     """
 
     trainer: str
