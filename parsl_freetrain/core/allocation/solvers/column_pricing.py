@@ -165,7 +165,7 @@ class Pricing:
 
     def _elsewhere(self, c: int, region: Region) -> Flags:
         """The bids that need nodes of another class than ``c``."""
-        needed: Flags = np.delete(region.least, self._classes[c], axis=1).any(axis=1)
+        needed: Flags = np.any(np.delete(region.least, self._classes[c], axis=1), axis=1)
         return needed
 
     def _best_of_class(
