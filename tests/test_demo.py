@@ -13,6 +13,7 @@ import pytest
 from workflows.digits import main
 
 ROOT = Path(__file__).resolve().parent.parent
+EPOCHS = 6
 
 
 def digits(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -42,9 +43,9 @@ def test_it_trains_in_holes_and_compares(tmp_path: Path) -> None:
         '--nodes',
         '3',
         '--epochs',
-        '10',
+        str(EPOCHS),
         '--step-s',
-        '0.02',
+        '0.035',
     )
     assert done.returncode == 0, done.stderr
     assert '\x1b' not in done.stdout  # no control characters into a pipe
@@ -52,7 +53,7 @@ def test_it_trains_in_holes_and_compares(tmp_path: Path) -> None:
     assert summary['trainers'].keys() == {'cnn', 'mlp'}
     for trainer in summary['trainers'].values():
         assert trainer['weights_equal'] is True
-        assert trainer['samples'] == trainer['samples_expected'] == 10 * 1437
+        assert trainer['samples'] == trainer['samples_expected'] == EPOCHS * 1437
         assert trainer['accuracy'] == trainer['accuracy_undisturbed'] > 0.9
         assert trainer.keys() >= {'fragments', 'samples_repeated'}
     assert all(
