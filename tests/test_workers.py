@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.waiting import LIMIT_S
 
 CONFTEST = """
@@ -32,8 +34,10 @@ def pytest_runtestloop(session):
 @pytest.fixture(scope='session', autouse=True)
 def of_the_session():
     yield
-    if os.environ.get('AT_THE_END'):
+    if os.environ.get('AT_THE_END') == 'raise':
         raise ValueError('left behind')
+    if os.environ.get('AT_THE_END') == 'die':
+        os._exit(3)
 
 @pytest.fixture(scope='module')
 def of_the_file(request):
@@ -121,11 +125,16 @@ def test_a_worker_that_dies_fails_what_it_did_not_run(tmp_path: Path) -> None:
     assert '2 failed, 5 passed' in said, said
     failed = re.findall(r'^FAILED \S+::(test_\w+)', said, re.MULTILINE)
     assert sorted(failed) == ['test_after', 'test_deadly']
-    assert 'its worker ended before or during this test' in said
+    assert 'the worker ended before or during this' in said
 
 
-def test_what_fails_at_the_end_of_a_worker_is_a_failure(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ('how', 'words'), [('raise', 'ValueError: left behind'), ('die', 'the worker ended before')]
+)
+def test_what_fails_at_the_end_of_a_worker_is_a_failure(
+    tmp_path: Path, how: str, words: str
+) -> None:
     (tmp_path / 'conftest.py').write_text(CONFTEST)
     (tmp_path / 'test_one.py').write_text(FILE)
-    said = pytest_in(tmp_path, AT_THE_END='1')
-    assert '1 failed, 4 passed' in said and 'ValueError: left behind' in said, said
+    said = pytest_in(tmp_path, AT_THE_END=how)
+    assert '1 failed, 4 passed' in said and words in said, said

@@ -34,6 +34,7 @@ class Worker:
     pid: int
     messages: Connection
     left: dict[str, pytest.Item] = field(default_factory=dict)
+    ended: bool = False
 
 
 def run(
@@ -100,9 +101,12 @@ def _follow(
                 kind, said = messages.recv()
             except EOFError:
                 del following[messages]
-                for item in worker.left.values():
-                    why = 'its worker ended before or during this test'
-                    hook.pytest_runtest_logreport(report=_failure(item.nodeid, item.location, why))
+                lost = [(item.nodeid, item.location) for item in worker.left.values()]
+                if not lost and not worker.ended:
+                    lost = [(_name(worker), ('', 0, _name(worker)))]
+                for nodeid, location in lost:
+                    why = 'the worker ended before or during this'
+                    hook.pytest_runtest_logreport(report=_failure(nodeid, location, why))
                 continue
             match kind:
                 case 'unit':
@@ -117,15 +121,21 @@ def _follow(
                     hook.pytest_runtest_logfinish(nodeid=said[0], location=said[1])
                 case 'warning':
                     _warn(session.config, *said)
-                case 'failure':
-                    nodeid = f'worker {workers.index(worker)}'
-                    hook.pytest_runtest_logreport(report=_failure(nodeid, ('', 0, nodeid), said))
+                case 'end':
+                    worker.ended = True
+                    if said:
+                        name = _name(worker)
+                        hook.pytest_runtest_logreport(report=_failure(name, ('', 0, name), said))
             if session.shouldfail or session.shouldstop:
                 _take_all(queue)
     if session.shouldfail:
         raise session.Failed(session.shouldfail)
     if session.shouldstop:
         raise session.Interrupted(session.shouldstop)
+
+
+def _name(worker: Worker) -> str:
+    return f'worker {worker.pid}'
 
 
 def _failure(nodeid: str, location: tuple[str, int | None, str], why: str) -> pytest.TestReport:
@@ -193,8 +203,9 @@ def _work(session: pytest.Session, units: Sequence[Unit], queue: int, messages: 
                     break
             messages.send(('next', None))
         session._setupstate.teardown_exact(None)
+        messages.send(('end', ''))
     except BaseException:
-        messages.send(('failure', traceback.format_exc()))
+        messages.send(('end', traceback.format_exc()))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
