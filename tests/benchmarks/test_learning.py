@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from parsl_freetrain.core.controller.scaling_model import Evidence, Posterior, p
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.controller.throughput_profile import Profile
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
-from parsl_freetrain.replay.idle import read_idle
+from parsl_freetrain.replay.idle import read_idle, synthetic
 from parsl_freetrain.replay.measuring import CurveLearning
 from parsl_freetrain.replay.result import ReplayResult
 from parsl_freetrain.replay.scenario import Scenario, constant_pool, replay
@@ -124,6 +125,16 @@ def largest_first(self: Profile, most: int, assumed: float, _: float = 0.0) -> S
     return PLAIN(self, most, assumed, 0.0)
 
 
+def steady(first: int, trainers: tuple[ReplayTrainer, ...]) -> ReplayResult:
+    """Ten endless trainers on 56 nodes that stay for 6 h."""
+    endless = tuple(
+        replace(t, submit_s=0.0, trainer=replace(t.trainer, total_samples=10**15))
+        for t in trainers[first : first + 10]
+    )
+    pool = constant_pool(synthetic(0).window(until=6 * 3600), 56)
+    return learned(pool, endless, 10)
+
+
 def test_ways_to_explore_for_learned_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     trace, made_up = summit(), saturating(1, 1000)
     print(f'\nNormalised work with learned curves / with known ones, 10 at a time ({MACHINE})')
@@ -133,29 +144,26 @@ def test_ways_to_explore_for_learned_curves(monkeypatch: pytest.MonkeyPatch) -> 
         ('a standard deviation', hoping(1.0)),
         ('Thompson', thompson(np.random.default_rng(0))),
         ('largest first', largest_first),
+        ('1.5 until three counts', PLAIN),
     ):
         monkeypatch.setattr(Profile, 'curve', curve)
-        print(f'  {name:28} {ratio(learned(trace, made_up, 10)):.4f}')
+        stays = [ratio(steady(first, made_up)) for first in range(0, 40, 10)]
+        changes = ratio(learned(trace, made_up, 10))
+        print(f'  {name:28} Summit {changes:.4f}, 56 nodes for 6 h {fmean(stays):.4f}', flush=True)
 
 
 def test_sizes_tried_of_learned_curves() -> None:
-    """On a pool that does not change, all trainers submitted at its beginning."""
-    print(f'\nSizes tried by each trainer within 6 h, 56 nodes, 10 trainers ({MACHINE})')
-    for name, trainers in (
-        ('saturating', saturating(1, 40)),
-        ('published', read_trainers(DATA / 'trainers/imagenet-speedup-1001.json.gz')[:40]),
-    ):
+    print(f'\nNode counts tried on 56 nodes that stay for 6 h, 10 trainers ({MACHINE})')
+    published = read_trainers(DATA / 'trainers/imagenet-speedup-1001.json.gz')
+    for name, trainers in (('saturating', saturating(1, 40)), ('published', published)):
         tried: list[int] = []
+        ratios = []
         for first in range(0, 40, 10):
-            endless = tuple(
-                replace(t, submit_s=0.0, trainer=replace(t.trainer, total_samples=10**15))
-                for t in trainers[first : first + 10]
-            )
-            pool = constant_pool(summit(), 56).window(until=BEGIN_S + 6 * 3600)
-            series = learned(pool, endless, 10).trace.series
-            sizes: dict[str, set[int]] = {}
+            found = steady(first, trainers)
+            ratios.append(ratio(found))
+            series, counts = found.trace.series, dict[str, set[int]]()
             for trainer, nodes in zip(series.span_trainer, series.span_nodes, strict=True):
-                sizes.setdefault(trainer, set()).add(int(nodes))
-            tried += map(len, sizes.values())
+                counts.setdefault(trainer, set()).add(int(nodes))
+            tried += map(len, counts.values())
         shares = ', '.join(f'{n}: {tried.count(n)}' for n in sorted(set(tried)))
-        print(f'  {name:12} trainers by number of sizes: {shares}')
+        print(f'  {name:12} {fmean(ratios):.4f}; trainers by number of counts: {shares}')

@@ -11,7 +11,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 from parsl_freetrain.replay.idle import synthetic
 from parsl_freetrain.replay.measuring import CurveLearning
-from parsl_freetrain.replay.scenario import Scenario, replay
+from parsl_freetrain.replay.scenario import Scenario, constant_pool, replay
 from parsl_freetrain.replay.trainers import ReplayTrainer
 
 COUNTS = (1, 2, 4, 8, 16, 32)
@@ -53,6 +53,17 @@ def test_learned_curves_come_close_to_known_ones() -> None:
     assert told.trace.samples == learned.oracle.samples
     again = replay(SCENARIO)
     assert again.trace.samples == learned.trace.samples
+
+
+def test_other_counts_are_tried_where_the_pool_does_not_change() -> None:
+    learned = replay(replace(SCENARIO, trace=constant_pool(TRACE, 40)))
+    assert learned.oracle is not None
+    assert learned.oracle.learned_work > 0.93 * learned.oracle.work
+    counts: dict[str, set[int]] = {}
+    series = learned.trace.series
+    for name, nodes in zip(series.span_trainer, series.span_nodes.tolist(), strict=True):
+        counts.setdefault(name, set()).add(nodes)
+    assert sum(map(len, counts.values())) <= 4 * len(counts)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import numpy as np
 from parsl_freetrain.core.controller.scaling_model import Evidence, Posterior, points
 from parsl_freetrain.core.model.types import ScalingCurve
 
-OPTIMISM = 0.5
+OPTIMISM, TRIED = 1.5, 3
 """Once a trainer has been measured, decisions take its other counts to be faster than expected by
-this many standard deviations, so that they are tried while little is known about them. What a try
-costs is in the decision: a rescale.
+this many standard deviations, so that they are tried; until so many counts of its function have
+been measured. What a try costs is in the decision: a rescale.
 """
 
 REMEMBERED = 15
@@ -95,7 +95,7 @@ class Profile:
         return float(self._rates_at([1], 1.0, 0.0)[0]) if self._rates else None
 
     def curve(
-        self, max_nodes: int, assumed_one_node_rate: float, optimism: float = OPTIMISM
+        self, max_nodes: int, assumed_one_node_rate: float, optimism: float | None = None
     ) -> ScalingCurve:
         """The curve for decisions; if none was stated, the model's, bent to the measured rates.
 
@@ -106,10 +106,13 @@ class Profile:
         assumed_one_node_rate
             Used as long as no trainer of this function has been measured.
         optimism
-            See :data:`OPTIMISM`; 0: what to expect.
+            Standard deviations above what to expect; None: as :data:`OPTIMISM` says.
         """
         if self.stated is not None:
             return self.stated
+        if optimism is None:
+            tried = {nodes for profile in (self, *self.related) for nodes in profile._rates}
+            optimism = OPTIMISM if len(tried) < TRIED else 0.0
         key = (max_nodes, assumed_one_node_rate, optimism, *self._related())
         if key not in self._curves:
             self._curves.clear()

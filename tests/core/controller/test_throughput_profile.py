@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from parsl_freetrain.core.controller.throughput_profile import Profile
+from parsl_freetrain.core.controller.throughput_profile import OPTIMISM, Profile
 from parsl_freetrain.core.model.types import ScalingCurve
 
 STATED = ScalingCurve((1, 4), (10.0, 30.0))
@@ -78,6 +78,17 @@ def test_unmeasured_counts_are_hoped_for_the_more_the_less_is_known() -> None:
     hopes = [hope(measured(rate, counts)) for counts in ((1,), (1, 4), (1, 4, 16), (1, 4, 16, 32))]
     assert hopes == sorted(hopes, reverse=True)
     assert hopes[0] > 1.2 and hopes[-1] < 1.05
+
+
+def test_hopes_end_when_three_counts_have_been_measured() -> None:
+    rate = usl(0.02, 0.0)
+    two, three = measured(rate, (1, 4)), measured(rate, (1, 4, 16))
+    assert two.curve(64, 1.0) == two.curve(64, 1.0, optimism=OPTIMISM)
+    assert three.curve(64, 1.0) == three.curve(64, 1.0, optimism=0.0)
+    # Counts that trainers of its function have tried count too.
+    shared = Profile(None, [three])
+    shared.observe(4, rate(4))
+    assert shared.curve(64, 1.0) == shared.curve(64, 1.0, optimism=0.0)
 
 
 def test_trainers_of_the_same_function_learn_from_each_other() -> None:
