@@ -18,9 +18,6 @@ from parsl_freetrain.report.shapes import compared
 MOST_CARDS = 24
 """Maximum number of trainers with charts; all are in the table."""
 
-MOST_LIVE = 6
-"""Maximum number of trainers with a chart on the live page."""
-
 MOST_ERRORS = 20
 
 MOST_METRICS = 24
@@ -71,20 +68,9 @@ def report_page(found: Figures, view: MetricView = AS_REPORTED) -> str:
 
 
 def live_charts(found: Figures) -> str:
-    """The charts of the live page, as HTML: nodes over time, and the losses of the trainers that
-    trained most.
-    """
-    of, rows = pictures.kinds(found), found.summary['trainers']
-    most = sorted(rows, key=lambda name: -rows[name]['samples'])[:MOST_LIVE]
+    """The chart of nodes over time of the live page, as HTML."""
     return template('live.html').render(
-        nodes_over_time=pictures.nodes_over_time(found),
-        trainer_kinds=_trainer_kinds(found),
-        losses={
-            name: chart
-            for name in rows
-            if name in most
-            if (chart := pictures.loss_over_samples(name, found.losses[name], of[name]))
-        },
+        nodes_over_time=pictures.nodes_over_time(found), trainer_kinds=_trainer_kinds(found)
     )
 
 

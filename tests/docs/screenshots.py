@@ -10,10 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from PIL import Image
 
+from parsl_freetrain.cli.live.curves import LiveCurves
 from parsl_freetrain.cli.live.view import LiveView
 from parsl_freetrain.cli.live.web import Feed
 from parsl_freetrain.cli.live.web import Page as LivePage
@@ -84,10 +86,12 @@ def during(browser: Browser, demo: subprocess.Popen[bytes], folder: Path, out: P
             check=True,
             env={'COLUMNS': '110', 'PATH': ''},
         ).stdout
-        page = LivePage(Feed(view, 'checkpoints/ledger.sqlite', 1.0))
+        curves = LiveCurves(reader).document
+        page = LivePage(Feed(view, 'checkpoints/ledger.sqlite', 1.0, curves=curves))
         try:
             tab = browser.page(page.address, SIZE)
-            tab.wait(lambda: tab.look('document.querySelectorAll("#charts svg").length'))
+            for part in ('#charts', '#metrics'):
+                tab.wait(partial(tab.look, f'document.querySelector("{part} svg") !== null'))
             tab.picture(out / 'live.png')
         finally:
             page.close()

@@ -227,8 +227,10 @@ def test_the_page_follows_the_run(
         assert 'token' not in tab.look('location.href') and page.address.split('=')[
             1
         ] not in tab.look('document.cookie')
-        tab.wait(lambda: tab.look('document.querySelectorAll("#charts svg.plot").length') == 2)
-        assert tab.look('document.querySelector("[data-loss=cnn] svg") !== null')
+        tab.wait(lambda: tab.look('document.querySelectorAll("#charts svg.plot").length') == 1)
+        tab.wait(lambda: tab.look('document.querySelector("[data-metric=loss] svg") !== null'))
+        # Each metric is drawn once.
+        assert tab.look("document.querySelectorAll('svg[aria-label*=loss]').length") == 1
         assert tab.overflowing() == []
         tab.picture(tmp_path / 'page.png')
         text = tab.text()
