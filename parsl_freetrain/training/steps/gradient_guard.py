@@ -21,15 +21,19 @@ _OFFER = (
 _NO_USERS = ('torch', 'parsl_freetrain')
 """Packages that may read gradients: optimizers clear them, and changes are noticed."""
 
+_TENSOR: Any = torch.Tensor
+_CLEARING = (_TENSOR.zero_, _TENSOR.requires_grad_, _TENSOR.data.__get__, _TENSOR.grad_fn.__get__)
+"""What loops that clear gradients by hand call."""
+
 
 class GradientGuard:
     """Remembers each gradient as backward() left it, where the gradient in the loop is that of one
     of several turns. What is not linear in it (clipping) would give a result that depends on the
     turns, and what is read is not what the loop seems to say.
 
-    From backward() to the end of the turn, parameters have another class, whose ``grad`` refuses
-    to be read by other packages than torch. Parameters of an own class, such as those of sharded
-    models, keep it.
+    From backward() to the end of the turn, parameters have another class. Packages other than torch
+    get their ``grad`` as a tensor that can be cleared and refuses everything else. Parameters of an
+    own class, such as those of sharded models, keep it.
 
     Parameters
     ----------
@@ -79,15 +83,27 @@ class GradientGuard:
 
 
 def _unreadable(sentence: str) -> type[torch.nn.Parameter]:
-    plain: Any = torch.Tensor.grad
+    plain = _TENSOR.grad
 
-    class Unreadable(torch.nn.Parameter):
+    class Unreadable(torch.Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.Tensor.detach_:  # it is detached, and this view of it cannot be
+                return args[0]
+            if func not in _CLEARING:
+                raise BadInput(sentence)
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+    class UnreadableGrad(torch.nn.Parameter):
         @property
         def grad(self) -> torch.Tensor | None:
+            found: torch.Tensor | None = plain.__get__(self)
             reader = sys._getframe(1).f_globals.get('__name__', '')
-            if reader.partition('.')[0] not in _NO_USERS:
-                raise BadInput(sentence)
-            return plain.__get__(self)  # type: ignore[no-any-return]
+            if found is None or reader.partition('.')[0] in _NO_USERS:
+                return found
+            return found.as_subclass(Unreadable)
 
         @grad.setter
         def grad(self, value: torch.Tensor | None) -> None:
@@ -97,7 +113,11 @@ def _unreadable(sentence: str) -> type[torch.nn.Parameter]:
         def grad(self) -> None:
             plain.__delete__(self)
 
-    return Unreadable
+        def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+            copied = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+            return memo.setdefault(id(self), copied)  # type: ignore[no-any-return]
+
+    return UnreadableGrad
 
 
 def _mark(gradient: torch.Tensor) -> tuple[int, int]:

@@ -149,18 +149,27 @@ def reads_gradients_of_micro_batches(ctx: FragmentContext) -> None:
 
 
 def may_read_gradients(ctx: FragmentContext) -> None:
-    """Gradients of other times, of one shard, and those that it clears itself."""
+    """Gradients of other times, of one shard, and those that it clears itself; a compiled model."""
     model, optimizer = made(ctx)
+    forward = torch.compile(model, backend='aot_eager') if ctx.spec.shards > 1 else model
     ctx.before_step(lambda: ctx.report(norm=model.weight.grad.norm()))
     for (x,) in ctx.loop(DATA, 4):
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()
-        (first,) = torch.autograd.grad(model(x).sum(), model.weight)
-        (model(x).pow(2).mean() + 0 * first.sum()).backward()
+        (first,) = torch.autograd.grad(forward(x).sum(), model.weight)
+        (forward(x).pow(2).mean() + 0 * first.sum()).backward()
         if ctx.spec.shards == 1:
             assert model.weight.grad.shape == first.shape
         optimizer.step()
+        copied = copy.deepcopy(model)
+        assert {type(parameter) for parameter in copied.parameters()} == {nn.Parameter}
+        for parameter in model.parameters():  # as scripts did before zero_grad
+            if parameter.grad is not None:
+                parameter.grad.detach_()
+                parameter.grad.zero_()
+                parameter.grad.data.zero_()
+        forward(x).pow(2).mean().backward()  # what a second loss leaves is cleared
         optimizer.zero_grad()
         model.zero_grad()
         assert isinstance(model.weight, nn.Parameter)
