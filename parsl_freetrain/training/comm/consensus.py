@@ -11,7 +11,7 @@ from time import monotonic
 from parsl_freetrain.training.comm.collectives import Peers
 
 # Each takes precedence over those before it.
-GO_ON, REPORT, SAVE, STOP, FINISH, SPOILT = range(6)
+GO_ON, REPORT, SAVE, STOP, FINISH, SPOILT, DIFFERENT = range(7)
 EVERY_S = 0.25
 
 
@@ -40,11 +40,22 @@ class Agreement:
 
     All ranks must call :meth:`after_step` the same number of times. The ranks also agree on the
     number of steps to the next agreement, which is the minimum that a rank asks for.
+
+    Parameters
+    ----------
+    same
+        A number that must be the same on all ranks; otherwise the decision is :data:`DIFFERENT`.
     """
 
-    def __init__(self, peers: Peers, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        clock: Callable[[], float] = monotonic,
+        same: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._peers = peers
         self._clock = clock
+        self._same = same
         self._answer: Callable[[], tuple[int, ...]] | None = None
         self._between = 1
         self._steps = 0
@@ -64,13 +75,14 @@ class Agreement:
             return wish()
         self._steps += 1
         if self._answer is not None:
-            decision, fewest = self._answer()
+            decision, fewest, largest, smallest = self._answer()
             self._answer = None
             self._between = -fewest
-            return decision
+            return decision if largest == -smallest else DIFFERENT
         if self._steps >= self._between:
             now = self._clock()
             between = steps_between((now - self._since) / self._steps, time_left())
-            self._answer = self._peers.largest((wish(), -between))
+            same = self._same()
+            self._answer = self._peers.largest((wish(), -between, same, -same))
             self._steps, self._since = 0, now
         return GO_ON

@@ -27,6 +27,7 @@ from parsl_freetrain.training.data.loader import MicroBatch, seed_everything, to
 from parsl_freetrain.training.loop.hooks import run_all
 from parsl_freetrain.training.loop.last_step import LastStep
 from parsl_freetrain.training.loop.parts import BatchSource, LoopState, Model, RankParts
+from parsl_freetrain.training.loop.replicas import Replicas
 from parsl_freetrain.training.loop.rollback import Rollback
 from parsl_freetrain.training.loop.turn_guard import TurnGuard
 from parsl_freetrain.training.spec.messages import Progress, Started, StateLeft
@@ -85,6 +86,7 @@ class TrainingLoop:
         self._state, self._position, self._policy = state, position, policy
         self._last = LastStep(parts, model, state)
         self._rollback = Rollback(parts, model, state, policy)
+        self._replicas = Replicas(parts, model)
         self._reported_at = 0.0
         self._rate = 0.0
         self._near_end = self._at_end = False
@@ -235,6 +237,7 @@ class TrainingLoop:
         best = {} if state.best is None else {'best': state.best}
         if state.wants_checkpoint:
             self._last.needs = state.samples
+        self._replicas.check()
         save(self.to_save, state.samples, {**state.metrics, **best})
         state.best, state.wants_checkpoint = None, False
 

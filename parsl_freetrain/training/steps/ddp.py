@@ -17,12 +17,14 @@ from torch.utils.hooks import RemovableHandle
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.comm.collectives import Peers, broadcast_into
-from parsl_freetrain.training.comm.consensus import Agreement
+from parsl_freetrain.training.comm.consensus import DIFFERENT, Agreement
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.data.order import GlobalBatch, shard, split_for_ranks
 from parsl_freetrain.training.steps import row_norm
 from parsl_freetrain.training.steps.accumulation import Accumulation, buckets, weigh
 from parsl_freetrain.training.steps.adasum import combine
+from parsl_freetrain.training.steps.buffers import Buffers
+from parsl_freetrain.training.steps.group_settings import GroupSettings
 from parsl_freetrain.training.steps.mesh import Division
 from parsl_freetrain.training.steps.nonfinite import NEVER, FirstNonFinite, Guard
 from parsl_freetrain.training.steps.sharded import MeanOfParts, fsdp_modules
@@ -61,10 +63,12 @@ class ThroughputSteps:
         self._peers = peers
         self._division = division
         self._adasum = adasum
-        self._agreement = Agreement(peers)
+        self._settings = GroupSettings(prepared.optimizers)
+        if not division.pipelined:  # stages have optimizers of their own
+            self._settings.follow_steps()
+        self._agreement = Agreement(peers, same=lambda: self._settings.history)
         self._non_finite = FirstNonFinite(prepared.models, device)
-        self._buffers = [buffer for model in prepared.models for buffer in model.buffers()]
-        self._buffers_before: list[torch.Tensor] = []
+        self._buffers = Buffers(prepared.models)
         self._factor = 1.0
         self._hooks: list[RemovableHandle] = []
         self._weight = 1.0
@@ -182,7 +186,7 @@ class ThroughputSteps:
         self._non_finite.next_step()
         if guarded:
             self._guard.bad = False
-            self._buffers_before = [buffer.clone() for buffer in self._buffers]
+            self._buffers.remember()
         if self._mean is not None:
             self._mean.alike = len(batch.indices) % self._division.parts == 0
         if self._accumulation is None:
@@ -218,8 +222,7 @@ class ThroughputSteps:
         if self._accumulation is not None:
             self._accumulation.end_turn()
         if self.kept_back:
-            for buffer, old in zip(self._buffers, self._buffers_before, strict=True):
-                buffer.copy_(old)
+            self._buffers.undo()
 
     @property
     def kept_back(self) -> bool:
@@ -230,7 +233,10 @@ class ThroughputSteps:
         """Call after the turns. Returns the maximum of all ranks' wishes, which may be up to
         :attr:`delay` batches old.
         """
-        return self._agreement.after_step(wish, time_left)
+        decision = self._agreement.after_step(wish, time_left)
+        if decision == DIFFERENT:
+            self._settings.refuse(self._peers)
+        return decision
 
     def culprit(self) -> str:
         """The rank whose gradient was not finite first, as part of a sentence. All ranks must call

@@ -16,8 +16,10 @@ from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.comm.collectives import Peers
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.data.order import GlobalBatch, shard, shards_of_rank
+from parsl_freetrain.training.steps.buffers import Buffers
 from parsl_freetrain.training.steps.deferred import NO_SCALER, DeferredOptimizer, DeferredScheduler
 from parsl_freetrain.training.steps.gradient_guard import GradientGuard
+from parsl_freetrain.training.steps.group_settings import GroupSettings
 from parsl_freetrain.training.steps.reduction_tree import Node, ShardTree
 from parsl_freetrain.training.steps.shard_sum import Contribution, Layout
 from parsl_freetrain.training.steps.tree_exchange import TreeExchange
@@ -79,20 +81,12 @@ class ReproducibleSteps:
             parameters.update(own)
             self._of_optimizer.append(set(own))
         self._parameters = tuple(parameters.values())
-        buffers = list(
-            {id(buffer): buffer for model in prepared.models for buffer in model.buffers()}.values()
-        )
-        self._buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
-        self._integers = [
-            buffer
-            for buffer in buffers
-            if not buffer.is_floating_point() and not buffer.is_complex()
-        ]
+        self._buffers = Buffers(prepared.models)
         # All parameters, frozen or not: the function may unfreeze some in another rank's turn.
         self._layout = Layout(
             self._parameters,
-            self._buffers,
-            self._integers,
+            self._buffers.floating,
+            self._buffers.integers,
             len(prepared.optimizers),
             len(prepared.schedulers),
             device,
@@ -104,6 +98,7 @@ class ReproducibleSteps:
         self._turn: MicroBatch | None = None
         self._own = Contribution(torch.empty(0), torch.empty(0))
         self._guard = GradientGuard(self._parameters)
+        self._settings = GroupSettings(prepared.optimizers)
         self.before_step: list[Callable[[], object]] = []
         self.stepped = self.changed = False
         self.kept_back = False
@@ -169,24 +164,25 @@ class ReproducibleSteps:
         """Call before the turns of a global batch. Steps are always guarded in this mode."""
         self._sizes = tuple(len(part) for part in shard(batch.indices, self._shards))
         self._sums = {}
+        self._settings.begin_batch()
         self.changed = False
         for node in self._nodes():
             if not any(self._sizes[slice(*node)]):
                 self._tree.add(self._sums, node, None, self._layout.plus)
-        self._before = [buffer.clone() for buffer in self._buffers]
-        self._integers_before = [buffer.clone() for buffer in self._integers]
+        self._buffers.remember()
 
     @torch.no_grad()
     def begin_turn(self, turn: MicroBatch) -> None:
         """Call before a turn. Every shard starts from the same state."""
         self._turn = turn
         self._guard.begin_turn(self._shards > 1)
+        self._settings.begin_turn()
         self._own = self._layout.empty()
         self._stepped = [False] * len(self._stepped)
         self._scheduled = [()] * len(self._scheduled)
         for parameter in self._parameters:
             parameter.grad = None
-        self._undo_buffers()
+        self._buffers.undo()
 
     @torch.no_grad()
     def end_turn(self) -> None:
@@ -202,8 +198,10 @@ class ReproducibleSteps:
                     'optimizer.step() once in every turn (use a larger batch_size instead of '
                     'gradient accumulation).'
                 )
+        self._settings.end_turn()
+        self._buffers.take()
         layout.put_missing(self._own)
-        layout.put_buffers(self._own, self._before, turn.weight)
+        layout.put_buffers(self._own, self._buffers.before, turn.weight)
         layout.put_steps(self._own, self._stepped, self._scheduled, turn.weight)
         self._complete()
         self._tree.add(self._sums, self._node_of(turn), self._own, layout.plus)
@@ -225,9 +223,9 @@ class ReproducibleSteps:
         self.kept_back = bool(culprits) or not layout.is_finite(total)
         self._culprit = f', on rank {", ".join(map(str, culprits))}' if culprits else ''
         if self.kept_back:
-            self._undo_buffers()
+            self._buffers.undo()
         else:
-            layout.take_buffers(total, self._before)
+            layout.take_buffers(total, self._buffers.before)
         layout.take_gradients(total)
         stepped, scheduled = layout.steps_in(total)
         self.stepped |= any(stepped)
@@ -260,12 +258,6 @@ class ReproducibleSteps:
             [p for p in self._layout.parameters if p.grad is not None], largest
         )
 
-    def _undo_buffers(self) -> None:
-        for buffer, old in zip(
-            (*self._buffers, *self._integers), (*self._before, *self._integers_before), strict=True
-        ):
-            buffer.copy_(old)
-
     def _exchange(self, wish: int, bad: bool) -> tuple[int, list[int]]:
         """Exchange sums with the other ranks. Returns the maximum wish, and the ranks whose sums
         are not finite.
@@ -275,8 +267,10 @@ class ReproducibleSteps:
         nodes = [[node for node in cover if self._has_samples(node)] for cover in self._covers]
         mine = {node: own for node, own in self._sums.items() if own is not None}
         firsts = self._layout.firsts_of([mine[node] for node in nodes[self._peers.rank][:1]])
-        row = torch.cat([firsts.new_tensor([wish, bad]), firsts])
+        head = [wish, bad, *self._settings.digest()]
+        row = torch.cat([firsts.new_tensor(head), firsts])
         rows = self._peers.gather(row)
+        self._compare(rows[:, 2 : len(head)], self._peers)
         into, *others = mine.values() if mine else [self._layout.empty()]
         self._ranks.add_up(
             {node: own.sums for node, own in mine.items()},
@@ -286,10 +280,14 @@ class ReproducibleSteps:
         )
         self._layout.release(others)
         first = next(rank for rank, theirs in enumerate(nodes) if theirs)
-        self._sums = {self._tree.root: Contribution(into.sums, rows[first][2:])}
+        self._sums = {self._tree.root: Contribution(into.sums, rows[first][len(head) :])}
         return max(int(other[0]) for other in rows), [
             rank for rank, other in enumerate(rows) if other[1]
         ]
+
+    def _compare(self, digests: torch.Tensor, peers: Peers) -> None:
+        if not bool((digests == digests[0]).all()):
+            self._settings.agree(peers)
 
     def _has_samples(self, node: Node) -> bool:
         return any(self._sizes[slice(*node)])
@@ -303,6 +301,7 @@ class ReproducibleSteps:
                     'once in every turn.'
                 )
             self._stepped[number] = True
+            self._settings.wants_step(number)
             self._guard.check(p for p in layout.parameters if id(p) in self._of_optimizer[number])
             with torch.no_grad():
                 for i, parameter in enumerate(layout.parameters):

@@ -48,16 +48,13 @@ class ShardedReproducibleSteps(ReproducibleSteps):
 
     def _complete(self) -> None:
         """Add up what FSDP has not: the numbers for schedulers."""
-        for buffer, old in zip(
-            (*self._buffers, *self._integers), (*self._before, *self._integers_before), strict=True
-        ):
-            if not torch.equal(buffer, old):
-                raise BadInput(
-                    f'A buffer of shape {tuple(buffer.shape)} has changed in a forward pass, as in '
-                    'batch normalisation; reproducible mode cannot add up buffers of sharded '
-                    'models: use a normalisation without running statistics, or '
-                    'mode=Throughput().'
-                )
+        for buffer in self._buffers.changed():
+            raise BadInput(
+                f'A buffer of shape {tuple(buffer.shape)} has changed in a forward pass, as in '
+                'batch normalisation; reproducible mode cannot add up buffers of sharded '
+                'models: use a normalisation without running statistics, or '
+                'mode=Throughput().'
+            )
         if self._width > 1 and any(calls and calls[-1] is not None for calls in self._scheduled):
             values = self._layout.values(self._own)
             rows = [torch.empty_like(values) for _ in range(self._width)]
@@ -71,11 +68,11 @@ class ShardedReproducibleSteps(ReproducibleSteps):
         assert total is not None
         self._sums = {self._tree.root: total}
         # Sums may overflow where no term is infinite, and only on the rank that has the parameter.
-        own = [wish, not self._layout.is_finite(total), bad or self._sum.saw_bad()]
-        rows = [
-            row.tolist()
-            for row in self._all.gather(torch.tensor(own, dtype=torch.uint8, device=self._device))
-        ]
+        bad = bad or self._sum.saw_bad()
+        own = [wish, not self._layout.is_finite(total), bad, *self._settings.digest()]
+        said = self._all.gather(torch.tensor(own, dtype=torch.uint8, device=self._device))
+        self._compare(said[:, 3:], self._all)
+        rows = said.tolist()
         spoilt = any(row[1] or row[2] for row in rows)
         named = [rank for rank, row in enumerate(rows) if row[2]]
         return max(row[0] for row in rows), named or list(range(len(rows))) * spoilt

@@ -9,9 +9,11 @@ import pytest
 
 from parsl_freetrain.training.comm.collectives import Alone
 from parsl_freetrain.training.comm.consensus import (
+    DIFFERENT,
     EVERY_S,
     GO_ON,
     SAVE,
+    SPOILT,
     STOP,
     Agreement,
     steps_between,
@@ -24,7 +26,7 @@ class Pair(Alone):
     world_size = 2
 
     def __init__(self) -> None:
-        self.other = (GO_ON, -10_000)
+        self.other = (GO_ON, -10_000, 7, -7)
         self.asked = 0
 
     def largest(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
@@ -55,7 +57,7 @@ def trained(
     def clock() -> float:
         return now
 
-    agreement = Agreement(pair, clock)
+    agreement = Agreement(pair, clock, lambda: 7)
     decisions = []
     for _ in range(steps):
         now += step_s
@@ -69,7 +71,7 @@ def test_the_cadence_follows_the_slowest_rank() -> None:
     assert 4 <= pair.asked <= 6
     assert agreement.delay == pytest.approx(EVERY_S / 0.001, abs=2)
     pair = Pair()
-    pair.other = (GO_ON, -5)
+    pair.other = (GO_ON, -5, 7, -7)
     _, agreement = trained(pair, 1000, 0.001)
     assert agreement.delay == 6
 
@@ -77,11 +79,18 @@ def test_the_cadence_follows_the_slowest_rank() -> None:
 def test_a_wish_of_either_rank_is_decided_within_the_delay() -> None:
     for mine, other in ((STOP, GO_ON), (GO_ON, STOP), (SAVE, STOP), (STOP, SAVE)):
         pair = Pair()
-        pair.other = (other, -10_000)
+        pair.other = (other, -10_000, 7, -7)
         decisions, agreement = trained(pair, 100, 0.01, lambda mine=mine: mine)  # type: ignore[misc]
         found = [i for i, decision in enumerate(decisions) if decision == STOP]
         assert found[0] <= agreement.delay
         assert max(b - a for a, b in pairwise(found)) <= agreement.delay
+
+
+def test_what_must_be_the_same_and_is_not_takes_precedence() -> None:
+    for other in (6, 8):
+        pair = Pair()
+        pair.other = (SPOILT, -10_000, other, -other)
+        assert max(trained(pair, 10, 0.01)[0]) == DIFFERENT
 
 
 def test_alone_nobody_has_to_be_asked() -> None:
