@@ -28,7 +28,6 @@ from parsl_freetrain.training.data.order import GlobalOrder, epoch_size
 from parsl_freetrain.training.data.sampler import Sampler, order_name, sampled_order
 from parsl_freetrain.training.data.stream import ENDLESS, NumberedStream, is_stream
 from parsl_freetrain.training.loop.around_loop import AroundTheLoop
-from parsl_freetrain.training.loop.hooks import run_all
 from parsl_freetrain.training.loop.loop_lengths import LoopLengths
 from parsl_freetrain.training.loop.parts import BatchSource, Model, RankParts
 from parsl_freetrain.training.loop.returned import plain_text
@@ -154,8 +153,9 @@ class FragmentContext(AroundTheLoop):
             clip_grad_norm,
             find_unused_parameters,
             self.device,
+            lambda: self._hooks.running,
         )
-        steps.before_step.append(lambda: run_all(self._hooks.before_step))
+        steps.before_step.append(lambda: self._hooks.run(self._hooks.before_step))
         self._model = Model(prepared, self._division, steps, watch, self._hooks)
         for average in prepared.averages:
             self._take_average(average)

@@ -16,24 +16,28 @@ Hook = Callable[[], object]
 @dataclass
 class Hooks:
     """The functions that the user has registered, in order; ``after_epoch``: what else is done at
-    the end of an epoch, after the user's.
+    the end of an epoch, after the user's. ``running``: whether one of them runs.
     """
 
     before_step: list[Hook] = field(default_factory=list)
     after_step: list[Hook] = field(default_factory=list)
     each_epoch: list[Hook] = field(default_factory=list)
     after_epoch: list[Hook] = field(default_factory=list)
+    running: bool = False
 
     @property
     def at_epochs(self) -> bool:
         """Whether anything is done at the end of an epoch."""
         return bool(self.each_epoch or self.after_epoch)
 
-
-def run_all(hooks: list[Hook]) -> None:
-    """Call every function in order."""
-    for hook in hooks:
-        hook()
+    def run(self, hooks: list[Hook]) -> None:
+        """Call functions in order."""
+        self.running = True
+        try:
+            for hook in hooks:
+                hook()
+        finally:
+            self.running = False
 
 
 class MovingAverage:

@@ -24,6 +24,33 @@ from parsl_freetrain.training.spec.messages import StateLeft
 
 
 @dataclass(frozen=True)
+class Surroundings:
+    """Settings of optimizers, and the states of schedulers, scalers and averages of models."""
+
+    settings: list[dict[str, Any]]
+    states: list[tuple[Any, dict[str, Any]]]
+
+    @classmethod
+    def of(cls, prepared: Prepared, *, averages: bool = False) -> Surroundings:
+        """As they are now; without ``averages``, those are left out."""
+        things = (*prepared.schedulers, *prepared.scalers, *(prepared.averages if averages else ()))
+        return cls(
+            [
+                {name: copy.deepcopy(value) for name, value in group.items() if name != 'params'}
+                for group in _groups(prepared)
+            ],
+            [(thing, copy.deepcopy(thing.state_dict())) for thing in things],
+        )
+
+    def put_back(self, prepared: Prepared) -> None:
+        """Make them what they were."""
+        for group, settings in zip(_groups(prepared), self.settings, strict=True):
+            group.update(settings)
+        for thing, state in self.states:
+            thing.load_state_dict(state)
+
+
+@dataclass(frozen=True)
 class _End:
     """What the next batch may change before its optimizers step, as it was before."""
 
@@ -31,9 +58,7 @@ class _End:
     epoch_due: bool
     finishing: str
     user: str
-    settings: list[dict[str, Any]]
-    schedulers: list[dict[str, Any]]
-    scalers: list[dict[str, Any]]
+    around: Surroundings
     buffers: list[torch.Tensor]
     versions: list[int]
 
@@ -85,11 +110,9 @@ class LastStep:
                 state.epoch_due,
                 state.finishing,
                 state.user_text(),
-                _settings(prepared),
-                [copy.deepcopy(one.state_dict()) for one in prepared.schedulers],
-                [copy.deepcopy(one.state_dict()) for one in prepared.scalers],
+                Surroundings.of(prepared),
                 [buffer.clone() for buffer in _buffers(prepared)],
-                _versions(prepared),
+                versions((*prepared.models, *prepared.averages)),
             )
 
     def forget(self) -> None:
@@ -112,22 +135,15 @@ class LastStep:
             return False
         if self._parts.place.rank > 0 and (self._state.used or end.user != '{}'):
             return False  # rank 0's counts
-        if end.versions != _versions(prepared):
+        if end.versions != versions((*prepared.models, *prepared.averages)):
             return False
         state = self._state
         state.samples, state.epoch_due, state.finishing = end.samples, end.epoch_due, end.finishing
         state.user.clear()
         state.user.update(json.loads(end.user))
-        for group, settings in zip(_groups(prepared), end.settings, strict=True):
-            group.update(settings)
-        for things, states in (
-            (prepared.schedulers, end.schedulers),
-            (prepared.scalers, end.scalers),
-        ):
-            for thing, kept in zip(things, states, strict=True):
-                thing.load_state_dict(kept)
-        for buffer, kept_ in zip(_buffers(prepared), end.buffers, strict=True):
-            buffer.copy_(kept_)
+        end.around.put_back(prepared)
+        for buffer, kept in zip(_buffers(prepared), end.buffers, strict=True):
+            buffer.copy_(kept)
         return True
 
 
@@ -135,22 +151,15 @@ def _groups(prepared: Prepared) -> Iterable[dict[str, Any]]:
     return (group for optimizer in prepared.optimizers for group in optimizer.param_groups)
 
 
-def _settings(prepared: Prepared) -> list[dict[str, Any]]:
-    return [
-        {name: copy.deepcopy(value) for name, value in group.items() if name != 'params'}
-        for group in _groups(prepared)
-    ]
-
-
 def _buffers(prepared: Prepared) -> list[torch.Tensor]:
     return [buffer for model in prepared.models for buffer in model.buffers()]
 
 
-def _versions(prepared: Prepared) -> list[int]:
-    """How often the parameters, and the moving averages of models, have been changed."""
+def versions(models: Iterable[torch.nn.Module]) -> list[int]:
+    """How often the parameters have been changed."""
     return [
         parameter._version
-        for model in (*prepared.models, *prepared.averages)
+        for model in models
         for parameter in model.parameters()
         if not parameter.is_inference()
     ]

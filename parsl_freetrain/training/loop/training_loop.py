@@ -24,8 +24,7 @@ from parsl_freetrain.training.comm.consensus import (
     Agreement,
 )
 from parsl_freetrain.training.data.loader import MicroBatch, seed_everything, to_device
-from parsl_freetrain.training.loop.hooks import run_all
-from parsl_freetrain.training.loop.last_step import LastStep
+from parsl_freetrain.training.loop.last_step import LastStep, Surroundings, versions
 from parsl_freetrain.training.loop.parts import BatchSource, LoopState, Model, RankParts
 from parsl_freetrain.training.loop.replicas import Replicas
 from parsl_freetrain.training.loop.rollback import Rollback
@@ -180,7 +179,7 @@ class TrainingLoop:
                 self._policy.went_well()
             state.samples = state.reached
             if not self._steps.kept_back:
-                run_all(self._hooks.after_step)
+                self._hooks.run(self._hooks.after_step)
             now = time.monotonic()
             self._checkpointer.step_took(now - batch_began_at)
             self._rate = (state.samples - began_with) / (now - began_at)
@@ -245,14 +244,17 @@ class TrainingLoop:
         """Do what is to be done at the end of an epoch."""
         state = self._state
         before = json.loads(state.user_text())
+        around = Surroundings.of(self._prepared, averages=True)
+        changes = versions(self._prepared.models)
         state.at_epoch_end = True
         try:
-            run_all([*self._hooks.each_epoch, *self._hooks.after_epoch])
+            self._hooks.run([*self._hooks.each_epoch, *self._hooks.after_epoch])
         except EvaluationStopped:
             # The next fragment does it again, from the beginning.
             state.user.clear()
             state.user.update(before)
-            if not self._at_end:
+            around.put_back(self._prepared)
+            if not self._at_end and changes == versions(self._prepared.models):
                 self.stop()
             self._stop_unsaved()
         finally:

@@ -77,16 +77,21 @@ def make_steps(
     clip_grad_norm: float | None,
     find_unused_parameters: bool,
     device: torch.device,
+    in_hook: Callable[[], bool],
 ) -> Steps:
-    """The implementation of the order's mode."""
+    """The implementation of the order's mode. ``in_hook``: whether a function that was given to the
+    context runs, on all ranks and between turns.
+    """
     mode = order.spec.mode
     if isinstance(mode, Reproducible) and division.sharded:
         return ShardedReproducibleSteps(
-            prepared, peers, division, order.spec.shards, clip_grad_norm, device
+            prepared, peers, division, order.spec.shards, clip_grad_norm, device, in_hook
         )
     if isinstance(mode, Reproducible):
         speeds = [speed for speed in order.speeds for _ in range(order.per_node)]
-        return ReproducibleSteps(prepared, peers, order.spec.shards, clip_grad_norm, device, speeds)
+        return ReproducibleSteps(
+            prepared, peers, order.spec.shards, clip_grad_norm, device, in_hook, speeds
+        )
     return ThroughputSteps(
         prepared,
         peers,

@@ -43,6 +43,7 @@ class ReproducibleSteps:
         shards: int,
         clip_grad_norm: float | None,
         device: torch.device,
+        in_hook: Callable[[], bool],
         speeds: Sequence[float] = (),
     ) -> None:
         if any(scaler.is_enabled() for scaler in prepared.scalers):
@@ -58,6 +59,7 @@ class ReproducibleSteps:
         self._prepared = prepared
         self._peers = peers
         self._shards = shards
+        self._in_hook = in_hook
         self._clip = clip_grad_norm
         self._device = device
         self._tree = ShardTree(shards)
@@ -313,12 +315,15 @@ class ReproducibleSteps:
 
     def _noting(self, number: int) -> Callable[[float | None], None]:
         def note(value: float | None) -> None:
-            if self._turn is None:
+            if self._turn is not None:
+                self._scheduled[number] = (value,)
+            elif self._in_hook():
+                self._prepared.schedulers[number].step(*(() if value is None else (value,)))
+            else:
                 raise BadInput(
-                    'scheduler.step() was called outside of ctx.loop: call it in the '
-                    'loop, once in every turn.'
+                    'scheduler.step() was called outside of ctx.loop: call it in the loop, once in '
+                    'every turn, or once per epoch in a function given to ctx.each_epoch.'
                 )
-            self._scheduled[number] = (value,)
 
         return note
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -33,10 +35,11 @@ class ShardedReproducibleSteps(ReproducibleSteps):
         shards: int,
         clip_grad_norm: float | None,
         device: torch.device,
+        in_hook: Callable[[], bool],
     ) -> None:
         mesh, shape = division.mesh, division.shape
         copies = Subgroup(mesh.get_group('data')) if shape.data > 1 else Alone()
-        super().__init__(prepared, copies, shards, clip_grad_norm, device)
+        super().__init__(prepared, copies, shards, clip_grad_norm, device, in_hook)
         self._all, self._mesh = peers, mesh
         self._width, self._place = shape.shard, mesh['shard'].get_local_rank()
         self._sum = SumOfShards(prepared.models, shape.shard)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 from parsl_freetrain.training.checkpoint.state import read_state
@@ -28,7 +29,9 @@ HELD_OUT = TensorDataset(torch.linspace(-3, 5, 34).reshape(17, 2))
 def made(ctx: FragmentContext) -> tuple[Any, Any]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.3), nn.Linear(3, 1))
-    return tuple(ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    return tuple(ctx.prepare(model, optimizer, schedule, AveragedModel(model)))
 
 
 def measure(model: Any, batch: Any) -> dict[str, Any]:
@@ -40,7 +43,7 @@ def train(ctx: FragmentContext, stop_at: int | None = None, slow: float = 0.0) -
     """Evaluates after each epoch, and keeps the best; asks to stop at ``stop_at`` samples, or, if
     that is negative, in the first evaluation.
     """
-    model, optimizer = made(ctx)
+    model, optimizer, schedule, average = made(ctx)
 
     def measured(model: Any, batch: Any) -> dict[str, Any]:
         if stop_at == -1 and ctx.fragment == 1:
@@ -49,6 +52,8 @@ def train(ctx: FragmentContext, stop_at: int | None = None, slow: float = 0.0) -
 
     def end_of_epoch() -> None:
         ctx.state.setdefault('begun', []).append(ctx.epoch)
+        schedule.step()
+        average.update_parameters(model)
         found = ctx.evaluate(model, HELD_OUT, measured, batch_size=2)
         ctx.state.setdefault('found', []).append([ctx.epoch, ctx.samples, found, ctx.metrics])
         ctx.checkpoint(best=found['loss'])
@@ -100,6 +105,9 @@ def test_each_epoch_is_ended_once_with_the_same_figures(
     assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
     checkpoint, cut = last(tmp_path / 'cut')
     assert cut.position.user == whole.position.user
+    assert cut.schedulers == whole.schedulers and cut.schedulers[0]['_step_count'] == 4
+    for now, then in zip(cut.models + cut.averages, whole.models + whole.averages, strict=True):
+        assert all(torch.equal(now[name], value) for name, value in then.items())
     assert checkpoint.metrics == one.metrics and checkpoint.metrics.keys() >= {'loss', 'twice'}
     assert checkpoint.metrics['twice'] == pytest.approx(2 * checkpoint.metrics['loss'])
 
@@ -139,13 +147,13 @@ def test_evaluation_in_other_modes(fork_server: ForkClient, tmp_path: Path, mode
 
 
 def evaluates_in_the_body(ctx: FragmentContext) -> None:
-    model, _ = made(ctx)
+    model, *_ = made(ctx)
     for _ in ctx.loop(DATA, 8):
         ctx.evaluate(model, HELD_OUT, measure, batch_size=2)
 
 
 def returns_a_mean(ctx: FragmentContext) -> None:
-    model, _ = made(ctx)
+    model, *_ = made(ctx)
     ctx.evaluate(model, HELD_OUT, lambda m, b: {'loss': m(b[0]).mean()}, batch_size=2)
 
 
