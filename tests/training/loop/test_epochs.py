@@ -26,7 +26,7 @@ DATA = TensorDataset(torch.arange(44.0).reshape(22, 2) / 44)
 HELD_OUT = TensorDataset(torch.linspace(-3, 5, 34).reshape(17, 2))
 
 
-def made(ctx: FragmentContext) -> tuple[Any, Any]:
+def made(ctx: FragmentContext) -> tuple[Any, ...]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.3), nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
