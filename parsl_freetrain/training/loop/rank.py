@@ -33,6 +33,7 @@ from parsl_freetrain.training.loop.standby_context import StandbyContext, Standb
 from parsl_freetrain.training.loop.start import start_of
 from parsl_freetrain.training.loop.training_loop import FragmentEnd
 from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.process.linux import keep_freed_memory
 from parsl_freetrain.training.spec.messages import Ending, Outcome, RankError, ToRank
 from parsl_freetrain.training.spec.mode import Reproducible
 from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
@@ -133,6 +134,7 @@ def run_rank(
 
 def set_up(order: FragmentOrder, place: RankPlace) -> torch.device:
     """Prepare this process for training; returns its device."""
+    keep_freed_memory()
     torch.set_num_threads(order.spec.ranks.threads)
     if isinstance(order.spec.mode, Reproducible):
         demand_determinism(warn_only=order.spec.mode.warn_only)
