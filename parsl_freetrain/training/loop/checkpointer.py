@@ -91,7 +91,7 @@ class Checkpointer:
         self._expected_s = 0.0
         self._size = 0
         self._begun_with_uncommitted = self._only_in_memory = False
-        self._longest_s = 0.0
+        self._longest_s = self._pause_s = 0.0
         self._tidying_s = 0.0
         self.last = last
 
@@ -172,12 +172,15 @@ class Checkpointer:
         return True
 
     def _best_interval_s(self) -> float:
-        """Seconds between checkpoints for which writing costs as much as what interruptions are
-        expected to cost (J. W. Young, Communications of the ACM 17(9), 1974); infinite where it is
-        not known how often those come.
+        """Seconds between checkpoints for which they hold training up as much as interruptions are
+        expected to cost (J. W. Young, Communications of the ACM 17(9), 1974), but so that nothing
+        is written for half of the time; infinite where it is not known how often those come.
         """
         per_s = self._order.interruptions_per_s
-        return max(math.sqrt(2 * self.longest_s / per_s), NEAR_END_S) if per_s else math.inf
+        if not per_s:
+            return math.inf
+        cost_s = self._pause_s or self.longest_s
+        return max(math.sqrt(2 * cost_s / per_s), 2 * self.longest_s, NEAR_END_S)
 
     def _exemption_ends(self) -> bool:
         """Whether the nodes may be preempted as soon as a checkpoint can have been written."""
@@ -204,6 +207,7 @@ class Checkpointer:
         if state is not None:
             copied = self._snapshots.take(state)
             pause_s, save = time.monotonic() - began, self._save
+            self._pause_s = pause_s
             self._background.start(
                 lambda: self._commit(copied, save, samples, numbers, lambda: pause_s)
             )

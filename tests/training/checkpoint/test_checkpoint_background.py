@@ -158,7 +158,8 @@ def test_a_checkpoint_is_wanted_just_before_the_nodes_may_be_preempted(
 
 
 @pytest.mark.parametrize(
-    ('per_s', 'checkpoint_s', 'after_s'), [(None, 2.0, 30.0), (0.04, 2.0, 10.0), (100.0, 2.0, 1.0)]
+    ('per_s', 'checkpoint_s', 'after_s'),
+    [(None, 2.0, 30.0), (0.04, 2.0, 10.0), (100.0, 2.0, 4.0), (100.0, 0.2, 1.0)],
 )
 def test_checkpoints_are_as_frequent_as_interruptions_ask_for(
     tmp_path: Path,
@@ -175,6 +176,29 @@ def test_checkpoints_are_as_frequent_as_interruptions_ask_for(
     now = after_s - 0.01
     assert not kept.wants_to_save()
     now = after_s + 0.01
+    assert kept.wants_to_save()
+
+
+def test_what_counts_is_how_long_checkpoints_hold_training_up(
+    tmp_path: Path,
+    channels: tuple[Channel[ToRank], Channel[FromRank]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+
+    def slowly() -> State:
+        nonlocal now
+        now += 0.5
+        return state_of(things())()
+
+    monkeypatch.setattr(time, 'monotonic', lambda: now)
+    kept = keeper(tmp_path, channels[0], checkpoint_every_s=30.0, interruptions_per_s=0.04)
+    kept.expect(0, 2.0)  # a checkpoint every 10 s
+    kept.save_beside(slowly, 10, {})
+    assert kept.settled() is not None
+    now = 5.49
+    assert not kept.wants_to_save()
+    now = 5.51
     assert kept.wants_to_save()
 
 
