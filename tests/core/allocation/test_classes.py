@@ -73,6 +73,37 @@ def test_prices_by_class_agree_with_the_milp_where_enumeration_ends(seed: int) -
     assert found.objective == pytest.approx(reference.objective, rel=1e-9)
 
 
+@pytest.mark.parametrize('seed', range(4))
+def test_nodes_that_are_left_over_are_no_gain(seed: int) -> None:
+    """Trainers of few sizes, whose worth saturates, leave nodes over."""
+    draw, counts = random.Random(seed), (1, 2, 4, 8, 16)
+    speeds = {'a100': 5.0, 'a40': 2.0, 'cpu': 1.0}
+    bids = []
+    for j in range(8):
+        curves = tuple(
+            (
+                name,
+                ScalingCurve.from_points(
+                    {
+                        n: 1.1 - (speed * n**0.8 * draw.uniform(0.9, 1.1)) ** -0.5 + 0.2
+                        for n in counts
+                    }
+                ),
+            )
+            for name, speed in speeds.items()
+        )
+        bid = Bid(f't{j}', 1, 16, 0, 0, 0, curves[0][1], sizes=counts, class_curves=curves)
+        bids.append(replace(bid, held=(0, 0, 0)))
+    blocks = tuple(
+        Block(name, nodes, node_class=name)
+        for name, nodes in (('a100', 15), ('a40', 23), ('cpu', 23))
+    )
+    problem = Problem(1.0, 61, tuple(bids), blocks)
+    found = CLASSES.allocate(problem)
+    assert found.solver == 'classes'
+    assert found.objective == pytest.approx(MILP.allocate(problem).objective, rel=1e-9)
+
+
 def test_too_many_near_choices_are_for_the_other_solver() -> None:
     problem = class_problem(random.Random(1), trainers=12, nodes=16)
     found = ClassAllocator(MILP, most_states=1).allocate(problem)

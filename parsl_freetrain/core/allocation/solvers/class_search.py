@@ -279,6 +279,8 @@ class _Search:
             stages.append(_Stage(j, parent, node_class[choice], count[choice]))
         if (left <= 0).any() or (use @ self._weight.T > self._room).any():
             return None  # where all had one choice
+        if value.max() <= target:
+            return None  # the bounds count nodes that are left over as if they were of use
         return self._traced(stages, int(value.argmax()))
 
     def _traced(self, stages: list[_Stage], last: int) -> Integers:
