@@ -30,6 +30,7 @@ from tests.support.lsf import lsf  # noqa: F401
 from tests.support.openpbs import openpbs, pbs_cluster  # noqa: F401
 from tests.support.pbs import pbs  # noqa: F401
 from tests.support.slurm import slurm, slurm_cluster  # noqa: F401
+from tests.support.template import nodes_share_a_template  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKER = 'FREETRAIN_TEST_ID'

@@ -19,6 +19,7 @@ NODES = 4
 MIX = Mix((Ordinary(0.0, 2, 2, 115.0), Ordinary(0.0, NODES, 1, 5.0)))
 
 
+@pytest.mark.usefixtures('nodes_share_a_template')
 def test_jobs_whose_plans_are_known_start_as_without_blocks(
     slurm_cluster: Cluster, tmp_path: Path
 ) -> None:

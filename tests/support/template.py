@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.process.node_agent import TEMPLATE_VARIABLE
 from tests.support.waiting import LIMIT_S
@@ -44,6 +46,13 @@ def for_nodes() -> dict[str, str]:
     matter which of a node's processes its scheduler sees.
     """
     return {TEMPLATE_VARIABLE: name()}
+
+
+@pytest.fixture
+def nodes_share_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets :func:`for_nodes` for the blocks of a test."""
+    for variable, value in for_nodes().items():
+        monkeypatch.setenv(variable, value)
 
 
 def pids() -> set[int]:
