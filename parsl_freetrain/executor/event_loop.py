@@ -190,11 +190,12 @@ class EventLoop:
             case co.TaskArrived(context, buffer, outer):
                 self._fragments.arrived(context, buffer, outer)
             case co.MemberReturned(trainer, fragment, member, done):
-                if isinstance(done.exception(), ManagerLost) and (
-                    node := self._fragments.node_of(trainer, fragment, member)
-                ):
+                node = self._fragments.node_of(trainer, fragment, member)
+                if node and isinstance(done.exception(), ManagerLost):
                     self._blocks.lose({node}, now)
                 self._fragments.returned(item, now)
+                if node:
+                    self._blocks.result_arrived(node)
             case MemberDisconnected():
                 if (
                     self._fragments.disconnected(item, now)
@@ -271,8 +272,11 @@ class EventLoop:
                     raise
             finally:
                 self._stream.emit(no.Handled(now, events, reply))
+            closing = [action for action in reply.actions if isinstance(action, ev.CloseBlock)]
             for action in reply.actions:
                 self._guarded(self._carry_out, action, now)
+            if closing:
+                self._guarded(self._blocks.close, [action.block for action in closing], now)
             if any(isinstance(event, _URGENT) for event in events):
                 self._fragments.hurry(now)
 
@@ -281,8 +285,7 @@ class EventLoop:
             case ev.OpenBlock(request):
                 self._blocks.open(request, now)
             case ev.CloseBlock(block, why):
-                logger.info('Giving block %s back: %s', block, why)
-                self._blocks.close(block, now)
+                logger.info('Giving block %s back: %s', block, why)  # with all others
             case ev.ReleaseNodes(block, nodes, why):
                 logger.info('Giving %d nodes of block %s back: %s', len(nodes), block, why)
                 self._blocks.release(block, nodes, now)
@@ -311,8 +314,7 @@ class EventLoop:
                 )
                 self._guarded(self._stream.emit, no.TrainerInterrupted(now, name, sentence))
         # After the futures: nodes that are given back now make no preemption there.
-        for block in list(self._blocks.blocks):
-            self._guarded(self._blocks.close, block, now)
+        self._guarded(self._blocks.close, list(self._blocks.blocks), now)
         self._guarded(self._note_offers, now)
         self._guarded(self._fragments.end, why)
         self._stream.emit(no.RunEnded(now, how))

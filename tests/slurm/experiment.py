@@ -34,9 +34,10 @@ QUICK: dict[str, Any] = {
     'start_s': 3.0,
     'ending_s': 3.0,
 }
+_OFTEN = {**QUICK, 'poll_s': 0.5, 'waiting_poll_s': 0.25}
 MODES: dict[str, dict[str, Any]] = {
-    'backfill': {**QUICK, 'partition': 'batch', 'margin_s': 5.0},
-    'preemptible': {**QUICK, 'partition': 'scavenger', 'mode': 'preemptible'},
+    'backfill': {**_OFTEN, 'partition': 'batch', 'margin_s': 5.0},
+    'preemptible': {**_OFTEN, 'partition': 'scavenger', 'mode': 'preemptible'},
 }
 
 

@@ -7,6 +7,7 @@ import pytest
 from tests.slurm.delay import delays_s, idle_of, scatter_s
 from tests.slurm.experiment import Outcome, Ran
 from tests.slurm.mix import Mix, untidy
+from tests.slurm.zero_delay import aims
 
 
 def outcome(
@@ -54,6 +55,11 @@ def test_what_is_idle_for_more_than_a_minute_is_counted_apart() -> None:
     )
     assert (idle.idle, idle.long, idle.in_long) == (80 + 40, 80, 70)
     assert idle.share_of_long == 70 / 80
+
+
+def test_the_report_says_which_aims_a_run_has_reached() -> None:
+    assert list(aims([0.0, 2.0, 15.0], 0.6, 2.0, 15.0).values()) == [True, True, True]
+    assert list(aims([0.0, 2.5, 15.5], 0.59, 2.0, 15.0).values()) == [False, False, False]
 
 
 @pytest.mark.parametrize('mix', [untidy(seed, 4, 8, 90.0, 30.0) for seed in (6, 8)])

@@ -25,8 +25,7 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import DecisionFailed
 from parsl_freetrain.core.model.types import BlockRequest
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""After failures in a row."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # after failures in a row
 
 BUDGET_SPENT, PAUSE_OVER = 'BudgetSpent', 'PauseOver'
 """Triggers of decisions for which there is no event."""
@@ -90,6 +89,9 @@ class Controller:
         DecisionFailed
             If the allocator raised an error. The events have been processed nevertheless.
         """
+        if not events:
+            return Reply()
+        at = events[-1].at
         actions: list[ev.Action] = []
         triggers: dict[str, None] = {}
         for event in events:
@@ -97,23 +99,21 @@ class Controller:
             actions += follow
             if decide:
                 triggers[type(event).__name__] = None
-        if not events:
-            return Reply()
-        at = events[-1].at
         if self.state.end_pauses(at):
             triggers[PAUSE_OVER] = None
         if stopped := stop_spent(self.state, at):
             actions += stopped
             triggers[BUDGET_SPENT] = None
-        try:
-            reply = (
-                self._planner.decide(self.state, at, '+'.join(triggers)) if triggers else Reply()
-            )
-        except Exception as error:
-            raise DecisionFailed(tuple(actions)) from error
-        actions += reply.actions
-        actions += releases(self.state, at)
-        actions += idle_blocks(self.state, self.settings, at)
+        released = releases(self.state, at)
+        # Where somebody waits, a decision comes when what ends here has ended.
+        urgent = released or (actions and any(isinstance(e, ev.NodesNeeded) for e in events))
+        reply = Reply()
+        if triggers and not urgent:
+            try:
+                reply = self._planner.decide(self.state, at, '+'.join(triggers))
+            except Exception as error:
+                raise DecisionFailed(tuple(actions)) from error
+        actions += [*reply.actions, *released, *idle_blocks(self.state, self.settings, at)]
         return Reply(tuple(actions), reply.decision)
 
     @singledispatchmethod

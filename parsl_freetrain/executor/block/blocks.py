@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +13,14 @@ from parsl.executors.high_throughput.errors import ManagerLost
 from parsl.jobs.states import JobState, JobStatus
 
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.errors import FreeTrainError
-from parsl_freetrain.core.model.types import BlockNodes, BlockRequest
+from parsl_freetrain.core.model.errors import FreeTrainError, TrainerFailed
+from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.executor import notices as no
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
+from parsl_freetrain.executor.block.needs import nodes_needed
+from parsl_freetrain.executor.block.node_tasks import greeting, leaving
 from parsl_freetrain.executor.block.record import BlockRecord
 from parsl_freetrain.executor.commands import CommandInbox, GreetingReturned
-from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.host.backoff import Backoff
 from parsl_freetrain.sites.batch.life import ran_out_of_memory
 from parsl_freetrain.sites.protocols import HoleGone, Yielding
@@ -117,11 +119,27 @@ class BlockManager:
             ev.BlockOpened(at, block, request),
         )
 
-    def close(self, block: str, at: float) -> None:
-        """Give a block back."""
-        if block in self.blocks:
-            self._provider.cancel([self.blocks[block].job_id])
-            self._ended(block, 'returned', at)
+    def close(self, names: Iterable[str], at: float) -> None:
+        """Give blocks back, all at once. The nodes are told first, since a scheduler may wait a
+        second before it looks again for processes that have not ended at once.
+        """
+        closing = [name for name in names if name in self.blocks]
+        for name in closing:
+            self._leave(self.blocks[name].greeted)
+        self._provider.cancel([self.blocks[name].job_id for name in closing])
+        for name in closing:
+            self._ended(name, 'returned', at)
+
+    def result_arrived(self, node: str) -> None:
+        """Handle that a node has nothing more to say: if the scheduler takes it, it can end."""
+        if any(block.noticed and node in block.nodes for block in self.blocks.values()):
+            self._leave((node,))
+
+    def _leave(self, managers: Collection[str]) -> None:
+        if isinstance(self._provider.site, Yielding):
+            with suppress(TrainerFailed):  # the scheduler ends them
+                for manager in managers:
+                    self._submit(leaving(manager), b'')
 
     def look_for_needs(self, at: float) -> None:
         """Emit which waiting jobs of others need nodes of blocks, if any does."""
@@ -130,32 +148,7 @@ class BlockManager:
         demands, held = self._provider.site.needed()
         if not demands:
             return
-        of_job = {block.job_id: (name, block) for name, block in self.blocks.items()}
-        known = [
-            (*of_job[nodes.block], nodes)
-            for nodes in held
-            if nodes.block in of_job and not of_job[nodes.block][1].noticed
-        ]
-        manager: dict[str, str] = {}
-        for name, block, nodes in known:
-            manager |= {host: block.managers.get(host, f'{name} {host}') for host in nodes.nodes}
-        self._stream.emit(
-            ev.NodesNeeded(
-                at,
-                tuple(
-                    replace(d, among=frozenset(manager[host] for host in d.among & manager.keys()))
-                    for d in demands
-                ),
-                tuple(
-                    BlockNodes(
-                        name,
-                        tuple(manager[host] for host in nodes.nodes),
-                        frozenset(manager[host] for host in nodes.releasable),
-                    )
-                    for name, _, nodes in known
-                ),
-            )
-        )
+        self._stream.emit(nodes_needed(at, demands, held, self.blocks))
 
     def release(self, block_id: str, nodes: Sequence[str], at: float) -> None:
         """Give some nodes of a block back. If the scheduler refuses, they can be used again."""
@@ -210,17 +203,8 @@ class BlockManager:
                 continue
             block.greeted.add(name)
             block.answering.add(name)
-            greeting = self._submit(
-                {
-                    'resource_spec': {PIN: name},
-                    'task_executor': {
-                        'f': 'parsl_freetrain.executor.fragment.node_agent.greet',
-                        'a': (self._node_log_dir, 120.0, self._template),
-                    },
-                },
-                b'',
-            )
-            greeting.add_done_callback(
+            greeted = self._submit(greeting(name, self._node_log_dir, self._template), b'')
+            greeted.add_done_callback(
                 lambda done, b=block_id, m=name: self._inbox.post(GreetingReturned(b, m, done))  # type: ignore[misc]
             )
 
@@ -267,7 +251,7 @@ class BlockManager:
         if block.complete() and not block.nodes:
             # the next block of this site would probably fail too
             self._not_before = at + self._backoff.failed()
-            self.close(block_id, at)
+            self.close([block_id], at)
         if (
             self._ever_joined
             or isinstance(error, ManagerLost)
@@ -370,7 +354,7 @@ class BlockManager:
                 self.lose({node}, at)
                 self._stream.emit(no.NodeUnusable(at, block_id, node, why))
                 if block.complete() and not block.nodes:
-                    self.close(block_id, at)
+                    self.close([block_id], at)
                 return
 
     def _avoided_at(self, at: float) -> set[str]:

@@ -20,6 +20,7 @@ from parsl_freetrain.executor.fragment.node_fork_server import (
 )
 from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.training.process.node_agent import heed_notices, ignore_notices
+from parsl_freetrain.training.process.node_agent import leave as end_node
 
 _order: ContextVar[MemberOrder] = ContextVar('member_order')
 
@@ -88,3 +89,8 @@ def greet(
         'python': platform.python_version(),
         'torch': importlib.metadata.version('torch'),
     }
+
+
+def leave(buffer: bytes) -> None:
+    """A node's last task: end the node, whose block is given back or taken."""
+    end_node()

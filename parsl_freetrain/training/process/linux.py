@@ -7,8 +7,11 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
 
-from parsl_freetrain.host.processes import process_ids, status
+from parsl_freetrain.host.processes import ProcessStatus, process_ids, status
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -62,17 +65,38 @@ def end_descendants() -> None:
     """SIGKILL all descendants of this process, which adopts orphans; it must not wait for any."""
     me = os.getpid()
     until = time.monotonic() + _UNKILLABLE_S
-    # The children of a killed child become ours.
-    while children := {
-        pid for pid in process_ids() if (found := status(pid)) is not None and found.parent == me
-    }:
-        for pid in children:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)  # ours, hence not another one with its number
-                os.waitpid(pid, os.WNOHANG)
-        if time.monotonic() > until:
-            return
+    parents = {me}
+    while _has_children() and time.monotonic() < until:
+        # All of them at once: a process may take a while to free its memory, and its children
+        # become ours only then.
+        for pid in _descendants(me):
+            if _kill_if(pid, lambda found: found.parent in parents):
+                parents.add(pid)
         time.sleep(0.001)
+
+
+def _has_children() -> bool:
+    """Whether there are any that have not ended; reaps all others."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+        return True
+    return False
+
+
+def _descendants(pid: int) -> list[int]:
+    """Parents before their children. Where the kernel does not list children, only the children."""
+    try:
+        listed = [
+            path.read_text().split() for path in Path(f'/proc/{pid}/task').glob('[0-9]*/children')
+        ]
+    except OSError:  # it has ended
+        return []
+    if not listed and pid == os.getpid():
+        return [
+            other for other in process_ids() if (found := status(other)) and found.parent == pid
+        ]
+    return [i for child in map(int, chain(*listed)) for i in (child, *_descendants(child))]
 
 
 def end_session() -> None:
@@ -84,20 +108,20 @@ def end_session() -> None:
     while True:
         # Between listing and killing, a process may have started another one.
         found = process_ids() - killed - {me}
-        members = {pid for pid in found if _kill_member(pid, me)}
+        members = {pid for pid in found if _kill_if(pid, lambda other: other.session == me)}
         if not members:
             return
         killed |= members
 
 
-def _kill_member(pid: int, session: int) -> bool:
-    """Kill a process if it is in the session; False if it is not, or has ended."""
+def _kill_if(pid: int, condition: Callable[[ProcessStatus], bool]) -> bool:
+    """Kill a process if the condition holds; False if it does not, or the process has ended."""
     with contextlib.suppress(OSError):
         # Opened before the check, so that the checked process is the one that is killed.
         pidfd = os.pidfd_open(pid)
         try:
             found = status(pid)
-            if found is not None and found.alive and found.session == session:
+            if found is not None and found.alive and condition(found):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 return True
         finally:

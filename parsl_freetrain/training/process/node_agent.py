@@ -6,8 +6,9 @@ optionally with ``--holder FILE --job-variable NAME --wait SECONDS`` before the 
 A scheduler that takes nodes away sends SIGTERM to all of their processes. Parsl's manager would end
 on it, and the ranks with it, although there are seconds left to save. So all processes that are
 started here ignore SIGTERM and SIGUSR1, and this process notifies the members at work. After
-SIGTERM it ends the node as soon as no member is at work. SIGUSR1 is only a warning and does not end
-the node.
+SIGTERM it ends the node as soon as no member is at work and its results have had time to arrive.
+:func:`leave` says that they have, and ends the node also before the scheduler does. SIGUSR1 is only
+a warning and does not end the node.
 
 A node ends with its job. A scheduler may stop or kill nothing but the shell that its launcher has
 started (:mod:`parsl_freetrain.sites.batch.shell`), so this process ends with that shell, and
@@ -44,7 +45,7 @@ from parsl_freetrain.training.process.fork_address import connect
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.process.linux import adopt_orphans, die_with_parent, end_descendants
 from parsl_freetrain.training.spec.codec import Decoder
-from parsl_freetrain.training.spec.messages import Notice
+from parsl_freetrain.training.spec.messages import Leave, Notice
 
 NOTICE_VARIABLE = 'FREETRAIN_NODE_NOTICE'
 TEMPLATE_VARIABLE = 'FREETRAIN_NODE_TEMPLATE'
@@ -101,6 +102,16 @@ def listen_for_notices() -> Channel[Notice] | None:
     return Channel(sock, Decoder[Notice](Notice, "the node's first process"))
 
 
+def leave() -> None:
+    """Have the first process of this node end the node, once no member is at work. Nothing happens
+    if no such process runs it.
+    """
+    channel = listen_for_notices()
+    if channel is not None:
+        channel.send(Leave())
+        channel.close()
+
+
 class Node:
     """Runs one command until it ends, and then those of later holders of the node.
 
@@ -122,8 +133,9 @@ class Node:
         self._wait_s = wait_s
         self._notice = ''
         self._ending = False
-        self._members: dict[int, Channel[Notice]] = {}
-        self._decoder: Decoder[Notice] = Decoder(Notice, 'a member')  # members send nothing
+        self._left = False  # nothing that ran here is waited for
+        self._members: dict[int, Channel[Leave]] = {}
+        self._decoder: Decoder[Leave] = Decoder(Leave, 'a process of this node')
         self._free_since = 0.0
         self._name = f'parsl-freetrain-node-{os.geteuid()}-{secrets.token_hex(8)}'
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -135,7 +147,9 @@ class Node:
         self._wake_writer = wake
 
     def run(self) -> int:
-        """The last command's exit status, or 128 + SIGTERM if SIGTERM ended the node."""
+        """The last command's exit status; 128 + SIGTERM if SIGTERM ended the node, 0 if it was
+        left before.
+        """
         for number in NOTICES:
             signal.signal(number, self._on_signal)
         signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
@@ -143,7 +157,7 @@ class Node:
         command = self._claim() or self._command
         while True:
             status = self._run(command)
-            if status or self._ending or self._leased is None:
+            if status or self._ending or self._left or self._leased is None:
                 return status
             end_descendants()  # nothing of the lost run may run beside the next one
             following = self._wait_for_holder()
@@ -186,14 +200,11 @@ class Node:
                 self._notify()
             for fd in ready & self._members.keys():
                 self._handle(fd, poll)
-            if (
-                self._ending
-                and not self._members
-                and time.monotonic() >= self._free_since + _FAREWELL_S
-            ):
+            said_all = self._ending and time.monotonic() >= self._free_since + _FAREWELL_S
+            if not self._members and (self._left or said_all):
                 process.kill()
                 process.wait()
-                return 128 + signal.SIGTERM
+                return 128 + signal.SIGTERM if self._ending else 0
 
     def _on_signal(self, number: int, _: object) -> None:
         self._notice = signal.Signals(number).name
@@ -219,7 +230,7 @@ class Node:
 
     def _handle(self, fd: int, poll: select.poll) -> None:
         try:
-            self._members[fd].recv()
+            self._left = self._members[fd].recv() is not None or self._left
         except EOFError:
             poll.unregister(fd)
             self._members.pop(fd).close()
@@ -276,9 +287,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     adopt_orphans()
     job = os.environ.get(given.job_variable, '')
     # Several nodes may be one computer, and share a template.
-    template = (
-        _start_template(given.template) if given.template and not template_of_node() else None
-    )
+    if given.template and not template_of_node():
+        _start_template(given.template)
     try:
         return Node(
             given.command,
@@ -286,26 +296,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given.wait,
         ).run()
     finally:
-        if template is not None:
-            template.stop(_FAREWELL_S)
         end_descendants()
         unpacked = Path(os.environ.get(ENVIRONMENT_VARIABLE, ''))
         if unpacked.name.startswith('freetrain-environment-'):
             shutil.rmtree(unpacked, ignore_errors=True)
 
 
-def _start_template(folder: Path) -> ForkClient | None:
+def _start_template(folder: Path) -> None:
     """Start importing torch; without it the node's fork server does that later."""
     name = f'template-{secrets.token_hex(8)}'
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         log = str(folder / f'{name}.log')
-        template = ForkClient.start_template(name, os.getpid(), log, new_session=False)
+        ForkClient.start_template(name, os.getpid(), log, new_session=False)
     except OSError as error:
         print(f'torch is not imported ahead: {error}', file=sys.stderr, flush=True)
-        return None
+        return
     os.environ[TEMPLATE_VARIABLE] = name
-    return template
 
 
 if __name__ == '__main__':

@@ -249,6 +249,10 @@ class Notice(Message, frozen=True):
     signal: str
 
 
+class Leave(Message, frozen=True):
+    """To a node's first process: what ran on the node has returned, so that the node can end."""
+
+
 class RankEnded(Message, frozen=True):
     """A rank has ended; ``ok``: it finished, or stopped as requested; ``died``: without a word."""
 

@@ -28,19 +28,20 @@ COMMAND = (
 )
 
 
+PATIENT = (
+    'import sys; from parsl_freetrain.training.process import node_agent; '
+    'node_agent._FAREWELL_S = 1e9; sys.exit(node_agent.main())'
+)
+
+
 @contextmanager
-def running() -> Iterator[tuple[subprocess.Popen[str], str, int]]:
-    """A node, its address, and the process id of what it runs."""
+def running(patient: bool = False) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
+    """A node, its address, and the process id of what it runs. A ``patient`` one waits for ever for
+    results to arrive.
+    """
+    agent = ('-c', PATIENT) if patient else ('-m', 'parsl_freetrain.training.process.node_agent')
     with subprocess.Popen(
-        [
-            sys.executable,
-            '-P',
-            '-m',
-            'parsl_freetrain.training.process.node_agent',
-            sys.executable,
-            '-c',
-            COMMAND,
-        ],
+        [sys.executable, '-P', *agent, sys.executable, '-c', COMMAND],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -143,6 +144,22 @@ def test_a_member_is_told_and_the_node_waits_for_it() -> None:
             process.wait(2 * node_agent._FAREWELL_S)
         channel.close()
         assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
+        assert gone(pid)
+
+
+@pytest.mark.parametrize('number', [0, signal.SIGTERM])
+def test_a_node_whose_results_have_arrived_ends_at_once_when_no_member_is_at_work(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(patient=True) as (process, name, pid):
+        with member(name) as channel:
+            process.send_signal(number)
+            monkeypatch.setenv(node_agent.NOTICE_VARIABLE, name)
+            node_agent.leave()
+            channel.send_bytes(b'{"kind": "nonsense"}')  # a member has nothing to say
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.2)
+        assert process.wait(LIMIT_S) == (128 + number if number else 0)
         assert gone(pid)
 
 

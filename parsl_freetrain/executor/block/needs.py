@@ -1,0 +1,45 @@
+"""What waiting jobs need of a site's nodes, as the controller knows these nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from parsl_freetrain.core.model.events import NodesNeeded
+from parsl_freetrain.core.model.types import BlockNodes, NodeDemand
+from parsl_freetrain.executor.block.record import BlockRecord
+
+
+def nodes_needed(
+    at: float,
+    demands: Iterable[NodeDemand],
+    held: Iterable[BlockNodes],
+    blocks: Mapping[str, BlockRecord],
+) -> NodesNeeded:
+    """The same by blocks and managers in place of jobs and host names. A node that has not joined
+    has a name of its own. Blocks that the scheduler takes already are left out.
+    """
+    of_job = {block.job_id: (name, block) for name, block in blocks.items()}
+    known = [
+        (*of_job[nodes.block], nodes)
+        for nodes in held
+        if nodes.block in of_job and not of_job[nodes.block][1].noticed
+    ]
+    manager: dict[str, str] = {}
+    for name, block, nodes in known:
+        manager |= {host: block.managers.get(host, f'{name} {host}') for host in nodes.nodes}
+    return NodesNeeded(
+        at,
+        tuple(
+            replace(d, among=frozenset(manager[host] for host in d.among & manager.keys()))
+            for d in demands
+        ),
+        tuple(
+            BlockNodes(
+                name,
+                tuple(manager[host] for host in nodes.nodes),
+                frozenset(manager[host] for host in nodes.releasable),
+            )
+            for name, _, nodes in known
+        ),
+    )
