@@ -120,7 +120,7 @@ def largest_first(self: Profile, most: int, assumed: float, _: float = 0.0) -> S
     the order of MalleTrain's job profiling advisor, since a change to fewer nodes is the cheaper.
     """
     known = {n for profile in (self, *self.related) for n in profile.measured}
-    if len(known) < 3 and most >> len(known):
+    if self.stated is None and len(known) < 3 and most >> len(known):
         return ScalingCurve((most >> len(known),), (assumed * (most >> len(known)),))
     return PLAIN(self, most, assumed, 0.0)
 

@@ -37,7 +37,7 @@ _WHOLE = 1e-6
 # A linear programme that is divided anyway is solved to this share of the gap that is left.
 _CLOSE = 0.1
 # A better allocation is sought around the first linear programmes, then around every n-th one.
-_FIRST, _EVERY = 8, 16
+_FIRST, _EVERY = 4, 8
 _DIVE = 24
 # The prices of a linear programme are exact to about this share.
 _PROVEN = 1e-9

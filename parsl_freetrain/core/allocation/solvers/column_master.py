@@ -89,6 +89,7 @@ class Master:
             ('threads', 1),
             ('presolve', 'off'),
             ('simplex_strategy', 4),  # primal: with new columns the last basis is still feasible
+            ('simplex_scale_strategy', 0),
         ):
             self._lp.setOptionValue(option, value)
         for most in caps.most:
