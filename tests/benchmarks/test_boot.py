@@ -26,6 +26,7 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.slurm
 
 ROUNDS = 3
+AIM = 1.3
 PARTS = ('node joined', 'first step')
 MACHINE = (
     f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, '
@@ -80,9 +81,14 @@ def test_from_a_node_to_its_first_step(
             slurm.wait(lambda: slurm.idle_nodes() == 4)
         for name, statement in PLAIN.items():
             found.setdefault(name, []).append([plain(statement)])
+    median_s = {
+        name: statistics.median(sum(parts) for parts in turns) for name, turns in found.items()
+    }
     print(f'\nFrom the first instruction of a block, s, median of {ROUNDS} in turns ({MACHINE})')
     print(f'  {"":26} {PARTS[0]:>12} {PARTS[1]:>12} {"all":>8}')
     for name, turns in found.items():
         parts = [f'{statistics.median(part):12.2f}' for part in zip(*turns, strict=True)]
-        whole = statistics.median(sum(parts) for parts in turns)
-        print(f'  {name:26} {" ".join(parts) if len(parts) > 1 else "":>25} {whole:8.2f}')
+        print(f'  {name:26} {" ".join(parts) if len(parts) > 1 else "":>25} {median_s[name]:8.2f}')
+    for name in PLAIN:
+        ratio = median_s['torch beside the manager'] / median_s[name]
+        print(f'  {ratio:.2f} x {name}: within {AIM:g} x {"yes" if ratio <= AIM else "no"}')

@@ -5,11 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.host.network import is_loopback
+from parsl_freetrain.training.comm.collectives import join
+from parsl_freetrain.training.comm.inbox import Inbox
+from parsl_freetrain.training.spec.messages import Rendezvous
+from parsl_freetrain.training.spec.order import RankPlace
 from tests.support.computers import INTERFACE, computers
+from tests.support.ranks import order
 
 ROOT = Path(__file__).resolve().parents[3]
 # Listens, or connects and says where rank 0 would be.
@@ -58,3 +66,12 @@ def test_rank_0_takes_the_address_by_which_its_node_reaches_the_executor() -> No
 )
 def test_an_address_of_this_computer_alone_is_told(address: str, loopback: bool) -> None:
     assert is_loopback(address) is loopback
+
+
+def test_on_another_node_an_address_of_rank_0_s_computer_alone_is_refused() -> None:
+    told = Rendezvous('127.0.1.1', 5555, 'secret')
+    inbox = cast(Inbox, SimpleNamespace(wait_for_rendezvous=lambda _: told))
+    place = RankPlace(1, 2, 0, 2, '', '10.99.0.2')
+    meet = join(order(Path('/'), interface=None), place, cast(Any, None), inbox, 'cpu')
+    with pytest.raises(FreeTrainError, match=r'127\.0\.1\.1 .* other nodes cannot reach'):
+        meet()
