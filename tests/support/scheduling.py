@@ -28,6 +28,7 @@ LONG = (
     'tests/sites/slurm/test_slurm_blocks.py',
     'tests/test_divided.py',
     'tests/test_interruption.py',
+    'tests/executor/test_computers.py',
     'tests/test_app.py',
     'tests/test_demo.py',
     'tests/executor/test_training.py',
@@ -46,6 +47,9 @@ LONG = (
     'tests/docs/test_first_site.py',
     'tests/cli/test_report.py',
     'tests/sites/test_site_contract.py',
+    'tests/cli/doctor/test_doctor.py',
+    'tests/cli/test_looking.py',
+    'tests/executor/test_rescale.py',
 )
 # The first of them stands for all in LONG.
 PBS = (
