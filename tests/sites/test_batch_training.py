@@ -28,7 +28,6 @@ from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import RunHistory
 from parsl_freetrain.sites.protocols import Site
 from tests.sites.batch_blocks import QUICK
-from tests.support import template
 from tests.support.batch_tests import Rehearsal
 from tests.support.openpbs import ADDRESS, PbsCluster
 from tests.support.training import freetrain
@@ -79,15 +78,6 @@ def further(futures: dict[str, TrainingFuture], samples: int = 480) -> None:
         threading.Event().wait(0.1)
 
 
-@pytest.fixture(autouse=True)
-def nodes_share_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of their many blocks would import torch again. The machine's scheduler knows only the
-    first process of a node, whichever the others are.
-    """
-    for name, value in template.for_nodes().items():
-        monkeypatch.setenv(name, value)
-
-
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Checkpoint]:
     return train(
@@ -133,17 +123,20 @@ def test_on_a_real_pbs(openpbs: PbsCluster, tmp_path: Path, undisturbed: list[Ch
         with openpbs.crashed(node):
             further(futures)
 
-    site = PbsSite(
-        queue='preemptable',
-        mode='preemptible',
-        worker_init=f'export PATH={Path(sys.executable).parent}:$PATH',
-        **{**QUICK, 'command_s': 2.0, 'longest_backoff_s': 1.0, 'unreachable_s': 1.0},
-    )
-    judge(tmp_path / 'run', train(tmp_path / 'run', site, SHARDS, disturb, ADDRESS), undisturbed)
+    with openpbs.templates() as use_template:
+        site = PbsSite(
+            queue='preemptable',
+            mode='preemptible',
+            worker_init=f'export PATH={Path(sys.executable).parent}:$PATH; {use_template}',
+            **{**QUICK, 'command_s': 2.0, 'longest_backoff_s': 1.0, 'unreachable_s': 1.0},
+        )
+        found = train(tmp_path / 'run', site, SHARDS, disturb, ADDRESS)
+    judge(tmp_path / 'run', found, undisturbed)
     assert {'taken', 'lost'} <= {node.how for node in story().nodes}
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures('nodes_share_a_template')
 def test_in_the_backfill_windows_of_cobalt(
     cobalt: Rehearsal, tmp_path: Path, undisturbed: list[Checkpoint]
 ) -> None:

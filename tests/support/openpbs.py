@@ -9,9 +9,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from parsl_freetrain.training.process.node_agent import TEMPLATE_VARIABLE
 from tests.support.alone import alone
 from tests.support.waiting import LIMIT_S, looks
 
@@ -182,6 +185,39 @@ class PbsCluster:
         finally:
             done = self.control('boot', node)
             assert done.returncode == 0, done.stdout
+
+    @contextmanager
+    def templates(self) -> Iterator[str]:
+        """On each node a template that has imported torch, for all blocks there; yields the shell
+        command with which a block finds it.
+
+        Nodes have networks of their own, so one template for all would not be reached. A node that
+        crashes loses it, and imports torch again.
+        """
+        name = f'node-{secrets.token_hex(8)}'
+        server = f'{sys.executable} -P -m parsl_freetrain.training.process.fork_server'
+        # The template's owner is the shell, which ends with its input.
+        script = f'{server} --name {name} --owner-pid $$ </dev/null & exec cat'
+        kept = {name: os.environ[name] for name in ('PATH', 'HOME')}
+        started = [
+            subprocess.Popen(
+                [str(PROGRAM), 'on', f'node{number:02d}', '/bin/sh', '-c', script],
+                env={
+                    **kept,
+                    'OPENBLAS_NUM_THREADS': '1',
+                    'PBS_CLUSTER_DIR': str(self.folder),
+                    'PYTHONPATH': os.pathsep.join(map(os.path.abspath, sys.path)),
+                },
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+            )
+            for number in range(1, NODES + 1)
+        ]
+        try:
+            yield f'export {TEMPLATE_VARIABLE}={name}'
+        finally:
+            for process in started:
+                process.communicate()
 
     def clear(self) -> None:
         """Remove all jobs and reservations; wait until every node is free and empty."""
