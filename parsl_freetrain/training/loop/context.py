@@ -32,7 +32,7 @@ from parsl_freetrain.training.loop.loop_lengths import LoopLengths
 from parsl_freetrain.training.loop.parts import BatchSource, Model, RankParts
 from parsl_freetrain.training.loop.returned import plain_text
 from parsl_freetrain.training.loop.training_loop import FragmentEnd, TrainingLoop
-from parsl_freetrain.training.loop.turn_guard import TurnGuard, modules_among
+from parsl_freetrain.training.loop.turn_guard import TurnGuard, among, check_left_out
 from parsl_freetrain.training.parallel.sharded import shard_model
 from parsl_freetrain.training.spec.messages import (
     Ending,
@@ -279,9 +279,12 @@ class FragmentContext(AroundTheLoop):
             marks=stream.marks if stream is not None else {},
             order=order_name(chosen, data.shuffle and stream is None, data.drop_last),
         )
+        names = sys._getframe(1).f_locals
+        if not isinstance(mode, Reproducible):  # it refuses these in other ways
+            check_left_out(self._model.prepared, names)
         guard = TurnGuard(
             self._model.prepared,
-            modules_among(sys._getframe(1).f_locals),
+            among(names, torch.nn.Module),
             reproducible=isinstance(mode, Reproducible),
             averages=self._averages,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +15,13 @@ _OFFER = (
     "for a moving average use ctx.ema(model, decay), or give torch's AveragedModel to ctx.prepare, "
     'and do anything else that changes parameters in ctx.after_step(fn)'
 )
+
+
+_LEFT_OUT = (
+    ' and was not given to ctx.prepare, so its state would be lost at the end of a fragment: give '
+    'it to ctx.prepare'
+)
+T = TypeVar('T')
 
 
 class TurnGuard:
@@ -112,24 +119,50 @@ class TurnGuard:
         )
 
 
-def modules_among(names: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
-    """The modules among variables, in lists and dicts, and in attributes of objects there."""
-    found: dict[str, torch.nn.Module] = {}
+def among(names: Mapping[str, Any], kind: type[T]) -> dict[str, T]:
+    """The objects of a kind among variables, in lists and dicts, and in attributes of objects
+    there.
+    """
+    found: dict[str, T] = {}
     for name, value in names.items():
-        for inner, module in _modules_in(value):
-            found.setdefault(f'{name}{inner}', module)
+        for inner, one in _inside(value):
+            if isinstance(one, kind):
+                found.setdefault(f'{name}{inner}', one)
     return found
 
 
-def _modules_in(value: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    if isinstance(value, torch.nn.Module):
-        yield '', value
-    elif isinstance(value, (list, tuple)):
-        yield from ((f'[{i}]', m) for i, m in enumerate(value) if isinstance(m, torch.nn.Module))
+def check_left_out(prepared: Prepared, names: Mapping[str, Any]) -> None:
+    """Check that nothing around the loop has a state that would be lost at the end of a fragment.
+
+    Raises
+    ------
+    BadInput
+        If a gradient scaler was not prepared, at once; if an optimizer of prepared parameters was
+        not, when it steps.
+    """
+    for name, scaler in among(names, torch.amp.GradScaler).items():
+        if scaler.is_enabled() and not any(scaler is one for one in prepared.scalers):
+            raise BadInput(f'{name} is a gradient scaler{_LEFT_OUT}.')
+    known = {id(p) for model in prepared.models for p in model.parameters()}
+    for name, optimizer in among(names, torch.optim.Optimizer).items():
+        if not any(optimizer is one for one in prepared.optimizers) and any(
+            id(p) in known for group in optimizer.param_groups for p in group['params']
+        ):
+
+            def refuse(*_: object, name: str = name) -> None:
+                raise BadInput(f'{name} is an optimizer of a prepared model{_LEFT_OUT}.')
+
+            optimizer.register_step_pre_hook(refuse)
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    yield '', value
+    if isinstance(value, (list, tuple)):
+        yield from ((f'[{i}]', one) for i, one in enumerate(value))
     elif isinstance(value, Mapping):
-        yield from ((f'[{k!r}]', m) for k, m in value.items() if isinstance(m, torch.nn.Module))
-    elif not isinstance(value, type) and hasattr(value, '__dict__'):
-        yield from ((f'.{k}', m) for k, m in vars(value).items() if isinstance(m, torch.nn.Module))
+        yield from ((f'[{key!r}]', one) for key, one in value.items())
+    elif not isinstance(value, (type, torch.nn.Module)) and hasattr(value, '__dict__'):
+        yield from ((f'.{key}', one) for key, one in vars(value).items())
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:

@@ -193,6 +193,35 @@ def test_clipping_and_skipped_steps_are_the_same_for_a_fused_optimizer_with_a_sc
     assert 'skipped_steps' not in outcome.metrics
 
 
+def forgets_an_optimizer(ctx: FragmentContext) -> None:
+    model = nn.Linear(3, 2)
+    others = [optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
+    model, _ = ctx.prepare(model, optim.SGD(model.parameters(), lr=0.1))
+    for batch in ctx.loop(torch.ones(TOTAL, 3), BATCH):
+        model(batch).sum().backward()
+        others[0].step()
+
+
+@pytest.mark.parametrize(
+    ('function', 'arguments', 'sentence'),
+    [
+        (scales, (False,), 'scalers[0] is a gradient scaler and was not given to ctx.prepare'),
+        (
+            forgets_an_optimizer,
+            (),
+            'others[0] is an optimizer of a prepared model and was not given',
+        ),
+    ],
+)
+def test_what_would_be_lost_between_fragments_is_refused(
+    fork_server: ForkClient, tmp_path: Path, function: Any, arguments: Any, sentence: str
+) -> None:
+    ordered = order(tmp_path, mode='throughput', total_samples=TOTAL)
+    with ranks(fork_server, ordered, 1, tmp_path, function, *arguments) as gang:
+        (outcome,) = gang.run()
+    assert sentence in outcome.error.message
+
+
 @pytest.mark.parametrize('prepare_scaler', [True, False])
 def test_reproducible_mode_refuses_a_scaler_wherever_it_is_used(
     fork_server: ForkClient, tmp_path: Path, prepare_scaler: bool
