@@ -12,6 +12,7 @@ from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.loop.parts import LoopState, RankParts
 from parsl_freetrain.training.loop.reports import Reports
 from parsl_freetrain.training.spec.messages import StateUsed
+from parsl_freetrain.training.spec.retention import BEST
 from parsl_freetrain.training.spec.training import TrainingSpec
 from parsl_freetrain.training.steps import lr
 from parsl_freetrain.training.steps.mesh import Division
@@ -54,11 +55,17 @@ class FragmentView:
         if saved is not None and total_samples is None:
             total_samples = saved.position.total_samples
         last = self._checkpointer.last
+        # 'best' belongs to the checkpoints for which ctx.checkpoint was called.
+        metrics = {
+            name: value
+            for name, value in (last.metrics if last is not None else {}).items()
+            if name != BEST
+        }
         self._state = LoopState(
             samples,
             total_samples,
             reached=samples,
-            reports=Reports(dict(last.metrics) if last is not None else {}),
+            reports=Reports(metrics),
             user=dict(saved.position.user) if saved is not None else {},
             finishing=saved.position.finishing if saved is not None else '',
         )

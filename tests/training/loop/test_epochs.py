@@ -21,6 +21,7 @@ from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.reports import mean
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import order, ranks
+from tests.support.waiting import wait_until
 
 DATA = TensorDataset(torch.arange(44.0).reshape(22, 2) / 44)
 HELD_OUT = TensorDataset(torch.linspace(-3, 5, 34).reshape(17, 2))
@@ -120,6 +121,28 @@ def test_the_best_checkpoint_is_kept(fork_server: ForkClient, tmp_path: Path) ->
     best = {c.samples: c.metrics['best'] for c in kept if 'best' in c.metrics}
     assert min(found, key=found.__getitem__) in best
     assert all(found[samples] == value for samples, value in best.items())
+
+
+def test_after_a_kill_only_the_judged_checkpoints_have_a_value(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    """Not the later ones of a fragment that began with a judged one."""
+    store = PosixCheckpointStore(tmp_path / 'store', 'digits')
+
+    def killed(ctx: FragmentContext, kill: bool) -> None:
+        model, optimizer, *_ = made(ctx)
+        ctx.each_epoch(lambda: ctx.checkpoint(best=0.5) if kill else None)
+        for (x,) in ctx.loop(DATA, 8):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if kill and ctx.samples == 38:
+                wait_until(lambda: store.latest() is not None, 'there is no checkpoint')
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    run(fork_server, tmp_path, killed, True)
+    run(fork_server, tmp_path, killed, False, fragment=2)
+    assert {c.samples: c.metrics.get('best') for c in store.checkpoints()} == {22: 0.5, 66: None}
 
 
 @pytest.mark.parametrize('mode', ['throughput', 'scaled'])
