@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.box import is_divided, local
 
 OF_A_SHARD = 'In reproducible mode it is the gradient of a virtual shard there'
 
@@ -33,7 +34,8 @@ class GradientGuard:
 
     From backward() to the end of the turn, parameters have another class. Packages other than torch
     get their ``grad`` as a tensor that can be cleared and refuses everything else. Parameters of an
-    own class, such as those of sharded models, keep it.
+    own class, such as those of sharded models, keep it. PyTorch does not count all changes of sharded
+    gradients, so their sums are compared too.
 
     Parameters
     ----------
@@ -45,6 +47,7 @@ class GradientGuard:
         self._whose = whose
         self._class = _unreadable(f'{_READ}. {whose}: {_OFFER}')
         self._left: dict[int, tuple[int, int]] = {}
+        self._sums: dict[int, torch.Tensor] = {}
         self._unreadable: list[torch.Tensor] = []
         self._on = False
         for parameter in parameters:
@@ -53,7 +56,7 @@ class GradientGuard:
 
     def begin_turn(self, of_several: bool) -> None:
         """Call before a turn; ``of_several``: whether the global batch has other ones."""
-        self._left, self._on = {}, of_several
+        self._left, self._sums, self._on = {}, {}, of_several
 
     def check(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Call before the gradients of a turn are taken.
@@ -63,9 +66,18 @@ class GradientGuard:
         BadInput
             If one was changed after backward().
         """
+        sums = []
         for parameter in parameters:
-            left = self._left.get(id(parameter))
-            if left is not None and parameter.grad is not None and left != _mark(parameter.grad):
+            left, gradient = self._left.get(id(parameter)), parameter.grad
+            if left is None or gradient is None:
+                continue
+            if left != _mark(gradient):
+                raise BadInput(f'{_CHANGED}. {self._whose}: {_OFFER}')
+            if id(parameter) in self._sums:
+                sums.append(torch.stack([self._sums[id(parameter)], _sum(gradient)]))
+        if sums:
+            before, now = torch.stack(sums).unbind(1)
+            if not torch.allclose(before, now, rtol=0, atol=0, equal_nan=True):
                 raise BadInput(f'{_CHANGED}. {self._whose}: {_OFFER}')
 
     def end_turn(self) -> None:
@@ -77,6 +89,8 @@ class GradientGuard:
     def _note(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         self._left[id(parameter)] = _mark(parameter.grad)
+        if self._on and is_divided(parameter.grad):
+            self._sums[id(parameter)] = _sum(parameter.grad)
         if self._on and type(parameter) is torch.nn.Parameter:
             parameter.__class__ = self._class
             self._unreadable.append(parameter)
@@ -118,6 +132,10 @@ def _unreadable(sentence: str) -> type[torch.nn.Parameter]:
             return memo.setdefault(id(self), copied)  # type: ignore[no-any-return]
 
     return UnreadableGrad
+
+
+def _sum(gradient: torch.Tensor) -> torch.Tensor:
+    return local(gradient).sum(dtype=torch.float64)
 
 
 def _mark(gradient: torch.Tensor) -> tuple[int, int]:

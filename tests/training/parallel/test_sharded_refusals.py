@@ -76,6 +76,7 @@ def half_on_meta() -> nn.Module:
 @pytest.mark.parametrize(
     ('model', 'options', 'words'),
     [
+        (nn.Linear(2, 2), {'blocks': nn.Linear}, r'such as blocks=\(Block,\)'),
         (nn.Linear(2, 2), {'blocks': (nn.Conv1d,)}, 'blocks=Conv1d, and the model has no module'),
         (nn.Sequential(nn.Linear(2, 2)), {'plan': {'*.up': None}}, 'no module of the model has th'),
         (tied(), {}, "'0.weight' and '1.weight' are one parameter"),
@@ -151,6 +152,15 @@ def buffers(ctx: FragmentContext) -> None:
         optimizer.step()
 
 
+def clips(ctx: FragmentContext) -> None:
+    model = ctx.shard(nn.Linear(4, 4))
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for x in ctx.loop(list(torch.ones(8, 4)), 8):
+        model(x).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+
 def twice(ctx: FragmentContext) -> None:
     ctx.shard(ctx.shard(nn.Linear(4, 4)))
 
@@ -172,6 +182,7 @@ def low_sums(ctx: FragmentContext) -> None:
         (low_sums, 'whose gradients are added up in torch.bfloat16, in which a reproducible sum'),
         (another_mesh, "'weight' of model 1 of ctx.prepare is sharded over another mesh"),
         (partly, "'1.weight' of model 1 of ctx.prepare is not sharded, while others are"),
+        (clips, 'A gradient was changed between backward() and optimizer.step()'),
         (buffers, 'has changed in a forward pass, as in batch normalisation'),
     ],
 )

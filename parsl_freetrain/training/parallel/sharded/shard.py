@@ -53,11 +53,16 @@ def shard_model(
     Raises
     ------
     BadInput
-        If the model is sharded already, ``blocks`` or ``plan`` name nothing in it, a dimension
-        cannot be divided, or a module cannot be initialised.
+        If the model is sharded already, ``blocks`` are no classes, ``blocks`` or ``plan`` name
+        nothing in it, a dimension cannot be divided, or a module cannot be initialised.
     """
     if any(isinstance(tensor, DTensor) for tensor in model.parameters()):
         raise BadInput('ctx.shard was given a model that is sharded already: give it a plain one.')
+    if not isinstance(blocks, Sequence) or not all(isinstance(block, type) for block in blocks):
+        raise BadInput(
+            f'ctx.shard was given blocks={blocks!r}; give the classes of modules, such as '
+            'blocks=(Block,).'
+        )
     found = [module for module in model.modules() if isinstance(module, tuple(blocks))]
     names = {type(module) for module in found}
     for block in blocks:
