@@ -119,6 +119,11 @@ MIXED = Scaling(class_rates={'fast': {1: 2.0}, 'slow': {1: 1.0}}, mixed=True)
         ),
         ({'sizes': []}, 'sizes is []; it must have node counts'),
         ({'sizes': {0: Shape()}}, 'sizes is {0: '),
+        (
+            {'sizes': {2: 'shard=2'}},
+            "sizes is {2: 'shard=2'}; it must be a list (each a whole number) or a dict (from a "
+            'whole number to a Shape or a list (each a Shape)) or None.',
+        ),
         ({'sizes': {2: ()}}, '2 nodes have an empty list of shapes'),
         ({'sizes': {2: (Shape(data=2), Shape(data=2))}}, '2 nodes have the same shape twice'),
         (

@@ -7,7 +7,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from msgspec import Struct, StructMeta
@@ -130,7 +130,9 @@ def _check_type(where: str, name: str, value: object, hint: Any) -> None:
             value, hint, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS
         )
     except typeguard.TypeCheckError as error:
-        wrong = '' if isinstance(value, (int, float, str)) else f' ({error})'
+        # For a choice of types it has many lines, one for each.
+        said = isinstance(value, (int, float, str)) or '\n' in str(error)
+        wrong = '' if said else f' ({error})'
         raise BadInput(
             f'{where}: {name} is {value!r}{wrong}; it must be {_in_words(hint)}.'
         ) from None
@@ -151,8 +153,16 @@ _WORDS: dict[Any, str] = {
 
 
 def _in_words(hint: Any) -> str:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
         return ' or '.join(_in_words(part) for part in typing.get_args(hint))
+    if origin in (Sequence, Mapping):
+        parts = [_in_words(part) for part in typing.get_args(hint)]
+        return (
+            f'a list (each {parts[0]})'
+            if len(parts) == 1
+            else f'a dict (from {" to ".join(parts)})'
+        )
     if hint in _WORDS:
         return _WORDS[hint]
     if typing.get_origin(hint) is None and isinstance(hint, type):
