@@ -34,8 +34,8 @@ class GradientGuard:
 
     From backward() to the end of the turn, parameters have another class. Packages other than torch
     get their ``grad`` as a tensor that can be cleared and refuses everything else. Parameters of an
-    own class, such as those of sharded models, keep it. PyTorch does not count all changes of sharded
-    gradients, so their sums are compared too.
+    own class, such as those of sharded models, keep it. PyTorch does not count all changes of
+    sharded gradients, so their sums are compared too.
 
     Parameters
     ----------
