@@ -125,11 +125,12 @@ def test_a_worker_that_dies_fails_what_it_did_not_run(tmp_path: Path) -> None:
     assert '2 failed, 5 passed' in said, said
     failed = re.findall(r'^FAILED \S+::(test_\w+)', said, re.MULTILINE)
     assert sorted(failed) == ['test_after', 'test_deadly']
-    assert 'the worker ended before or during this' in said
+    assert 'the worker ended before the end of this test' in said
 
 
 @pytest.mark.parametrize(
-    ('how', 'words'), [('raise', 'ValueError: left behind'), ('die', 'the worker ended before')]
+    ('how', 'words'),
+    [('raise', 'ValueError: left behind'), ('die', 'the worker ended before the end')],
 )
 def test_what_fails_at_the_end_of_a_worker_is_a_failure(
     tmp_path: Path, how: str, words: str
@@ -137,4 +138,5 @@ def test_what_fails_at_the_end_of_a_worker_is_a_failure(
     (tmp_path / 'conftest.py').write_text(CONFTEST)
     (tmp_path / 'test_one.py').write_text(FILE)
     said = pytest_in(tmp_path, AT_THE_END=how)
-    assert '1 failed, 4 passed' in said and words in said, said
+    assert '4 passed, 1 warning, 1 error' in said and words in said, said
+    assert '1 passed' in pytest_in(tmp_path, '--last-failed'), 'it is not run again'

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -29,10 +29,13 @@ Unit = Sequence[pytest.Item]
 
 @dataclass
 class Worker:
-    """A worker as the collecting process sees it, and the tests of its file that are not over."""
+    """A worker as the collecting process sees it: its last test, and those of its file that are
+    not over.
+    """
 
     pid: int
     messages: Connection
+    last: pytest.Item
     left: dict[str, pytest.Item] = field(default_factory=dict)
     ended: bool = False
 
@@ -67,7 +70,7 @@ def run(
                 begin()
                 _work(session, units, queue, theirs)
             theirs.close()
-            workers.append(Worker(pid, ours))
+            workers.append(Worker(pid, ours, units[number][0]))
         _follow(session, units, workers, queue)
     except BaseException:
         _take_all(queue)
@@ -101,12 +104,11 @@ def _follow(
                 kind, said = messages.recv()
             except EOFError:
                 del following[messages]
-                lost = [(item.nodeid, item.location) for item in worker.left.values()]
-                if not lost and not worker.ended:
-                    lost = [(_name(worker), ('', 0, _name(worker)))]
-                for nodeid, location in lost:
-                    why = 'the worker ended before or during this'
-                    hook.pytest_runtest_logreport(report=_failure(nodeid, location, why))
+                why = 'the worker ended before the end of this test'
+                for item in worker.left.values():
+                    _fail(item, 'call', why)
+                if not worker.left and not worker.ended:
+                    _fail(worker.last, 'teardown', why)
                 continue
             match kind:
                 case 'unit':
@@ -117,15 +119,14 @@ def _follow(
                     report = hook.pytest_report_from_serializable(config=session.config, data=said)
                     hook.pytest_runtest_logreport(report=report)
                 case 'over':
-                    worker.left.pop(said[0])
+                    worker.last = worker.left.pop(said[0])
                     hook.pytest_runtest_logfinish(nodeid=said[0], location=said[1])
                 case 'warning':
                     _warn(session.config, *said)
                 case 'end':
                     worker.ended = True
                     if said:
-                        name = _name(worker)
-                        hook.pytest_runtest_logreport(report=_failure(name, ('', 0, name), said))
+                        _fail(worker.last, 'teardown', said)
             if session.shouldfail or session.shouldstop:
                 _take_all(queue)
     if session.shouldfail:
@@ -134,12 +135,10 @@ def _follow(
         raise session.Interrupted(session.shouldstop)
 
 
-def _name(worker: Worker) -> str:
-    return f'worker {worker.pid}'
-
-
-def _failure(nodeid: str, location: tuple[str, int | None, str], why: str) -> pytest.TestReport:
-    return pytest.TestReport(nodeid, location, {}, 'failed', why, 'call')
+def _fail(item: pytest.Item, when: Literal['call', 'teardown'], why: str) -> None:
+    """What ends a worker at its end is an error of its last test, as without workers."""
+    report = pytest.TestReport(item.nodeid, item.location, {}, 'failed', why, when)
+    item.config.hook.pytest_runtest_logreport(report=report)
 
 
 def _warn(
