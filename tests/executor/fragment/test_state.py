@@ -10,9 +10,10 @@ import cloudpickle
 import pytest
 import tblib
 
-from parsl_freetrain import Timeouts
+from parsl_freetrain import LocalSite, Timeouts
 from parsl_freetrain.core.model.events import Ending, StartFragment
 from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.executor.event_loop import EventLoop
 from parsl_freetrain.executor.fragment.control_channel import MemberDisconnected
 from parsl_freetrain.executor.fragment.left_states import furthest, left_states
 from parsl_freetrain.executor.fragment.listener import Listener
@@ -561,6 +562,22 @@ def test_when_a_connection_ends_before_its_ranks_its_member_must_answer() -> Non
     assert runner.disconnected(MemberDisconnected('cnn', 7, 1), 10.0)
     assert fragment.unanswered() == {1}
     assert told.messages == [(0, AreYouThere()), (1, AreYouThere())]
+
+
+def test_when_a_connection_ends_the_scheduler_is_asked_at_once_but_not_again_and_again() -> None:
+    runner = FragmentRunner(Told(), Stream([]), None, Timeouts(), None)  # type: ignore[arg-type]
+    runner.running['cnn', 7] = running_fragment(2)
+    nothing: Any = None
+    loop = EventLoop(
+        nothing, nothing, Stream([]), LocalSite(nodes=1, poll_s=30.0), nothing, runner,
+        dict, str, print, nothing,
+    )  # fmt: skip
+    asked = []
+    for at in (100.0, 110.0, 131.0):
+        loop._next_poll = 1000.0
+        loop._take(MemberDisconnected('cnn', 7, 1), at)
+        asked.append(loop._next_poll)
+    assert asked == [100.0, 1000.0, 131.0]
 
 
 @pytest.mark.parametrize(('saving', 'keeps'), [(False, False), (True, False), (False, True)])
