@@ -42,14 +42,12 @@ def changed_lines(plain: str, changed: str) -> int:
     return sum(max(len(gone), len(new)) for gone, new in changes(plain, changed))
 
 
-@pytest.mark.parametrize(
-    ('script', 'lines'), [('digits', 10), ('transformers', 10), ('lightning', 10), ('images', 14)]
-)
-def test_at_most_ten_lines_change(script: str, lines: int) -> None:
+@pytest.mark.parametrize('script', ['digits', 'transformers', 'lightning', 'images'])
+def test_at_most_ten_lines_change(script: str) -> None:
     plain, freetrain = (
         (EXAMPLES / f'{script}_{kind}.py').read_text() for kind in ('plain', 'freetrain')
     )
-    assert 5 < changed_lines(plain, freetrain) <= lines
+    assert 5 < changed_lines(plain, freetrain) <= 10
 
 
 @pytest.mark.parametrize(

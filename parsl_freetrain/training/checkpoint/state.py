@@ -56,6 +56,8 @@ class Position:
         The user's ``ctx.state``.
     loop, base
         Number of the function's loop, from 1, and the samples that its earlier loops trained.
+    epoch
+        Number of epochs of that loop that have ended.
     epoch_due
         Whether what is done at the end of an epoch is still to be done for the last one.
     finishing
@@ -78,6 +80,7 @@ class Position:
     user: dict[str, Any] = field(default_factory=dict)
     loop: int = 1
     base: int = 0
+    epoch: int = 0
     epoch_due: bool = False
     finishing: str = ''
     finished: bool = False

@@ -4,7 +4,7 @@ averages, evaluation, and an early end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +14,13 @@ from torch.optim.swa_utils import AveragedModel
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.state import Saved, restore_average
+from parsl_freetrain.training.loop.epochs import Epochs
 from parsl_freetrain.training.loop.evaluation import EvaluationData, Measure, evaluate
 from parsl_freetrain.training.loop.fragment_view import FragmentView
 from parsl_freetrain.training.loop.hooks import Hooks, MovingAverage
 from parsl_freetrain.training.loop.parts import Model, RankParts
 from parsl_freetrain.training.loop.prepared_average import PreparedAverage
-from parsl_freetrain.training.loop.training_loop import TrainingLoop
+from parsl_freetrain.training.loop.training_loop import EvaluationStopped, TrainingLoop
 from parsl_freetrain.training.spec.mode import Reproducible
 
 
@@ -32,6 +33,7 @@ class AroundTheLoop(FragmentView):
         self._model: Model | None = None
         self._loop: TrainingLoop | None = None
         self._averages: list[PreparedAverage] = []
+        self._epochs: Epochs | None = None
 
     def before_step(self, function: Callable[[], object]) -> None:
         """Call a function once per global batch, on all ranks, when the gradient of the global
@@ -51,6 +53,36 @@ class AroundTheLoop(FragmentView):
         global batch. It belongs to the epoch: a checkpoint is written before it or after it.
         """
         self._hooks.each_epoch.append(function)
+
+    def epochs(self) -> Iterator[int]:
+        """The numbers of the epochs that are left, for a loop over epochs around :meth:`loop`::
+
+            for epoch in ctx.epochs():
+                for batch in ctx.loop(loader):
+                    ...
+                scheduler.step()
+
+        What is done behind ``ctx.loop`` belongs to the end of the epoch, as with
+        :meth:`each_epoch`. It is done once, on all ranks, and ``ctx.evaluate``, ``ctx.checkpoint``
+        and ``ctx.finish_early`` may be called there. So may ``break``, which ends the training
+        early; all ranks must do it alike. A fragment that begins within an epoch repeats what is
+        before ``ctx.loop``.
+
+        Raises
+        ------
+        BadInput
+            If it is called twice, before :meth:`prepare` or after :meth:`loop`, or if training may
+            go back (``on_nan='rollback'``). Later, if an epoch has not exactly one ``ctx.loop``,
+            with the same data in each, or if what is saved changes before it.
+        """
+        if self._model is None or self._loop is not None or self._epochs is not None:
+            raise BadInput(
+                'ctx.epochs must be called once, after ctx.prepare and around the only ctx.loop: '
+                '"for epoch in ctx.epochs():".'
+            )
+        self._epochs = Epochs(self._order.spec, self._state, self._model)
+        self._hooks.by_epochs = True
+        return iter(self._epochs)
 
     def finish_early(self, reason: str) -> None:
         """End the training before the total. The trainer counts as finished.
@@ -73,12 +105,12 @@ class AroundTheLoop(FragmentView):
         Raises
         ------
         BadInput
-            If it is not called by a function given to :meth:`each_epoch`.
+            If it is not called at the end of an epoch (:meth:`each_epoch`, :meth:`epochs`).
         """
         if not self._state.at_epoch_end:
             raise BadInput(
                 'ctx.checkpoint was called outside of the end of an epoch: call it in a function '
-                'that is given to ctx.each_epoch.'
+                'that is given to ctx.each_epoch, or within ctx.epochs() behind ctx.loop.'
             )
         self._state.wants_checkpoint = True
         self._state.best = None if best is None else float(best)
@@ -139,16 +171,21 @@ class AroundTheLoop(FragmentView):
         if alike and not isinstance(mode, Reproducible):
             self._peers.broadcast(model.buffers())  # rank 0's are those that are saved
         stops = self._state.at_epoch_end and self._loop is not None
-        return evaluate(
-            model,
-            EvaluationData(dataset, batch_size, collate_fn, num_workers, mode.seed),
-            measure,
-            self._peers,
-            self.device,
-            self._division.data_rank,
-            self._division.parts,
-            self._loop.may_stop() if stops and self._loop is not None else lambda: None,
-        )
+        try:
+            return evaluate(
+                model,
+                EvaluationData(dataset, batch_size, collate_fn, num_workers, mode.seed),
+                measure,
+                self._peers,
+                self.device,
+                self._division.data_rank,
+                self._division.parts,
+                self._loop.may_stop() if stops and self._loop is not None else lambda: None,
+            )
+        except EvaluationStopped:
+            if self._epochs is not None:
+                self._epochs.stop()
+            raise
 
     def _take_average(self, average: torch.nn.Module) -> None:
         """Update an average that was given to :meth:`prepare` after each step."""

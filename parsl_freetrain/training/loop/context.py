@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 from msgspec import structs
+from torch.utils.data import DataLoader
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.box import local
@@ -28,11 +28,12 @@ from parsl_freetrain.training.data.order import GlobalOrder, epoch_size
 from parsl_freetrain.training.data.sampler import Sampler, order_name, sampled_order
 from parsl_freetrain.training.data.stream import ENDLESS, NumberedStream, is_stream
 from parsl_freetrain.training.loop.around_loop import AroundTheLoop
+from parsl_freetrain.training.loop.epochs import PreparedLoader
 from parsl_freetrain.training.loop.loop_lengths import LoopLengths
 from parsl_freetrain.training.loop.parts import BatchSource, Model, RankParts
 from parsl_freetrain.training.loop.returned import plain_text
 from parsl_freetrain.training.loop.training_loop import FragmentEnd, TrainingLoop
-from parsl_freetrain.training.loop.turn_guard import TurnGuard, among, check_left_out
+from parsl_freetrain.training.loop.turn_guard import TurnGuard, among, check_left_out, names_around
 from parsl_freetrain.training.parallel.sharded import shard_model
 from parsl_freetrain.training.spec.messages import (
     Ending,
@@ -107,7 +108,8 @@ class FragmentContext(AroundTheLoop):
         ----------
         *things
             All models with trained parameters, optimizers, learning rate schedulers, gradient
-            scalers, and AveragedModels of torch.
+            scalers, and AveragedModels of torch. Also the DataLoader of the training, for
+            "for batch in loader:" within :meth:`epochs`.
         clip_grad_norm
             Clip the gradient of the global batch to this norm.
         find_unused_parameters
@@ -128,7 +130,9 @@ class FragmentContext(AroundTheLoop):
                 'ctx.prepare was called twice: call it once, with all models, optimizers '
                 'and schedulers.'
             )
-        prepared = sort_out(things, named=self._division.stated, sharded=self._division.sharded)
+        loaders = [thing for thing in things if isinstance(thing, DataLoader)]
+        others = tuple(thing for thing in things if not isinstance(thing, DataLoader))
+        prepared = sort_out(others, named=self._division.stated, sharded=self._division.sharded)
         for model in (*prepared.models, *prepared.averages):
             model.to(self.device)
         for optimizer in prepared.optimizers:
@@ -169,8 +173,18 @@ class FragmentContext(AroundTheLoop):
             for thing, stand_in in zip(getattr(prepared, kind), getattr(steps, kind), strict=True)
         }
         of.update((id(thing), thing) for thing in (*prepared.scalers, *prepared.averages))
+        of.update((id(loader), PreparedLoader(loader, self._epoch_of)) for loader in loaders)
         answers = tuple(of[id(thing)] for thing in things)
         return answers[0] if len(answers) == 1 else answers
+
+    def _epoch_of(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        if self._epochs is None:
+            raise BadInput(
+                'A DataLoader that was given to ctx.prepare was iterated over outside of '
+                'ctx.epochs(): say "for epoch in ctx.epochs():" around it, or keep it out of '
+                'ctx.prepare if it is not for the training.'
+            )
+        return self.loop(loader)
 
     def loop(
         self,
@@ -195,7 +209,8 @@ class FragmentContext(AroundTheLoop):
         checkpoint is written when the function returns.
 
         A function may have several loops, one after the other. Each but the last one then says how
-        much it trains; the last one trains the rest of the total.
+        much it trains; the last one trains the rest of the total. Within :meth:`epochs` it trains
+        one epoch.
 
         Parameters
         ----------
@@ -233,13 +248,19 @@ class FragmentContext(AroundTheLoop):
                 'ctx.loop was called before ctx.prepare: prepare models, optimizers and '
                 'schedulers first.'
             )
-        if self._loop is not None and not self._state.complete:
+        if self._loop is not None and not (self._state.complete or self._epochs):
             raise BadInput(self._left_early())
         if micro_batch is not None and micro_batch < 1:
             raise BadInput(f'ctx.loop was given micro_batch={micro_batch}; it must be 1 or more.')
         check_schedulers(self._model.prepared)
         own = LoaderSettings(shuffle, collate_fn, num_workers, sampler, drop_last, worker_init_fn)
+        if isinstance(dataset, PreparedLoader):
+            dataset = dataset.loader
         data = LoaderData.of_loop(dataset, batch_size, own)
+        if self._epochs is not None and not self._state.complete:
+            self._epochs.begin_loop(data.dataset, epochs, samples)
+            if self._loop is not None:
+                return self._epochs.turns(data, micro_batch)
         dataset, batch_size = data.dataset, data.batch_size
         size, stream = ENDLESS, None
         if is_stream(dataset):
@@ -279,7 +300,7 @@ class FragmentContext(AroundTheLoop):
             marks=stream.marks if stream is not None else {},
             order=order_name(chosen, data.shuffle and stream is None, data.drop_last),
         )
-        names = sys._getframe(1).f_locals
+        names = names_around()
         if not isinstance(mode, Reproducible):  # it refuses these in other ways
             check_left_out(self._model.prepared, names)
         guard = TurnGuard(
@@ -316,7 +337,10 @@ class FragmentContext(AroundTheLoop):
             sampler=chosen,
             drop_last=data.drop_last,
         )
-        return self._loop.run(BatchSource(data_order, dataset, data, base))
+        batches = self._loop.run(BatchSource(data_order, dataset, data, base))
+        if self._epochs is None:
+            return batches
+        return self._epochs.turns(data, micro_batch, batches)
 
     def _left_early(self) -> str:
         return (
@@ -335,6 +359,8 @@ class FragmentContext(AroundTheLoop):
         """
         if self._state.finished:
             return
+        if self._epochs is not None:
+            self._epochs.left()
         if self._loop is None:
             raise BadInput(
                 'The function returned without ctx.loop: train in "for batch in '

@@ -67,6 +67,7 @@ class FragmentView:
             reached=samples,
             reports=Reports(metrics),
             user=dict(saved.position.user) if saved is not None else {},
+            epoch=saved.position.epoch if saved is not None else 0,
             finishing=saved.position.finishing if saved is not None else '',
         )
 

@@ -16,7 +16,8 @@ Hook = Callable[[], object]
 @dataclass
 class Hooks:
     """The functions that the user has registered, in order; ``after_epoch``: what else is done at
-    the end of an epoch, after the user's. ``running``: whether one of them runs.
+    the end of an epoch, after the user's. ``running``: whether one of them runs. ``by_epochs``:
+    whether the function has a loop over ``ctx.epochs()``.
     """
 
     before_step: list[Hook] = field(default_factory=list)
@@ -24,11 +25,12 @@ class Hooks:
     each_epoch: list[Hook] = field(default_factory=list)
     after_epoch: list[Hook] = field(default_factory=list)
     running: bool = False
+    by_epochs: bool = False
 
     @property
     def at_epochs(self) -> bool:
         """Whether anything is done at the end of an epoch."""
-        return bool(self.each_epoch or self.after_epoch)
+        return bool(self.each_epoch or self.after_epoch or self.by_epochs)
 
     def run(self, hooks: list[Hook]) -> None:
         """Call functions in order."""

@@ -103,17 +103,8 @@ class LastStep:
         self._end, self._in_batch = None, False
         if not self.possible or of_loop:
             return
-        state, prepared = self._state, self._model.prepared
         with suppress(BadInput):  # the next checkpoint says that there is no text
-            self._end = _End(
-                state.samples,
-                state.epoch_due,
-                state.finishing,
-                state.user_text(),
-                Surroundings.of(prepared),
-                [buffer.clone() for buffer in _buffers(prepared)],
-                versions((*prepared.models, *prepared.averages)),
-            )
+            self._end = around_models(self._state, self._model.prepared)
 
     def forget(self) -> None:
         """The state is none to go on from: the loop is over, or training goes back."""
@@ -145,6 +136,31 @@ class LastStep:
         for buffer, kept in zip(_buffers(prepared), end.buffers, strict=True):
             buffer.copy_(kept)
         return True
+
+
+def around_models(state: LoopState, prepared: Prepared) -> _End:
+    """What surrounds the models now; raises BadInput if ctx.state cannot be saved."""
+    return _End(
+        state.samples,
+        state.epoch_due,
+        state.finishing,
+        state.user_text(),
+        Surroundings.of(prepared),
+        [buffer.clone() for buffer in _buffers(prepared)],
+        versions((*prepared.models, *prepared.averages)),
+    )
+
+
+def changes_of(before: _End, now: _End) -> str:
+    """What has changed of what is saved, as the subject of a sentence; empty: nothing."""
+    buffers = zip(before.buffers, now.buffers, strict=True)
+    if before.versions != now.versions or not all(torch.equal(*pair) for pair in buffers):
+        return 'a parameter or a buffer of a model'
+    if before.user != now.user:
+        return 'ctx.state'
+    if before.around != now.around:
+        return 'a learning rate scheduler, or a setting of an optimizer,'
+    return ''
 
 
 def _groups(prepared: Prepared) -> Iterable[dict[str, Any]]:

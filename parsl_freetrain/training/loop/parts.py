@@ -108,6 +108,10 @@ class BatchSource:
             self.read.worker_init_fn,
         )
 
+    def epochs_before(self, samples: int) -> int:
+        """Number of epochs of this loop that have ended at this number of samples."""
+        return (samples - self.base) // self.order.epoch_size
+
     def ends_epoch(self, samples: int) -> bool:
         """Whether an epoch of this loop ends at this number of samples."""
         return samples > self.base and (samples - self.base) % self.order.epoch_size == 0

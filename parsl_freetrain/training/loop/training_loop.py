@@ -35,6 +35,10 @@ from parsl_freetrain.training.spec.on_nan import ROLLBACK, NonFinitePolicy
 from parsl_freetrain.training.steps.determinism import demand_determinism
 
 PROGRESS_EVERY_S = 0.5
+END_OF_EPOCH, NEXT_EPOCH = object(), object()
+"""In place of micro-batches, where the function has a loop over ``ctx.epochs()``: when an epoch has
+been trained, and when its end is done.
+"""
 BUSY_EVERY_S = 10.0  # during an evaluation, which makes no progress
 
 
@@ -86,22 +90,23 @@ class TrainingLoop:
         self._last = LastStep(parts, model, state)
         self._rollback = Rollback(parts, model, state, policy)
         self._replicas = Replicas(parts, model)
+        self._data: BatchSource | None = None
         self._reported_at = 0.0
         self._rate = 0.0
         self._near_end = self._at_end = False
 
     def run(self, data: BatchSource) -> Iterator[Any]:
         """Yield micro-batches up to the end of the loop."""
-        state = self._state
+        state, self._data = self._state, data
         if self._policy.policy == ROLLBACK and not state.samples:
             self._save(self._checkpointer.save_now)  # the checkpoint that a rollback would need
         began_with = state.samples
         if state.wants_checkpoint:  # since the end of the loop before
             self._save(self._checkpointer.save_beside)
         if state.epoch_due:
-            state.epoch = (state.samples - data.base) // data.order.epoch_size - 1
+            state.epoch = data.epochs_before(state.samples) - 1
             self._at_end = state.samples == data.end
-            self._end_epoch()
+            yield from self._end_epoch()
             if state.wants_checkpoint:
                 self._save(self._checkpointer.save_beside)
         while not state.finished_early:
@@ -126,6 +131,7 @@ class TrainingLoop:
     def _until_end(self, data: BatchSource) -> Iterator[Any]:
         """Yield micro-batches up to the end, or until training must go back."""
         state, mode = self._state, self._order.spec.mode
+        by_epochs = self._hooks.by_epochs
         self._last.end_batch()
         seed, began_with, began_at = mode.seed, state.samples, time.monotonic()
         reproducible = isinstance(mode, Reproducible)
@@ -166,10 +172,9 @@ class TrainingLoop:
                 self._steps.end_turn()
                 wait_as_slow(time.monotonic() - turn_began_at)
             # The next batch, or with a delay one of the next, is the last one.
-            self._near_end = (
-                state.total_samples is not None
-                and state.reached + (1 + self._steps.delay) * data.order.batch_size
-                >= state.total_samples
+            soon = state.reached + (1 + self._steps.delay) * data.order.batch_size
+            self._near_end = (state.total_samples is not None and soon >= state.total_samples) or (
+                by_epochs and data.epochs_before(soon) > batch.epoch
             )
             decision = self._steps.end(self._wish, self._checkpointer.time_left)
             if self._steps.kept_back:
@@ -185,7 +190,11 @@ class TrainingLoop:
             self._rate = (state.samples - began_with) / (now - began_at)
             at_end = self._at_end = state.samples == data.end
             state.epoch_due = self._hooks.at_epochs and data.ends_epoch(state.samples)
-            self._last.end_batch(of_loop=at_end or decision == FINISH)
+            if by_epochs:  # a part of an epoch at the end is one, too
+                state.epoch_due |= at_end or decision == FINISH
+            # The code behind the user's loop needs its variables.
+            needed = at_end or (by_epochs and state.epoch_due)
+            self._last.end_batch(of_loop=needed or decision == FINISH)
             if decision == SPOILT or (
                 (at_end or state.epoch_due or decision >= SAVE) and self._rollback.due()
             ):
@@ -193,17 +202,22 @@ class TrainingLoop:
             if at_end or state.epoch_due or decision >= REPORT:
                 state.reports.gather(self._peers)
                 self.report_progress(wait=at_end)
-            # The code behind the loop needs its variables, so the last batch is not stopped at.
-            if decision == STOP and not at_end:
+            if decision == STOP and not needed:
                 self.stop()
-            if state.epoch_due:
-                self._end_epoch()
+            ended = state.epoch_due
+            if ended:
+                yield from self._end_epoch()
             if decision == FINISH:
                 state.finished_early = True
             if at_end or state.finished_early:
                 return
+            if ended and by_epochs and decision == STOP:
+                self.stop()
             if decision == SAVE or state.wants_checkpoint:
                 self._save(self._checkpointer.save_beside)
+            if ended and by_epochs:
+                self._last.end_batch()
+                yield NEXT_EPOCH
 
     def stop(self) -> None:
         """End the fragment here, with a checkpoint. All ranks call this together.
@@ -240,25 +254,32 @@ class TrainingLoop:
         save(self.to_save, state.samples, {**state.metrics, **best})
         state.best, state.wants_checkpoint = None, False
 
-    def _end_epoch(self) -> None:
+    def _end_epoch(self) -> Iterator[Any]:
         """Do what is to be done at the end of an epoch."""
-        state = self._state
+        state, mode, hooks = self._state, self._order.spec.mode, self._hooks
         before = json.loads(state.user_text())
         around = Surroundings.of(self._prepared, averages=True)
         changes = versions(self._prepared.models)
+        if isinstance(mode, Reproducible):
+            seed_everything(MicroBatch((), state.samples, 0, 0.0).seed(mode.seed, 'epoch'))
         state.at_epoch_end = True
         try:
-            self._hooks.run([*self._hooks.each_epoch, *self._hooks.after_epoch])
+            hooks.run(hooks.each_epoch)
+            if hooks.by_epochs:
+                hooks.running = True
+                yield END_OF_EPOCH
+            hooks.run(hooks.after_epoch)
         except EvaluationStopped:
             # The next fragment does it again, from the beginning.
             state.user.clear()
             state.user.update(before)
             around.put_back(self._prepared)
-            if not self._at_end and changes == versions(self._prepared.models):
+            unchanged = changes == versions(self._prepared.models)
+            if unchanged and not (self._at_end or hooks.by_epochs):
                 self.stop()
             self._stop_unsaved()
         finally:
-            state.at_epoch_end = False
+            state.at_epoch_end = hooks.running = False
         state.epoch_due = False
         self.report_progress(wait=False)
         finishing, checkpoint = self._peers.largest(
@@ -343,6 +364,7 @@ class TrainingLoop:
             samples=state.samples,
             checkpoint_s=self._checkpointer.longest_s,
             user=state.user if self._is_main else {},
+            epoch=self._data.epochs_before(state.samples) if self._data is not None else 0,
             epoch_due=state.epoch_due,
             finishing=state.finishing,
             finished=state.finished,

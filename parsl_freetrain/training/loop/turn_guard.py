@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +13,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.loop.prepared_average import PreparedAverage
 
+_ROOM = 'parsl_freetrain.training.'
 _OFFER = (
     "for a moving average use ctx.ema(model, decay), or give torch's AveragedModel to ctx.prepare, "
     'and do anything else that changes parameters in ctx.after_step(fn)'
@@ -117,6 +120,14 @@ class TurnGuard:
             f'ctx.prepare, so the change would be lost at the end of the fragment: {_OFFER}, or '
             'give the module and its optimizer to ctx.prepare.'
         )
+
+
+def names_around() -> Mapping[str, Any]:
+    """The variables of the function that has called us: the nearest one outside of this room."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get('__name__', '').startswith(_ROOM):
+        frame = frame.f_back
+    return frame.f_locals if frame is not None else {}
 
 
 def among(names: Mapping[str, Any], kind: type[T]) -> dict[str, T]:

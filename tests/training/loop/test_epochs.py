@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from parsl_freetrain.training.checkpoint.state import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
@@ -71,6 +71,34 @@ def train(ctx: FragmentContext, stop_at: int | None = None, slow: float = 0.0) -
         time.sleep(slow)
 
 
+def train_by_epochs(ctx: FragmentContext, stop_at: int | None = None) -> None:
+    """As :func:`train`, with a loop over epochs of its own; the loop's variables are needed."""
+    model, optimizer, schedule, average = made(ctx)
+
+    def measured(model: Any, batch: Any) -> dict[str, Any]:
+        if stop_at == -1 and ctx.fragment == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return measure(model, batch)
+
+    for epoch in ctx.epochs():
+        model.train()
+        for (x,) in ctx.loop(DATA, 8):
+            if (ctx.samples, ctx.fragment) == (stop_at, 1):
+                os.kill(os.getpid(), signal.SIGTERM)
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            ctx.report(loss=loss, twice=2 * loss.item())
+        assert loss.item() > 0 and epoch == ctx.epoch
+        ctx.state.setdefault('begun', []).append(epoch)
+        schedule.step()
+        average.update_parameters(model)
+        found = ctx.evaluate(model, HELD_OUT, measured, batch_size=2)
+        ctx.state.setdefault('found', []).append([epoch, ctx.samples, found, ctx.metrics])
+        ctx.checkpoint(best=found['loss'])
+
+
 def run(
     fork_server: ForkClient,
     folder: Path,
@@ -91,26 +119,84 @@ def last(folder: Path) -> tuple[Any, Any]:
     return checkpoint, read_state(checkpoint.path)
 
 
+@pytest.fixture(scope='module')
+def undisturbed(fork_server: ForkClient, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp('undisturbed')
+    assert [outcome.how for outcome in run(fork_server, folder, train)] == ['finished']
+    return last(folder)
+
+
+@pytest.mark.parametrize('function', [train, train_by_epochs])
 @pytest.mark.parametrize('stop_at', [None, 16, 22, -1], ids=['no-stop', 'at-end', 'after', 'in'])
 def test_each_epoch_is_ended_once_with_the_same_figures(
-    fork_server: ForkClient, tmp_path: Path, stop_at: int | None
+    fork_server: ForkClient,
+    tmp_path: Path,
+    undisturbed: Any,
+    stop_at: int | None,
+    function: Callable[..., None],
 ) -> None:
-    """Also if the fragment stops in the last batch of an epoch, or within the evaluation."""
-    assert [outcome.how for outcome in run(fork_server, tmp_path / 'one', train)] == ['finished']
-    one, whole = last(tmp_path / 'one')
+    """Also if the fragment stops in the last batch of an epoch, or within the evaluation; with
+    ``ctx.each_epoch`` and with ``ctx.epochs``.
+    """
+    one, whole = undisturbed
     assert [row[:2] for row in whole.position.user['found']] == [[0, 22], [1, 44], [2, 66]]
-    outcomes = run(fork_server, tmp_path / 'cut', train, stop_at, world_size=3)
+    outcomes = run(fork_server, tmp_path, function, stop_at, world_size=3)
     if stop_at is not None:
         assert {outcome.how for outcome in outcomes} == {'stopped'}, outcomes
-        outcomes = run(fork_server, tmp_path / 'cut', train, stop_at, fragment=2, world_size=2)
+        outcomes = run(fork_server, tmp_path, function, stop_at, fragment=2, world_size=2)
     assert {outcome.how for outcome in outcomes} == {'finished'}, outcomes
-    checkpoint, cut = last(tmp_path / 'cut')
+    checkpoint, cut = last(tmp_path)
     assert cut.position.user == whole.position.user
     assert cut.schedulers == whole.schedulers and cut.schedulers[0]['_step_count'] == 4
     for now, then in zip(cut.models + cut.averages, whole.models + whole.averages, strict=True):
         assert all(torch.equal(now[name], value) for name, value in then.items())
     assert checkpoint.metrics == one.metrics and checkpoint.metrics.keys() >= {'loss', 'twice'}
     assert checkpoint.metrics['twice'] == pytest.approx(2 * checkpoint.metrics['loss'])
+
+
+def steps_by_epochs(ctx: FragmentContext, cut: bool = False) -> str:
+    """A DataLoader that was prepared, schedules by epoch, random numbers, and an early end."""
+    torch.manual_seed(1)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    loader: Any = DataLoader(DATA, batch_size=8, shuffle=True)
+    model, optimizer, decay, loader = ctx.prepare(model, optimizer, decay, loader)
+    for epoch in ctx.epochs():
+        noise = torch.rand(())
+        for (x,) in loader:
+            if cut and ctx.samples == 30:
+                os.kill(os.getpid(), signal.SIGTERM)
+            optimizer.zero_grad()
+            (model(x).square().mean() * noise).backward()
+            optimizer.step()
+        decay.step()
+        drawn = torch.rand(()).item()
+        ctx.state.setdefault('seen', []).append([epoch, len(loader), decay.get_last_lr(), drawn])
+        if epoch == 2:
+            break
+    return 'behind'
+
+
+def test_what_is_done_by_epoch_is_the_same_for_any_cuts(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    (outcome,) = run(fork_server, tmp_path / 'one', steps_by_epochs, total_samples=95)
+    assert (outcome.how, outcome.samples) == ('finished', 66), outcome.error
+    folder = tmp_path / 'cut'
+    options: dict[str, Any] = {'total_samples': 95}
+    outcomes = run(fork_server, folder, steps_by_epochs, True, world_size=3, **options)
+    assert {outcome.how for outcome in outcomes} == {'stopped'}, outcomes
+    outcomes = run(fork_server, folder, steps_by_epochs, fragment=2, world_size=2, **options)
+    assert [outcome.result for outcome in outcomes] == ['"behind"'] * 2, outcomes
+    (_, one), (_, cut) = last(tmp_path / 'one'), last(folder)
+    assert [row[:3] for row in one.position.user['seen']] == [
+        [0, 3, [0.25]],
+        [1, 3, [0.125]],
+        [2, 3, [0.0625]],
+    ]
+    assert one.position.user == cut.position.user
+    assert all(torch.equal(cut.models[0][name], its) for name, its in one.models[0].items())
 
 
 def test_the_best_checkpoint_is_kept(fork_server: ForkClient, tmp_path: Path) -> None:
@@ -186,9 +272,80 @@ def checkpoints_in_the_body(ctx: FragmentContext) -> None:
         ctx.checkpoint(best=1.0)
 
 
+def epochs_without_a_loop(ctx: FragmentContext) -> None:
+    made(ctx)
+    for _ in ctx.epochs():
+        pass
+
+
+def leaves_a_loop(ctx: FragmentContext) -> None:
+    made(ctx)
+    for _ in ctx.epochs():
+        for _ in ctx.loop(DATA, 8):
+            break
+
+
+def two_loops(ctx: FragmentContext) -> None:
+    _, optimizer, *_ = made(ctx)
+    for _ in ctx.epochs():
+        for _ in (*ctx.loop(DATA, 8), *ctx.loop(DATA, 8)):
+            optimizer.step()
+
+
+def data_by_epoch(ctx: FragmentContext) -> None:
+    model, optimizer, *_ = made(ctx)
+    for epoch in ctx.epochs():
+        for (x,) in ctx.loop(TensorDataset(DATA.tensors[0] + epoch), 8):
+            model(x).sum().backward()
+            optimizer.step()
+
+
+def counts_before_the_loop(ctx: FragmentContext) -> None:
+    made(ctx)
+    for epoch in ctx.epochs():
+        ctx.state['epoch'] = epoch
+        for _ in ctx.loop(DATA, 8):
+            pass
+
+
+def length_of_an_epoch(ctx: FragmentContext) -> None:
+    made(ctx)
+    for _ in ctx.epochs():
+        ctx.loop(DATA, 8, epochs=1)
+
+
+def epochs_twice(ctx: FragmentContext) -> None:
+    made(ctx)
+    ctx.epochs()
+    ctx.epochs()
+
+
+def loader_without_epochs(ctx: FragmentContext) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in ctx.prepare(model, optimizer, DataLoader(DATA))[2]:
+        pass
+
+
+def schedule_outside(ctx: FragmentContext) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    ctx.prepare(model, optimizer, decay)[2].step()
+
+
 @pytest.mark.parametrize(
     ('function', 'sentence'),
     [
+        (epochs_without_a_loop, 'Epoch 0 of ctx.epochs() ended without ctx.loop'),
+        (leaves_a_loop, 'The function left ctx.loop within epoch 0: let ctx.loop end by itself'),
+        (two_loops, 'ctx.loop was called twice within an epoch of ctx.epochs()'),
+        (data_by_epoch, 'ctx.loop was given other data or settings in epoch 1 than before'),
+        (counts_before_the_loop, 'for epoch in ctx.epochs():" and ctx.loop, ctx.state changed'),
+        (length_of_an_epoch, 'ctx.loop was given epochs or samples within ctx.epochs()'),
+        (epochs_twice, 'ctx.epochs must be called once, after ctx.prepare and around'),
+        (loader_without_epochs, 'was iterated over outside of ctx.epochs(): say "for epoch in'),
+        (schedule_outside, 'scheduler.step() was called outside of ctx.loop: call it in the loop'),
         (evaluates_in_the_body, 'ctx.evaluate was called in the body of ctx.loop'),
         (returns_a_mean, "for 'loss' a Tensor of shape (); for a batch of 2 samples it must be"),
         (checkpoints_in_the_body, 'ctx.checkpoint was called outside of the end of an epoch'),

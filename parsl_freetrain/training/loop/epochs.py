@@ -1,0 +1,178 @@
+"""``for epoch in ctx.epochs()``: the user's own loop over epochs, around ``ctx.loop``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
+from typing import Any
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.data.data_loaders import LoaderData
+from parsl_freetrain.training.data.loader import MicroBatch, seed_everything
+from parsl_freetrain.training.data.stream import is_stream
+from parsl_freetrain.training.loop.last_step import around_models, changes_of
+from parsl_freetrain.training.loop.parts import LoopState, Model
+from parsl_freetrain.training.loop.training_loop import END_OF_EPOCH, EvaluationStopped
+from parsl_freetrain.training.spec.mode import Reproducible
+from parsl_freetrain.training.spec.on_nan import ROLLBACK
+from parsl_freetrain.training.spec.training import TrainingSpec
+
+
+class _Place(Enum):
+    """Where in an epoch the user's function is."""
+
+    BEFORE_LOOP = auto()
+    IN_LOOP = auto()
+    BEHIND_LOOP = auto()
+    ENDED = auto()
+
+
+class Epochs:
+    """Divides the batches of the training loop among the epochs of the user's function.
+
+    A fragment that stops within an epoch begins with that epoch again: what the function does
+    before ``ctx.loop`` is repeated, so it may change nothing that is saved. What it does behind
+    ``ctx.loop`` belongs to the end of the epoch, and no checkpoint is written between the two,
+    since it may need variables of the loop.
+
+    Raises
+    ------
+    BadInput
+        If training may go back to an earlier epoch.
+    """
+
+    def __init__(self, spec: TrainingSpec, state: LoopState, model: Model) -> None:
+        if spec.mode.on_nan == ROLLBACK:
+            raise BadInput(
+                "ctx.epochs cannot go back to an earlier epoch, as on_nan='rollback' may: use "
+                'ctx.loop alone, and ctx.each_epoch(fn) for what is done at the end of an epoch.'
+            )
+        self._mode, self._state, self._model = spec.mode, state, model
+        self._place = _Place.ENDED
+        self._batches: Iterator[Any] = iter(())
+        self._data: list[Any] = []
+        self._before: Any = None
+
+    def __iter__(self) -> Iterator[int]:
+        while not self._state.complete:
+            self._place, self._before = _Place.BEFORE_LOOP, self._now()
+            if isinstance(self._mode, Reproducible):
+                turn = MicroBatch((), self._state.epoch, 0, 0.0)
+                seed_everything(turn.seed(self._mode.seed, 'before an epoch'))
+            yield self._state.epoch
+            self._end()
+
+    def begin_loop(self, dataset: Any, epochs: float | None, samples: int | None) -> None:
+        """Call in ``ctx.loop``; raises BadInput if it may not be called now, or not like this."""
+        if is_stream(dataset):
+            raise BadInput(
+                'ctx.loop was given a stream within ctx.epochs(), but a stream has no epochs: '
+                'leave out ctx.epochs(), and state how much to train in samples.'
+            )
+        if epochs is not None or samples is not None:
+            raise BadInput(
+                'ctx.loop was given epochs or samples within ctx.epochs(), where it trains one '
+                'epoch: leave them out.'
+            )
+        if self._place is _Place.IN_LOOP:
+            raise BadInput(self._left_early())
+        if self._place is not _Place.BEFORE_LOOP:
+            raise BadInput(
+                'ctx.loop was called twice within an epoch of ctx.epochs(): call it once, and keep '
+                'DataLoaders for validation out of ctx.prepare. For several phases use '
+                'ctx.loop(..., epochs=...) without ctx.epochs().'
+            )
+        changed = changes_of(self._before, self._now())
+        if changed:
+            raise BadInput(
+                f'Between "for epoch in ctx.epochs():" and ctx.loop, {changed} changed. A fragment '
+                'that begins within an epoch repeats these lines, so the result would depend on '
+                'the nodes: do it behind ctx.loop, which is the end of the epoch, or before '
+                'ctx.epochs().'
+            )
+
+    def turns(
+        self, data: LoaderData, micro_batch: int | None, batches: Iterator[Any] | None = None
+    ) -> Iterator[Any]:
+        """The turns of one epoch. ``batches``: those of the training loop, in the first one."""
+        given = [*vars(data).values(), micro_batch]
+        if batches is not None:
+            self._batches, self._data = batches, given
+        elif any(
+            not (one is other or (isinstance(one, int) and one == other))
+            for one, other in zip(given, self._data, strict=True)
+        ):
+            raise BadInput(
+                f'ctx.loop was given other data or settings in epoch {self._state.epoch} than '
+                'before: within ctx.epochs() they are the same in each epoch, so make the dataset '
+                'and its functions before. Weights, or data that differ by epoch, are a sampler of '
+                'ctx.loop.'
+            )
+        self._place = _Place.IN_LOOP
+        return self._turns()
+
+    def _turns(self) -> Iterator[Any]:
+        for batch in self._batches:
+            if batch is END_OF_EPOCH:
+                break
+            yield batch
+        self._place = _Place.BEHIND_LOOP
+
+    def stop(self) -> None:
+        """End the fragment, if the user's own evaluation behind the loop was stopped."""
+        if self._place is _Place.BEHIND_LOOP:
+            # The training loop waits at the end of the epoch, and ends the fragment there.
+            self._batches.throw(EvaluationStopped())  # type: ignore[attr-defined]
+
+    def left(self) -> None:
+        """Call when the function has returned. Where it left the loop over epochs at the end of an
+        epoch (``break``), the training ends early.
+        """
+        if self._place is _Place.BEHIND_LOOP:
+            self._state.finishing = self._state.finishing or 'the function left ctx.epochs()'
+            self._end()
+
+    def _end(self) -> None:
+        if self._place is _Place.BEFORE_LOOP:
+            raise BadInput(
+                f'Epoch {self._state.epoch} of ctx.epochs() ended without ctx.loop: train in '
+                '"for batch in ctx.loop(dataset, batch_size):" within it.'
+            )
+        if self._place is _Place.IN_LOOP:
+            raise BadInput(self._left_early())
+        self._place = _Place.ENDED
+        next(self._batches, None)  # ends the epoch on all ranks together
+        if not self._state.complete:
+            self._state.epoch += 1
+
+    def _left_early(self) -> str:
+        return (
+            f'The function left ctx.loop within epoch {self._state.epoch}: let ctx.loop end by '
+            'itself; say ctx.finish_early(reason) in it where the training is good enough.'
+        )
+
+    def _now(self) -> Any:
+        return around_models(self._state, self._model.prepared)
+
+
+class PreparedLoader:
+    """Stands for a DataLoader that was given to ``ctx.prepare``: an iteration over it is
+    ``ctx.loop`` within ``ctx.epochs()``. Everything else is the DataLoader's own.
+
+    Attributes
+    ----------
+    loader
+        The DataLoader.
+    """
+
+    def __init__(self, loader: Any, loop: Callable[[Any], Iterator[Any]]) -> None:
+        self.loader, self._loop = loader, loop
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._loop(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
