@@ -102,7 +102,7 @@ def train_by_epochs(ctx: FragmentContext, stop_at: int | None = None) -> None:
 def run(
     fork_server: ForkClient,
     folder: Path,
-    function: Callable[..., None],
+    function: Callable[..., object],
     *args: Any,
     fragment: int = 1,
     world_size: int = 1,
