@@ -102,8 +102,10 @@ class ControlServer:
             yield self._waiting.get()
 
     def receive(self, timeout_s: float) -> Iterator[Any]:
-        """Yield posted items, members' messages (:class:`FromMember`), and last which members'
+        """Yield members' messages (:class:`FromMember`), posted items, and last which members'
         connections have ended. Waits at most ``timeout_s`` seconds for the first.
+
+        A member's result is posted after its messages: a scheduler's notice must not come last.
         """
         self._poller.poll(max(0, int(timeout_s * 1000)))
         try:
@@ -111,15 +113,11 @@ class ControlServer:
                 pass
         except BlockingIOError:
             pass
-        ended = []
-        for item in self.posted():
-            if isinstance(item, _ConnectionEnded):
-                ended.append(item.fd)
-            else:
-                yield item
+        posted = list(self.posted())
         yield from self._messages()
-        for fd in ended:
-            if (key := self._connections.pop(fd, None)) is not None:
+        yield from (item for item in posted if not isinstance(item, _ConnectionEnded))
+        for item in posted:
+            if isinstance(item, _ConnectionEnded) and (key := self._connections.pop(item.fd, None)):
                 yield MemberDisconnected(*key)
 
     def _messages(self) -> Iterator[FromMember]:

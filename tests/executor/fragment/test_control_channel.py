@@ -21,7 +21,7 @@ from parsl_freetrain.executor.fragment.control_channel import (
     MemberDisconnected,
     reachable,
 )
-from parsl_freetrain.training.spec.messages import FromMember, Hello, StopTraining
+from parsl_freetrain.training.spec.messages import FromMember, Hello, Notice, StopTraining
 from tests.support.waiting import wait_until
 
 KEY = ('cnn', 3, 1)
@@ -122,6 +122,22 @@ def test_a_connection_that_ends_is_told_of_after_what_it_has_said(
 
     wait_until(told)
     assert said == [FromMember('cnn', 3, 1, Hello('n1')), MemberDisconnected('cnn', 3, 1)]
+
+
+def test_a_notice_that_waits_with_the_result_comes_first(
+    server: ControlServer, cert_dir: str | None
+) -> None:
+    """With the result its fragment is over, and its node would be used again."""
+    client = ControlClient(['127.0.0.1'], server.port, cert_dir, KEY)
+    try:
+        client.send(Hello('n1'))
+        assert next_item(lambda: from_server(server)) == [FromMember('cnn', 3, 1, Hello('n1'))]
+        client.send(Notice('SIGTERM'))
+        assert server._router.poll(10_000)
+        server.post('the result')
+        assert from_server(server) == [FromMember('cnn', 3, 1, Notice('SIGTERM')), 'the result']
+    finally:
+        client.close()
 
 
 def test_messages_go_both_ways_once_a_member_has_spoken(
