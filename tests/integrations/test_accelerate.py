@@ -1,10 +1,7 @@
-"""The environment of torchrun, with accelerate and with several ranks; Lightning's Fabric; a script
-in the manner of timm.
-"""
+"""The environment of torchrun, with accelerate and with several ranks, and Lightning's Fabric."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from parsl_freetrain import BadInput, FragmentContext
 from parsl_freetrain.integrations.accelerate import torchrun_environment
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.examples import equal, example, in_this_process, killed_and_rescaled
+from tests.support.examples import equal, in_this_process
 from tests.support.ranks import order, ranks
 
 DATA = TensorDataset(torch.arange(16.0).reshape(8, 2) / 16)
@@ -111,17 +108,3 @@ def test_fabric_trains_as_the_plain_loop() -> None:
     checkpoint, weights = in_this_process(with_fabric, total_epochs=2)
     _, plain = in_this_process(without_fabric, total_epochs=2)
     assert equal(weights, plain) and 'loss' in checkpoint.metrics
-
-
-@pytest.mark.slow
-def test_killed_and_rescaled_a_script_like_those_of_timm_ends_with_equal_weights(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
-    app = example('images_freetrain').train
-    undisturbed, weights = in_this_process(app.function, total_epochs=app.spec.total_epochs)
-    outcome, cut = killed_and_rescaled(fork_server, tmp_path, app, at=500)
-    assert undisturbed.samples == outcome.samples and undisturbed.result == json.loads(
-        outcome.result
-    )
-    of_model = {name: its for name, its in cut.items() if not name.startswith('ema.')}
-    assert equal({f'model.{name}': its for name, its in weights.items()}, of_model)

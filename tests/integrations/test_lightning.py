@@ -1,5 +1,5 @@
-"""LightningModules in fragments: the weights of an undisturbed run after kills, the figures of
-Lightning itself, and sentences for what is not supported.
+"""LightningModules in fragments: the figures of Lightning itself, and sentences for what is not
+supported.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import torch
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from parsl_freetrain import BadInput, FragmentContext, Scaled, Throughput, freetrain_app
-from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.examples import equal, example, in_this_process, killed_and_rescaled
+from tests.support.examples import in_this_process
 
 EPOCHS = 3
 lightning: Any = None
@@ -46,17 +45,6 @@ def ours(
 
 def weighted() -> WeightedRandomSampler:
     return WeightedRandomSampler([1.0] * 29, 29)
-
-
-@pytest.mark.slow
-def test_killed_and_rescaled_the_example_ends_with_the_weights_of_an_undisturbed_run(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
-    app = example('lightning_freetrain').train
-    undisturbed, weights = in_this_process(app.function, total_epochs=app.spec.total_epochs)
-    outcome, cut = killed_and_rescaled(fork_server, tmp_path, app, at=80)
-    assert equal(weights, cut)
-    assert undisturbed.metrics == outcome.metrics and 'val_loss' in outcome.metrics
 
 
 @pytest.mark.parametrize('module', ['Line', 'Plateau'])

@@ -1,5 +1,5 @@
-"""Hugging Face's Trainer in fragments: the weights of an undisturbed run after kills, the figures
-of transformers itself, and sentences for what is not supported.
+"""Hugging Face's Trainer in fragments: the figures of transformers itself, and sentences for what
+is not supported.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from parsl_freetrain import BadInput, FragmentContext, Scaled, Throughput, freetrain_app
-from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.examples import equal, example, in_this_process, killed_and_rescaled
+from tests.support.examples import in_this_process
 
 transformers: Any = None
 EPOCHS = 2
@@ -87,18 +86,6 @@ def ours(
         return trainer.evaluate()
 
     return train
-
-
-@pytest.mark.slow
-def test_killed_and_rescaled_the_example_ends_with_the_weights_of_an_undisturbed_run(
-    fork_server: ForkClient, tmp_path: Path, run_dir: Path
-) -> None:
-    app = example('transformers_freetrain').train
-    undisturbed, weights = in_this_process(app.function, total_epochs=app.spec.total_epochs)
-    outcome, cut = killed_and_rescaled(fork_server, tmp_path, app, at=250)
-    assert equal(weights, cut)
-    for name in ('loss', 'eval_loss', 'eval_accuracy', 'learning_rate'):
-        assert undisturbed.metrics[name] == outcome.metrics[name], name
 
 
 def test_with_one_shard_it_trains_what_transformers_trains(tmp_path: Path) -> None:
