@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from heapq import heappop, heappush
 
 from parsl_freetrain.core.allocation.objectives import (
@@ -20,6 +21,7 @@ from parsl_freetrain.core.controller.node_pool import key_of
 from parsl_freetrain.core.controller.placement import Places
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.controller.state import ControllerState, TrainerState
+from parsl_freetrain.core.controller.throughput_profile import CAUTION
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 
@@ -82,8 +84,11 @@ class Bids:
         if places.layout != self._layout:  # the places of held nodes have new indices
             self._layout = places.layout
             state.changed.update((name, None) for name, count in self._current.items() if count)
-        for name in state.changed:
+        unknown = bool(self._unmeasured)
+        for name in list(state.changed):
             self._follow(name, state, at)
+        if unknown != bool(self._unmeasured):  # others hope for less as long as there are any
+            state.changed.update(dict.fromkeys(state.turn))
         if self._unmeasured:
             self._assume(state)
         if state.changed:
@@ -202,9 +207,10 @@ class Bids:
         same = profiles.stated and self._renew_s == math.inf
         if known is not None and same and known[0] == (profiles, state.classes):
             return known[1]
-        curve = profiles.best().curve(spec.max_nodes, self._typical)
+        optimism = CAUTION if self._unmeasured else None
+        curve = profiles.best().curve(spec.max_nodes, self._typical, optimism)
         on_class = profiles.curves(
-            state.classes, spec.max_nodes, self._typical, lambda a, b: _ratio(state, a, b)
+            state.classes, spec.max_nodes, self._typical, partial(_ratio, state), optimism
         )
         waited_s = 0.0 if trainer.running is not None else at - trainer.waiting_since
         try:

@@ -72,6 +72,7 @@ class ClassProfiles:
         max_nodes: int,
         assumed: float,
         ratio: Callable[[str, str], float],
+        optimism: float | None = None,
     ) -> tuple[tuple[str, ScalingCurve], ...]:
         """The curve on each class for decisions.
 
@@ -80,7 +81,7 @@ class ClassProfiles:
 
         Parameters
         ----------
-        max_nodes, assumed
+        max_nodes, assumed, optimism
             See :meth:`Profile.curve`.
         ratio
             By how much trainers are faster on one node of the first class than of the second.
@@ -93,10 +94,11 @@ class ClassProfiles:
         curves = []
         for name in classes:
             if name in measured or not measured or self._related(name):
-                curves.append((name, self.on(name).curve(max_nodes, assumed)))
+                curves.append((name, self.on(name).curve(max_nodes, assumed, optimism)))
                 continue
             source = max(measured, key=lambda other: len(measured[other].measured))
-            known, factor = measured[source].curve(max_nodes, assumed), ratio(name, source)
+            known = measured[source].curve(max_nodes, assumed, optimism)
+            factor = ratio(name, source)
             rates = tuple(rate * factor for rate in known.rate)
             curves.append((name, ScalingCurve(known.nodes, rates)))
         return tuple(curves)

@@ -19,6 +19,11 @@ this many standard deviations, so that they are tried; until so many counts of i
 been measured. What a try costs is in the decision: a rescale.
 """
 
+CAUTION = 0.5
+"""The same as long as there are trainers of which nothing is known: these bid without hopes, and
+must not lose their nodes to the hopes of others.
+"""
+
 REMEMBERED = 15
 """Maximum number of measurements of a count that its typical rate is the median of."""
 
