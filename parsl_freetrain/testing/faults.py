@@ -194,8 +194,9 @@ def with_faults(function: Callable[..., Any], *faults: Fault) -> Callable[..., A
 def _at_steps(ctx: Any, faults: list[Fault]) -> Iterator[None]:
     loop = ctx.loop
 
-    def watched(dataset: Any, batch_size: int, **options: Any) -> Iterator[Any]:
-        return _steps(loop(dataset, batch_size, **options), ctx, batch_size, list(faults))
+    def watched(data: Any, batch_size: int | None = None, **options: Any) -> Iterator[Any]:
+        batches = loop(data, batch_size, **options)
+        return _steps(batches, ctx, batch_size or data.batch_size, list(faults))
 
     if faults:
         ctx.loop = watched

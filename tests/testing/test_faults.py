@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from parsl.jobs.states import JobState
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -33,10 +34,11 @@ from parsl_freetrain.testing import (
 from parsl_freetrain.training.checkpoint.layout import directories
 from parsl_freetrain.training.checkpoint.manifest import is_committed
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import Outcome, Started
 from tests.support.ranks import KILLED, Ranks, order, ranks
-from tests.training.loop.test_fragments import BATCH, SIZE, train
+from tests.training.loop.test_fragments import BATCH, SIZE, Recorded, network, train
 
 TOTAL = 3 * SIZE
 STEP = 4
@@ -68,6 +70,28 @@ def test_it_fails_at_that_step_of_that_rank_in_that_fragment_alone(
     assert gang.ranks[1].outcome.samples >= STEP * BATCH - BATCH
     gang = run(fork_server, tmp_path, fail_at(1, STEP), fragment=2)
     assert hows(gang) == ['finished'] * 2
+
+
+def test_it_counts_the_steps_of_a_data_loader(fork_server: ForkClient, tmp_path: Path) -> None:
+    def with_loader(ctx: FragmentContext) -> None:
+        torch.manual_seed(0)
+        model = network()
+        loader = torch.utils.data.DataLoader(Recorded(None), BATCH)
+        model, optimizer, loader = ctx.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.05), loader
+        )
+        for _ in ctx.epochs():
+            for images, labels in loader:
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(images), labels).backward()
+                optimizer.step()
+
+    ordered = order(tmp_path, 1, total_samples=TOTAL, checkpoint_every_s=1e-9)
+    faulty = with_faults(with_loader, fail_at(0, STEP))
+    with ranks(fork_server, ordered, 1, tmp_path, faulty) as gang:
+        gang.run()
+        assert gang.ranks[0].outcome.error.type == 'InjectedFault'
+        assert STEP * BATCH <= gang.ranks[0].outcome.samples < (STEP + 1) * BATCH
 
 
 def test_it_kills_and_disconnects(fork_server: ForkClient, tmp_path: Path) -> None:
