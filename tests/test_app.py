@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from datetime import UTC, datetime
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -480,6 +482,22 @@ def test_debugging_in_the_own_process() -> None:
     assert done.metrics.keys() == {'loss'}
     with pytest.raises(ValueError, match='no more after 40 samples'):
         trainer.debug(slope=-1.0)
+
+
+def test_debugging_ends_while_a_worker_of_a_loader_still_runs() -> None:
+    workers = []
+
+    def train(ctx: Any) -> None:
+        workers.append(get_context('fork').Process(target=signal.pause, daemon=True))
+        workers[0].start()
+        fit(ctx)
+
+    try:
+        assert freetrain_app(total_epochs=1)(train).debug().samples == 96
+        assert workers[0].is_alive()
+    finally:
+        workers[0].kill()
+        workers[0].join()
 
 
 def test_an_app_behind_a_failed_trainer_says_why(tmp_path: Path) -> None:

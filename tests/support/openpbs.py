@@ -220,7 +220,12 @@ class PbsCluster:
                 process.communicate()
 
     def clear(self) -> None:
-        """Remove all jobs and reservations; wait until every node is free and empty."""
+        """Remove all jobs and reservations; wait until every node is free and empty.
+
+        A node that the server has given up (``mcast failed``, seen once after the server was
+        stopped on a busy computer) does not come back by itself: its mom believes to be connected.
+        It is started anew.
+        """
         lines = self.run('qstat').splitlines()[2:]
         if jobs := [line.split()[0] for line in lines]:
             subprocess.run(
@@ -230,7 +235,17 @@ class PbsCluster:
                 timeout=LIMIT_S,
                 check=False,
             )
-        self.wait(lambda: not self.run('qstat').strip() and self.free() == NODES)
+
+        def empty() -> bool:
+            if self.run('qstat').strip():
+                return False
+            for line in self.run('pbsnodes', '-aS').splitlines():
+                if 'mcast failed' in line:
+                    self.control('crash', line.split()[0])
+                    self.control('boot', line.split()[0])
+            return self.free() == NODES
+
+        self.wait(empty)
 
 
 @contextmanager

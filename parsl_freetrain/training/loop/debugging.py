@@ -60,6 +60,8 @@ def train_here(
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+        # Workers of a loader may still hold the socket, too: to close it would not end the reader.
+        ours.shutdown(socket.SHUT_RDWR)
         channel.close()
         reader.join()
         listener.close()

@@ -91,6 +91,7 @@ class TrainingLoop:
         self._rollback = Rollback(parts, model, state, policy)
         self._replicas = Replicas(parts, model)
         self._data: BatchSource | None = None
+        self._epochs_ended = 0
         self._reported_at = 0.0
         self._rate = 0.0
         self._near_end = self._at_end = False
@@ -117,6 +118,8 @@ class TrainingLoop:
             self._last.forget()
             self._rollback.go_back()
         self._last.forget()  # the code behind the loop needs its variables
+        # A stream's own workers run for as long as somebody holds it.
+        self._data, self._epochs_ended = None, data.epochs_before(state.samples)
         if state.samples > began_with and not self._steps.stepped:
             raise BadInput(
                 'ctx.loop ended without a single optimizer.step(), so nothing was trained: call '
@@ -364,7 +367,7 @@ class TrainingLoop:
             samples=state.samples,
             checkpoint_s=self._checkpointer.longest_s,
             user=state.user if self._is_main else {},
-            epoch=self._data.epochs_before(state.samples) if self._data is not None else 0,
+            epoch=self._data.epochs_before(state.samples) if self._data else self._epochs_ended,
             epoch_due=state.epoch_due,
             finishing=state.finishing,
             finished=state.finished,
