@@ -55,11 +55,16 @@ def stuck(ctx: FragmentContext) -> None:
 
 
 def ordered(folder: Path, number: int = 1, samples: int = 10**6) -> FragmentOrder:
-    """Without a number of samples, every step is saved, and training does not end."""
+    """Without a number of samples, every step is saved, and training does not end.
+
+    Each test has a trainer of its own: all share one fork server, which may still keep in memory
+    what another test has left, with the same bits.
+    """
     every_s = 1e-9 if samples == 10**6 else 3600.0
     return order(
         folder,
         number,
+        trainer=folder.name,
         total_samples=samples,
         shape=TWO,
         shapes={2: TWO},
@@ -76,7 +81,7 @@ def struck(
 
 
 def committed(folder: Path) -> int:
-    return len(PosixCheckpointStore(folder / 'store', 'digits').checkpoints())
+    return len(PosixCheckpointStore(folder / 'store', folder.name).checkpoints())
 
 
 @pytest.mark.parametrize(
