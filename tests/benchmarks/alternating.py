@@ -55,7 +55,11 @@ class OwnTime:
         for module in (training_loop, checkpointer):
             vars(module)['time'] = self
         for timed in (Agreement, Watch):
-            timed.__init__.__defaults__ = (self.monotonic,)
+            made = timed.__init__
+            made.__defaults__ = tuple(
+                self.monotonic if default is time.monotonic else default
+                for default in made.__defaults__ or ()
+            )
 
     def monotonic(self) -> float:
         return time.monotonic() - self.others_s
