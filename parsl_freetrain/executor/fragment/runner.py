@@ -282,7 +282,7 @@ class FragmentRunner:
                 case StopNow(fragment):
                     self._members.ask_to_stop(fragment, at)
                 case NodeSilent(node, why):
-                    logger.warning('Node %s is given up: %s', node, why)
+                    logger.info('Node %s is given up: %s', node, why)  # nodes leave all the time
                     silent[node] = why
         self._silent |= silent
         return set(silent)
