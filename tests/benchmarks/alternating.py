@@ -28,9 +28,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
-from parsl_freetrain.training.comm.collectives import Alone, Peers, RankGroup
+from parsl_freetrain.training.comm.collectives import RankGroup
 from parsl_freetrain.training.comm.consensus import Agreement
 from parsl_freetrain.training.comm.inbox import Inbox
+from parsl_freetrain.training.comm.peers import Alone, Peers
 from parsl_freetrain.training.comm.sealed_store import SealedStore
 from parsl_freetrain.training.loop import checkpointer, training_loop
 from parsl_freetrain.training.loop.checkpointer import Checkpointer

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.training.checkpoint.export import load_weights
 from tests.support.computers import Computer, computers
@@ -25,11 +27,19 @@ CUT_S = float(os.environ.get('FREETRAIN_CUT_S', '0'))
 """Minimum length of the cut; it lasts at least until the node has been given up."""
 
 
+def reader_of(path: Path) -> Reader | None:
+    """None as long as the run has not made its ledger."""
+    with suppress(BadInput):
+        return Reader(path)
+    return None
+
+
 def cut_off_and_back(folder: Path, far: Computer) -> None:
     """Cut a node off when a fragment over both has saved a checkpoint, until it is given up."""
     ledger_path = folder / 'checkpoints' / 'ledger.sqlite'
-    wait_until(ledger_path.exists)
-    with Reader(ledger_path) as ledger:
+    reader = wait_until(lambda: reader_of(ledger_path))
+    assert reader is not None
+    with reader as ledger:
         wait_until(lambda: ledger.story().checkpoints)
         first = ledger.story().fragments[0]
         assert first.ended_at is None

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from time import monotonic
 
-from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.comm.peers import Peers
 
 # Each takes precedence over those before it.
 GO_ON, REPORT, SAVE, STOP, FINISH, SPOILT, DIFFERENT = range(7)

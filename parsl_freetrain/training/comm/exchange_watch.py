@@ -1,7 +1,12 @@
-"""Notices that this rank has waited in one exchange for much longer than a step takes.
+"""Notices that this rank has waited in one exchange for much longer than a step takes, or waits for
+a rank that is gone.
 
-If all ranks of a fragment do so, they wait for each other for ever: one of them has left out an
-exchange, or made another one. Only the executor hears of all of them.
+If all ranks of a fragment wait, they do so for ever: one of them has left out an exchange, or made
+another one. Only the executor hears of all of them.
+
+gloo sometimes does not end an exchange whose connection breaks in the middle of it: what it was
+about to send then is on none of the lists whose waiting threads are told. Nothing can end that
+wait but the end of this process.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ LEAST_S = 15.0
 """Minimum seconds in one exchange that count as too long."""
 STEPS = 10
 """The same, in steps."""
-LOOK_S = 2.0
+LOOK_S = 1.0
 """Seconds between two looks."""
 
 
@@ -55,16 +60,38 @@ class ExchangeWatch:
         """Record the duration of a step. Before the first one nothing counts as too long."""
         self._steps_s.append(seconds)
 
-    def start(self, rank: int, send: Callable[[Stuck], object]) -> None:
-        """Look from now on, in a thread, and send what is found."""
-        threading.Thread(target=self._run, args=(rank, send), daemon=True).start()
+    def start(
+        self,
+        rank: int,
+        send: Callable[[Stuck], object],
+        broken: Callable[[], bool],
+        end: Callable[[str], object],
+    ) -> None:
+        """Look from now on, in a thread, and send what is found.
 
-    def _run(self, rank: int, send: Callable[[Stuck], object]) -> None:
-        shown = None
+        ``broken`` tells whether a connection to another rank has ended. If this rank is in the same
+        exchange a look later, ``end`` is called with the name of that; it ends the process.
+        """
+        threading.Thread(target=self._run, args=(rank, send, broken, end), daemon=True).start()
+
+    def _run(
+        self,
+        rank: int,
+        send: Callable[[Stuck], object],
+        broken: Callable[[], bool],
+        end: Callable[[str], object],
+    ) -> None:
+        seen = shown = without_peer = None
         while True:
             time.sleep(LOOK_S)
-            now = self._now
-            if now is None or self._aside or not self._steps_s:
+            seen, now = self._now, seen
+            if now is None or now is not seen or self._aside:
+                continue
+            if broken():
+                if now is without_peer:
+                    end(now[0])
+                without_peer = now
+            if not self._steps_s:
                 continue
             waited_s = time.monotonic() - now[1]
             if waited_s < max(LEAST_S, STEPS * max(self._steps_s)):

@@ -27,7 +27,8 @@ from parsl_freetrain.training.checkpoint.parts import (
     write_table_of_part,
 )
 from parsl_freetrain.training.checkpoint.state import State
-from parsl_freetrain.training.comm.collectives import PeerLost, as_peer_loss
+from parsl_freetrain.training.comm.collectives import as_peer_loss
+from parsl_freetrain.training.comm.peers import PeerLost
 from parsl_freetrain.training.comm.sealed_store import SealedStore
 
 _POLL_S = (0.005, 0.1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.comm.peers import Peers
 
 _HEAD = 8
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.comm.variable_rows import gather_bytes
 
 Sampler = Iterable[Any] | Callable[[int], Iterable[Any]]

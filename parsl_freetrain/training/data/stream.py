@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.comm.variable_rows import gather_bytes
 from parsl_freetrain.training.data.loader import MicroBatch, seed_everything, with_own_workers
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.training.comm.collectives import Alone
 from parsl_freetrain.training.comm.inbox import Inbox
+from parsl_freetrain.training.comm.peers import Alone
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.rank import parts_of, set_up
 from parsl_freetrain.training.process.channel import Channel

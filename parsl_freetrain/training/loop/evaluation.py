@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.comm.variable_rows import gather_bytes
 from parsl_freetrain.training.data.loader import MicroBatch, make_loader, size_of, to_device
 

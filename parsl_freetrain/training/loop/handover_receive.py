@@ -17,7 +17,7 @@ import torch
 
 from parsl_freetrain.training.checkpoint.memory_image import bytes_in, digest_of, unpack
 from parsl_freetrain.training.checkpoint.state import Saved, State, assemble
-from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.process.channel import Channel, is_ours
 from parsl_freetrain.training.process.standby_slots import FORK_SERVER_VARIABLE
 from parsl_freetrain.training.spec.codec import Decoder

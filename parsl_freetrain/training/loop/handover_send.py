@@ -10,9 +10,9 @@ import torch
 
 from parsl_freetrain.training.checkpoint.memory_image import bytes_in, digest_of, pack
 from parsl_freetrain.training.checkpoint.state import State
-from parsl_freetrain.training.comm.collectives import PeerLost, Peers
 from parsl_freetrain.training.comm.inbox import GOES, STAYS, Inbox
 from parsl_freetrain.training.comm.part_writers import PartWriters
+from parsl_freetrain.training.comm.peers import PeerLost, Peers
 from parsl_freetrain.training.loop.handover_receive import is_wanted, keep
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.fork_messages import OfferState

@@ -19,7 +19,7 @@ from parsl_freetrain.training.checkpoint.memory_image import bytes_in
 from parsl_freetrain.training.checkpoint.part_reader import Block
 from parsl_freetrain.training.checkpoint.parts import holds_tensors
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
-from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.loop.handover_receive import fetch_fd
 from parsl_freetrain.training.spec.fork_messages import FetchState
 

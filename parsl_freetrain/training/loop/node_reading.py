@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from parsl_freetrain.training.checkpoint.state import State
-from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.comm.peers import Peers
 
 
 def read_once(node: Peers, read: Callable[[], State]) -> State:

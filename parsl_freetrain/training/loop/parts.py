@@ -12,8 +12,8 @@ import torch
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.state import Source
 from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.comm.collectives import Peers
 from parsl_freetrain.training.comm.inbox import Inbox
+from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.data_loaders import LoaderData
 from parsl_freetrain.training.data.loader import MicroBatch, make_loader
 from parsl_freetrain.training.data.order import GlobalBatch, GlobalOrder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -18,11 +19,12 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
 from parsl_freetrain.training.checkpoint.manifest import Damaged
 from parsl_freetrain.training.checkpoint.store import Fenced, PosixCheckpointStore
-from parsl_freetrain.training.comm.collectives import Peers, is_peer_loss, join
+from parsl_freetrain.training.comm.collectives import is_peer_loss, join
 from parsl_freetrain.training.comm.devices import name_of, peak_memory, take_devices, visible_as
 from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.comm.faults import device_fault
 from parsl_freetrain.training.comm.inbox import Inbox
+from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.loader import seed_everything
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.context import FragmentContext
@@ -75,6 +77,18 @@ def run_rank(
     context: FragmentContext | None = None
     how: Ending = 'finished'
     error: RankError | None = None
+    said_last = threading.Lock()
+
+    def say_last(outcome: Outcome) -> None:
+        if not said_last.acquire(blocking=False):
+            threading.Event().wait()  # the other thread ends the process
+        channel.send(outcome)
+
+    def end_in(exchange: str) -> None:
+        print(f'This rank waits in {exchange} for one that is gone, so it ends.', file=sys.stderr)
+        failed = how not in ('finished', 'stopped')
+        say_last(Outcome(how if failed else 'peer-lost', error=error))
+        os._exit(1)
 
     def begin(order: FragmentOrder, its_place: RankPlace) -> RankParts:
         nonlocal peers, place
@@ -85,7 +99,7 @@ def run_rank(
         )
         peers = join(order, place, channel, inbox, name_of(device))()
         if place.world_size > 1:
-            exchanges.start(place.rank, channel.send)
+            exchanges.start(place.rank, channel.send, peers.broken, end_in)
             print(f'Tensors are exchanged by {dist.get_backend()}')
         return parts_of(order, place, peers, channel, inbox, device)
 
@@ -128,7 +142,7 @@ def run_rank(
     # Not with the copy of the state that a rank may leave.
     memory = 0 if context is None else peak_memory(context.device)
     outcome = Outcome(how, error=error) if context is None else context.outcome(how, error)
-    channel.send(replace(outcome, memory=memory))
+    say_last(replace(outcome, memory=memory))
     return 0 if how in ('finished', 'stopped') else 1
 
 

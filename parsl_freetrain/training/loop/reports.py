@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.comm.variable_rows import gather_bytes
 
 _Parts = dict[str, tuple[int, list[tuple[float, float]]]]

@@ -14,9 +14,9 @@ from parsl_freetrain.training.checkpoint.sharded_state import Opened
 from parsl_freetrain.training.checkpoint.state import Saved
 from parsl_freetrain.training.checkpoint.store import CheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.comm.collectives import Peers
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.part_writers import PartWriters
+from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.handover_send import LeavingPart
 from parsl_freetrain.training.loop.kept_files import KeptFiles

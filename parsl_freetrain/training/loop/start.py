@@ -10,7 +10,7 @@ from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint.manifest import Damaged, check_chosen, manifest_digest
 from parsl_freetrain.training.checkpoint.state import Saved, State, assemble, read_split
 from parsl_freetrain.training.checkpoint.store import CheckpointStore
-from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.comm.subgroup import ranks_of_node
 from parsl_freetrain.training.loop.handover_receive import receive
 from parsl_freetrain.training.loop.node_reading import read_once

@@ -16,8 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.comm.collectives import Peers, broadcast_into
+from parsl_freetrain.training.comm.collectives import broadcast_into
 from parsl_freetrain.training.comm.consensus import DIFFERENT, Agreement
+from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.data.order import GlobalBatch, shard, split_for_ranks
 from parsl_freetrain.training.steps import row_norm

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.comm.variable_rows import gather_bytes
 
 _Groups = list[list[dict[str, Any]]]

@@ -20,7 +20,8 @@ from parsl_freetrain.core.model.shape import MESH, Shape
 from parsl_freetrain.training.checkpoint.flatten import put_together, take_apart
 from parsl_freetrain.training.checkpoint.memory_image import pack, unpack
 from parsl_freetrain.training.checkpoint.state import State
-from parsl_freetrain.training.comm.collectives import Peers, broadcast_into
+from parsl_freetrain.training.comm.collectives import broadcast_into
+from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.process.liveness import guard_connections
 from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.shapes import check_shape

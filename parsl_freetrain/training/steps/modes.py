@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.data.order import GlobalBatch
 from parsl_freetrain.training.spec.mode import ADASUM, Reproducible, Scaled

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.comm.collectives import Alone, Peers
+from parsl_freetrain.training.comm.peers import Alone, Peers
 from parsl_freetrain.training.comm.subgroup import Subgroup
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.steps import row_norm

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from parsl_freetrain.training.comm.collectives import Peers
+from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.steps.reduction_tree import Node, ShardTree
 
 

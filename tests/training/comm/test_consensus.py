@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 
-from parsl_freetrain.training.comm.collectives import Alone
 from parsl_freetrain.training.comm.consensus import (
     DIFFERENT,
     EVERY_S,
@@ -18,6 +17,7 @@ from parsl_freetrain.training.comm.consensus import (
     Agreement,
     steps_between,
 )
+from parsl_freetrain.training.comm.peers import Alone
 
 
 class Pair(Alone):

@@ -63,3 +63,25 @@ def test_a_rank_that_waits_for_one_that_has_lost_another_notices_it_at_once(
     with ranks(fork_server, order(tmp_path), 3, tmp_path, train, noticed, late) as gang:
         assert [outcome.how for outcome in gang.run()] == [KILLED.how, 'peer-lost', 'peer-lost']
     assert not late.exists()
+
+
+def test_a_rank_whose_exchange_does_not_end_when_the_other_one_is_gone_ends(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    """gloo forgets now and then to wake who waits for a connection that breaks."""
+
+    def train(ctx: FragmentContext) -> None:
+        import os
+        import signal
+        import threading
+
+        from parsl_freetrain.training.comm.exchange_watch import exchanges
+
+        if ctx.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with exchanges.exchange('gather'):
+            threading.Event().wait()
+
+    with ranks(fork_server, order(tmp_path), 2, tmp_path, train) as gang:
+        assert [outcome.how for outcome in gang.run()] == [KILLED.how, 'peer-lost']
+        assert 'waits in gather for one that is gone' in gang.ranks[1].log.read_text()

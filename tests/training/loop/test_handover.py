@@ -37,7 +37,7 @@ from parsl_freetrain.training.checkpoint.state import (
 )
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import sort_out
-from parsl_freetrain.training.comm.collectives import Alone
+from parsl_freetrain.training.comm.peers import Alone
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.handover_receive import fetch, keep, receive
 from parsl_freetrain.training.process.channel import Channel

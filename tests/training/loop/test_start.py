@@ -15,7 +15,7 @@ from parsl_freetrain.training.checkpoint import manifest
 from parsl_freetrain.training.checkpoint.state import Position, collect, content_of, read_split
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import sort_out
-from parsl_freetrain.training.comm.collectives import Alone
+from parsl_freetrain.training.comm.peers import Alone
 from parsl_freetrain.training.loop.node_reading import read_once
 from parsl_freetrain.training.loop.start import start_of
 from parsl_freetrain.training.spec.order import RankPlace

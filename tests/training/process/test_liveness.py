@@ -32,7 +32,9 @@ from torch.distributed import TCPStore
 from parsl_freetrain import Samples
 from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.training import TrainingSpec
-from parsl_freetrain.training.comm.collectives import EXCHANGE_TIMEOUT, PeerLost, RankGroup
+from parsl_freetrain.training.comm.collectives import EXCHANGE_TIMEOUT, RankGroup
+from parsl_freetrain.training.comm.peers import PeerLost
+from parsl_freetrain.training.comm.exchange_watch import exchanges
 import os
 host, rank, count, wait_s = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 steps = int(sys.argv[5])
@@ -41,6 +43,10 @@ spec = TrainingSpec(min_nodes=1, max_nodes=1, goal=Samples(1))
 order = FragmentOrder('t', 1, '', spec, None, hang_s=float(sys.argv[7]))
 store = TCPStore(host, 29400, count, rank == 0, timeout=EXCHANGE_TIMEOUT, wait_for_workers=False)
 group = RankGroup(order, RankPlace(rank, count, 0, count, ''), store, 'secret', '')
+def end(exchange):
+    print('Another rank is gone:', exchange, flush=True)
+    os._exit(0)
+exchanges.start(rank, print, group.broken, end)
 print('met', flush=True)
 try:
     for step in range(steps or 1_000_000):
@@ -110,15 +116,13 @@ def test_a_cut_network_ends_all_ranks_in_time(busy: bool) -> None:
                 assert peer.stdout is not None
                 assert peer.stdout.readline() == 'met\n'
             hosts[1].cut_off()
-            began = time.monotonic()
-            said = [peer.communicate(timeout=under_load(60.0))[0] for peer in peers]
-            took = time.monotonic() - began
+            # gloo's own limit is ten minutes.
+            said = [peer.communicate(timeout=under_load(HANG_S + 4.0))[0] for peer in peers]
         finally:
             for peer in peers:
                 peer.kill()
                 peer.communicate()
     assert all('Another rank is gone' in words for words in said)
-    assert took < HANG_S + 2.0  # the step that was being computed comes on top
 
 
 def test_a_rank_whose_client_is_stopped_does_not_go_on(

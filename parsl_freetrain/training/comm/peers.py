@@ -1,0 +1,145 @@
+"""What a rank asks of the other ranks of its fragment, and the answers where it is the only one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.training.comm.sealed_store import SealedStore
+
+
+class PeerLost(FreeTrainError):
+    """Another rank of the fragment is gone, so this one cannot continue."""
+
+
+class Peers(Protocol):
+    """All ranks of a fragment, including this one. All of them must make the same calls in the same
+    order.
+    """
+
+    rank: int
+    world_size: int
+
+    def tell(self, what: str, value: Callable[[], str]) -> str:
+        """The text that rank 0 gives to all ranks under the key ``what``.
+
+        ``value`` is called on rank 0 only.
+        """
+        ...
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks, in order of rank, as one tensor (ranks, length). Rows are flat
+        tensors of the same length and type.
+        """
+        ...
+
+    def all_to_all(
+        self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int], into: torch.Tensor
+    ) -> None:
+        """Send each rank its part of a flat tensor, and write the parts that come into another one,
+        in order of rank. ``sent``, ``received``: the number of elements by rank.
+        """
+        ...
+
+    def complete(self, rows: torch.Tensor) -> None:
+        """Fill in the rows of the other ranks, in order of rank, of a tensor (ranks, length) in
+        which each rank has filled in its own.
+        """
+        ...
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Overwrite tensors with those of rank 0."""
+        ...
+
+    def largest(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
+        """Begin to find the maximum over all ranks of each number.
+
+        Returns a function that waits for the result.
+        """
+        ...
+
+    def swap(self, row: torch.Tensor, partner: int) -> torch.Tensor:
+        """Exchange rows with another rank, which calls this too.
+
+        Both rows are flat and of the same length and type.
+        """
+        ...
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a tensor to another rank, which calls :meth:`receive` with one of the same size and
+        type. The other ranks call nothing.
+        """
+        ...
+
+    def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Overwrite a tensor with what another rank sends, and return it."""
+        ...
+
+    def store(self) -> SealedStore | None:
+        """Another connection to the store of all ranks, for use in another thread; None if there is
+        only one rank.
+        """
+        ...
+
+    def leave(self) -> bool:
+        """Wait for all ranks before the process ends; False if one of them is gone."""
+        ...
+
+    def break_off(self) -> None:
+        """Have the others notice at once that this rank does not go on, whatever it still does."""
+        ...
+
+    def broken(self) -> bool:
+        """Whether a connection to another rank has ended."""
+        ...
+
+
+class Alone:
+    """A fragment of one rank: no process group."""
+
+    rank = 0
+    world_size = 1
+
+    def tell(self, what: str, value: Callable[[], str]) -> str:
+        return value()
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        return row[None]
+
+    def all_to_all(
+        self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int], into: torch.Tensor
+    ) -> None:
+        into.copy_(row)
+
+    def complete(self, rows: torch.Tensor) -> None:
+        pass
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        pass
+
+    def largest(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
+        return lambda: tuple(numbers)
+
+    def swap(self, row: torch.Tensor, partner: int) -> torch.Tensor:
+        raise ValueError('There is no other rank.')
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        raise ValueError('There is no other rank.')
+
+    def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        raise ValueError('There is no other rank.')
+
+    def store(self) -> SealedStore | None:
+        return None
+
+    def leave(self) -> bool:
+        return True
+
+    def break_off(self) -> None:
+        pass
+
+    def broken(self) -> bool:
+        return False
