@@ -216,7 +216,10 @@ class Filler:
 
     def __init__(self, machine: Machine, folder: Path, settings: dict[str, Any]) -> None:
         self._errors = folder / 'errors'
-        environment = {**os.environ, **machine.environment, 'PYTHONPATH': os.getcwd()}
+        # Nodes have this program's Python, also where its environment is not activated.
+        path = os.pathsep.join((str(Path(sys.executable).parent), os.environ['PATH']))
+        own = {'PATH': path, 'PYTHONPATH': os.getcwd()}
+        environment = {**os.environ, **own, **machine.environment}
         site = {**machine.settings, **settings}
         with self._errors.open('w') as errors:
             self._process = subprocess.Popen(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from parsl_freetrain.core.model.types import NodeDemand
-from parsl_freetrain.sites.batch.holes import HARMLESS_MARKS, USABLE
+from parsl_freetrain.sites.batch.holes import HARMLESS_MARKS, HOLDING, USABLE
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NodeReservation, Nodes
 from parsl_freetrain.sites.batch.shape import PREFIX
 
@@ -27,7 +27,6 @@ _BROKEN = (
     *('down', 'drain', 'offline', 'fail', 'maint', 'stale', 'unk', 'resv', 'reserved', 'power'),
     *('boot', 'provision', 'error', 'inval', 'future'),
 )
-_HOLDING = (JobState.RUNNING, JobState.SUSPENDED, JobState.STARTING, JobState.ENDING)
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class _Table:
             if group.state in USABLE:
                 until |= dict.fromkeys(group.names, now)
         for job in jobs:
-            if job.state in _HOLDING and job.names:
+            if job.state in HOLDING and job.names:
                 end_s = math.inf if job.end_s is None else job.end_s
                 if job.state is JobState.ENDING:
                     end_s = now if now - min(end_s, now) < ENDING_S else math.inf

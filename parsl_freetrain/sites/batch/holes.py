@@ -24,6 +24,7 @@ from parsl_freetrain.sites.batch.records import (
 USABLE = ('idle', 'planned')
 # A planned node is idle; older versions mark it so instead of naming the state.
 HARMLESS_MARKS = '-'
+HOLDING = (JobState.RUNNING, JobState.SUSPENDED, JobState.STARTING, JobState.ENDING)
 
 Groups = dict[tuple[float, str], list[str]]
 """Names of nodes by when they can be had until, and by class."""
@@ -99,7 +100,12 @@ def windows(
         for name in group.names
     }
     for job in jobs:
-        if job.state is not JobState.PENDING or job.start_s is None or job.job_id in ours:
+        if job.job_id in ours:
+            continue
+        if job.state in HOLDING:
+            for name in job.names:
+                until.pop(name, None)
+        if job.state is not JobState.PENDING or job.start_s is None:
             continue
         if job.planned:
             bounded: Iterable[str] = job.planned
