@@ -484,6 +484,26 @@ def test_debugging_in_the_own_process() -> None:
         trainer.debug(slope=-1.0)
 
 
+def test_debugging_begins_with_the_function(tmp_path: Path) -> None:
+    """What takes long, apart from torch and Parsl, is not imported before its first line, and no
+    process is started.
+    """
+    script = tmp_path / 'my first lines.py'
+    script.write_text(
+        'import sys, psutil\n'
+        'from parsl_freetrain import freetrain_app\n'
+        '@freetrain_app(total_epochs=1)\n'
+        'def train(ctx):\n'
+        '    slow = {"highspy", "jinja2", "matplotlib", "pandas", "pulp", "pyarrow", "scipy"}\n'
+        '    print(slow & sys.modules.keys(), psutil.Process().children())\n'
+        '    sys.exit("first line")\n'
+        'train.debug()\n'
+    )
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
+    assert ended.returncode == 1 and 'first line' in ended.stderr
+    assert ended.stdout.splitlines()[-1] == 'set() []'
+
+
 def test_debugging_ends_while_a_worker_of_a_loader_still_runs() -> None:
     workers = []
 
