@@ -15,7 +15,7 @@ from typing import Any, Optional
 
 from parsl.executors.high_throughput.executor import HTEXFuture
 
-from parsl_freetrain.core.allocation.problem import Allocator
+from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.settings import checked_arguments

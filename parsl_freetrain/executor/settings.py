@@ -11,8 +11,8 @@ from msgspec import structs
 from parsl.data_provider.staging import Staging
 from parsl.executors.high_throughput.executor import DEFAULT_LAUNCH_CMD
 
+from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.allocation.objectives import objective_named
-from parsl_freetrain.core.allocation.problem import Allocator
 from parsl_freetrain.core.controller.bids import candidate_of
 from parsl_freetrain.core.controller.settings import DecisionPolicy
 from parsl_freetrain.core.controller.throughput_profile import Profile
@@ -40,7 +40,7 @@ class Policy(DecisionPolicy, frozen=True, kw_only=True):
         As in :class:`~parsl_freetrain.core.controller.settings.DecisionPolicy`.
     solver
         The solver's name ('auto', 'milp', 'dp' or 'equal-share'), or an object with the method
-        :meth:`~parsl_freetrain.core.allocation.problem.Allocator.allocate`. If the object has a
+        :meth:`~parsl_freetrain.core.allocation.answer.Allocator.allocate`. If the object has a
         method ``close()``, it is called when the executor shuts down.
     solver_time_limit_s
         Maximum seconds that a solver given by name may search; it then returns its best allocation.

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.objectives import Candidate, speedup
-from parsl_freetrain.core.allocation.problem import Allocator, Answer, Bid, Problem
+from parsl_freetrain.core.allocation.problem import Bid, Problem
 from parsl_freetrain.core.model.types import ScalingCurve
 from parsl_freetrain.ledger.intervals import length
 from parsl_freetrain.ledger.reader import Reader

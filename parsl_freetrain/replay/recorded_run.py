@@ -14,7 +14,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from parsl_freetrain.core.allocation.problem import Allocator, Answer, Problem
+from parsl_freetrain.core.allocation.answer import Allocator, Answer
+from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.planner import Planner
 from parsl_freetrain.core.controller.state import ControllerState

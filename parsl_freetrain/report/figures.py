@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
-from parsl_freetrain.core.allocation.problem import Allocator
+from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.ledger.clock import Clock
 from parsl_freetrain.ledger.reader import Reader

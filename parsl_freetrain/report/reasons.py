@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from parsl_freetrain.core.allocation.answer import relative_gap
 from parsl_freetrain.core.allocation.constraints import OWNERS
 from parsl_freetrain.core.allocation.explain import Reason
-from parsl_freetrain.core.allocation.problem import relative_gap
 from parsl_freetrain.ledger.rows import FINAL_STATES, FragmentRow, RunHistory, RunRow, TrainerRow
 from parsl_freetrain.report.outcome import DecisionOutcome
 from parsl_freetrain.report.sentences import describe

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from parsl_freetrain.core.allocation.problem import Allocator, Answer, Problem
+from parsl_freetrain.core.allocation.answer import Allocator, Answer
+from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.allocation.solvers import SolverName
 from parsl_freetrain.core.allocation.solvers.class_search import ClassAllocator
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator

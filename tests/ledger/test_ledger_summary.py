@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from parsl_freetrain.core.allocation.problem import Answer, Problem
+from parsl_freetrain.core.allocation.answer import Answer
+from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.store import Ledger

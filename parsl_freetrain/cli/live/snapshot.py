@@ -11,7 +11,7 @@ from typing import Any
 from parsl_freetrain.cli.live.limits import LimitNow, limits_of
 from parsl_freetrain.cli.live.liveness import Liveness, life_of
 from parsl_freetrain.cli.where import run_named
-from parsl_freetrain.core.allocation.problem import Allocator, relative_gap
+from parsl_freetrain.core.allocation.answer import Allocator, relative_gap
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import FINAL_STATES, FragmentRow, RunHistory, RunRow, TrainerRow
 from parsl_freetrain.ledger.summary import efficiency

@@ -32,7 +32,7 @@ from parsl_freetrain.cli.live.cells import (
 )
 from parsl_freetrain.cli.live.limits import in_words
 from parsl_freetrain.cli.live.snapshot import BlockNow, RunStatus, TrainerNow, snapshot
-from parsl_freetrain.core.allocation.problem import Allocator
+from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.summary import CachedAllocator

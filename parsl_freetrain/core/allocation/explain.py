@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.feasibility import by_place
 from parsl_freetrain.core.allocation.incumbent import pinned
-from parsl_freetrain.core.allocation.problem import Allocator, Answer, Bid, Limit, Problem
+from parsl_freetrain.core.allocation.problem import Bid, Limit, Problem
 
 NOISE = 1e-9
 """Objectives that differ by so small a part are the same."""
@@ -176,8 +177,7 @@ def _alternative(
 
 def _use(problem: Problem, limit: Limit, chosen: Mapping[str, Sequence[int]]) -> LimitUse:
     members = [chosen[name] for name in limit.members or chosen]
-    seconds = [min(problem.horizon_s, block.remaining_s) for block in problem.places]
-    node_s = sum(n * s for counts in members for n, s in zip(counts, seconds, strict=True))
+    node_s = sum(n * s for counts in members for n, s in zip(counts, problem.seconds, strict=True))
     return LimitUse(
         limit.why, sum(map(sum, members)), limit.least, limit.most, node_s, limit.node_s
     )

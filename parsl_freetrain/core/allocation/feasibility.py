@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from parsl_freetrain.core.allocation.answer import Answer
 from parsl_freetrain.core.allocation.incumbent import pinned
-from parsl_freetrain.core.allocation.problem import Answer, Limit, Problem
+from parsl_freetrain.core.allocation.problem import Limit, Problem
 
 
 def by_place(problem: Problem, answer: Answer) -> dict[str, tuple[int, ...]]:
@@ -62,13 +63,12 @@ def objections(problem: Problem, allocation: Mapping[str, Sequence[int]]) -> lis
 
 def _beyond(problem: Problem, limit: Limit, allocation: Mapping[str, Sequence[int]]) -> list[str]:
     members = set(limit.members) or allocation.keys()
-    seconds = [min(problem.horizon_s, block.remaining_s) for block in problem.places]
     nodes = sum(sum(counts) for name, counts in allocation.items() if name in members)
     node_s = sum(
         n * s
         for name, counts in allocation.items()
         if name in members
-        for n, s in zip(counts, seconds, strict=True)
+        for n, s in zip(counts, problem.seconds, strict=True)
     )
     found = []
     if nodes < limit.least:

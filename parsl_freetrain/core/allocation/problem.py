@@ -1,4 +1,4 @@
-"""The allocation problem, the value of an allocation, and the interface of its solvers.
+"""The allocation problem, and the value of an allocation.
 
 Solvers, tests and explanations share these definitions. :meth:`Problem.objective` defines what is
 maximised; docs/allocation.md states it as mathematics.
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 from parsl_freetrain.core.allocation.mixing import mixed_rate
 from parsl_freetrain.core.model.types import ScalingCurve
@@ -167,6 +166,10 @@ class Limit:
     node_s: float | None = None
     why: str = ''
 
+    def concerns(self, name: str) -> bool:
+        """Whether the bid of that name is a member."""
+        return not self.members or name in self.members
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -199,6 +202,15 @@ class Problem:
     def places(self) -> tuple[Block, ...]:
         """The blocks; where none were named, the one that holds all nodes."""
         return self.blocks or (Block('', self.nodes),)
+
+    @cached_property
+    def seconds(self) -> tuple[float, ...]:
+        """For how long the nodes of each of :attr:`places` are used: min(horizon, remaining)."""
+        return tuple(min(self.horizon_s, block.remaining_s) for block in self.places)
+
+    def members(self, limit: Limit) -> tuple[int, ...]:
+        """Indices of the bids that a limit is about."""
+        return tuple(j for j, bid in enumerate(self.bids) if limit.concerns(bid.name))
 
     @cached_property
     def held_fits(self) -> bool:
@@ -336,64 +348,3 @@ class Problem:
                 else self.value(bid, nodes)
             )
         return worth
-
-
-def relative_gap(objective: float, bound: float | None) -> float | None:
-    """``(bound - objective) / bound``, 0 where the objective reaches the bound; None without a
-    bound.
-    """
-    if bound is None:
-        return None
-    size = max(abs(bound), abs(objective))
-    return max(bound - objective, 0.0) / size if size > 0 else 0.0
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An allocation.
-
-    Attributes
-    ----------
-    status
-        'optimal' (to within 1e-9 of the objective, where MILP solvers stop), 'feasible' (time ran
-        out; never worse than staying) or 'infeasible' (no allocation that keeps all limits exists,
-        or none was found in time: what runs is kept).
-    objective
-        Its value, by :meth:`Problem.objective`.
-    solver
-        Who found it.
-    seconds
-        How long that took.
-    allocation
-        Nodes by trainer; every bid's name is a key.
-    by_block
-        Nodes by trainer and block, zeros left out; every bid's name is a key. Empty where the
-        problem names no blocks.
-    staying
-        The objective of keeping what runs, as far as it can be kept.
-    bound
-        No allocation is worth more than this; the objective itself where the answer is optimal.
-        None: there is no allocation that keeps all limits, or none is known.
-    """
-
-    status: str
-    objective: float
-    solver: str
-    seconds: float
-    allocation: dict[str, int] = field(default_factory=dict)
-    by_block: dict[str, dict[str, int]] = field(default_factory=dict)
-    staying: float = 0.0
-    bound: float | None = None
-
-    @property
-    def gap(self) -> float | None:
-        """``(bound - objective) / bound``: by how much the optimum could be better at most."""
-        return relative_gap(self.objective, self.bound)
-
-
-class Allocator(Protocol):
-    """Anything that solves a :class:`Problem`."""
-
-    def allocate(self, problem: Problem) -> Answer:
-        """The best allocation found; every bid's name is a key."""
-        ...

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import inf
 from time import perf_counter
+from typing import NamedTuple
 
+from parsl_freetrain.core.allocation.answer import Answer
+from parsl_freetrain.core.allocation.block_groups import grouped, groups_of, spread
 from parsl_freetrain.core.allocation.bounds import upper_bound
 from parsl_freetrain.core.allocation.feasibility import objections
 from parsl_freetrain.core.allocation.incumbent import stay_put
-from parsl_freetrain.core.allocation.problem import Answer, Problem
+from parsl_freetrain.core.allocation.problem import Problem
 
 # What gains less than this share of the objective is rounding, and no reason to move anything.
 NO_GAIN = 1e-10
+
+logger = logging.getLogger(__name__)
+
+
+class Found(NamedTuple):
+    """What a solver found: the status as in :class:`Answer`, nodes in each place by trainer (None:
+    no allocation), and an upper bound of the objective, if it has one.
+    """
+
+    status: str
+    nodes: Mapping[str, Sequence[int]] | None = None
+    bound: float | None = None
 
 
 class Asked:
@@ -41,6 +57,26 @@ class Asked:
     def seconds(self) -> float:
         """Since it was asked."""
         return perf_counter() - self._started
+
+    def solved(self, solve: Callable[[Problem], Found]) -> Answer:
+        """The best allocation that ``solve`` finds for the problem with merged blocks.
+
+        What runs is kept where that is worth no less, and where ``solve`` raises, finds none, or
+        breaks a rule.
+        """
+        try:
+            groups = groups_of(self._problem)
+            status, found, bound = solve(grouped(self._problem, groups))
+            nodes = None if found is None else spread(self._problem, groups, found)
+        except Exception:  # whatever a solver raises, training continues unchanged
+            logger.warning('The solver failed, what runs is kept.', exc_info=True)
+            return self.stay()
+        if status == 'infeasible':
+            return self.stay(status)
+        # A solver that timed out may leave values that are no solution.
+        if nodes is None or objections(self._problem, nodes):
+            return self.stay()
+        return self.best_of(status, nodes, bound=bound)
 
     def best_of(
         self,

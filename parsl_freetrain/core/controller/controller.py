@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import singledispatchmethod
 
+from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.allocation.objectives import Metric
-from parsl_freetrain.core.allocation.problem import Allocator
 from parsl_freetrain.core.controller.block_policy import blocks_to_open, charges_spent, idle_blocks
 from parsl_freetrain.core.controller.dismissal import dismiss, dismiss_all, end_trainer, stop_spent
 from parsl_freetrain.core.controller.fragment_end import why_it_fails

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.constraints import (
     members_by_key,
     owner_limits,
@@ -14,7 +15,7 @@ from parsl_freetrain.core.allocation.constraints import (
     share_limits,
 )
 from parsl_freetrain.core.allocation.objectives import Metric, follows_time, objective_named
-from parsl_freetrain.core.allocation.problem import Allocator, Answer, Problem
+from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.controller.bids import Bids
 from parsl_freetrain.core.controller.node_assignment import Order, Want, assign, first_end, foresee
 from parsl_freetrain.core.controller.node_pool import PoolNode

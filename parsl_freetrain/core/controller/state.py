@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from parsl_freetrain.core.allocation.problem import Answer, Problem
+from parsl_freetrain.core.allocation.answer import Answer
+from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.controller.budgets import Budgets
 from parsl_freetrain.core.controller.charges import Charges
 from parsl_freetrain.core.controller.class_profiles import ClassProfiles

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.block_groups import groups_of
 from parsl_freetrain.core.allocation.feasibility import by_place, objections
 from parsl_freetrain.core.allocation.incumbent import stay_put
-from parsl_freetrain.core.allocation.problem import Allocator, Answer, Bid, Block, Limit, Problem
-from parsl_freetrain.core.allocation.solution import Asked
+from parsl_freetrain.core.allocation.problem import Bid, Block, Limit, Problem
+from parsl_freetrain.core.allocation.solution import Asked, Found
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
@@ -466,9 +467,7 @@ class Breaking(MilpAllocator):
         super().__init__()
         self.error = error
 
-    def _solve(
-        self, problem: Problem, asked: Asked
-    ) -> tuple[str, dict[str, tuple[int, ...]] | None, float | None]:
+    def _solve(self, problem: Problem, asked: Asked) -> Found:
         raise self.error
 
 
@@ -481,10 +480,8 @@ class Stopped(MilpAllocator):
         super().__init__()
         self.left = left
 
-    def _solve(
-        self, problem: Problem, asked: Asked
-    ) -> tuple[str, dict[str, tuple[int, ...]] | None, float | None]:
-        return 'feasible', self.left, None
+    def _solve(self, problem: Problem, asked: Asked) -> Found:
+        return Found('feasible', self.left)
 
 
 def without_time(seconds: float, solver: str) -> MilpAllocator:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsl_freetrain.core.allocation.problem import Answer, Bid, Problem
+from parsl_freetrain.core.allocation.answer import Answer
+from parsl_freetrain.core.allocation.problem import Bid, Problem
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.model.types import ScalingCurve
 

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.feasibility import by_place, objections
 from parsl_freetrain.core.allocation.incumbent import stay_put
-from parsl_freetrain.core.allocation.problem import Allocator, Answer, Bid, Block, Problem
+from parsl_freetrain.core.allocation.problem import Bid, Block, Problem
 from parsl_freetrain.core.allocation.solvers.class_search import ClassAllocator
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator

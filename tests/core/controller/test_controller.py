@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from parsl_freetrain.core.allocation.problem import Answer, Problem
+from parsl_freetrain.core.allocation.answer import Answer
+from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.settings import ControllerSettings

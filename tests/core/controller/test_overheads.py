@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from parsl_freetrain.core.allocation.problem import Answer, Problem
+from parsl_freetrain.core.allocation.answer import Answer
+from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.overheads import Measured
 from parsl_freetrain.core.controller.settings import ControllerSettings

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.block_groups import grouped, groups_of, spread
 from parsl_freetrain.core.allocation.bounds import worth_by_count
 from parsl_freetrain.core.allocation.incumbent import pinned
-from parsl_freetrain.core.allocation.problem import Allocator, Answer, Limit, Problem
+from parsl_freetrain.core.allocation.problem import Limit, Problem
 from parsl_freetrain.core.allocation.solution import Asked
+from parsl_freetrain.core.allocation.solvers.highs import Floats, solved
 
-Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
@@ -30,8 +30,6 @@ Flags = NDArray[np.bool_]
 _FIRST, _STEP, _LAST = 2.5e-4, 1.4, 0.05
 # Besides the prices of the linear programme: each class alone cheaper or dearer.
 _FACTORS = (0.92, 1.08)
-# HiGHS stops at absolute tolerances, so worths are scaled to this.
-_LARGEST = 1e5
 
 
 class ClassAllocator:
@@ -104,13 +102,13 @@ class _Choices:
         for name, held in pinned(problem).items():
             self._keep(index[name], held)
         for limit in problem.limits:
-            members = _members(problem, limit)
+            members = problem.members(limit)
             most = problem.nodes if limit.most is None else limit.most
             if len(members) > 1:
                 weight.append(np.ones((1, len(places))))
                 room.append(most)
             elif members:
-                worth = self.worth[index[members[0]]]
+                worth = self.worth[members[0]]
                 worth[:, : max(limit.least, 0)] = -np.inf
                 worth[:, max(most + 1, 0) :] = -np.inf
         self._weight, self._room = np.concatenate(weight), np.array(room, dtype=np.float64)
@@ -148,8 +146,6 @@ class _Choices:
 
     def _prices(self) -> Floats:
         """Prices of the linear programme over the corners of the bids' values."""
-        import highspy  # takes long to import, and most problems are solved without it
-
         finite = np.isfinite(self.worth)
         value = np.where(finite, self.worth, 0.0)
         corner = finite.copy()
@@ -160,33 +156,20 @@ class _Choices:
         rows = np.zeros((len(bid), len(self._room) + len(self.worth)))
         rows[:, : len(self._room)] = self._weight[:, node_class].T * count[:, None]
         rows[np.arange(len(bid)), len(self._room) + bid] = 1.0
-        column, row = np.nonzero(rows)
-        scale = _LARGEST / max(float(np.abs(value).max()), 1e-300)
-        lp: Any = highspy.HighsLp()
-        lp.num_col_, lp.num_row_ = rows.shape
-        lp.col_cost_ = -value[corner] * scale
-        lp.col_lower_, lp.col_upper_ = np.zeros(len(bid)), np.ones(len(bid))
-        lp.row_lower_ = np.append(np.full(len(self._room), -np.inf), np.ones(len(self.worth)))
-        lp.row_upper_ = np.append(self._room, np.ones(len(self.worth)))
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-        lp.a_matrix_.start_ = np.searchsorted(column, np.arange(len(bid) + 1)).astype(np.int32)
-        lp.a_matrix_.index_, lp.a_matrix_.value_ = row.astype(np.int32), rows[column, row]
-        solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-        for option, setting in (('output_flag', False), ('threads', 1), ('presolve', 'off')):
-            solver.setOptionValue(option, setting)
-        solver.passModel(lp)
-        solver.run()
+        solver, scale = solved(
+            value[corner],
+            rows,
+            np.append(np.full(len(self._room), -np.inf), np.ones(len(self.worth))),
+            np.append(self._room, np.ones(len(self.worth))),
+            presolve='off',
+        )
         dual = np.array(solver.getSolution().row_dual[: len(self._room)])
         prices: Floats = np.maximum(-dual, 0.0) / scale
         return prices
 
 
-def _members(problem: Problem, limit: Limit) -> list[str]:
-    return [bid.name for bid in problem.bids if not limit.members or bid.name in limit.members]
-
-
 def _is_simple(problem: Problem, limit: Limit) -> bool:
-    members = _members(problem, limit)
+    members = problem.members(limit)
     cap = limit.node_s is None and len(members) > 0
     return cap and (len(members) == 1 or (len(members) == len(problem.bids) and limit.least <= 0))
 

@@ -13,22 +13,19 @@ known allocation.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappush
 
 import numpy as np
 
-from parsl_freetrain.core.allocation.block_groups import grouped, groups_of, spread
-from parsl_freetrain.core.allocation.feasibility import objections
+from parsl_freetrain.core.allocation.answer import Answer
+from parsl_freetrain.core.allocation.block_groups import groups_of
 from parsl_freetrain.core.allocation.incumbent import stay_put
-from parsl_freetrain.core.allocation.problem import Answer, Problem
-from parsl_freetrain.core.allocation.solution import NO_GAIN, Asked
+from parsl_freetrain.core.allocation.problem import Problem
+from parsl_freetrain.core.allocation.solution import NO_GAIN, Asked, Found
 from parsl_freetrain.core.allocation.solvers.column_incumbents import Incumbent
 from parsl_freetrain.core.allocation.solvers.column_master import Caps, Master
 from parsl_freetrain.core.allocation.solvers.column_pricing import Floats, Integers, Pricing, Region
-
-logger = logging.getLogger(__name__)
 
 _ROUNDS = 200
 # Numbers in one table by trainer and count.
@@ -73,18 +70,7 @@ class ColumnAllocator:
     def allocate(self, problem: Problem) -> Answer:
         """The optimum, or the best allocation found in time; never worse than staying put."""
         asked = Asked(problem, 'columns')
-        try:
-            groups = groups_of(problem)
-            search = _Search(grouped(problem, groups), asked, self.time_limit_s)
-            status = search.run()
-            found = search.found()
-            nodes = None if found is None else spread(problem, groups, found)
-        except Exception:  # whatever a solver raises, training continues unchanged
-            logger.warning('The solver failed, what runs is kept.', exc_info=True)
-            return asked.stay()
-        if status == 'infeasible' or nodes is None or objections(problem, nodes):
-            return asked.stay('infeasible' if status == 'infeasible' else None)
-        return asked.best_of(status, nodes, bound=search.bound)
+        return asked.solved(lambda merged: _Search(merged, asked, self.time_limit_s).found())
 
 
 @dataclass(order=True)
@@ -117,14 +103,16 @@ class _Search:
         ways = np.array([staying[bid.name] for bid in problem.bids], dtype=np.int64)
         self._best = Incumbent(self._pricing, self._caps, ways, lambda: self._left_s() > 0)
 
-    def found(self) -> dict[str, tuple[int, ...]] | None:
-        """The best allocation; None if none is known that keeps all limits."""
-        if self._best.worth == -np.inf:
-            return None
+    def found(self) -> Found:
+        """The best allocation, and the bound."""
+        status = self._run()
+        if self._best.worth == -np.inf:  # none is known that keeps all limits
+            return Found(status)
         ways = self._best.ways.tolist()
-        return {bid.name: tuple(way) for bid, way in zip(self._problem.bids, ways, strict=True)}
+        nodes = {bid.name: tuple(way) for bid, way in zip(self._problem.bids, ways, strict=True)}
+        return Found(status, nodes, self.bound)
 
-    def run(self) -> str:
+    def _run(self) -> str:
         """'optimal', 'feasible' or 'infeasible'."""
         pricing, every = self._pricing, self._pricing.every
         nothing = np.zeros_like(pricing.held)

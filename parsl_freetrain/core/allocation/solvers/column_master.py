@@ -12,9 +12,8 @@ import numpy as np
 
 from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.allocation.solvers.column_pricing import Flags, Floats, Integers, Pricing
+from parsl_freetrain.core.allocation.solvers.highs import LARGEST, scale_of
 
-# HiGHS stops at absolute tolerances, so worths are scaled to this.
-_LARGEST = 1e5
 # A bid without a way costs this many times the largest worth, so that every region has a solution.
 _PENALTY = 1e3
 
@@ -36,14 +35,13 @@ class Caps:
         for b, weight in enumerate(weights):
             weight[:, b] = 1.0
         most = [float(place.nodes) for place in problem.places]
-        seconds = [min(problem.horizon_s, place.remaining_s) for place in problem.places]
         for limit in problem.limits:
-            member = [not limit.members or bid.name in limit.members for bid in problem.bids]
+            member = [limit.concerns(bid.name) for bid in problem.bids]
             if limit.most is not None:
                 weights.append(np.outer(member, np.ones(places)))
                 most.append(float(limit.most))
             if limit.node_s is not None:
-                weights.append(np.outer(member, seconds))
+                weights.append(np.outer(member, problem.seconds))
                 most.append(limit.node_s)
         self.weight = np.array(weights)
         self.most = np.array(most)
@@ -82,7 +80,7 @@ class Master:
         free = np.zeros((len(pricing.every), places))
         best, _, _ = pricing.best(free, pricing.region)
         largest = max(float(np.abs(best).max()), float(np.abs(pricing.held_worth).max()))
-        self._scale = _LARGEST / largest if largest > 0 else 1.0
+        self._scale = scale_of(largest)
         self._lp: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         for option, value in (
             ('output_flag', False),
@@ -98,7 +96,7 @@ class Master:
             self._lp.addRow(1.0, 1.0, 0, [], [])
         for j in pricing.every:  # no way at all
             row = np.array([len(caps.most) + j], dtype=np.int32)
-            self._lp.addCol(_PENALTY * _LARGEST, 0.0, highspy.kHighsInf, 1, row, np.ones(1))
+            self._lp.addCol(_PENALTY * LARGEST, 0.0, highspy.kHighsInf, 1, row, np.ones(1))
 
     def add(self, bid: Integers, ways: Integers, kept: Flags) -> int:
         """Add the ways that are not known yet; returns how many."""

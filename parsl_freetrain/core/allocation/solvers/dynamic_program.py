@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from parsl_freetrain.core.allocation.answer import Answer
 from parsl_freetrain.core.allocation.block_groups import groups_of, spread
 from parsl_freetrain.core.allocation.bounds import worth_by_count
 from parsl_freetrain.core.allocation.incumbent import pinned
-from parsl_freetrain.core.allocation.problem import Answer, Bid, Limit, Problem
+from parsl_freetrain.core.allocation.problem import Bid, Limit, Problem
 from parsl_freetrain.core.allocation.solution import Asked
 from parsl_freetrain.core.allocation.solvers.knapsack import Floats, best_counts
 from parsl_freetrain.core.model.errors import BadInput
@@ -193,10 +194,10 @@ def _limited(
         values[index[name]] = -np.inf
         values[index[name], sum(held)] = value
     for limit in problem.limits:
-        members = _members(problem, limit)
+        members = problem.members(limit)
         most = _most(problem, limit)
         if len(members) == 1:
-            row = values[index[members[0]]]
+            row = values[members[0]]
             row[: max(limit.least, 0)] = -np.inf
             row[min(max(most + 1, 0), len(row)) :] = -np.inf
         elif members:
@@ -206,12 +207,8 @@ def _limited(
     return values, nodes
 
 
-def _members(problem: Problem, limit: Limit) -> list[str]:
-    return [bid.name for bid in problem.bids if not limit.members or bid.name in limit.members]
-
-
 def _is_simple(problem: Problem, limit: Limit) -> bool:
-    members = _members(problem, limit)
+    members = problem.members(limit)
     return len(members) <= 1 or (len(members) == len(problem.bids) and limit.least <= 0)
 
 
@@ -219,7 +216,7 @@ def _most(problem: Problem, limit: Limit) -> int:
     """Maximum number of nodes of the limit's members together."""
     nodes = sum(block.nodes for block in problem.places)
     most = nodes if limit.most is None else limit.most
-    seconds = min(problem.horizon_s, problem.places[0].remaining_s)
+    seconds = problem.seconds[0]
     if limit.node_s is not None and seconds > 0:
         most = min(most, math.floor((limit.node_s + 1e-9 * max(1.0, abs(limit.node_s))) / seconds))
     return most

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from parsl_freetrain.core.allocation.answer import Answer
 from parsl_freetrain.core.allocation.feasibility import objections
 from parsl_freetrain.core.allocation.incumbent import pinned
-from parsl_freetrain.core.allocation.problem import Answer, Bid, Problem
+from parsl_freetrain.core.allocation.problem import Bid, Problem
 from parsl_freetrain.core.allocation.solution import Asked
 
 
@@ -97,19 +98,12 @@ class _Dealing:
         """Number of nodes that the caps still allow it."""
         room = sum(self._free)
         for limit in self._problem.limits:
-            if not limit.members or bid.name in limit.members:
-                used = [
-                    nodes
-                    for name, nodes in self._given.items()
-                    if not limit.members or name in limit.members
-                ]
+            if limit.concerns(bid.name):
+                used = [nodes for name, nodes in self._given.items() if limit.concerns(name)]
                 if limit.most is not None:
                     room = min(room, limit.most - sum(map(sum, used)))
                 if limit.node_s is not None:
-                    seconds = [
-                        min(self._problem.horizon_s, block.remaining_s)
-                        for block in self._problem.places
-                    ]
+                    seconds = self._problem.seconds
                     left = limit.node_s - sum(
                         n * s for nodes in used for n, s in zip(nodes, seconds, strict=True)
                     )

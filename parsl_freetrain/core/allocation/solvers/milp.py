@@ -7,27 +7,21 @@ curves that are not concave.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from parsl_freetrain.core.allocation.block_groups import grouped, groups_of, spread
-from parsl_freetrain.core.allocation.feasibility import objections
+from parsl_freetrain.core.allocation.answer import Answer
 from parsl_freetrain.core.allocation.incumbent import pinned
-from parsl_freetrain.core.allocation.problem import Answer, Bid, Limit, Problem
-from parsl_freetrain.core.allocation.solution import Asked
+from parsl_freetrain.core.allocation.problem import Bid, Limit, Problem
+from parsl_freetrain.core.allocation.solution import Asked, Found
+from parsl_freetrain.core.allocation.solvers.highs import scale_of
 from parsl_freetrain.core.model.errors import BadInput
 
 if TYPE_CHECKING:
     import pulp
 
-logger = logging.getLogger(__name__)
-
 SOLVERS = ('HiGHS', 'CBC')
-# Solvers stop at absolute tolerances between 1e-7 and 1e-5 in any unit, so the objective's largest
-# coefficient is scaled to this.
-_LARGEST = 1e5
 
 
 class MilpAllocator:
@@ -62,27 +56,9 @@ class MilpAllocator:
     def allocate(self, problem: Problem) -> Answer:
         """The optimum, or the best allocation found in time; never worse than staying put."""
         asked = Asked(problem, 'milp')
-        try:
-            groups = groups_of(problem)
-            status, found, bound = self._solve(grouped(problem, groups), asked)
-            if status == 'infeasible':
-                return asked.stay('infeasible')
-            nodes = None if found is None else spread(problem, groups, found)
-        except Exception:  # whatever a solver raises, training continues unchanged
-            logger.warning('The solver failed, what runs is kept.', exc_info=True)
-            return asked.stay()
-        if nodes is None or objections(
-            problem, nodes
-        ):  # a solver that timed out may leave values that are no solution
-            return asked.stay()
-        return asked.best_of(status, nodes, bound=bound)
+        return asked.solved(lambda merged: self._solve(merged, asked))
 
-    def _solve(
-        self, problem: Problem, asked: Asked
-    ) -> tuple[str, dict[str, tuple[int, ...]] | None, float | None]:
-        """'optimal', 'feasible' or 'infeasible'; nodes in each place by trainer, None if the solver
-        has no solution yet; and the solver's upper bound, if it has one.
-        """
+    def _solve(self, problem: Problem, asked: Asked) -> Found:
         import pulp  # slow to import, and most problems are solved without it
 
         model = IntegerProgram(problem)
@@ -95,12 +71,12 @@ class MilpAllocator:
             )
         model.lp.solve(solver)
         if model.lp.sol_status == pulp.LpSolutionInfeasible:
-            return 'infeasible', None, None
+            return Found('infeasible')
         if model.lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
-            return 'feasible', None, None
+            return Found('feasible')
         if model.lp.sol_status == pulp.LpSolutionOptimal:
-            return 'optimal', model.allocation(), None
-        return 'feasible', model.allocation(), model.bound()
+            return Found('optimal', model.allocation())
+        return Found('feasible', model.allocation(), model.bound())
 
 
 class IntegerProgram:
@@ -130,7 +106,7 @@ class IntegerProgram:
                 self._in_one_block(j, bid) if one_block else self._in_several(j, bid)
             )
         largest = max(abs(worth) for worth, _ in self._worth)
-        self._scale = scale = _LARGEST / largest if largest > 0 else 1.0
+        self._scale = scale = scale_of(largest)
         self.lp.setObjective(
             self._weighted((scale * worth, variable) for worth, variable in self._worth)
         )
@@ -293,14 +269,7 @@ class IntegerProgram:
             self._worth.append((-bid.rescale_up_s * rate, others))
 
     def _limit(self, limit: Limit) -> None:
-        members = [
-            nodes
-            for name, nodes in self._nodes.items()
-            if not limit.members or name in limit.members
-        ]
-        seconds = [
-            min(self._problem.horizon_s, block.remaining_s) for block in self._problem.places
-        ]
+        members = [nodes for name, nodes in self._nodes.items() if limit.concerns(name)]
         total = self._sum(expression for nodes in members for expression in nodes)
         self.lp += total >= limit.least
         if limit.most is not None:
@@ -310,7 +279,7 @@ class IntegerProgram:
                 self._sum(
                     s * expression
                     for nodes in members
-                    for s, expression in zip(seconds, nodes, strict=True)
+                    for s, expression in zip(self._problem.seconds, nodes, strict=True)
                 )
                 <= limit.node_s
             )

@@ -8,28 +8,20 @@ too many ways, only some counts are looked at, and the answer is 'feasible'.
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from parsl_freetrain.core.allocation.block_groups import grouped, groups_of, spread
-from parsl_freetrain.core.allocation.feasibility import objections
+from parsl_freetrain.core.allocation.answer import Answer
 from parsl_freetrain.core.allocation.incumbent import pinned, stay_put
-from parsl_freetrain.core.allocation.problem import Answer, Bid, Problem
-from parsl_freetrain.core.allocation.solution import Asked
+from parsl_freetrain.core.allocation.problem import Bid, Problem
+from parsl_freetrain.core.allocation.solution import Asked, Found
+from parsl_freetrain.core.allocation.solvers.highs import Floats, solved
 
 Way = tuple[int, ...]
-Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
-
-# HiGHS stops at absolute tolerances, so worths are scaled to this.
-_LARGEST = 1e5
-
-logger = logging.getLogger(__name__)
 
 
 class MixedAllocator:
@@ -54,21 +46,9 @@ class MixedAllocator:
     def allocate(self, problem: Problem) -> Answer:
         """The optimum, or the best allocation found in time; never worse than staying put."""
         asked = Asked(problem, 'mixed')
-        try:
-            groups = groups_of(problem)
-            status, found = self._solve(grouped(problem, groups), asked)
-            if status == 'infeasible':
-                return asked.stay('infeasible')
-            nodes = None if found is None else spread(problem, groups, found)
-        except Exception:  # whatever a solver raises, training continues unchanged
-            logger.warning('The solver failed, what runs is kept.', exc_info=True)
-            return asked.stay()
-        if nodes is None or objections(problem, nodes):
-            return asked.stay()
-        return asked.best_of(status, nodes)
+        return asked.solved(lambda merged: self._solve(merged, asked))
 
-    def _solve(self, problem: Problem, asked: Asked) -> tuple[str, dict[str, Way] | None]:
-        """'optimal', 'feasible' or 'infeasible', and nodes in each place by trainer, if found."""
+    def _solve(self, problem: Problem, asked: Asked) -> Found:
         import highspy  # takes long to import, and most problems are solved without it
 
         ways, whole = self._ways(problem)
@@ -78,41 +58,29 @@ class MixedAllocator:
             [problem.value(problem.bids[j], w) for j, w in zip(bid, each, strict=True)]
         )
         rows, least, most = _rules(problem, np.array(each, dtype=np.float64), bid)
-        size = float(np.abs(worth).max(initial=0.0)) or 1.0
-        column, row = np.nonzero(rows.T)
-        model: Any = highspy.HighsLp()
-        model.num_col_, model.num_row_ = len(each), len(rows)
-        model.col_cost_ = -worth * (_LARGEST / size)
-        model.col_lower_, model.col_upper_ = np.zeros(len(each)), np.ones(len(each))
-        model.integrality_ = [highspy.HighsVarType.kInteger] * len(each)
-        model.row_lower_, model.row_upper_ = least, most
-        model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-        model.a_matrix_.start_ = np.searchsorted(column, np.arange(len(each) + 1)).astype(np.int32)
-        model.a_matrix_.index_, model.a_matrix_.value_ = row.astype(np.int32), rows[row, column]
-        solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-        for option, setting in (
-            ('output_flag', False),
-            ('threads', 1),
-            ('time_limit', max(self._time_limit_s - asked.seconds, 0.0)),
-            ('mip_rel_gap', 0.0),
-            ('mip_abs_gap', 0.0),
-        ):
-            solver.setOptionValue(option, setting)
-        solver.passModel(model)
-        solver.run()
+        solver, _ = solved(
+            worth,
+            rows.T,
+            least,
+            most,
+            integer=True,
+            time_limit=max(self._time_limit_s - asked.seconds, 0.0),
+            mip_rel_gap=0.0,
+            mip_abs_gap=0.0,
+        )
         status = solver.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:
-            return ('infeasible' if whole else 'feasible'), None
+            return Found('infeasible' if whole else 'feasible')
         chosen = np.array(solver.getSolution().col_value) > 0.5
         if np.bincount(bid[chosen], minlength=len(ways)).tolist() != [1] * len(ways):
-            return 'feasible', None
+            return Found('feasible')
         found = {
             problem.bids[j].name: way
             for j, way, taken in zip(bid.tolist(), each, chosen.tolist(), strict=True)
             if taken
         }
         certain = whole and status == highspy.HighsModelStatus.kOptimal
-        return ('optimal' if certain else 'feasible'), found
+        return Found('optimal' if certain else 'feasible', found)
 
     def _ways(self, problem: Problem) -> tuple[list[list[Way]], bool]:
         """The ways of each bid, and whether they are all that it has."""
@@ -166,20 +134,19 @@ def _options(
 
 def _rules(problem: Problem, ways: Floats, bid: Integers) -> tuple[Floats, Floats, Floats]:
     """The rows of the programme over all ways, and the least and the most of each."""
-    names = np.array([one.name for one in problem.bids])
-    of_bid = (bid == np.arange(len(names))[:, None]).astype(np.float64)
+    bids = len(problem.bids)
+    of_bid = (bid == np.arange(bids)[:, None]).astype(np.float64)
     rows, least = [*ways.T, *of_bid], [-math.inf] * ways.shape[1]
     most = [float(place.nodes) for place in problem.places]
-    least += [1.0] * len(names)
-    most += [1.0] * len(names)
-    seconds = np.array([min(problem.horizon_s, place.remaining_s) for place in problem.places])
+    least += [1.0] * bids
+    most += [1.0] * bids
     for limit in problem.limits:
-        member = np.isin(names, limit.members)[bid] if limit.members else np.ones(len(bid))
+        member = np.isin(bid, problem.members(limit))
         rows.append(member * ways.sum(axis=1))
         least.append(limit.least)
         most.append(math.inf if limit.most is None else limit.most)
         if limit.node_s is not None:
-            rows.append(member * (ways @ seconds))
+            rows.append(member * (ways @ np.array(problem.seconds)))
             least.append(-math.inf)
             most.append(limit.node_s)
     return np.array(rows), np.array(least), np.array(most)

@@ -1,0 +1,69 @@
+"""The answer to an allocation problem, and the interface of its solvers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from parsl_freetrain.core.allocation.problem import Problem
+
+
+def relative_gap(objective: float, bound: float | None) -> float | None:
+    """``(bound - objective) / bound``, 0 where the objective reaches the bound; None without a
+    bound.
+    """
+    if bound is None:
+        return None
+    size = max(abs(bound), abs(objective))
+    return max(bound - objective, 0.0) / size if size > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An allocation.
+
+    Attributes
+    ----------
+    status
+        'optimal' (to within 1e-9 of the objective, where MILP solvers stop), 'feasible' (time ran
+        out; never worse than staying) or 'infeasible' (no allocation that keeps all limits exists,
+        or none was found in time: what runs is kept).
+    objective
+        Its value, by :meth:`Problem.objective`.
+    solver
+        Who found it.
+    seconds
+        How long that took.
+    allocation
+        Nodes by trainer; every bid's name is a key.
+    by_block
+        Nodes by trainer and block, zeros left out; every bid's name is a key. Empty where the
+        problem names no blocks.
+    staying
+        The objective of keeping what runs, as far as it can be kept.
+    bound
+        No allocation is worth more than this; the objective itself where the answer is optimal.
+        None: there is no allocation that keeps all limits, or none is known.
+    """
+
+    status: str
+    objective: float
+    solver: str
+    seconds: float
+    allocation: dict[str, int] = field(default_factory=dict)
+    by_block: dict[str, dict[str, int]] = field(default_factory=dict)
+    staying: float = 0.0
+    bound: float | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """``(bound - objective) / bound``: by how much the optimum could be better at most."""
+        return relative_gap(self.objective, self.bound)
+
+
+class Allocator(Protocol):
+    """Anything that solves a :class:`Problem`."""
+
+    def allocate(self, problem: Problem) -> Answer:
+        """The best allocation found; every bid's name is a key."""
+        ...

@@ -1,0 +1,61 @@
+"""Linear programmes whose columns are choices, for HiGHS."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+LARGEST = 1e5
+"""Solvers stop at absolute tolerances between 1e-7 and 1e-5 in any unit, so worths are scaled until
+the largest is this.
+"""
+
+
+def scale_of(largest: float) -> float:
+    """The factor by which worths are scaled."""
+    return LARGEST / largest if largest > 0 else 1.0
+
+
+def solved(
+    worth: Floats, use: Floats, least: Floats, most: Floats, integer: bool = False, **options: Any
+) -> tuple[Any, float]:
+    """Maximise ``worth @ x`` for x from 0 to 1 with ``least <= x @ use <= most``.
+
+    Parameters
+    ----------
+    use
+        Shape (choices, rows).
+    integer
+        Whether x is 0 or 1.
+    options
+        Further ones of HiGHS.
+
+    Returns
+    -------
+    :
+        HiGHS, which has run and minimised, and the factor by which worths were scaled.
+    """
+    import highspy  # takes long to import, and most problems are solved without it
+
+    scale = scale_of(float(np.abs(worth).max(initial=0.0)))
+    column, row = np.nonzero(use)
+    lp: Any = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = use.shape
+    lp.col_cost_ = -worth * scale
+    lp.col_lower_, lp.col_upper_ = np.zeros(len(use)), np.ones(len(use))
+    lp.row_lower_, lp.row_upper_ = least, most
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    lp.a_matrix_.start_ = np.searchsorted(column, np.arange(len(use) + 1)).astype(np.int32)
+    lp.a_matrix_.index_, lp.a_matrix_.value_ = row.astype(np.int32), use[column, row]
+    if integer:
+        lp.integrality_ = [highspy.HighsVarType.kInteger] * len(use)
+    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    for option, setting in ({'output_flag': False, 'threads': 1} | options).items():
+        solver.setOptionValue(option, setting)
+    solver.passModel(lp)
+    solver.run()
+    return solver, scale
