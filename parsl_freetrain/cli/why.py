@@ -172,7 +172,7 @@ def _speed(
     curve = speed.curve()
     fastest = None if curve is None else max(curve.nodes, key=curve.rate_at)
     return {
-        'stated': speed.stated is not None,
+        'stated': speed.stated is not None or 'classes' in spec,
         'measured': {str(n): rate for n, rate in sorted(speed.measured.items())},
         'fastest': fastest,
     }

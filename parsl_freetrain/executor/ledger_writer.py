@@ -159,6 +159,8 @@ class LedgerWriter:
             self._shapes[trainer.name] = training.shapes
         if trainer.curve:
             spec['curve'] = {'nodes': list(trainer.curve.nodes), 'rate': list(trainer.curve.rate)}
+        if trainer.class_curves:
+            spec['classes'] = [name for name, _ in trainer.class_curves]
         self._ledger.trainers.submitted(
             name=trainer.name,
             at=at,

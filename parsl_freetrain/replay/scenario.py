@@ -11,7 +11,7 @@ from msgspec import structs
 
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.settings import ControllerSettings
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, DecisionFailed
 from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.replay.accounting import RecordedJob
 from parsl_freetrain.replay.bound import most_samples
@@ -196,15 +196,13 @@ def _run(scenario: Scenario, trace: Trace, known_ends: bool) -> Outcome:
     settings = structs.replace(scenario.settings, idle_block_s=float('inf'), retries=0)
     # No child process is needed: a crash of the solver ends only the replay.
     allocator = allocator_named(scenario.solver, time_limit_s=scenario.time_limit_s, isolated=False)
-    return run(
-        trace,
-        known_ends,
-        runs,
-        Controller(
-            allocator, settings, objectives_of(scenario.trainers) if scenario.by_file else None
-        ),
-        scenario.learning,
+    controller = Controller(
+        allocator, settings, objectives_of(scenario.trainers) if scenario.by_file else None
     )
+    try:
+        return run(trace, known_ends, runs, controller, scenario.learning)
+    except DecisionFailed as failed:  # such as a solver that is not for several classes
+        raise (failed.__cause__ or failed) from None
 
 
 def constant_pool(trace: Trace, nodes: int | None = None) -> Trace:

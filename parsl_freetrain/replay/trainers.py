@@ -123,7 +123,7 @@ def read_trainers(path: str | Path) -> tuple[ReplayTrainer, ...]:
 def _trainer(row: _Row) -> ReplayTrainer:
     if row.total_samples != math.floor(row.total_samples):
         raise BadInput(f'total_samples is {row.total_samples:g}; it must be a whole number.')
-    if (row.samples_per_s is None) == (row.class_samples_per_s is None):
+    if (row.samples_per_s is None) != bool(row.class_samples_per_s):
         raise BadInput('give either samples_per_s, or class_samples_per_s by node class.')
     if row.objective and row.class_samples_per_s:
         raise BadInput('objective does not go with class_samples_per_s; name one by --objective.')

@@ -79,7 +79,7 @@ class Schedule:
                 f'each of {", ".join(sorted(set(names)))}.'
             )
         for node, node_class in classes.items():
-            _check_class(node_class, f'node {node}')
+            check_class(node_class, f'node {node}')
         self._build(starts, ends, names, classes)
 
     @classmethod
@@ -213,7 +213,7 @@ def read_schedule(path: str | Path) -> Schedule:
                 f'{path}, line {line}: node {name} is of the class {stated!r}, but above of '
                 f'{classes[name]!r}; a node has one class.'
             )
-        _check_class(stated, f'{path}, line {line}')
+        check_class(stated, f'{path}, line {line}')
     return Schedule._from_columns(starts, ends, names, classes)
 
 
@@ -315,7 +315,14 @@ def _number_or_nan(text: str) -> float:
         return math.nan
 
 
-def _check_class(name: str, where: str) -> None:
+def check_class(name: str, where: str) -> None:
+    """Refuse what cannot be the name of a node class.
+
+    Raises
+    ------
+    BadInput
+        Beginning with ``where``.
+    """
     if not _CLASS_NAME.fullmatch(name):
         raise BadInput(
             f'{where}: the node class is {name!r}; it must be made of letters, digits, "_" and "-".'

@@ -106,11 +106,14 @@ def test_nodes_of_several_classes(tmp_path: Path, capsys: pytest.CaptureFixture[
     net |= {'class_samples_per_s': {'gpu': [0, 10, 40], 'cpu': [0, 6, 24]}}
     found = answer(capsys, '--idle', idle, '--trainers', written(tmp_path, net))
     assert found['samples'] == 12 * 1000
+    said = refusal(capsys, '--idle', idle, '--trainers', tmp_path / 'trainers.json', '--solver=dp')
+    assert 'not for the dynamic programme; use auto or milp.' in said
     net |= {'class_samples_per_s': {'gpu': [0, 10, 40], 'tpu': [0, 6, 24]}}
     said = refusal(capsys, '--idle', idle, '--trainers', written(tmp_path, net))
     assert "the node class 'tpu'; the trace has cpu, gpu." in said
-    said = refusal(capsys, '--idle', idle, '--trainers', written(tmp_path, net | NET))
-    assert 'give either samples_per_s, or class_samples_per_s' in said
+    for wrong in (net | NET, net | {'class_samples_per_s': {}}):
+        said = refusal(capsys, '--idle', idle, '--trainers', written(tmp_path, wrong))
+        assert 'give either samples_per_s, or class_samples_per_s' in said
 
 
 def test_a_human_gets_lines(idle: Path, trainers: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -251,6 +251,14 @@ def test_predictions_cost_what_the_decision_took_a_rescale_to_cost(tmp_path: Pat
     assert fourth.expected == pytest.approx(10 * 20 - 7 * 10)
 
 
+def test_why_knows_speeds_that_were_stated_by_class(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small_ledger(tmp_path / 'ledger.sqlite', curve=None, classes=['fast', 'slow']).close()
+    assert main(['why', 't', '--ledger', str(tmp_path)]) == 0
+    assert 'Its scaling curve was stated' in capsys.readouterr().out
+
+
 def test_why_says_what_a_decision_has_gained(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import BlockRequest, Hole
 from parsl_freetrain.sites.local.jobs import SlotJobs
 from parsl_freetrain.sites.protocols import HoleGone, NodeOffer
-from parsl_freetrain.sites.schedule import IdleInterval, Schedule, read_schedule
+from parsl_freetrain.sites.schedule import IdleInterval, Schedule, check_class, read_schedule
 
 KILL, NOTICE, KNOWN, MIXED = 'kill', 'notice', 'known', 'mixed'
 TAKEN = (KILL, NOTICE, KNOWN, MIXED)
@@ -117,7 +117,14 @@ class LocalSite:
         self.poll_s = poll_s
         self._clock = clock
         self._followed = _followed(nodes, schedule).scaled(time_factor)
+        if node_classes and not isinstance(node_classes, Mapping):
+            raise BadInput(
+                f'LocalSite: node_classes is {node_classes!r}; it must be a dict that gives the '
+                f'class of each of {", ".join(self._followed.nodes)}.'
+            )
         self.node_classes = dict(node_classes or self._followed.node_classes)
+        for node, node_class in self.node_classes.items():
+            check_class(node_class, f'LocalSite: node_classes of {node}')
         if self.node_classes and sorted(self.node_classes) != sorted(self._followed.nodes):
             raise BadInput(
                 f'LocalSite: node_classes is about {", ".join(sorted(self.node_classes))}; it must '

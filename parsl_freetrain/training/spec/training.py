@@ -131,10 +131,13 @@ class Scaling(Settings, frozen=True, kw_only=True):
                 raise BadInput(f'{name} is {seconds}; it must be a number of seconds, 0 or more.')
         if self.rate and self.class_rates:
             raise BadInput('Scaling has rate and class_rates; give one of them.')
-        if self.mixed and not self.class_rates:
+        if self.class_rates is not None and not all([self.class_rates, *self.class_rates.values()]):
             raise BadInput(
-                'Scaling(mixed=True) needs class_rates: virtual shards are divided by them.'
+                f'Scaling: class_rates is {self.class_rates}; it must name a class, and a node '
+                "count for each, as in {'a100': {1: 100.0}}."
             )
+        if self.mixed and not self.class_rates:
+            raise BadInput('Scaling(mixed=True) needs class_rates: shards are divided by them.')
         self.curve()
         self.class_curves()
         self.efficiency_curve()

@@ -132,6 +132,10 @@ def test_classes_that_the_site_does_not_have_are_refused() -> None:
     assert rate.curve() is None
     with pytest.raises(BadInput, match='give one of them'):
         Scaling(rate={1: 5.0}, class_rates={'fast': {1: 5.0}})
+    with pytest.raises(BadInput, match='it must name a class, and a node count'):
+        Scaling(class_rates={})
+    with pytest.raises(BadInput, match='it must name a class, and a node count'):
+        Scaling(class_rates={'fast': {}})
     site = LocalSite(2, node_classes={'slot00': 'fast', 'slot01': 'slow'})
     with pytest.raises(BadInput, match=r"'net'.*class 'h100'; the site has fast, slow"):
         check_classes(net, site)
@@ -142,6 +146,10 @@ def test_classes_that_the_site_does_not_have_are_refused() -> None:
         check_classes(net, LocalSite(2))
     with pytest.raises(BadInput, match=r'node_classes is about slot07; .* slot00, slot01'):
         LocalSite(2, node_classes={'slot07': 'fast'})
+    with pytest.raises(BadInput, match='a dict that gives the class of each of slot00, slot01'):
+        LocalSite(2, node_classes=['fast', 'slow'])  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="of slot00: the node class is 'a b'; it must be made of"):
+        LocalSite(2, node_classes={'slot00': 'a b', 'slot01': 'slow'})
     site.start()
     assert site.holes() == (
         Hole(1, names=('slot00',), node_class='fast'),

@@ -89,7 +89,7 @@ class DpAllocator:
         groups = groups_of(problem)
         if len(groups) != 1 or not all(_is_simple(problem, limit) for limit in problem.limits):
             raise BadInput(
-                'Blocks with several ends, blocks that cannot be mixed and limits on '
+                'Blocks with several ends or classes, blocks that cannot be mixed and limits on '
                 'some trainers together are not for '
                 'the dynamic programme; use auto or milp.'
             )
