@@ -8,8 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +22,6 @@ from torch import Tensor
 from parsl_freetrain import BadInput, FragmentContext, Scaled, load_weights
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import order, ranks, running_fork_server
-from tests.support.waiting import LIMIT_S
 from workflows import ffn
 from workflows.divided import DIVIDED, WHOLE
 from workflows.ffn_flood import (
@@ -50,7 +47,6 @@ from workflows.ffn_network import (
 )
 from workflows.tubes import GAP, tubes
 
-ROOT = Path(__file__).resolve().parent.parent
 VIEW = View(extent=5, delta=2, moves=26)
 
 
@@ -399,15 +395,7 @@ def test_through_kills_and_on_other_nodes(run_dir: Path) -> None:
     on.
     """
     out = run_dir / 'out'
-    done = subprocess.run(
-        [sys.executable, '-m', 'workflows.ffn', '--small', '--out', str(out)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert ffn.main(['--small', '--out', str(out)]) == 0
     summary = json.loads((out / 'summary.json').read_text())
     told = summary[DIVIDED]
     assert told['preempted'] >= 2 and told['rescaled'] >= 1 and len(set(told['shapes'])) == 2

@@ -23,12 +23,14 @@ from parsl_freetrain.executor.parsl_import import import_parsl
 from parsl_freetrain.training.process.linux import die_with_parent
 
 POOL = 'parsl.executors.high_throughput.process_worker_pool'
+ONLY_MEMBERS = '--max_workers_per_node=1'
+"""With this option the one worker is that of fragments: no ordinary apps run."""
 
 
 def main() -> None:
     """Run Parsl's manager until it ends."""
     with own_names():
-        import_parsl(runs_apps=True)
+        import_parsl(runs_apps=ONLY_MEMBERS not in sys.argv)
         # Apps find modules beside them, as in Parsl's own workers.
         sys.path.insert(0, os.getcwd())
         fork_server()
