@@ -30,6 +30,7 @@ from parsl_freetrain.training.checkpoint.claim import claim
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
 from parsl_freetrain.training.spec.retention import Checkpoints
+from parsl_freetrain.training.spec.shapes import identity_of
 from parsl_freetrain.training.spec.training import (
     Epochs,
     Owner,
@@ -137,7 +138,8 @@ class FreeTrainApp:
     def identity(self) -> dict[str, Any]:
         """The settings that must be equal for a trainer to continue from a checkpoint."""
         function = f'{self.function.__module__}.{self.function.__qualname__}'
-        return {'function': function, **self.spec.mode.identity()}
+        mode, shapes = self.spec.mode, self.spec.shapes
+        return {'function': function, **mode.identity(), **identity_of(shapes, mode)}
 
     @staticmethod
     def _without_futures(args: tuple[Any, ...]) -> tuple[Any, ...]:

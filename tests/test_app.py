@@ -50,6 +50,7 @@ from parsl_freetrain import (
 )
 from parsl_freetrain.executor.settings import check_trainer
 from parsl_freetrain.sites.schedule import IdleInterval, Schedule, read_schedule
+from parsl_freetrain.training.checkpoint.claim import claim
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S
 
@@ -130,7 +131,11 @@ MIXED = Scaling(class_rates={'fast': {1: 2.0}, 'slow': {1: 1.0}}, mixed=True)
         ({'sizes': {2: (Shape(data=2), Shape(data=2))}}, '2 nodes have the same shape twice'),
         (
             {'sizes': {2: (Shape(shard=2), Shape(tensor=2))}},
-            'shapes with different tensor parts (data 1 x shard 2, data 1 x tensor 2), which give',
+            'the shapes data 1 x shard 2 and data 1 x tensor 2 have different tensor parts',
+        ),
+        (
+            {'sizes': {1: Shape(), 2: Shape(tensor=2)}},
+            'which give different bits, and which of them are used depends on nodes and speed',
         ),
         ({'sizes': (1, 2), 'shapes': 'all'}, "shapes is 'all'; say shapes='auto' with node counts"),
         (
@@ -157,6 +162,22 @@ def test_settings_that_can_never_work(settings: dict[str, Any], said: str) -> No
     with pytest.raises(BadInput) as caught:
         app(**{k: value() if callable(value) else value for k, value in settings.items()})
     assert_sentence(caught.value, said)
+
+
+def test_another_division_of_layers_does_not_go_on_with_the_bits_of_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """In reproducible mode; elsewhere any shape goes on."""
+    for mode in (Reproducible(), Throughput()):
+        folder = tmp_path / type(mode).__name__
+        whole, halves = (app(sizes={2: s}, mode=mode) for s in (Shape(shard=2), Shape(tensor=2)))
+        claim(folder, 'a', whole.identity(), 'auto')
+        if isinstance(mode, Throughput):
+            claim(folder, 'a', halves.identity(), 'auto')
+            continue
+        with pytest.raises(BadInput) as caught:
+            claim(folder, 'a', halves.identity(), 'auto')
+        assert_sentence(caught.value, 'which had tensor unset (here 2): put that back')
 
 
 def assert_sentence(error: BadInput, *said: str) -> None:

@@ -101,6 +101,7 @@ def explanation(
         )
     }
     used = reader.events(chosen.name, [USED], trainer)
+    timed = reader.events(chosen.name, ['FragmentTimed'], trainer)
     mine_on = {
         f.fragment: len(f.nodes)
         for f in story.fragments
@@ -119,8 +120,8 @@ def explanation(
         'fragment': None if running is None else running.fragment,
         'nodes': 0 if running is None else len(running.nodes),
         'shape': None if running is None else shape_of(used, running),
-        'shapes': [asdict(one) for one in shapes_tried(story, used, progress)],
-        'memory': _memory(reader.events(chosen.name, ['FragmentTimed'], trainer), mine_on),
+        'shapes': [asdict(one) for one in shapes_tried(story, used, progress, timed)],
+        'memory': _memory(timed, mine_on),
         'short_of_memory_on': sorted(
             {
                 mine_on[e['fragment']]

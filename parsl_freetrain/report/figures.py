@@ -109,7 +109,7 @@ def figures(reader: Reader, run: str | None, now: float, allocator: Allocator | 
         scalings=scalings(story, progress),
         rescales=rescale_costs(story, (event for event in measured if event['kind'] == 'Rescaled')),
         outcomes=tuple(outcomes(story, progress, measured, decisions, now)),
-        shapes=shapes_tried(story, reader.events(run, [USED]), progress),
+        shapes=shapes_tried(story, reader.events(run, [USED]), progress, measured),
         errors=tuple(
             (f.trainer, f.fragment, f.error)
             for f in reversed(story.fragments)

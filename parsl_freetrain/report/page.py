@@ -13,7 +13,6 @@ from parsl_freetrain.report.axes import number
 from parsl_freetrain.report.document import clipped, percent, resource, source_of, template
 from parsl_freetrain.report.figures import Figures, state_of
 from parsl_freetrain.report.metrics import MetricView
-from parsl_freetrain.report.shapes import compared
 
 MOST_CARDS = 24
 """Maximum number of trainers with charts; all are in the table."""
@@ -59,9 +58,10 @@ def report_page(found: Figures, view: MetricView = AS_REPORTED) -> str:
                 str(t.nodes),
                 t.shape,
                 '–' if t.rate is None else number(t.rate),
+                number(t.memory / 1e9) if t.memory else '–',
                 'in use' if t.newest else '',
             )
-            for t in compared(found.shapes)
+            for t in found.shapes
         ],
         **_predictions(found),
     )

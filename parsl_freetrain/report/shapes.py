@@ -1,4 +1,6 @@
-"""Which shapes trainers have had on their node counts, and how fast they were."""
+"""Which shapes trainers have had on their node counts, how fast they were, and what memory they
+needed.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,8 @@ class ShapeTried:
         reported.
     newest
         Whether the trainer's last fragment on this node count had this shape.
+    memory
+        The most memory that a rank of its fragments needed, in bytes; 0: unknown.
     """
 
     trainer: str
@@ -31,10 +35,14 @@ class ShapeTried:
     shape: str
     rate: float | None
     newest: bool
+    memory: int = 0
 
 
 def shapes_tried(
-    story: RunHistory, used: Iterable[Mapping[str, Any]], progress: Iterable[ProgressRow]
+    story: RunHistory,
+    used: Iterable[Mapping[str, Any]],
+    progress: Iterable[ProgressRow],
+    measured: Iterable[Mapping[str, Any]],
 ) -> list[ShapeTried]:
     """By trainer and node count, in the order in which they were tried.
 
@@ -42,7 +50,13 @@ def shapes_tried(
     ----------
     used
         The ledger's events of the kind :data:`USED`, oldest first.
+    measured
+        Its events of how long fragments took, which have the memory too.
     """
+    needed = {
+        (event['run'], event['trainer'], event['fragment']): event['detail'].get('memory', 0)
+        for event in measured
+    }
     rates = {
         (report.run, report.trainer, report.fragment): report.rate
         for report in progress
@@ -51,6 +65,7 @@ def shapes_tried(
     nodes = {fragment.key: len(fragment.nodes) for fragment in story.fragments}
     found: dict[tuple[str, int], dict[str, list[float]]] = {}
     newest: dict[tuple[str, int], str] = {}
+    most: dict[tuple[tuple[str, int], str], int] = {}
     for event in used:
         key = (event['run'], event['trainer'], event['fragment'])
         if key in nodes:
@@ -58,8 +73,9 @@ def shapes_tried(
             seen = found.setdefault(of, {}).setdefault(shape, [])
             seen += [rates[key]] if key in rates else []
             newest[of] = shape
+            most[of, shape] = max(most.get((of, shape), 0), needed.get(key, 0))
     return [
-        ShapeTried(*of, shape, median(seen) if seen else None, newest[of] == shape)
+        ShapeTried(*of, shape, median(seen) if seen else None, newest[of] == shape, most[of, shape])
         for of, shapes in sorted(found.items())
         for shape, seen in shapes.items()
     ]

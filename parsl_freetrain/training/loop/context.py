@@ -93,6 +93,7 @@ class FragmentContext(AroundTheLoop):
             precision=precision,
             initialise=initialise,
             saved=self._saved is not None,
+            tensors={s.tensor for of in self._order.spec.shapes.values() for s in of},
         )
 
     def prepare(

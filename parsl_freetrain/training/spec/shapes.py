@@ -17,9 +17,33 @@ Shapes = tuple[Shape, ...]
 
 
 def check_shapes(
-    shapes: Shapes, mode: Reproducible | Throughput | Scaled, nodes: int, per_node: int
+    by_count: Mapping[int, Shapes], mode: Reproducible | Throughput | Scaled, per_node: int
 ) -> None:
     """Refuse shapes that do not fit their node count, the mode or each other; raises BadInput."""
+    for nodes, shapes in by_count.items():
+        _check_count(shapes, mode, nodes, per_node)
+    parts = {shape.tensor: shape for shapes in by_count.values() for shape in shapes}
+    if isinstance(mode, Reproducible) and len(parts) > 1:
+        raise BadInput(
+            f'the shapes {" and ".join(map(str, parts.values()))} have different tensor parts, '
+            'which give different bits, and which of them are used depends on nodes and speed: in '
+            'reproducible mode, give shapes with the same tensor, or say mode=Throughput().'
+        )
+
+
+def identity_of(
+    by_count: Mapping[int, Shapes], mode: Reproducible | Throughput | Scaled
+) -> dict[str, int]:
+    """What of the shapes must be equal for a trainer to continue from a checkpoint: in reproducible
+    mode, the tensor part, if there is one.
+    """
+    tensor = max((shape.tensor for shapes in by_count.values() for shape in shapes), default=1)
+    return {'tensor': tensor} if isinstance(mode, Reproducible) and tensor > 1 else {}
+
+
+def _check_count(
+    shapes: Shapes, mode: Reproducible | Throughput | Scaled, nodes: int, per_node: int
+) -> None:
     where, here = f'{nodes} nodes', nodes * per_node
     if not shapes:
         raise BadInput(f'{where} have an empty list of shapes; give at least one.')
@@ -33,12 +57,6 @@ def check_shapes(
         check_shape(shape, mode, where)
     if len(set(shapes)) < len(shapes):
         raise BadInput(f'{where} have the same shape twice: {", ".join(map(str, shapes))}.')
-    if isinstance(mode, Reproducible) and len({s.tensor for s in shapes}) > 1:
-        raise BadInput(
-            f'{where} have shapes with different tensor parts ({", ".join(map(str, shapes))}), '
-            'which give different bits, and the fastest is used: in reproducible mode, give '
-            'shapes with the same tensor, or say mode=Throughput().'
-        )
 
 
 def all_shapes(ranks: int, mode: Reproducible | Throughput | Scaled, most: int) -> Shapes:

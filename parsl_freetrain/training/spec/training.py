@@ -230,8 +230,7 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
                 structs.force_setattr(self, 'mode', structs.replace(self.mode, shards=most))
         if self.scaling.mixed:
             check_mixed(self.mode, self.shapes, ahead=self.ranks.ahead)
-        for nodes, shapes in self.shapes.items():
-            check_shapes(shapes, self.mode, nodes, stated)
+        check_shapes(self.shapes, self.mode, stated)
 
     @classmethod
     def of(

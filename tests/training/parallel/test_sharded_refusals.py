@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.shape import Shape
@@ -79,6 +79,23 @@ def half_on_meta() -> nn.Module:
         (nn.Linear(2, 2), {'blocks': nn.Linear}, r'such as blocks=\(Block,\)'),
         (nn.Linear(2, 2), {'blocks': (nn.Conv1d,)}, 'blocks=Conv1d, and the model has no module'),
         (nn.Sequential(nn.Linear(2, 2)), {'plan': {'*.up': None}}, 'no module of the model has th'),
+        (
+            nn.Sequential(
+                nn.Linear(4, 3)
+            ),  # also if it begins with a shape that does not divide it
+            {'plan': {'*': ColwiseParallel()}, 'tensors': (1, 2)},
+            "dimension 0 of '0.weight' has 3 elements, which 2 tensor parallel ranks cannot",
+        ),
+        (
+            nn.Sequential(nn.Linear(3, 4)),
+            {'plan': {'0': RowwiseParallel()}, 'tensors': (1, 2)},
+            "dimension 1 of '0.weight' has 3 elements, which 2 tensor",
+        ),
+        (
+            nn.Sequential(nn.Embedding(4, 3)),
+            {'plan': {'0': ColwiseParallel()}, 'tensors': (1, 2)},
+            "dimension 1 of '0.weight' has 3 elements, which 2 tensor",
+        ),
         (tied(), {}, "'0.weight' and '1.weight' are one parameter"),
         (half_on_meta(), {}, "'1.weight' is on the meta device and '0.weight' is not"),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.parallel.sharded.initial import fill, on_meta, refuse_ties
@@ -28,6 +28,7 @@ def shard_model(
     precision: MixedPrecisionPolicy | None = None,
     initialise: Callable[[nn.Module], None] | None = None,
     saved: bool = False,
+    tensors: Iterable[int] = (),
 ) -> nn.Module:
     """Divide a model's parameters along the dimensions 'shard' and 'tensor' of a mesh.
 
@@ -75,7 +76,10 @@ def shard_model(
     if was_meta:
         refuse_ties(model)
     whole = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    _check_plan(model, plan or {})
+    for key, style in (plan or {}).items():
+        planned = list(_named_by(key, model))
+        for parts in tensors:
+            _check_style(style, planned, parts)
     if plan and mesh['tensor'].size() > 1:
         parallelize_module(model, mesh['tensor'], dict(plan))
         _check_divided(model, whole, mesh['tensor'].size())
@@ -93,19 +97,41 @@ def shard_model(
     return model
 
 
-def _check_plan(model: nn.Module, plan: Mapping[str, Any]) -> None:
-    names = [name for name, _ in model.named_modules() if name]
-    for key in plan:
-        parts = key.split('.')
-        if key and not any(
-            len(parts) == len(name.split('.')) and all(map(fnmatchcase, name.split('.'), parts))
-            for name in names
-        ):
-            raise BadInput(
-                f'ctx.shard was given a plan for {key!r}, and no module of the model has that '
-                f'name; there are {", ".join(map(repr, names[:8]))}'
-                f'{" and others" if len(names) > 8 else ""}.'
-            )
+def _named_by(key: str, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a key of a plan names, as ``parallelize_module`` finds them."""
+    modules, parts = dict(model.named_modules()), key.split('.')
+    found = [
+        name
+        for name in modules
+        if len(parts) == len(name.split('.')) and all(map(fnmatchcase, name.split('.'), parts))
+    ]
+    if not found:
+        names = [name for name in modules if name]
+        raise BadInput(
+            f'ctx.shard was given a plan for {key!r}, and no module of the model has that name; '
+            f'there are {", ".join(map(repr, names[:8]))}{" and others" if len(names) > 8 else ""}.'
+        )
+    yield from ((name, modules[name]) for name in found)
+
+
+def _check_style(style: Any, planned: Iterable[tuple[str, nn.Module]], parts: int) -> None:
+    """Refuse layers that torch's own styles cannot divide."""
+    for name, module in planned:
+        if not isinstance(style, ColwiseParallel | RowwiseParallel):
+            continue
+        by_rows = isinstance(style, ColwiseParallel) == isinstance(module, nn.Linear)
+        for of, parameter in module.named_parameters(recurse=False):
+            dim = 0 if by_rows else 1
+            if dim < parameter.dim():
+                _check_even(f'{name}.{of}', dim, parameter.shape[dim], parts)
+
+
+def _check_even(name: str, dim: int, size: int, parts: int) -> None:
+    if size % parts:
+        raise BadInput(
+            f'ctx.shard: dimension {dim} of {name!r} has {size} elements, which {parts} tensor '
+            'parallel ranks cannot share evenly; choose a multiple.'
+        )
 
 
 def _check_divided(model: nn.Module, whole: Mapping[str, tuple[int, ...]], parts: int) -> None:
@@ -114,11 +140,8 @@ def _check_divided(model: nn.Module, whole: Mapping[str, tuple[int, ...]], parts
             continue
         for placement in parameter.placements:
             dim = getattr(placement, 'dim', None)
-            if dim is not None and whole[name][dim] % parts:
-                raise BadInput(
-                    f'ctx.shard: dimension {dim} of {name!r} has {whole[name][dim]} elements, '
-                    f'which {parts} tensor parallel ranks cannot share evenly; choose a multiple.'
-                )
+            if dim is not None:
+                _check_even(name, dim, whole[name][dim], parts)
 
 
 def _named(model: nn.Module) -> str:
