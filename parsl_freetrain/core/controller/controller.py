@@ -112,7 +112,7 @@ class Controller:
             try:
                 reply = self._planner.decide(self.state, at, '+'.join(triggers))
             except Exception as error:
-                raise DecisionFailed(tuple(actions)) from error
+                raise DecisionFailed(tuple(actions), error) from error
         actions += [*reply.actions, *released, *idle_blocks(self.state, self.settings, at)]
         return Reply(tuple(actions), reply.decision)
 

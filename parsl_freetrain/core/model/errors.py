@@ -27,6 +27,9 @@ class TrainerFailed(FreeTrainError, RuntimeError):
 class DecisionFailed(FreeTrainError, RuntimeError):
     """The allocator failed to answer; ``actions`` are to be carried out all the same."""
 
-    def __init__(self, actions: tuple[Action, ...]) -> None:
-        super().__init__('The allocator failed; nothing new is decided until it is asked again.')
+    def __init__(self, actions: tuple[Action, ...], error: Exception) -> None:
+        why = ' '.join(str(error).split()).removesuffix('.') or type(error).__name__
+        super().__init__(
+            f'The allocator failed: {why}. Nothing new is decided until it is asked again.'
+        )
         self.actions = actions

@@ -609,6 +609,7 @@ def test_what_follows_whatever_the_allocation_is_done_though_the_allocator_fails
                 ev.NodesJoined(0.0, 'b', ('n',)),
             )
         )
+    assert 'The allocator failed: out of memory. Nothing new' in str(caught.value)
     assert caught.value.actions == (EndTrainer('a', 'failed', 'no'),)
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert set(controller.state.pool.nodes) == {'n'}
