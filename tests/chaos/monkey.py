@@ -32,8 +32,10 @@ from parsl_freetrain.training.checkpoint.export import same_weights
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from tests.chaos.blows import KINDS, ON_SMALL_DISK, strike
 from tests.chaos.disks import small_disk
-from tests.chaos.training import BATCH, NAME, SAMPLES, orders_in
+from tests.chaos.training import BATCH, MODE, NAME, SAMPLES, counted, orders_in
+from tests.support import template
 from tests.support.processes import victims
+from tests.support.ranks import order, ranks, running_fork_server
 from tests.support.training import weights
 from tests.support.waiting import LIMIT_S, looks
 
@@ -66,7 +68,7 @@ class Run:
     def orders(self) -> Path:
         return orders_in(self.folder)
 
-    def start(self, epochs: int, *, faults: bool = True, nodes: int = 0) -> None:
+    def start(self, epochs: int, *, faults: bool = True) -> None:
         self.starts += 1
         self.orders.mkdir(parents=True, exist_ok=True)
         with (self.folder.parent / 'output').open('ab') as output:
@@ -77,7 +79,7 @@ class Run:
                     'tests.chaos.training',
                     str(self.folder),
                     str(epochs),
-                    str(nodes or self.nodes),
+                    str(self.nodes),
                     str(self.faults_every * faults),
                     str(self.seed),
                 ],
@@ -217,14 +219,26 @@ def final(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def to_the_end(run: Run, epochs: int, nodes: int = 0) -> Checkpoint:
+def to_the_end(run: Run, epochs: int) -> Checkpoint:
     """Train without blows."""
-    run.start(epochs, faults=False, nodes=nodes)
+    run.start(epochs, faults=False)
     assert run.process is not None
     status = run.process.wait(LIMIT_S)
     if status:
         raise Broken(f'the last run ended with status {status}')
     return final(run.folder)
+
+
+def undisturbed(folder: Path, epochs: int) -> Checkpoint:
+    """The same training on one rank."""
+    folder.mkdir()
+    with running_fork_server(folder) as server:
+        ordered = order(
+            folder, trainer=NAME, total_epochs=epochs, shards=MODE.shards, seed=MODE.seed
+        )
+        with ranks(server, ordered, 1, folder, counted) as gang:
+            outcome = gang.run()[0]
+    return Checkpoint(NAME, outcome.path, outcome.samples, 1)
 
 
 def check(ended: Checkpoint, alone: Checkpoint, epochs: int) -> None:
@@ -261,8 +275,6 @@ def chaos(
     began = time.monotonic()
     with small_disk(folder / 'struck' / 'checkpoints') as disk:
         run = Run(folder / 'struck', nodes, faults_every, seed)
-        alone = Run(folder / 'alone', 1, 0, seed)
-        alone.folder.mkdir()
         possible = {kind for kind in kinds if disk or kind not in ON_SMALL_DISK}
         monkey = Monkey(run, seed, possible, say)
         try:
@@ -270,8 +282,7 @@ def chaos(
             run.kill()
             epochs = run.saved() // SAMPLES + 2
             ended = to_the_end(run, epochs)
-            undisturbed = to_the_end(alone, epochs)
-            check(ended, undisturbed, epochs)
+            check(ended, undisturbed(folder / 'alone', epochs), epochs)
             endings = Counter(
                 str(ending or 'cut off') for (ending,) in run.rows('SELECT ending FROM fragments')
             )
@@ -289,7 +300,6 @@ def chaos(
             )
         finally:
             run.kill()
-            alone.kill()
     return monkey.counts
 
 
@@ -316,15 +326,16 @@ def main() -> int:
         folder = given.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            chaos(
-                given.fragments,
-                given.seed,
-                given.nodes,
-                given.faults_every,
-                folder,
-                lambda line: print(line, flush=True),
-                blows=given.blows,
-            )
+            with template.shared(folder / 'template.log'):
+                chaos(
+                    given.fragments,
+                    given.seed,
+                    given.nodes,
+                    given.faults_every,
+                    folder,
+                    lambda line: print(line, flush=True),
+                    blows=given.blows,
+                )
         except Broken as broken:
             print(f'BROKEN: {broken}')
             print((folder / 'output').read_text(errors='replace')[-4000:])

@@ -51,6 +51,7 @@ SILENCES, PAUSE_S = ('scheduler silent', 'scheduler refuses'), 3.0
 
 NAME = 'chaos'
 HANG_S = 8.0
+MODE = Reproducible(shards=4)
 
 
 def counted(ctx: FragmentContext, pause_s: float = 0.0) -> None:
@@ -124,7 +125,7 @@ def app(epochs: int, nodes: int, broken: tuple[Any, ...], orders: Path) -> Any:
         total_epochs=epochs,
         scaling=Scaling(rate={1: 1.0, 2: 1.9, 4: 3.5}, rescale_up_s=0.1, rescale_down_s=0.1),
         checkpoints=Checkpoints(every_s=0.2),
-        mode=Reproducible(shards=4),
+        mode=MODE,
     )(with_blows(with_faults(counted, *broken), orders))
 
 

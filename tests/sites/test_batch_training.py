@@ -5,8 +5,6 @@ away, a node that crashes, a scheduler that is silent, the same weights.
 from __future__ import annotations
 
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,16 +27,13 @@ from parsl_freetrain.ledger.rows import RunHistory
 from parsl_freetrain.sites.protocols import Site
 from tests.sites.batch_blocks import QUICK
 from tests.support.batch_tests import Rehearsal
+from tests.support.held import held_until
 from tests.support.openpbs import ADDRESS, PbsCluster
 from tests.support.training import freetrain
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, wait_until
 from workflows.digits import NETWORKS, SCALING, SHARDS, digits
-from workflows.digits_models import train_digits
 
-EPOCHS = 5
-STEP_S = (
-    0.03  # each of a batch's four turns waits so long: blocks have to be taken away before the end
-)
+EPOCHS = 2
 
 
 def train(
@@ -47,8 +42,9 @@ def train(
     max_nodes: int,
     disturb: Callable[[dict[str, TrainingFuture]], None],
     address: str = '127.0.0.1',
-    step_s: float = STEP_S,
 ) -> list[Checkpoint]:
+    """The final checkpoints; the trainings cannot end before ``disturb`` has."""
+    go = folder / 'go'
     trainer = freetrain_app(
         min_nodes=1,
         max_nodes=max_nodes,
@@ -56,26 +52,26 @@ def train(
         scaling=Scaling(rate=SCALING, rescale_up_s=1.0, rescale_down_s=1.0),
         mode=Reproducible(shards=SHARDS),
         checkpoints=Checkpoints(every_s=1.0),
-    )(train_digits)
+    )(held_until(go))
     data = digits()
     with freetrain(folder, site, metric='speedup', address=address):
         futures: dict[str, TrainingFuture] = {
-            name: trainer(name, *data, step_s=step_s, trainer_name=name) for name in NETWORKS
+            name: trainer(name, *data, trainer_name=name) for name in NETWORKS
         }
         disturb(futures)
+        go.touch()
         return [future.result(LIMIT_S) for future in futures.values()]
 
 
-def further(futures: dict[str, TrainingFuture], samples: int = 480) -> None:
-    """Wait until an unfinished trainer has trained this number of further samples."""
+def further(futures: dict[str, TrainingFuture]) -> None:
+    """Wait until a trainer has trained two further batches."""
     before = {name: future.progress().samples for name, future in futures.items()}
-    end = time.monotonic() + LIMIT_S
-    while not any(
-        future.done() or future.progress().samples >= before[name] + samples
-        for name, future in futures.items()
-    ):
-        assert time.monotonic() < end
-        threading.Event().wait(0.1)
+    wait_until(
+        lambda: any(
+            future.done() or future.progress().samples >= before[name] + 64
+            for name, future in futures.items()
+        )
+    )
 
 
 @pytest.fixture(scope='module')
@@ -85,7 +81,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Checkpoint]:
         LocalSite(len(NETWORKS), poll_s=0.25),
         1,
         lambda _: None,
-        step_s=0.0,
     )
 
 

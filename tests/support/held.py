@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,8 @@ from workflows.digits_models import train_digits
 PAUSE_S = 0.75
 
 
-def main(go: str, *arguments: str) -> int:
-    options = digits.parse(arguments)
-    half = options.epochs * len(digits.digits()[0]) / 2
+def held_until(go: Path) -> Callable[..., None]:
+    """The training of digits, which takes long until there is the file ``go``."""
 
     def held_up(ctx: FragmentContext, *data: Any, **settings: Any) -> None:
         class Held:
@@ -31,12 +31,17 @@ def main(go: str, *arguments: str) -> int:
 
             def report(self, **numbers: float) -> None:
                 ctx.report(**numbers)
-                if not Path(go).exists():
+                if not go.exists():
+                    half = (ctx.total_samples or 0) / 2
                     time.sleep(PAUSE_S if ctx.samples < half else 2 * PAUSE_S)
 
         train_digits(Held(), *data, **settings)  # type: ignore[arg-type]
 
-    setattr(digits, 'train_digits', held_up)  # noqa: B010
+    return held_up
+
+
+def main(go: str, *arguments: str) -> int:
+    setattr(digits, 'train_digits', held_until(Path(go)))  # noqa: B010
     return digits.main(arguments)
 
 

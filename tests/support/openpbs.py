@@ -195,13 +195,15 @@ class PbsCluster:
         crashes loses it, and imports torch again.
         """
         name = f'node-{secrets.token_hex(8)}'
-        server = f'{sys.executable} -P -m parsl_freetrain.training.process.fork_server'
-        # The template's owner is the shell, which ends with its input.
-        script = f'{server} --name {name} --owner-pid $$ </dev/null & exec cat'
+        template = (
+            'import os, sys; from parsl_freetrain.training.process.fork_client import ForkClient; '
+            f'ForkClient.start_template({name!r}, os.getpid(), os.devnull); print(flush=True); '
+            'sys.stdin.read()'
+        )
         kept = {name: os.environ[name] for name in ('PATH', 'HOME')}
         started = [
             subprocess.Popen(
-                [str(PROGRAM), 'on', f'node{number:02d}', '/bin/sh', '-c', script],
+                [str(PROGRAM), 'on', f'node{number:02d}', sys.executable, '-P', '-c', template],
                 env={
                     **kept,
                     'OPENBLAS_NUM_THREADS': '1',
@@ -209,11 +211,13 @@ class PbsCluster:
                     'PYTHONPATH': os.pathsep.join(map(os.path.abspath, sys.path)),
                 },
                 stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
             )
             for number in range(1, NODES + 1)
         ]
         try:
+            for process in started:  # a block that found none would import torch by itself
+                assert process.stdout is not None and process.stdout.readline()
             yield f'export {TEMPLATE_VARIABLE}={name}'
         finally:
             for process in started:
