@@ -24,6 +24,7 @@ from parsl_freetrain.training.comm.in_place import complete_rows, on_cpu
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.peers import Alone, PeerLost, Peers
 from parsl_freetrain.training.comm.sealed_store import SealBroken, SealedStore
+from parsl_freetrain.training.process import lazy_dynamo
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.liveness import (
     connections,
@@ -60,7 +61,7 @@ class RankGroup:
         backend, earlier = self._agree_on_backend(gpu), connections()
         # gloo can add up and broadcast tensors on GPUs, but nothing else.
         self._gathers_on_cpu = backend == GLOO
-        with as_peer_loss():
+        with as_peer_loss(), lazy_dynamo.hidden():
             dist.init_process_group(
                 backend,
                 store=PrefixStore('group', store),

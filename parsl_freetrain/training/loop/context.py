@@ -34,7 +34,6 @@ from parsl_freetrain.training.loop.parts import BatchSource, Model, RankParts
 from parsl_freetrain.training.loop.returned import plain_text
 from parsl_freetrain.training.loop.training_loop import FragmentEnd, TrainingLoop
 from parsl_freetrain.training.loop.turn_guard import TurnGuard, among, check_left_out, names_around
-from parsl_freetrain.training.parallel.sharded import shard_model
 from parsl_freetrain.training.spec.messages import (
     Ending,
     Outcome,
@@ -47,7 +46,6 @@ from parsl_freetrain.training.spec.on_nan import NonFinitePolicy
 from parsl_freetrain.training.steps import lr
 from parsl_freetrain.training.steps.modes import make_steps
 from parsl_freetrain.training.steps.nonfinite import Watch
-from parsl_freetrain.training.steps.sharded import check_sharded
 
 
 class FragmentContext(AroundTheLoop):
@@ -83,6 +81,9 @@ class FragmentContext(AroundTheLoop):
             )
         if self._saved is None:
             self._division.make_equal((t.data for t in model.state_dict().values()), self._peers)
+        # Only here, as it imports FSDP2.
+        from parsl_freetrain.training.parallel.sharded import shard_model
+
         return shard_model(
             model,
             self.mesh,
@@ -139,6 +140,8 @@ class FragmentContext(AroundTheLoop):
         for optimizer in prepared.optimizers:
             move_to_parameters(optimizer)
         if self._division.sharded:
+            from parsl_freetrain.training.steps.sharded import check_sharded
+
             check_sharded(prepared, self._division, self._order.spec.mode)
         if self._saved is not None:
             saved = self._saved.load(prepared)

@@ -24,6 +24,7 @@ from typing import NoReturn
 from parsl_freetrain.host.files import open_log
 from parsl_freetrain.host.memory import end_me_first
 from parsl_freetrain.training.comm.inbox import STOP_SIGNALS
+from parsl_freetrain.training.process import lazy_dynamo
 from parsl_freetrain.training.process.channel import Channel, is_ours
 from parsl_freetrain.training.process.fork_address import listen
 from parsl_freetrain.training.process.fork_request import obstacle, take_effect
@@ -54,19 +55,21 @@ from parsl_freetrain.training.spec.fork_messages import (
     StateWanted,
 )
 from parsl_freetrain.training.spec.messages import RankPid, ToRank
+from parsl_freetrain.training.spec.mode import Reproducible
 
-# What every fragment imports sooner or later; the first optimizer loads torch._dynamo.
+# What every fragment imports sooner or later.
 _TO_IMPORT = (
     'torch',
     'torch.distributed',
     'torch.nn.parallel',
     'torch.utils.data',
-    'torch._dynamo',
-    'torch.profiler',
     'cloudpickle',
     'tblib',
     'parsl_freetrain.training.loop.rank',
 )
+# What DistributedDataParallel and FSDP2 import; it takes as long as torch.
+_FOR_DDP = ('torch._dynamo.utils',)
+_FOR_SHARDED = ('parsl_freetrain.training.steps.sharded_reproducible', *_FOR_DDP)
 _OWNER_CHECK_S = 0.5
 _REQUEST_TIMEOUT_S = 2.0
 _OWNER_GONE = 3
@@ -198,6 +201,7 @@ class ForkServer:
         return self._devices
 
     def _fork(self, channel: Channel[ForkRequest], request: Launch | LaunchStandby) -> None:
+        self._import_for(request)
         self._flush()
         parent = os.getpid()
         ours, theirs = (
@@ -229,6 +233,22 @@ class ForkServer:
         self._standby.add(
             StandbyRank(key_of(request), order.trainer, pid, pidfd, waiting, request.place.log)
         )
+
+    def _import_for(self, request: Launch | LaunchStandby) -> None:
+        """Import once what each rank would import."""
+        spec = request.order.spec
+        modules: tuple[str, ...] = ()
+        if spec.sharded:
+            modules = _FOR_SHARDED
+        elif not isinstance(spec.mode, Reproducible) and (
+            isinstance(request, LaunchStandby) or request.place.world_size > 1
+        ):
+            modules = _FOR_DDP
+        if not modules or sys.modules.keys() >= set(modules):
+            return
+        for module in modules:
+            importlib.import_module(module)
+        gc.freeze()
 
     def _become_rank(
         self,
@@ -364,13 +384,8 @@ def _import_while_owned(owner: int) -> None:
     signal.siginterrupt(signal.SIGALRM, False)
     signal.setitimer(signal.ITIMER_REAL, _OWNER_CHECK_S, _OWNER_CHECK_S)
     for module in _TO_IMPORT:
-        try:
-            importlib.import_module(module)
-        except ImportError:
-            # Private or optional modules may be missing; without the others there is nothing to
-            # serve.
-            if module not in ('torch._dynamo', 'torch.profiler'):
-                raise
+        importlib.import_module(module)
+    lazy_dynamo.install()
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
 

@@ -25,10 +25,10 @@ from parsl_freetrain.training.steps import row_norm
 from parsl_freetrain.training.steps.accumulation import Accumulation, buckets, weigh
 from parsl_freetrain.training.steps.adasum import combine
 from parsl_freetrain.training.steps.buffers import Buffers
+from parsl_freetrain.training.steps.fsdp_modules import fsdp_modules
 from parsl_freetrain.training.steps.group_settings import GroupSettings
 from parsl_freetrain.training.steps.mesh import Division
 from parsl_freetrain.training.steps.nonfinite import NEVER, FirstNonFinite, Guard
-from parsl_freetrain.training.steps.sharded import MeanOfParts, fsdp_modules
 
 
 class ThroughputSteps:
@@ -92,11 +92,12 @@ class ThroughputSteps:
         self._micro_batch: int | None = None
         self._accumulation: Accumulation | None = None
         self._own_share = 1.0  # of the samples of the global batch
-        self._mean = (
-            MeanOfParts(prepared.models, division, self._non_finite.note)
-            if fsdp_modules(prepared.models)
-            else None
-        )
+        self._mean = None
+        if fsdp_modules(prepared.models):
+            # Only here, as it imports FSDP2.
+            from parsl_freetrain.training.steps.sharded import MeanOfParts
+
+            self._mean = MeanOfParts(prepared.models, division, self._non_finite.note)
         # Hooks run in the order of their registration. Averaging comes first, so all ranks check
         # and clip the same gradient.
         if self._at_step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 
 import torch
@@ -27,13 +28,23 @@ def demand_determinism(*, warn_only: bool) -> None:
         not torch.are_deterministic_algorithms_enabled()
         or torch.is_deterministic_algorithms_warn_only_enabled() is not warn_only
     ):
-        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+        _use_deterministic_algorithms(warn_only)
     if torch.backends.cudnn.benchmark:
         warnings.warn(
             'torch.backends.cudnn.benchmark is switched off: it chooses kernels by their speed.',
             stacklevel=1,
         )
         torch.backends.cudnn.benchmark = False
+
+
+def _use_deterministic_algorithms(warn_only: bool) -> None:
+    if 'torch._inductor.config' in sys.modules:
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+        return
+    # As torch's function, which imports the compiler to tell it the same. That takes as long as the
+    # import of torch, and most trainings compile nothing.
+    os.environ['TORCHINDUCTOR_DETERMINISTIC'] = '1'
+    torch._C._set_deterministic_algorithms(True, warn_only=warn_only)
 
 
 def explained(error: BaseException) -> BaseException:

@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.shape import MESH, Shape
+from parsl_freetrain.training.checkpoint.box import is_divided
 from parsl_freetrain.training.checkpoint.flatten import put_together, take_apart
 from parsl_freetrain.training.checkpoint.memory_image import pack, unpack
 from parsl_freetrain.training.checkpoint.state import State
 from parsl_freetrain.training.comm.collectives import broadcast_into
 from parsl_freetrain.training.comm.peers import Peers
+from parsl_freetrain.training.process import lazy_dynamo
 from parsl_freetrain.training.process.liveness import guard_connections
 from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.shapes import check_shape
@@ -87,7 +88,8 @@ class Division:
         """
         if not dist.is_initialized():  # one rank has no process group, but a mesh needs one
             os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')
-            dist.init_process_group('gloo', store=HashStore(), rank=0, world_size=1)
+            with lazy_dynamo.hidden():
+                dist.init_process_group('gloo', store=HashStore(), rank=0, world_size=1)
         mesh = init_device_mesh(self._device.type, self.shape.sizes, mesh_dim_names=MESH)
         guard_connections(self._hang_s)
         return mesh
@@ -101,7 +103,7 @@ class Division:
         """Overwrite tensors with those of the first rank that holds the same ones. Tensors that are
         divided among ranks, or have no values yet, are left as they are.
         """
-        tensors = [t for t in tensors if not (isinstance(t, DTensor) or t.is_meta)]
+        tensors = [t for t in tensors if not (is_divided(t) or t.is_meta)]
         if not self.pipelined:
             peers.broadcast(tensors)
             return

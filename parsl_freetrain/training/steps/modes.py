@@ -16,7 +16,6 @@ from parsl_freetrain.training.spec.order import FragmentOrder
 from parsl_freetrain.training.steps.ddp import ThroughputSteps
 from parsl_freetrain.training.steps.mesh import Division
 from parsl_freetrain.training.steps.reproducible import ReproducibleSteps
-from parsl_freetrain.training.steps.sharded_reproducible import ShardedReproducibleSteps
 
 
 class Steps(Protocol):
@@ -84,6 +83,9 @@ def make_steps(
     """
     mode = order.spec.mode
     if isinstance(mode, Reproducible) and division.sharded:
+        # Only here, as it imports FSDP2.
+        from parsl_freetrain.training.steps.sharded_reproducible import ShardedReproducibleSteps
+
         return ShardedReproducibleSteps(
             prepared, peers, division, order.spec.shards, clip_grad_norm, device, in_hook
         )

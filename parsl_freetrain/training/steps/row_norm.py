@@ -15,10 +15,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.box import box_of, divided_along, local
+from parsl_freetrain.training.checkpoint.box import box_of, divided_along, is_divided, local
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -55,7 +54,7 @@ def _enter(gradient: torch.Tensor, place: torch.Tensor, mesh: DeviceMesh) -> Non
     """Enter the sums of this rank's rows into ``place``: (tensor parallel parts, rows)."""
     divided, own, box = divided_along(gradient), local(gradient), box_of(gradient)
     number = mesh['tensor'].get_local_rank()
-    if isinstance(gradient, DTensor):
+    if is_divided(gradient):
         names = gradient.device_mesh.mesh_dim_names or ()
         dims = dict(zip(names, (getattr(p, 'dim', 0) for p in gradient.placements), strict=True))
         if dims.get('shard', 0):

@@ -5,12 +5,11 @@ how their gradients are added up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
@@ -19,6 +18,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
 from parsl_freetrain.training.steps.accumulation import weigh
+from parsl_freetrain.training.steps.fsdp_modules import fsdp_modules
 from parsl_freetrain.training.steps.mesh import Division
 from parsl_freetrain.training.steps.reduction_tree import ShardTree
 
@@ -36,11 +36,6 @@ _ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-
-
-def fsdp_modules(models: Iterable[torch.nn.Module]) -> list[FSDPModule]:
-    """The modules that ``fully_shard`` was called on."""
-    return [m for model in models for m in model.modules() if isinstance(m, FSDPModule)]
 
 
 def check_sharded(

@@ -1,0 +1,22 @@
+"""Which parts of a model FSDP2 has divided among ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+def fsdp_modules(models: Iterable[torch.nn.Module]) -> list[FSDPModule]:
+    """The modules that ``fully_shard`` was called on."""
+    # Where FSDP2, whose import takes as long as a third of torch's, has not been imported there is
+    # none.
+    fsdp = sys.modules.get('torch.distributed.fsdp')
+    if fsdp is None:
+        return []
+    return [m for model in models for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
