@@ -88,6 +88,14 @@ class Opened:
             for number, model in enumerate(prepared.models, 1)
             for name, parameter in model.named_parameters()
         }
+        # The state was saved without shapes: its parameters have numbers.
+        numbered = {
+            (name, number): parameter
+            for name, optimizer in zip(names_of('optimizer'), prepared.optimizers, strict=False)
+            for number, parameter in enumerate(
+                parameter for group in optimizer.param_groups for parameter in group['params']
+            )
+        }
         like: dict[str, torch.Tensor] = {}
         for name, path in paths.items():
             match path:
@@ -95,6 +103,8 @@ class Opened:
                     found = models[model].get(tensor)
                 case (_, 'state', str(parameter), *_):
                     found = parameters.get(parameter)
+                case (str(optimizer), 'state', int(number), *_):
+                    found = numbered.get((optimizer, number))
                 case _:
                     found = None
             if isinstance(found, torch.Tensor) and tuple(found.shape) == shapes[name]:

@@ -364,7 +364,8 @@ def check_shapes(
     number: int,
     path: str,
 ) -> None:
-    """Check that a model has the tensors of checkpoint ``path``, by name and shape.
+    """Check that a model has the tensors of checkpoint ``path``, by name and shape. ``number``
+    counts from 0.
 
     Raises
     ------
@@ -381,7 +382,7 @@ def check_shapes(
     if faults:
         more = f' and {len(faults) - _SHOWN} more' if len(faults) > _SHOWN else ''
         raise BadInput(
-            f'Checkpoint {path} is of another model than model {number} of ctx.prepare '
+            f'Checkpoint {path} is of another model than model {number + 1} of ctx.prepare '
             f'({"; ".join(faults[:_SHOWN])}{more}): '
             f'use the model that the earlier fragments trained, {_ANEW}.'
         )

@@ -81,12 +81,12 @@ def run(
     function: Any = train,
     mode: str = 'reproducible',
     total_samples: int = TOTAL,
+    stated: bool = True,
     **options: Any,
 ) -> Saved:
-    shapes = {**SHAPES, shape.ranks: shape}
-    ordered = order(
-        folder, fragment, total_samples=total_samples, mode=mode, shape=shape, shapes=shapes
-    )
+    """``stated``: whether the trainer has shapes."""
+    shaped = {'shape': shape, 'shapes': {**SHAPES, shape.ranks: shape}} if stated else {}
+    ordered = order(folder, fragment, total_samples=total_samples, mode=mode, **shaped)
     with ranks(fork_server, ordered, shape.ranks, folder, function, **options) as gang:
         outcomes = gang.run()
         assert {outcome.how for outcome in outcomes} <= {'stopped', 'finished'}, [
@@ -230,6 +230,42 @@ def test_a_model_sharded_by_hand_has_the_bits_of_one_process(
     one = run(fork_server, tmp_path / 'one', Shape(), function=sharded_by_hand)
     two = run(fork_server, tmp_path / 'two', Shape(shard=2), function=sharded_by_hand)
     assert all(torch.equal(two.models[0][name], one.models[0][name]) for name in one.models[0])
+
+
+def sharded_or_whole(ctx: FragmentContext) -> None:
+    """A model that is sharded where the trainer has shapes."""
+    torch.manual_seed(3)
+    model: nn.Module = nn.Sequential(nn.Linear(5, WIDTH), Block(), nn.Linear(WIDTH, 3))
+    model = ctx.shard(model, blocks=(Block,)) if ctx._order.spec.shapes else model
+    model, optimizer = ctx.prepare(model, torch.optim.AdamW(model.parameters()))
+    for x, y in ctx.loop(data(), BATCH):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def test_a_trainer_without_shapes_goes_on_sharded_and_back(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    """Its optimizer's state is by number there, and by name here."""
+    shape, function = Shape(shard=2), sharded_or_whole
+    for number, stated in enumerate((False, True, False), 1):
+        found = run(
+            fork_server,
+            tmp_path / 'both',
+            shape,
+            number,
+            function,
+            total_samples=10 * number,
+            stated=stated,
+        )
+    one = run(
+        fork_server, tmp_path / 'one', Shape(), function=function, total_samples=30, stated=False
+    )
+    assert [
+        all(torch.equal(tensor, one.models[0][name]) for name, tensor in found.models[0].items()),
+        found.position.samples,
+    ] == [True, 30]
 
 
 def in_bfloat16(ctx: FragmentContext) -> None:

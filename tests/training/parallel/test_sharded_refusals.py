@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.shape import Shape
+from parsl_freetrain.training.checkpoint.state import check_shapes
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.parallel.sharded import shard_model
@@ -133,6 +134,12 @@ def test_what_has_no_optimizer_or_too_few_bits() -> None:
     with pytest.raises(BadInput, match=r'torch.bfloat16, in which a reproducible sum'):
         check_sharded(half, ONE, Reproducible(shards=2))
     check_sharded(half, ONE, Throughput())
+
+
+def test_a_checkpoint_of_another_model_says_what_was_and_what_is() -> None:
+    said = r'of another model than model 1 .*\(w has shape \(3,\) there and \(2,\) here\)'
+    with pytest.raises(BadInput, match=said):
+        check_shapes({'w': (2,)}, {'w': (3,)}, 0, 'c')
 
 
 class Lamb(torch.optim.SGD):
