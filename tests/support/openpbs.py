@@ -207,6 +207,7 @@ class PbsCluster:
                 env={
                     **kept,
                     'OPENBLAS_NUM_THREADS': '1',
+                    'OMP_NUM_THREADS': '1',
                     'PBS_CLUSTER_DIR': str(self.folder),
                     'PYTHONPATH': os.pathsep.join(map(os.path.abspath, sys.path)),
                 },
@@ -218,7 +219,8 @@ class PbsCluster:
         try:
             for process in started:  # a block that found none would import torch by itself
                 assert process.stdout is not None and process.stdout.readline()
-            yield f'export {TEMPLATE_VARIABLE}={name}'
+            # PBS sets the number of threads for its jobs, and a template has to have the same.
+            yield f'export {TEMPLATE_VARIABLE}={name} OMP_NUM_THREADS=1'
         finally:
             for process in started:
                 process.communicate()
