@@ -8,6 +8,7 @@ goes through one :class:`~parsl_freetrain.executor.notices.Stream`.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -249,6 +250,7 @@ class EventLoop:
             self._broken = trouble
             self._abort_all(trouble, now)
             self._guarded(self._fail_all, trouble)
+        self._guarded(self._blocks.leaving.cancel, now)
         if silent := self._fragments.look(now):
             self._blocks.lose(silent, now)
         if self._controller.state.next_change_s() <= now:
@@ -315,6 +317,7 @@ class EventLoop:
                 self._guarded(self._stream.emit, no.TrainerInterrupted(now, name, sentence))
         # After the futures: nodes that are given back now make no preemption there.
         self._guarded(self._blocks.close, list(self._blocks.blocks), now)
+        self._guarded(self._blocks.leaving.cancel, math.inf)
         self._guarded(self._note_offers, now)
         self._guarded(self._fragments.end, why)
         self._stream.emit(no.RunEnded(now, how))

@@ -182,6 +182,10 @@ class Yielding(Protocol):
         """
         ...
 
+    def leaving(self, job_ids: Sequence[str]) -> None:
+        """The nodes of these jobs have been told to end them: they count as ending."""
+        ...
+
     def release(self, job_id: str, names: Sequence[str]) -> None:
         """Give some nodes of a block back; it goes on with the others. Only for nodes that
         :meth:`needed` calls releasable.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +12,13 @@ from parsl.executors.high_throughput.errors import ManagerLost
 from parsl.jobs.states import JobState, JobStatus
 
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.errors import FreeTrainError, TrainerFailed
+from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.executor import notices as no
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
+from parsl_freetrain.executor.block.leaving_jobs import LeavingJobs
 from parsl_freetrain.executor.block.needs import nodes_needed
-from parsl_freetrain.executor.block.node_tasks import greeting, leaving
+from parsl_freetrain.executor.block.node_tasks import greeting
 from parsl_freetrain.executor.block.record import BlockRecord
 from parsl_freetrain.executor.commands import CommandInbox, GreetingReturned
 from parsl_freetrain.host.backoff import Backoff
@@ -79,6 +79,7 @@ class BlockManager:
         self._submit = submit
         self._template = template
         self.blocks: dict[str, BlockRecord] = {}
+        self.leaving = LeavingJobs(provider, submit)
         self._not_before = 0.0
         self._backoff = Backoff(FIRST_BACKOFF_S, LONGEST_BACKOFF_S)
         self._refusals: list[str] = []
@@ -120,26 +121,16 @@ class BlockManager:
         )
 
     def close(self, names: Iterable[str], at: float) -> None:
-        """Give blocks back, all at once. The nodes are told first, since a scheduler may wait a
-        second before it looks again for processes that have not ended at once.
-        """
+        """Give blocks back, all at once."""
         closing = [name for name in names if name in self.blocks]
-        for name in closing:
-            self._leave(self.blocks[name].greeted)
-        self._provider.cancel([self.blocks[name].job_id for name in closing])
+        self.leaving.end([self.blocks[name] for name in closing], at)
         for name in closing:
             self._ended(name, 'returned', at)
 
     def result_arrived(self, node: str) -> None:
         """Handle that a node has nothing more to say: if the scheduler takes it, it can end."""
         if any(block.noticed and node in block.nodes for block in self.blocks.values()):
-            self._leave((node,))
-
-    def _leave(self, managers: Collection[str]) -> None:
-        if isinstance(self._provider.site, Yielding):
-            with suppress(TrainerFailed):  # the scheduler ends them
-                for manager in managers:
-                    self._submit(leaving(manager), b'')
+            self.leaving.tell(node)
 
     def look_for_needs(self, at: float) -> None:
         """Emit which waiting jobs of others need nodes of blocks, if any does."""

@@ -312,6 +312,10 @@ class BatchSite(ABC):
             for job, names in self._tracker.nodes_held().items()
         )
 
+    def leaving(self, job_ids: Sequence[str]) -> None:
+        """The nodes of these jobs have been told to end them: they count as ending."""
+        self._tracker.leaving(job_ids)
+
     def _releasable(self, job_id: str, names: Sequence[str]) -> frozenset[str]:
         if job_id in self._stiff or not isinstance(self._scheduler, Shrinking):
             return frozenset()

@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from parsl.jobs.states import JobStatus
 
@@ -61,6 +62,7 @@ class BlockTracker:
         self._taken_in = NEVER  # when the question was asked whose answer was last taken in
         self._waiting = False
         self._held: dict[str, tuple[str, ...]] = {}
+        self._leaving: set[str] = set()  # jobs that end themselves
         self._changed = NEVER  # answers to older questions do not show what we did
         self._next_history = NEVER
 
@@ -113,7 +115,12 @@ class BlockTracker:
                 ours, now = self._blocks.ids(), snapshot.jobs_at
                 found = needs(
                     snapshot.nodes,
-                    snapshot.jobs,
+                    [
+                        replace(job, state=JobState.ENDING)
+                        if job.job_id in self._leaving and job.state is JobState.RUNNING
+                        else job
+                        for job in snapshot.jobs
+                    ],
                     snapshot.reservations,
                     ours,
                     now,
@@ -257,6 +264,12 @@ class BlockTracker:
         with self._lock:
             self._changed = self._clock()
 
+    def leaving(self, job_ids: Sequence[str]) -> None:
+        """These jobs end themselves, until they are cancelled."""
+        with self._lock:
+            self._leaving |= set(job_ids)
+            self._changed = self._clock()
+
     def cancel(self, job_ids: Sequence[str]) -> None:
         """End these jobs at once.
 
@@ -271,6 +284,7 @@ class BlockTracker:
         self._scheduler.cancel(job_ids)
         with self._lock:
             self._blocks.mark(job_ids, **why)
+            self._leaving -= set(job_ids)
             self._changed = self._clock()
 
     def _delete(self) -> None:

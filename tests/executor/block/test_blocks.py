@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
+from parsl.jobs.states import JobState, JobStatus
 
 from parsl_freetrain import BackfillProvider, LocalSite
 from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, NodeDemand
 from parsl_freetrain.executor import notices as no
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
 from parsl_freetrain.executor.block.blocks import BlockManager
+from parsl_freetrain.executor.block.leaving_jobs import LeavingJobs
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.sites.batch.life import BlockLife, status_of
 
@@ -45,10 +48,24 @@ def test_the_nodes_of_a_job_that_ran_out_of_memory_are_gone_for_that_reason(
 
 
 class Shared(LocalSite):
-    """A site with other people's jobs."""
+    """A site with other people's jobs, which notes what ends."""
+
+    def __init__(self) -> None:
+        super().__init__(nodes=1)
+        self.told: list[str] = []
+        self.cancelled: list[str] = []
+
+    def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
+        return [JobStatus(JobState.RUNNING) for _ in job_ids]
+
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        self.cancelled += job_ids
 
     def needed(self) -> tuple[tuple[NodeDemand, ...], tuple[BlockNodes, ...]]:
         return (), ()
+
+    def leaving(self, job_ids: Sequence[str]) -> None:
+        self.told += job_ids
 
     def release(self, job_id: str, names: Sequence[str]) -> None:
         pass
@@ -61,7 +78,7 @@ def test_nodes_of_others_are_told_to_end_as_soon_as_nothing_of_them_is_awaited()
     def submit(context: dict[str, Any], _: bytes) -> Any:
         sent.append(context)
 
-    provider = BackfillProvider(Shared(nodes=1))
+    provider = BackfillProvider(Shared())
     blocks = BlockManager(provider, no.Stream([]), nobody, '', nobody, list, nobody, submit)
     blocks.adopt(AdoptedBlock('b1', '7', BlockRequest(1, 60.0)), 0.0)
     blocks.blocks['b1'].greeted.add('n1')
@@ -74,3 +91,22 @@ def test_nodes_of_others_are_told_to_end_as_soon_as_nothing_of_them_is_awaited()
     assert sent[0]['task_executor']['f'].endswith('.leave')
     blocks.close(['b1'], 2.0)
     assert sent[1:] == sent[:1]
+
+
+def test_a_job_whose_nodes_have_all_joined_has_a_second_to_end_by_itself() -> None:
+    nobody = cast(Any, None)
+    site = Shared()
+    provider = BackfillProvider(site)
+    provider._jobs |= dict.fromkeys('78', None)
+    blocks = BlockManager(provider, no.Stream([]), nobody, '', nobody, list, nobody, nobody)
+    blocks.leaving = LeavingJobs(provider, lambda *_: nobody)
+    for name, job in (('joined', '7'), ('starting', '8')):
+        blocks.adopt(AdoptedBlock(name, job, BlockRequest(1, 60.0)), 0.0)
+    blocks.blocks['joined'].nodes['n1'] = 'node01'
+    blocks.close(['joined', 'starting'], 2.0)
+    assert (site.told, site.cancelled) == (['7'], ['8'])
+    blocks.leaving.cancel(2.5)
+    assert site.cancelled == ['8']
+    blocks.leaving.cancel(3.0)
+    blocks.leaving.cancel(math.inf)
+    assert site.cancelled == ['8', '7']

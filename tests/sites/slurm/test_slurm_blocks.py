@@ -161,6 +161,10 @@ def test_a_block_gives_a_node_to_a_waiting_job_and_goes_on(slurm: Cluster, block
     with pytest.raises(FreeTrainError, match='does not take'):
         mine.provider.release(job, sorted(names - set(leave))[1:])
     assert mine.site.needed()[1][0].releasable == frozenset()
+    mine.site.leaving([job])  # it counts as ending before Slurm says so
+    slurm.wait(lambda: mine.status(job) and mine.site.needed() == ((), ()))
+    assert mine.site.holes() == ()
+    assert slurm.state(job) == 'RUNNING'
 
 
 def test_a_node_fails(slurm: Cluster, blocks: Make) -> None:
