@@ -67,6 +67,7 @@ def plan(
     from parsl_freetrain.core.controller.settings import ControllerSettings
     from parsl_freetrain.executor.settings import check_classes
     from parsl_freetrain.replay.prospect import PlannedBlock, prospects, trainers_at
+    from parsl_freetrain.sites.protocols import Yielding
 
     who = [] if trainers is None else trainers_at(trainers)
     provider = provider_of(site)
@@ -100,7 +101,11 @@ def plan(
         print('There are no holes now, so nothing would be submitted.')
     for number, block in enumerate(blocks):
         lasts = f'for {block["walltime_s"]} s' + (
-            ', or until preempted' if block['preemptible'] else ''
+            ', or until preempted'
+            if block['preemptible']
+            else ', or until a job of others waits that would start on its nodes'
+            if isinstance(provider.site, Yielding)
+            else ''
         )
         of_class = f'on {block["node_class"]} ' if block['node_class'] else ''
         if block['exempt_s']:

@@ -84,6 +84,7 @@ def explanation(
     life = life_of(story, chosen, reader.about(chosen), now)
     decisions = reader.recent_decisions(chosen, LOOK_BACK)
     refusals = reader.recent_events(chosen, ['BlockRefused'], 1)
+    needs = reader.recent_events(chosen, ['NodesNeeded'], 1)
     going = life.state in ('running', 'silent')
     running = running_fragment(story, row) if going else None
     mine = [d for d in decisions if trainer in d['allocation']][:last]
@@ -130,7 +131,9 @@ def explanation(
             }
         ),
         'since_s': now - (row.state_at if running is None else running.decided_at),
-        'waits_for': waits_for(story, chosen, row, decisions, refusals, now) if going else None,
+        'waits_for': waits_for(story, chosen, row, decisions, refusals, now, needs)
+        if going
+        else None,
         'speed': _speed(row.spec, progress, story),
         'pauses': _pauses(reader.recent_events(chosen, ['Rescaled'], LOOK_BACK), trainer),
         'last_failure': next(

@@ -154,6 +154,7 @@ def waits_for(
     decisions: Sequence[Mapping[str, Any]],
     refusals: Sequence[Mapping[str, Any]],
     now: float,
+    needs: Sequence[Mapping[str, Any]] = (),
 ) -> str | None:
     """A sentence on what a trainer of a live run waits for; None if it has nodes or has ended.
 
@@ -161,13 +162,16 @@ def waits_for(
     ----------
     decisions, refusals
         The last decisions and the last refusals of blocks, newest first.
+    needs
+        The last times that jobs of others needed nodes, newest first.
     """
     if trainer.state in FINAL_STATES or running_fragment(story, trainer) is not None:
         return None
     open_blocks = [b for b in story.blocks if b.run == run.id and b.closed_at is None]
     joined = [n for n in story.nodes if n.run == run.id and n.left_at is None]
     if not joined:
-        return _for_nodes(len(open_blocks), sum(b.nodes for b in open_blocks), refusals, now)
+        asked = sum(b.nodes for b in open_blocks)
+        return _for_nodes(len(open_blocks), asked, refusals, now) + _given_back(needs, now)
     last = decisions[0] if decisions else None
     if last is None or last['at'] < trainer.submitted_at:
         return 'It waits for the next decision.'
@@ -239,6 +243,17 @@ def _for_nodes(blocks: int, asked: int, refusals: Sequence[Mapping[str, Any]], n
             f'{refusals[0]["detail"].get("error", "no reason given")}'
         )
     return 'It waits for a hole: the site offers no nodes now, or not for long enough.'
+
+
+def _given_back(needs: Sequence[Mapping[str, Any]], now: float) -> str:
+    if not needs or now - needs[0]['at'] >= REFUSAL_S:
+        return ''
+    jobs = [demand['job'] for demand in needs[0]['detail']['demands']]
+    many = f'jobs {", ".join(jobs)}' if len(jobs) > 1 else f'job {jobs[0]}'
+    return (
+        f' {now - needs[0]["at"]:.0f} s ago nodes were given back: {many} of others could start '
+        'on them.'
+    )
 
 
 def in_words(name: str, about: DecisionAbout) -> list[str]:

@@ -42,7 +42,9 @@ def test_holes_and_plan_show_everything_and_send_nothing(
     blocks = told['blocks']
     assert [block['nodes'] for block in blocks] == [2, 1] and told['trainers'] == []
     assert main(['plan', '--site', toml]) == 0
-    assert '#SBATCH --time=5' in capsys.readouterr().out  # nothing is planned: longest_s
+    said = capsys.readouterr().out
+    assert '#SBATCH --time=5' in said  # nothing is planned: longest_s
+    assert 'for 300 s, or until a job of others waits that would start on its nodes; it co' in said
     trainers = tmp_path / 'trainers.json'
     trainers.write_text(
         '[{"name": "cnn", "max_nodes": 4, "total_samples": 1000000, "nodes": [1, 4], '

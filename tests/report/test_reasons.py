@@ -99,6 +99,14 @@ def test_what_it_waits_for(
     assert found is not None and re.search(says, found), found
 
 
+def test_a_trainer_without_nodes_hears_which_jobs_they_were_given_back_for() -> None:
+    needs = [{'at': 70.0, 'detail': {'demands': [{'job': '3', 'nodes': 2}]}}]
+    queued = RunHistory(runs=(RUN,), trainers=(ME,), latest=1)
+    said = waits_for(queued, RUN, ME, [], [], 100.0, needs) or ''
+    assert said.endswith('30 s ago nodes were given back: job 3 of others could start on them.')
+    assert 'given back' not in (waits_for(queued, RUN, ME, [], [], 900.0, needs) or '')
+
+
 def test_one_that_trains_or_is_over_waits_for_nothing() -> None:
     running = RunHistory(runs=(RUN,), fragments=(FragmentRow(1, 'me', 1, 20.0),), latest=1)
     assert waits_for(running, RUN, ME, [], [], 100.0) is None

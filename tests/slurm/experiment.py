@@ -34,9 +34,9 @@ QUICK: dict[str, Any] = {
     'start_s': 3.0,
     'ending_s': 3.0,
 }
-_OFTEN = {**QUICK, 'poll_s': 0.5, 'waiting_poll_s': 0.25}
+_OFTEN = {**QUICK, 'poll_s': 0.5, 'waiting_poll_s': 0.25, 'margin_s': 5.0}
 MODES: dict[str, dict[str, Any]] = {
-    'backfill': {**_OFTEN, 'partition': 'batch', 'margin_s': 5.0},
+    'backfill': {**_OFTEN, 'partition': 'batch'},
     'preemptible': {**_OFTEN, 'partition': 'scavenger', 'mode': 'preemptible'},
 }
 
