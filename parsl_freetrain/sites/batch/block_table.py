@@ -86,6 +86,20 @@ class BlockTable:
             and not b.seen.missing
         ]
 
+    def stranded(self, idle: int, before: float) -> list[str]:
+        """Those that wait for more nodes than the ``idle`` ones that could be had, although they
+        were submitted ``before`` this time: a smaller block could start.
+        """
+        return [
+            b.job_id
+            for b in self._blocks.values()
+            if b.seen.state is JobState.PENDING
+            and not b.seen.ran
+            and 0 < idle < b.nodes
+            and b.submitted_s < before
+            and not (b.seen.withdrawn or b.seen.missing)
+        ]
+
     def taken(self, requeue: bool) -> list[str]:
         """Those to be deleted because their nodes were taken.
 

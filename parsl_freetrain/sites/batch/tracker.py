@@ -180,9 +180,9 @@ class BlockTracker:
         While the scheduler is silent this is the status that was seen last, and UNKNOWN after
         ``unreachable_s`` seconds.
         """
-        self._look(with_nodes=False)
+        snapshot = self._look(with_nodes=False)
         self._ask_history()
-        self._delete()
+        self._delete(snapshot)
         now = self._clock()
         silent = self._watch.failures > 0 and now - self._taken_in > self._options.unreachable_s
         with self._lock:
@@ -221,15 +221,19 @@ class BlockTracker:
         ours = self._blocks.ids()
         names = {name for job in snapshot.jobs if job.job_id in ours for name in job.names}
         if snapshot.nodes_at >= snapshot.jobs_at:
-            names |= windows(
-                snapshot.nodes,
-                snapshot.jobs,
-                snapshot.reservations,
-                self._wanted,
-                ours,
-                snapshot.jobs_at,
-            ).keys()
+            names |= self._usable(snapshot).keys()
         self._offers.note(snapshot.jobs_at, names)
+
+    def _usable(self, snapshot: QueueSnapshot) -> dict[str, float]:
+        """Until when each node could be had."""
+        return windows(
+            snapshot.nodes,
+            snapshot.jobs,
+            snapshot.reservations,
+            self._wanted,
+            self._blocks.ids(),
+            snapshot.jobs_at,
+        )
 
     def _ask_history(self) -> None:
         """Ask the scheduler's records about jobs that the queue does not know any more."""
@@ -287,10 +291,14 @@ class BlockTracker:
             self._leaving -= set(job_ids)
             self._changed = self._clock()
 
-    def _delete(self) -> None:
+    def _delete(self, snapshot: QueueSnapshot) -> None:
         """Cancel blocks that have not started in time, and those whose nodes were taken."""
+        before = min(snapshot.jobs_at, snapshot.nodes_at) - self._options.start_s
         with self._lock:
             late = self._blocks.late(self._clock())
+            if any(b.nodes > 1 and b.submitted_s < before for b in self._blocks.waiting()):
+                stranded = self._blocks.stranded(len(self._usable(snapshot)), before)
+                late += [job_id for job_id in stranded if job_id not in late]
             taken = self._blocks.taken(self._options.requeue)
         if self._watch.failures:
             return

@@ -152,6 +152,16 @@ def test_only_blocks_that_have_not_started_are_late(table: BlockTable) -> None:
     assert 'withdrawn' in str(table.status('1', 103.0).message)
 
 
+def test_a_block_that_waits_for_more_nodes_than_there_are_makes_room_for_a_smaller_one(
+    table: BlockTable,
+) -> None:
+    assert table.stranded(1, 3.0) == ['1']
+    assert table.stranded(1, 0.0) == [], 'it was submitted just now'
+    assert table.stranded(2, 3.0) == table.stranded(0, 3.0) == []
+    table.take_in([job(JobState.STARTING)], 1.0)
+    assert table.stranded(1, 3.0) == [], 'it has its nodes'
+
+
 def test_blocks_whose_nodes_were_taken_are_deleted_once(table: BlockTable) -> None:
     table.take_in([job(JobState.RUNNING)], 1.0)
     assert table.taken(requeue=False) == []
