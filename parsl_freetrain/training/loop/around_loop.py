@@ -203,7 +203,10 @@ class AroundTheLoop(FragmentView):
 
     def _check_averages(self) -> None:
         if self._division.pipelined or self._division.sharded:
-            raise BadInput('A model that is divided among ranks cannot be averaged.')
+            raise BadInput(
+                'A model that is divided among ranks cannot be averaged: leave out its average, or '
+                'give the trainer shapes that divide only the data.'
+            )
 
     def ema(self, model: torch.nn.Module, decay: float) -> torch.nn.Module:
         """The exponential moving average of a model's parameters over the steps, which is saved

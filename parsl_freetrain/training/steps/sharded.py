@@ -82,8 +82,8 @@ def _check_mesh(what: str, parameter: torch.Tensor, division: Division) -> None:
     if not isinstance(parameter, DTensor):
         if division.parts > 1:
             raise BadInput(
-                f'{what} is not sharded, while others are: divide the whole model with ctx.shard, '
-                'or call fully_shard on it too.'
+                f'{what} is not sharded (the shape is {division.shape}): divide the whole model '
+                'with ctx.shard, or call fully_shard on all of it.'
             )
         return
     names = tuple(parameter.device_mesh.mesh_dim_names or ())

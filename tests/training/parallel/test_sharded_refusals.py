@@ -205,7 +205,10 @@ def low_sums(ctx: FragmentContext) -> None:
         (uneven, "dimension 0 of '0.weight' has 3 elements, which 2 tensor parallel ranks"),
         (low_sums, 'whose gradients are added up in torch.bfloat16, in which a reproducible sum'),
         (another_mesh, "'weight' of model 1 of ctx.prepare is sharded over another mesh"),
-        (partly, "'1.weight' of model 1 of ctx.prepare is not sharded, while others are"),
+        (
+            partly,
+            "'1.weight' of model 1 of ctx.prepare is not sharded (the shape is data 1 x shard 2)",
+        ),
         (clips, 'A gradient was changed between backward() and optimizer.step()'),
         (buffers, 'has changed in a forward pass, as in batch normalisation'),
     ],
