@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from parsl_freetrain.core.allocation.objectives import Running
 from parsl_freetrain.core.allocation.problem import Bid, Block, Problem
 from parsl_freetrain.core.allocation.solvers.class_search import ClassAllocator
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
@@ -30,7 +31,7 @@ from parsl_freetrain.core.model.types import ScalingCurve
 INTERVAL_S = 60
 POLICIES = ('sia', 'gavel', 'rounded', 'exact', 'restart')
 """Their two policies; our solver for Sia's objective as they round it, and without rounding; and
-with restarts charged by what is left to train, too.
+with restarts charged as fair_goodput does.
 """
 
 
@@ -131,9 +132,7 @@ def main(folder: str, workload: str, name: str) -> dict[str, Any]:
                     continue
                 own = speedups[j, here]
                 done[job] = done.get(job, 0.0) + own * INTERVAL_S
-                if name == 'restart':
-                    speedups[j] *= still_to_do(speedups[j], job)
-                speedups[j] *= factors[j]
+                speedups[j] *= after_restart(speedups[j], job) if name == 'restart' else factors[j]
                 speedups[j, here] = own
             worth = config.sia_default_lambda_n - speedups**self.p_fairness
             if name in ('sia', 'rounded'):
@@ -166,15 +165,16 @@ def main(folder: str, workload: str, name: str) -> dict[str, Any]:
             self.prev_allocs_v2['adaptive'] = dict(zip(names, chosen, strict=True))
             return allocations, by_class
 
-    def still_to_do(speedups: NDArray[np.float64], job: str) -> NDArray[np.float64]:
-        """How much slower what is left to train becomes by a restart, for each configuration."""
+    def after_restart(speedups: NDArray[np.float64], job: str) -> NDArray[np.float64]:
+        """The share of the speed of each configuration that a restart leaves."""
         one, restart_s = jobs[job], sia.get_restart_penalty(job)
         application = next(iter(one.applications.values()))
         last = application.get_completion_epoch(application.init_batch_size)
         left = max(application.get_progress(last + 1) - one.progress, 0.0)
-        rate = speedups * max(one.progress, 1e-9) / done[job]
-        factor: NDArray[np.float64] = left / (left + restart_s * rate + 1e-9)
-        return factor
+        rate = np.maximum(speedups * max(one.progress, 1e-9) / done[job], 1e-9)
+        age_s = world.current_time - one.submission_time
+        now = Running(0, '', restart_s, age_s, (one.num_restarts or 0) * restart_s)
+        return np.array([now.after_restart(left_s) for left_s in (left / rate).tolist()])
 
     gpus = {kind: config.cluster_ngpus_per_node[kind] for kind in config.cluster_nnodes}
     if name == 'gavel':
@@ -201,6 +201,8 @@ def main(folder: str, workload: str, name: str) -> dict[str, Any]:
         'jobs': len(hours),
         'mean_jct_h': round(statistics.mean(hours) / 3600, 4),
         'rounds': len(ours),
+        'longest_jct_h': round(max(hours) / 3600, 4),
+        'gpu_h': round(sum(job.attained_service for job in world.jobs) / 3600, 1),
         'restarts': sum(job.num_restarts or 0 for job in world.jobs),
         'ours_ms': [round(1e3 * q, 2) for q in np.quantile(ours, (0.5, 0.95)).tolist()]
         if ours

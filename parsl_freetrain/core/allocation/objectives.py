@@ -23,6 +23,9 @@ deadlines need are used.
 """
 
 
+_FOREVER_S = 1e12  # what takes longer takes this long: sums with infinity have no ratio
+
+
 @dataclass(frozen=True)
 class Running:
     """What a trainer holds, and what giving it up costs, for objectives that charge for it.
@@ -44,6 +47,28 @@ class Running:
     restart_s: float
     age_s: float
     lost_s: float
+
+    def stays(self, nodes: int, node_class: str) -> bool:
+        """Whether this choice needs no restart."""
+        return nodes == self.nodes and node_class in ('', self.node_class)
+
+    def after_restart(self, left_s: float | None) -> float:
+        """The share of its speed that a restart leaves.
+
+        (life - lost) / (life + restart) is charged to trainers that restart often, where life is
+        the age and what is left; left / (left + restart) to those that are nearly done. Sia and
+        Pollux do not know what is left, and take the age for the life: a restart of 250 s in the
+        first hour of ten would count as a loss of a third.
+
+        Parameters
+        ----------
+        left_s
+            Seconds that the rest of the training takes after it; None: unknown.
+        """
+        share, life_s = 1.0, self.age_s + (left_s or 0.0)
+        if self.age_s > self.restart_s:
+            share = max(life_s - self.lost_s, 0.0) / (life_s + self.restart_s)
+        return share if left_s is None else share * left_s / (left_s + self.restart_s or 1.0)
 
 
 @dataclass(frozen=True)
@@ -188,24 +213,16 @@ def fair_goodput(candidate: Candidate) -> ScalingCurve:
 
     s is the goodput relative to one node of the slowest class. The square root has many trainers
     gain a little rather than few a lot. Any other choice than what the trainer holds is charged for
-    the restart: s is multiplied by Sia's and Pollux's age factor, (age - lost) / (age + restart),
-    so that young trainers and those that restart often stay, and by left / (left + restart), where
-    left is the time that the remaining samples take there, so that trainers that are nearly done
-    stay, too. Rescale costs are not charged in addition.
+    the restart: s is multiplied by :meth:`Running.after_restart`. Rescale costs are not charged in
+    addition.
     """
-    now, efficiency, left = candidate.running, candidate.efficiency, candidate.remaining_samples
-    age = 1.0
-    if now is not None and now.age_s > now.restart_s:
-        age = max(now.age_s - now.lost_s, 0.0) / (now.age_s + now.restart_s)
+    now, efficiency, samples = candidate.running, candidate.efficiency, candidate.remaining_samples
 
     def worth(nodes: int) -> float:
         rate = candidate.curve.rate_at(nodes)
-        factor = 1.0
-        if now is not None and (
-            nodes != now.nodes or candidate.node_class not in ('', now.node_class)
-        ):
-            factor = age if left is None else age * left / (left + rate * now.restart_s)
-        speed = factor * rate * (efficiency.at(nodes) if efficiency else 1.0)
+        speed = rate * (efficiency.at(nodes) if efficiency else 1.0)
+        if speed > 0 and now is not None and not now.stays(nodes, candidate.node_class):
+            speed *= now.after_restart(None if samples is None else min(samples / rate, _FOREVER_S))
         if speed <= 0:
             return 0.0
         return candidate.priority * max(0.0, 1.1 - math.sqrt(candidate.one_node_rate / speed))

@@ -91,8 +91,11 @@ def test_fair_goodput_charges_a_restart_by_age_and_by_what_is_left() -> None:
     )
     here = Running(2, '', restart_s=30.0, age_s=100.0, lost_s=30.0)
     held = replace(candidate(remaining=600.0), running=here)
-    age = (100 - 30) / (100 + 30)
-    three, four = (age * (600 / r) / (600 / r + 30) * r / 10 for r in (27.5, 36))
+
+    def charged(left_s: float) -> float:
+        return (100 + left_s - 30) / (100 + left_s + 30) * left_s / (left_s + 30)
+
+    three, four = (charged(600 / r) * r / 10 for r in (27.5, 36))
     assert worths('fair_goodput', held)[2:5] == pytest.approx(
         [1.1 - 1.9**-0.5, max(0, 1.1 - three**-0.5), max(0, 1.1 - four**-0.5)]
     )
@@ -101,12 +104,28 @@ def test_fair_goodput_charges_a_restart_by_age_and_by_what_is_left() -> None:
     held = replace(held, running=replace(here, node_class='fast'))
     on = dict(by_class(METRICS['fair_goodput'], held, [('fast', CURVE), ('slow', slow)]))
     assert on['fast'].rate_at(2) == pytest.approx(1.1 - 3.8**-0.5)
-    assert on['slow'].rate_at(2) == max(0.0, 1.1 - (2 * age * 60 / (60 + 30)) ** -0.5)
+    assert on['slow'].rate_at(2) == max(0.0, 1.1 - (2 * charged(60)) ** -0.5)
     # Where the trainer is as fast on every class, its class does not matter.
     assert worths('fair_goodput', held)[2] == pytest.approx(1.1 - 1.9**-0.5)
     young = replace(held, running=replace(here, age_s=20.0, lost_s=0.0), remaining_samples=None)
     assert worths('fair_goodput', young) == worths('fair_goodput', candidate())
     assert follows_time('fair_goodput')
+    # Where it is not known what is left, the age counts for the life.
+    unknown = replace(held, remaining_samples=None, running=replace(here, node_class=''))
+    assert worths('fair_goodput', unknown)[4] == pytest.approx(1.1 - (3.6 * 70 / 130) ** -0.5)
+
+
+def test_a_young_trainer_with_hours_to_go_grows_to_a_count_that_is_a_third_faster() -> None:
+    """Charged by its age alone, it would stay: 50 min old, a restart of 250 s, 750 s lost."""
+    curve = ScalingCurve.from_points({8: 19.3, 16: 25.8})
+    here = Running(8, '', restart_s=250.0, age_s=3000.0, lost_s=750.0)
+    net = replace(candidate(remaining=25.8 * 16_000), curve=curve, min_nodes=8, max_nodes=16)
+    worth = METRICS['fair_goodput'](replace(net, running=here))
+    assert worth.rate_at(16) > worth.rate_at(8)
+    slow = ScalingCurve.from_points({8: 19.3, 16: 5e-324})
+    assert METRICS['fair_goodput'](replace(net, running=here, curve=slow)).rate_at(16) == 0.0
+    unknown = METRICS['fair_goodput'](replace(net, running=here, remaining_samples=None))
+    assert unknown.rate_at(16) < unknown.rate_at(8)
 
 
 @pytest.mark.parametrize(
