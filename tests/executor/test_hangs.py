@@ -5,6 +5,7 @@ real signals.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import re
@@ -252,33 +253,32 @@ def as_the_scheduler_does(started: Started, node: str, number: int) -> None:
             process.send_signal(number)
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1])
-def test_a_notice_by_signal_costs_no_work(tmp_path: Path, started: Started, number: int) -> None:
-    """As a scheduler that preempts: SIGTERM to everything on the node at once. The fragment saves
-    and ends; nothing starts there again.
-    """
-    with training(tmp_path, nodes=1, idle_block_s=1.0) as (executor, future):
-        wait_until(lambda: future.progress().samples > 96, 'it does not start')
-        as_the_scheduler_does(started, 'slot00', number)
-        wait_until(lambda: future.progress().fragments == 2, 'it does not go on in another block')
-    first, second = fragments(executor)[:2]
-    assert first.ending == 'stopped', first.error
-    assert first.samples == first.reached > 96
-    assert second.from_samples == first.samples
-    assert set(second.nodes).isdisjoint(first.nodes)  # managers of another block
-    assert future.progress().preempted == 0
-
-
-@pytest.mark.parametrize('pick', [worker, rank])
-def test_a_signal_to_one_process_is_a_request_to_stop_at_a_boundary(
-    tmp_path: Path, started: Started, pick: Pick
+def test_a_signal_ends_a_fragment_at_a_boundary_and_costs_no_work(
+    tmp_path: Path, started: Started
 ) -> None:
+    """As a scheduler that warns, or preempts: to everything on the node at once. The fragment saves
+    and ends; nothing starts there again. A request to one process alone stops its fragment, too.
+    """
+    signals: tuple[Callable[[], None], ...] = (
+        lambda: as_the_scheduler_does(started, 'slot00', signal.SIGUSR1),
+        lambda: as_the_scheduler_does(started, 'slot00', signal.SIGTERM),
+        lambda: worker(started, 'slot00').terminate(),
+        lambda: rank(started, 'slot00').terminate(),
+    )
     with training(tmp_path, nodes=1, idle_block_s=1.0) as (executor, future):
-        wait_until(lambda: future.progress().samples > 96, 'it does not start')
-        pick(started, 'slot00').terminate()
-        wait_until(lambda: future.progress().fragments == 2, 'it does not end and go on')
-    first = fragments(executor)[0]
-    assert (first.ending, first.samples) == ('stopped', first.reached), first.error
+        for number, give in enumerate(signals, 1):
+            before = future.progress().samples
+            wait_until(lambda: future.progress().samples > before + 96, 'it does not train')  # noqa: B023
+            give()
+            wait_until(lambda: future.progress().fragments > number, 'it does not end and go on')  # noqa: B023
+    found = fragments(executor)
+    for first, second in itertools.pairwise(found[: len(signals) + 1]):
+        assert first.ending == 'stopped', first.error
+        assert first.samples == first.reached > first.from_samples + 96
+        assert second.from_samples == first.samples
+    for first, second in ((found[0], found[1]), (found[1], found[2])):
+        assert set(second.nodes).isdisjoint(first.nodes)  # managers of another block
+    assert future.progress().preempted == 0
 
 
 def test_programs_that_ordinary_apps_start_end_on_sigterm(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ LONG = (
     'tests/slurm/test_whole_training.py',
     'tests/test_ffn.py',
     'tests/slurm/test_known_plans.py',
+    'tests/integrations/test_whole_scripts.py',
     'tests/test_chimera_gpt.py',
     'tests/test_gpt_sharded.py',
     'tests/sites/slurm/test_slurm_blocks.py',
@@ -49,6 +50,7 @@ LONG = (
     'tests/sites/test_site_contract.py',
     'tests/cli/doctor/test_doctor.py',
     'tests/cli/test_looking.py',
+    'tests/cli/test_run.py',
     'tests/executor/test_rescale.py',
 )
 # The first of them stands for all in LONG.
