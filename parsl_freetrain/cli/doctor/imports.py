@@ -17,7 +17,7 @@ from parsl_freetrain.cli.doctor.measuring import NODE_S, private_folder
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.packed_environment import pack
 
-MODULES = ('torch', 'torch.distributed', 'torch._dynamo', 'parsl', 'parsl_freetrain')
+MODULES = ('torch', 'torch.distributed', 'parsl', 'parsl_freetrain')
 """What a node imports before its first training step."""
 
 
