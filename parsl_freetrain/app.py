@@ -204,6 +204,8 @@ class FreeTrainApp:
                 fragments_before=PosixCheckpointStore(folder, future.name).last_fragment(),
             )
         )
+        if checkpoint is not None:
+            future.add_done_callback(functools.partial(_say_if_finished_before, checkpoint))
 
 
 @id_for_memo.register(Checkpoint)
@@ -212,6 +214,19 @@ def _memo_id(checkpoint: Checkpoint, output_ref: bool = False) -> bytes:
     so a path never has another content.
     """
     return f'{checkpoint.trainer}\0{checkpoint.path}\0{checkpoint.samples}'.encode()
+
+
+def _say_if_finished_before(found: Checkpoint, future: Future[Checkpoint]) -> None:
+    if future.cancelled() or future.exception() is not None:
+        return
+    if future.result().samples == found.samples:
+        logger.warning(
+            'Trainer %r was trained to its end by an earlier run, and its result is the checkpoint '
+            "of that run, %s, whatever has changed since. To train anew, say resume='never', or "
+            'give another trainer_name or checkpoint_dir.',
+            found.trainer,
+            found.path,
+        )
 
 
 def _name_of(function: Callable[..., Any]) -> str:

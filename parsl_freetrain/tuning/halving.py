@@ -8,6 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.tuning.space import whole
 
 ALGORITHMS = ('asha', 'hyperband', 'none')
 
@@ -19,12 +20,11 @@ def levels_of(epochs: int, factor: int, first: int) -> tuple[int, ...]:
     Raises
     ------
     BadInput
-        If the factor is less than 2, or ``first`` less than 1.
+        If the factor is less than 2, or ``first`` less than 1, or one is no whole number.
     """
-    if factor < 2 or first < 1:
-        raise BadInput(
-            f'tune: factor is {factor} and first_epochs {first}; they must be at least 2 and 1.'
-        )
+    whole(factor=factor, first_epochs=first)
+    if factor < 2:
+        raise BadInput(f'tune: factor is {factor}; it must be at least 2.')
     levels, level = [], epochs / factor
     while level >= first:
         levels.append(math.floor(level))

@@ -8,6 +8,7 @@ from typing import Any
 from parsl_freetrain.app import FreeTrainApp
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.tuning.search import Trial, Tuned, epochs_of, search
+from parsl_freetrain.tuning.space import whole
 
 try:
     import optuna
@@ -53,6 +54,7 @@ def optimize(
     """
     if len(study.directions) != 1:
         raise BadInput('optimize takes a study with one direction.')
+    whole(trials=trials)
     epochs = epochs_of(train)
     mode = 'max' if study.direction == optuna.study.StudyDirection.MAXIMIZE else 'min'
     asked = _Asked(study, space, trials, epochs)

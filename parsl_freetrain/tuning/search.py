@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.tuning.halving import Halving, levels_of
-from parsl_freetrain.tuning.space import Space, settings_of
+from parsl_freetrain.tuning.space import Space, settings_of, whole
 
 logger = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.2
@@ -161,8 +162,7 @@ def search(
     at_once: int,
 ) -> Tuned:
     """Train what a proposer proposes; see :func:`tune`."""
-    if at_once < 1:
-        raise BadInput(f'tune: at_once is {at_once}; it must be at least 1.')
+    whole(at_once=at_once)
     all_levels = (*levels, epochs_of(train))
     app = FreeTrainApp(_noting(train.function, metric, all_levels), train.spec, train.executor)
     running: dict[TrainingFuture, int] = {}
@@ -175,7 +175,7 @@ def search(
                 if setting is None:
                     more = False
                     break
-                trials.append(Trial(f'{train.name}-{len(trials)}', setting))
+                trials.append(Trial(_name(train, len(trials), setting), setting))
                 future = app(setting, *args, trainer_name=trials[-1].name)
                 running[future] = len(trials) - 1
             wait(running, _LOOK_EVERY_S, FIRST_COMPLETED)
@@ -193,6 +193,14 @@ def search(
         for future in running:
             future.cancel()
     return Tuned(_best(trials, mode, all_levels[-1]), tuple(trials))
+
+
+def _name(train: FreeTrainApp, number: int, setting: dict[str, Any]) -> str:
+    """A trainer's name, which is also that of its checkpoints: another search must not go on from
+    what was trained with another setting.
+    """
+    digest = hashlib.blake2b(repr(sorted(setting.items())).encode(), digest_size=4).hexdigest()
+    return f'{train.name}-{number}-{digest}'
 
 
 def _news(
@@ -241,8 +249,12 @@ def _best(trials: Sequence[Trial], mode: str, last: int) -> Trial:
     sign = -1 if mode == 'max' else 1
     ended = [t for t in trials if not math.isnan(t.values.get(last, math.nan))]
     if not ended:
-        why = next((trial.error for trial in trials if trial.error is not None), None)
-        raise TrainerFailed('tune: no setting was trained to the end.') from why
+        failed = next((trial for trial in trials if trial.error is not None), None)
+        if failed is None:
+            raise TrainerFailed('tune: no setting was trained to the end.')
+        raise TrainerFailed(
+            f'tune: no setting was trained to the end. {failed.name} has failed: {failed.error}'
+        ) from failed.error
     return min(ended, key=lambda trial: sign * trial.values[last])
 
 

@@ -19,7 +19,7 @@ class Uniform:
     Raises
     ------
     BadInput
-        If the range is empty or endless, or not positive with ``log``.
+        If the ends are no numbers, or the range is empty or endless, or not positive with ``log``.
     """
 
     low: float
@@ -27,10 +27,11 @@ class Uniform:
     log: bool = False
 
     def __post_init__(self) -> None:
-        finite = math.isfinite(self.low) and math.isfinite(self.high)
+        ends = (self.low, self.high)
+        finite = all(isinstance(end, (int, float)) and math.isfinite(end) for end in ends)
         if not finite or not self.low < self.high or (self.log and self.low <= 0):
             raise BadInput(
-                f'{self}: low and high must be finite, and low less than high'
+                f'{self}: low and high must be finite numbers, and low less than high'
                 f'{" and positive" if self.log else ""}.'
             )
 
@@ -59,15 +60,23 @@ def settings_of(space: Space, trials: int | None, seed: int) -> list[dict[str, A
     Raises
     ------
     BadInput
-        If there is nothing to choose from, or there are infinitely many.
+        If there is nothing to choose from, or there are infinitely many, or the number of trials is
+        invalid.
     """
-    for name, choices in space.items() if isinstance(space, Mapping) else ():
-        listed = hasattr(choices, '__len__') and not isinstance(choices, str) and len(choices)
-        if not isinstance(choices, Uniform) and not listed:
-            raise BadInput(
-                f'tune: the choices for {name!r} are {choices!r}; they must be a list with at '
-                'least one value, or a Uniform.'
-            )
+    if trials is not None:
+        whole(trials=trials)
+    if isinstance(space, Mapping):
+        _check_choices(space)
+    elif isinstance(space, str) or not all(isinstance(setting, Mapping) for setting in space):
+        raise BadInput(
+            f'tune: the space is {space!r}; it must be a dict of choices by name, or a list of '
+            'dicts, one for each setting.'
+        )
+    elif trials is not None:
+        raise BadInput(
+            f'tune: the space is a list of settings, which are all trained; trials={trials} is '
+            'for a space from which settings are drawn: leave it out.'
+        )
     if not isinstance(space, Mapping):
         found = [dict(setting) for setting in space]
     elif trials is None:
@@ -88,3 +97,20 @@ def settings_of(space: Space, trials: int | None, seed: int) -> list[dict[str, A
     if not found or not all(found):
         raise BadInput('tune: the space has no settings.')
     return found
+
+
+def whole(**numbers: Any) -> None:
+    """Refuse an argument of ``tune`` that is not a whole number of at least 1; raises BadInput."""
+    for name, number in numbers.items():
+        if not isinstance(number, int) or number < 1:
+            raise BadInput(f'tune: {name} is {number!r}; it must be a whole number of at least 1.')
+
+
+def _check_choices(space: Mapping[str, Any]) -> None:
+    for name, choices in space.items():
+        listed = hasattr(choices, '__len__') and not isinstance(choices, str) and len(choices)
+        if not isinstance(choices, Uniform) and not listed:
+            raise BadInput(
+                f'tune: the choices for {name!r} are {choices!r}; they must be a list with at '
+                'least one value, or a Uniform.'
+            )

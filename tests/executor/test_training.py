@@ -94,7 +94,9 @@ def test_errors_cost_retries_and_then_the_error_comes_out(tmp_path: Path) -> Non
         )  # Parsl's retries are for its own tasks; ours is Policy(retries=)
 
 
-def test_cancel_stops_with_a_checkpoint_and_the_same_call_continues(tmp_path: Path) -> None:
+def test_cancel_stops_with_a_checkpoint_and_the_same_call_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = freetrain_app(
         max_nodes=1,
         total_epochs=20,
@@ -122,6 +124,12 @@ def test_cancel_stops_with_a_checkpoint_and_the_same_call_continues(tmp_path: Pa
         )(fit)
         alone = undisturbed(trainer_name='alone')
         assert same_weights(resumed.result(), alone.result(LIMIT_S))
+    assert 'by an earlier run' not in caplog.text
+    with freetrain(tmp_path, site(1)):
+        assert trainer().result(LIMIT_S) == resumed.result()
+    assert (
+        "Trainer 'fit' was trained to its end by an earlier run, and its result is" in caplog.text
+    )
 
 
 def test_leaving_the_workflow_saves_and_says_how_to_go_on(tmp_path: Path) -> None:

@@ -60,9 +60,9 @@ def test_hyperband_has_fewer_settings_where_they_are_spared_longer() -> None:
     assert all(halving.goes_on(45 + i, 9, value) for i, value in enumerate((1.0, 9.0, 8.0)))
 
 
-@pytest.mark.parametrize(('low', 'high'), [(1, 1), (0, math.inf), (math.nan, 1)])
+@pytest.mark.parametrize(('low', 'high'), [(1, 1), (0, math.inf), (math.nan, 1), ('0', 1)])
 def test_an_empty_or_endless_range_is_refused(low: float, high: float) -> None:
-    with pytest.raises(BadInput, match='must be finite, and low less than high'):
+    with pytest.raises(BadInput, match='must be finite numbers, and low less than high'):
         Uniform(low, high)
 
 
@@ -104,7 +104,15 @@ def train(ctx: FragmentContext, setting: dict[str, Any]) -> None:
         ({'mode': 'least'}, "mode is 'least'"),
         ({'algorithm': 'grid'}, "algorithm is 'grid'; it must be one of 'asha', 'hyperband'"),
         ({'factor': 1}, 'factor is 1'),
+        ({'factor': 2.5}, 'factor is 2.5; it must be a whole number of at least 1'),
         ({'at_once': 0}, 'at_once is 0'),
+        ({'at_once': 1.5}, 'at_once is 1.5'),
+        ({'trials': 0}, 'trials is 0'),
+        (
+            {'space': 'score'},
+            "the space is 'score'; it must be a dict of choices by name, or a list",
+        ),
+        ({'space': [{'score': 1.0}], 'trials': 3}, 'are all trained; trials=3 is for a space from'),
         ({'app': freetrain_app(total_samples=9)(train)}, 'a whole number of total_epochs'),
     ],
 )
@@ -133,6 +141,9 @@ def test_dropped_trainers_give_back_their_nodes_and_the_best_setting_is_found(
         assert [trial.dropped for trial in found.trials] == [False, False, True, True]
         assert found.trials[2].values[1] == 99.0 and 4 not in found.trials[2].values
         assert found.best.checkpoint is not None and found.best.checkpoint.samples == 16
+        # Another search does not go on from what was trained with other settings.
+        other = parsl_freetrain.tune(app, [{'score': 7.0}], metric='score')
+        assert other.best.values == {1: 7.0, 4: 4.0}
         silent = freetrain_app(total_epochs=1)(train)
         silent.name = 'silent'
         with pytest.raises(TrainerFailed, match='no setting was trained') as failed:
