@@ -103,7 +103,7 @@ class Trainer:
         best: str | None = None,
         **options: Any,
     ) -> None:
-        check_options(ctx, precision, options)
+        check_options('Trainer', ctx, precision, options)
         self.ctx, self.max_epochs, self.max_steps = ctx, max_epochs, max_steps
         self.callbacks = [*callbacks] if isinstance(callbacks, (list, tuple)) else [callbacks]
         for callback in self.callbacks:

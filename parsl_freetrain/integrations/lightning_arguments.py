@@ -4,6 +4,7 @@ trained.
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -72,8 +73,8 @@ def is_own(name: str, thing: Any, base: type[Any]) -> bool:
     return getattr(type(thing), name, None) is not getattr(base, name, None)
 
 
-def check_options(ctx: Any, precision: Any, options: dict[str, Any]) -> None:
-    """Check the arguments of a trainer.
+def check_options(kind: str, ctx: Any, precision: Any, options: dict[str, Any]) -> None:
+    """Check the arguments of a ``Trainer`` or ``Fabric``.
 
     Raises
     ------
@@ -82,17 +83,22 @@ def check_options(ctx: Any, precision: Any, options: dict[str, Any]) -> None:
     """
     if not isinstance(ctx, FragmentContext):
         raise BadInput(
-            f'The first argument of Trainer is a {type(ctx).__name__}; it must be the fragment '
+            f'The first argument of {kind} is a {type(ctx).__name__}; it must be the fragment '
             'context.'
         )
     if precision not in (None, 32, '32', '32-true', 'bf16-mixed'):
-        raise unsupported(f'Trainer(precision={precision!r})', "say '32-true' or 'bf16-mixed'")
+        raise unsupported(f'{kind}(precision={precision!r})', "say '32-true' or 'bf16-mixed'")
     for name, value in options.items():
         allowed = _OPTIONS.get(name, ())
         if allowed is not None and value not in allowed:
-            raise unsupported(f'Trainer({name}={value!r})', _HOW.get(name, ''))
+            raise unsupported(f'{kind}({name}={value!r})', _HOW.get(name, '') or _nearest(name))
     if isinstance(ctx.spec.mode, Scaled):
         raise unsupported('mode=Scaled(...)', 'schedules count steps; use another mode')
+
+
+def _nearest(name: str) -> str:
+    near = difflib.get_close_matches(name, [*_OPTIONS, *_HOW, 'precision', 'max_epochs'], 1, 0.7)
+    return f'say {near[0]}' if near and near[0] != name else ''
 
 
 def check_module(module: Any, datamodule: Any) -> None:

@@ -45,7 +45,7 @@ class Fabric:
     """
 
     def __init__(self, ctx: FragmentContext, *, precision: Any = '32-true', **options: Any) -> None:
-        check_options(ctx, precision, options)
+        check_options('Fabric', ctx, precision, options)
         self.ctx, self._bf16 = ctx, precision == 'bf16-mixed'
 
     def __getattr__(self, name: str) -> Any:

@@ -97,6 +97,8 @@ def with_fabric(ctx: FragmentContext) -> None:
         with pytest.raises(BadInput, match='fabric.save is not supported .*: the app writes'):
             fabric.save('there', {})
 
+    with pytest.raises(BadInput, match=r"Fabric\(precison='bf16-mixed'\) .*: say precision\."):
+        Fabric(ctx, precison='bf16-mixed')
     Fabric(ctx, accelerator='auto').launch(train)
 
 

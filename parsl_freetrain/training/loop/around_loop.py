@@ -39,20 +39,33 @@ class AroundTheLoop(FragmentView):
         """Call a function once per global batch, on all ranks, when the gradient of the global
         batch is known and before it is clipped and used. There it may be read and changed.
         """
-        self._hooks.before_step.append(function)
+        self._add(self._hooks.before_step, function, 'before_step')
 
     def after_step(self, function: Callable[[], object]) -> None:
         """Call a function once per global batch, on all ranks, after the step of the optimizers.
         There, parameters may be read and changed, in the same way on all ranks. Steps that
         ``on_nan`` has skipped do not count.
         """
-        self._hooks.after_step.append(function)
+        self._add(self._hooks.after_step, function, 'after_step')
 
     def each_epoch(self, function: Callable[[], object]) -> None:
         """Call a function at the end of each epoch, once, on all ranks, after the step of its last
         global batch. It belongs to the epoch: a checkpoint is written before it or after it.
         """
-        self._hooks.each_epoch.append(function)
+        self._add(self._hooks.each_epoch, function, 'each_epoch')
+
+    def _add(self, hooks: list[Any], function: Any, name: str) -> None:
+        if not callable(function):
+            raise BadInput(
+                f'ctx.{name} was given a {type(function).__name__}; it takes a function without '
+                f'arguments, such as ctx.{name}(lambda: ...).'
+            )
+        if self._state.reports.in_turn:
+            raise BadInput(
+                f'ctx.{name} was called in the body of ctx.loop, where each turn would add the '
+                'function once more: call it before the loop.'
+            )
+        hooks.append(function)
 
     def epochs(self) -> Iterator[int]:
         """The numbers of the epochs that are left, for a loop over epochs around :meth:`loop`::

@@ -13,9 +13,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
+from tests.support.examples import in_this_process
 from tests.support.ranks import order, ranks
 
 DATA = TensorDataset(torch.arange(32.0).reshape(16, 2) / 32)
@@ -271,3 +273,17 @@ def test_hooks_act_once_per_step_and_an_average_is_saved(
             assert torch.equal(one[name], cut[name]), name
         else:
             torch.testing.assert_close(one[name], cut[name])
+
+
+@pytest.mark.parametrize('name', ['before_step', 'after_step', 'each_epoch'])
+def test_what_would_be_called_is_a_function_and_is_added_before_the_loop(name: str) -> None:
+    def in_the_loop(ctx: FragmentContext) -> None:
+        train(ctx, lambda model: getattr(ctx, name)(lambda: None))
+
+    def called_already(ctx: FragmentContext) -> None:
+        getattr(ctx, name)(None)
+
+    with pytest.raises(BadInput, match=f'ctx.{name} was called in the body of ctx.loop'):
+        in_this_process(in_the_loop, total_epochs=1)
+    with pytest.raises(BadInput, match=f'ctx.{name} was given a NoneType; it takes a function'):
+        in_this_process(called_already, total_epochs=1)
