@@ -53,6 +53,11 @@ class MicroBatch:
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
 
+def seed_alike(samples: int, seed: int, what: str) -> None:
+    """Seed all ranks alike, for what they do together after a number of samples."""
+    seed_everything(MicroBatch((), samples, 0, 0.0).seed(seed, what))
+
+
 def seed_everything(seed: int) -> None:
     """Seed torch (all devices), ``random``, and numpy where it has been imported."""
     torch.default_generator.manual_seed(seed)

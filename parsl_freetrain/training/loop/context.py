@@ -23,7 +23,7 @@ from parsl_freetrain.training.checkpoint.state import (
 )
 from parsl_freetrain.training.checkpoint.trainables import check_schedulers, sort_out
 from parsl_freetrain.training.data.data_loaders import LoaderData, LoaderSettings
-from parsl_freetrain.training.data.loader import size_of
+from parsl_freetrain.training.data.loader import seed_alike, size_of
 from parsl_freetrain.training.data.order import GlobalOrder, epoch_size
 from parsl_freetrain.training.data.sampler import Sampler, order_name, sampled_order
 from parsl_freetrain.training.data.stream import ENDLESS, NumberedStream, is_stream
@@ -163,7 +163,7 @@ class FragmentContext(AroundTheLoop):
             self.device,
             lambda: self._hooks.running,
         )
-        steps.before_step.append(lambda: self._hooks.run(self._hooks.before_step))
+        steps.before_step.append(self._before_step)
         self._model = Model(prepared, self._division, steps, watch, self._hooks)
         for average in prepared.averages:
             self._take_average(average)
@@ -189,6 +189,12 @@ class FragmentContext(AroundTheLoop):
                 'ctx.prepare if it is not for the training.'
             )
         return self.loop(loader)
+
+    def _before_step(self) -> None:
+        mode = self._order.spec.mode
+        if self._hooks.before_step and isinstance(mode, Reproducible):
+            seed_alike(self._state.samples, mode.seed, 'before step')
+        self._hooks.run(self._hooks.before_step)
 
     def loop(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.data.data_loaders import LoaderData
-from parsl_freetrain.training.data.loader import MicroBatch, seed_everything
+from parsl_freetrain.training.data.loader import seed_alike
 from parsl_freetrain.training.data.stream import is_stream
 from parsl_freetrain.training.loop.last_step import around_models, changes_of
 from parsl_freetrain.training.loop.parts import LoopState, Model
@@ -57,8 +57,7 @@ class Epochs:
         while not self._state.complete:
             self._place, self._before = _Place.BEFORE_LOOP, self._now()
             if isinstance(self._mode, Reproducible):
-                turn = MicroBatch((), self._state.epoch, 0, 0.0)
-                seed_everything(turn.seed(self._mode.seed, 'before an epoch'))
+                seed_alike(self._state.epoch, self._mode.seed, 'before an epoch')
             yield self._state.epoch
             self._end()
 

@@ -23,7 +23,7 @@ from parsl_freetrain.training.comm.consensus import (
     STOP,
     Agreement,
 )
-from parsl_freetrain.training.data.loader import MicroBatch, seed_everything, to_device
+from parsl_freetrain.training.data.loader import MicroBatch, seed_alike, seed_everything, to_device
 from parsl_freetrain.training.loop.last_step import LastStep, Surroundings, versions
 from parsl_freetrain.training.loop.parts import BatchSource, LoopState, Model, RankParts
 from parsl_freetrain.training.loop.replicas import Replicas
@@ -138,9 +138,7 @@ class TrainingLoop:
         self._last.end_batch()
         seed, began_with, began_at = mode.seed, state.samples, time.monotonic()
         reproducible = isinstance(mode, Reproducible)
-        if not reproducible:
-            turn = MicroBatch((), state.samples, self._division.data_rank, 0.0)
-            seed_everything(turn.seed(seed, 'fragment'))
+        self._draw_for_itself()
         ahead, here = tee(
             (batch, self._steps.turns(batch)) for batch in data.batches(state.samples)
         )
@@ -187,6 +185,8 @@ class TrainingLoop:
                 self._policy.went_well()
             state.samples = state.reached
             if not self._steps.kept_back:
+                if reproducible and self._hooks.after_step:
+                    seed_alike(state.samples, seed, 'after step')
                 self._hooks.run(self._hooks.after_step)
             now = time.monotonic()
             self._checkpointer.step_took(now - batch_began_at)
@@ -257,14 +257,22 @@ class TrainingLoop:
         save(self.to_save, state.samples, {**state.metrics, **best})
         state.best, state.wants_checkpoint = None, False
 
+    def _draw_for_itself(self) -> None:
+        """In throughput and scaled mode, from here on each rank draws random numbers of its own."""
+        mode = self._order.spec.mode
+        if not isinstance(mode, Reproducible):
+            turn = MicroBatch((), self._state.samples, self._division.data_rank, 0.0)
+            seed_everything(turn.seed(mode.seed, 'fragment'))
+
     def _end_epoch(self) -> Iterator[Any]:
         """Do what is to be done at the end of an epoch."""
         state, mode, hooks = self._state, self._order.spec.mode, self._hooks
         before = json.loads(state.user_text())
         around = Surroundings.of(self._prepared, averages=True)
         changes = versions(self._prepared.models)
-        if isinstance(mode, Reproducible):
-            seed_everything(MicroBatch((), state.samples, 0, 0.0).seed(mode.seed, 'epoch'))
+        # Also where the ranks draw different numbers in the loop: what is decided or changed here
+        # must be the same on all of them.
+        seed_alike(state.samples, mode.seed, 'epoch')
         state.at_epoch_end = True
         try:
             hooks.run(hooks.each_epoch)
@@ -283,6 +291,7 @@ class TrainingLoop:
             self._stop_unsaved()
         finally:
             state.at_epoch_end = hooks.running = False
+        self._draw_for_itself()
         state.epoch_due = False
         self.report_progress(wait=False)
         finishing, checkpoint = self._peers.largest(

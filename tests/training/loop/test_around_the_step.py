@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
+from parsl_freetrain.training.spec.mode import Reproducible
 from tests.support.examples import in_this_process
 from tests.support.ranks import order, ranks
 
@@ -51,7 +53,7 @@ def train(
 def run(
     fork_server: ForkClient,
     folder: Path,
-    function: Callable[..., None],
+    function: Callable[..., object],
     *,
     world_size: int = 1,
     **options: Any,
@@ -234,14 +236,19 @@ def averages(ctx: FragmentContext) -> None:
     model, optimizer = made(ctx)
     average = ctx.ema(model, 0.8)
     inner = getattr(model, 'module', model)
-    ctx.before_step(lambda: nn.utils.clip_grad_norm_(inner.parameters(), 0.05))
+    noisy = isinstance(ctx.spec.mode, Reproducible)  # random numbers are the same for any ranks
+
+    def before() -> None:
+        inner.weight.grad.add_(torch.rand(()) * noisy)
+        nn.utils.clip_grad_norm_(inner.parameters(), 0.05)
 
     def after() -> None:
         with torch.no_grad():
-            inner.weight.clamp_(-0.3, 0.3)
+            inner.weight.add_(0.01 * torch.randn(2) * noisy).clamp_(-0.3, 0.3)
         ctx.state['steps'] = ctx.state.get('steps', 0) + 1
         ctx.state.setdefault('norms', []).append(float(next(average.parameters()).norm()))
 
+    ctx.before_step(before)
     ctx.after_step(after)
     for (x,) in ctx.loop(DATA, 4):
         optimizer.zero_grad()
@@ -287,3 +294,21 @@ def test_what_would_be_called_is_a_function_and_is_added_before_the_loop(name: s
         in_this_process(in_the_loop, total_epochs=1)
     with pytest.raises(BadInput, match=f'ctx.{name} was given a NoneType; it takes a function'):
         in_this_process(called_already, total_epochs=1)
+
+
+def test_random_numbers_at_the_end_of_an_epoch_are_those_of_all_ranks(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    """In throughput mode too, where the ranks draw numbers of their own in the loop."""
+
+    def draws(ctx: FragmentContext) -> list[float]:
+        drawn: list[float] = []
+        ctx.each_epoch(lambda: drawn.append(torch.rand(()).item()))
+        train(ctx, lambda model: drawn.append(torch.rand(()).item()))
+        return drawn
+
+    found = run(fork_server, tmp_path, draws, world_size=2, mode='throughput')
+    one, other = (json.loads(outcome.result) for outcome in found)
+    # An epoch has four batches.
+    assert [a == b for a, b in zip(one, other, strict=True)] == [*[False] * 4, True] * 2
+    assert len({*one}) == 10
