@@ -86,7 +86,8 @@ def test_a_node_that_crashes_costs_no_more_than_the_work_since_the_last_checkpoi
         future = trainer(pause_s=0.02)
         until_training(future)
         with Reader(executor.ledger_path) as ledger:
-            node = ledger.story().nodes[0].name
+            story = ledger.story()
+        node = {node.node: node.name for node in story.nodes}[story.fragments[-1].nodes[0]]
         slurm.kill_node(node)
         try:
             assert future.result(LIMIT_S).samples == 40 * 96

@@ -7,6 +7,13 @@ from pathlib import Path
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import KILLED, order, ranks
+from tests.support.waiting import wait_until
+
+
+def all_have_begun(ctx: FragmentContext, folder: Path) -> None:
+    """Wait for the others, without an exchange."""
+    (folder / f'begun-{ctx.rank}').touch()
+    wait_until(lambda: len([*folder.glob('begun-*')]) == ctx.world_size)
 
 
 def test_an_error_of_the_own_exchange_is_not_a_lost_rank(
@@ -38,8 +45,6 @@ def test_a_rank_that_waits_for_one_that_has_lost_another_notices_it_at_once(
 
         import torch
 
-        from tests.support.waiting import wait_until
-
         outcome = ctx.outcome
 
         def slow(*arguments: Any) -> Any:
@@ -48,10 +53,11 @@ def test_a_rank_that_waits_for_one_that_has_lost_another_notices_it_at_once(
                 late.unlink()
             return outcome(*arguments)
 
-        if ctx.rank == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
         if ctx.rank == 1:
             vars(ctx)['outcome'] = slow
+        all_have_begun(ctx, noticed.parent)
+        if ctx.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
         try:
             ctx._peers.receive(torch.zeros(1), ctx.rank - 1)
         finally:
@@ -77,6 +83,7 @@ def test_a_rank_whose_exchange_does_not_end_when_the_other_one_is_gone_ends(
 
         from parsl_freetrain.training.comm.exchange_watch import exchanges
 
+        all_have_begun(ctx, tmp_path)
         if ctx.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         with exchanges.exchange('gather'):

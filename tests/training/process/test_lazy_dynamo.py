@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.ranks import order, ranks
+from tests.support.ranks import order, ranks, running_fork_server
 
 LATE = """
 import sys
@@ -48,9 +47,7 @@ def test_the_compiler_comes_when_it_is_asked_for() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_ranks_that_compile_nothing_do_not_import_the_compiler(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
+def test_ranks_that_compile_nothing_do_not_import_the_compiler(tmp_path: Path) -> None:
     def train(ctx: FragmentContext) -> None:
         import sys
 
@@ -66,5 +63,9 @@ def test_ranks_that_compile_nothing_do_not_import_the_compiler(
         found = {'torch._dynamo.utils', 'torch.distributed.fsdp', 'sympy'} & sys.modules.keys()
         assert not found, found
 
-    with ranks(fork_server, order(tmp_path, total_samples=8), 2, tmp_path, train) as gang:
+    # A server of its own: another test may have needed the compiler.
+    with (
+        running_fork_server(tmp_path) as server,
+        ranks(server, order(tmp_path, total_samples=8), 2, tmp_path, train) as gang,
+    ):
         assert [outcome.how for outcome in gang.run()] == ['finished'] * 2
