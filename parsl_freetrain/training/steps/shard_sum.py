@@ -25,10 +25,13 @@ class Contribution:
         One flat tensor; :class:`Layout` says what is where.
     firsts
         Bytes of the integer buffers of the first shard that is not empty. Integers are not added.
+    finite
+        Whether all gradients are finite, once that is known.
     """
 
     sums: torch.Tensor
     firsts: torch.Tensor
+    finite: bool | None = None
 
 
 class Layout:
@@ -98,6 +101,7 @@ class Layout:
     def plus(self, earlier: Contribution, later: Contribution) -> Contribution:
         """Add the contribution of later shards to that of earlier ones, and return it."""
         earlier.sums.add_(later.sums)
+        earlier.finite = None
         self.release([later])
         return earlier
 
@@ -171,9 +175,13 @@ class Layout:
 
     def is_finite(self, contribution: Contribution) -> bool:
         """Whether all gradients in it are finite."""
-        gradients = contribution.sums[: self._starts[len(self.parameters)]]
-        # A sum is not finite if a term is not; it may also overflow when all terms are finite.
-        return math.isfinite(float(gradients.sum())) or bool(torch.isfinite(gradients).all())
+        if contribution.finite is None:
+            gradients = contribution.sums[: self._starts[len(self.parameters)]]
+            # A sum is not finite if a term is not; it may also overflow when all terms are finite.
+            contribution.finite = math.isfinite(float(gradients.sum())) or bool(
+                torch.isfinite(gradients).all()
+            )
+        return contribution.finite
 
     def take_gradients(self, total: Contribution) -> None:
         """Set the parameters' gradients to the sums, or to None where no shard had one."""

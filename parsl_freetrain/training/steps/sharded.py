@@ -195,6 +195,7 @@ class SumOfShards(ReduceScatter):
         self.weights: list[float] = []
         self._tree = ShardTree(parts)
         self._seen: list[torch.Tensor] = []
+        self._least = math.inf
         for module in fsdp_modules(models):
             module.set_custom_reduce_scatter(self)
             module.set_gradient_divide_factor(1.0)
@@ -211,7 +212,9 @@ class SumOfShards(ReduceScatter):
         async_op: bool = False,
     ) -> None:
         input_tensor.mul_(self.weights[dist.get_rank(group)])
-        self._seen.append(input_tensor.sum())
+        self._least = min(self._least, input_tensor.numel())
+        if input_tensor.numel() == self._least:
+            self._seen.append(input_tensor.sum())
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         output_tensor.copy_(self.add_up(received.view(len(self.weights), -1)))
@@ -226,6 +229,9 @@ class SumOfShards(ReduceScatter):
         return total
 
     def saw_bad(self) -> bool:
-        """Whether a gradient of this rank was not finite since this was last asked."""
+        """Whether this rank's smallest gradient was not finite since this was last asked. That is
+        enough to name the rank: a bad loss nearly always shows in all, and a bad sum is noticed in
+        any case.
+        """
         seen, self._seen = self._seen, []
         return bool(seen) and not math.isfinite(float(torch.stack(seen).sum()))
