@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from parsl_freetrain.app import FreeTrainApp
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.tuning.search import Trial, Tuned, epochs_of, search
-from parsl_freetrain.tuning.space import whole
+from parsl_freetrain.tuning.space import Uniform, check_choices, whole
 
 try:
     import optuna
@@ -22,7 +22,7 @@ except ModuleNotFoundError as missing:
 def optimize(
     study: Any,
     train: FreeTrainApp,
-    space: Callable[[Any], dict[str, Any]],
+    space: Mapping[str, Sequence[Any] | Uniform] | Callable[[Any], dict[str, Any]],
     *args: Any,
     trials: int,
     metric: str = 'loss',
@@ -38,7 +38,8 @@ def optimize(
     train, *args, metric
         As in :func:`~parsl_freetrain.tuning.search.tune`.
     space
-        A function of Optuna's trial that returns a setting, for instance
+        By name the choices, or a :class:`~parsl_freetrain.Uniform`; or a function of Optuna's trial
+        that returns a setting, for instance
         ``lambda trial: {'lr': trial.suggest_float('lr', 1e-4, 1e-1, log=True)}``.
     trials
         Number of settings.
@@ -57,8 +58,31 @@ def optimize(
     whole(trials=trials)
     epochs = epochs_of(train)
     mode = 'max' if study.direction == optuna.study.StudyDirection.MAXIMIZE else 'min'
-    asked = _Asked(study, space, trials, epochs)
+    asked = _Asked(study, _function_of(space), trials, epochs)
     return search(train, asked, args, metric, mode, range(1, epochs), at_once)
+
+
+def _function_of(
+    space: Mapping[str, Sequence[Any] | Uniform] | Callable[[Any], dict[str, Any]],
+) -> Callable[[Any], dict[str, Any]]:
+    if callable(space):
+        return space
+    if not isinstance(space, Mapping):
+        raise BadInput(
+            f'optimize: the space is {space!r}; it must be a dict of choices by name, or a '
+            "function of Optuna's trial."
+        )
+    check_choices(space)
+
+    def suggest(trial: Any) -> dict[str, Any]:
+        return {
+            name: trial.suggest_float(name, one.low, one.high, log=one.log)
+            if isinstance(one, Uniform)
+            else trial.suggest_categorical(name, list(one))
+            for name, one in space.items()
+        }
+
+    return suggest
 
 
 class _Asked:

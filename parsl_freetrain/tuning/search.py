@@ -180,12 +180,14 @@ def search(
                 running[future] = len(trials) - 1
             wait(running, _LOOK_EVERY_S, FIRST_COMPLETED)
             for future, number in [*running.items()]:
+                done = future.done()  # before its news, which then are all
                 for level, value in _news(trials[number], future, metric, all_levels):
                     trials[number].values[level] = value
                     if level < all_levels[-1] and not proposer.goes_on(number, level, value):
+                        trials[number].dropped = True
                         future.cancel()
                         break
-                if future.done():
+                if done:
                     _end(trials[number], future)
                     proposer.ended(number, trials[number])
                     del running[future]
@@ -239,7 +241,8 @@ def _finished(future: TrainingFuture) -> bool:
 
 def _end(trial: Trial, future: TrainingFuture) -> None:
     trial.checkpoint = future.result() if _finished(future) else future.checkpoint
-    trial.dropped = future.cancelled()
+    # One that is dropped may have come to its end meanwhile.
+    trial.dropped = trial.dropped or future.cancelled()
     if not future.cancelled() and (error := future.exception()) is not None:
         trial.error = error
         logger.warning('%s has failed with %s: %s', trial.name, trial.setting, error)

@@ -66,7 +66,7 @@ def settings_of(space: Space, trials: int | None, seed: int) -> list[dict[str, A
     if trials is not None:
         whole(trials=trials)
     if isinstance(space, Mapping):
-        _check_choices(space)
+        check_choices(space)
     elif isinstance(space, str) or not all(isinstance(setting, Mapping) for setting in space):
         raise BadInput(
             f'tune: the space is {space!r}; it must be a dict of choices by name, or a list of '
@@ -106,7 +106,8 @@ def whole(**numbers: Any) -> None:
             raise BadInput(f'tune: {name} is {number!r}; it must be a whole number of at least 1.')
 
 
-def _check_choices(space: Mapping[str, Any]) -> None:
+def check_choices(space: Mapping[str, Any]) -> None:
+    """Refuse what a search cannot choose from; raises BadInput."""
     for name, choices in space.items():
         listed = hasattr(choices, '__len__') and not isinstance(choices, str) and len(choices)
         if not isinstance(choices, Uniform) and not listed:

@@ -156,13 +156,21 @@ def test_dropped_trainers_give_back_their_nodes_and_the_best_setting_is_found(
 
 def _with_optuna(app: Any) -> None:
     optuna = pytest.importorskip('optuna', reason='needs the extra optuna')
-    from parsl_freetrain.tuning.optuna import optimize
+    from parsl_freetrain.tuning.optuna import _function_of, optimize
 
     study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=50))
     for score in (70.0, 3.0):
         study.enqueue_trial({'score': score})
     renamed = freetrain_app(total_epochs=4)(train)
     renamed.name = 'asked'
+    bad: Any
+    for bad in ([{'score': 1.0}], {'score': 'all'}):
+        with pytest.raises(BadInput, match='must be'):
+            optimize(study, renamed, bad, trials=2, metric='score')
+    space: Any = {'score': Uniform(0, 100), 'flat': [True]}
+    asked = optuna.create_study()
+    asked.enqueue_trial({'score': 7.0})
+    assert _function_of(space)(asked.ask()) == {'score': 7.0, 'flat': True}
     found = optimize(
         study,
         renamed,
