@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from tests.benchmarks.kills import figures, p95, repeated
+from tests.benchmarks.versus.constants import BATCH
 from tests.benchmarks.versus.machine import Step
 from tests.benchmarks.versus.measures import (
     ARRIVAL,
@@ -19,7 +20,7 @@ from tests.benchmarks.versus.measures import (
     work,
 )
 from tests.benchmarks.versus.tables import ROWS, Column, cell, markdown
-from tests.benchmarks.versus.training import BATCH, Batches
+from tests.benchmarks.versus.training import Batches
 
 # Steps of 1 s: three on 3 ranks, a rank is killed in the fourth, which one survivor still ends; the
 # training goes on at 8 s, from one step before, and has a fourth node from 11 s on.

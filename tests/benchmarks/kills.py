@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.benchmarks.versus.constants import BATCH
 from tests.benchmarks.versus.machine import Machine, Step, kill, machine
 from tests.benchmarks.versus.measures import (
     ARRIVAL,
@@ -28,7 +29,6 @@ from tests.benchmarks.versus.measures import (
 )
 from tests.benchmarks.versus.plan import NothingTrained, undisturbed, until
 from tests.benchmarks.versus.systems.ours import Ours
-from tests.benchmarks.versus.training import BATCH
 
 NODES = 4
 KINDS = (RANK, NODE, BLOCK)

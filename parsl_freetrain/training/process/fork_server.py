@@ -55,7 +55,6 @@ from parsl_freetrain.training.spec.fork_messages import (
     StateWanted,
 )
 from parsl_freetrain.training.spec.messages import RankPid, ToRank
-from parsl_freetrain.training.spec.mode import Reproducible
 
 # What every fragment imports sooner or later.
 _TO_IMPORT = (
@@ -67,9 +66,8 @@ _TO_IMPORT = (
     'tblib',
     'parsl_freetrain.training.loop.rank',
 )
-# What DistributedDataParallel and FSDP2 import; it takes as long as torch.
-_FOR_DDP = ('torch._dynamo.utils',)
-_FOR_SHARDED = ('parsl_freetrain.training.steps.sharded_reproducible', *_FOR_DDP)
+# FSDP2 imports the compiler, which takes as long as torch.
+_FOR_SHARDED = ('parsl_freetrain.training.steps.sharded_reproducible', 'torch._dynamo.utils')
 _OWNER_CHECK_S = 0.5
 _REQUEST_TIMEOUT_S = 2.0
 _OWNER_GONE = 3
@@ -236,17 +234,9 @@ class ForkServer:
 
     def _import_for(self, request: Launch | LaunchStandby) -> None:
         """Import once what each rank would import."""
-        spec = request.order.spec
-        modules: tuple[str, ...] = ()
-        if spec.sharded:
-            modules = _FOR_SHARDED
-        elif not isinstance(spec.mode, Reproducible) and (
-            isinstance(request, LaunchStandby) or request.place.world_size > 1
-        ):
-            modules = _FOR_DDP
-        if not modules or sys.modules.keys() >= set(modules):
+        if not request.order.spec.sharded or sys.modules.keys() >= set(_FOR_SHARDED):
             return
-        for module in modules:
+        for module in _FOR_SHARDED:
             importlib.import_module(module)
         gc.freeze()
 

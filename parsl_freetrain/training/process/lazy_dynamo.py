@@ -1,8 +1,8 @@
 """Imports torch._dynamo at its first real use.
 
 Every optimizer imports torch's compiler at its first step, only to tell it where compiled code
-ends; that takes as long as the import of torch, on each node and before the first step. A training
-that compiles nothing needs none of it.
+ends, and DistributedDataParallel to ask for one of its settings; that takes as long as the import
+of torch, on each node and before the first step. A training that compiles nothing needs none of it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -20,10 +21,23 @@ _NAME = 'torch._dynamo'
 _ANSWER = '__dynamo_disable'  # the attribute in which torch/_compile.py keeps it
 
 
+class _Utils:
+    """Stands for torch._dynamo.utils; what is asked of it beside one setting loads the package."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(f'{_NAME}.utils'), name)
+
+    def get_optimize_ddp_mode(self) -> str:
+        """The default: who sets it has loaded the package."""
+        return 'ddp_optimizer'
+
+
 class _Later(ModuleType):
-    """Stands for the package until something else than the two functions below is asked for; then
-    the package is executed in this very object.
+    """Stands for the package until something else than what is below is asked for; then the package
+    is executed in this very object.
     """
+
+    utils = _Utils()
 
     def __init__(self, spec: ModuleSpec) -> None:
         super().__init__(spec.name)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.benchmarks.versus.training import LOG_VARIABLE, NODE_VARIABLE
+from tests.benchmarks.versus.constants import LOG_VARIABLE, NODE_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[3]
 PEERS = ROOT / '.venv-versus'

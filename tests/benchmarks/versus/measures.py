@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tests.benchmarks.versus.constants import BATCH
 from tests.benchmarks.versus.machine import Step
-from tests.benchmarks.versus.training import BATCH
 
 RANK, NODE, BLOCK, ARRIVAL = 'rank killed', 'node killed', 'node of a block killed', 'arrival'
 _WARM_UP = 3  # steps that are not counted

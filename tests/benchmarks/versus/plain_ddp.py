@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.benchmarks.versus.training import BATCH, EVERY_S, Batches, StepLog, network, optimizer_of
-
-SAVED = 'VERSUS_SAVED'  # names the file of the checkpoint
+from tests.benchmarks.versus.constants import BATCH, EVERY_S, SAVED
+from tests.benchmarks.versus.training import Batches, StepLog, network, optimizer_of
 
 
 def main() -> None:

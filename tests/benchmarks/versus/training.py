@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-BATCH = 64
-SAMPLES = 8192
-EVERY_S = 2.0  # between two checkpoints
-DIGEST_STEPS = 25
-WIDTH = 768
-
-# What a rank finds in its environment: the folder of the log and the name of its node.
-LOG_VARIABLE, NODE_VARIABLE = 'VERSUS_LOG', 'VERSUS_NODE'
+from tests.benchmarks.versus.constants import (
+    BATCH,
+    DIGEST_STEPS,
+    LOG_VARIABLE,
+    NODE_VARIABLE,
+    SAMPLES,
+    WIDTH,
+)
 
 
 def network() -> nn.Module:

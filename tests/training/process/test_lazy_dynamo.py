@@ -23,12 +23,15 @@ def step(x):
     model(x).sum().backward()
     optimizer.step()
 step(torch.ones(2, 4))
+asked = torch._dynamo.utils.get_optimize_ddp_mode()  # as DistributedDataParallel does
 assert 'torch._dynamo.utils' not in sys.modules
 with lazy_dynamo.hidden():
     assert 'torch._dynamo' not in sys.modules
 kept = sys.modules['torch._dynamo']
 import torch._dynamo.testing
 assert torch._dynamo is kept is sys.modules['torch._dynamo']
+assert asked == torch._dynamo.utils.get_optimize_ddp_mode()
+assert torch._dynamo.utils is sys.modules['torch._dynamo.utils']
 assert torch._dynamo.testing is sys.modules['torch._dynamo.testing']
 zero_grad = torch.optim.Optimizer.zero_grad.__wrapped__
 assert vars(zero_grad)['__dynamo_disable'] is not zero_grad
@@ -64,8 +67,8 @@ def test_ranks_that_compile_nothing_do_not_import_the_compiler(tmp_path: Path) -
         assert not found, found
 
     # A server of its own: another test may have needed the compiler.
-    with (
-        running_fork_server(tmp_path) as server,
-        ranks(server, order(tmp_path, total_samples=8), 2, tmp_path, train) as gang,
-    ):
-        assert [outcome.how for outcome in gang.run()] == ['finished'] * 2
+    with running_fork_server(tmp_path) as server:
+        for mode in ('throughput', 'reproducible'):
+            folder = tmp_path / mode
+            with ranks(server, order(folder, total_samples=8, mode=mode), 2, folder, train) as gang:
+                assert [outcome.how for outcome in gang.run()] == ['finished'] * 2

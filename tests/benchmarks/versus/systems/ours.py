@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.versus.constants import BATCH, EVERY_S, NODE_VARIABLE
 from tests.benchmarks.versus.machine import Machine
-from tests.benchmarks.versus.training import BATCH, EVERY_S, NODE_VARIABLE
 
 
 class Ours:

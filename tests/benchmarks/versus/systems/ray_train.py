@@ -113,7 +113,8 @@ def train() -> None:
     import torch.distributed as dist
     from torch import nn
 
-    from tests.benchmarks.versus.training import BATCH, Batches, StepLog, network, optimizer_of
+    from tests.benchmarks.versus.constants import BATCH
+    from tests.benchmarks.versus.training import Batches, StepLog, network, optimizer_of
 
     torch.set_num_threads(1)
     rank, world = dist.get_rank(), dist.get_world_size()

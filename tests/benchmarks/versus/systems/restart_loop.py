@@ -8,9 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from tests.benchmarks.versus import plain_ddp
+from tests.benchmarks.versus.constants import NODE_VARIABLE, SAVED
 from tests.benchmarks.versus.machine import Machine, free_port
-from tests.benchmarks.versus.training import NODE_VARIABLE
 
 
 class RestartLoop:
@@ -22,7 +21,7 @@ class RestartLoop:
         (machine.folder / 'nodes').mkdir()
         for node in nodes:
             self.join(machine, node)
-        saved = {plain_ddp.SAVED: f'{machine.folder}/saved.pt'}
+        saved = {SAVED: f'{machine.folder}/saved.pt'}
         machine.run(['python', '-m', __name__], environment=saved)
 
     def join(self, machine: Machine, node: str) -> None:
@@ -36,7 +35,7 @@ def ranks_on(nodes: list[str]) -> list[subprocess.Popen[bytes]]:
     port = str(free_port())
     return [
         subprocess.Popen(
-            [sys.executable, '-m', plain_ddp.__name__],
+            [sys.executable, '-m', 'tests.benchmarks.versus.plain_ddp'],
             env={
                 **os.environ,
                 NODE_VARIABLE: node,

@@ -60,14 +60,8 @@ def train() -> None:
     from torchft import Manager, Optimizer, ProcessGroupGloo
     from torchft.ddp import PureDistributedDataParallel
 
-    from tests.benchmarks.versus.training import (
-        BATCH,
-        NODE_VARIABLE,
-        Batches,
-        StepLog,
-        network,
-        optimizer_of,
-    )
+    from tests.benchmarks.versus.constants import BATCH, NODE_VARIABLE
+    from tests.benchmarks.versus.training import Batches, StepLog, network, optimizer_of
 
     torch.set_num_threads(1)
     model = network()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.benchmarks.versus import plain_ddp
+from tests.benchmarks.versus.constants import SAVED
 from tests.benchmarks.versus.machine import Machine, free_port
 
 
@@ -34,11 +34,11 @@ class TorchrunElastic:
                 f'--rdzv-conf=is_host={int(node == "node0")},last_call_timeout=1,'
                 'keep_alive_interval=1,keep_alive_max_attempt=3',
                 '-m',
-                plain_ddp.__name__,
+                'tests.benchmarks.versus.plain_ddp',
             ],
             node,
             {
-                plain_ddp.SAVED: f'{machine.folder}/saved.pt',
+                SAVED: f'{machine.folder}/saved.pt',
                 # With a store that rounds share, an agent that joins later waits for an address
                 # that the others told in an earlier round (torch 2.13): nobody goes on.
                 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1',
