@@ -14,7 +14,6 @@ import torch.distributed as dist
 # As default arguments it keeps the group that there is when it is imported, with its open port.
 import torch.distributed.nn.functional
 from torch import nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,15 +27,8 @@ DATA = TensorDataset(torch.arange(16.0).reshape(8, 2) / 16)
 NAMES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
 
 
-@pytest.fixture(scope='module')
-def port_of_gloo() -> None:
-    """gloo listens on one port from its first use to the end of the process."""
-    dist.init_process_group('gloo', store=HashStore(), rank=0, world_size=1)
-    dist.destroy_process_group()
-
-
 @pytest.fixture
-def own_environment(port_of_gloo: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in NAMES:
         monkeypatch.setenv(name, '')
     yield

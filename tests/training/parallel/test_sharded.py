@@ -51,18 +51,23 @@ def data() -> TensorDataset:
 PLAN = {'*.up': ColwiseParallel(), '*.down': RowwiseParallel()}
 
 
-def train(
-    ctx: FragmentContext,
-    *,
-    stop: bool = False,
-    clip: float | None = 0.1,
-    lr: float = 0.01,
-    micro_batch: int | None = None,
-) -> None:
+def train(ctx: FragmentContext, **looped: Any) -> None:
     with torch.device('meta'):
         model: nn.Module = nn.Sequential(nn.Linear(5, WIDTH), Block(), Block(), nn.Linear(WIDTH, 3))
     model = ctx.shard(model, blocks=(Block,), plan=PLAN)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    steps(ctx, model, torch.optim.AdamW(model.parameters(), lr=0.01), clip=0.1, **looped)
+    ctx.state['end'] = ctx.rank
+
+
+def steps(
+    ctx: FragmentContext,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    clip: float | None = None,
+    stop: bool = False,
+    micro_batch: int | None = None,
+) -> None:
     model, optimizer = ctx.prepare(model, optimizer, clip_grad_norm=clip)
     for x, y in ctx.loop(data(), BATCH, micro_batch=micro_batch):
         if stop:
@@ -70,7 +75,6 @@ def train(
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
-    ctx.state['end'] = ctx.rank
 
 
 def run(
@@ -217,11 +221,7 @@ def sharded_by_hand(ctx: FragmentContext) -> None:
     model = nn.Sequential(nn.Linear(5, WIDTH), Block(), nn.Linear(WIDTH, 3))
     fully_shard(model[1], mesh=ctx.mesh['shard'])
     fully_shard(model, mesh=ctx.mesh['shard'])
-    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for x, y in ctx.loop(data(), BATCH):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
+    steps(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_a_model_sharded_by_hand_has_the_bits_of_one_process(
@@ -237,11 +237,7 @@ def sharded_or_whole(ctx: FragmentContext) -> None:
     torch.manual_seed(3)
     model: nn.Module = nn.Sequential(nn.Linear(5, WIDTH), Block(), nn.Linear(WIDTH, 3))
     model = ctx.shard(model, blocks=(Block,)) if ctx._order.spec.shapes else model
-    model, optimizer = ctx.prepare(model, torch.optim.AdamW(model.parameters()))
-    for x, y in ctx.loop(data(), BATCH):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
+    steps(ctx, model, torch.optim.AdamW(model.parameters()))
 
 
 def test_a_trainer_without_shapes_goes_on_sharded_and_back(
