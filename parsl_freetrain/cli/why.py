@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from parsl_freetrain.core.allocation.explain import Reason
     from parsl_freetrain.ledger.reader import Reader
-    from parsl_freetrain.ledger.rows import ProgressRow, RunHistory
+    from parsl_freetrain.ledger.rows import FragmentRow, ProgressRow, RunHistory
     from parsl_freetrain.report.shapes import ShapeTried
 
 LOOK_BACK = 500
@@ -134,7 +134,7 @@ def explanation(
         'waits_for': waits_for(story, chosen, row, decisions, refusals, now, needs)
         if going
         else None,
-        'speed': _speed(row.spec, progress, story),
+        'speed': _speed(row.spec, progress, story, running),
         'pauses': _pauses(reader.recent_events(chosen, ['Rescaled'], LOOK_BACK), trainer),
         'last_failure': next(
             (
@@ -162,42 +162,62 @@ def _memory(events: list[dict[str, Any]], nodes: Mapping[int, int]) -> dict[str,
 
 
 def _speed(
-    spec: Mapping[str, Any], reports: Iterable[ProgressRow], story: RunHistory
+    spec: Mapping[str, Any],
+    reports: Iterable[ProgressRow],
+    story: RunHistory,
+    running: FragmentRow | None,
 ) -> dict[str, Any]:
-    """What is known of a trainer's speed in samples per second: whether its curve was stated, the
-    typical rate by measured count, and the count at which it is expected to be fastest.
+    """What is known of a trainer's speed in samples per second: whether its curve was stated, and
+    by node class the typical rate by measured count, and the count at which it is expected to be
+    fastest; and the node class on which it runs.
     """
-    from parsl_freetrain.report.speed import Speed
+    from parsl_freetrain.report.speed import Speed, places_of
 
-    speed = Speed(spec)
-    width = {fragment.key: len(fragment.nodes) for fragment in story.fragments}
+    speed, places = Speed(spec), places_of(story)
     for report in reports:
-        speed.observe(width.get((report.run, report.trainer, report.fragment), 0), report.rate)
-    curve = speed.curve()
-    fastest = None if curve is None else max(curve.nodes, key=curve.rate_at)
+        key = report.run, report.trainer, report.fragment
+        speed.observe(places.get(key, (0, '')), report.rate)
+    classes = {}
+    for name, measured in speed.measured.items():
+        curve = speed.curve(node_class=name)
+        classes[name] = {
+            'measured': {str(n): rate for n, rate in sorted(measured.items())},
+            'fastest': None if curve is None else max(curve.nodes, key=curve.rate_at),
+        }
     return {
         'stated': speed.stated is not None or 'classes' in spec,
-        'measured': {str(n): rate for n, rate in sorted(speed.measured.items())},
-        'fastest': fastest,
+        'classes': classes,
+        'on': '' if running is None else places[running.key][1],
+        'not_tried': sorted({b.node_class for b in story.blocks} - {'', *speed.measured}),
     }
 
 
-def _speed_in_words(speed: Mapping[str, Any], nodes: int) -> str:
-    measured = [f'{rate:.4g} on {n}' for n, rate in speed['measured'].items()]
+def _speed_in_words(speed: Mapping[str, Any], nodes: int) -> list[str]:
     if speed['stated']:
-        return 'Its scaling curve was stated; decisions use it whatever is measured.'
-    if not measured:
-        return (
+        return ['Its scaling curve was stated; decisions use it whatever is measured.']
+    if not speed['classes']:
+        return [
             'Its speed has not been measured yet; it is assumed to scale as trainers of its '
             'function do, or as most do.'
+        ]
+    lines = []
+    for name, found in speed['classes'].items():
+        on_class = f' of class {name}' if name else ''
+        measured = ', '.join(f'{rate:.4g} on {n}' for n, rate in found['measured'].items())
+        lines.append(
+            f'Its speed in samples/s is known: {measured} nodes{on_class}. Other counts follow a '
+            f'model fitted to these; it should be fastest on {found["fastest"]}.'
         )
-    trying = (
-        f' {nodes} nodes are being tried.' if nodes and str(nodes) not in speed['measured'] else ''
-    )
-    return (
-        f'Its speed in samples/s is known: {", ".join(measured)} nodes. Other counts follow a '
-        f'model fitted to these; it should be fastest on {speed["fastest"]}.{trying}'
-    )
+    here = speed['classes'].get(speed['on'], {'measured': {}})
+    if nodes and str(nodes) not in here['measured']:
+        on_class = f' of class {speed["on"]}' if speed['on'] else ''
+        lines[-1] += f' {nodes} nodes{on_class} are being tried.'
+    if speed['not_tried']:
+        lines.append(
+            f'It has not been measured on nodes of class {", ".join(speed["not_tried"])}: there it '
+            'is assumed to be faster or slower by as much as trainers that were measured on both.'
+        )
+    return lines
 
 
 def _pauses(events: list[dict[str, Any]], trainer: str) -> dict[str, float]:
@@ -266,7 +286,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         because = f' because {found["why"]}' if found['why'] else ''
         lines = [f'{name!r} is {found["state"]}{because}, for {found["since_s"]:.0f} s; {done}.']
     lines += [sentence for sentence in (found['waits_for'], found['note']) if sentence]
-    lines.append(_speed_in_words(found['speed'], found['nodes']))
+    lines += _speed_in_words(found['speed'], found['nodes'])
     lines += _shapes_in_words([ShapeTried(**one) for one in found['shapes']])
     if found['memory']:
         most = ', '.join(f'{size / 1e9:.3g} GB on {n}' for n, size in found['memory'].items())

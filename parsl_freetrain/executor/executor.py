@@ -52,6 +52,7 @@ from parsl_freetrain.executor.settings import (
     Recording,
     Timeouts,
     check_classes,
+    check_solver,
     check_trainer,
 )
 from parsl_freetrain.executor.trainer.record import TrainerNames, TrainerRecord
@@ -134,6 +135,7 @@ class FreeTrainExecutor(BlockExecutor):
             raise BadInput(f'max_workers_per_node is {max_workers_per_node}; it must be 0 or more.')
         check_resume(resume)
         provider = chosen_provider(provider, site, account, queue)
+        check_solver(policy, provider.site)
         super().__init__(
             label=label,
             provider=provider,

@@ -184,6 +184,7 @@ class LedgerWriter:
                     nodes=request.nodes,
                     walltime_s=request.walltime_s,
                     names=request.names,
+                    node_class=request.node_class,
                 )
             case no.BlockRefused(nodes=nodes, next_try_s=next_try_s, error=error):
                 detail = {'nodes': nodes, 'next_try_s': next_try_s, 'error': error}

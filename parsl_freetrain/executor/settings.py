@@ -13,6 +13,7 @@ from parsl.executors.high_throughput.executor import DEFAULT_LAUNCH_CMD
 
 from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.allocation.objectives import objective_named
+from parsl_freetrain.core.allocation.solvers import SolverName
 from parsl_freetrain.core.controller.bids import candidate_of
 from parsl_freetrain.core.controller.settings import DecisionPolicy
 from parsl_freetrain.core.controller.throughput_profile import Profile
@@ -21,7 +22,7 @@ from parsl_freetrain.core.model.settings import Settings
 from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.host.network import address_of
 from parsl_freetrain.integrations.metric_logger import MetricLogger
-from parsl_freetrain.sites.protocols import HoleSource
+from parsl_freetrain.sites.protocols import HoleSource, Site
 
 INTERCHANGE = (sys.executable, '-m', 'parsl_freetrain.executor.interchange_process')
 LAUNCH_CMD = DEFAULT_LAUNCH_CMD.replace(
@@ -39,7 +40,8 @@ class Policy(DecisionPolicy, frozen=True, kw_only=True):
     caps, min_shares, budgets, charge_budget, max_price, retries, idle_block_s, give_back_s
         As in :class:`~parsl_freetrain.core.controller.settings.DecisionPolicy`.
     solver
-        The solver's name ('auto', 'milp', 'dp' or 'equal-share'), or an object with the method
+        The solver's name ('auto', 'milp', 'equal-share', or 'dp' where all nodes are alike and
+        stay), or an object with the method
         :meth:`~parsl_freetrain.core.allocation.answer.Allocator.allocate`. If the object has a
         method ``close()``, it is called when the executor shuts down.
     solver_time_limit_s
@@ -210,6 +212,31 @@ def check_trainer(trainer: Trainer, metric: str, samples: int, at: float) -> Non
         objective_named(metric, 'metric')(
             candidate_of(trainer, Profile(curve).curve(trainer.max_nodes, 1.0), at, samples)
         )
+
+
+def check_solver(policy: Policy, site: Site) -> None:
+    """Refuse the dynamic programme where nodes of a site are unequal or leave at several times.
+
+    Raises
+    ------
+    BadInput
+        With what differs.
+    """
+    if policy.solver_name != SolverName.DP:
+        return
+    classes = getattr(site, 'classes', ())
+    if classes:
+        differ = f'the classes of its nodes are {", ".join(classes)}'
+    elif not site.spans_blocks:
+        differ = 'its blocks cannot be mixed'
+    elif not site.is_local or getattr(site, 'schedule', None) is not None:
+        differ = 'its nodes leave at several times'
+    else:
+        return
+    raise BadInput(
+        f"Policy: the solver 'dp' cannot decide for the site {site.name!r}: {differ}. Take 'auto', "
+        "which uses it for each decision to which it applies, or 'milp'."
+    )
 
 
 def check_classes(trainer: Trainer, site: HoleSource) -> None:

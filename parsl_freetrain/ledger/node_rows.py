@@ -24,8 +24,11 @@ class NodeRows:
         nodes: int,
         walltime_s: float | None,
         names: Sequence[str],
+        node_class: str = '',
     ) -> None:
-        """A block was submitted; ``names`` is empty where the scheduler chooses the nodes."""
+        """A block was submitted; ``names`` is empty where the scheduler chooses the nodes, and
+        ``node_class`` where the site does not tell them apart.
+        """
         self._rows.insert(
             'blocks',
             {
@@ -36,6 +39,7 @@ class NodeRows:
                 'walltime_s': as_float(walltime_s),
                 'until': None if walltime_s is None else float(at) + float(walltime_s),
                 'names': as_json(list(names)),
+                'node_class': str(node_class),
             },
             at,
             replace=True,

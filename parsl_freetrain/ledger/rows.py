@@ -76,6 +76,7 @@ class BlockRow:
     walltime_s: float | None = None
     until: float | None = None
     names: tuple[str, ...] = ()
+    node_class: str = ''
     closed_at: float | None = None
     how: str | None = None
 

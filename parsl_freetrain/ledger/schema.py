@@ -6,7 +6,7 @@ import sqlite3
 
 from parsl_freetrain.core.model.errors import BadInput
 
-VERSION = 4
+VERSION = 5
 """Stands in ``PRAGMA user_version``; raised whenever a table changes."""
 
 APPLICATION_ID = 0x46725472
@@ -37,8 +37,8 @@ TABLES = (
         state TEXT NOT NULL, state_at REAL NOT NULL, why TEXT NOT NULL, PRIMARY KEY (run, name))""",
     """CREATE TABLE blocks (
         run INTEGER NOT NULL, block TEXT NOT NULL, opened_at REAL NOT NULL, job_id TEXT,
-        nodes INTEGER NOT NULL, walltime_s REAL, until REAL, names TEXT NOT NULL, closed_at REAL,
-        how TEXT, PRIMARY KEY (run, block))""",
+        nodes INTEGER NOT NULL, walltime_s REAL, until REAL, names TEXT NOT NULL,
+        node_class TEXT NOT NULL, closed_at REAL, how TEXT, PRIMARY KEY (run, block))""",
     """CREATE TABLE nodes (
         run INTEGER NOT NULL, node TEXT NOT NULL, block TEXT NOT NULL, name TEXT NOT NULL,
         joined_at REAL NOT NULL, left_at REAL, how TEXT, PRIMARY KEY (run, node))""",

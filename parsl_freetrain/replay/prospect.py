@@ -123,8 +123,12 @@ def _of_ledger(path: Path) -> list[ReplayTrainer]:
     for row in story.trainers:
         if row.state in FINAL_STATES:
             continue
-        curve = known[row.name].curve()
-        if curve is None:
+        curves = {
+            node_class: curve
+            for node_class in known[row.name].measured
+            if (curve := known[row.name].curve(node_class=node_class)) and '+' not in node_class
+        }
+        if not curves:
             raise BadInput(
                 f'The ledger {path} does not know yet how fast {row.name!r} trains; wait '
                 'until it has trained for some seconds.'
@@ -135,12 +139,13 @@ def _of_ledger(path: Path) -> list[ReplayTrainer]:
             int(row.spec.get('min_nodes') or 1),
             int(row.spec.get('max_nodes') or 1),
             left,
-            curve,
+            curves.get(''),
             float(row.spec.get('rescale_up_s') or 0.0),
             float(row.spec.get('rescale_down_s') or 0.0),
             sizes=tuple(row.spec.get('sizes', ())),
+            class_curves=tuple((name, curve) for name, curve in curves.items() if name),
         )
-        found.append(ReplayTrainer(trainer, 0.0, curve))
+        found.append(ReplayTrainer(trainer, 0.0, next(iter(curves.values()))))
     if not found:
         raise BadInput(f'No trainer of the newest run in {path} has anything left to train.')
     return found

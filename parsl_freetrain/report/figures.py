@@ -62,7 +62,7 @@ class Figures:
     decisions: Decisions
     losses: dict[str, Loss]
     metrics: Curves
-    scalings: dict[str, Scaling]
+    scalings: dict[str, list[Scaling]]
     rescales: list[RescaleCost]
     outcomes: tuple[DecisionOutcome, ...]
     shapes: list[ShapeTried]
@@ -137,7 +137,7 @@ def as_document(found: Figures) -> dict[str, Any]:
         'efficiency': found.efficiency,
         'node_s': [asdict(cause) for cause in found.causes],
         'decisions': asdict(found.decisions),
-        'scaling': [asdict(scaling) for scaling in found.scalings.values()],
+        'scaling': [asdict(one) for scaling in found.scalings.values() for one in scaling],
         'metrics': {
             metric: {name: [astuple(point) for point in curve] for name, curve in of.items()}
             for metric, of in found.metrics.items()

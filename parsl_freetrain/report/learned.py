@@ -17,7 +17,7 @@ from parsl_freetrain.ledger.rows import (
     TrainerRow,
 )
 from parsl_freetrain.ledger.timeline import by_fragment
-from parsl_freetrain.report.speed import Speed, speeds
+from parsl_freetrain.report.speed import Speed, places_of, speeds
 
 MOST_POINTS = 64
 """Maximum number of points of a curve."""
@@ -25,10 +25,12 @@ MOST_POINTS = 64
 
 @dataclass(frozen=True)
 class Scaling:
-    """A trainer's speed.
+    """A trainer's speed on one node class.
 
     Attributes
     ----------
+    node_class
+        Empty where nodes are not told apart.
     stated
         Whether the user stated the curve's shape; otherwise it was measured.
     curve
@@ -39,6 +41,7 @@ class Scaling:
     """
 
     trainer: str
+    node_class: str
     stated: bool
     curve: tuple[tuple[int, float], ...]
     measured: tuple[tuple[int, float, int], ...]
@@ -67,31 +70,39 @@ class RescaleCost:
     measured_s: tuple[float, ...]
 
 
-def scalings(story: RunHistory, progress: Sequence[ProgressRow]) -> dict[str, Scaling]:
-    """By trainer; all runs of a resumed workflow count."""
-    width = {f.key: len(f.nodes) for f in story.fragments}
+def scalings(story: RunHistory, progress: Sequence[ProgressRow]) -> dict[str, list[Scaling]]:
+    """By trainer, for each class on which it was measured; all runs of a resumed workflow count."""
+    places = places_of(story)
     known = speeds(story, progress)
     last: dict[tuple[int, str, int], float] = {}
     for report in progress:
         key = report.run, report.trainer, report.fragment
-        if report.rate is not None and width.get(key):
+        if report.rate is not None and places.get(key, (0, ''))[0]:
             last[key] = report.rate
-    rates: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    rates: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for key, rate in last.items():
-        rates[key[1]][width[key]].append(rate)
+        nodes, node_class = places[key]
+        rates[key[1], node_class][nodes].append(rate)
     return {
-        name: Scaling(
-            name,
-            known[name].stated is not None,
-            _points(known[name], row),
-            tuple((n, median(found), len(found)) for n, found in sorted(rates[name].items())),
-        )
+        name: [
+            Scaling(
+                name,
+                node_class,
+                known[name].stated is not None,
+                _points(known[name], row, node_class),
+                tuple(
+                    (n, median(found), len(found))
+                    for n, found in sorted(rates[name, node_class].items())
+                ),
+            )
+            for node_class in known[name].measured or ('',)
+        ]
         for name, row in {row.name: row for row in story.trainers}.items()
     }
 
 
-def _points(speed: Speed, row: TrainerRow) -> tuple[tuple[int, float], ...]:
-    curve = speed.curve()
+def _points(speed: Speed, row: TrainerRow, node_class: str) -> tuple[tuple[int, float], ...]:
+    curve = speed.curve(node_class=node_class)
     if curve is None:
         return ()
     fewest = int(row.spec.get('min_nodes') or 1)

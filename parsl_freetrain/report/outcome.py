@@ -15,7 +15,7 @@ nodes again after a loss, or until the trainer or its run ends. For this time
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from parsl_freetrain.ledger.rows import (
     TrainerRow,
 )
 from parsl_freetrain.report.costs import Costs
-from parsl_freetrain.report.speed import Speed
+from parsl_freetrain.report.speed import Place, Speed, places_of
 
 Points = list[tuple[float, float]]
 
@@ -50,7 +50,7 @@ class DecisionOutcome:
         The trainer's nodes before and after. Nodes on which it was about to start count.
     expected, staying
         Samples expected in this time from the decision, and from changing nothing; None if the
-        trainer's speed was not known yet.
+        trainer's speed on these node classes was not known yet.
     trained
         Samples trained in this time and kept.
     """
@@ -105,6 +105,7 @@ def outcomes(
     for fragment in story.fragments:
         fragments[fragment.run, fragment.trainer].append(fragment)
     runs = {run.id: run for run in story.runs}
+    places = places_of(story)
     for row in story.trainers:
         key = row.run, row.name
         if key in decided:
@@ -116,6 +117,7 @@ def outcomes(
                 reports[key],
                 events[key],
                 fragments[key],
+                places,
                 ids,
             )
 
@@ -128,6 +130,7 @@ def _of_trainer(
     reports: Sequence[ProgressRow],
     events: Sequence[Mapping[str, Any]],
     fragments: Sequence[FragmentRow],
+    places: Mapping[tuple[int, str, int], Place],
     ids: Collection[int] | None,
 ) -> Iterator[DecisionOutcome]:
     end = min(until, row.state_at) if row.state in FINAL_STATES else until
@@ -137,7 +140,13 @@ def _of_trainer(
     trained = _Trained(
         _kept(fragment, by_number[fragment.fragment], until) for fragment in fragments
     )
-    width = {fragment.fragment: len(fragment.nodes) for fragment in fragments}
+    launched = [fragment.decided_at for fragment in fragments]
+
+    def class_until(at: float) -> str:
+        """The node class of the last fragment that was launched before."""
+        i = bisect_left(launched, at)
+        return places[fragments[i - 1].key][1] if i else ''
+
     speed, costs = Speed(row.spec), Costs(row.spec)
     counts = [int(d['allocation'][row.name]) for d in decided]
     before = _before(row.name, decided, fragments)
@@ -151,20 +160,22 @@ def _of_trainer(
             continue
         at = float(decision['at'])
         while seen < len(reports) and reports[seen].at <= at:
-            speed.observe(width.get(reports[seen].fragment, 0), reports[seen].rate)
+            key = run.id, row.name, reports[seen].fragment
+            speed.observe(places.get(key, (0, '')), reports[seen].rate)
             seen += 1
         while heard < len(events) and events[heard]['at'] <= at:
             costs.observe(events[heard])
             heard += 1
         seconds = max(0.0, last - at)
         expected = staying = None
-        curve = speed.curve(max(was, count))
-        if curve is not None:
+        curve = speed.curve(max(was, count), class_until(last))
+        old = speed.curve(max(was, count), class_until(at)) if was else curve
+        if curve is not None and old is not None:
             held = int(decision['current'].get(row.name, 0))
             expected = max(
-                0.0, curve.rate_at(count) * seconds - costs.of(held, count) * curve.rate_at(held)
+                0.0, curve.rate_at(count) * seconds - costs.of(held, count) * old.rate_at(held)
             )
-            staying = curve.rate_at(was) * seconds
+            staying = old.rate_at(was) * seconds
         yield DecisionOutcome(
             row.name,
             run.id,

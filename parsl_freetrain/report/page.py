@@ -12,6 +12,7 @@ from parsl_freetrain.report import pictures
 from parsl_freetrain.report.axes import number
 from parsl_freetrain.report.document import clipped, percent, resource, source_of, template
 from parsl_freetrain.report.figures import Figures, state_of
+from parsl_freetrain.report.learned import Scaling
 from parsl_freetrain.report.metrics import MetricView
 
 MOST_CARDS = 24
@@ -142,7 +143,6 @@ def _cards(found: Figures) -> list[dict[str, Any]]:
         if name not in shown:
             continue
         learned, losses, kind = found.scalings[name], found.losses[name], of[name]
-        how = 'in the shape that was stated' if learned.stated else 'as learned'
         cards.append(
             {
                 'name': name,
@@ -151,11 +151,17 @@ def _cards(found: Figures) -> list[dict[str, Any]]:
                 'charts': [
                     ('loss over samples', pictures.loss_over_samples(name, losses, kind)),
                     ('loss over time', pictures.loss_over_time(name, losses, kind, found)),
-                    (f'samples/s over nodes, {how}', pictures.scaling(learned, kind)),
+                    *((_of_scaling(one), pictures.scaling(one, kind)) for one in learned),
                 ],
             }
         )
     return cards
+
+
+def _of_scaling(learned: Scaling) -> str:
+    on_class = f' of {learned.node_class}' if learned.node_class else ''
+    how = 'in the shape that was stated' if learned.stated else 'as learned'
+    return f'samples/s over nodes{on_class}, {how}'
 
 
 def _metrics(found: Figures, view: MetricView) -> list[tuple[str, Markup]]:

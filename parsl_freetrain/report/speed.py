@@ -1,13 +1,30 @@
-"""A trainer's speed in samples per second, learned from its fragments."""
+"""A trainer's speed in samples per second on each node class, learned from its fragments."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from parsl_freetrain.core.controller.throughput_profile import Profile
 from parsl_freetrain.core.model.types import ScalingCurve
 from parsl_freetrain.ledger.rows import ProgressRow, RunHistory
+
+Place = tuple[int, str]
+"""Node count and node class; the class is empty where nodes are not told apart."""
+
+
+def places_of(story: RunHistory) -> dict[tuple[int, str, int], Place]:
+    """Where each fragment ran, by its key; nodes of several classes at once are ``a+b``."""
+    blocks = {(block.run, block.block): block.node_class for block in story.blocks}
+    classes = {(n.run, n.node): blocks.get((n.run, n.block), '') for n in story.nodes}
+    return {
+        f.key: (
+            len(f.nodes),
+            '+'.join(sorted({classes.get((f.run, node), '') for node in f.nodes} - {''})),
+        )
+        for f in story.fragments
+    }
 
 
 class Speed:
@@ -31,35 +48,38 @@ class Speed:
             else None
         )
         self._most = int(spec.get('max_nodes') or 1)
-        self._profile = Profile(None)
-        self._curves: dict[int, ScalingCurve | None] = {}  # a cache, cleared by each new report
+        self._profiles: dict[str, Profile] = defaultdict(lambda: Profile(None))
+        # A cache, cleared by each new report.
+        self._curves: dict[Place, ScalingCurve | None] = {}
 
     @property
-    def measured(self) -> dict[int, float]:
-        """The typical rate by measured count."""
-        return self._profile.measured
+    def measured(self) -> dict[str, dict[int, float]]:
+        """By node class, the typical rate by measured count."""
+        return {name: profile.measured for name, profile in sorted(self._profiles.items())}
 
-    def observe(self, nodes: int, rate: float | None) -> None:
-        """Add the speed that a fragment on ``nodes`` nodes reports, in samples per second."""
+    def observe(self, place: Place, rate: float | None) -> None:
+        """Add the speed in samples per second that a fragment there reports."""
+        nodes, node_class = place
         if rate is not None and nodes:
-            self._profile.observe(nodes, rate)
+            self._profiles[node_class].observe(nodes, rate)
             self._curves.clear()
 
-    def curve(self, nodes: int = 1) -> ScalingCurve | None:
+    def curve(self, nodes: int = 1, node_class: str = '') -> ScalingCurve | None:
         """Samples per second, up to the maximum of ``max_nodes``, the measured counts and
-        ``nodes``; None before the first measurement.
+        ``nodes``; None before the first measurement on this class.
         """
-        most = max(self._most, nodes)
-        if most not in self._curves:
-            self._curves[most] = self._curve(most)
-        return self._curves[most]
+        place = max(self._most, nodes), node_class
+        if place not in self._curves:
+            self._curves[place] = self._curve(*place)
+        return self._curves[place]
 
-    def _curve(self, most: int) -> ScalingCurve | None:
-        measured = self._profile.measured
+    def _curve(self, most: int, node_class: str) -> ScalingCurve | None:
+        measured = self.measured.get(node_class)
         if not measured:
             return None
         if self.stated is None:
-            return self._profile.curve(max(most, *measured), 1.0, optimism=0.0)
+            profile = self._profiles[node_class]
+            return profile.curve(max(most, *measured), 1.0, optimism=0.0)
         base = min(measured)
         shape = self.stated.rate_at(base)
         if shape <= 0:
@@ -70,10 +90,9 @@ class Speed:
 
 def speeds(story: RunHistory, progress: Iterable[ProgressRow]) -> dict[str, Speed]:
     """By trainer; all runs of a resumed workflow count."""
-    width = {fragment.key: len(fragment.nodes) for fragment in story.fragments}
+    places = places_of(story)
     found = {row.name: Speed(row.spec) for row in story.trainers}
     for report in progress:
-        found[report.trainer].observe(
-            width.get((report.run, report.trainer, report.fragment), 0), report.rate
-        )
+        place = places.get((report.run, report.trainer, report.fragment), (0, ''))
+        found[report.trainer].observe(place, report.rate)
     return found

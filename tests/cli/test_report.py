@@ -19,6 +19,7 @@ from parsl_freetrain.core.model.events import Action, StartFragment, StopFragmen
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.store import Ledger
 from parsl_freetrain.ledger.summary import node_seconds
+from parsl_freetrain.replay.prospect import trainers_at
 from parsl_freetrain.report.axes import linear, logarithmic, seconds
 from parsl_freetrain.report.causes import causes
 from parsl_freetrain.report.figures import Figures, as_document, figures
@@ -259,6 +260,49 @@ def test_why_knows_speeds_that_were_stated_by_class(
     assert 'Its scaling curve was stated' in capsys.readouterr().out
 
 
+def test_speeds_of_two_node_classes_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = small_ledger(tmp_path / 'ledger.sqlite', curve=None)
+    for block, node_class in (('b0', 'fast'), ('b1', 'fast'), ('b2', 'slow'), ('b3', 'cpu')):
+        ledger.nodes.block_opened(
+            block, at=1000.0, job_id='1', nodes=1, walltime_s=None, names=[], node_class=node_class
+        )
+    ledger.nodes.joined('b2/s', at=1240.0, block='b2', name='s')
+    start = StartFragment('t', 4, ('b2/s',), None, 1800)
+    decide(ledger, 1235.0, {'t': 0}, {'t': 0}, start)
+    for fragment, at in ((4, 1240.0), (5, 1270.0)):
+        decide(ledger, at, {'t': 0}, {'t': 1}, start)
+        ledger.trainers.fragment_decided(
+            't', fragment, at=at, task_id=4, nodes=('b2/s',), deadline=None, from_samples=1800
+        )
+        ledger.trainers.fragment_started('t', fragment, at=at, samples=1800)
+        ledger.trainers.fragment_progress(
+            't', fragment, at=at + 20, samples=1860, rate=3.0, metrics={}
+        )
+    ledger.trainers.state('t', at=1270.0, state='running')
+    ledger.end_run('r', at=1300.0, how='done')
+    ledger.close()
+    assert main(['why', 't', '--ledger', str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert 'is known: 10 on 1, 20 on 2 nodes of class fast.' in out
+    assert 'is known: 3 on 1 nodes of class slow.' in out
+    assert 'It has not been measured on nodes of class cpu' in out
+    found = read(tmp_path / 'ledger.sqlite')
+    assert [(s.node_class, s.measured) for s in found.scalings['t']] == [
+        ('fast', ((1, 10.0, 1), (2, 20.0, 1))),
+        ('slow', ((1, 3.0, 2),)),
+    ]
+    # Nothing was known of the slow node at the first decision for it.
+    expected = {o.at: o.expected for o in found.outcomes}
+    assert expected[1240.0] is None and expected[1270.0] == pytest.approx(30 * 3)
+    [trainer] = trainers_at(tmp_path / 'ledger.sqlite')
+    assert {name: curve.rate_at(1) for name, curve in trainer.trainer.class_curves} == {
+        'fast': pytest.approx(10, rel=0.05),
+        'slow': pytest.approx(3, rel=0.05),
+    }
+
+
 def test_why_says_what_a_decision_has_gained(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -301,7 +345,7 @@ def test_costs_of_changes_and_the_curve(small: Path) -> None:
         assert {c.change: c.measured_s for c in rescale_costs(reader.story(), told)}['up'] == (
             5.5,
         )  # who was there knows better
-    scaling = found.scalings['t']
+    [scaling] = found.scalings['t']
     assert scaling.stated and scaling.measured == ((1, 10.0, 1), (2, 20.0, 1))
     # The stated curve has no unit of its own: its size is what was measured on the fewest nodes.
     assert scaling.curve == ((1, 10.0), (2, 20.0), (3, 30.0), (4, 40.0))

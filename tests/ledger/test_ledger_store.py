@@ -203,7 +203,7 @@ def test_what_is_no_ledger_gets_a_sentence(tmp_path: Path, opener: type[Ledger |
     text.write_text('not a database at all, whatever its name says\n' * 50)
     for path, says in (
         (newer, 'is a ledger of version 99'),
-        (older, 'is a ledger of version 2, and this parsl-freetrain reads version 4'),
+        (older, 'is a ledger of version 2, and this parsl-freetrain reads version 5'),
         (other, 'not a FreeTrain'),
         (text, 'is not a FreeTrain ledger'),
     ):

@@ -12,8 +12,12 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.events import Ending, OpenBlock, StartFragment, StopFragment
 from parsl_freetrain.core.model.types import BlockRequest, Hole, ScalingCurve, Trainer
-from parsl_freetrain.executor.settings import check_classes
+from parsl_freetrain.executor.executor import FreeTrainExecutor
+from parsl_freetrain.executor.settings import Policy, check_classes
 from parsl_freetrain.sites.local import LocalSite
+from parsl_freetrain.sites.provider import BackfillProvider
+from parsl_freetrain.sites.schedule import IdleInterval, Schedule
+from parsl_freetrain.sites.slurm import SlurmSite
 from parsl_freetrain.training.spec.training import Scaling
 
 FAST, SLOW = ('f0', 'f1', 'f2'), ('s0', 's1', 's2')
@@ -150,6 +154,17 @@ def test_classes_that_the_site_does_not_have_are_refused() -> None:
         LocalSite(2, node_classes=['fast', 'slow'])  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="of slot00: the node class is 'a b'; it must be made of"):
         LocalSite(2, node_classes={'slot00': 'a b', 'slot01': 'slow'})
+    ends = LocalSite(schedule=Schedule([IdleInterval(0, 9, 'a')]))
+    for unfit, differs in (
+        (site, 'the classes of its nodes are fast, slow'),
+        (ends, 'its nodes leave at several times'),
+        (SlurmSite(partition='p', spans_blocks=False), 'its blocks cannot be mixed'),
+    ):
+        provider = BackfillProvider(unfit)
+        with pytest.raises(BadInput, match=f"solver 'dp' cannot decide .*: {differs}. Take 'auto'"):
+            FreeTrainExecutor(provider, policy=Policy(solver='dp'))
+        FreeTrainExecutor(provider, policy=Policy(solver='equal-share'))
+    FreeTrainExecutor(BackfillProvider(LocalSite(2)), policy=Policy(solver='dp'))
     site.start()
     assert site.holes() == (
         Hole(1, names=('slot00',), node_class='fast'),
