@@ -58,6 +58,10 @@ def test_a_job_that_needs_more_than_we_have_is_no_reason() -> None:
         waiting('mine', 1),
         waiting('8', 1, name='freetrain.run.block'),
         waiting('7', 1, only=('c',)),
+        waiting('7', 2, only=('c',)),
+        waiting('7', 1, excluded=('a', 'b')),
+        waiting('7', 1, features=(frozenset({'big'}),)),
+        waiting('7', 1, gpus=1),
     ],
 )
 def test_jobs_that_our_nodes_would_not_serve(job: BatchJob) -> None:
@@ -87,6 +91,27 @@ def test_a_job_that_a_reservation_keeps_out_holds_nobody_up() -> None:
     assert need(nodes, *jobs, reservations=maintenance).served == {'7'}
     assert need(nodes, *jobs, running('5', 'c'), reservations=maintenance).served == {'7'}
     assert need(nodes, *jobs, running('5', 'c')).served == frozenset(), 'it is first in the queue'
+
+
+def test_a_job_gets_the_nodes_that_it_names_and_others() -> None:
+    jobs = running('mine', 'a', 'b', 'c'), waiting('7', 2, only=('c',))
+    named = NodeDemand('7', 1, frozenset('c'))
+    assert need(cluster(('d',)), *jobs).demands == (named,)
+    assert need(cluster(), running('5', 'd'), *jobs).demands == (
+        named,
+        NodeDemand('7', 1, frozenset('ab')),
+    )
+
+
+def test_only_nodes_with_the_features_that_a_job_wants_serve_it() -> None:
+    nodes = [
+        Nodes('batch', ('a',), 'allocated', features=('big', 'new'), gpus=2),
+        Nodes('batch', ('b',), 'allocated', features=('big',)),
+    ]
+    mine = running('mine', 'a', 'b')
+    for wanted in ({'features': (frozenset({'new'}), frozenset({'huge'}))}, {'gpus': 2}):
+        [demand] = need(nodes, mine, waiting('7', 1, **wanted)).demands
+        assert demand.among == {'a'}
 
 
 def test_several_jobs_and_the_tasks_of_an_array_get_nodes_of_their_own() -> None:

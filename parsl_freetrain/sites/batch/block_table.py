@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from parsl.jobs.states import JobStatus
@@ -32,6 +32,8 @@ class BatchBlock:
         By then it is certainly over.
     node_class
         The class of its nodes; empty: any.
+    least_s
+        The minimum walltime with which it may start, in seconds.
     """
 
     job_id: str
@@ -42,6 +44,7 @@ class BatchBlock:
     place: Place
     seen: Seen = field(default_factory=Seen)
     node_class: str = ''
+    least_s: float = 0.0
 
     @property
     def life(self) -> BlockLife:
@@ -86,16 +89,17 @@ class BlockTable:
             and not b.seen.missing
         ]
 
-    def stranded(self, idle: int, before: float) -> list[str]:
-        """Those that wait for more nodes than the ``idle`` ones that could be had, although they
-        were submitted ``before`` this time: a smaller block could start.
+    def stranded(self, lengths_s: Collection[float], before: float) -> list[str]:
+        """Those that wait for more nodes than could be had as long as they need, although they were
+        submitted ``before`` this time: a smaller block could start. ``lengths_s``: for how many
+        seconds from now on each node can be had.
         """
         return [
             b.job_id
             for b in self._blocks.values()
             if b.seen.state is JobState.PENDING
             and not b.seen.ran
-            and 0 < idle < b.nodes
+            and 0 < sum(length >= b.least_s for length in lengths_s) < b.nodes
             and b.submitted_s < before
             and not (b.seen.withdrawn or b.seen.missing)
         ]

@@ -88,26 +88,27 @@ def needs(
     each = (job for job in waiting for _ in range(min(job.tasks, MOST_JOBS)))
     for job in islice(each, MOST_JOBS):
         eligible = table.eligible(job)
+        named = table.set_of(job.only)
         length_s = math.inf if job.limit_s is None else job.limit_s
-        begin, free = table.first_time(eligible, job.nodes, length_s)
+        begin, free = table.first_time(eligible, job.nodes, length_s, named)
         if free is None or table.kept_out(eligible, job.nodes, length_s):
             continue
         if begin > now:
             planned = table.set_of(job.planned) & free
-            got = first_of(planned, min(job.nodes, planned.bit_count()))
-            got |= first_of(free & ~got, job.nodes - got.bit_count())
+            got = first_of(named, planned, free, count=job.nodes)
             table.reserve(got, begin, begin + length_s)
             continue
-        others = free & ~table.ours
-        lacking = max(0, job.nodes - others.bit_count())
-        got = first_of(others, job.nodes - lacking)
-        # Which of ours it gets is decided elsewhere: any of them stand for these here.
-        own = first_of(free & table.ours, lacking)
-        among = table.free_of_ours(eligible, length_s)
-        table.reserve(got, now, now + length_s, own)
+        others, among = free & ~table.ours, table.free_of_ours(eligible, length_s)
+        got = first_of(named, others, free, count=job.nodes)
+        # Which of ours it gets, beside those that it names, is decided elsewhere: any of them stand
+        # for these here.
+        own = got & table.ours
+        table.reserve(got & ~own, now, now + length_s, own)
         served.append(job.job_id)
-        if lacking:
-            demands.append(NodeDemand(job.job_id, lacking, frozenset(table.names(among))))
+        for lacking, of in ((own & named, named), (own & ~named, ~named)):
+            if lacking:
+                names = frozenset(table.names(among & of))
+                demands.append(NodeDemand(job.job_id, lacking.bit_count(), names))
     return Needs(tuple(demands), frozenset(served))
 
 
@@ -124,16 +125,17 @@ class _Table:
     ) -> None:
         self._now = now
         self._bits: dict[str, int] = {}
-        self._partitions: dict[str, int] = {}
         self.ours = 0
         until: dict[str, float] = {}
+        self._up = [
+            (group, self.set_of(group.names))
+            for group in nodes
+            if not group.marks.strip(HARMLESS_MARKS)
+            and not any(word in group.state for word in _BROKEN)
+        ]
         up = 0
-        for group in nodes:
-            members = self.set_of(group.names)
-            if group.marks.strip(HARMLESS_MARKS) or any(word in group.state for word in _BROKEN):
-                continue
+        for group, members in self._up:
             up |= members
-            self._partitions[group.partition] = self._partitions.get(group.partition, 0) | members
             if group.state in USABLE:
                 until |= dict.fromkeys(group.names, now)
         for job in jobs:
@@ -161,20 +163,26 @@ class _Table:
 
     def eligible(self, job: BatchJob) -> int:
         """The nodes that a job may get."""
+        partitions = job.partition.split(',')
         members = 0
-        for partition in job.partition.split(','):
-            members |= self._partitions.get(partition, 0)
-        return members & self.set_of(job.only) if job.only else members
+        for group, names in self._up:
+            if group.partition in partitions and group.have(job.features, job.gpus):
+                members |= names
+        return members & ~self.set_of(job.excluded)
 
-    def first_time(self, eligible: int, count: int, length_s: float) -> tuple[float, int | None]:
-        """When ``count`` of these nodes are first free for so long, and all that are free then."""
+    def first_time(
+        self, eligible: int, count: int, length_s: float, named: int = 0
+    ) -> tuple[float, int | None]:
+        """When ``count`` of these nodes are first free for so long, those with these names among
+        them, and all that are free then.
+        """
         times = sorted(
             {end for end, _ in self._ends}
             | {end for _, end, _ in self._taken if self._now < end < math.inf}
         )
         for time in times:
             free = self._free(eligible, time, length_s, self._taken + self._given)
-            if free.bit_count() >= count:
+            if free.bit_count() >= count and not named & ~free:
                 return time, free
         return math.inf, None
 
@@ -220,11 +228,12 @@ class _Table:
         return members
 
 
-def first_of(members: int, count: int) -> int:
-    """The first nodes of a set."""
+def first_of(*sets: int, count: int) -> int:
+    """The first nodes of the first set, then of the next, up to ``count``."""
     chosen = 0
-    for _ in range(count):
-        lowest = members & -members
-        chosen |= lowest
-        members ^= lowest
+    for members in sets:
+        rest = members & ~chosen
+        while rest and chosen.bit_count() < count:
+            chosen |= rest & -rest
+            rest &= rest - 1
     return chosen

@@ -48,8 +48,7 @@ class Wanted:
             nodes.partition == self.partition
             and nodes.state in USABLE
             and not nodes.marks.strip(HARMLESS_MARKS)
-            and nodes.gpus >= self.gpus
-            and (not self.features or any(f <= set(nodes.features) for f in self.features))
+            and nodes.have(self.features, self.gpus)
             and (not self.classes or nodes.node_class in self.classes)
         )
 

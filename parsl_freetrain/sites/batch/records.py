@@ -84,9 +84,17 @@ class BatchJob:
     blocked
         Whether it waits for something that nodes would not change: another job, a date, a limit.
     only
-        The nodes that it asks for by name; empty: any.
+        The nodes that it asks for by name: it gets all of them, and others if it wants more.
+    excluded
+        The nodes that it does not want.
+    features, gpus
+        What each of its nodes must have; see :meth:`Nodes.have`.
     tasks
         Number of jobs alike that a pending job array stands for.
+    qos
+        The quality of service that it asks for, where the scheduler has such.
+    preempts
+        Whether the scheduler preempts blocks of ours for it, if it preempts them at all.
     """
 
     job_id: str
@@ -105,7 +113,12 @@ class BatchJob:
     priority: float = 0.0
     blocked: bool = False
     only: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+    features: tuple[frozenset[str], ...] = ()
+    gpus: int = 0
     tasks: int = 1
+    qos: str = ''
+    preempts: bool = True
 
 
 @dataclass(frozen=True)
@@ -138,6 +151,11 @@ class Nodes:
     until_s: float | None = None
     node_class: str = ''
 
+    def have(self, features: tuple[frozenset[str], ...], gpus: int) -> bool:
+        """Whether each has all features of one of these sets, if there are any, and the GPUs."""
+        here = set(self.features)
+        return self.gpus >= gpus and (not features or any(each <= here for each in features))
+
 
 @dataclass(frozen=True)
 class NodeReservation:
@@ -165,6 +183,8 @@ class Partition:
         Minimum and maximum number of nodes of a job; most None: unlimited.
     most_waiting
         Maximum number of one user's jobs that wait; None: unlimited.
+    tier
+        Jobs of a higher one go before those of a lower one, whatever their priority.
     preempt_mode
         ``'OFF'``, ``'CANCEL'``, ``'REQUEUE'``, ...
     grace_s
@@ -185,6 +205,7 @@ class Partition:
     qos: tuple[str, ...] = ()
     shortest_s: float = 0.0
     most_waiting: int | None = None
+    tier: int = 0
 
 
 class NotUnderstood(ValueError):

@@ -299,13 +299,16 @@ class BatchSite(ABC):
         """Which waiting jobs of others would start on nodes of blocks, and the nodes of all blocks,
         each by the id of its job.
 
-        Nothing in preemptible mode, where the scheduler takes what it needs, and nothing while it
-        is silent.
+        In preemptible mode only those for which the scheduler takes nothing by itself; nothing
+        while it is silent.
         """
-        if self.options.mode is Mode.PREEMPTIBLE or not self._tracker.anybody_waits():
+        if not self._tracker.anybody_waits() or (snapshot := self._tracker.snapshot()) is None:
             return (), ()
-        snapshot = self._tracker.snapshot()
-        if snapshot is None or not (demands := self._tracker.needs(snapshot).demands):
+        demands = self._tracker.needs(snapshot).demands
+        if self.options.mode is Mode.PREEMPTIBLE:
+            served = {job.job_id for job in snapshot.jobs if job.preempts}
+            demands = tuple(demand for demand in demands if demand.job not in served)
+        if not demands:
             return (), ()
         return demands, tuple(
             BlockNodes(job, names, self._releasable(job, names))

@@ -147,7 +147,14 @@ class Submitter:
             start_by_s = min(start_by_s, float(shape.deadline - shape.least_s))
             latest_s = float(shape.deadline)
         return BatchBlock(
-            job_id, shape.nodes, now, start_by_s, latest_s, place, node_class=shape.node_class
+            job_id,
+            shape.nodes,
+            now,
+            start_by_s,
+            latest_s,
+            place,
+            node_class=shape.node_class,
+            least_s=shape.least_s,
         )
 
     def _place(self, folder: Path, block: str, node_class: str = '') -> Place:

@@ -297,7 +297,8 @@ class BlockTracker:
         with self._lock:
             late = self._blocks.late(self._clock())
             if any(b.nodes > 1 and b.submitted_s < before for b in self._blocks.waiting()):
-                stranded = self._blocks.stranded(len(self._usable(snapshot)), before)
+                lengths_s = [end - snapshot.jobs_at for end in self._usable(snapshot).values()]
+                stranded = self._blocks.stranded(lengths_s, before)
                 late += [job_id for job_id in stranded if job_id not in late]
             taken = self._blocks.taken(self._options.requeue)
         if self._watch.failures:

@@ -14,7 +14,7 @@ from typing import Any
 from parsl_freetrain.sites.batch.records import BatchJob, Nodes, NotUnderstood
 from parsl_freetrain.sites.slurm.hostlist import expand
 from parsl_freetrain.sites.slurm.states import end_of, state_of
-from parsl_freetrain.sites.slurm.text import features_of, gpus_of, is_blocked, tasks_of
+from parsl_freetrain.sites.slurm.text import choices_of, features_of, gpus_of, is_blocked, tasks_of
 
 JOBS = ('squeue', '--json')
 NODES = ('sinfo', '--json', '--all')
@@ -59,6 +59,7 @@ def _job(job: dict[str, Any]) -> BatchJob:
     )
     end = _number(job['end_time'])
     preempted = _number(job.get('preempt_time', 0))
+    gres = job.get('tres_per_node') or ''
     return BatchJob(
         str(job['job_id']),
         end_of(state_of(word), *_exit(job.get('exit_code'))),
@@ -74,8 +75,12 @@ def _job(job: dict[str, Any]) -> BatchJob:
         int(_number(job.get('restart_cnt', 0)) or 0),
         limit_s=None if (minutes := _number(job.get('time_limit'))) is None else 60 * minutes,
         priority=_number(job.get('priority')) or 0.0,
-        blocked=is_blocked(job['state_reason']),
+        blocked=is_blocked(job['state_reason'], job.get('resv_name') or ''),
         only=expand(job.get('required_nodes') or ''),
+        excluded=expand(job.get('excluded_nodes') or ''),
+        features=choices_of(job.get('features') or '', gres),
+        gpus=gpus_of(gres),
+        qos=job.get('qos') or '',
         tasks=tasks_of(job.get('array_task_string') or ''),
     )
 

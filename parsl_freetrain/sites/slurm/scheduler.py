@@ -42,6 +42,7 @@ T = TypeVar('T')
 # The site config replaces these variables. An account is kept, since users set it for all jobs.
 _MEDDLING = ('SQUEUE_', 'SINFO_', 'SBATCH_', 'SCANCEL_', 'SACCT_')
 _KEPT = ('SBATCH_ACCOUNT',)
+_TIER = 2.0**32  # above every priority
 
 
 class Slurm:
@@ -63,10 +64,13 @@ class Slurm:
         self._form: Form | None = None
         self._user = own_name()
         self._exits: dict[str, int] = {}  # of failed jobs, as of wait
+        self._tiers: dict[str, int] = {}  # of partitions
 
     def queue(self) -> Partition:
         """The partition."""
-        return partition_for(self._options, text.parse_partitions(self.client.ask(text.PARTITIONS)))
+        partitions = text.parse_partitions(self.client.ask(text.PARTITIONS))
+        self._tiers = {name: partition.tier for name, partition in partitions.items()}
+        return partition_for(self._options, partitions)
 
     def wanted(self) -> Wanted:
         """Its nodes with the features and GPUs of the options."""
@@ -79,10 +83,20 @@ class Slurm:
 
     def jobs(self) -> tuple[BatchJob, ...]:
         """The queue, in the form that the options and the version say."""
-        return self._in_form(
+        jobs = self._in_form(
             lambda: documents.parse_jobs(self.client.ask(documents.JOBS)),
             lambda: self._with_ends(text.parse_jobs(self.client.ask(text.JOBS))),
         )
+        return tuple(self._ranked(job) if job.state is JobState.PENDING else job for job in jobs)
+
+    def _ranked(self, job: BatchJob) -> BatchJob:
+        """With its priority among jobs of all partitions. Those of our own partition, and of our
+        QOS if we have one, are not preempted for each other.
+        """
+        partitions, qos = job.partition.split(','), self._options.qos
+        tier = max(self._tiers.get(name, 0) for name in partitions)
+        alike = partitions == [self._options.partition] and qos in (None, job.qos)
+        return replace(job, priority=job.priority + _TIER * tier, preempts=not alike)
 
     def _with_ends(self, jobs: tuple[BatchJob, ...]) -> tuple[BatchJob, ...]:
         """Each of this user's jobs that has failed, with how it ended; asked about once."""

@@ -19,11 +19,15 @@ from parsl_freetrain.sites.batch.records import (
 from parsl_freetrain.sites.slurm.hostlist import expand
 from parsl_freetrain.sites.slurm.states import end_of, state_of
 
-# Names of jobs may hold any character but a line's end: they come last.
-_JOB_FIELDS = '%i|%T|%P|%D|%S|%e|%Y|%N|%u|%r|%l|%Q|%n|%j'
+# Names of jobs may hold any character but a line's end: they come last, behind a mark that no
+# constraint can hold. A constraint may hold bars too.
+_MARK = '|/|'
+_JOB_FIELDS = f'%i|%T|%P|%D|%S|%e|%Y|%N|%u|%r|%l|%Q|%n|%x|%b|%q|%v|%f{_MARK}%j'
 _NODE_FIELDS = '%R|%T|%G|%f|%N'
-# The reasons of a pending job that more idle nodes may let start.
-_FOR_NODES = ('None', 'Resources', 'Priority', '')
+# How the reasons of a pending job begin that more idle nodes may let start. Which nodes a
+# reservation or a fault keeps from it is looked at for each; Slurm's words on that may be old.
+_FOR_NODES = ('None', 'Resources', 'Priority', 'ReqNodeNotAvail', 'Nodes required for job are')
+_NOTHING = ('', '(null)', 'N/A')
 _UNLIMITED = ('UNLIMITED', 'INFINITE', 'infinite', 'NONE', 'N/A', '')
 _MARKS = '*~#!%$@^-+'
 
@@ -70,13 +74,15 @@ def parse_jobs(answer: str) -> tuple[BatchJob, ...]:
 
 
 def _job(line: str) -> BatchJob:
-    fields = line.split('|', _JOB_FIELDS.count('|'))
-    if len(fields) <= _JOB_FIELDS.count('|'):
+    before, _, name = line.partition(_MARK)
+    wanted = _JOB_FIELDS.partition(_MARK)[0].count('|')
+    fields = before.split('|', wanted)
+    if len(fields) <= wanted or _MARK not in line:
         raise NotUnderstood(
             f'squeue answered {line[:200]!r}, which does not have the fields {_JOB_FIELDS}'
         )
-    job_id, state, partition, nodes, start, end, planned, names, user, reason, *rest, name = fields
-    limit, priority, only = rest
+    job_id, state, partition, nodes, start, end, planned, names, user, reason, *rest = fields
+    limit, priority, only, excluded, gres, qos, reservation, features = rest
     return BatchJob(
         job_id.strip(),
         state_of(state),
@@ -91,9 +97,13 @@ def _job(line: str) -> BatchJob:
         name,
         limit_s=duration_s(limit),
         priority=float(priority or 0),
-        blocked=is_blocked(reason),
+        blocked=is_blocked(reason, reservation),
         only=expand(only),
+        excluded=expand(excluded),
+        features=choices_of(features, gres),
+        gpus=gpus_of(gres),
         tasks=tasks_of(job_id.partition('_')[2]),
+        qos='' if qos in _NOTHING else qos,
     )
 
 
@@ -171,6 +181,7 @@ def _partition(fields: dict[str, str]) -> Partition:
         _listed(fields.get('AllowAccounts', '')),
         _listed(fields.get('DenyAccounts', '')),
         _listed(fields.get('AllowQos', '')),
+        tier=_number(fields.get('PriorityTier', '')),
     )
 
 
@@ -199,9 +210,24 @@ def parse_version(answer: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def is_blocked(reason: str) -> bool:
-    """Whether a pending job waits for something else than nodes, given Slurm's reason."""
-    return reason not in _FOR_NODES
+def is_blocked(reason: str, reservation: str = '') -> bool:
+    """Whether a pending job waits for something else than nodes that all may use, given Slurm's
+    reason and the reservation in which it is to run.
+    """
+    for_nodes = not reason or reason.replace('_', ' ').startswith(_FOR_NODES)
+    return not for_nodes or reservation not in _NOTHING
+
+
+def choices_of(constraint: str, gres: str) -> tuple[frozenset[str], ...]:
+    """A constraint such as ``a&b|c`` as the features, and types of GPUs, of which a node must have
+    one set. Where groups and counts are in it, any of its features will do.
+    """
+    said = '' if constraint in _NOTHING else constraint
+    if re.search(r'[][()*]', said):
+        said = '|'.join(re.findall(r'[\w.:+-]+', re.sub(r'\*\d+', '', said)))
+    types = features_of('', gres)
+    chosen = [frozenset((*re.split('[&,]', each), *types)) for each in said.split('|') if each]
+    return tuple(chosen) or ((frozenset(types),) if types else ())
 
 
 def tasks_of(tasks: str) -> int:
@@ -252,7 +278,7 @@ def gpus_of(gres: str) -> int:
 
 def features_of(text: str, gres: str) -> tuple[str, ...]:
     """Node features, without brackets' counts, and the types of GPUs, such as ``gpu:a100``."""
-    named = () if text in ('', '(null)') else tuple(text.split(','))
+    named = () if text in _NOTHING else tuple(text.split(','))
     types = re.findall(r'(?:^|,)(?:gres[:/])?(gpu:[A-Za-z_][\w.-]*)', gres)
     return (*named, *dict.fromkeys(types))
 
@@ -262,7 +288,7 @@ def _pairs(line: str) -> dict[str, str]:
 
 
 def _listed(text: str) -> tuple[str, ...]:
-    return () if text in ('', 'ALL', '(null)', 'N/A') else tuple(text.split(','))
+    return () if text in (*_NOTHING, 'ALL') else tuple(text.split(','))
 
 
 def _count(text: str) -> int:

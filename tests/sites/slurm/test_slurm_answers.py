@@ -84,6 +84,44 @@ def test_jobs_as_text() -> None:
     assert [name for name, job in jobs.items() if job.blocked] == ['4'], 'it waits for a date'
     assert (jobs['7'].only, jobs['2'].only) == (('node08',), ('node04', 'node05'))
     assert {job.state for job in jobs.values()} == {'PENDING', 'RUNNING', 'COMPLETED', 'CANCELLED'}
+    [picky] = text.parse_jobs(
+        '4|PENDING|batch|1|N/A|N/A|(null)||eve|Priority|3:00|42|node02|node[03-04]|gres:gpu:a100:2'
+        '|normal|(null)|big&new|huge|/|a|/|b\n'
+    )
+    assert (picky.only, picky.excluded, picky.gpus) == (('node02',), ('node03', 'node04'), 2)
+    assert picky.features == (
+        frozenset({'big', 'new', 'gpu:a100'}),
+        frozenset({'huge', 'gpu:a100'}),
+    )
+    assert (picky.name, picky.qos, picky.blocked) == ('a|/|b', 'normal', False)
+    assert text.choices_of('[rack1*2&rack2*2]', 'N/A') == (
+        frozenset({'rack1'}),
+        frozenset({'rack2'}),
+    )
+
+
+@pytest.mark.parametrize(
+    ('reason', 'reservation', 'blocked'),
+    [
+        ('Resources', '(null)', False),
+        ('Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority '
+         'partitions', '(null)', False),
+        ('Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved', '(null)', False),
+        ('ReqNodeNotAvail, UnavailableNodes:node05', '(null)', False),
+        ('ReqNodeNotAvail, May be reserved for other job', '(null)', False),
+        ('Resources', 'course', True),
+        ('BeginTime', '(null)', True),
+        ('Dependency', '(null)', True),
+        ('JobHeldUser', '(null)', True),
+        ('JobArrayTaskLimit', '(null)', True),
+        ('Licenses', '(null)', True),
+        ('PartitionTimeLimit', '(null)', True),
+        ('QOSMaxNodePerUserLimit', '(null)', True),
+        ('AssocGrpCpuLimit', '(null)', True),
+    ],
+)  # fmt: skip
+def test_which_reasons_are_for_nodes(reason: str, reservation: str, blocked: bool) -> None:
+    assert text.is_blocked(reason, reservation) == blocked
 
 
 @pytest.mark.parametrize(
@@ -238,7 +276,7 @@ def test_reservations() -> None:
 
 def test_partitions() -> None:
     found = text.parse_partitions(recorded('partition-22.05.txt'))
-    assert found['debug'] == Partition('debug', True, 600.0, 0, 2, 'OFF', 0.0)
+    assert found['debug'] == Partition('debug', True, 600.0, 0, 2, 'OFF', 0.0, tier=20)
     assert (
         found['scavenger'].preempt_mode,
         found['scavenger'].grace_s,

@@ -167,6 +167,36 @@ def test_a_block_gives_a_node_to_a_waiting_job_and_goes_on(slurm: Cluster, block
     assert slurm.state(job) == 'RUNNING'
 
 
+@pytest.mark.parametrize(
+    ('partition', 'mode', 'before', 'options'),
+    [
+        # The debug partition goes first, whatever the priority: there is nothing left for a job
+        # with three nodes.
+        ('batch', 'backfill', ('--nodes=3',), ('--partition=batch,debug', '--nodelist=node02')),
+        ('scavenger', 'preemptible', ('--hold',), ('--partition=scavenger',)),
+    ],
+)
+def test_jobs_that_the_scheduler_takes_no_nodes_for_are_waited_for(
+    slurm: Cluster,
+    blocks: Make,
+    partition: str,
+    mode: str,
+    before: tuple[str, ...],
+    options: tuple[str, ...],
+) -> None:
+    mine = blocks(partition, mode=mode)
+    job = running(slurm, mine, 4)
+    for other in (('--begin=now+1hour',), (f'--dependency=afterok:{job}',), before):
+        slurm.submit('--nodes=1', '--time=1', f'--partition={partition}', *other)
+    wanted = slurm.submit('--nodes=2', '--time=1', *options)
+    slurm.wait(
+        lambda: mine.status(job) and wanted in {demand.job for demand in mine.site.needed()[0]}
+    )
+    demands, _ = mine.site.needed()
+    assert {demand.job for demand in demands} == {wanted}
+    assert sum(demand.nodes for demand in demands) == 2
+
+
 def test_a_node_fails(slurm: Cluster, blocks: Make) -> None:
     mine = blocks()
     job = running(slurm, mine)

@@ -34,6 +34,7 @@ def table() -> BlockTable:
             start_by_s=100.0,
             latest_end_s=400.0,
             place=Place('n', '/o', '/e'),
+            least_s=120.0,
         )
     )
     return made
@@ -155,11 +156,12 @@ def test_only_blocks_that_have_not_started_are_late(table: BlockTable) -> None:
 def test_a_block_that_waits_for_more_nodes_than_there_are_makes_room_for_a_smaller_one(
     table: BlockTable,
 ) -> None:
-    assert table.stranded(1, 3.0) == ['1']
-    assert table.stranded(1, 0.0) == [], 'it was submitted just now'
-    assert table.stranded(2, 3.0) == table.stranded(0, 3.0) == []
+    assert table.stranded([200.0], 3.0) == ['1']
+    assert table.stranded([200.0], 0.0) == [], 'it was submitted just now'
+    assert table.stranded([200.0, 120.0], 3.0) == table.stranded([], 3.0) == []
+    assert table.stranded([200.0, 119.0], 3.0) == ['1'], 'one can be had for too short a time'
     table.take_in([job(JobState.STARTING)], 1.0)
-    assert table.stranded(1, 3.0) == [], 'it has its nodes'
+    assert table.stranded([200.0], 3.0) == [], 'it has its nodes'
 
 
 def test_blocks_whose_nodes_were_taken_are_deleted_once(table: BlockTable) -> None:
