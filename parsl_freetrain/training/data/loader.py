@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.comm.inbox import STOP_SIGNALS
@@ -94,6 +94,8 @@ def make_loader(
         'worker_init_fn': partial(_begin_worker, worker_init_fn),
         'pin_memory': device.type != 'cpu',
     }
+    if collate_fn is None and _has_rows(dataset):
+        dataset, options['collate_fn'] = _Rows(dataset), list
     if seed is None:
         return DataLoader(dataset, batch_sampler=(list(turn.indices) for turn in turns), **options)
     return DataLoader(_SeededDataset(dataset, seed), batch_sampler=turns, **options)  # type: ignore[arg-type]
@@ -139,6 +141,26 @@ def with_own_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
     """A user's DataLoader whose workers end with the rank, and not by its stop signals."""
     loader.worker_init_fn = partial(_begin_worker, loader.worker_init_fn)
     return loader
+
+
+def _has_rows(dataset: Any) -> bool:
+    """Whether a batch is, bit by bit and in the same layout, a selection of rows of tensors."""
+    return type(dataset) is TensorDataset and all(
+        type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.is_contiguous()
+        for tensor in dataset.tensors
+    )
+
+
+class _Rows(Dataset[Any]):
+    """The samples of a TensorDataset, collated: to take and stack them one by one costs more than
+    all else that a step needs beside its passes.
+    """
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self._tensors = dataset.tensors
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [tensor[indices] for tensor in self._tensors]
 
 
 class _SeededDataset(Dataset[Any]):

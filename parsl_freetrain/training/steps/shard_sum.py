@@ -90,13 +90,18 @@ class Layout:
 
     def empty(self) -> Contribution:
         """A contribution which the other methods fill; :meth:`put_missing` comes last."""
-        sums = (
-            self._spare.pop()
-            if self._spare
-            else torch.empty(self._size, dtype=self._dtype, device=self._device)
-        )
+        sums = self._spare.pop() if self._spare else self._fresh()
         sums[self._starts[len(self.parameters)] :].zero_()
         return Contribution(sums, torch.zeros(0, dtype=torch.uint8, device=self._device))
+
+    def _fresh(self) -> torch.Tensor:
+        # Deterministic torch fills what is empty; here all of it is written.
+        fills = torch._C._get_deterministic_fill_uninitialized_memory()
+        torch._C._set_deterministic_fill_uninitialized_memory(False)
+        try:
+            return torch.empty(self._size, dtype=self._dtype, device=self._device)
+        finally:
+            torch._C._set_deterministic_fill_uninitialized_memory(fills)
 
     def plus(self, earlier: Contribution, later: Contribution) -> Contribution:
         """Add the contribution of later shards to that of earlier ones, and return it."""

@@ -4,10 +4,12 @@ replaced; ``make gpu`` has the same test with a real one.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from parsl_freetrain.training.data.loader import MicroBatch, make_loader, to_device
 
@@ -40,3 +42,27 @@ def test_batches_for_an_accelerator_are_page_locked_and_their_copies_do_not_wait
     assert pinned == [batch.data_ptr() for batch in batches][:locked]
     to_device({'x': [batches[0]], 'y': (batches[1], 'text')}, device)
     assert copied == [(batch.data_ptr(), True) for batch in batches]
+
+
+class Doubled(TensorDataset):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple(2 * tensor for tensor in super().__getitem__(index))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize('kind', [TensorDataset, Doubled])
+@pytest.mark.parametrize('seed', [None, 7])
+@pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])
+def test_batches_of_tensors_are_those_of_torch(
+    kind: type[TensorDataset], seed: int | None, layout: torch.memory_format
+) -> None:
+    images = torch.randn(8, 3, 4, 4).to(memory_format=layout)
+    data = kind(images, torch.arange(8), torch.randn(8, 2).bfloat16())
+    picked = [(5, 0, 3), (7, 7)]
+    turns = [MicroBatch(indices, 0, 0, 1.0) for indices in picked]
+    ours = list(make_loader(data, turns, seed, None, 0, CPU))
+    theirs = list(DataLoader(data, batch_sampler=map(list, picked)))
+    assert [type(batch) for batch in ours] == [type(batch) for batch in theirs] == [list, list]
+    for mine, its in zip(chain(*ours), chain(*theirs), strict=True):
+        assert mine.dtype == its.dtype
+        assert mine.stride() == its.stride()
+        assert torch.equal(mine, its)
