@@ -29,7 +29,7 @@ Flags = NDArray[np.bool_]
 # The first target is below the bound by this share of it; later ones by ever more.
 _FIRST, _STEP, _LAST = 2.5e-4, 1.4, 0.05
 # Besides the prices of the linear programme: each class alone cheaper or dearer.
-_FACTORS = (0.92, 1.08)
+_FACTORS = (0.85, 0.95, 1.05, 1.15)
 
 
 class ClassAllocator:
@@ -67,11 +67,12 @@ class ClassAllocator:
         found = choices.best(self._most_states)
         if found is None:
             return self._otherwise.allocate(problem)
+        allocation, worth = found
         nodes = {
             bid.name: tuple(counts)
-            for bid, counts in zip(problem.bids, found.tolist(), strict=True)
+            for bid, counts in zip(problem.bids, allocation.tolist(), strict=True)
         }
-        return asked.best_of('optimal', spread(problem, groups, nodes))
+        return asked.best_of('optimal', spread(problem, groups, nodes), worth)
 
 
 class _Choices:
@@ -113,13 +114,15 @@ class _Choices:
                 worth[:, max(most + 1, 0) :] = -np.inf
         self._weight, self._room = np.concatenate(weight), np.array(room, dtype=np.float64)
 
-    def best(self, most_states: int) -> Integers | None:
-        """The best allocation, shape (bids, classes); None if there is none or it is not found."""
+    def best(self, most_states: int) -> tuple[Integers, float] | None:
+        """The best allocation, shape (bids, classes), and its worth; None if there is none or it is
+        not found.
+        """
         bids, classes, _ = self.worth.shape
         if not np.isfinite(self.worth).any(axis=(1, 2)).all() or (self._room < 0).any():
             return None
         if not bids:
-            return np.zeros((0, classes), dtype=np.int64)
+            return np.zeros((0, classes), dtype=np.int64), 0.0
         prices = self._prices()
         variants = [prices]
         for r in range(len(prices)):
@@ -211,8 +214,8 @@ class _Search:
         # Of each choice: by how much it lowers each bound.
         self._losses = self.best[:, :, None, None] - paid
 
-    def above(self, target: float, most_states: int) -> Integers | None:
-        """The best allocation, if it is worth more than the target; else None.
+    def above(self, target: float, most_states: int) -> tuple[Integers, float] | None:
+        """The best allocation and its value, if that is above the target; else None.
 
         Raises
         ------
@@ -223,8 +226,9 @@ class _Search:
         near = (self._losses < slack[:, None, None, None]).all(axis=0)
         if not near.any(axis=(1, 2)).all():
             return None
-        losses = np.where(near, self._losses[0], np.inf).reshape(len(near), -1)
-        second = np.partition(losses, 1, axis=1)[:, 1] if losses.shape[1] > 1 else losses[:, 0]
+        each = np.where(near, self._losses[0], np.inf).reshape(len(near), -1)
+        second = np.partition(each, 1, axis=1)[:, 1] if each.shape[1] > 1 else each[:, 0]
+        weight, room = self._weight.T.astype(np.int64), self._room
         radix = np.cumprod(np.append(1.0, self._room[: near.shape[1] - 1] + 1)).astype(np.int64)
         # Those with one choice left have it; the others follow, those with most to lose first.
         certain = near.sum(axis=(1, 2)) == 1
@@ -242,29 +246,30 @@ class _Search:
         order = np.argsort(-second, kind='stable')
         for j in order[~certain[order]].tolist():
             node_class, count = np.nonzero(near[j])
-            more = np.zeros((len(count), near.shape[1]), dtype=np.int64)
-            more[np.arange(len(count)), node_class] = count
-            after = left[:, :, None] - self._losses[:, j, node_class, count][:, None, :]
-            parent, choice = np.nonzero((after > 0).all(axis=0))
-            new_use = use[parent] + more[choice]
-            fits = (new_use @ self._weight.T <= self._room).all(axis=1)
-            parent, choice, new_use = parent[fits], choice[fits], new_use[fits]
-            if not len(parent):
+            losses = self._losses[:, j, node_class, count]
+            # The first prices leave out most, so that the others are looked at for few.
+            parent, choice = np.nonzero(left[0][:, None] > losses[0])
+            after = left[:, parent] - losses[:, choice]
+            new_use = use[parent]
+            new_use[np.arange(len(parent)), node_class[choice]] += count[choice]
+            fits = (after > 0).all(axis=0) & (new_use @ weight <= room).all(axis=1)
+            value = (value[parent] + self._worth[j, node_class, count][choice])[fits]
+            same = (new_use @ radix)[fits]
+            if not len(same):
                 return None
-            value = value[parent] + self._worth[j, node_class[choice], count[choice]]
-            same = new_use @ radix
             ranked = np.lexsort((-value, same))
-            first = ranked[np.append(True, np.diff(same[ranked]) > 0)]
+            first = ranked[np.append(True, same[ranked[1:]] != same[ranked[:-1]])]
             if len(first) > most_states:
                 raise _TooMany
-            parent, choice, value, use = parent[first], choice[first], value[first], new_use[first]
-            left = after[:, parent, choice]
+            value, kept = value[first], np.flatnonzero(fits)[first]
+            parent, choice, use, left = parent[kept], choice[kept], new_use[kept], after[:, kept]
             stages.append(_Stage(j, parent, node_class[choice], count[choice]))
         if (left <= 0).any() or (use @ self._weight.T > self._room).any():
             return None  # where all had one choice
         if value.max() <= target:
             return None  # the bounds count nodes that are left over as if they were of use
-        return self._traced(stages, int(value.argmax()))
+        best = int(value.argmax())
+        return self._traced(stages, best), float(value[best])
 
     def _traced(self, stages: list[_Stage], last: int) -> Integers:
         found = np.zeros(self._worth.shape[:2], dtype=np.int64)
