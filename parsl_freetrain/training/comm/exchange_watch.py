@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from parsl_freetrain.training.spec.messages import Stuck
 
@@ -27,6 +28,20 @@ STEPS = 10
 """The same, in steps."""
 LOOK_S = 1.0
 """Seconds between two looks."""
+
+
+@dataclass(frozen=True)
+class RankLinks:
+    """A rank, and how it hears of the others and is ended.
+
+    ``broken`` tells whether a connection to another rank has ended. If this rank is in the same
+    exchange a look later, ``end`` is called with the name of that; it ends the process.
+    """
+
+    rank: int
+    send: Callable[[Stuck], object]
+    broken: Callable[[], bool]
+    end: Callable[[str], object]
 
 
 class ExchangeWatch:
@@ -60,36 +75,20 @@ class ExchangeWatch:
         """Record the duration of a step. Before the first one nothing counts as too long."""
         self._steps_s.append(seconds)
 
-    def start(
-        self,
-        rank: int,
-        send: Callable[[Stuck], object],
-        broken: Callable[[], bool],
-        end: Callable[[str], object],
-    ) -> None:
-        """Look from now on, in a thread, and send what is found.
+    def start(self, links: RankLinks) -> None:
+        """Look from now on, in a thread, and send what is found."""
+        threading.Thread(target=self._run, args=(links,), daemon=True).start()
 
-        ``broken`` tells whether a connection to another rank has ended. If this rank is in the same
-        exchange a look later, ``end`` is called with the name of that; it ends the process.
-        """
-        threading.Thread(target=self._run, args=(rank, send, broken, end), daemon=True).start()
-
-    def _run(
-        self,
-        rank: int,
-        send: Callable[[Stuck], object],
-        broken: Callable[[], bool],
-        end: Callable[[str], object],
-    ) -> None:
+    def _run(self, links: RankLinks) -> None:
         seen = shown = without_peer = None
         while True:
             time.sleep(LOOK_S)
             seen, now = self._now, seen
             if now is None or now is not seen or self._aside:
                 continue
-            if broken():
+            if links.broken():
                 if now is without_peer:
-                    end(now[0])
+                    links.end(now[0])
                 without_peer = now
             if not self._steps_s:
                 continue
@@ -100,7 +99,7 @@ class ExchangeWatch:
                 print(f'This rank has waited in {now[0]} for {waited_s:.0f} s:', file=sys.stderr)
                 faulthandler.dump_traceback(sys.stderr, all_threads=True)
                 shown = now
-            send(Stuck(rank, now[0]))
+            links.send(Stuck(links.rank, now[0]))
 
 
 exchanges = ExchangeWatch()

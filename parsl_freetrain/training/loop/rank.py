@@ -21,7 +21,7 @@ from parsl_freetrain.training.checkpoint.manifest import Damaged
 from parsl_freetrain.training.checkpoint.store import Fenced, PosixCheckpointStore
 from parsl_freetrain.training.comm.collectives import is_peer_loss, join
 from parsl_freetrain.training.comm.devices import name_of, peak_memory, take_devices, visible_as
-from parsl_freetrain.training.comm.exchange_watch import exchanges
+from parsl_freetrain.training.comm.exchange_watch import RankLinks, exchanges
 from parsl_freetrain.training.comm.faults import device_fault
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.peers import Peers
@@ -99,7 +99,7 @@ def run_rank(
         )
         peers = join(order, place, channel, inbox, name_of(device))()
         if place.world_size > 1:
-            exchanges.start(place.rank, channel.send, peers.broken, end_in)
+            exchanges.start(RankLinks(place.rank, channel.send, peers.broken, end_in))
             print(f'Tensors are exchanged by {dist.get_backend()}')
         return parts_of(order, place, peers, channel, inbox, device)
 
