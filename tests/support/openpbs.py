@@ -145,13 +145,25 @@ class PbsCluster:
             line for line in lines if not line.startswith('Z') and not any(w in line for w in own)
         ]
 
+    def log_of(self, job_id: str) -> list[str]:
+        """What the server, and then each node's mom, have logged of a job."""
+        logs = [*self.folder.glob('home/server_logs/*'), *self.folder.glob('nodes/*/mom_logs/*')]
+        return [
+            f'{log.parts[-3]}: {line}'
+            for log in sorted(logs)
+            for line in log.read_text(errors='replace').splitlines()
+            if f';{job_id};' in line
+        ]
+
     def wait(self, condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
         for _ in looks(limit_s):
             if condition():
                 return
+        # The logs go with the server. What is said for minutes on end is said at the beginning too.
+        said = [line for job in self.run('qselect').split() for line in self.log_of(job)[:200]]
         raise AssertionError(
             f'did not come true within {limit_s} s\n{self.run("qstat", "-ans1")}'
-            f'{self.run("pbsnodes", "-aS")}'
+            f'{self.run("pbsnodes", "-aS")}' + '\n'.join(said)
         )
 
     @contextmanager

@@ -95,5 +95,5 @@ case $walltime in
     *:*:*) IFS=: read -r h m s <<<"$walltime"; left=$((10#$h * 3600 + 10#$m * 60 + 10#$s)) ;;
     *) left={least} ;;
 esac
-left=$((left - SECONDS))
+export left=$((left - SECONDS))
 """

@@ -4,6 +4,7 @@ stays on a node that is somebody else's.
 
 from __future__ import annotations
 
+import re
 import shlex
 import stat
 import sys
@@ -108,6 +109,9 @@ def test_nothing_of_a_block_outlives_its_job(openpbs: PbsCluster, blocks: Make, 
     if end != 'itself':
         openpbs.run(*end.split(), job)
     openpbs.wait(lambda: openpbs.state(job) in ('F', '') and empty(openpbs, nodes))
+    # One task for each node, and none for the end: PBS waits long for one that is spawned then.
+    spawned = [line for line in openpbs.log_of(job) if re.search(r'task \w+ started, ', line)]
+    assert len(spawned) == 2, spawned
 
 
 def test_a_suspended_block_does_not_work_and_is_deleted(openpbs: PbsCluster, blocks: Make) -> None:

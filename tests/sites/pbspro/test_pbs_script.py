@@ -11,6 +11,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.batch.shape import BlockShape, Place, shape_for
 from parsl_freetrain.sites.pbspro import PbsOptions
 from parsl_freetrain.sites.pbspro.script import render
+from parsl_freetrain.sites.pbspro.task_manager import task_manager
 from tests.support.waiting import LIMIT_S
 
 NOW = 1_800_000_000.0
@@ -86,3 +87,29 @@ def test_a_block_of_a_class_asks_for_its_resources() -> None:
     )
     assert '#PBS -l select=2:system=polaris\n' in plain
     assert '#PBS -l select=2:system=x:memsize=l\n' in big
+
+
+def test_one_task_is_spawned_for_each_node_and_none_to_end_the_block(tmp_path: Path) -> None:
+    """At a SIGTERM the first node is told without PBS. The others, which PBS would kill, end when
+    the time of the block is up.
+    """
+    fakes = tmp_path / 'bin'
+    fakes.mkdir()
+    (fakes / 'pbs_tmrsh').write_text(
+        f'#!/bin/bash\necho "$1" >>{tmp_path}/spawned; shift\nexec env --default-signal=TERM "$@"\n'
+    )
+    (fakes / 'pbs_tmrsh').chmod(0o700)
+    (tmp_path / 'nodes').write_text('node02\nnode01\nnode02\n')
+    launcher = subprocess.Popen(
+        [*task_manager(str(tmp_path / 'block')), '/bin/bash', '-c', 'echo; exec sleep 600'],
+        env={'PATH': f'{fakes}:/usr/bin:/bin', 'PBS_NODEFILE': f'{tmp_path}/nodes', 'left': '1'},
+        stdout=subprocess.PIPE,
+    )
+    assert launcher.stdout is not None
+    with launcher:
+        for _ in range(2):  # both nodes run
+            assert launcher.stdout.readline()
+        launcher.terminate()
+        assert launcher.wait(LIMIT_S) == 124  # of the last node
+    assert sorted((tmp_path / 'spawned').read_text().split()) == ['node01', 'node02']
+    assert not list(tmp_path.glob('block*'))
