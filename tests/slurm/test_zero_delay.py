@@ -11,12 +11,15 @@ import pytest
 from tests.slurm.delay import delays_s, idle_of, scatter_s
 from tests.slurm.experiment import GRACE_S, KILL_WAIT_S, MODES, Outcome, side_by_side
 from tests.slurm.mix import untidy
+from tests.support import template
 from tests.support.slurm import Cluster
 from tests.support.waiting import under_load
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 NODES = 4
+# Half of the commands of 'make delay', which cost much of the test's processor time.
+LESS_OFTEN = {'poll_s': 1.0, 'waiting_poll_s': 0.5}
 MIX = untidy(6, NODES, 7, 120.0, 20.0)
 
 
@@ -25,10 +28,15 @@ def outcomes(
     slurm_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Outcome]:
     """The mix twice without FreeTrain, to see what the scheduler does by itself, and once with it
-    in each mode; all at the same time.
+    in each mode; all at the same time. Blocks import no torch: that would take processors from
+    the schedulers, on this computer alone.
     """
     folder = tmp_path_factory.mktemp('delay')
-    return side_by_side({'alone': None, 'again': None, **MODES}, MIX, NODES, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in template.for_nodes().items():
+            patch.setenv(variable, value)
+        filled = {mode: {**settings, **LESS_OFTEN} for mode, settings in MODES.items()}
+        return side_by_side({'alone': None, 'again': None, **filled}, MIX, NODES, folder)
 
 
 @pytest.mark.parametrize('mode', MODES)
