@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sqlite3
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host import files
@@ -16,27 +17,16 @@ BUSY_S = 30.0
 """How long, in seconds, either side waits for a lock of the other."""
 
 
-class Transaction:
+@contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
     """``BEGIN IMMEDIATE`` to commit, or back; sqlite3's own context manager does not begin."""
-
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self._connection = connection
-
-    def __enter__(self) -> None:
-        self._connection.execute('BEGIN IMMEDIATE')
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None:
-                self._connection.execute('COMMIT')
-        finally:
-            if self._connection.in_transaction:
-                self._connection.execute('ROLLBACK')
+    connection.execute('BEGIN IMMEDIATE')
+    try:
+        yield
+        connection.execute('COMMIT')
+    finally:
+        if connection.in_transaction:
+            connection.execute('ROLLBACK')
 
 
 def open_for_writing(path: Path) -> sqlite3.Connection:
@@ -71,7 +61,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
     )
     try:
-        with Transaction(connection):
+        with transaction(connection):
             if schema.is_empty(connection):
                 schema.create(connection)
         schema.check(connection, str(path))

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 
 from parsl_freetrain.ledger import schema
-from parsl_freetrain.ledger.connection import Transaction, open_for_writing
+from parsl_freetrain.ledger.connection import open_for_writing, transaction
 
 _DAMAGED = {
     sqlite3.SQLITE_CORRUPT,
@@ -45,7 +45,7 @@ def begin_anew(
     """
     draft = path.with_name(f'.{path.name}.{secrets.token_hex(8)}.part')
     try:
-        with contextlib.closing(open_for_writing(draft)) as fresh, Transaction(fresh):
+        with contextlib.closing(open_for_writing(draft)) as fresh, transaction(fresh):
             _copy(kept, fresh)
             _copy(damaged, fresh)
         damaged.close()

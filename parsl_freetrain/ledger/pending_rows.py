@@ -15,7 +15,7 @@ from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.ledger import damage, schema
-from parsl_freetrain.ledger.connection import Transaction
+from parsl_freetrain.ledger.connection import transaction
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class PendingRows:
         self._complained = False
 
     def _write(self) -> None:
-        with Transaction(self.connection):
+        with transaction(self.connection):
             for statement, values in self._statements():
                 try:
                     self.connection.execute(statement, values)
@@ -165,12 +165,8 @@ class PendingRows:
         )
 
     def run(self) -> int:
-        """The number of the run.
-
-        Raises
-        ------
-        RuntimeError
-            Another live thread writes this ledger, or no run has begun.
+        """The number of the run. Raises RuntimeError if another live thread writes this ledger, or
+        no run has begun.
         """
         me = threading.current_thread()
         if self._owner is None:

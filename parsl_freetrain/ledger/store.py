@@ -10,7 +10,7 @@ from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.records import to_json
-from parsl_freetrain.ledger.connection import Transaction, open_for_writing
+from parsl_freetrain.ledger.connection import open_for_writing, transaction
 from parsl_freetrain.ledger.decision_rows import DecisionRows
 from parsl_freetrain.ledger.node_rows import NodeRows
 from parsl_freetrain.ledger.pending_rows import PendingRows, as_int, as_json
@@ -91,7 +91,7 @@ class Ledger:
             The ledger has a run of this name, or cannot be written.
         """
         try:
-            with Transaction(self._connection):
+            with transaction(self._connection):
                 cursor = self._connection.execute(
                     'INSERT INTO runs (name, begun_at, last_at, parsl_run_dir, command, settings) '
                     'VALUES (?, ?, ?, ?, ?, ?)',

@@ -30,38 +30,15 @@ taken still.
 """
 
 
-def node_seconds(
-    reader: Reader, run: str | None = None, *, now: float | None = None
-) -> dict[str, float]:
-    """What became of every second of every node that was offered.
+def summary(reader: Reader, *, run: str | None = None, now: float | None = None) -> dict[str, Any]:
+    """The closing summary, over all runs of the ledger or one.
 
     Parameters
     ----------
     run
         One run; all runs of the ledger by default.
     now
-        Up to when a run that is alive is told, in epoch seconds; by default the last time it noted
-        anything.
-
-    Returns
-    -------
-    dict
-        Node-seconds: ``offered``, and its parts ``trained``, ``starting`` (a block's node before it
-        joined, a fragment before its first step), ``checkpointing``, ``lost`` (after the last
-        checkpoint of a fragment that was preempted or failed) and ``idle``. The parts add up to
-        ``offered``; what a node did outside an offer, or after the end of the run, counts nowhere.
-        A second with overlapping records counts once.
-    """
-    return node_seconds_of(reader.story(run), now)
-
-
-def summary(reader: Reader, *, run: str | None = None, now: float | None = None) -> dict[str, Any]:
-    """The closing summary, over all runs of the ledger or one.
-
-    Parameters
-    ----------
-    run, now
-        As in :func:`node_seconds`.
+        As in :func:`~parsl_freetrain.ledger.timeline.node_seconds_of`.
 
     Returns
     -------
@@ -71,7 +48,8 @@ def summary(reader: Reader, *, run: str | None = None, now: float | None = None)
         total, None if unknown), ``samples_repeated`` (trained and not kept), and further
         ``fragments_started``, ``failed``, ``checkpoints``, ``state``, ``why``; ``blocks``;
         ``blocks_killed`` (taken while a fragment was training on them); ``node_s`` as in
-        :func:`node_seconds`; ``wall_s`` (seconds, summed over runs).
+        :func:`~parsl_freetrain.ledger.timeline.node_seconds_of`; ``wall_s`` (seconds, summed over
+        runs).
     """
     story = reader.story(run)
     return {
@@ -140,12 +118,8 @@ def _repeated(
 
 
 class CachedAllocator:
-    """An allocator that asks another one only about problems that it has not seen.
-
-    Parameters
-    ----------
-    allocator
-        Whom to ask.
+    """An allocator that asks another one only about problems that it has not seen. ``allocator``:
+    whom to ask.
     """
 
     def __init__(self, allocator: Allocator) -> None:

@@ -23,12 +23,7 @@ def used_node_s(ledger: Path) -> dict[str, float]:
     """Node-seconds used in all runs of a ledger, by the keys of budgets; empty without a ledger.
 
     A fragment counts from the decision that started it until its end, or until its run was last
-    heard of, with all of its nodes.
-
-    Raises
-    ------
-    BadInput
-        If the file is no ledger.
+    heard of, with all of its nodes. Raises BadInput if the file is no ledger.
     """
     if not ledger.exists():
         return {}
@@ -71,12 +66,8 @@ def owners_in(reader: Reader, run: RunRow) -> dict[str, tuple[str, ...]]:
 def charged(ledger: Path) -> float:
     """What all runs of a ledger were charged for blocks, at most; 0 without a ledger.
 
-    A block whose end is not known counts with all that it can cost.
-
-    Raises
-    ------
-    BadInput
-        If the file is no ledger.
+    A block whose end is not known counts with all that it can cost. Raises BadInput if the file is
+    no ledger.
     """
     charges = Charges(None, 0.0)
     if not ledger.exists():

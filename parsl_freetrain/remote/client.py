@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from concurrent.futures import wait as wait_for
-from types import TracebackType
 from typing import Any
 
 from parsl_freetrain.app import FreeTrainApp
@@ -185,10 +184,5 @@ class FreeTrainClient(Executor):
             wait_for(trainings)
         self.close()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -18,7 +18,7 @@ from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.model.events import Action, StartFragment, StopFragment
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.store import Ledger
-from parsl_freetrain.ledger.summary import node_seconds
+from parsl_freetrain.ledger.timeline import node_seconds_of
 from parsl_freetrain.replay.prospect import trainers_at
 from parsl_freetrain.report.axes import linear, logarithmic, seconds
 from parsl_freetrain.report.causes import causes
@@ -177,7 +177,7 @@ def test_what_became_of_every_node_second(small: Path) -> None:
 def test_causes_add_up_to_the_summary(tmp_path: Path, options: dict[str, Any]) -> None:
     path = demo_ledger(tmp_path / 'ledger.sqlite', seconds=60.0, **options)
     with Reader(path) as reader:
-        totals = node_seconds(reader)
+        totals = node_seconds_of(reader.story())
         found = causes(reader.story())
     for kind in set(totals) - {'offered'}:
         assert sum(c.node_s for c in found if c.kind == kind) == pytest.approx(

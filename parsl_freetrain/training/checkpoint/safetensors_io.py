@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -117,30 +117,9 @@ def layout_of(pieces: Iterable[Piece]) -> Layout:
 
 def write_tensors(path: Path, pieces: Iterable[Piece]) -> tuple[str, ...]:
     """Write a new, private (0600) file and make it durable. Returns the digest of each block.
-
-    Raises
-    ------
-    FileExistsError
-        If there is one of this name.
+    Raises FileExistsError if there is one of this name.
     """
     return write_hashed(path, layout_of(pieces).content())
-
-
-def read_into(file: BinaryIO, start: int, target: torch.Tensor) -> None:
-    """Read a tensor's bytes, which begin at ``start``, into a dense tensor on the CPU.
-
-    Raises
-    ------
-    EOFError
-        If the file ends too early.
-    """
-    file.seek(start)
-    view = bytes_of(target)
-    while view:
-        got = file.readinto(view)  # type: ignore[attr-defined]
-        if not got:
-            raise EOFError(f'{file.name} ends before byte {start + target.nbytes}.')
-        view = view[got:]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -8,13 +8,13 @@ to the new run.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
-import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host import files
@@ -57,38 +57,21 @@ def this_process(run: str, commands: Mapping[str, str] | None = None) -> Holder:
 
 def write_holder(path: Path, holder: Holder) -> None:
     """Write the holder of the blocks, atomically: readers see the old file or the new one."""
-    files.replace(path, json.dumps(asdict(holder)).encode())
+    files.replace(path, msgspec.json.encode(holder))
 
 
 def read_holder(path: Path) -> Holder | None:
-    """The holder of the blocks; None if there is none.
-
-    Raises
-    ------
-    BadInput
-        If other users can access the file, or it is damaged, so that its commands must not be run.
+    """The holder of the blocks; None if there is none. Raises BadInput if other users can access
+    the file, or it is damaged, so that its commands must not be run.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return msgspec.json.decode(files.read(path, _LARGEST), type=Holder)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise BadInput(f'{path} cannot be read ({error.strerror}); remove it.') from None
-    with os.fdopen(fd, 'rb') as file:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise BadInput(
-                f'{path} must be a file of yours that nobody else can read or write '
-                '(mode 0600); remove it.'
-            )
-        try:
-            said = json.loads(file.read(_LARGEST))
-            commands = {str(job): str(command) for job, command in said['commands'].items()}
-            return Holder(
-                str(said['run']), str(said['host']), int(said['pid']), str(said['born']), commands
-            )
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise BadInput(f'{path} is not what a run has written; remove it.') from None
+    except BadInput:
+        raise
+    except ValueError:
+        raise BadInput(f'{path} is not what a run has written; remove it.') from None
 
 
 def release(path: Path, run: str) -> None:
