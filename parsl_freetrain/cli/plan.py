@@ -136,12 +136,8 @@ def _in_words(found: Prospect) -> str:
 
 
 def blocks_for(provider: BackfillProvider, now: float) -> list[dict[str, Any]]:
-    """The blocks for the present holes, largest first, at most ``max_blocks`` of them.
-
-    Raises
-    ------
-    BadInput
-        The site has no batch scripts.
+    """The blocks for the present holes, largest first, at most ``max_blocks`` of them. Raises
+    BadInput if the site has no batch scripts.
     """
     from parsl_freetrain.cli.sites import holes_of
     from parsl_freetrain.sites.batch.options import Mode

@@ -36,18 +36,9 @@ JsonOption = Annotated[bool, typer.Option('--json', help='One JSON document on s
 
 
 def ledger_at(given: Path | None) -> Path:
-    """Find the ledger.
-
-    Parameters
-    ----------
-    given
-        A ledger; or a folder with ``ledger.sqlite`` or ``checkpoints/ledger.sqlite``; or None for
-        the first such folder from the current one upwards.
-
-    Raises
-    ------
-    BadInput
-        There is none.
+    """Find the ledger. ``given``: a ledger; or a folder with ``ledger.sqlite`` or
+    ``checkpoints/ledger.sqlite``; or None for the first such folder from the current one upwards.
+    Raises BadInput if there is none.
     """
     if given is not None:
         path = given.absolute()
@@ -76,12 +67,8 @@ def _in_folder(folder: Path) -> Iterator[Path]:
 
 
 def run_named(names: Sequence[str], given: str | None) -> str | None:
-    """The run whose name begins with ``given``; None for the newest run.
-
-    Raises
-    ------
-    BadInput
-        There is none, or more than one.
+    """The run whose name begins with ``given``; None for the newest run. Raises BadInput if there
+    is none, or more than one.
     """
     if given is None or given in names:
         return given
@@ -100,12 +87,8 @@ def run_named(names: Sequence[str], given: str | None) -> str | None:
 
 
 def trainer_named(names: Iterable[str], given: str) -> str:
-    """The trainer of this name.
-
-    Raises
-    ------
-    BadInput
-        There is none; the message lists the existing ones, the most similar first.
+    """The trainer of this name. Raises BadInput if there is none; the message lists the existing
+    ones, the most similar first.
     """
     known = list(names)
     if given not in known:

@@ -60,12 +60,8 @@ def why(
 def explanation(
     reader: Reader, trainer: str, run: str | None, last: int, now: float
 ) -> dict[str, Any]:
-    """The output of ``freetrain why`` as data.
-
-    Raises
-    ------
-    BadInput
-        There is no such run, or no such trainer in it.
+    """The output of ``freetrain why`` as data. Raises BadInput if there is no such run, or no such
+    trainer in it.
     """
     from parsl_freetrain.cli.live.liveness import life_of
     from parsl_freetrain.ledger.rows import FINAL_STATES

@@ -18,12 +18,8 @@ from parsl_freetrain.sites.provider import BackfillProvider
 def controller_settings(
     policy: Policy, provider: BackfillProvider, ledger: Path, workers_per_node: int
 ) -> ControllerSettings:
-    """Put them together. The ledger, which need not exist, says what was used before.
-
-    Raises
-    ------
-    BadInput
-        If that is the budget of all trainers, so that nothing can run.
+    """Put them together. The ledger, which need not exist, says what was used before. Raises
+    BadInput if that is the budget of all trainers, so that nothing can run.
     """
     budgets, total = policy.budgets, policy.budgets.get(EVERYBODY, math.inf)
     used_before = used_node_s(ledger) if budgets else {}

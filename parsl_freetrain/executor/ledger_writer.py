@@ -39,12 +39,8 @@ def about_this_process(checkpoint_dir: str) -> dict[str, Any]:
 
 
 class LedgerWriter:
-    """A subscriber that writes events into the ledger of a run that has begun.
-
-    Parameters
-    ----------
-    run
-        Parsl's id of the run, as in :meth:`Ledger.begin_run`.
+    """A subscriber that writes events into the ledger of a run that has begun. ``run``: Parsl's id
+    of the run, as in :meth:`Ledger.begin_run`.
     """
 
     def __init__(self, ledger: Ledger, run: str) -> None:

@@ -47,17 +47,8 @@ def requests_folder(ledger: Path) -> Path:
 
 
 class Requests:
-    """The live run's end.
-
-    Parameters
-    ----------
-    folder
-        Made, and cleared of what an earlier run has left.
-
-    Raises
-    ------
-    BadInput
-        If somebody else owns the folder or may write to it.
+    """The live run's end. ``folder``: made, and cleared of what an earlier run has left. Raises
+    BadInput if somebody else owns the folder or may write to it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -102,18 +93,10 @@ def ask(
     check: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> str:
-    """Ask the live run that keeps ``ledger``, and wait for its answer, a sentence.
-
-    Parameters
-    ----------
-    check
-        Called about once a second; raises BadInput when the run can no longer answer.
-
-    Raises
-    ------
-    BadInput
-        If there is no such run, if it cannot do what is asked, or does not answer within
-        ``timeout_s`` seconds.
+    """Ask the live run that keeps ``ledger``, and wait for its answer, a sentence. ``check``:
+    called about once a second; raises BadInput when the run can no longer answer. Raises BadInput
+    if there is no such run, if it cannot do what is asked, or does not answer within ``timeout_s``
+    seconds.
     """
     folder = requests_folder(ledger)
     if not ledger.is_file() or not folder.is_dir():

@@ -12,12 +12,8 @@ from parsl_freetrain.host.ownership import refuse_foreign, refuse_replaceable
 
 
 def refuse_unquotable(logdir: str) -> None:
-    """Refuse a folder of Parsl whose name its commands would have to quote.
-
-    Raises
-    ------
-    BadInput
-        If the name has spaces or special characters.
+    """Refuse a folder of Parsl whose name its commands would have to quote. Raises BadInput if the
+    name has spaces or special characters.
     """
     logs = os.path.abspath(logdir)
     if shlex.quote(logs) != logs:
@@ -30,12 +26,7 @@ def refuse_unquotable(logdir: str) -> None:
 
 def keep_others_out(checkpoint_dir: Path, run_dir: str) -> None:
     """Refuse a checkpoint folder that other users can change. Make Parsl's folder of this run
-    private, with its log.
-
-    Raises
-    ------
-    BadInput
-        If another user can change the folder, or one above it.
+    private, with its log. Raises BadInput if another user can change the folder, or one above it.
     """
     folder = checkpoint_dir.absolute()
     refuse_replaceable(folder, 'checkpoint_dir')

@@ -48,12 +48,8 @@ class RunLock:
         self._touched_at = 0.0
 
     def take_folder(self) -> None:
-        """Claim the folder.
-
-        Raises
-        ------
-        BadInput
-            If another live run has it, or the folder cannot be written.
+        """Claim the folder. Raises BadInput if another live run has it, or the folder cannot be
+        written.
         """
         try:
             make_dir(self._path.parent)
@@ -84,13 +80,7 @@ class RunLock:
 
 
 def refuse_live(folder: Path) -> None:
-    """Check that no live run has a checkpoint folder.
-
-    Raises
-    ------
-    BadInput
-        If one has.
-    """
+    """Check that no live run has a checkpoint folder. Raises BadInput if one has."""
     path = folder / FILE
     other = read_holder(path)
     if other is not None and (left_s := _lives_s(other, path)) > 0:

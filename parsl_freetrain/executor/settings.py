@@ -216,11 +216,7 @@ def check_trainer(trainer: Trainer, metric: str, samples: int, at: float) -> Non
 
 def check_solver(policy: Policy, site: Site) -> None:
     """Refuse the dynamic programme where nodes of a site are unequal or leave at several times.
-
-    Raises
-    ------
-    BadInput
-        With what differs.
+    Raises BadInput, with what differs.
     """
     if policy.solver_name != SolverName.DP:
         return
@@ -240,12 +236,8 @@ def check_solver(policy: Policy, site: Site) -> None:
 
 
 def check_classes(trainer: Trainer, site: HoleSource) -> None:
-    """Refuse a trainer whose curves name node classes that the site does not have.
-
-    Raises
-    ------
-    BadInput
-        With the trainer's name, the class, and the classes of the site.
+    """Refuse a trainer whose curves name node classes that the site does not have. Raises BadInput,
+    with the trainer's name, the class, and the classes of the site.
     """
     classes = set(getattr(site, 'classes', ()))
     if classes and trainer.shapes:

@@ -15,13 +15,7 @@ PRIVATE = 0o600
 
 
 def create(path: Path, *, mode: int = PRIVATE) -> BinaryIO:
-    """Open a new file for writing.
-
-    Raises
-    ------
-    FileExistsError
-        If there is one of this name, or a link.
-    """
+    """Open a new file for writing. Raises FileExistsError if the name is taken, by a link also."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), 'wb')
 
 
@@ -70,14 +64,9 @@ def open_log(path: str | Path) -> int:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """At most ``limit`` bytes of a file that nobody else can have written.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is none.
-    BadInput
-        If it is a link or no regular file, belongs to another user, or others may read or write it.
+    """At most ``limit`` bytes of a file that nobody else can have written. Raises FileNotFoundError
+    if there is none; BadInput if it is a link or no regular file, belongs to another user, or
+    others may read or write it.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)

@@ -30,11 +30,7 @@ class OomWatch:
     """Notices when the kernel ends a process because memory was full.
 
     Slots of one computer share a count, so only what happened since the last beat but one counts.
-
-    Parameters
-    ----------
-    pid
-        A process in the same cgroup.
+    ``pid``: a process in the same cgroup.
     """
 
     def __init__(self, pid: int | str = 'self', root: Path = Path('/')) -> None:

@@ -11,12 +11,8 @@ _SIOCGIFADDR = 0x8915
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of a network interface.
-
-    Raises
-    ------
-    OSError
-        If there is no such interface, or it has no address.
+    """The IPv4 address of a network interface. Raises OSError if there is no such interface, or it
+    has no address.
     """
     request = struct.pack('256s', interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:

@@ -54,12 +54,7 @@ def is_ours(owner: int, folder: Path) -> bool:
 
 def refuse_replaceable(folder: Path, what: str) -> None:
     """Refuse a path of which another user could replace a part: a folder above it that everybody
-    may write to, or a link that another user has made.
-
-    Raises
-    ------
-    BadInput
-        With the part.
+    may write to, or a link that another user has made. Raises BadInput, with the part.
     """
     parts = {*_with_parents(folder.absolute()), *_with_parents(folder.resolve())}
     for part in sorted(parts):

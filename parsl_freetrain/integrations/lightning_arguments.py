@@ -74,13 +74,7 @@ def is_own(name: str, thing: Any, base: type[Any]) -> bool:
 
 
 def check_options(kind: str, ctx: Any, precision: Any, options: dict[str, Any]) -> None:
-    """Check the arguments of a ``Trainer`` or ``Fabric``.
-
-    Raises
-    ------
-    BadInput
-        If one is not supported.
-    """
+    """Check arguments of a ``Trainer`` or ``Fabric``. Raises BadInput if one is not supported."""
     if not isinstance(ctx, FragmentContext):
         raise BadInput(
             f'The first argument of {kind} is a {type(ctx).__name__}; it must be the fragment '
@@ -102,12 +96,8 @@ def _nearest(name: str) -> str:
 
 
 def check_module(module: Any, datamodule: Any) -> None:
-    """Check a module and its data module.
-
-    Raises
-    ------
-    BadInput
-        If one has something that is not called, or that would depend on the nodes.
+    """Check a module and its data module. Raises BadInput if one has something that is not called,
+    or that would depend on the nodes.
     """
     for thing, kind in ((module, LightningModule), (datamodule, LightningDataModule)):
         if thing is None and kind is LightningDataModule:
@@ -134,13 +124,7 @@ def check_module(module: Any, datamodule: Any) -> None:
 
 
 def check_callback(callback: Any) -> None:
-    """Check that a callback waits for no event that does not come.
-
-    Raises
-    ------
-    BadInput
-        If it does.
-    """
+    """Check that a callback waits for no event that does not come. Raises BadInput if it does."""
     kind = type(callback).__name__
     if not isinstance(callback, Callback):
         raise BadInput(f'Trainer was given {kind} as a callback; it is none of Lightning.')

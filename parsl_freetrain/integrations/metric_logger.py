@@ -58,13 +58,7 @@ class MetricLogger(Protocol):
 
 @contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Around imports of a library.
-
-    Raises
-    ------
-    BadInput
-        If a package is not installed.
-    """
+    """Around imports of a library. Raises BadInput if a package is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:

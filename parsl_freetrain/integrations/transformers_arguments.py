@@ -59,12 +59,8 @@ _EVENTS = {
 
 
 def check_arguments(args: Any, ctx: FragmentContext) -> None:
-    """Check a ``TrainingArguments`` against what is supported and what the app says.
-
-    Raises
-    ------
-    BadInput
-        If it asks for something else.
+    """Check a ``TrainingArguments`` against what is supported and what the app says. Raises
+    BadInput if it asks for something else.
     """
     for field in dataclasses.fields(args):
         value, default = getattr(args, field.name), _DEFAULTS.get(field.name, field.default)
@@ -94,13 +90,7 @@ def check_arguments(args: Any, ctx: FragmentContext) -> None:
 
 
 def check_overrides(trainer: type[Any], ours: type[Any]) -> None:
-    """Check that a subclass replaces no method that is not called here.
-
-    Raises
-    ------
-    BadInput
-        If it does.
-    """
+    """Raises BadInput if a subclass replaces a method that is not called here."""
     for name in _REPLACED:
         base = getattr(ours, name, None) or getattr(transformers.Trainer, name, None)
         if getattr(trainer, name, None) is not base:
@@ -108,13 +98,7 @@ def check_overrides(trainer: type[Any], ours: type[Any]) -> None:
 
 
 def check_callbacks(callbacks: Iterable[Any]) -> None:
-    """Check that callbacks wait for no event that does not come.
-
-    Raises
-    ------
-    BadInput
-        If one does.
-    """
+    """Check that callbacks wait for no event that does not come. Raises BadInput if one does."""
     for callback in callbacks:
         for name in dir(transformers.TrainerCallback):
             own = getattr(type(callback), name) is not getattr(transformers.TrainerCallback, name)

@@ -64,12 +64,8 @@ class Follower:
             return list(self._open.values())
 
     def follow(self, order: Order, payload: str = '') -> RemoteTraining:
-        """Send an order and follow its trainer until that ends.
-
-        Raises
-        ------
-        BadInput
-            If this follower is closed, or follows a trainer of this name already.
+        """Send an order and follow its trainer until that ends. Raises BadInput if this follower is
+        closed, or follows a trainer of this name already.
         """
         training = RemoteTraining(
             order, payload, self._ask, Backoff(self._first_backoff_s, LONGEST_BACKOFF_S)

@@ -20,12 +20,8 @@ from parsl_freetrain.remote.connection import LARGEST_PAYLOAD
 def order_of(
     app: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], trainer_name: str | None
 ) -> tuple[Order, str]:
-    """The order that starts a trainer, and its payload in base64.
-
-    Raises
-    ------
-    BadInput
-        ``app`` is no trainer, an argument is a future, or it is too large to send.
+    """The order that starts a trainer, and its payload in base64. Raises BadInput if ``app`` is no
+    trainer, an argument is a future, or it is too large to send.
     """
     if not isinstance(app, FreeTrainApp):
         raise BadInput(

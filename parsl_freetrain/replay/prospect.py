@@ -95,12 +95,8 @@ def trainers_at(path: Path) -> list[ReplayTrainer]:
     """The trainers of a file in the format of ``freetrain replay``; or the unfinished trainers of a
     ledger's newest run, with the samples left.
 
-    ``submit_s`` in a file counts from now.
-
-    Raises
-    ------
-    BadInput
-        The file is invalid, lacks a trainer's speed, or has no trainer with samples left.
+    ``submit_s`` in a file counts from now. Raises BadInput if the file is invalid, lacks a
+    trainer's speed, or has no trainer with samples left.
     """
     try:
         with path.open('rb') as file:

@@ -114,12 +114,8 @@ def changed(
     metric: str | None = None,
     time_limit_s: float | None = None,
 ) -> DecisionSettings:
-    """The settings of a run, with some replaced; None: the run's.
-
-    Raises
-    ------
-    BadInput
-        The ledger does not have the settings, or one of them is invalid.
+    """The settings of a run, with some replaced; None: the run's. Raises BadInput if the ledger
+    does not have the settings, or one of them is invalid.
     """
     own = run.settings
     if own is None:
@@ -141,17 +137,8 @@ def changed(
 
 
 def replay_run(reader: Reader, run: RunRow, settings: DecisionSettings) -> RunReplay:
-    """Repeat the decisions of a run on its recorded events.
-
-    Parameters
-    ----------
-    settings
-        From :func:`changed`.
-
-    Raises
-    ------
-    BadInput
-        The ledger has no events of the run, or the settings cannot be used for it.
+    """Repeat the decisions of a run on its recorded events. ``settings``: from :func:`changed`.
+    Raises BadInput if the ledger has no events of the run, or the settings cannot be used for it.
     """
     own = changed(run)
     asked = _Asked(_allocator(own), None if settings == own else settings)

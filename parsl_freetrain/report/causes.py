@@ -49,12 +49,8 @@ def causes(story: RunHistory, now: float | None = None) -> tuple[Cause, ...]:
     """All offered node-seconds by use and cause, in the order of :data:`WHY`.
 
     Classes are those of :func:`parsl_freetrain.ledger.timeline.node_seconds_of`, with the same
-    sums.
-
-    Parameters
-    ----------
-    now
-        End of the account of a live run, in epoch seconds; default: its last entry in the ledger.
+    sums. ``now``: end of the account of a live run, in epoch seconds; default: its last entry in
+    the ledger.
     """
     totals = dict.fromkeys(WHY, 0.0)
     for run in story.runs:

@@ -114,12 +114,8 @@ def _points(speed: Speed, row: TrainerRow, node_class: str) -> tuple[tuple[int, 
 def rescale_costs(
     story: RunHistory, rescaled: Iterable[Mapping[str, Any]] = ()
 ) -> list[RescaleCost]:
-    """By trainer and change, between fragments of one run.
-
-    Parameters
-    ----------
-    rescaled
-        The ledger's ``Rescaled`` events, which the ranks report.
+    """By trainer and change, between fragments of one run. ``rescaled``: the ledger's ``Rescaled``
+    events, which the ranks report.
     """
     written = by_fragment(story.checkpoints)
     reported = {

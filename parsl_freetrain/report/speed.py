@@ -31,13 +31,8 @@ class Speed:
     """Learns a trainer's speed as the controller does, report by report.
 
     A curve that the user stated may be in any unit. It gives the shape; the measurement on the
-    smallest node count gives the scale.
-
-    Parameters
-    ----------
-    spec
-        The trainer's specification in the ledger: ``min_nodes``, ``max_nodes`` and possibly
-        ``curve``.
+    smallest node count gives the scale. ``spec``: the trainer's specification in the ledger:
+    ``min_nodes``, ``max_nodes`` and possibly ``curve``.
     """
 
     def __init__(self, spec: Mapping[str, Any]) -> None:

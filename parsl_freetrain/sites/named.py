@@ -33,13 +33,7 @@ def shared_folder(name: str) -> Path:
 
 
 def load_site_file(path: Path) -> ModuleType:
-    """The module of a site's Python file, executed.
-
-    Raises
-    ------
-    BadInput
-        It cannot be read, or fails.
-    """
+    """The module of a site's Python file, executed. Raises BadInput if that cannot be done."""
     spec = importlib.util.spec_from_file_location('freetrain_site_config', path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise BadInput(
@@ -59,12 +53,8 @@ def load_site_file(path: Path) -> ModuleType:
 
 def site_in_table(path: Path) -> Site:
     """The site that a TOML file describes, in a table with the name of its type, such as
-    ``[pbspro]``; without a table, Slurm.
-
-    Raises
-    ------
-    BadInput
-        The file cannot be read, or has settings that cannot be used.
+    ``[pbspro]``; without a table, Slurm. Raises BadInput if the file cannot be read, or has
+    settings that cannot be used.
     """
     values = read_table(path)
     types = {name: kind for name, kind in site_types().items() if kind.options is not None}

@@ -122,12 +122,8 @@ def prepared(environment: PackedEnvironment | None, checkpoint_dir: str) -> str:
 
 
 def packer(prefix: Path) -> str:
-    """The module that packs this kind of environment.
-
-    Raises
-    ------
-    BadInput
-        It is no virtual or conda environment, or the module is not installed.
+    """The module that packs this kind of environment. Raises BadInput if it is no virtual or conda
+    environment, or the module is not installed.
     """
     if (prefix / 'conda-meta').is_dir():
         module = 'conda_pack'
@@ -147,12 +143,8 @@ def packer(prefix: Path) -> str:
 
 
 def pack(prefix: Path, archive: Path) -> Path:
-    """Pack an environment into a tar file; returns the file.
-
-    Raises
-    ------
-    BadInput
-        It cannot be packed.
+    """Pack an environment into a tar file; returns the file. Raises BadInput if it cannot be
+    packed.
     """
     module = packer(prefix)
     partial = archive.with_name(f'.{archive.name}')

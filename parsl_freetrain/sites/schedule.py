@@ -316,13 +316,7 @@ def _number_or_nan(text: str) -> float:
 
 
 def check_class(name: str, where: str) -> None:
-    """Refuse what cannot be the name of a node class.
-
-    Raises
-    ------
-    BadInput
-        Beginning with ``where``.
-    """
+    """Refuse what cannot be the name of a node class. Raises BadInput, beginning with ``where``."""
     if not _CLASS_NAME.fullmatch(name):
         raise BadInput(
             f'{where}: the node class is {name!r}; it must be made of letters, digits, "_" and "-".'

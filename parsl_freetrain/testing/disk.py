@@ -75,12 +75,7 @@ def half_write_checkpoint(folder: str | Path) -> Path:
     its largest file.
 
     Its name says one sample more, as if a fragment had died while writing it. Returns the
-    directory.
-
-    Raises
-    ------
-    BadInput
-        If there is no committed checkpoint.
+    directory. Raises BadInput if there is no committed checkpoint.
     """
     folder = Path(folder)
     newest = next((path for path in reversed(directories(folder)) if is_committed(path)), None)

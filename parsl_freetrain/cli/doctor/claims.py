@@ -35,13 +35,9 @@ def of_queue(
     file: SiteFile, name: str, limits: QueueLimits, told: Partition, *, whole: bool = True
 ) -> list[Finding]:
     """A machine's queue as the file states it. What the scheduler does not limit is not compared,
-    since the centre may refuse jobs by other means.
-
-    Parameters
-    ----------
-    whole
-        Whether the file states the limits of the whole queue; otherwise those of a part of it (a
-        QOS, or jobs of some sizes), which may be narrower.
+    since the centre may refuse jobs by other means. ``whole``: whether the file states the limits
+    of the whole queue; otherwise those of a part of it (a QOS, or jobs of some sizes), which may be
+    narrower.
     """
     most = (
         ('maximum number of nodes', limits.nodes[1], told.most_nodes),

@@ -106,12 +106,8 @@ def life_of(
 
 
 def check_live(reader: Reader, what: str) -> None:
-    """Refuse a run that cannot answer; ``what``: what it is asked for, as in 'to cancel'.
-
-    Raises
-    ------
-    BadInput
-        If there is no run, or the newest one has ended or died.
+    """Refuse a run that cannot answer; ``what``: what it is asked for, as in 'to cancel'. Raises
+    BadInput if there is no run, or the newest one has ended or died.
     """
     story = reader.story()
     if not story.runs:

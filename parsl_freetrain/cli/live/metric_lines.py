@@ -17,11 +17,7 @@ BARS = '▁▂▃▄▅▆▇█'
 
 def metric_table(curves: Mapping[str, Mapping[str, Sequence[Any]]]) -> Table:
     """One line for each metric and trainer: how it went over the samples, and the last value.
-
-    Parameters
-    ----------
-    curves
-        As of :meth:`~parsl_freetrain.cli.live.curves.LiveCurves.document`.
+    ``curves``: as of :meth:`~parsl_freetrain.cli.live.curves.LiveCurves.document`.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style='dim')
     for title in ('metric', 'trainer', 'over samples', 'now', 'smallest', 'largest'):

@@ -95,12 +95,7 @@ def snapshot(
     reader: Reader, now: float, allocator: Allocator | None = None, named: str | None = None
 ) -> RunStatus:
     """The state at ``now`` (epoch seconds). Efficiencies are None without an allocator, which must
-    be exact.
-
-    Raises
-    ------
-    BadInput
-        The ledger has no run whose name begins with ``named``.
+    be exact. Raises BadInput if the ledger has no run whose name begins with ``named``.
     """
     story = reader.story()
     name = run_named([run.name for run in story.runs], named)

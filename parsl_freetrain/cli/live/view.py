@@ -104,12 +104,8 @@ def run_live(
     """Show a ledger until ``stop`` is set; the ledger need not exist yet.
 
     On a terminal the view is redrawn every ``refresh_s`` seconds. Elsewhere one plain line per
-    trainer is printed every ``plain_s`` seconds, and once at the end.
-
-    Raises
-    ------
-    BadInput
-        The file is not a ledger, or is one of a newer version.
+    trainer is printed every ``plain_s`` seconds, and once at the end. Raises BadInput if the file
+    is not a ledger, or is one of a newer version.
     """
     reader = _wait_for(Path(path), stop, refresh_s)
     if reader is None:

@@ -91,12 +91,8 @@ class ProblemDocument(StrictModel):
 
 
 def decode(text: str) -> dict[str, Any]:
-    """The fields of a JSON object, not yet checked.
-
-    Raises
-    ------
-    BadInput
-        If the text is not one JSON object.
+    """The fields of a JSON object, not yet checked. Raises BadInput if the text is not one JSON
+    object.
     """
     try:
         raw = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_once_each)
@@ -127,12 +123,8 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check(raw: dict[str, Any]) -> ProblemDocument:
-    """The document with these fields.
-
-    Raises
-    ------
-    BadInput
-        If a field cannot be used; the sentence names the trainer and the field.
+    """The document with these fields. Raises BadInput if a field cannot be used; the sentence names
+    the trainer and the field.
     """
     try:
         return ProblemDocument.model_validate(raw)

@@ -20,12 +20,8 @@ def by_place(problem: Problem, answer: Answer) -> dict[str, tuple[int, ...]]:
 
 
 def objections(problem: Problem, allocation: Mapping[str, Sequence[int]]) -> list[str]:
-    """What is wrong with an allocation, one sentence each; empty: nothing.
-
-    Parameters
-    ----------
-    allocation
-        By trainer, its nodes in each of :attr:`Problem.places`.
+    """What is wrong with an allocation, one sentence each; empty: nothing. ``allocation``: by
+    trainer, its nodes in each of :attr:`Problem.places`.
     """
     found = []
     names = {bid.name for bid in problem.bids}

@@ -40,17 +40,9 @@ MOST_POINTS = 20_000
 
 
 def problem_of(stated: ProblemDocument, objective: Metric | None = None) -> Problem:
-    """The allocation problem that a document states.
-
-    Parameters
-    ----------
-    objective
-        Replaces the objective that the document names; where both are absent it is throughput.
-
-    Raises
-    ------
-    BadInput
-        If fields contradict each other; the sentence names the trainer and the fields.
+    """The allocation problem that a document states. ``objective``: replaces the objective that the
+    document names; where both are absent it is throughput. Raises BadInput if fields contradict
+    each other; the sentence names the trainer and the fields.
     """
     metric = objective or objective_named(
         'throughput' if stated.objective is None else stated.objective

@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 def mixed_rate(bid: Bid, nodes: Iterable[tuple[str, int]]) -> float:
     """Value per second of nodes to a bid that has ``mixed_parts``. Of more nodes than it can use,
-    it uses the fastest.
-
-    Parameters
-    ----------
-    nodes
-        A class and a number of nodes, in turn.
+    it uses the fastest. ``nodes``: a class and a number of nodes, in turn.
     """
     there = [(name, count) for name, count in nodes if count]
     left = used = bid.usable(sum(count for _, count in there))

@@ -94,12 +94,7 @@ class Budgets:
 
     def spent(self, trainer: Trainer, at: float, needed_node_s: float = 0.0) -> str:
         """The spent budget that stops the trainer, as a clause for a message; empty if there is
-        none.
-
-        Parameters
-        ----------
-        needed_node_s
-            Minimum node-seconds for which a start is worthwhile.
+        none. ``needed_node_s``: minimum node-seconds for which a start is worthwhile.
         """
         for key, meter in self._of(trainer).items():
             used = meter.used_at(at)

@@ -72,12 +72,8 @@ class NodeHabits(Settings, frozen=True, kw_only=True):
             )
 
     def order(self, nodes: Iterable[PoolNode], at: float) -> list[str]:
-        """The names of nodes, those first that are expected to stay longest.
-
-        Parameters
-        ----------
-        at
-            The time, in seconds of the clock of ``since_s``.
+        """The names of nodes, those first that are expected to stay longest. ``at``: the time, in
+        seconds of the clock of ``since_s``.
         """
         by_host = sorted(nodes, key=lambda node: node.host or node.name)
         if abs(self.position - 0.5) > CLEAR:

@@ -75,12 +75,8 @@ class Expression:
 
 
 def parse(text: str, fields: Collection[str]) -> Expression:
-    """Read a formula over ``fields``.
-
-    Raises
-    ------
-    BadInput
-        With the column (from 1) of what cannot be used, and what can.
+    """Read a formula over ``fields``. Raises BadInput, with the column (from 1) of what cannot be
+    used, and what can.
     """
     if len(text) > MOST_CHARACTERS:
         raise BadInput(f'The expression has {len(text)} characters; the most is {MOST_CHARACTERS}.')

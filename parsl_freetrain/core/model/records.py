@@ -26,13 +26,7 @@ def encode(items: Iterable[ev.Event | ev.Action]) -> str:
 
 
 def decode_events(text: str) -> tuple[ev.Event, ...]:
-    """The events of :func:`encode`.
-
-    Raises
-    ------
-    BadInput
-        If the text is not a list of events.
-    """
+    """The events of :func:`encode`. Raises BadInput if the text is not a list of events."""
     return _decode(text, _event_classes(), 'event')
 
 

@@ -40,12 +40,8 @@ class Settings(
     metaclass=_Checking,
 ):
     """Base of a group of settings: arguments are attributes of the same name, and ``repr`` gives
-    the call that makes an equal one.
-
-    Raises
-    ------
-    BadInput
-        For an unknown name, which is compared with the known ones, or a value of another type.
+    the call that makes an equal one. Raises BadInput for an unknown name, which is compared with
+    the known ones, or a value of another type.
     """
 
 

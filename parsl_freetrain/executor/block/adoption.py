@@ -72,17 +72,9 @@ class Adoption:
         )
 
     def take_over(self, register: Callable[[str], tuple[str, str]]) -> list[AdoptedBlock]:
-        """Adopt what an earlier run has left, and tell its nodes.
-
-        Parameters
-        ----------
-        register
-            Gives a job the id of a block, and the command by which its nodes reach this run.
-
-        Raises
-        ------
-        FreeTrainError
-            The scheduler does not answer.
+        """Adopt what an earlier run has left, and tell its nodes. ``register``: gives a job the id
+        of a block, and the command by which its nodes reach this run. Raises FreeTrainError if the
+        scheduler does not answer.
         """
         if self._site is None:
             return []

@@ -37,12 +37,8 @@ class BlockExecutor(HighThroughputExecutor):
 
     def _submit_inner(self, context: dict[str, Any], buffer: bytes) -> HTEXFuture:
         """Parsl's own submission. It supports only one thread, but Parsl's thread and the event
-        loop both submit here. Without an interchange it would wait for ever.
-
-        Raises
-        ------
-        TrainerFailed
-            If the interchange is gone.
+        loop both submit here. Without an interchange it would wait for ever. Raises TrainerFailed
+        if the interchange is gone.
         """
         with self._submitting:
             while not self.outgoing_q.zmq_socket.poll(_LOOK_MS, zmq.POLLOUT):

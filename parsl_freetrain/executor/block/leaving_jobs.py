@@ -20,12 +20,8 @@ LEAVE_S = 1.0
 
 
 class LeavingJobs:
-    """Ends the jobs of blocks that are given back.
-
-    Parameters
-    ----------
-    submit
-        Sends one payload to the interchange.
+    """Ends the jobs of blocks that are given back. ``submit``: sends one payload to the
+    interchange.
     """
 
     def __init__(

@@ -180,17 +180,9 @@ class FreeTrainEngine(GlobusComputeEngine):  # type: ignore[misc]
 
 
 def site_of(given: Any) -> Any:
-    """The site that a configuration describes. A Site object is returned unchanged.
-
-    Parameters
-    ----------
-    given
-        See :class:`FreeTrainEngine`.
-
-    Raises
-    ------
-    BadInput
-        If there is no such name or type, or its settings cannot be used.
+    """The site that a configuration describes. A Site object is returned unchanged. ``given``: see
+    :class:`FreeTrainEngine`. Raises BadInput if there is no such name or type, or its settings
+    cannot be used.
     """
     if isinstance(given, str):
         given = {'name': given}

@@ -78,12 +78,8 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_json(cls, text: Any) -> Order:
-        """Parse an order.
-
-        Raises
-        ------
-        BadInput
-            If this version does not know the order, or its settings cannot be used.
+        """Parse an order. Raises BadInput if this version does not know the order, or its settings
+        cannot be used.
         """
         try:
             return msgspec.json.decode(text, type=cls)

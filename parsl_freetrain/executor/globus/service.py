@@ -53,12 +53,8 @@ class _Known:
 
 
 class TrainerService:
-    """Carries out orders one after the other. Long ones are answered later.
-
-    Parameters
-    ----------
-    executor
-        A started executor; it trains in its holes.
+    """Carries out orders one after the other. Long ones are answered later. ``executor``: a started
+    executor; it trains in its holes.
     """
 
     def __init__(self, executor: FreeTrainExecutor) -> None:

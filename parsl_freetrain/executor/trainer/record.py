@@ -135,12 +135,7 @@ class TrainerNames:
 
     def take(self, name: str, *, explicit: bool) -> str:
         """A name that no trainer of this run has: ``name``, or if it is taken and not ``explicit``,
-        ``name-2`` and so on.
-
-        Raises
-        ------
-        BadInput
-            If an explicit name is taken.
+        ``name-2`` and so on. Raises BadInput if an explicit name is taken.
         """
         with self._lock:
             if explicit and name in self._taken:

@@ -46,17 +46,9 @@ _STATES = {
 
 
 def parse_jobs(answer: str, pool: str) -> tuple[BatchJob, ...]:
-    """Jobs in the answer to :data:`JOBS`.
-
-    Parameters
-    ----------
-    pool
-        What is called the partition of every job: queues share the nodes.
-
-    Raises
-    ------
-    NotUnderstood
-        A job does not have the fields that were asked for.
+    """Jobs in the answer to :data:`JOBS`. ``pool``: what is called the partition of every job:
+    queues share the nodes. Raises NotUnderstood if a job does not have the fields that were asked
+    for.
     """
     found = []
     for job in _vertical(answer, 'JobID'):
@@ -89,17 +81,8 @@ def parse_jobs(answer: str, pool: str) -> tuple[BatchJob, ...]:
 
 def parse_nodes(answer: str, queue: str, now: float) -> tuple[Nodes, ...]:
     """Nodes of a queue in the answer to :data:`NODES`, with the time until which the scheduler lets
-    jobs be backfilled there.
-
-    Parameters
-    ----------
-    now
-        When it was asked, in seconds of ``time.time()``.
-
-    Raises
-    ------
-    NotUnderstood
-        It is not a table of nodes.
+    jobs be backfilled there. ``now``: when it was asked, in seconds of ``time.time()``. Raises
+    NotUnderstood if it is not a table of nodes.
     """
     alike: dict[tuple[str, tuple[str, ...], float | None], list[str]] = defaultdict(list)
     for row in _table(answer, 'Node_id'):
@@ -127,12 +110,8 @@ def parse_nodes(answer: str, queue: str, now: float) -> tuple[Nodes, ...]:
 
 
 def parse_queues(answer: str) -> dict[str, Partition]:
-    """Queues in the answer to :data:`QUEUES`, by name.
-
-    Raises
-    ------
-    NotUnderstood
-        A limit is not as documented.
+    """Queues in the answer to :data:`QUEUES`, by name. Raises NotUnderstood if a limit is not as
+    documented.
     """
     found = {}
     for queue in _vertical(answer, 'Name'):
@@ -154,12 +133,8 @@ def parse_queues(answer: str) -> dict[str, Partition]:
 
 
 def parse_reservations(answer: str) -> tuple[NodeReservation, ...]:
-    """Reservations in the answer to :data:`RESERVATIONS`, those without nodes left out.
-
-    Raises
-    ------
-    NotUnderstood
-        It is not a table of reservations.
+    """Reservations in the answer to :data:`RESERVATIONS`, those without nodes left out. Raises
+    NotUnderstood if it is not a table of reservations.
     """
     found = []
     for row in _table(answer, 'Reservation'):
@@ -207,13 +182,7 @@ def nodes_in(location: str) -> tuple[str, ...]:
 
 
 def duration_s(text: str) -> float:
-    """Seconds of ``HH:MM:SS``.
-
-    Raises
-    ------
-    ValueError
-        It is not one.
-    """
+    """Seconds of ``HH:MM:SS``. Raises ValueError if it is not one."""
     total = 0.0
     for part in text.split(':'):
         total = 60 * total + int(part)

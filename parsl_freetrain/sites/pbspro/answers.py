@@ -268,12 +268,8 @@ def node_owners(name: str, queues: Mapping[str, Mapping[str, Any]]) -> frozenset
 
 
 def parse_queues(answer: str) -> dict[str, dict[str, Any]]:
-    """Queues in the answer to :data:`QUEUES`, as they stand there.
-
-    Raises
-    ------
-    NotUnderstood
-        It is not such a document.
+    """Queues in the answer to :data:`QUEUES`, as they stand there. Raises NotUnderstood if it is
+    not such a document.
     """
     queues = document(answer, 'qstat -Q').get('Queue')
     if not isinstance(queues, dict):
@@ -282,12 +278,8 @@ def parse_queues(answer: str) -> dict[str, dict[str, Any]]:
 
 
 def limits(name: str, queue: Mapping[str, Any]) -> Partition:
-    """What a queue allows; a queue that does not start jobs is not up.
-
-    Raises
-    ------
-    NotUnderstood
-        A limit is not as documented.
+    """What a queue allows; a queue that does not start jobs is not up. Raises NotUnderstood if a
+    limit is not as documented.
     """
     least, most = queue.get('resources_min', {}), queue.get('resources_max', {})
     try:
@@ -311,12 +303,8 @@ def limits(name: str, queue: Mapping[str, Any]) -> Partition:
 
 
 def parse_reservations(answer: str) -> tuple[NodeReservation, ...]:
-    """Reservations in the answer to :data:`RESERVATIONS`, those without nodes left out.
-
-    Raises
-    ------
-    NotUnderstood
-        A reservation has no times.
+    """Reservations in the answer to :data:`RESERVATIONS`, those without nodes left out. Raises
+    NotUnderstood if a reservation has no times.
     """
     found = []
     for text in re.split(r'^Resv ID: ', answer, flags=re.MULTILINE)[1:]:
@@ -334,13 +322,7 @@ def parse_reservations(answer: str) -> tuple[NodeReservation, ...]:
 
 
 def seconds(duration: str | float) -> float:
-    """Seconds of ``HH:MM:SS``, ``MM:SS`` or a number.
-
-    Raises
-    ------
-    ValueError
-        It is neither.
-    """
+    """Seconds of ``HH:MM:SS``, ``MM:SS`` or a number. Raises ValueError if it is neither."""
     total = 0.0
     for part in str(duration).split(':'):
         total = 60 * total + float(part)

@@ -20,12 +20,7 @@ _VARIABLES = re.compile(r'^( *)"Variable_List":\{$.*?^\1\},?$\n?', re.MULTILINE 
 
 def document(answer: str, command: str) -> dict[str, Any]:
     """The document in an answer; environment variables are left out where it cannot be read with
-    them.
-
-    Raises
-    ------
-    NotUnderstood
-        It cannot be mended.
+    them. Raises NotUnderstood if it cannot be mended.
     """
     for text in _attempts(answer):
         try:

@@ -44,11 +44,7 @@ exit "$status"
 
 def task_manager(files: str) -> tuple[str, ...]:
     """The launcher as a command, to which the node's own command is added. It needs the variable
-    ``left``, the number of seconds until the block ends.
-
-    Parameters
-    ----------
-    files
-        How the paths of its temporary files begin, on a file system that all nodes share.
+    ``left``, the number of seconds until the block ends. ``files``: how the paths of its temporary
+    files begin, on a file system that all nodes share.
     """
     return '/bin/bash', '-c', _LAUNCHER, files

@@ -26,12 +26,8 @@ _ANEW = (
 
 
 def prove_writable(folder: Path, trainer: str) -> None:
-    """Make ``folder`` (0700), and prove by writing that only this user can write to it.
-
-    Raises
-    ------
-    BadInput
-        If it cannot be made or written, or if another user owns it or may write to it.
+    """Make ``folder`` (0700), and prove by writing that only this user can write to it. Raises
+    BadInput if it cannot be made or written, or if another user owns it or may write to it.
     """
     try:
         make_dir(folder)
@@ -50,24 +46,16 @@ def prove_writable(folder: Path, trainer: str) -> None:
 
 def refuse_open(folder: Path) -> None:
     """Refuse a folder of another user, or that other users may write to, since loading from it
-    could run their code.
-
-    Raises
-    ------
-    BadInput
-        If others may write to it; the message has the command that forbids it.
+    could run their code. Raises BadInput if others may write to it; the message has the command
+    that forbids it.
     """
     refuse_foreign(folder, 'checkpoint folder')
 
 
 def record_or_compare(folder: Path, trainer: str, identity: Mapping[str, JSON]) -> None:
-    """Write ``trainer.json`` into a new folder, or compare it with an existing one.
-
-    Raises
-    ------
-    BadInput
-        If the folder belongs to another trainer (the message says which fields differ), or is not
-        empty and has no ``trainer.json``.
+    """Write ``trainer.json`` into a new folder, or compare it with an existing one. Raises BadInput
+    if the folder belongs to another trainer (the message says which fields differ), or is not empty
+    and has no ``trainer.json``.
     """
     # To JSON and back, so that both sides of the comparison have the same types (a tuple becomes a
     # list).

@@ -69,11 +69,8 @@ def write_manifest(
     """Make the data files in ``folder`` durable and private, and write their manifest.
 
     ``hashed``: the files that are so already, with the digest of each block. They are not read.
-
-    Raises
-    ------
-    BadInput
-        If there is something other than plain files and directories, or a name that is reserved.
+    Raises BadInput if there is something other than plain files and directories, or a name that is
+    reserved.
     """
     files = tuple(_sealed_files(folder, hashed))
     manifest = Manifest(
@@ -124,13 +121,8 @@ def is_committed(folder: Path) -> bool:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a committed checkpoint, verified by its marker. The data files are not read.
-
-    Raises
-    ------
-    Damaged
-        If the manifest is not the one that was committed.
-    BadInput
-        If its format is not the one that this version reads.
+    Raises Damaged if the manifest is not the one that was committed; BadInput if its format is not
+    the one that this version reads.
     """
     try:
         content = (folder / MANIFEST).read_bytes()
@@ -154,14 +146,9 @@ def manifest_digest(folder: Path) -> str:
 
 def check_chosen(path: Path, folder: Path, chosen: str) -> None:
     """Check, before any of it is read, that ``path`` is the checkpoint that rank 0 has verified: it
-    lies in the trainer's own ``folder``, and the digest of its manifest is ``chosen``.
-
-    Raises
-    ------
-    Damaged
-        If it is another one.
-    BadInput
-        If the folder is another user's, or others may write to it.
+    lies in the trainer's own ``folder``, and the digest of its manifest is ``chosen``. Raises
+    Damaged if it is another one; BadInput if the folder is another user's, or others may write to
+    it.
     """
     refuse_open(folder)
     if path.parent != folder or path.is_symlink():
@@ -174,14 +161,8 @@ def verify(folder: Path, *, blocks: bool = True) -> Manifest:
     """Read the whole checkpoint and compare every byte's digest with what was committed.
 
     ``blocks``: False leaves out the files whose blocks have digests, for a reader that verifies
-    what it reads.
-
-    Raises
-    ------
-    Damaged
-        If a file is missing, or its length or content differs.
-    OSError
-        If the file system does not answer, which says nothing about the checkpoint.
+    what it reads. Raises Damaged if a file is missing, or its length or content differs; OSError if
+    the file system does not answer, which says nothing about the checkpoint.
     """
     manifest = read_manifest(folder)
     for name, size, committed in manifest.files:

@@ -16,12 +16,8 @@ def load(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, keep_types:
     Every tensor of a parameter's shape gets the parameter's memory layout. Checkpoints hold
     contiguous tensors, but fused kernels read all tensors in the order of memory, so with another
     layout of the parameter (channels_last) they would combine elements that do not belong together.
-
-    Parameters
-    ----------
-    keep_types
-        Keep the saved types. torch casts every tensor to its parameter's type, which rounds what an
-        optimizer keeps in float32 for a bfloat16 parameter.
+    ``keep_types``: keep the saved types. torch casts every tensor to its parameter's type, which
+    rounds what an optimizer keeps in float32 for a bfloat16 parameter.
     """
     optimizer.load_state_dict(state)
     numbers = [number for group in state['param_groups'] for number in group['params']]

@@ -27,12 +27,7 @@ def parameter_names(prepared: Prepared) -> dict[int, str]:
 
 def by_name(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, Any]:
     """An optimizer's ``state_dict()`` with names instead of numbers. The names of a group are the
-    keys of a dict.
-
-    Raises
-    ------
-    ValueError
-        If it has a parameter that has no name.
+    keys of a dict. Raises ValueError if it has a parameter that has no name.
     """
     state = optimizer.state_dict()
     called = [
@@ -57,12 +52,8 @@ def by_number(
     state: dict[str, Any], optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> dict[str, Any]:
     """The part of a state in the form of :func:`by_name` that concerns the optimizer's parameters,
-    in the form that ``optimizer.load_state_dict()`` takes.
-
-    Raises
-    ------
-    ValueError
-        If the state has other groups, or lacks a parameter.
+    in the form that ``optimizer.load_state_dict()`` takes. Raises ValueError if the state has other
+    groups, or lacks a parameter.
     """
     if len(state['param_groups']) != len(optimizer.param_groups):
         raise ValueError(

@@ -124,14 +124,8 @@ class PartReader:
         self, wanted: Mapping[str, Box], source: BlockSource | None = None
     ) -> dict[str, torch.Tensor]:
         """The wanted parts, by name, on the CPU. Only the rows that they are in are read. Blocks
-        that ``source`` has are verified and not read.
-
-        Raises
-        ------
-        Damaged
-            If what is read is not what was committed.
-        OSError
-            If the file system does not answer.
+        that ``source`` has are verified and not read. Raises Damaged if what is read is not what
+        was committed; OSError if the file system does not answer.
         """
         found = {
             name: torch.empty(box.sizes, dtype=self.dtype(name)) for name, box in wanted.items()

@@ -142,12 +142,8 @@ def write_table_of_part(folder: Path, rank: int, part: Part) -> str:
 
 
 def read_table_of_part(folder: Path, rank: int, expected: str) -> Part:
-    """The table of another rank's part, which has the digest ``expected``.
-
-    Raises
-    ------
-    FreeTrainError
-        If the file system shows another content, or none.
+    """The table of another rank's part, which has the digest ``expected``. Raises FreeTrainError if
+    the file system shows another content, or none.
     """
     name = _table_of(rank)
     try:
@@ -165,12 +161,8 @@ def read_table_of_part(folder: Path, rank: int, expected: str) -> Part:
 
 
 def write_table(folder: Path, parts: Sequence[Part]) -> Blocks:
-    """Write the table of all parts. Returns the digests of all files of the parts.
-
-    Raises
-    ------
-    FreeTrainError
-        If the parts of a tensor do not make up the whole.
+    """Write the table of all parts. Returns the digests of all files of the parts. Raises
+    FreeTrainError if the parts of a tensor do not make up the whole.
     """
     entries: dict[str, Entry] = {}
     for part in parts:
@@ -192,14 +184,8 @@ def write_table(folder: Path, parts: Sequence[Part]) -> Blocks:
 
 
 def read_table(folder: Path) -> Table:
-    """The table of a checkpoint.
-
-    Raises
-    ------
-    BadInput
-        If its format is not the one that this version reads.
-    FileNotFoundError
-        If there is none.
+    """The table of a checkpoint. Raises BadInput if its format is not the one that this version
+    reads; FileNotFoundError if there is none.
     """
     content = (folder / TABLE).read_bytes()
     found = msgspec.json.decode(content).get('format')

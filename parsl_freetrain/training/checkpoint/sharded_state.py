@@ -69,14 +69,8 @@ class Opened:
 
     def load(self, prepared: Prepared, source: BlockSource | None = None) -> Saved:
         """Read what belongs to models and optimizers, divided as they are; blocks that ``source``
-        has are not read.
-
-        Raises
-        ------
-        BadInput
-            If the models are others.
-        Damaged
-            If what is read is not what was committed.
+        has are not read. Raises BadInput if the models are others; Damaged if what is read is not
+        what was committed.
         """
         shapes, paths = self._reader.shapes(), self._structure['paths']
         models = {

@@ -21,12 +21,8 @@ class Snapshots:
     taken.
 
     The memory is one piece, and holds the bytes of the file that is written. It is page-locked if
-    tensors are on an accelerator, so that they are copied asynchronously.
-
-    Parameters
-    ----------
-    in_file
-        Whether it is a file in memory, which can be handed to another process.
+    tensors are on an accelerator, so that they are copied asynchronously. ``in_file``: whether it
+    is a file in memory, which can be handed to another process.
     """
 
     def __init__(self, *, in_file: bool = False) -> None:

@@ -192,13 +192,8 @@ def collect(content: Mapping[str, Any], position: Position) -> State:
     """The state to save: the result of :func:`content_of`, and the position.
 
     It has no state of random number generators, since every turn is seeded by the seed and the
-    position.
-
-    Raises
-    ------
-    BadInput
-        If a state holds anything but tensors, numbers, texts and containers, since nothing else can
-        be loaded without running code of the file.
+    position. Raises BadInput if a state holds anything but tensors, numbers, texts and containers,
+    since nothing else can be loaded without running code of the file.
     """
     called = {name: f'the state of {name}' for name in content['classes']}
     return State(
@@ -215,14 +210,8 @@ def read_state(path: str, *, verify: bool = False) -> Saved:
 
 def read_split(path: str, *, verify: bool = False) -> State:
     """Read the checkpoint in the directory ``path``, as a split state. Tensors are on the CPU. No
-    code of the file is run. ``verify``: compare the digests of what is read.
-
-    Raises
-    ------
-    BadInput
-        If it is not a checkpoint of this format.
-    Damaged
-        If what is read is not what was committed.
+    code of the file is run. ``verify``: compare the digests of what is read. Raises BadInput if it
+    is not a checkpoint of this format; Damaged if what is read is not what was committed.
     """
     reader = PartReader(Path(path), verify=verify)
     wanted = {name: Box.whole(shape) for name, shape in reader.shapes().items()}
@@ -244,12 +233,8 @@ def assemble(path: str, state: State) -> Saved:
 
 def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
     """Set models, optimizers, schedulers and scalers to a saved state. ``parts``: the models may be
-    parts of those that were saved.
-
-    Raises
-    ------
-    BadInput
-        If the state does not fit; the models have not been changed then.
+    parts of those that were saved. Raises BadInput if the state does not fit; the models have not
+    been changed then.
     """
     for kind, several in _KINDS.items():
         now, then = getattr(prepared, several), getattr(saved, several)
@@ -301,12 +286,8 @@ def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
 
 
 def restore_average(average: torch.nn.Module, saved: Saved, number: int) -> None:
-    """Set a moving average to a saved state; ``number`` counts from 0.
-
-    Raises
-    ------
-    BadInput
-        If the checkpoint has fewer averages.
+    """Set a moving average to a saved state; ``number`` counts from 0. Raises BadInput if the
+    checkpoint has fewer averages.
     """
     if number >= len(saved.averages):
         check_averages(saved, (average,) * (number + 1))
@@ -325,12 +306,8 @@ def check_averages(saved: Saved, now: Sequence[torch.nn.Module]) -> None:
 
 
 def check_position(now: Position, saved: Source) -> None:
-    """Check that what the data order depends on is the same as in the checkpoint.
-
-    Raises
-    ------
-    BadInput
-        If something has changed, with both numbers.
+    """Check that what the data order depends on is the same as in the checkpoint. Raises BadInput
+    if something has changed, with both numbers.
     """
     then = saved.position
     for what, name in (
@@ -365,12 +342,7 @@ def check_shapes(
     path: str,
 ) -> None:
     """Check that a model has the tensors of checkpoint ``path``, by name and shape. ``number``
-    counts from 0.
-
-    Raises
-    ------
-    BadInput
-        If not, with the first differences.
+    counts from 0. Raises BadInput if not, with the first differences.
     """
     faults = [f'{name} is missing there' for name in here if name not in there]
     faults += [f'{name} is unknown here' for name in there if name not in here]

@@ -114,12 +114,8 @@ def sort_out(things: tuple[Any, ...], *, named: bool = False, sharded: bool = Fa
 
 
 def check_schedulers(prepared: Prepared) -> None:
-    """Check that all schedulers were prepared.
-
-    Raises
-    ------
-    BadInput
-        If a scheduler was made for an optimizer but not given to ``ctx.prepare``.
+    """Check that all schedulers were prepared. Raises BadInput if a scheduler was made for an
+    optimizer but not given to ``ctx.prepare``.
     """
     known = {id(getattr(scheduler, 'optimizer', None)) for scheduler in prepared.schedulers}
     for optimizer in prepared.optimizers:

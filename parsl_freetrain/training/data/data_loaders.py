@@ -59,12 +59,8 @@ class LoaderData:
         """Of the arguments of ``ctx.loop``: a dataset, or a DataLoader in its place.
 
         A DataLoader of a stream with ``batch_size=None`` gives samples, so it is a stream itself.
-
-        Raises
-        ------
-        BadInput
-            If there is no batch size or there are two, or the DataLoader does something that
-            ``ctx.loop`` does not.
+        Raises BadInput if there is no batch size or there are two, or the DataLoader does something
+        that ``ctx.loop`` does not.
         """
         is_loader = isinstance(data, DataLoader)
         if not is_loader or (isinstance(data.dataset, IterableDataset) and data.batch_size is None):
@@ -106,12 +102,8 @@ class LoaderData:
 
     @staticmethod
     def of(loader: Any, what: str) -> LoaderData | None:
-        """Of a DataLoader, or of a function that returns one; None of None.
-
-        Raises
-        ------
-        BadInput
-            If it does something that ``ctx.loop`` does not.
+        """Of a DataLoader, or of a function that returns one; None of None. Raises BadInput if it
+        does something that ``ctx.loop`` does not.
         """
         if callable(loader):
             loader = loader()

@@ -102,12 +102,8 @@ def make_loader(
 
 
 def size_of(dataset: Any) -> int:
-    """The dataset's length.
-
-    Raises
-    ------
-    BadInput
-        If it has no length or cannot be indexed, so that the order could not be resumed.
+    """The dataset's length. Raises BadInput if it has no length or cannot be indexed, so that the
+    order could not be resumed.
     """
     if (
         isinstance(dataset, IterableDataset)

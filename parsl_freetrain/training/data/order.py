@@ -109,17 +109,8 @@ class GlobalOrder:
         """The batches from a data position to the total.
 
         A batch never crosses the end of an epoch, so the last batch of an epoch may be short, and
-        so may the last batch of all.
-
-        Parameters
-        ----------
-        samples_done
-            Samples seen so far.
-
-        Raises
-        ------
-        BadInput
-            If no batch ends at ``samples_done``; raised by the call, not by the first batch.
+        so may the last batch of all. ``samples_done``: samples seen so far. Raises BadInput if no
+        batch ends at ``samples_done``; raised by the call, not by the first batch.
         """
         self._check_position(samples_done)
         return self._batches(samples_done)
@@ -174,12 +165,8 @@ def shard(indices: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
     """Divide a global batch into ``shards`` contiguous parts whose sizes differ by at most 1,
     larger ones first.
 
-    Some parts are empty if there are more shards than indices.
-
-    Raises
-    ------
-    BadInput
-        If ``shards`` is below 1.
+    Some parts are empty if there are more shards than indices. Raises BadInput if ``shards`` is
+    below 1.
     """
     if shards < 1:
         raise BadInput(f'A batch cannot be divided into {shards} shards; it must be at least 1.')
@@ -189,17 +176,8 @@ def shard(indices: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
 
 def shards_of_rank(shards: int, world_size: int, rank: int, speeds: Sequence[float] = ()) -> range:
     """The virtual shards that a rank computes: a contiguous range, possibly empty. Every shard
-    belongs to exactly one rank.
-
-    Parameters
-    ----------
-    speeds
-        How fast each rank is, relative to the others; empty: all are alike.
-
-    Raises
-    ------
-    BadInput
-        If ``shards`` is below 1 or there is no such rank.
+    belongs to exactly one rank. ``speeds``: how fast each rank is, relative to the others; empty:
+    all are alike. Raises BadInput if ``shards`` is below 1 or there is no such rank.
     """
     if shards < 1:
         raise BadInput(f'A batch cannot be divided into {shards} shards; it must be at least 1.')
@@ -212,12 +190,7 @@ def shards_of_rank(shards: int, world_size: int, rank: int, speeds: Sequence[flo
 
 def split_for_ranks(indices: Sequence[int], world_size: int, rank: int) -> tuple[int, ...]:
     """A rank's part of a global batch: contiguous, possibly empty. Sizes differ by at most 1
-    between ranks.
-
-    Raises
-    ------
-    BadInput
-        If there is no such rank.
+    between ranks. Raises BadInput if there is no such rank.
     """
     _check_rank(world_size, rank)
     part = _part(len(indices), world_size, rank)
@@ -226,11 +199,7 @@ def split_for_ranks(indices: Sequence[int], world_size: int, rank: int) -> tuple
 
 def samples_in(epochs: float, dataset_size: int) -> int:
     """Number of samples in a number of epochs, rounded to the nearest whole number, at least 1.
-
-    Raises
-    ------
-    BadInput
-        If the dataset is empty, or ``epochs`` is not a number above 0.
+    Raises BadInput if the dataset is empty, or ``epochs`` is not a number above 0.
     """
     _check_dataset(dataset_size)
     if not math.isfinite(epochs) or epochs <= 0:
@@ -239,13 +208,7 @@ def samples_in(epochs: float, dataset_size: int) -> int:
 
 
 def epoch_size(dataset_size: int, batch_size: int, drop_last: bool) -> int:
-    """Number of samples that are trained in an epoch.
-
-    Raises
-    ------
-    BadInput
-        If ``drop_last`` leaves none.
-    """
+    """Number of samples trained in an epoch. Raises BadInput if ``drop_last`` leaves none."""
     if not drop_last:
         return dataset_size
     if dataset_size < batch_size:

@@ -118,12 +118,8 @@ class SampledOrder:
 def sampled_order(
     sampler: Sampler | None, dataset_size: int, seed: int, peers: Peers
 ) -> SampledOrder | None:
-    """The order of a sampler; None if there is none. All ranks call this.
-
-    Raises
-    ------
-    BadInput
-        As :class:`SampledOrder`, or if the order is not the same on all ranks.
+    """The order of a sampler; None if there is none. All ranks call this. Raises BadInput as
+    :class:`SampledOrder`, or if the order is not the same on all ranks.
     """
     if sampler is None:
         return None

@@ -77,12 +77,8 @@ class NumberedStream(Dataset[Any]):
         return samples
 
     def check_same(self, number: int, peers: Peers) -> None:
-        """Check that a sample is the same on all ranks, which all call this.
-
-        Raises
-        ------
-        BadInput
-            If it is not.
+        """Check that a sample is the same on all ranks, which all call this. Raises BadInput if it
+        is not.
         """
         if peers.world_size == 1:
             return

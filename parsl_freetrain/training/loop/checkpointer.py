@@ -154,11 +154,7 @@ class Checkpointer:
     def wants_to_save(self, *, near_end: bool = False) -> bool:
         """Whether it is time for a periodic checkpoint: True once for each, and never while another
         is being written. ``near_end``: one that is not older than :data:`NEAR_END_S` is wanted.
-
-        Raises
-        ------
-        FreeTrainError
-            If the previous checkpoint could not be written.
+        Raises FreeTrainError if the previous checkpoint could not be written.
         """
         if self._background.busy:
             return False

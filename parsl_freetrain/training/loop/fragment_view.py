@@ -173,12 +173,8 @@ class FragmentView:
 
         Of what is reported in the body of the loop, the mean over the last global batch counts:
         over all virtual shards or ranks, weighted by their samples. Elsewhere, for instance in
-        functions given to :meth:`~FragmentContext.each_epoch`, the value of rank 0 counts.
-
-        Raises
-        ------
-        TypeError
-            If a value is not a number.
+        functions given to :meth:`~FragmentContext.each_epoch`, the value of rank 0 counts. Raises
+        TypeError if a value is not a number.
         """
         for name, value in metrics.items():
             try:

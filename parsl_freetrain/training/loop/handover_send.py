@@ -73,12 +73,8 @@ class Leaving:
             )
 
     def take(self, samples: int) -> None:
-        """On the other ranks: keep what rank 0 sends, if this rank is the receiver.
-
-        Raises
-        ------
-        PeerLost
-            If rank 0 is gone.
+        """On the other ranks: keep what rank 0 sends, if this rank is the receiver. Raises PeerLost
+        if rank 0 is gone.
         """
         if self._peers.rank == 0 or self._receiver() != self._peers.rank:
             return

@@ -175,12 +175,8 @@ class LoopState:
         self.metrics[what] = self.metrics.get(what, 0.0) + 1
 
     def user_text(self) -> str:
-        """The user's dict as JSON.
-
-        Raises
-        ------
-        BadInput
-            If the dict holds something that JSON cannot express.
+        """The user's dict as JSON. Raises BadInput if the dict holds something that JSON cannot
+        express.
         """
         try:
             return json.dumps(self.user)

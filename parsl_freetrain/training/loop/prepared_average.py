@@ -59,12 +59,8 @@ class PreparedAverage:
             self._update(model)
 
     def end_turn(self) -> None:
-        """Call after a turn.
-
-        Raises
-        ------
-        BadInput
-            If it was called in this turn and not in the first one, or the other way round.
+        """Call after a turn. Raises BadInput if it was called in this turn and not in the first
+        one, or the other way round.
         """
         called, self._called_now = self._called_now, False
         if self._each_step is None:

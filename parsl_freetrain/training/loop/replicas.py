@@ -31,12 +31,8 @@ class Replicas:
         self._of_one_kind: bool | None = None
 
     def check(self) -> None:
-        """Compare them. All ranks call this together.
-
-        Raises
-        ------
-        BadInput
-            If something differs, on all ranks.
+        """Compare them. All ranks call this together. Raises BadInput if something differs, on all
+        ranks.
         """
         if not self._possible:
             return

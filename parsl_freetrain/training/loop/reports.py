@@ -19,12 +19,8 @@ class Reports:
 
     A value that is reported in the body of the loop is one of a part of a global batch: a virtual
     shard, or a rank's samples. Its mean over the parts, weighted by their samples, is exact, so it
-    does not depend on how they are divided among ranks.
-
-    Parameters
-    ----------
-    values
-        The last known metrics; it is kept up to date.
+    does not depend on how they are divided among ranks. ``values``: the last known metrics; it is
+    kept up to date.
     """
 
     def __init__(self, values: dict[str, float]) -> None:

@@ -9,12 +9,8 @@ from parsl_freetrain.core.model.errors import BadInput
 
 
 def plain_text(value: object) -> str:
-    """A value as JSON; empty for None. Tensors and arrays of one number count as numbers.
-
-    Raises
-    ------
-    BadInput
-        If it is none that JSON knows.
+    """A value as JSON; empty for None. Tensors and arrays of one number count as numbers. Raises
+    BadInput if it is none that JSON knows.
     """
     try:
         return '' if value is None else json.dumps(value, default=_number)

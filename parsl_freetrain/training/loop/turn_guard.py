@@ -87,12 +87,8 @@ class TurnGuard:
         self._sums = self._sums_now() if thorough else None
 
     def end_turn(self) -> None:
-        """Call after a turn.
-
-        Raises
-        ------
-        BadInput
-            If a parameter has changed in it, or an average was asked for in some turns only.
+        """Call after a turn. Raises BadInput if a parameter has changed in it, or an average was
+        asked for in some turns only.
         """
         for average in self._averages:
             average.end_turn()
@@ -144,12 +140,8 @@ def among(names: Mapping[str, Any], kind: type[T]) -> dict[str, T]:
 
 def check_left_out(prepared: Prepared, names: Mapping[str, Any]) -> None:
     """Check that nothing around the loop has a state that would be lost at the end of a fragment.
-
-    Raises
-    ------
-    BadInput
-        If a gradient scaler was not prepared, at once; if an optimizer of prepared parameters was
-        not, when it steps.
+    Raises BadInput if a gradient scaler was not prepared, at once; if an optimizer of prepared
+    parameters was not, when it steps.
     """
     for name, scaler in among(names, torch.amp.GradScaler).items():
         if scaler.is_enabled() and not any(scaler is one for one in prepared.scalers):

@@ -76,12 +76,8 @@ class Channel(Generic[T]):
         return True
 
     def recv(self) -> T | None:
-        """Wait for the next message; None if it is not an expected one.
-
-        Raises
-        ------
-        EOFError
-            If the other end is gone.
+        """Wait for the next message; None if it is not an expected one. Raises EOFError if the
+        other end is gone.
         """
         return self._decoder.decode(self.recv_bytes())
 

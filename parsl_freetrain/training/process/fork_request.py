@@ -36,12 +36,8 @@ _PACKAGES = ('torch', 'numpy', 'cloudpickle', 'tblib', 'parsl_freetrain')
 
 
 def request_of_this_process(name: str, owner_pid: int, log: str) -> ForkServerWanted:
-    """A request for a fork server as this process would start it.
-
-    Raises
-    ------
-    OSError
-        If the working directory is gone.
+    """A request for a fork server as this process would start it. Raises OSError if the working
+    directory is gone.
     """
     return ForkServerWanted(
         name,
@@ -82,12 +78,8 @@ def obstacle(request: ForkServerWanted, started_with: Mapping[str, str]) -> str:
 def take_effect(request: ForkServerWanted, started_with: Mapping[str, str]) -> None:
     """Make this newly forked process what it would be if the requesting process had started it.
 
-    ``started_with`` is the environment with which the forking process was started.
-
-    Raises
-    ------
-    OSError
-        If the working directory or the log cannot be used, or none of the CPUs.
+    ``started_with`` is the environment with which the forking process was started. Raises OSError
+    if the working directory or the log cannot be used, or none of the CPUs.
     """
     os.chdir(request.cwd)
     log = open_log(request.log)

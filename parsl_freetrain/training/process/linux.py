@@ -21,23 +21,14 @@ _UNKILLABLE_S = 5.0  # a process that waits for a dead file system does not end
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send this process a signal when its parent ends (precisely: the parent's
-    thread that forked it).
-
-    Raises
-    ------
-    OSError
-        If the kernel refuses.
+    thread that forked it). Raises OSError if the kernel refuses.
     """
     _prctl(_PR_SET_PDEATHSIG, int(number))
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant that loses its own, whatever session it is in.
-
-    Raises
-    ------
-    OSError
-        If the kernel refuses.
+    """Become the parent of every descendant that loses its own, whatever session it is in. Raises
+    OSError if the kernel refuses.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 

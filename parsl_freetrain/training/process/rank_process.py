@@ -35,11 +35,7 @@ class RankProcess:
     def recv(self) -> FromRank | None:
         """Wait for the rank's next message; the last one is an
         :class:`~parsl_freetrain.training.spec.messages.Exit`. None: the message was not understood.
-
-        Raises
-        ------
-        EOFError
-            After the exit, or if the fork server is gone (and the rank with it).
+        Raises EOFError, after the exit, or if the fork server is gone (and the rank with it).
         """
         return self._channel.recv()
 

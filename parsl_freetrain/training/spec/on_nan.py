@@ -34,12 +34,8 @@ class NonFinitePolicy:
         return self.policy == SKIP or samples < self._suspect_until
 
     def kept_back(self, first: int, last: int, culprit: str) -> None:
-        """Record that a step, over the samples from ``first`` to ``last``, was skipped.
-
-        Raises
-        ------
-        BadInput
-            If training is to stop, or too many steps in a row were skipped.
+        """Record that a step, over the samples from ``first`` to ``last``, was skipped. Raises
+        BadInput if training is to stop, or too many steps in a row were skipped.
         """
         self._in_a_row += 1
         if self.policy == STOP:
@@ -58,13 +54,8 @@ class NonFinitePolicy:
 
     def go_back(self, first: int, last: int, rollbacks: int, path: str, culprit: str = '') -> None:
         """Decide to go back to the checkpoint at ``path``, because of bad numbers between the
-        sample counts ``first`` and ``last``.
-
-        Raises
-        ------
-        BadInput
-            If the policy does not allow it, there is no checkpoint, or training has gone back
-            ``rollbacks`` times, which is the maximum.
+        sample counts ``first`` and ``last``. Raises BadInput if the policy does not allow it, there
+        is no checkpoint, or training has gone back ``rollbacks`` times, which is the maximum.
         """
         if self.policy != ROLLBACK or not path:
             raise BadInput(self.sentence(first, last, culprit))

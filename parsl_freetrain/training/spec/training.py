@@ -249,12 +249,8 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         scaling: Scaling,
         owner: Owner,
     ) -> TrainingSpec:
-        """Build the spec from the arguments of the decorator.
-
-        Raises
-        ------
-        BadInput
-            If they contradict each other.
+        """Build the spec from the arguments of the decorator. Raises BadInput if they contradict
+        each other.
         """
         goals: list[Epochs | Samples] = [] if goal is None else [goal]
         goals += [] if total_epochs is None else [Epochs(total_epochs)]
@@ -332,17 +328,9 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         return structs.replace(self, ranks=structs.replace(self.ranks, per_node=per_node))
 
     def trainer(self, name: str, function: str = '') -> Trainer:
-        """The part that decisions need.
-
-        Parameters
-        ----------
-        function
-            What is trained, see :class:`~parsl_freetrain.core.model.types.Trainer`.
-
-        Raises
-        ------
-        BadInput
-            If the trainer can never run.
+        """The part that decisions need. ``function``: what is trained, see
+        :class:`~parsl_freetrain.core.model.types.Trainer`. Raises BadInput if the trainer can never
+        run.
         """
         scaling, owner = self.scaling, self.owner
         costs = {'up': scaling.rescale_up_s, 'down': scaling.rescale_down_s}

@@ -95,13 +95,7 @@ class Accumulation:
         self._guard.begin_turn(self.on)
 
     def end_turn(self) -> None:
-        """Call after a turn.
-
-        Raises
-        ------
-        BadInput
-            If gradients of it were not used.
-        """
+        """Call after a turn. Raises BadInput if gradients of it were not used."""
         self._guard.end_turn()
         for number, optimizer in enumerate(self._prepared.optimizers if self.on else ()):
             unused = any(

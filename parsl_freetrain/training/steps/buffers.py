@@ -59,11 +59,7 @@ class Buffers:
     @torch.no_grad()
     def take(self) -> None:
         """Call after a forward pass: copy tensors that are in the places of buffers into them.
-
-        Raises
-        ------
-        BadInput
-            If such a tensor has another shape or type.
+        Raises BadInput if such a tensor has another shape or type.
         """
         for module, name, buffer in self._places:
             now = module._buffers.get(name)

@@ -37,16 +37,8 @@ class ThroughputSteps:
 
     Gradients are averaged over the ranks that hold the same parameters and train different samples.
     In a pipeline, that is done when the optimizer steps, since a schedule has many backward passes.
-
-    Parameters
-    ----------
-    adasum
-        Whether the ranks' gradients are combined by Adasum instead of their mean.
-
-    Raises
-    ------
-    BadInput
-        If gradient clipping or a gradient scaler is asked for in a pipeline.
+    ``adasum``: whether the ranks' gradients are combined by Adasum instead of their mean. Raises
+    BadInput if gradient clipping or a gradient scaler is asked for in a pipeline.
     """
 
     def __init__(
@@ -141,12 +133,7 @@ class ThroughputSteps:
 
     def limit(self, micro_batch: int | None, batch_size: int) -> None:
         """From now on, the turns of a global batch have ``micro_batch`` samples at most; None: no
-        limit.
-
-        Raises
-        ------
-        BadInput
-            If the models or optimizers cannot be trained so.
+        limit. Raises BadInput if the models or optimizers cannot be trained so.
         """
         self._micro_batch = micro_batch
         if micro_batch is None or self._accumulation is not None:

@@ -28,12 +28,8 @@ class DeferredOptimizer:
         self._hand_over = hand_over
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Hand over the gradient of this turn; call it once in each turn.
-
-        Raises
-        ------
-        BadInput
-            If it was called in this turn already.
+        """Hand over the gradient of this turn; call it once in each turn. Raises BadInput if it was
+        called in this turn already.
         """
         loss = None
         if closure is not None:
@@ -73,12 +69,7 @@ class DeferredScheduler:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Record a step. A metric, as ReduceLROnPlateau takes it, is averaged over the global
-        batch.
-
-        Raises
-        ------
-        BadInput
-            If there are other arguments.
+        batch. Raises BadInput if there are other arguments.
         """
         values = [*args, *kwargs.values()]
         if not values:

@@ -35,12 +35,8 @@ class GradientGuard:
     From backward() to the end of the turn, parameters have another class. Packages other than torch
     get their ``grad`` as a tensor that can be cleared and refuses everything else. Parameters of an
     own class, such as those of sharded models, keep it. PyTorch does not count all changes of
-    sharded gradients, so their sums are compared too.
-
-    Parameters
-    ----------
-    whose
-        What is said to the user about the gradient.
+    sharded gradients, so their sums are compared too. ``whose``: what is said to the user about the
+    gradient.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], whose: str = OF_A_SHARD) -> None:
@@ -59,12 +55,8 @@ class GradientGuard:
         self._left, self._sums, self._on = {}, {}, of_several
 
     def check(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Call before the gradients of a turn are taken.
-
-        Raises
-        ------
-        BadInput
-            If one was changed after backward().
+        """Call before the gradients of a turn are taken. Raises BadInput if one was changed after
+        backward().
         """
         sums = []
         for parameter in parameters:

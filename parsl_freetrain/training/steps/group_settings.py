@@ -76,13 +76,8 @@ class GroupSettings:
         self._at_step[number] = settings_of(self._optimizers[number])
 
     def end_turn(self) -> None:
-        """Call after a turn.
-
-        Raises
-        ------
-        BadInput
-            If it has changed settings after optimizer.step(), or in another way than an earlier
-            turn.
+        """Call after a turn. Raises BadInput if it has changed settings after optimizer.step(), or
+        in another way than an earlier turn.
         """
         now = self.now()
         for number, then in self._at_step.items():
@@ -106,12 +101,8 @@ class GroupSettings:
 
     def agree(self, peers: Peers, *, in_turns: bool = True) -> None:
         """Compare the settings of all ranks, which call this together. ``in_turns``: those of ranks
-        that had a turn in the global batch; the others take them over.
-
-        Raises
-        ------
-        BadInput
-            If they differ, on all ranks.
+        that had a turn in the global batch; the others take them over. Raises BadInput if they
+        differ, on all ranks.
         """
         mine, own = self.now(), self._first is not None or not in_turns
         said = gather_bytes(peers, msgspec.msgpack.encode((own, mine)))

@@ -51,12 +51,8 @@ class Stage:
 
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         """Add to the parameters' gradients; returns the gradient of the input, None at the first
-        stage.
-
-        Parameters
-        ----------
-        gradient
-            Gradient of the output; None at the last stage, whose output is the loss.
+        stage. ``gradient``: gradient of the output; None at the last stage, whose output is the
+        loss.
         """
         value, output = self._kept.pop(micro_batch)
         if output.requires_grad:
@@ -92,13 +88,8 @@ def make_layers(
     makers: Sequence[Callable[[], nn.Module]], wanted: Sequence[int], seed: int
 ) -> dict[int, nn.Module]:
     """Make some layers by their numbers. The initial weights of a layer do not depend on where, and
-    with which others, it is made.
-
-    Raises
-    ------
-    BadInput
-        If a layer uses statistics of the batch, which in a pipeline would be those of
-        micro-batches.
+    with which others, it is made. Raises BadInput if a layer uses statistics of the batch, which in
+    a pipeline would be those of micro-batches.
     """
     layers = {}
     for number in wanted:

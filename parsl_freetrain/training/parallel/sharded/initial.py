@@ -19,13 +19,7 @@ from parsl_freetrain.core.model.errors import BadInput
 
 
 def on_meta(model: nn.Module) -> bool:
-    """Whether a model is on the meta device.
-
-    Raises
-    ------
-    BadInput
-        If only a part of it is.
-    """
+    """Whether a model is on the meta device. Raises BadInput if only a part of it is."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     meta = [name for name, tensor in tensors.items() if tensor.is_meta]
     if meta and len(meta) < len(tensors):
@@ -58,12 +52,8 @@ def fill(
     saved: bool,
 ) -> None:
     """Give every parameter and buffer its first value; if a state is ``saved``, only those of
-    modules with buffers that it does not have.
-
-    Raises
-    ------
-    BadInput
-        If a module has no ``reset_parameters()``, or that leaves a value unset.
+    modules with buffers that it does not have. Raises BadInput if a module has no
+    ``reset_parameters()``, or that leaves a value unset.
     """
     with torch.random.fork_rng(devices=[device] if device.type == 'cuda' else []):
         for name, module in model.named_modules():

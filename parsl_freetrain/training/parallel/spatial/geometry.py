@@ -23,12 +23,8 @@ Range = tuple[int, int]
 
 
 def split(extent: int, parts: int, axis: str) -> Bounds:
-    """Bounds of parts whose sizes differ by at most one position, larger ones first.
-
-    Raises
-    ------
-    BadInput
-        If there are more parts than positions.
+    """Bounds of parts whose sizes differ by at most one position, larger ones first. Raises
+    BadInput if there are more parts than positions.
     """
     if parts > extent:
         raise BadInput(
@@ -129,12 +125,8 @@ class Move:
 
 @lru_cache(maxsize=4096)
 def placed(reach: Reach, bounds: Bounds, axis: str) -> Bounds:
-    """Bounds of a layer's output, from those of its input.
-
-    Raises
-    ------
-    BadInput
-        If a part would be empty.
+    """Bounds of a layer's output, from those of its input. Raises BadInput if a part would be
+    empty.
     """
     extent = reach.extent(bounds[-1])
     inner = [min(max(reach.place(position), 0), extent) for position in bounds[1:-1]]
