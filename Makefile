@@ -29,7 +29,7 @@ help:
 	@echo 'make delay   ordinary jobs on a real Slurm cluster, without FreeTrain and with it: who starts later (30 minutes)'
 	@echo 'make storm   a training on a real Slurm cluster that loses nodes and its scheduler for a minute'
 	@echo 'make kills   kill ranks and nodes, 100 times each, and measure the next step (options: KILLS_ARGS)'
-	@echo 'make versus  other systems and this one under the same kills, in turns (options: VERSUS_ARGS; an hour)'
+	@echo 'make versus  other systems and this one under the same kills, in turns (options: VERSUS_ARGS; 20 minutes)'
 	@echo 'make decisions  the published optimiser and this one on recorded problems, where its code is at hand'
 	@echo 'make evidence  replay every row of docs/evidence-replay.md again, where the public records are at hand'
 	@echo 'make gpu     on a node with accelerators: what needs them, and a table for docs/measurements.md'
