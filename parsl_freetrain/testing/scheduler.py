@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from parsl_freetrain.sites.provider import BackfillProvider
+if TYPE_CHECKING:  # ranks with faults import this, and need no Parsl
+    from parsl_freetrain.sites.provider import BackfillProvider
 
 
 def scheduler_silent_for(
