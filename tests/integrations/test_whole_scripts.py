@@ -15,6 +15,7 @@ import pytest
 
 from parsl_freetrain import Checkpoints, FragmentContext, LocalSite, Reproducible, freetrain_app
 from parsl_freetrain.training.checkpoint.export import load_weights
+from tests.support import template
 from tests.support.examples import equal, example, in_this_process
 from tests.support.processes import Started, victims
 from tests.support.training import freetrain
@@ -54,7 +55,10 @@ def test_killed_ranks_and_nodes_do_not_change_what_whole_scripts_train(run_dir: 
     apps = {name: example(f'{name}_freetrain').train for name in SCRIPTS}
     started = Started()
     futures: dict[str, Any] = {}
-    with freetrain(run_dir, LocalSite(nodes=6, poll_s=0.2), hang_s=LIMIT_S):
+    with (
+        template.that_imports('transformers.trainer', 'lightning.pytorch'),
+        freetrain(run_dir, LocalSite(nodes=6, poll_s=0.2), hang_s=LIMIT_S),
+    ):
         for name, app in apps.items():
             futures[name] = freetrain_app(
                 min_nodes=2,

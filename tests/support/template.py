@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,27 +17,62 @@ from pathlib import Path
 import pytest
 
 from parsl_freetrain.training.process.fork_client import ForkClient
+from parsl_freetrain.training.process.fork_request import start_environment
 from parsl_freetrain.training.process.node_agent import TEMPLATE_VARIABLE
 from tests.support.waiting import LIMIT_S
 
 start_by_itself = ForkClient.start_template
 
 
+# What functions of the tests and workflows import where they run: each rank would, in every
+# fragment.
+OF_RANKS = ('tests.support.training', 'pytest', 'matplotlib.figure')
+
+
 class _Session:
-    """The template of this process's session, None until something needs it."""
+    """The templates of this process's session; the last one is used."""
 
     log = Path(os.devnull)
-    template: ForkClient | None = None
+    templates: list[ForkClient] = []
 
 
 def name() -> str:
     """Return the name of the session's template, which is started at the first call."""
-    if _Session.template is None:
-        _Session.template = start_by_itself(
-            f'session-{secrets.token_hex(8)}', os.getpid(), str(_Session.log)
+    if not _Session.templates:
+        _start(*OF_RANKS)
+    return _Session.templates[-1].name
+
+
+def _start(*modules: str) -> ForkClient:
+    own = f'session-{secrets.token_hex(8)}'
+    program = (
+        'import sys; import parsl_freetrain.training.process.fork_server as server; '
+        f'server._TO_IMPORT += {modules!r}; sys.exit(server.main())'
+    )
+    with _Session.log.open('ab') as log:
+        process = subprocess.Popen(
+            [sys.executable, '-P', '-c', program, '--name', own, '--owner-pid', str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=start_environment(),
+            start_new_session=True,
         )
-        _Session.template.wait_ready(LIMIT_S)
-    return _Session.template.name
+    started = ForkClient(own, str(_Session.log), process)
+    _Session.templates.append(started)
+    started.wait_ready(LIMIT_S)
+    return started
+
+
+@contextmanager
+def that_imports(*modules: str) -> Iterator[None]:
+    """Fork from a template that has imported these as well."""
+    started = _start(*OF_RANKS, *modules)
+    try:
+        yield
+    finally:
+        _Session.templates.remove(started)
+        started.stop()
 
 
 def for_nodes() -> dict[str, str]:
@@ -56,8 +93,8 @@ def nodes_share_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pids() -> set[int]:
-    """Return the process id of the session's template if it has been started; no test owns it."""
-    return set() if _Session.template is None else {_Session.template.pid or 0}
+    """Return the process ids of templates that have been started; no test owns them."""
+    return {template.pid or 0 for template in _Session.templates}
 
 
 def _start_forked(own_name: str, owner_pid: int, log: str) -> ForkClient:
@@ -75,6 +112,5 @@ def shared(log: Path) -> Iterator[None]:
         yield
     finally:
         setattr(ForkClient, 'start_template', start_by_itself)  # noqa: B010
-        if _Session.template is not None:
-            _Session.template.stop()
-            _Session.template = None
+        while _Session.templates:
+            _Session.templates.pop().stop()
