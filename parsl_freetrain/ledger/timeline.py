@@ -132,12 +132,22 @@ def busy(story: RunHistory, run: RunRow, until: float) -> dict[str, Phases]:
 def node_seconds_of(story: RunHistory, now: float | None = None) -> dict[str, float]:
     """What became of every second of every node that was offered.
 
-    ``now``: up to when a run that is alive is told, in epoch seconds; by default the last time it
-    noted anything. Returns node-seconds: ``offered``, and its parts ``trained``, ``starting`` (a
-    block's node before it joined, a fragment before its first step), ``checkpointing``, ``lost``
-    (after the last checkpoint of a fragment that was preempted or failed) and ``idle``, which add
-    up to it. What a node did outside an offer, or after the end of the run, counts nowhere. A
-    second with overlapping records counts once.
+    Parameters
+    ----------
+    story
+        Of one run or of all: :meth:`Reader.story <parsl_freetrain.ledger.reader.Reader.story>`.
+    now
+        Up to when a run that is alive is told, in epoch seconds; by default the last time it noted
+        anything.
+
+    Returns
+    -------
+    dict
+        Node-seconds: ``offered``, and its parts ``trained``, ``starting`` (a block's node before it
+        joined, a fragment before its first step), ``checkpointing``, ``lost`` (after the last
+        checkpoint of a fragment that was preempted or failed) and ``idle``. The parts add up to
+        ``offered``; what a node did outside an offer, or after the end of the run, counts nowhere.
+        A second with overlapping records counts once.
     """
     totals = dict.fromkeys(('offered', 'trained', 'starting', 'checkpointing', 'lost', 'idle'), 0.0)
     for run in story.runs:
