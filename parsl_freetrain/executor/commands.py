@@ -57,6 +57,11 @@ class GreetingReturned:
 
 
 @dataclass(frozen=True)
+class SchedulerAnswered:
+    """What the next look at the blocks needs is known."""
+
+
+@dataclass(frozen=True)
 class OrdinaryTasks:
     """The number of ordinary Parsl tasks that wait or run has changed."""
 
@@ -82,6 +87,7 @@ Command = (
     | TaskArrived
     | MemberReturned
     | GreetingReturned
+    | SchedulerAnswered
     | OrdinaryTasks
     | Quiesce
     | Stop

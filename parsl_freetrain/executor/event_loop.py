@@ -30,13 +30,15 @@ from parsl_freetrain.executor.fragment.runner import FragmentRunner
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S
 from parsl_freetrain.executor.gather import gather
 from parsl_freetrain.executor.request_handler import RequestHandler
-from parsl_freetrain.sites.protocols import Site
+from parsl_freetrain.sites.protocols import Site, Yielding
 from parsl_freetrain.training.spec.messages import FromMember, Notice
 
 logger = logging.getLogger(__name__)
 
 GREETING_POLL_S = 0.25
 OFFERS_PERIOD_S = 5.0
+ANSWER_S = 2.0
+"""Maximum time in which the scheduler's answer is awaited before the old one is looked at."""
 OFFERS_BACK_S = 3600.0
 """Maximum age, in seconds, of node offers that a site is asked about."""
 MOST_FAILURES = 20
@@ -93,6 +95,7 @@ class EventLoop:
         self._quiet: threading.Event | None = None
         self._stopping = False
         self._next_poll = self._next_offers = self._next_look = 0.0
+        self._asked = False  # the scheduler, which has not answered yet
         self._polled_early_at = 0.0  # since a node has disconnected
         self._begun_at = clock()
         self._ended = ''
@@ -144,9 +147,13 @@ class EventLoop:
         for node, why in self._fragments.faulty().items():
             self._guarded(self._blocks.avoid, node, why, now)
         if now >= self._next_poll:
-            self._guarded(self._poll, now)
-            # Do not ask again at once after a slow answer.
-            self._next_poll = self._clock() + self._site.poll_s
+            self._asked = not self._asked and self._ask()
+            if self._asked:
+                self._next_poll = now + ANSWER_S
+            else:
+                self._guarded(self._poll, now)
+                # Do not ask again at once after a slow answer.
+                self._next_poll = self._clock() + self._site.poll_s
         self._next_look = min(self._next_look, now + self._fragments.look_within_s())
         if now >= self._next_look:
             self._next_look = now + LOOK_S
@@ -206,6 +213,8 @@ class EventLoop:
             case co.GreetingReturned(block, manager, done):
                 if hopeless := self._blocks.greeted(block, manager, done, now):
                     self._abort_all(hopeless, now)
+            case co.SchedulerAnswered() if self._asked:
+                self._next_poll = now
             case co.OrdinaryTasks(change):
                 self._ordinary += change
                 self._stream.emit(ev.OrdinaryWork(now, self._ordinary))
@@ -234,6 +243,11 @@ class EventLoop:
         for name, record in self._fragments.records.items():
             if not record.future.done():
                 self._stream.emit(ev.TrainerAborted(now, name, why))
+
+    def _ask(self) -> bool:
+        """Whether the scheduler is asked now; meanwhile members are listened to."""
+        site = self._site
+        return isinstance(site, Yielding) and site.ask(lambda: self.post(co.SchedulerAnswered()))
 
     def _poll(self, now: float) -> None:
         """Compare the blocks with the batch system's answer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -175,6 +175,13 @@ class Adopting(Protocol):
 @runtime_checkable
 class Yielding(Protocol):
     """A site with other people's jobs, which may wait for nodes that blocks hold."""
+
+    def ask(self, done: Callable[[], None]) -> bool:
+        """Begin to ask the scheduler for what was looked at since the last time, so that the next
+        looks need not wait; ``done`` is called in another thread when it has answered. False if
+        nothing is asked.
+        """
+        ...
 
     def needed(self) -> tuple[tuple[NodeDemand, ...], tuple[BlockNodes, ...]]:
         """The jobs that would start now on nodes of blocks, and the nodes of all blocks, each by

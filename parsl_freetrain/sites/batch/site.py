@@ -295,6 +295,10 @@ class BatchSite(ABC):
 
     # --- what others wait for
 
+    def ask(self, done: Callable[[], None]) -> bool:
+        """Ask the scheduler beside what the last round of questions asked."""
+        return self._tracker.ask(done)
+
     def needed(self) -> tuple[tuple[NodeDemand, ...], tuple[BlockNodes, ...]]:
         """Which waiting jobs of others would start on nodes of blocks, and the nodes of all blocks,
         each by the id of its job.

@@ -63,6 +63,7 @@ class BlockTracker:
         self._waiting = False
         self._held: dict[str, tuple[str, ...]] = {}
         self._leaving: set[str] = set()  # jobs that end themselves
+        self._looked: set[bool] = set()  # whether at nodes too, since it was last asked beside
         self._changed = NEVER  # answers to older questions do not show what we did
         self._next_history = NEVER
 
@@ -141,6 +142,13 @@ class BlockTracker:
 
     # --- the scheduler's answers
 
+    def ask(self, done: Callable[[], None]) -> bool:
+        """Ask beside for all that was looked at since the last time; ``done`` is called, in another
+        thread, when it is answered. False if nothing is asked.
+        """
+        looked, self._looked = self._looked, set()
+        return bool(looked) and self._watch.ask(True in looked, self._changed, done)
+
     def snapshot(self) -> QueueSnapshot | None:
         """Queue and nodes as they are now; None if the scheduler is silent or slow."""
         snapshot = self._look(with_nodes=True)
@@ -192,6 +200,7 @@ class BlockTracker:
             ]
 
     def _look(self, with_nodes: bool) -> QueueSnapshot:
+        self._looked.add(with_nodes)
         snapshot = self._watch.look(with_nodes, self._changed)
         if snapshot.jobs_at > self._taken_in:
             self._taken_in = snapshot.jobs_at

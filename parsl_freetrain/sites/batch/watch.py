@@ -62,6 +62,7 @@ class QueueWatch:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._snapshot = QueueSnapshot()
+        self._jobs_answered = self._nodes_answered = NEVER
         self._not_before = NEVER
         self._backoff = Backoff(options.poll_s, options.longest_backoff_s)
         self.error = ''
@@ -87,29 +88,51 @@ class QueueWatch:
         wait_s
             Maximum time to wait for the scheduler, in seconds; then the old answers are returned.
         """
-        now = self._clock()
+        self.ask(with_nodes, newer_than)
         with self._lock:
-            seen = self._snapshot.nodes_at if with_nodes else self._snapshot.jobs_at
-            # Half the interval, so that a caller who comes every poll_s seconds always gets a new
-            # answer.
-            old = now - seen >= self.poll_s / 2 or seen <= newer_than
-            if old and now >= self._not_before and self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._ask,
-                    args=(with_nodes, newer_than),
-                    name='FreeTrain-scheduler',
-                    daemon=True,
-                )
-                self._thread.start()
-            thread = self._thread
-        if old and thread is not None:
+            thread = self._thread if self._old(with_nodes, newer_than) else None
+        if thread is not None:
             thread.join(wait_s)
         with self._lock:
             return self._snapshot
 
-    def _ask(self, with_nodes: bool, newer_than: float) -> None:
-        """In a thread of its own."""
+    def ask(
+        self, with_nodes: bool, newer_than: float = NEVER, done: Callable[[], None] | None = None
+    ) -> bool:
+        """Ask in a thread of its own, if the answers are old, and call ``done`` there at the end.
+
+        Returns
+        -------
+        bool
+            Whether it asks now; False if it need not or must not, or if a question waits for its
+            answer.
+        """
+        with self._lock:
+            if (
+                self._thread is not None
+                or self._clock() < self._not_before
+                or not self._old(with_nodes, newer_than)
+            ):
+                return False
+            self._thread = threading.Thread(
+                target=self._ask,
+                args=(with_nodes, newer_than, done),
+                name='FreeTrain-scheduler',
+                daemon=True,
+            )
+            self._thread.start()
+            return True
+
+    def _old(self, with_nodes: bool, newer_than: float) -> bool:
+        seen = self._snapshot.nodes_at if with_nodes else self._snapshot.jobs_at
+        answered = self._nodes_answered if with_nodes else self._jobs_answered
+        # Half the interval, so that a caller who comes every poll_s seconds always gets a new
+        # answer.
+        return self._clock() - answered >= self.poll_s / 2 or seen <= newer_than
+
+    def _ask(self, with_nodes: bool, newer_than: float, done: Callable[[], None] | None) -> None:
         snapshot = self._snapshot
+        jobs_answered, nodes_answered = self._jobs_answered, self._nodes_answered
         try:
             # Jobs first: a job that starts between the two questions is then counted twice, which
             # is harmless, instead of not at all.
@@ -117,15 +140,17 @@ class QueueWatch:
             if (
                 not with_nodes
                 or snapshot.jobs_at <= newer_than
-                or at - snapshot.jobs_at > self.poll_s / 4
+                or at - jobs_answered > self.poll_s / 4
             ):
                 snapshot = replace(snapshot, jobs=self._scheduler.jobs(), jobs_at=at)
+                jobs_answered = self._clock()
             if with_nodes:
                 if at - snapshot.reservations_at >= self.reservations_s:
                     snapshot = replace(
                         snapshot, reservations=self._scheduler.reservations(), reservations_at=at
                     )
                 snapshot = replace(snapshot, nodes=self._scheduler.nodes(), nodes_at=at)
+                nodes_answered = self._clock()
         except Exception as error:
             self._failed(error)
         else:
@@ -136,7 +161,10 @@ class QueueWatch:
         finally:
             with self._lock:
                 self._snapshot = snapshot
+                self._jobs_answered, self._nodes_answered = jobs_answered, nodes_answered
                 self._thread = None
+            if done is not None:
+                done()
 
     def _failed(self, error: Exception) -> None:
         self.error = str(error)

@@ -6,6 +6,7 @@ import os
 import signal
 import stat
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -307,6 +308,32 @@ def test_a_scheduler_that_hangs_keeps_nobody_waiting_and_ends_nothing(
         assert mine.provider.cancel([job]) == [
             False
         ]  # which Slurm may still do when it wakes up, so that it is the last thing
+
+
+def test_the_scheduler_is_asked_beside_and_once_for_all_that_is_looked_at(
+    slurm: Cluster, blocks: Make
+) -> None:
+    ahead_s = [0.0]
+    mine = blocks(poll_s=1000.0, withdraw_s=1e6, clock=lambda: time.time() + ahead_s[0])
+    answered = threading.Event()
+    assert not mine.site.ask(answered.set), 'nothing was looked at'
+    mine.open(1, None)
+
+    def look() -> None:
+        mine.status(mine.jobs[0])
+        mine.site.needed()
+        mine.site.holes()
+
+    look()
+    ahead_s[0] = 1000.0
+    asked = mine.site.client.commands.copy()
+    with hung(slurm):
+        assert mine.site.ask(answered.set)
+        assert not mine.site.ask(answered.set), 'one question at a time'
+        assert not answered.is_set()
+    slurm.wait(answered.is_set)
+    look()
+    assert mine.site.client.commands - asked == {'squeue': 1, 'sinfo': 1, 'scontrol': 1}
 
 
 def test_a_restarted_scheduler_finds_the_blocks_again(slurm: Cluster, blocks: Make) -> None:
