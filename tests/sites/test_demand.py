@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from parsl_freetrain.core.model.types import NodeDemand
-from parsl_freetrain.sites.batch.demand import ENDING_S, Needs, needs
+from parsl_freetrain.sites.batch.demand import ENDING_S, Needs, needs, reserved
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NodeReservation, Nodes
 from parsl_freetrain.sites.batch.stalled_jobs import FORGET_S, StalledJobs
 
@@ -129,6 +129,17 @@ def test_nodes_on_their_way_back_are_waited_for_but_not_for_ever() -> None:
     jobs = running('mine', 'a', 'b'), running('5', 'd'), waiting('7', 1)
     assert need(cluster(), *jobs, ending(2.0)).demands == ()
     assert need(cluster(), *jobs, ending(ENDING_S + 1)).demands
+
+
+def test_nodes_that_are_set_aside_while_a_block_has_them_are_given_back_before() -> None:
+    course = NodeReservation('course', NOW + 100, NOW + 900, ('a', 'c'))
+    held = running('mine', 'a', 'b'), running('5', 'c', 'd')
+    demand = NodeDemand('of reservation course', 1, frozenset('a'))
+    assert reserved(held, [course], OURS, NOW + 101) == (demand,)
+    assert reserved(held, [course], OURS, NOW + 100) == (), 'it is not yet time'
+    assert reserved(held, [course], OURS, NOW + 901) == (), 'it is over'
+    in_time = running('mine', 'a', 'b', end_s=NOW + 90)
+    assert reserved([in_time], [course], OURS, NOW + 101) == ()
 
 
 def test_broken_nodes_serve_nobody() -> None:

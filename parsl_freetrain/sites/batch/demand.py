@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from parsl_freetrain.core.model.types import NodeDemand
 from parsl_freetrain.sites.batch.holes import HARMLESS_MARKS, HOLDING, USABLE
@@ -110,6 +110,29 @@ def needs(
                 names = frozenset(table.names(among & of))
                 demands.append(NodeDemand(job.job_id, lacking.bit_count(), names))
     return Needs(tuple(demands), frozenset(served))
+
+
+def reserved(
+    jobs: Iterable[BatchJob],
+    reservations: Iterable[NodeReservation],
+    ours: frozenset[str],
+    by_s: float,
+) -> tuple[NodeDemand, ...]:
+    """Nodes of ours that are set aside from a time before ``by_s`` on, and that we would still have
+    then: the reservation was made after the block had begun.
+    """
+    held = [
+        job
+        for job in jobs
+        if job.job_id in ours and job.state in HOLDING and job.state is not JobState.ENDING
+    ]
+    demands = []
+    for each in reservations:
+        if each.start_s < by_s <= each.end_s:
+            late = (j.names for j in held if j.end_s is None or j.end_s > each.start_s)
+            if names := frozenset(chain(*late)).intersection(each.nodes):
+                demands.append(NodeDemand(f'of reservation {each.name}', len(names), names))
+    return tuple(demands)
 
 
 class _Table:

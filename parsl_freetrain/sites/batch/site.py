@@ -300,18 +300,19 @@ class BatchSite(ABC):
         return self._tracker.ask(done)
 
     def needed(self) -> tuple[tuple[NodeDemand, ...], tuple[BlockNodes, ...]]:
-        """Which waiting jobs of others would start on nodes of blocks, and the nodes of all blocks,
-        each by the id of its job.
+        """Which waiting jobs of others would start on nodes of blocks, or which reservations take
+        them soon, and the nodes of all blocks, each by the id of its job.
 
         In preemptible mode only those for which the scheduler takes nothing by itself; nothing
         while it is silent.
         """
-        if not self._tracker.anybody_waits() or (snapshot := self._tracker.snapshot()) is None:
+        if not self._tracker.must_look() or (snapshot := self._tracker.snapshot()) is None:
             return (), ()
         demands = self._tracker.needs(snapshot).demands
         if self.options.mode is Mode.PREEMPTIBLE:
             served = {job.job_id for job in snapshot.jobs if job.preempts}
             demands = tuple(demand for demand in demands if demand.job not in served)
+        demands += self._tracker.reserved(snapshot)
         if not demands:
             return (), ()
         return demands, tuple(

@@ -11,9 +11,10 @@ from dataclasses import replace
 from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.core.model.types import NodeDemand
 from parsl_freetrain.sites.batch.block_table import BatchBlock, BlockTable
 from parsl_freetrain.sites.batch.commands import SchedulerSilent, own_name
-from parsl_freetrain.sites.batch.demand import Needs, needs, waits
+from parsl_freetrain.sites.batch.demand import Needs, needs, reserved, waits
 from parsl_freetrain.sites.batch.holes import windows
 from parsl_freetrain.sites.batch.offers import OfferLog
 from parsl_freetrain.sites.batch.options import BatchOptions
@@ -136,9 +137,23 @@ class BlockTracker:
         """The nodes of each block that has some, and is not ending, by the last answer."""
         return self._held
 
-    def anybody_waits(self) -> bool:
-        """Whether a job of others waits for nodes while blocks hold some, by the last answer."""
-        return self._waiting
+    def must_look(self) -> bool:
+        """Whether nodes of blocks may have to be given back, by the last answers: a job of others
+        waits while blocks hold some, or a reservation of them begins soon, or reservations have not
+        been asked for.
+        """
+        if self._waiting or not self._held:
+            return self._waiting
+        last = self._watch.last
+        return self._clock() - last.reservations_at >= RESERVATIONS_EVERY_S or bool(
+            self.reserved(last)
+        )
+
+    def reserved(self, snapshot: QueueSnapshot) -> tuple[NodeDemand, ...]:
+        """Nodes of blocks that a reservation takes soon."""
+        jobs = [job for job in snapshot.jobs if job.job_id not in self._leaving]
+        by_s = self._clock() + self._options.margin_s
+        return reserved(jobs, snapshot.reservations, self.ids(), by_s)
 
     # --- the scheduler's answers
 

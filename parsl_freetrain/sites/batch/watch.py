@@ -70,6 +70,11 @@ class QueueWatch:
         self.reservations_s = RESERVATIONS_EVERY_S
 
     @property
+    def last(self) -> QueueSnapshot:
+        """The last answers, however old."""
+        return self._snapshot
+
+    @property
     def failures(self) -> int:
         """The number of questions in a row that were not answered."""
         return self._backoff.failures

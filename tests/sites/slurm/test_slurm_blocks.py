@@ -310,14 +310,15 @@ def test_a_scheduler_that_hangs_keeps_nobody_waiting_and_ends_nothing(
         ]  # which Slurm may still do when it wakes up, so that it is the last thing
 
 
-def test_the_scheduler_is_asked_beside_and_once_for_all_that_is_looked_at(
+def test_the_scheduler_is_asked_beside_and_once_also_for_new_reservations(
     slurm: Cluster, blocks: Make
 ) -> None:
     ahead_s = [0.0]
-    mine = blocks(poll_s=1000.0, withdraw_s=1e6, clock=lambda: time.time() + ahead_s[0])
+    mine = blocks(poll_s=90.0, withdraw_s=1e6, clock=lambda: time.time() + ahead_s[0])
     answered = threading.Event()
     assert not mine.site.ask(answered.set), 'nothing was looked at'
-    mine.open(1, None)
+    job = mine.open(4, None)
+    slurm.wait(lambda: slurm.state(job) == 'RUNNING')
 
     def look() -> None:
         mine.status(mine.jobs[0])
@@ -325,7 +326,12 @@ def test_the_scheduler_is_asked_beside_and_once_for_all_that_is_looked_at(
         mine.site.holes()
 
     look()
-    ahead_s[0] = 1000.0
+    ahead_s[0] = 90.0
+    begin = time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(time.time() + 90.0))
+    slurm.run(
+        *('scontrol', 'create', 'reservation', 'reservationname=course', 'users=root'),
+        *('flags=ignore_jobs', f'starttime={begin}', 'duration=9', 'nodes=node01,node02'),
+    )
     asked = mine.site.client.commands.copy()
     with hung(slurm):
         assert mine.site.ask(answered.set)
@@ -334,6 +340,9 @@ def test_the_scheduler_is_asked_beside_and_once_for_all_that_is_looked_at(
     slurm.wait(answered.is_set)
     look()
     assert mine.site.client.commands - asked == {'squeue': 1, 'sinfo': 1, 'scontrol': 1}
+    slurm.run('scontrol', 'delete', 'reservationname=course')
+    demand = NodeDemand('of reservation course', 2, frozenset({'node01', 'node02'}))
+    assert mine.site.needed()[0] == (demand,), 'it was made after the block had begun'
 
 
 def test_a_restarted_scheduler_finds_the_blocks_again(slurm: Cluster, blocks: Make) -> None:
