@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from parsl_freetrain.core.model.types import NodeDemand
-from parsl_freetrain.sites.batch.demand import ENDING_S, Needs, needs, reserved
+from parsl_freetrain.sites.batch.demand import ENDING_S, SOON_S, Needs, needs, reserved
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NodeReservation, Nodes
 from parsl_freetrain.sites.batch.stalled_jobs import FORGET_S, StalledJobs
 
@@ -82,6 +82,19 @@ def test_a_reservation_keeps_jobs_away_that_would_run_into_it() -> None:
     jobs = running('mine', 'a', 'b'), running('5', 'c', 'd')
     assert need(cluster(), *jobs, waiting('7', 1, 120.0), reservations=maintenance).demands == ()
     assert need(cluster(), *jobs, waiting('7', 1, 90.0), reservations=maintenance).demands
+
+
+def test_a_reservation_that_is_nearly_over_counts_as_over() -> None:
+    """Nodes are free when it ends, not a while after."""
+    nodes = [Nodes('batch', ('a', 'b'), 'allocated'), Nodes('batch', ('c', 'd'), 'maint')]
+    jobs = running('mine', 'a', 'b'), waiting('7', 3)
+
+    def until(end_s: float) -> list[NodeReservation]:
+        return [NodeReservation('m', NOW - 60, end_s, ('c', 'd'))]
+
+    assert need(nodes, *jobs, reservations=until(NOW + SOON_S + 1)).demands == ()
+    [demand] = need(nodes, *jobs, reservations=until(NOW + SOON_S)).demands
+    assert demand == NodeDemand('7', 1, frozenset('ab'))
 
 
 def test_a_job_that_a_reservation_keeps_out_holds_nobody_up() -> None:

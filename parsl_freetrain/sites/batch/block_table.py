@@ -89,17 +89,27 @@ class BlockTable:
             and not b.seen.missing
         ]
 
-    def stranded(self, lengths_s: Collection[float], before: float) -> list[str]:
+    def stranded(
+        self, lengths_s: Collection[float], shortest_s: float, before: float
+    ) -> list[str]:
         """Those that wait for more nodes than could be had as long as they need, although they were
-        submitted ``before`` this time: a smaller block could start. ``lengths_s``: for how many
-        seconds from now on each node can be had.
+        submitted ``before`` this time: a smaller or shorter block could start.
+
+        Parameters
+        ----------
+        lengths_s
+            For how many seconds from now on each node can be had.
+        shortest_s
+            A hole of this many seconds has a block.
         """
+        if not any(length >= shortest_s for length in lengths_s):
+            return []
         return [
             b.job_id
             for b in self._blocks.values()
             if b.seen.state is JobState.PENDING
             and not b.seen.ran
-            and 0 < sum(length >= b.least_s for length in lengths_s) < b.nodes
+            and sum(length >= b.least_s for length in lengths_s) < b.nodes
             and b.submitted_s < before
             and not (b.seen.withdrawn or b.seen.missing)
         ]

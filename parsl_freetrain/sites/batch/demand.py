@@ -9,8 +9,8 @@ back. A job that lacks more than that is none.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from parsl_freetrain.core.model.types import NodeDemand
@@ -22,10 +22,14 @@ MOST_JOBS = 100
 """Number of waiting jobs that are looked at; schedulers limit this too."""
 ENDING_S = 60.0
 """Nodes of a job that has been ending for so long, in seconds, do not count as free."""
+SOON_S = 3.0
+"""A reservation that ends within so many seconds counts as over: nodes are given back meanwhile."""
+_SET_ASIDE = ('maint', 'resv', 'reserved')
 # Parts of the states, in the words of any scheduler, of nodes that can run nothing.
 _BROKEN = (
-    *('down', 'drain', 'offline', 'fail', 'maint', 'stale', 'unk', 'resv', 'reserved', 'power'),
-    *('boot', 'provision', 'error', 'inval', 'future'),
+    *_SET_ASIDE,
+    *('down', 'drain', 'offline', 'fail', 'stale', 'unk', 'power', 'boot', 'provision', 'error'),
+    *('inval', 'future'),
 )
 
 
@@ -60,7 +64,7 @@ def waits(job: BatchJob, ours: frozenset[str]) -> bool:
 def needs(
     nodes: Iterable[Nodes],
     jobs: Sequence[BatchJob],
-    reservations: Iterable[NodeReservation],
+    reservations: Sequence[NodeReservation],
     ours: frozenset[str],
     now: float,
     ignored: frozenset[str] = frozenset(),
@@ -142,17 +146,18 @@ class _Table:
         self,
         nodes: Iterable[Nodes],
         jobs: Sequence[BatchJob],
-        reservations: Iterable[NodeReservation],
+        reservations: Sequence[NodeReservation],
         ours: frozenset[str],
         now: float,
     ) -> None:
         self._now = now
+        over = {name for r in reservations if r.end_s <= now + SOON_S for name in r.nodes}
         self._bits: dict[str, int] = {}
         self.ours = 0
         until: dict[str, float] = {}
         self._up = [
             (group, self.set_of(group.names))
-            for group in nodes
+            for group in (_without(over, each) for each in nodes)
             if not group.marks.strip(HARMLESS_MARKS)
             and not any(word in group.state for word in _BROKEN)
         ]
@@ -178,7 +183,9 @@ class _Table:
             ends[end] = ends.get(end, 0) | self.set_of((name,))
         self._ends = sorted((end, members) for end, members in ends.items() if end < math.inf)
         self._taken = [
-            (r.start_s, r.end_s, self.set_of(r.nodes)) for r in reservations if r.end_s > now
+            (r.start_s, r.end_s, self.set_of(r.nodes))
+            for r in reservations
+            if r.end_s > now + SOON_S
         ]
         self._set_aside = list(self._taken)
         # Nodes of ours that stand for those that jobs before got.
@@ -249,6 +256,14 @@ class _Table:
         for name in names:
             members |= 1 << self._bits.setdefault(name, len(self._bits))
         return members
+
+
+def _without(over: Set[str], group: Nodes) -> Nodes:
+    """As nodes will be when the reservation that is ``over`` is."""
+    if not over.issuperset(group.names):
+        return group
+    state = 'idle' if group.state in _SET_ASIDE else group.state
+    return replace(group, state=state, marks=group.marks.replace('$', ''))
 
 
 def first_of(*sets: int, count: int) -> int:

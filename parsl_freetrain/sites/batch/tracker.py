@@ -320,9 +320,11 @@ class BlockTracker:
         before = min(snapshot.jobs_at, snapshot.nodes_at) - self._options.start_s
         with self._lock:
             late = self._blocks.late(self._clock())
-            if any(b.nodes > 1 and b.submitted_s < before for b in self._blocks.waiting()):
+            if any(b.submitted_s < before for b in self._blocks.waiting()):
                 lengths_s = [end - snapshot.jobs_at for end in self._usable(snapshot).values()]
-                stranded = self._blocks.stranded(lengths_s, before)
+                shortest_s = max(self._scheduler.step_s, self._options.shortest_s)
+                shortest_s += self._options.start_s + self._options.margin_s
+                stranded = self._blocks.stranded(lengths_s, shortest_s, before)
                 late += [job_id for job_id in stranded if job_id not in late]
             taken = self._blocks.taken(self._options.requeue)
         if self._watch.failures:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -60,6 +60,9 @@ class Shared(LocalSite):
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         self.cancelled += job_ids
+
+    def ask(self, done: Callable[[], None]) -> bool:
+        return False
 
     def needed(self) -> tuple[tuple[NodeDemand, ...], tuple[BlockNodes, ...]]:
         return (), ()

@@ -156,12 +156,14 @@ def test_only_blocks_that_have_not_started_are_late(table: BlockTable) -> None:
 def test_a_block_that_waits_for_more_nodes_than_there_are_makes_room_for_a_smaller_one(
     table: BlockTable,
 ) -> None:
-    assert table.stranded([200.0], 3.0) == ['1']
-    assert table.stranded([200.0], 0.0) == [], 'it was submitted just now'
-    assert table.stranded([200.0, 120.0], 3.0) == table.stranded([], 3.0) == []
-    assert table.stranded([200.0, 119.0], 3.0) == ['1'], 'one can be had for too short a time'
+    assert table.stranded([200.0], 80.0, 3.0) == ['1']
+    assert table.stranded([200.0], 80.0, 0.0) == [], 'it was submitted just now'
+    assert table.stranded([200.0, 120.0], 80.0, 3.0) == table.stranded([], 80.0, 3.0) == []
+    assert table.stranded([200.0, 119.0], 80.0, 3.0) == ['1'], 'one is free for too short a time'
+    assert table.stranded([80.0, 80.0], 80.0, 3.0) == ['1'], 'a shorter one could start'
+    assert table.stranded([79.0, 79.0], 80.0, 3.0) == []
     table.take_in([job(JobState.STARTING)], 1.0)
-    assert table.stranded([200.0], 3.0) == [], 'it has its nodes'
+    assert table.stranded([200.0], 80.0, 3.0) == [], 'it has its nodes'
 
 
 def test_blocks_whose_nodes_were_taken_are_deleted_once(table: BlockTable) -> None:
