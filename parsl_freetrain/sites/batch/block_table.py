@@ -89,9 +89,7 @@ class BlockTable:
             and not b.seen.missing
         ]
 
-    def stranded(
-        self, lengths_s: Collection[float], shortest_s: float, before: float
-    ) -> list[str]:
+    def stranded(self, lengths_s: Collection[float], shortest_s: float, before: float) -> list[str]:
         """Those that wait for more nodes than could be had as long as they need, although they were
         submitted ``before`` this time: a smaller or shorter block could start.
 
