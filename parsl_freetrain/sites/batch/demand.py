@@ -260,7 +260,7 @@ class _Table:
 
 def _without(over: Set[str], group: Nodes) -> Nodes:
     """As nodes will be when the reservation that is ``over`` is."""
-    if not over.issuperset(group.names):
+    if not over >= set(group.names):
         return group
     state = 'idle' if group.state in _SET_ASIDE else group.state
     return replace(group, state=state, marks=group.marks.replace('$', ''))
