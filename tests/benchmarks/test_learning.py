@@ -96,6 +96,15 @@ def hoping(optimism: float) -> Curve:
     return lambda self, most, assumed, _=0.0: PLAIN(self, most, assumed, optimism)
 
 
+def until_three(
+    self: Profile, most: int, assumed: float, optimism: float | None = None
+) -> ScalingCurve:
+    if optimism is None:
+        known = {n for profile in (self, *self.related) for n in profile.measured}
+        optimism = 1.5 if len(known) < 3 else 0.0
+    return PLAIN(self, most, assumed, optimism)
+
+
 def thompson(draw: np.random.Generator) -> Curve:
     """A curve drawn from what is known, and drawn again with each new measurement."""
     drawn: dict[tuple[int, int], tuple[Evidence, ScalingCurve]] = {}
@@ -144,7 +153,8 @@ def test_ways_to_explore_for_learned_curves(monkeypatch: pytest.MonkeyPatch) -> 
         ('a standard deviation', hoping(1.0)),
         ('Thompson', thompson(np.random.default_rng(0))),
         ('largest first', largest_first),
-        ('1.5 until three counts', PLAIN),
+        ('1.5 until three counts', until_three),
+        ('3, then 0.5', PLAIN),
     ):
         monkeypatch.setattr(Profile, 'curve', curve)
         stays = [ratio(steady(first, made_up)) for first in range(0, 40, 10)]

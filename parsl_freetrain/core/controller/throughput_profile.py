@@ -13,10 +13,10 @@ import numpy as np
 from parsl_freetrain.core.controller.scaling_model import Evidence, Posterior, points
 from parsl_freetrain.core.model.types import ScalingCurve
 
-OPTIMISM, TRIED = 1.5, 3
+OPTIMISM = {1: 3.0, 2: 0.5}
 """Once a trainer has been measured, decisions take its other counts to be faster than expected by
-this many standard deviations, so that they are tried; until so many counts of its function have
-been measured. What a try costs is in the decision: a rescale.
+this many standard deviations, so that they are tried; by the number of counts of its function that
+have been measured. What a try costs is in the decision: a rescale.
 """
 
 CAUTION = 0.5
@@ -117,7 +117,7 @@ class Profile:
             return self.stated
         if optimism is None:
             tried = {nodes for profile in (self, *self.related) for nodes in profile._rates}
-            optimism = OPTIMISM if len(tried) < TRIED else 0.0
+            optimism = OPTIMISM.get(len(tried), 0.0)
         key = (max_nodes, assumed_one_node_rate, optimism, *self._related())
         if key not in self._curves:
             self._curves.clear()

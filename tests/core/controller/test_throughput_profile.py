@@ -82,11 +82,11 @@ def test_unmeasured_counts_are_hoped_for_the_more_the_less_is_known() -> None:
 
 def test_hopes_end_when_three_counts_have_been_measured() -> None:
     rate = usl(0.02, 0.0)
-    two, three = measured(rate, (1, 4)), measured(rate, (1, 4, 16))
-    assert two.curve(64, 1.0) == two.curve(64, 1.0, optimism=OPTIMISM)
-    assert three.curve(64, 1.0) == three.curve(64, 1.0, optimism=0.0)
+    for counts, optimism in (((4,), OPTIMISM[1]), ((1, 4), OPTIMISM[2]), ((1, 4, 16), 0.0)):
+        tried = measured(rate, counts)
+        assert tried.curve(64, 1.0) == tried.curve(64, 1.0, optimism=optimism)
     # Counts that trainers of its function have tried count too.
-    shared = Profile(None, [three])
+    shared = Profile(None, [measured(rate, (1, 4, 16))])
     shared.observe(4, rate(4))
     assert shared.curve(64, 1.0) == shared.curve(64, 1.0, optimism=0.0)
 
