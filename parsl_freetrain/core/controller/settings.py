@@ -116,6 +116,11 @@ class DecisionPolicy(Settings, frozen=True, kw_only=True):
                     f'The minimum share of {key} is {share} nodes, above its cap of '
                     f'{self.caps[key]}; it must be at most the cap.'
                 )
+            if share > (self.max_nodes or share):
+                raise BadInput(
+                    f'The minimum share of {key} is {share} nodes, above max_nodes, which is '
+                    f'{self.max_nodes}; it must be at most that.'
+                )
 
     def at_least(self, **least: float) -> None:
         """Raise BadInput for a field with a value below its minimum; None passes."""

@@ -283,6 +283,10 @@ def test_reachable_sums(counts: list[range | list[int]], most: int) -> None:
             {'min_shares': {'user anna': 3}, 'caps': {'user anna': 2}},
             'minimum share of user anna is 3 nodes, above its cap of 2',
         ),
+        (
+            {'min_shares': {'user anna': 3}, 'max_nodes': 2},
+            'minimum share of user anna is 3 nodes, above max_nodes, which is 2',
+        ),
         ({'caps': {'trainer net': 3}}, "cap 'trainer net' is about nobody"),
     ],
 )
