@@ -14,7 +14,7 @@ known allocation.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from heapq import heapify, heappush
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -31,11 +31,12 @@ _ROUNDS = 200
 # Numbers in one table by trainer and count.
 _MOST_NUMBERS = 3e7
 _WHOLE = 1e-6
-# A linear programme that is divided anyway is solved to this share of the gap that is left.
-_CLOSE = 0.1
-# A better allocation is sought around the first linear programmes, then around every n-th one.
-_FIRST, _EVERY = 4, 8
-_DIVE = 24
+# A linear programme that is divided anyway is solved to this share of the gap that is left, or of
+# the gap that the first one usually leaves (as a share of the bound).
+_CLOSE, _USUAL = 0.1, 3e-3
+# A better allocation is sought around every n-th linear programme. With few places it is sought
+# thoroughly around some of them; with more that takes too long, and the first ones are rounded.
+_EVERY, _FEW, _DIVES, _FIRST = 8, 6, (1, 8, 24, 72, 200, 600), 4
 # The prices of a linear programme are exact to about this share.
 _PROVEN = 1e-9
 
@@ -134,26 +135,18 @@ class _Search:
             for child in opened:
                 if child is not None:
                     heappush(waiting, child)
-            branch = self._next(waiting, [child for child in opened if child is not None])
+            branch = self._next(waiting)
         self.bound = max(self._closed, self._best.worth)
         if self._best.worth == -np.inf:
             return 'infeasible'
         proven = self.bound - self._best.worth <= _PROVEN * abs(self._best.worth)
         return 'optimal' if proven else 'feasible'
 
-    def _next(self, waiting: list[_Branch], children: list[_Branch]) -> _Branch | None:
-        """The part to divide next: at first the better half of the last one, which soon gives good
-        allocations, later the one with the highest bound.
-        """
+    def _next(self, waiting: list[_Branch]) -> _Branch | None:
+        """The part with the highest bound, if anything better than what is known can be in it."""
+        branch = heappop(waiting) if waiting else None
         reached = self._best.worth + self._rounding()
-        while waiting:
-            branch = min(children) if children and self._opened < _DIVE else waiting[0]
-            waiting.remove(branch)
-            heapify(waiting)
-            children = []
-            if -branch.minus_bound > reached:
-                return branch
-        return None
+        return branch if branch is not None and -branch.minus_bound > reached else None
 
     def _left_s(self) -> float:
         return self._time_limit_s - self._asked.seconds
@@ -185,17 +178,49 @@ class _Search:
                 return None
             left = bound - optimum
             exact = converged or left <= self._rounding() or self._left_s() <= 0
-            if exact or left <= _CLOSE * min(bound - self._best.worth, abs(bound)):
+            if exact or left <= _CLOSE * min(bound - self._best.worth, _USUAL * abs(bound)):
                 shares = master.shares()
-                shares = np.append(shares, np.zeros(len(master.bid) - len(shares)))
                 divided = self._divide(region, shares, caps.prices(prices))
                 if exact or divided is not None:
                     break
         self._opened += 1
-        if divided is None or self._opened <= _FIRST or self._opened % _EVERY == 0:
+        dives = self._pricing.places <= _FEW
+        if dives and divided is not None and self._opened in _DIVES:
+            self._dive(region, shares, prices, bound)
+        elif (
+            divided is None or self._opened % _EVERY == 0 or (not dives and self._opened <= _FIRST)
+        ):
             self._best.round(master, shares, caps.prices(prices))
             self._exchange(prices, bound)
         return _Branch(-bound, self._opened, region, prices, divided)
+
+    def _dive(self, region: Region, shares: Floats, prices: Floats, bound: float) -> None:
+        """Look for an allocation: one divided bid after the other is fixed to the places of its
+        largest share, and the linear programme solved again. With these decided, little is lost
+        by whole numbers of nodes.
+        """
+        master, caps, every = self._master, self._caps, self._pricing.every
+        fixed = np.zeros(len(every), dtype=bool)
+        while self._left_s() > 0:
+            largest = np.zeros(len(every))
+            np.maximum.at(largest, master.bid, shares)
+            largest[fixed | ~master.divided(shares)] = -1.0
+            j = int(largest.argmax())
+            if largest[j] < 0:
+                break
+            mine = np.flatnonzero(master.bid == j)
+            way = mine[shares[mine].argmax()]
+            fixed[j], region = True, _as(region, j, master.ways[way], bool(master.kept[way]))
+            master.allow(region.has(master.bid, master.ways, master.kept))
+            _, prices = master.solve()
+            best, ways, kept = self._pricing.best(caps.prices(prices), region)
+            if not np.isfinite(best).all():
+                return
+            if master.add(every, ways, kept):
+                _, prices = master.solve()
+            shares = master.shares()
+        self._best.round(master, shares, caps.prices(prices))
+        self._exchange(prices, bound)
 
     def _exchange(self, prices: Floats, bound: float) -> None:
         of_node = self._caps.prices(prices)
@@ -250,6 +275,15 @@ class _Search:
         most, least = region.most.copy(), region.least.copy()
         most[j, place], least[j, place] = split, split + 1
         return replace(region, most=most), replace(region, least=least)
+
+
+def _as(region: Region, j: int, way: Integers, kept: bool) -> Region:
+    """The region with a bid fixed to keep what it holds, or to the places of a way."""
+    if kept:
+        return _with(region, j, high=-1)
+    most, least = region.most.copy(), region.least.copy()
+    most[j, way == 0], least[j, way > 0] = 0, np.maximum(least[j, way > 0], 1)
+    return replace(_with(region, j, keep=False), most=most, least=least)
 
 
 def _with(region: Region, j: int, **bounds: int) -> Region:

@@ -53,16 +53,16 @@ class Incumbent:
         return False
 
     def round(self, master: Master, shares: Floats, prices: Floats) -> None:
-        """An allocation from the shares of the linear programme: the bids with one way keep it, the
-        others choose one after the other from what is left, at these prices.
+        """An allocation from the shares of the linear programme: bids with one set of places get
+        their mean, the others choose one after the other from what is left, at these prices.
         """
         heaviest = np.zeros(len(self._pricing.every))
         np.maximum.at(heaviest, master.bid, shares)
-        chosen = np.zeros_like(self.ways)
-        whole = np.flatnonzero(shares > 1 - 1e-6)
-        chosen[master.bid[whole]] = master.ways[whole]
+        divided, mean = master.divided(shares), np.zeros(self.ways.shape)
+        np.add.at(mean, master.bid, shares[:, None] * master.ways)
+        chosen = np.where(divided[:, None], 0, np.floor(mean + 1e-6)).astype(np.int64)
         for j in np.argsort(-heaviest, kind='stable'):
-            if heaviest[j] > 1 - 1e-6:
+            if not divided[j]:
                 continue
             found = self._reply(chosen, prices * 0.999, np.array([j]))
             if found is not None:

@@ -142,5 +142,18 @@ class Master:
         return optimum, np.maximum(-dual, 0.0) / self._scale
 
     def shares(self) -> Floats:
-        """By way, how much of it the optimum takes."""
-        return np.array(self._lp.getSolution().col_value[len(self._pricing.every) :])
+        """By way, how much of it the optimum takes; nothing of the ways added since."""
+        shares = np.zeros(len(self.bid))
+        found = np.array(self._lp.getSolution().col_value[len(self._pricing.every) :])
+        shares[: len(found)] = found
+        return shares
+
+    def divided(self, shares: Floats) -> Flags:
+        """By bid, whether its shares are of several sets of places, or of keeping and a change."""
+        taken = shares > 1e-6
+        used = np.where(self.kept[:, None], 2, self.ways > 0)[taken]
+        most, least = (np.full((len(self._pricing.every), used.shape[1]), n) for n in (0, 2))
+        np.maximum.at(most, self.bid[taken], used)
+        np.minimum.at(least, self.bid[taken], used)
+        divided: Flags = np.any(most > least, axis=1)
+        return divided
