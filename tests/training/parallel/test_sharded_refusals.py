@@ -193,6 +193,10 @@ def uneven(ctx: FragmentContext) -> None:
     ctx.shard(nn.Sequential(nn.Linear(4, 3)), plan={'0': ColwiseParallel()})
 
 
+def without_plan(ctx: FragmentContext) -> None:
+    ctx.shard(nn.Linear(4, 4))
+
+
 def low_sums(ctx: FragmentContext) -> None:
     model = ctx.shard(nn.Linear(4, 4), precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -203,6 +207,10 @@ def low_sums(ctx: FragmentContext) -> None:
     [
         (twice, 'ctx.shard was given a model that is sharded already'),
         (uneven, "dimension 0 of '0.weight' has 3 elements, which 2 tensor parallel ranks"),
+        (
+            without_plan,
+            'given no plan, and the trainer has shapes with tensor=2, whose ranks would',
+        ),
         (low_sums, 'whose gradients are added up in torch.bfloat16, in which a reproducible sum'),
         (another_mesh, "'weight' of model 1 of ctx.prepare is sharded over another mesh"),
         (
@@ -216,7 +224,7 @@ def low_sums(ctx: FragmentContext) -> None:
 def test_a_model_that_is_sharded_otherwise(
     fork_server: ForkClient, tmp_path: Path, function: Any, words: str
 ) -> None:
-    shape = Shape(tensor=2) if function is uneven else Shape(shard=2)
+    shape = Shape(tensor=2) if function in (uneven, without_plan) else Shape(shard=2)
     ordered = order(tmp_path, total_samples=8, shape=shape, shapes={2: shape})
     with ranks(fork_server, ordered, 2, tmp_path, function) as gang:
         outcomes = gang.run()

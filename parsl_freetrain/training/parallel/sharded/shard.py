@@ -76,6 +76,13 @@ def shard_model(
     if was_meta:
         refuse_ties(model)
     whole = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    tensors = set(tensors)
+    if not plan and max(tensors, default=1) > 1:
+        raise BadInput(
+            f'ctx.shard was given no plan, and the trainer has shapes with tensor={max(tensors)}, '
+            'whose ranks would all train the same: give a plan for parallelize_module, or shapes '
+            'without tensor.'
+        )
     for key, style in (plan or {}).items():
         planned = list(_named_by(key, model))
         for parts in tensors:
