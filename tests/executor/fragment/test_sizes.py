@@ -77,8 +77,8 @@ def shaped(ctx: FragmentContext, folder: str) -> None:
 
     if ctx.shape.data == 2:
         torch.empty(2**50)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 1))
-    model = ctx.shard(model, plan={'0': ColwiseParallel(), '1': RowwiseParallel()})
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 1))
+    model = ctx.shard(layers, plan={'0': ColwiseParallel(), '1': RowwiseParallel()})
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.001))
     for x in ctx.loop([torch.ones(4)] * 10000, batch_size=10):
         optimizer.zero_grad()
