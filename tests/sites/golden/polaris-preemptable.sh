@@ -33,7 +33,7 @@ case $walltime in
     *:*:*) IFS=: read -r h m s <<<"$walltime"; left=$((10#$h * 3600 + 10#$m * 60 + 10#$s)) ;;
     *) left=5400 ;;
 esac
-left=$((left - SECONDS))
+export left=$((left - SECONDS))
 left=$((left - 10))
 [ "$left" -gt 0 ] || exit 0
 

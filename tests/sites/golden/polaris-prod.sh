@@ -33,7 +33,7 @@ case $walltime in
     *:*:*) IFS=: read -r h m s <<<"$walltime"; left=$((10#$h * 3600 + 10#$m * 60 + 10#$s)) ;;
     *) left=2485 ;;
 esac
-left=$((left - SECONDS))
+export left=$((left - SECONDS))
 hole=$((1800005000 - $(date +%s)))
 [ "$hole" -ge "$left" ] || left=$hole
 left=$((left - 10))
