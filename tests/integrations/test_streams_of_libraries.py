@@ -38,9 +38,10 @@ def trains(
 
     def noting(*args: Any, **options: Any) -> Iterator[Any]:
         for batch in loop(*args, **options):
-            last = ctx._checkpointer.last
-            if dies_at is not None and ctx.samples >= dies_at and last is not None and last.samples:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if dies_at is not None and ctx.samples >= dies_at:
+                last = ctx._checkpointer.settled()
+                if last is not None and last.samples:
+                    os.kill(os.getpid(), signal.SIGKILL)
             numbers = batch['number'] if isinstance(batch, dict) else batch[0]
             with seen.open('a') as file:
                 file.writelines(f'{ctx.samples} {int(number)}\n' for number in numbers)

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -119,7 +120,7 @@ def run_rank(
         if standby is not None and not (isinstance(context, StandbyContext) and context.arrived):
             # The fragment before still trains, and holds what this rank may have failed for: a
             # GPU's memory, a lock. Without this rank, the next fragment starts plainly.
-            traceback.print_exc()
+            _log_error()
             return 1
         if isinstance(context, StandbyContext) and not context.began:
             context = None  # the fragment could not begin
@@ -127,7 +128,7 @@ def run_rank(
         if how not in ('stopped', 'finished'):
             if peers is not None:
                 peers.break_off()
-            traceback.print_exc()
+            _log_error()
             error = _described(explained(raised))
             if how == 'device-fault':
                 error = replace(error, message=device_fault(raised))
@@ -144,6 +145,12 @@ def run_rank(
     outcome = Outcome(how, error=error) if context is None else context.outcome(how, error)
     say_last(replace(outcome, memory=memory))
     return 0 if how in ('finished', 'stopped') else 1
+
+
+def _log_error() -> None:
+    # The executor must hear of an error that filled the disk, although the log cannot grow.
+    with suppress(OSError):
+        traceback.print_exc()
 
 
 def set_up(order: FragmentOrder, place: RankPlace) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import time
@@ -419,6 +420,20 @@ def test_epochs_metrics_and_messages(fork_server: ForkClient, tmp_path: Path) ->
         latest.path,
         [],
     )
+
+
+def without_room(ctx: FragmentContext) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    raise ZeroDivisionError('no room')
+
+
+def test_an_error_arrives_also_if_the_log_cannot_grow(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    with ranks(fork_server, order(tmp_path), 1, tmp_path, without_room) as gang:
+        (outcome,) = gang.run()
+    assert (outcome.how, outcome.error.message) == ('error', 'no room')
 
 
 def test_periodic_checkpoints_are_pruned(fork_server: ForkClient, tmp_path: Path) -> None:
