@@ -5,12 +5,16 @@ scheduler is gone.
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from parsl_freetrain import BadInput, Checkpoints, Scaling, TrainingFuture, freetrain_app
 from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.training.loop.context import FragmentContext
 from tests.sites.slurm.conftest import slurm_site
 from tests.support.slurm import Cluster
 from tests.support.training import fit, freetrain
@@ -75,20 +79,37 @@ def test_a_preempted_block_loses_no_step(slurm: Cluster, tmp_path: Path) -> None
     assert fragments[0].samples == fragments[0].reached
 
 
+def held_fit(ctx: FragmentContext, go: str) -> None:
+    """Does not get beyond its first half before there is the file ``go``."""
+    loop = ctx.loop
+
+    def held(*args: Any, **options: Any) -> Iterator[Any]:
+        for batch in loop(*args, **options):
+            while ctx.samples >= 20 * 96 and not Path(go).exists():
+                time.sleep(0.05)
+            yield batch
+
+    ctx.loop = held  # type: ignore[method-assign]
+    fit(ctx, pause_s=0.02)
+
+
 @pytest.mark.slow
 def test_a_node_that_crashes_costs_no_more_than_the_work_since_the_last_checkpoint(
     slurm: Cluster, tmp_path: Path
 ) -> None:
-    trainer = freetrain_app(max_nodes=1, total_epochs=40, checkpoints=Checkpoints(every_s=1.0))(fit)
+    checkpoints = Checkpoints(every_s=1.0)
+    trainer = freetrain_app(max_nodes=1, total_epochs=40, checkpoints=checkpoints)(held_fit)
+    go = tmp_path / 'go'
     with freetrain(
         tmp_path, slurm_site(), address='127.0.0.1', heartbeat_period=1, heartbeat_threshold=4
     ) as executor:
-        future = trainer(pause_s=0.02)
+        future = trainer(str(go))
         until_training(future)
         with Reader(executor.ledger_path) as ledger:
             story = ledger.story()
         node = {node.node: node.name for node in story.nodes}[story.fragments[-1].nodes[0]]
         slurm.kill_node(node)
+        go.touch()
         try:
             assert future.result(LIMIT_S).samples == 40 * 96
             assert future.progress().fragments >= 2
