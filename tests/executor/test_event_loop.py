@@ -61,6 +61,9 @@ def test_four_nodes_that_join_within_30_ms_get_one_decision(
                 time.sleep(0.01)
 
     monkeypatch.setattr(ControlServer, 'post', hold)
+    # On a busy machine this thread may be held up for longer than the loop waits.
+    monkeypatch.setitem(gather.__globals__, 'GATHER_S', LIMIT_S)
+    monkeypatch.setitem(gather.__globals__, 'LONGEST_GATHER_S', LIMIT_S)
     with freetrain(tmp_path, LocalSite(nodes=4, poll_s=0.2)) as executor:
         trainer = freetrain_app(
             max_nodes=4, total_epochs=2, scaling=Scaling(rate={1: 1.0, 4: 4.0})
