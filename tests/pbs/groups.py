@@ -65,8 +65,20 @@ class Group:
     def rows(self) -> list[Row]:
         answer = self._cluster.run('qstat', '-x', '-t', '-f', '-F', 'json')
         found = json.loads(answer, strict=False).get('Jobs', {})
+        self._release(found)
         rows = [self._row(job_id, job) for job_id, job in found.items()]
         return [row for row in rows if row.names]
+
+    def _release(self, jobs: Mapping[str, Mapping[str, Any]]) -> None:
+        """PBS holds a job for ever if the one that it depends on ends while it is submitted."""
+        for job_id, job in jobs.items():
+            after = job.get('depend', '').removeprefix('afterany:').partition('@')[0]
+            ours = (
+                job['job_state'] == 'H'
+                and job['Submit_arguments'].find(f'system={self._name} ') >= 0
+            )
+            if ours and jobs.get(after, {}).get('job_state') == 'F':
+                self._cluster.run('qrls', '-h', 's', job_id)
 
     def _row(self, job_id: str, job: Mapping[str, Any]) -> Row:
         hosts = {part.split('/')[0] for part in job.get('exec_host', '').split('+')}
