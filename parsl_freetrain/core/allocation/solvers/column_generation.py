@@ -33,10 +33,12 @@ _MOST_NUMBERS = 3e7
 _WHOLE = 1e-6
 # A linear programme that is divided anyway is solved to this share of the gap that is left, or of
 # the gap that the first one usually leaves (as a share of the bound).
-_CLOSE, _USUAL = 0.1, 3e-3
+_CLOSE, _USUAL = 0.25, 3e-3
 # A better allocation is sought around every n-th linear programme. With few places it is sought
 # thoroughly around some of them; with more that takes too long, and the first ones are rounded.
 _EVERY, _FEW, _DIVES, _FIRST = 8, 6, (1, 8, 24, 72, 200, 600), 4
+# A share from which on a bid is fixed without looking at the others first.
+_CLEAR = 0.5
 # The prices of a linear programme are exact to about this share.
 _PROVEN = 1e-9
 
@@ -163,7 +165,8 @@ class _Search:
         converged, exact, divided = False, False, None
         for _ in range(_ROUNDS):
             optimum, paid = master.solve()
-            for trial in (0.5 * (prices + paid), paid):
+            # The first prices are far off, and become good sooner when they change less.
+            for trial in (0.5 * (prices + paid), paid)[0 if self._opened == 0 else 1 :]:
                 best, ways, kept = self._pricing.best(caps.prices(trial), region)
                 if not np.isfinite(best).all():
                     return None  # a bid has no way here
@@ -195,9 +198,9 @@ class _Search:
         return _Branch(-bound, self._opened, region, prices, divided)
 
     def _dive(self, region: Region, shares: Floats, prices: Floats, bound: float) -> None:
-        """Look for an allocation: one divided bid after the other is fixed to the places of its
-        largest share, and the linear programme solved again. With these decided, little is lost
-        by whole numbers of nodes.
+        """Look for an allocation: divided bids with a clearly largest share, or else the one with
+        the largest share, are fixed to its places, and the linear programme is solved again. With
+        these decided, little is lost by whole numbers of nodes.
         """
         master, caps, every = self._master, self._caps, self._pricing.every
         fixed = np.zeros(len(every), dtype=bool)
@@ -205,16 +208,16 @@ class _Search:
             largest = np.zeros(len(every))
             np.maximum.at(largest, master.bid, shares)
             largest[fixed | ~master.divided(shares)] = -1.0
-            j = int(largest.argmax())
-            if largest[j] < 0:
+            if largest.max() < 0:
                 break
-            mine = np.flatnonzero(master.bid == j)
-            way = mine[shares[mine].argmax()]
-            fixed[j], region = True, _as(region, j, master.ways[way], bool(master.kept[way]))
+            for j in np.flatnonzero(largest >= min(_CLEAR, largest.max())).tolist():
+                mine = np.flatnonzero(master.bid == j)
+                way = mine[shares[mine].argmax()]
+                fixed[j], region = True, _as(region, j, master.ways[way], bool(master.kept[way]))
             master.allow(region.has(master.bid, master.ways, master.kept))
             _, prices = master.solve()
             best, ways, kept = self._pricing.best(caps.prices(prices), region)
-            if not np.isfinite(best).all():
+            if prices @ caps.most + best.sum() <= self._best.worth:
                 return
             if master.add(every, ways, kept):
                 _, prices = master.solve()
@@ -237,10 +240,8 @@ class _Search:
         master = self._master
         taken = np.flatnonzero(shares > _WHOLE)
         chosen, largest = None, -np.inf
-        for j in np.unique(master.bid[taken]).tolist():
+        for j in np.flatnonzero(np.bincount(master.bid[taken]) > 1).tolist():
             mine = taken[master.bid[taken] == j]
-            if len(mine) < 2:
-                continue
             mean = shares[mine] @ master.ways[mine] / shares[mine].sum()
             near = np.floor(mean + _WHOLE).astype(np.int64)
             value = float(shares[mine] @ master.worth[mine] / shares[mine].sum())

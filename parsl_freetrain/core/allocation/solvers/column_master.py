@@ -53,7 +53,7 @@ class Caps:
 
     def prices(self, paid: Floats) -> Floats:
         """Shape (bids, places): the price of a node, from the prices of the caps."""
-        of_node: Floats = np.tensordot(paid, self.weight, axes=1)
+        of_node: Floats = (paid @ self.weight.reshape(len(paid), -1)).reshape(self.weight.shape[1:])
         return of_node
 
 
@@ -76,6 +76,7 @@ class Master:
         self.ways = np.zeros((0, places), dtype=np.int64)
         self.kept = np.zeros(0, dtype=bool)
         self.worth = np.zeros(0)
+        self._allowed = np.zeros(0, dtype=bool)
         self._known: set[tuple[int, bool, tuple[int, ...]]] = set()
         free = np.zeros((len(pricing.every), places))
         best, _, _ = pricing.best(free, pricing.region)
@@ -125,14 +126,18 @@ class Master:
             rows[way, row],
         )
         self.bid, self.ways = np.append(self.bid, bid), np.concatenate([self.ways, ways])
+        self._allowed = np.append(self._allowed, np.ones(len(new), dtype=bool))
         self.kept, self.worth = np.append(self.kept, kept), np.append(self.worth, worth)
         return len(new)
 
     def allow(self, allowed: Flags) -> None:
         """Use only these of the known ways."""
-        columns = np.arange(len(allowed), dtype=np.int32) + len(self._pricing.every)
-        upper = np.where(allowed, self._highspy.kHighsInf, 0.0)
-        self._lp.changeColsBounds(len(columns), columns, np.zeros(len(columns)), upper)
+        changed = np.flatnonzero(allowed != self._allowed)
+        if len(changed):
+            columns = changed.astype(np.int32) + len(self._pricing.every)
+            upper = np.where(allowed[changed], self._highspy.kHighsInf, 0.0)
+            self._lp.changeColsBounds(len(columns), columns, np.zeros(len(columns)), upper)
+            self._allowed = allowed
 
     def solve(self) -> tuple[float, Floats]:
         """The optimum, and the prices of the caps, which are not negative."""

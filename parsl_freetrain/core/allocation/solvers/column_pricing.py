@@ -23,6 +23,8 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
+_ALL = slice(None)  # unlike an array of all indices, it makes no copies
+
 
 @dataclass(frozen=True)
 class Region:
@@ -136,7 +138,7 @@ class Pricing:
         return worth
 
     def best(
-        self, prices: Floats, region: Region, bids: Integers | None = None
+        self, prices: Floats, region: Region, bids: Integers | slice = _ALL
     ) -> tuple[Floats, Integers, Flags]:
         """For each bid, the most that a way of the region is worth after paying; that way; and
         whether it is to keep what it holds.
@@ -148,9 +150,8 @@ class Pricing:
         region
             The ways that are considered. A bid that has none of them gets minus infinity.
         bids
-            The indices of the bids that the rows of ``prices`` and ``region`` are about; None: all.
+            The indices of the bids that the rows of ``prices`` and ``region`` are about.
         """
-        bids = self.every if bids is None else bids
         worth, ways = self._best_of_class(0, prices, region, bids)
         if len(self._classes) > 1:
             worth = np.where(self._elsewhere(0, region), -np.inf, worth)
@@ -158,7 +159,7 @@ class Pricing:
             of_class, nodes = self._best_of_class(c, prices, region, bids)
             better = (of_class > worth) & ~self._elsewhere(c, region)
             worth[better], ways[better] = of_class[better], nodes[better]
-        held = self.held_worth[bids] - (prices * self.held[bids]).sum(axis=1)
+        held = self.held_worth[bids] - np.einsum('jb,jb->j', prices, self.held[bids])
         kept = region.keep & (held >= worth)
         ways[kept] = self.held[bids][kept]
         return np.where(kept, held, worth), ways, kept
@@ -169,13 +170,13 @@ class Pricing:
         return needed
 
     def _best_of_class(
-        self, c: int, prices: Floats, region: Region, bids: Integers
+        self, c: int, prices: Floats, region: Region, bids: Integers | slice
     ) -> tuple[Floats, Integers]:
         """For each bid, the most that a changed way with nodes of class ``c`` only is worth after
         paying, and that way.
         """
         places = self._classes[c].tolist()
-        counts, rate, rows = self._counts, self._rate[c, bids], np.arange(len(bids))
+        counts, rate, rows = self._counts, self._rate[c][bids], np.arange(len(prices))
         after = np.full(rate.shape, -np.inf)
         after[:, 0] = 0.0
         steps = []
@@ -183,21 +184,26 @@ class Pricing:
             paid = prices[:, b, None] * counts
             low, high = region.least[:, b], region.most[:, b]
             reached = after + paid
-            value = _window_maximum(reached, np.maximum(low, 1), high) - paid
+            value = _window_maximum(reached, np.maximum(low, 1), high)
+            value -= paid
             if self._goes[b]:
-                value -= self._loss[c, bids]
-            stay = np.where(low[:, None] <= 0, after, -np.inf) if low.any() else after
-            steps.append((reached, value > stay))
+                value -= self._loss[c][bids]
+            after[low > 0] = -np.inf
+            steps.append((reached, value > after))
+            np.maximum(value, after, out=after)
             since = self._ends[places[i - 1]] if i else 0.0
-            after = np.maximum(value, stay) + (self._ends[b] - since) * rate
-        first = self._start[c, bids] + after
-        first[(counts < region.low[:, None]) | (counts > region.high[:, None])] = -np.inf
-        left = first.argmax(axis=1)
-        worth, ways = first[rows, left], np.zeros((len(bids), self.places), dtype=np.int64)
+            after += (self._ends[b] - since) * rate
+        after += self._start[c][bids]
+        some = np.flatnonzero((region.low > 0) | (region.high < counts[-1]))
+        outside = counts < region.low[some, None]
+        outside |= counts > region.high[some, None]
+        after[some] = np.where(outside, -np.inf, after[some])
+        left = after.argmax(axis=1)
+        worth, ways = after[rows, left], np.zeros(prices.shape, dtype=np.int64)
         for b, (reached, some_go) in zip(places, reversed(steps), strict=True):
             go = left[:, None] - counts
-            low, high = np.maximum(region.least[:, b], 1), region.most[:, b]
-            inside = (go >= low[:, None]) & (go <= high[:, None])
+            inside = go >= np.maximum(region.least[:, b, None], 1)
+            inside &= go <= region.most[:, b, None]
             then = np.where(inside, reached, -np.inf).argmax(axis=1)
             then = np.where(some_go[rows, left], then, left)
             ways[:, b], left = left - then, then
@@ -208,10 +214,12 @@ def _window_maximum(values: Floats, low: Integers, high: Integers) -> Floats:
     """For each row j and column n, the maximum of ``values[j, m]`` over n - high[j] <= m <= n -
     low[j]; minus infinity where there is none.
     """
-    best = np.full_like(values, -np.inf)
+    best = np.empty_like(values)
     # In most rows the window holds all smaller counts.
+    best[:, 0] = -np.inf
     np.maximum.accumulate(values[:, :-1], axis=1, out=best[:, 1:])
-    narrow = np.flatnonzero((high < values.shape[1] - 1) | (low > 1))
+    best[high < low] = -np.inf
+    narrow = np.flatnonzero((low <= high) & ((high < values.shape[1] - 1) | (low > 1)))
     if len(narrow):
         best[narrow] = _narrow_maximum(values[narrow], low[narrow], high[narrow])
     return best
