@@ -65,7 +65,10 @@ def described(result: ReplayResult) -> list[str]:
         *(
             []
             if result.efficiency_bound is None
-            else [f'  at most            {result.efficiency_bound:.4f}   (whatever is decided)']
+            else [
+                f'  at most            {result.efficiency_bound:.4f}   '
+                '(whatever is decided; ends of trainers aside)'
+            ]
         ),
         f'samples              {run.samples:.4g}, on a constant pool {result.constant.samples:.4g}',
         f'idle                 {run.idle_node_s / 3600:.1f} node-hours in {hours:.1f} h, '

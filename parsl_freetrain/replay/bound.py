@@ -1,11 +1,17 @@
 """A bound that no decisions exceed on a recorded trace, even if they knew when each node leaves.
 
-The best total rate of M trainers on N nodes, R(N), is concave and known. What is trained is at most
-the integral of R over the nodes in use, minus what interruptions cost. Each use of a node that
-leaves ends in an interruption of the trainer that holds it. For each node that it frees, that costs
-at least the cheaper rescale at the lowest rate per node. A node that is not used instead costs at
-least its marginal rate, as long as it is idle, since R is concave. So each idle interval costs at
-least the smaller of the two.
+Whatever is decided, let x[k, b] be the share of the trainers that have b nodes between the k-th
+instant of the trace and the next one, and y[k, b] the share of those that still have the same nodes
+after the next one. A trainer with a number of nodes between two such b counts in part as each; if
+numbers change between instants, a mean is taken. Then
+
+- they train at most the sum of x[k, b] * (the rate of the fastest trainer on b nodes) per second;
+- the sum of b * x[k, b] is at most the number of idle nodes, and that of b * y[k, b] the number of
+  those that do not leave at the next instant;
+- y[k, b] is at most x[k, b] and x[k + 1, b], and each of x[k, b] - y[k, b] pays: at least the
+  cheaper of the two rescales, at the rate of the slowest trainer on b nodes.
+
+The best x and y are the solution of a linear programme. It is a bound: it may divide trainers.
 """
 
 from __future__ import annotations
@@ -14,8 +20,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from parsl_freetrain.core.model.types import ScalingCurve, Trainer
+from parsl_freetrain.core.allocation.solvers.highs import Ints, solved_sparse
+from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.replay.trace import Floats, Trace
+
+_INSTANTS = 200
+"""In each linear programme; the time of one for all would grow faster than their number. Growth
+from one to the next is not counted.
+"""
 
 
 def most_samples(
@@ -23,10 +35,8 @@ def most_samples(
 ) -> float:
     """A bound of the samples that the trainers can train on a trace.
 
-    Growth counts as free, and all trainers as there all the time and as fast as the fastest one.
-
-    Trainers are taken to go on beyond their totals: the end of a trainer frees its nodes at no
-    cost, which the bound does not count.
+    All trainers count as there all the time, and as going on beyond their totals: the end of a
+    trainer frees its nodes at no cost, which the bound does not count.
 
     Parameters
     ----------
@@ -38,46 +48,70 @@ def most_samples(
         Maximum number of trainers that share the nodes.
     """
     curves = [t.curve for t in trainers if t.curve is not None]
-    counts, rates = _envelope(curves, max(t.max_nodes for t in trainers))
-    slopes = np.append(np.diff(rates) / np.diff(counts), 0.0)
+    largest = max(t.max_nodes for t in trainers)
+    # Between two of these counts, every curve is linear.
+    counts = sorted({0, largest, *(n for c in curves for n in c.nodes if n < largest)})
+    rates = np.array([[curve.rate_at(n) for n in counts] for curve in curves])
+    paid_s = min(min(t.rescale_up_s, t.rescale_down_s) for t in trainers)
     share = min(at_a_time, len(trainers))
-    cheapest_s = min(min(t.rescale_up_s, t.rescale_down_s) for t in trainers)
-    per_node = min(
-        rate / n
-        for t in trainers
-        if t.curve is not None
-        for n in (*t.curve.nodes, t.max_nodes)
-        if n and (rate := t.curve.rate_at(n))
-    )
     starts, ends, _, _ = trace.intervals(known_ends)
-    at = np.unique(np.concatenate([starts, ends]))
-    nodes = np.searchsorted(np.sort(starts), at, side='right') - np.searchsorted(
-        np.sort(ends), at, side='right'
+    starts, ends, at = np.sort(starts), np.sort(ends), np.union1d(starts, ends)
+    gone = np.searchsorted(ends, at, side='right')
+    idle = (np.searchsorted(starts, at, side='right') - gone)[:-1]
+    stay = idle - np.diff(gone)
+    stay[at[1:] >= trace.end_s] = idle[at[1:] >= trace.end_s]
+    return share * sum(
+        _most(
+            np.diff(at[i : i + _INSTANTS + 1])[:, np.newaxis] * rates.max(axis=0),
+            paid_s * rates.min(axis=0),
+            np.array(counts),
+            idle[i : i + _INSTANTS] / share,
+            stay[i : i + _INSTANTS] / share,
+        )
+        for i in range(0, len(idle), _INSTANTS)
     )
-    each, lasts_s = nodes[:-1] / share, np.diff(at)
-    # The rate of the last node: to the left of a corner of R.
-    marginal = slopes[np.searchsorted(counts, each, side='left').clip(1) - 1]
-    marginal[each > counts[-1]] = 0.0
-    lost = np.concatenate([[0.0], np.cumsum(marginal * lasts_s)])
-    unused = lost[np.searchsorted(at, ends)] - lost[np.searchsorted(at, starts)]
-    leaves = ends < trace.end_s
-    whole = share * np.interp(each, counts, rates) @ lasts_s
-    return float(whole - np.minimum(unused, cheapest_s * per_node)[leaves].sum())
 
 
-def _envelope(curves: Sequence[ScalingCurve], most: int) -> tuple[Floats, Floats]:
-    """The corners of the smallest concave curve above all curves, up to ``most`` nodes."""
-    at = sorted({0, most, *(n for c in curves for n in c.nodes if n < most)})
-    hull: list[tuple[float, float]] = []
-    best = 0.0
-    for n in at:
-        best = max(best, *(c.rate_at(n) for c in curves))
-        while len(hull) > 1 and _turns_up(hull[-2], hull[-1], (n, best)):
-            hull.pop()
-        hull.append((float(n), best))
-    counts, rates = np.array(hull).T
-    return counts, rates
+def _most(trains: Floats, pays: Floats, counts: Ints, idle: Floats, stay: Floats) -> float:
+    """The best that one trainer can have, divided at will.
 
-
-def _turns_up(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
-    return (b[1] - a[1]) * (c[0] - b[0]) <= (c[1] - b[1]) * (b[0] - a[0])
+    Parameters
+    ----------
+    trains
+        Shape (instants, counts): samples on each count until the next instant.
+    pays
+        Samples that it costs to give up each count.
+    counts
+        Numbers of nodes.
+    idle, stay
+        Nodes of the trainer after each instant, and those of them that do not leave at the next
+        one.
+    """
+    instants, ways = trains.shape
+    x = np.arange(trains.size).reshape(trains.shape)
+    y = x + trains.size
+    k = np.repeat(np.arange(instants), ways).reshape(trains.shape)
+    nodes, one = np.broadcast_to(counts, trains.shape), np.ones(trains.shape)
+    # Rows: the whole trainer, its nodes, those that it keeps; y is at most the x before and after.
+    before = 3 * instants + x
+    after = before + x.size
+    entries = (
+        (x, k, one),
+        (x, instants + k, nodes),
+        (y, 2 * instants + k, nodes),
+        (y, before, one),
+        (x, before, -one),
+        (y[:-1], after[:-1], one[1:]),
+        (x[1:], after[:-1], -one[1:]),
+    )
+    column, row, value = (np.concatenate([e[i].ravel() for e in entries]) for i in range(3))
+    order = np.argsort(column, kind='stable')
+    whole, none = np.ones(instants), np.zeros(2 * x.size)
+    solver, scale = solved_sparse(
+        np.concatenate([(trains - pays).ravel(), np.tile(pays, instants)]),
+        (column[order], row[order], value[order]),
+        np.concatenate([whole, np.full(2 * (instants + x.size), -np.inf)]),
+        np.concatenate([whole, idle, stay, none]),
+        solver='simplex',
+    )
+    return -float(solver.getInfo().objective_function_value) / scale

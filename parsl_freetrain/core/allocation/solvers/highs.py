@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 LARGEST = 1e5
 """Solvers stop at absolute tolerances between 1e-7 and 1e-5 in any unit, so worths are scaled until
@@ -39,20 +40,35 @@ def solved(
     :
         HiGHS, which has run and minimised, and the factor by which worths were scaled.
     """
+    column, row = np.nonzero(use)
+    return solved_sparse(worth, (column, row, use[column, row]), least, most, integer, **options)
+
+
+def solved_sparse(
+    worth: Floats,
+    use: tuple[Ints, Ints, Floats],
+    least: Floats,
+    most: Floats,
+    integer: bool = False,
+    **options: Any,
+) -> tuple[Any, float]:
+    """As :func:`solved`; ``use`` has the choice, increasing, the row and the value of each entry
+    that is not 0.
+    """
     import highspy  # takes long to import, and most problems are solved without it
 
     scale = scale_of(float(np.abs(worth).max(initial=0.0)))
-    column, row = np.nonzero(use)
+    column, row, value = use
     lp: Any = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = use.shape
+    lp.num_col_, lp.num_row_ = len(worth), len(least)
     lp.col_cost_ = -worth * scale
-    lp.col_lower_, lp.col_upper_ = np.zeros(len(use)), np.ones(len(use))
+    lp.col_lower_, lp.col_upper_ = np.zeros(len(worth)), np.ones(len(worth))
     lp.row_lower_, lp.row_upper_ = least, most
     lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    lp.a_matrix_.start_ = np.searchsorted(column, np.arange(len(use) + 1)).astype(np.int32)
-    lp.a_matrix_.index_, lp.a_matrix_.value_ = row.astype(np.int32), use[column, row]
+    lp.a_matrix_.start_ = np.searchsorted(column, np.arange(len(worth) + 1)).astype(np.int32)
+    lp.a_matrix_.index_, lp.a_matrix_.value_ = row.astype(np.int32), value
     if integer:
-        lp.integrality_ = [highspy.HighsVarType.kInteger] * len(use)
+        lp.integrality_ = [highspy.HighsVarType.kInteger] * len(worth)
     solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     for option, setting in ({'output_flag': False, 'threads': 1} | options).items():
         solver.setOptionValue(option, setting)
