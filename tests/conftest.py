@@ -38,6 +38,10 @@ PATIENCE_S = 120.0  # for things to go away; a passing test needs a fraction of 
 # Several tests run at once: more threads than processors would wait for each other, spinning. Set
 # before any module imports torch.
 os.environ.setdefault('OMP_NUM_THREADS', '1')
+# Who waits must not spin where there are more threads than processors. Here rather than in a
+# test, as the next one: a template that was started with another value is of no use to later tests.
+os.environ.setdefault('OMP_WAIT_POLICY', 'passive')
+os.environ.setdefault('PYTORCH_NVML_BASED_CUDA_CHECK', '1')  # as Lightning does when imported
 # Nor does time decide the verdict of a property: by default hypothesis fails an example that takes
 # 200 ms, and a strategy that is slow on a busy machine.
 hypothesis.settings.register_profile(
@@ -142,6 +146,15 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make the test's own folder the current one, for what writes runinfo/ where it runs."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def no_determinism_for_later_processes() -> Iterator[None]:
+    """A training in this process leaves this variable to what it starts. Executors of later tests
+    could not fork from the session's template then, and would import torch once each.
+    """
+    yield
+    os.environ.pop('TORCHINDUCTOR_DETERMINISTIC', None)
 
 
 @pytest.fixture(autouse=True)

@@ -286,12 +286,8 @@ def test_tubes_are_apart_and_go_through() -> None:
 
 @pytest.fixture(scope='module')
 def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkClient]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(
-            'OMP_WAIT_POLICY', 'passive'
-        )  # ranks have more threads than there are cores: the waiting ones must not spin
-        with running_fork_server(tmp_path_factory.mktemp('fork_server')) as parent:
-            yield parent
+    with running_fork_server(tmp_path_factory.mktemp('fork_server')) as parent:
+        yield parent
 
 
 TINY = replace(ffn.SMALL, view=View(7, 2, 6), channels=4, depth=2, batch=8)
