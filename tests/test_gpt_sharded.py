@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 
 from parsl_freetrain.executor.run_lock import RunLock
+from tests.support import template
 from workflows import gpt_sharded
+
+# What each node and each rank would import in every fragment.
+TO_IMPORT = ('workflows.gpt_sharded', 'parsl_freetrain.training.steps.sharded_reproducible')
 
 
 @pytest.mark.slow
@@ -20,7 +24,8 @@ def test_it_learns_through_kills_and_in_other_shapes_to_the_same_bits(run_dir: P
     for name in ('hurry', 'summary.json', 'checkpoints/sharded/fence'):  # of an earlier run
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text('of the first run')
-    assert gpt_sharded.main(['--small', '--out', str(out)]) == 0
+    with template.that_imports(*TO_IMPORT):
+        assert gpt_sharded.main(['--small', '--out', str(out)]) == 0
     told = json.loads((out / 'summary.json').read_text())
     assert list(told) == [
         'weights_equal',

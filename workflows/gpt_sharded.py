@@ -134,7 +134,7 @@ def train_gpt(
         if ctx.samples != slept_at and not Path(hurry).exists():
             slept_at = ctx.samples
             half = ctx.samples > (ctx.total_samples or 0) / 2
-            time.sleep(1.0 if half else 0.1)
+            time.sleep(1.7 if half else 0.2)
 
 
 def visit(ctx: FragmentContext) -> None:
@@ -151,7 +151,7 @@ def train(out: Path, options: argparse.Namespace) -> tuple[dict[str, Checkpoint]
     """The final checkpoints of both trainings, and the summary."""
     text, _, letters = corpus()
     length, width, blocks, batch_size, steps = (
-        (32, 32, 2, 8, 80) if options.small else (64, 128, 4, 32, 600)
+        (32, 32, 2, 8, 48) if options.small else (64, 128, 4, 32, 600)
     )
     model = {'letters': len(letters), 'length': length, 'width': width, 'blocks': blocks}
     shapes = WITH_TENSOR if options.tensor else SHAPES
