@@ -11,6 +11,7 @@ from typing import Any
 from parsl_freetrain.core.allocation.answer import relative_gap
 from parsl_freetrain.core.allocation.constraints import OWNERS
 from parsl_freetrain.core.allocation.explain import Reason
+from parsl_freetrain.core.model.types import in_need
 from parsl_freetrain.ledger.rows import FINAL_STATES, FragmentRow, RunHistory, RunRow, TrainerRow
 from parsl_freetrain.report.outcome import DecisionOutcome
 from parsl_freetrain.report.sentences import describe
@@ -248,12 +249,8 @@ def _for_nodes(blocks: int, asked: int, refusals: Sequence[Mapping[str, Any]], n
 def _given_back(needs: Sequence[Mapping[str, Any]], now: float) -> str:
     if not needs or now - needs[0]['at'] >= REFUSAL_S:
         return ''
-    jobs = [demand['job'] for demand in needs[0]['detail']['demands']]
-    many = f'jobs {", ".join(jobs)}' if len(jobs) > 1 else f'job {jobs[0]}'
-    return (
-        f' {now - needs[0]["at"]:.0f} s ago nodes were given back: {many} of others could start '
-        'on them.'
-    )
+    others = in_need(demand['job'] for demand in needs[0]['detail']['demands'])
+    return f' {now - needs[0]["at"]:.0f} s ago nodes were given back for others: {others}.'
 
 
 def in_words(name: str, about: DecisionAbout) -> list[str]:

@@ -73,11 +73,9 @@ class Group:
         """PBS holds a job for ever if the one that it depends on ends while it is submitted."""
         for job_id, job in jobs.items():
             after = job.get('depend', '').removeprefix('afterany:').partition('@')[0]
-            ours = (
-                job['job_state'] == 'H'
-                and job['Submit_arguments'].find(f'system={self._name} ') >= 0
-            )
-            if ours and jobs.get(after, {}).get('job_state') == 'F':
+            ended = jobs.get(after, {}).get('job_state') == 'F'
+            ours = f':system={self._name} ' in job.get('Submit_arguments', '')
+            if ours and ended and job['job_state'] == 'H':
                 self._cluster.run('qrls', '-h', 's', job_id)
 
     def _row(self, job_id: str, job: Mapping[str, Any]) -> Row:

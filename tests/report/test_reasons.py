@@ -100,10 +100,11 @@ def test_what_it_waits_for(
 
 
 def test_a_trainer_without_nodes_hears_which_jobs_they_were_given_back_for() -> None:
-    needs = [{'at': 70.0, 'detail': {'demands': [{'job': '3', 'nodes': 2}]}}]
+    jobs = ('3', 'reservation course', '3')  # by name and besides
+    needs = [{'at': 70.0, 'detail': {'demands': [{'job': job, 'nodes': 2} for job in jobs]}}]
     queued = RunHistory(runs=(RUN,), trainers=(ME,), latest=1)
     said = waits_for(queued, RUN, ME, [], [], 100.0, needs) or ''
-    assert said.endswith('30 s ago nodes were given back: job 3 of others could start on them.')
+    assert said.endswith('30 s ago nodes were given back for others: job 3, reservation course.')
     assert 'given back' not in (waits_for(queued, RUN, ME, [], [], 900.0, needs) or '')
 
 

@@ -147,7 +147,7 @@ def test_nodes_on_their_way_back_are_waited_for_but_not_for_ever() -> None:
 def test_nodes_that_are_set_aside_while_a_block_has_them_are_given_back_before() -> None:
     course = NodeReservation('course', NOW + 100, NOW + 900, ('a', 'c'))
     held = running('mine', 'a', 'b'), running('5', 'c', 'd')
-    demand = NodeDemand('of reservation course', 1, frozenset('a'))
+    demand = NodeDemand('reservation course', 1, frozenset('a'))
     assert reserved(held, [course], OURS, NOW + 101) == (demand,)
     assert reserved(held, [course], OURS, NOW + 100) == (), 'it is not yet time'
     assert reserved(held, [course], OURS, NOW + 901) == (), 'it is over'

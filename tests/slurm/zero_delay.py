@@ -97,7 +97,7 @@ def told(alone: Outcome, again: Outcome, filled: Outcome) -> dict[str, Any]:
     """All that is drawn and said about one mix; times in seconds since the first submission."""
     idle = idle_of(filled)
     return {
-        'delays_s': [round(delay, 1) for delay in delays_s([alone, again], filled)],
+        'delays_s': [round(delay, 1) + 0.0 for delay in delays_s([alone, again], filled)],  # no -0
         'scatter_s': round(scatter_s(alone, again), 1),
         'share': round(idle.share, 3),
         'share_of_long': round(idle.share_of_long, 3),

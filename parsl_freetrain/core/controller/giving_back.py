@@ -13,6 +13,7 @@ from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.controller.state import ControllerState, Yielded
 from parsl_freetrain.core.controller.yielding import nodes_to_give
 from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.types import in_need
 
 
 def give_back(
@@ -35,7 +36,7 @@ def give_back(
         if (trainer := state.trainers[name]).running
     }
     given = nodes_to_give(event.demands, blocks, holder, cost, state.yielded)
-    why = f'job {", ".join(sorted(d.job for d in event.demands))} waits for its nodes'
+    why = f'{in_need(demand.job for demand in event.demands)} waits for its nodes'
     for block in blocks:
         nodes = [node for node in block.nodes if node in given or node in state.yielded]
         for node in nodes:

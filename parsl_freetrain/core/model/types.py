@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,12 +95,13 @@ class BlockRequest:
 
 @dataclass(frozen=True)
 class NodeDemand:
-    """A waiting job of others that would start now if some nodes of our blocks were given back.
+    """A waiting job of others that would start now if some nodes of our blocks were given back; or
+    a reservation of such nodes that begins soon.
 
     Attributes
     ----------
     job
-        Its id.
+        Its id, or 'reservation' and its name.
     nodes
         Number of our nodes that it lacks.
     among
@@ -110,6 +111,13 @@ class NodeDemand:
     job: str
     nodes: int
     among: frozenset[str]
+
+
+def in_need(jobs: Iterable[str]) -> str:
+    """The :attr:`NodeDemand.job` of several demands in words, each once."""
+    return ', '.join(
+        job if job.startswith('reservation ') else f'job {job}' for job in sorted(set(jobs))
+    )
 
 
 @dataclass(frozen=True)

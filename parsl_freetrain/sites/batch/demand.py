@@ -135,7 +135,7 @@ def reserved(
         if each.start_s < by_s <= each.end_s:
             late = (j.names for j in held if j.end_s is None or j.end_s > each.start_s)
             if names := frozenset(chain(*late)).intersection(each.nodes):
-                demands.append(NodeDemand(f'of reservation {each.name}', len(names), names))
+                demands.append(NodeDemand(f'reservation {each.name}', len(names), names))
     return tuple(demands)
 
 

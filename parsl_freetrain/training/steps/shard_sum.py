@@ -8,11 +8,15 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
+from torch.utils import deterministic
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.box import divided_like, local
+
+_SETTING: Any = deterministic  # torch makes its attributes at run time
 
 
 @dataclass
@@ -96,12 +100,12 @@ class Layout:
 
     def _fresh(self) -> torch.Tensor:
         # Deterministic torch fills what is empty; here all of it is written.
-        fills = torch._C._get_deterministic_fill_uninitialized_memory()
-        torch._C._set_deterministic_fill_uninitialized_memory(False)
+        fills = _SETTING.fill_uninitialized_memory
+        _SETTING.fill_uninitialized_memory = False
         try:
             return torch.empty(self._size, dtype=self._dtype, device=self._device)
         finally:
-            torch._C._set_deterministic_fill_uninitialized_memory(fills)
+            _SETTING.fill_uninitialized_memory = fills
 
     def plus(self, earlier: Contribution, later: Contribution) -> Contribution:
         """Add the contribution of later shards to that of earlier ones, and return it."""

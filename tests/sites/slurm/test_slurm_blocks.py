@@ -341,7 +341,7 @@ def test_the_scheduler_is_asked_beside_and_once_also_for_new_reservations(
     look()
     assert mine.site.client.commands - asked == {'squeue': 1, 'sinfo': 1, 'scontrol': 1}
     slurm.run('scontrol', 'delete', 'reservationname=course')
-    demand = NodeDemand('of reservation course', 2, frozenset({'node01', 'node02'}))
+    demand = NodeDemand('reservation course', 2, frozenset({'node01', 'node02'}))
     assert mine.site.needed()[0] == (demand,), 'it was made after the block had begun'
 
 
