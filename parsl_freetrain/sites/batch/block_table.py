@@ -33,7 +33,7 @@ class BatchBlock:
     node_class
         The class of its nodes; empty: any.
     least_s
-        The minimum walltime with which it may start, in seconds.
+        How long its nodes must be free for the scheduler to start it, in seconds.
     """
 
     job_id: str

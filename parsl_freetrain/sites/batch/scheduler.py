@@ -39,12 +39,16 @@ class Scheduler(Protocol):
         Permissions of batch scripts.
     history_every_s
         Minimum time between two questions for :meth:`history`, in seconds.
+    shortens
+        Whether it starts a block as soon as the block's minimum walltime fits, and not only when
+        the whole walltime does.
     """
 
     label: str
     step_s: int
     script_mode: int
     history_every_s: float
+    shortens: bool
 
     @property
     def client(self) -> Commands:

@@ -154,7 +154,7 @@ class Submitter:
             latest_s,
             place,
             node_class=shape.node_class,
-            least_s=shape.least_s,
+            least_s=shape.least_s if self._scheduler.shortens else shape.walltime_s,
         )
 
     def _place(self, folder: Path, block: str, node_class: str = '') -> Place:

@@ -222,11 +222,11 @@ class BlockTracker:
             with self._lock:
                 self._blocks.take_in(snapshot.jobs, snapshot.jobs_at)
                 self._note_offers(snapshot)
-                self._note_waiting(snapshot.jobs)
+                self._note_waiting(snapshot.jobs, snapshot.jobs_at)
             self._cancel_unanswered([job for job in snapshot.jobs if job.user == self._user])
         return snapshot
 
-    def _note_waiting(self, jobs: Sequence[BatchJob]) -> None:
+    def _note_waiting(self, jobs: Sequence[BatchJob], at: float) -> None:
         ours = self._blocks.ids()
         self._held = {
             job.job_id: job.names
@@ -236,9 +236,11 @@ class BlockTracker:
         self._waiting = bool(self._held) and any(waits(job, ours) for job in jobs)
         slow, fast = self._options.poll_s, self._options.waiting_poll_s
         self._watch.poll_s = min(slow, fast) if self._waiting else slow
-        # A reservation decides which of our nodes would serve a waiting job.
+        # A reservation decides which of our nodes would serve a waiting job, and may be why a block
+        # does not start.
+        late = any(b.submitted_s < at - self._options.start_s for b in self._blocks.waiting())
         self._watch.reservations_s = (
-            min(RESERVATIONS_EVERY_S, 5 * fast) if self._waiting else RESERVATIONS_EVERY_S
+            min(RESERVATIONS_EVERY_S, 5 * fast) if self._waiting or late else RESERVATIONS_EVERY_S
         )
 
     def _note_offers(self, snapshot: QueueSnapshot) -> None:

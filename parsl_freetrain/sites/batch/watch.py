@@ -19,7 +19,9 @@ from parsl_freetrain.sites.batch.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 RESERVATIONS_EVERY_S = 60.0
-"""Time between two questions about reservations; while jobs wait, five times ``poll_s`` if less."""
+"""Time between two questions about reservations; while jobs wait, or blocks longer than usual, five
+times ``waiting_poll_s`` if less.
+"""
 NEVER = float('-inf')
 
 

@@ -33,6 +33,7 @@ class Cobalt:
     step_s = 60
     script_mode = 0o700  # Cobalt runs the script itself, and not a copy
     history_every_s = 0.0  # it is in files of the block's own
+    shortens = False
 
     def __init__(self, options: CobaltOptions, clock: Callable[[], float] = time.time) -> None:
         self._options = options

@@ -36,6 +36,7 @@ class Pbs:
 
     label = 'PBS'
     step_s = 1
+    shortens = True
     script_mode = 0o600
 
     def __init__(self, options: PbsOptions) -> None:

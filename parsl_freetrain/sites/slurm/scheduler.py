@@ -54,6 +54,7 @@ class Slurm:
     step_s = 60
     script_mode = 0o600
     history_every_s = 60.0
+    shortens = False  # with a deadline it does not, and without one to the minimum
 
     def __init__(self, options: SlurmOptions) -> None:
         self._options = options

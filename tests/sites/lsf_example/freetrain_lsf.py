@@ -78,6 +78,7 @@ class Lsf:
     step_s = 60
     script_mode = 0o600
     history_every_s = 60.0
+    shortens = False
 
     def __init__(self, options: LsfOptions, clock: Callable[[], float]) -> None:
         self._options = options

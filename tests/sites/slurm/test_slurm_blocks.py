@@ -16,6 +16,7 @@ from parsl.jobs.states import JobState
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import BlockRequest, NodeDemand
+from parsl_freetrain.sites.batch import tracker, watch
 from parsl_freetrain.sites.protocols import HoleGone
 from parsl_freetrain.sites.slurm.scheduler import Slurm
 from tests.sites.batch_blocks import Blocks
@@ -117,6 +118,37 @@ def test_a_block_that_does_not_start_is_withdrawn(slurm: Cluster, blocks: Make) 
     slurm.wait(lambda: mine.status(job).terminal)
     assert 'withdrawn' in str(mine.status(job).message)
     assert slurm.state(job) == 'CANCELLED'
+
+
+@pytest.mark.parametrize('by', ['plan', 'reservation'])
+def test_a_block_that_is_longer_than_its_nodes_are_free_makes_room_for_a_shorter_one(
+    slurm: Cluster, blocks: Make, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    for module in (tracker, watch):
+        monkeypatch.setattr(module, 'RESERVATIONS_EVERY_S', 1e6)
+    mine = blocks(withdraw_s=1e6, start_s=1.0)
+    assert [hole.until_s for hole in mine.holes()] == [None]
+    if by == 'plan':
+        slurm.submit('--nodes=1', '--time=200')
+        wide = slurm.submit('--nodes=4', '--time=5')
+        slurm.wait(lambda: slurm.run('squeue', '-h', '-j', wide, '-o', '%Y').startswith('node'))
+    else:
+        begin = time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(time.time() + 12_000))
+        slurm.run(
+            *('scontrol', 'create', 'reservation', 'reservationname=course', 'users=root'),
+            *(f'starttime={begin}', 'duration=9', 'nodes=node[01-04]'),
+        )
+    try:
+        job = mine.open(3, 18_000.0)  # the minimum would fit, but Slurm plans with all of it
+        slurm.wait(lambda: (mine.site.holes(), mine.status(job).terminal)[1])
+        assert 'withdrawn' in str(mine.status(job).message)
+        [hole] = mine.holes()
+        assert hole.until_s is not None
+        job = mine.open(3, hole.until_s - time.time())
+        slurm.wait(lambda: mine.status(job).state is JobState.RUNNING)
+    finally:
+        if by == 'reservation':
+            slurm.run('scontrol', 'delete', 'reservationname=course')
 
 
 def test_somebody_else_cancels_a_block(slurm: Cluster, blocks: Make) -> None:
