@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -16,7 +17,7 @@ from parsl_freetrain.replay.trace import Trace
 class HabitsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file of habits: the nodes that it is about, and their habits."""
 
-    nodes: list[str]
+    nodes: Annotated[list[str], msgspec.Meta(min_length=1)]
     habits: NodeHabits
 
 

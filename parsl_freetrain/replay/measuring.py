@@ -21,7 +21,7 @@ class CurveLearning:
     Attributes
     ----------
     noise
-        Standard deviation of the logarithm of a measured rate.
+        Standard deviation of the logarithm of a measured rate, at most 1.
     measure_s
         A fragment's speed is measured after this number of seconds, then after twice, four times
         as many, and so on.
@@ -39,8 +39,10 @@ class CurveLearning:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.noise < math.inf:
-            raise BadInput(f'The noise is {self.noise:g}; it must be a number, 0 or more.')
+        if not 0 <= self.noise <= 1:
+            raise BadInput(
+                f'The noise is {self.noise:g}; it must be from 0 to 1, such as 0.1 for 10 %.'
+            )
         if not 0 < self.measure_s < math.inf:
             raise BadInput(
                 f'Speeds are measured after {self.measure_s:g} s; it must be a number of seconds '

@@ -319,7 +319,7 @@ BAD = [
         ["trainer 'b'", 'no field "raet"', 'rescale_up_s'],
     ),
     (problem(trainer(), trainer() | {'name': 5}), ['trainer number 2', 'name is 5']),
-    (problem(trainer(name='')), ['trainer number 1', 'name is ""']),
+    (problem(trainer(name='')), ['trainer number 1', 'name is ""; it should have at least 1 char']),
     (problem(trainer(max_nodes=None)), ["trainer 'a'", 'max_nodes is missing']),
     (problem(trainer(), trainer()), ["2 of the trainers have the name 'a'"]),
     (
@@ -387,7 +387,7 @@ BAD = [
         ["trainer 'a'", "3 nodes of block 'b', which has 2"],
     ),
     (problem(trainer(rescale_up_s=-1)), ["trainer 'a'", 'rescale_up_s is -1']),
-    (problem(trainer(sizes=[])), ["trainer 'a'", 'sizes is []']),
+    (problem(trainer(sizes=[])), ["trainer 'a'", 'sizes is []; it should have at least 1 item.']),
     (problem(trainer(sizes=[65])), ["trainer 'a'", 'none of sizes']),
     (problem(trainer(share=65)), ["trainer 'a'", 'share is 65']),
     (problem(trainer(sizes=[4], share=5)), ["trainer 'a'", 'share is 5']),

@@ -49,7 +49,13 @@ def test_habits_of_one_record_spare_preemptions_in_the_next(
     other = str(record(tmp_path / 'other.csv', 'x', range(9, 19)))
     assert main([*asked, other, '--habits', habits]) == 2
     assert 'are of another machine, with nodes such as n0, n1' in capsys.readouterr().err
-    for wrong, why in (('trainers.json', 'is not a file of habits'), ('none', 'cannot be read')):
+    empty = json.loads(Path(habits).read_text()) | {'nodes': []}
+    (tmp_path / 'empty.json').write_text(json.dumps(empty))
+    for wrong, why in (
+        ('trainers.json', 'is not a file of habits'),
+        ('empty.json', 'is not a file of habits'),
+        ('none', 'cannot be read'),
+    ):
         assert main([*asked, after, '--habits', str(tmp_path / wrong)]) == 2
         assert why in capsys.readouterr().err
     assert main(['replay', '--horizon', '9', '--idle', before, '--learn-habits', habits]) == 2

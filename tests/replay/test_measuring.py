@@ -70,6 +70,7 @@ def test_other_counts_are_tried_where_the_pool_does_not_change() -> None:
     ('learning', 'says'),
     [
         ({'noise': -0.1}, 'The noise is -0.1'),
+        ({'noise': 10}, 'must be from 0 to 1, such as 0.1 for 10 %'),
         ({'measure_s': 0.0}, 'measured after 0 s'),
         ({'seed': -1}, 'The seed is -1'),
     ],

@@ -154,10 +154,9 @@ def _sentence(raw: dict[str, Any], error: ValidationError) -> str:
         return f'{where}the field {_path(loc)} is missing.'
     if first['type'] == 'extra_forbidden':
         return f'{where}there is no field {_shown(loc[-1])}; the fields are {", ".join(model)}.'
-    return (
-        f'{where}{_path(loc)} is {_shown(first["input"])}; it '
-        f'{first["msg"].removeprefix("Input ")}.'
-    )
+    # Such as 'List should have at least 1 item after validation, not 0'.
+    wanted = first['msg'].partition(' ')[2].partition(' after validation')[0]
+    return f'{where}{_path(loc)} is {_shown(first["input"])}; it {wanted}.'
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
