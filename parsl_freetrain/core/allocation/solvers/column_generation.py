@@ -34,9 +34,10 @@ _WHOLE = 1e-6
 # A linear programme that is divided anyway is solved to this share of the gap that is left, or of
 # the gap that the first one usually leaves (as a share of the bound).
 _CLOSE, _USUAL = 0.25, 3e-3
-# A better allocation is sought around every n-th linear programme. With few places it is sought
-# thoroughly around some of them; with more that takes too long, and the first ones are rounded.
-_EVERY, _FEW, _DIVES, _FIRST = 8, 6, (1, 8, 24, 72, 200, 600), 4
+# A better allocation is sought around every n-th linear programme, and thoroughly around some of
+# them. With more than a few places that takes long, and the first ones are rounded besides.
+_EVERY, _FEW, _FIRST = 8, 6, 4
+_DIVES, _DIVES_OF_MANY = (1, 8, 24, 72, 200, 600), (2, 24, 72, 200, 600)
 # A share from which on a bid is fixed without looking at the others first.
 _CLEAR = 0.5
 # The prices of a linear programme are exact to about this share.
@@ -187,12 +188,10 @@ class _Search:
                 if exact or divided is not None:
                     break
         self._opened += 1
-        dives = self._pricing.places <= _FEW
-        if dives and divided is not None and self._opened in _DIVES:
+        few = self._pricing.places <= _FEW
+        if divided is not None and self._opened in (_DIVES if few else _DIVES_OF_MANY):
             self._dive(region, shares, prices, bound)
-        elif (
-            divided is None or self._opened % _EVERY == 0 or (not dives and self._opened <= _FIRST)
-        ):
+        elif divided is None or self._opened % _EVERY == 0 or (not few and self._opened <= _FIRST):
             self._best.round(master, shares, caps.prices(prices))
             self._exchange(prices, bound)
         return _Branch(-bound, self._opened, region, prices, divided)
