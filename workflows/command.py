@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import shlex
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import wait
-from contextlib import contextmanager
 from pathlib import Path
 
 from parsl_freetrain import BadInput, Checkpoint, FreeTrainError, LocalSite, TrainingFuture
@@ -71,37 +66,6 @@ def set_aside(out: Path) -> None:
     for path in found:
         path.rename(aside / path.name)
     print(f'What was in {out} was moved to {aside}.')
-
-
-@contextmanager
-def parsl_folder(out: Path, site: Site) -> Iterator[str]:
-    """Parsl's folder for a run, ``runinfo`` in the output folder. Parsl cannot use one with spaces;
-    then it is a temporary one on this computer, which is copied there at the end.
-
-    Raises
-    ------
-    BadInput
-        The output folder's name has spaces, and the nodes are not on this computer.
-    """
-    folder = out / 'runinfo'
-    if shlex.quote(str(folder)) == str(folder):
-        yield str(folder)
-        return
-    if not isinstance(site, LocalSite):
-        raise BadInput(
-            f'The name of the output folder {out} has spaces or special characters, which Parsl '
-            'does not quote where it starts the nodes of a batch system; name another one with '
-            '--out.'
-        )
-    with tempfile.TemporaryDirectory(prefix='freetrain-') as other:
-        try:
-            yield other
-        finally:
-            for run in Path(other).iterdir():
-                place = next(
-                    path for n in itertools.count() if not (path := folder / f'{n:03}').exists()
-                )
-                shutil.copytree(run, place, ignore_dangling_symlinks=True)
 
 
 def refuse_to_wait(future: TrainingFuture, site: Site, advice: str) -> None:

@@ -52,7 +52,7 @@ from parsl_freetrain.report.figures import figures
 from parsl_freetrain.report.page import report_page
 from parsl_freetrain.sites.generate import generate
 from parsl_freetrain.sites.schedule import Schedule, read_schedule, write_schedule
-from workflows.command import add_site_option, output_folder, parsl_folder, result, set_aside
+from workflows.command import add_site_option, output_folder, result, set_aside
 from workflows.digits_models import train_digits
 
 NETWORKS = ('cnn', 'mlp')
@@ -219,8 +219,7 @@ def train(
     data = digits()
     with (
         live(executor.ledger_path, console),
-        parsl_folder(folder, provider.site) as run_dir,
-        parsl.load(Config(executors=[executor], strategy='none', run_dir=run_dir)),
+        parsl.load(Config(executors=[executor], strategy='none', run_dir=str(folder / 'runinfo'))),
     ):
         futures: dict[str, TrainingFuture] = {
             name: trainer(name, *data, step_s=step_s, trainer_name=name) for name in NETWORKS

@@ -36,14 +36,7 @@ from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.summary import summary
 from parsl_freetrain.sites.generate import generate
 from parsl_freetrain.sites.protocols import Site
-from workflows.command import (
-    add_site_option,
-    output_folder,
-    parsl_folder,
-    refuse_to_wait,
-    result,
-    set_aside,
-)
+from workflows.command import add_site_option, output_folder, refuse_to_wait, result, set_aside
 
 DIVIDED, WHOLE = 'divided', 'whole'
 SHAPES = {1: Shape(), 2: Shape(spatial=(2, 1, 1)), 4: Shape(data=2, spatial=(2, 1, 1))}
@@ -144,10 +137,7 @@ def train(
         )(function)
         return app(**settings, trainer_name=name)
 
-    with (
-        parsl_folder(out, site) as run_dir,
-        parsl.load(Config(executors=[executor], strategy='none', run_dir=run_dir)),
-    ):
+    with parsl.load(Config(executors=[executor], strategy='none', run_dir=str(out / 'runinfo'))):
         divided = submitted(DIVIDED, shapes)
         for share in STRUCK_AT:
             until(divided, share * samples, site)

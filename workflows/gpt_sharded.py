@@ -46,7 +46,7 @@ from parsl_freetrain.cli.sites import provider_of
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.sites.protocols import Site
 from workflows.chimera_gpt import Windows, corpus, loss_of
-from workflows.command import output_folder, parsl_folder, refuse_to_wait, result, set_aside
+from workflows.command import output_folder, refuse_to_wait, result, set_aside
 from workflows.divided import strike
 
 if TYPE_CHECKING:
@@ -186,10 +186,7 @@ def train(out: Path, options: argparse.Namespace) -> tuple[dict[str, Checkpoint]
         wait_for(lambda: sharded.progress().samples > before, sharded, site)
 
     kills, most = 0, max(count for count in shapes if count <= options.nodes)
-    with (
-        parsl_folder(out, site) as folder,
-        parsl.load(Config(executors=[executor], strategy='none', run_dir=folder)),
-    ):
+    with parsl.load(Config(executors=[executor], strategy='none', run_dir=str(out / 'runinfo'))):
         sharded = submitted(SHARDED, most)
         reach(most)
         visitors: list[TrainingFuture] = []

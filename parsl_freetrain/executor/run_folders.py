@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,15 +11,15 @@ from parsl_freetrain.host.ownership import refuse_foreign, refuse_replaceable
 
 
 def refuse_unquotable(logdir: str) -> None:
-    """Refuse a folder of Parsl whose name its commands would have to quote. Raises BadInput if the
-    name has spaces or special characters.
+    """Refuse a folder of Parsl whose name its commands cannot hold: they are in single quotes, and
+    formatted twice. Raises BadInput.
     """
     logs = os.path.abspath(logdir)
-    if shlex.quote(logs) != logs:
+    if set(logs) & set("'{}") or not logs.isprintable():
         raise BadInput(
-            f"Parsl's folder for this run is {logs!r}, and Parsl does not quote it "
-            'in the command that starts the nodes of a block, so every block would fail; give '
-            'parsl.Config a run_dir without spaces and special characters.'
+            f"Parsl's folder for this run is {logs!r}, and the command that starts the nodes of a "
+            'block cannot hold single quotes, braces and line ends; give parsl.Config a run_dir '
+            'without them.'
         )
 
 

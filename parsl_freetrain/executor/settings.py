@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,8 @@ from parsl_freetrain.integrations.metric_logger import MetricLogger
 from parsl_freetrain.sites.protocols import HoleSource, Site
 
 INTERCHANGE = (sys.executable, '-m', 'parsl_freetrain.executor.interchange_process')
-LAUNCH_CMD = DEFAULT_LAUNCH_CMD.replace(
+# Parsl does not quote the paths in it.
+LAUNCH_CMD = re.sub(r'{(?:cert_dir|logdir|logconf)}', r"'\g<0>'", DEFAULT_LAUNCH_CMD).replace(
     'process_worker_pool.py', 'python3 -P -m parsl_freetrain.executor.block.manager'
 )
 

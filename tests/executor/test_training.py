@@ -43,7 +43,8 @@ def test_two_trainers_finish_and_their_checkpoints_feed_an_ordinary_app(tmp_path
     def samples(one: Checkpoint, other: Checkpoint) -> int:
         return one.samples + other.samples
 
-    with freetrain(tmp_path, site(2), max_workers_per_node=1) as executor:
+    folder = tmp_path / 'the $HOME of "me" & co'
+    with freetrain(folder, site(2), max_workers_per_node=1) as executor:
         first, second = trainer(), trainer(trainer_name='other')
         assert samples(first, second).result(LIMIT_S) == 2 * 192
         assert (first.name, first.state, first.progress().total_samples) == ('fit', 'finished', 192)

@@ -34,6 +34,7 @@ from tests.support.waiting import LIMIT_S, wait_until
 from workflows.digits import NETWORKS, SCALING, SHARDS, digits
 
 EPOCHS = 2
+RUN = 'a $HOME & more'
 
 
 def train(
@@ -96,7 +97,7 @@ def judge(folder: Path, found: list[Checkpoint], undisturbed: list[Checkpoint]) 
 @pytest.mark.pbs
 def test_on_a_real_pbs(openpbs: PbsCluster, tmp_path: Path, undisturbed: list[Checkpoint]) -> None:
     """Its nodes are preempted, one of them crashes, and its server hangs and starts again."""
-    ledger_path = tmp_path / 'run' / 'checkpoints' / 'ledger.sqlite'
+    ledger_path = tmp_path / RUN / 'checkpoints' / 'ledger.sqlite'
 
     def story() -> RunHistory:
         with Reader(ledger_path) as ledger:
@@ -125,8 +126,8 @@ def test_on_a_real_pbs(openpbs: PbsCluster, tmp_path: Path, undisturbed: list[Ch
             worker_init=f'export PATH={Path(sys.executable).parent}:$PATH; {use_template}',
             **{**QUICK, 'command_s': 2.0, 'longest_backoff_s': 1.0, 'unreachable_s': 1.0},
         )
-        found = train(tmp_path / 'run', site, SHARDS, disturb, ADDRESS)
-    judge(tmp_path / 'run', found, undisturbed)
+        found = train(tmp_path / RUN, site, SHARDS, disturb, ADDRESS)
+    judge(tmp_path / RUN, found, undisturbed)
     assert {'taken', 'lost'} <= {node.how for node in story().nodes}
 
 

@@ -132,7 +132,9 @@ def sizes(story: RunHistory) -> set[int]:
 
 
 def test_a_training_survives_all_that_a_cluster_does(slurm: Cluster, tmp_path: Path) -> None:
-    with digits(tmp_path) as run:
+    folder = tmp_path / 'a $HOME & more'
+    folder.mkdir()
+    with digits(folder) as run:
         run.until(lambda: run.samples() > 0)
         take(slurm, run, 2)
 
@@ -166,7 +168,7 @@ def test_a_training_survives_all_that_a_cluster_does(slurm: Cluster, tmp_path: P
     assert len(story.blocks) >= BLOCKS
     assert len(sizes(story)) >= 3
     assert {'taken', 'lost'} & {node.how for node in story.nodes}
-    summary = json.loads((tmp_path / 'out' / 'summary.json').read_text())['trainers']
+    summary = json.loads((folder / 'out' / 'summary.json').read_text())['trainers']
     for trainer in summary.values():
         assert trainer['weights_equal']
         assert trainer['samples'] == trainer['samples_expected']
