@@ -290,7 +290,7 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkClient
         yield parent
 
 
-TINY = replace(ffn.SMALL, view=View(7, 2, 6), channels=4, depth=2, batch=8)
+TINY = replace(ffn.SMALL, view=View(7, 2, 6), channels=4, depth=2, examples=192, epochs=4, batch=8)
 
 
 @pytest.fixture(scope='module')

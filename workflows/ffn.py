@@ -85,7 +85,9 @@ USUAL = Preset(
     batch=8,
     lr=3e-3,
 )
-SMALL = replace(USUAL, extent=48, radius=3, volumes=2, view=View(11, 3, 8), examples=192)
+SMALL = replace(
+    USUAL, extent=48, radius=3, volumes=2, view=View(11, 3, 4), examples=128, epochs=3, batch=4
+)
 PAPER = replace(
     USUAL, extent=128, tubes=9, radius=7, view=View(33, 8, 26), channels=32, depth=12, batch=4
 )
