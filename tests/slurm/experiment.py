@@ -298,7 +298,7 @@ def _watched(machine: Machine, mix: Mix, filler: Filler | None, blocks_first: bo
     ]
 
     def over() -> bool:
-        time.sleep(1.0)  # when a job ended is what the scheduler says, not when it was asked
+        time.sleep(2.0)  # when a job ended is what the scheduler says, not when it was asked
         return {row.job for row in machine.rows() if row.completed}.issuperset(each)
 
     machine.wait(over, LIMIT_S)
