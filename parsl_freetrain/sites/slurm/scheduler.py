@@ -29,7 +29,7 @@ from parsl_freetrain.sites.batch.records import (
 )
 from parsl_freetrain.sites.batch.scheduler import NoHistory
 from parsl_freetrain.sites.batch.shape import BlockShape, Place
-from parsl_freetrain.sites.slurm import documents, text
+from parsl_freetrain.sites.slurm import answers_json, answers_text
 from parsl_freetrain.sites.slurm.checks import partition_for
 from parsl_freetrain.sites.slurm.options import Form, SlurmOptions
 from parsl_freetrain.sites.slurm.script import render
@@ -69,7 +69,7 @@ class Slurm:
 
     def queue(self) -> Partition:
         """The partition."""
-        partitions = text.parse_partitions(self.client.ask(text.PARTITIONS))
+        partitions = answers_text.parse_partitions(self.client.ask(answers_text.PARTITIONS))
         self._tiers = {name: partition.tier for name, partition in partitions.items()}
         return partition_for(self._options, partitions)
 
@@ -85,8 +85,8 @@ class Slurm:
     def jobs(self) -> tuple[BatchJob, ...]:
         """The queue, in the form that the options and the version say."""
         jobs = self._in_form(
-            lambda: documents.parse_jobs(self.client.ask(documents.JOBS)),
-            lambda: self._with_ends(text.parse_jobs(self.client.ask(text.JOBS))),
+            lambda: answers_json.parse_jobs(self.client.ask(answers_json.JOBS)),
+            lambda: self._with_ends(answers_text.parse_jobs(self.client.ask(answers_text.JOBS))),
         )
         return tuple(self._ranked(job) if job.state is JobState.PENDING else job for job in jobs)
 
@@ -104,7 +104,9 @@ class Slurm:
         failed = {j.job_id for j in jobs if j.state is JobState.FAILED and j.user == self._user}
         self._exits = {job_id: code for job_id, code in self._exits.items() if job_id in failed}
         if new := sorted(failed - self._exits.keys()):
-            found = text.parse_exits(self.client.ask(text.exits_of(new), accepted=(0, 1)))
+            found = answers_text.parse_exits(
+                self.client.ask(answers_text.exits_of(new), accepted=(0, 1))
+            )
             self._exits |= {job_id: found.get(job_id, 0) for job_id in new}
         return tuple(
             replace(job, state=end_of(job.state, code >> 8, code & 0x7F))
@@ -116,8 +118,8 @@ class Slurm:
     def nodes(self) -> tuple[Nodes, ...]:
         """All nodes, in the same form."""
         found = self._in_form(
-            lambda: documents.parse_nodes(self.client.ask(documents.NODES)),
-            lambda: text.parse_nodes(self.client.ask(text.NODES)),
+            lambda: answers_json.parse_nodes(self.client.ask(answers_json.NODES)),
+            lambda: answers_text.parse_nodes(self.client.ask(answers_text.NODES)),
         )
         if not self._options.classes:
             return found
@@ -144,17 +146,19 @@ class Slurm:
         return as_text()
 
     def _best_form(self) -> Form:
-        version = text.parse_version(self.client.ask(text.VERSION))
-        return Form.JSON if version >= documents.FIRST_COMPLETE else Form.TEXT
+        version = answers_text.parse_version(self.client.ask(answers_text.VERSION))
+        return Form.JSON if version >= answers_json.FIRST_COMPLETE else Form.TEXT
 
     def reservations(self) -> tuple[NodeReservation, ...]:
         """All of them."""
-        return text.parse_reservations(self.client.ask(text.RESERVATIONS))
+        return answers_text.parse_reservations(self.client.ask(answers_text.RESERVATIONS))
 
     def history(self, places: dict[str, Place]) -> dict[str, JobState]:
         """What the accounting database says, where there is one."""
         try:
-            return text.parse_history(self.client.ask(text.history_of(list(places))))
+            return answers_text.parse_history(
+                self.client.ask(answers_text.history_of(list(places)))
+            )
         except (SchedulerSilent, BadInput) as error:
             if 'disabled' in str(error) or isinstance(error, BadInput):
                 raise NoHistory(f'Slurm has no accounting database: {error}') from error

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, Nodes, NotUnderstood, Partition
-from parsl_freetrain.sites.slurm import documents, text
+from parsl_freetrain.sites.slurm import answers_json, answers_text
 from parsl_freetrain.sites.slurm.hostlist import expand
 from parsl_freetrain.sites.slurm.states import state_of
 
@@ -60,7 +60,7 @@ def job_document(**changes: object) -> str:
 
 
 def test_jobs_as_text() -> None:
-    jobs = {job.job_id: job for job in text.parse_jobs(recorded('squeue-22.05.txt'))}
+    jobs = {job.job_id: job for job in answers_text.parse_jobs(recorded('squeue-22.05.txt'))}
     assert jobs['3'] == BatchJob(
         '3',
         JobState.PENDING,
@@ -84,7 +84,7 @@ def test_jobs_as_text() -> None:
     assert [name for name, job in jobs.items() if job.blocked] == ['4'], 'it waits for a date'
     assert (jobs['7'].only, jobs['2'].only) == (('node08',), ('node04', 'node05'))
     assert {job.state for job in jobs.values()} == {'PENDING', 'RUNNING', 'COMPLETED', 'CANCELLED'}
-    [picky] = text.parse_jobs(
+    [picky] = answers_text.parse_jobs(
         '4|PENDING|batch|1|N/A|N/A|(null)||eve|Priority|3:00|42|node02|node[03-04]|gres:gpu:a100:2'
         '|normal|(null)|big&new|huge|/|a|/|b\n'
     )
@@ -94,7 +94,7 @@ def test_jobs_as_text() -> None:
         frozenset({'huge', 'gpu:a100'}),
     )
     assert (picky.name, picky.qos, picky.blocked) == ('a|/|b', 'normal', False)
-    assert text.choices_of('[rack1*2&rack2*2]', 'N/A') == (
+    assert answers_text.choices_of('[rack1*2&rack2*2]', 'N/A') == (
         frozenset({'rack1'}),
         frozenset({'rack2'}),
     )
@@ -121,7 +121,7 @@ def test_jobs_as_text() -> None:
     ],
 )  # fmt: skip
 def test_which_reasons_are_for_nodes(reason: str, reservation: str, blocked: bool) -> None:
-    assert text.is_blocked(reason, reservation) == blocked
+    assert answers_text.is_blocked(reason, reservation) == blocked
 
 
 @pytest.mark.parametrize(
@@ -130,26 +130,28 @@ def test_which_reasons_are_for_nodes(reason: str, reservation: str, blocked: boo
      ('[1-2,5,...]', 3), ('0-3', 4)],
 )  # fmt: skip
 def test_tasks_of_an_array_that_wait(tasks: str, count: int) -> None:
-    assert text.tasks_of(tasks) == count
+    assert answers_text.tasks_of(tasks) == count
 
 
 def test_jobs_as_a_document_of_22_05_lack_planned_nodes() -> None:
     with pytest.raises(NotUnderstood, match='planned nodes'):
-        documents.parse_jobs(recorded('squeue-22.05.json'))
+        answers_json.parse_jobs(recorded('squeue-22.05.json'))
 
 
 def test_running_jobs_are_the_same_as_text_and_as_document() -> None:
     document = json.loads(recorded('squeue-22.05.json'))
     document['jobs'] = [job for job in document['jobs'] if job['job_state'] == 'RUNNING']
     as_text = [
-        job for job in text.parse_jobs(recorded('squeue-22.05.txt')) if job.state == 'RUNNING'
+        job
+        for job in answers_text.parse_jobs(recorded('squeue-22.05.txt'))
+        if job.state == 'RUNNING'
     ]
-    assert list(documents.parse_jobs(json.dumps(document))) == as_text
+    assert list(answers_json.parse_jobs(json.dumps(document))) == as_text
     assert len(as_text) == 2
 
 
 def test_jobs_as_a_document_of_23_11() -> None:
-    [job] = documents.parse_jobs(job_document())
+    [job] = answers_json.parse_jobs(job_document())
     assert job == BatchJob(
         '9',
         JobState.PENDING,
@@ -166,7 +168,7 @@ def test_jobs_as_a_document_of_23_11() -> None:
         priority=17.0,
         tasks=3,
     )
-    [job] = documents.parse_jobs(
+    [job] = answers_json.parse_jobs(
         job_document(
             job_state=['RUNNING', 'COMPLETING'],
             end_time=number(None),
@@ -174,7 +176,7 @@ def test_jobs_as_a_document_of_23_11() -> None:
         )
     )
     assert (job.state, job.end_s, job.reason) == ('ENDING', None, 'Preempted')
-    [job] = documents.parse_jobs(
+    [job] = answers_json.parse_jobs(
         job_document(start_time={'set': True, 'infinite': True, 'number': 0})
     )
     assert job.start_s is None
@@ -198,8 +200,8 @@ def test_nodes_are_the_same_as_text_and_as_document() -> None:
         }
 
     as_text, as_document = (
-        text.parse_nodes(recorded('sinfo-22.05.txt')),
-        documents.parse_nodes(recorded('sinfo-22.05.json')),
+        answers_text.parse_nodes(recorded('sinfo-22.05.txt')),
+        answers_json.parse_nodes(recorded('sinfo-22.05.json')),
     )
     assert sorted_names(as_text) == sorted_names(as_document)
     assert Nodes('batch', ('node07',), 'planned', '', (), 2) in as_text
@@ -236,7 +238,7 @@ def test_nodes_as_a_document_of_23_11() -> None:
             ]
         }
     )
-    found = documents.parse_nodes(document)
+    found = answers_json.parse_nodes(document)
     assert [(g.state, g.marks) for g in found] == [
         ('idle', ''),
         ('planned', ''),
@@ -256,26 +258,29 @@ def test_nodes_as_a_document_of_23_11() -> None:
     ],
 )
 def test_marks_of_states(state: str, bare: str, marks: str) -> None:
-    [nodes] = text.parse_nodes(f'gpu|{state}|(null)|(null)|a1\n')
+    [nodes] = answers_text.parse_nodes(f'gpu|{state}|(null)|(null)|a1\n')
     assert (nodes.state, nodes.marks) == (bare, marks)
 
 
 def test_reservations() -> None:
-    found = text.parse_reservations(recorded('reservation-22.05.txt'))
+    found = answers_text.parse_reservations(recorded('reservation-22.05.txt'))
     assert [(r.name, r.start_s, r.end_s, r.nodes) for r in found] == [
         ('maint1', 1795249490.0, 1795253090.0, ('node07', 'node08')),
         ('now1', 1795247690.0, 1795251290.0, ('node06',)),
     ]
-    assert text.parse_reservations('No reservations in the system\n') == ()
-    assert text.parse_reservations('ReservationName=lic StartTime=5 EndTime=9 Nodes=(null)\n') == ()
+    assert answers_text.parse_reservations('No reservations in the system\n') == ()
+    assert (
+        answers_text.parse_reservations('ReservationName=lic StartTime=5 EndTime=9 Nodes=(null)\n')
+        == ()
+    )
     with pytest.raises(NotUnderstood, match='StartTime'):
-        text.parse_reservations(
+        answers_text.parse_reservations(
             'ReservationName=x StartTime=2026-11-21T07:00:00 EndTime=9 Nodes=a1'
         )
 
 
 def test_partitions() -> None:
-    found = text.parse_partitions(recorded('partition-22.05.txt'))
+    found = answers_text.parse_partitions(recorded('partition-22.05.txt'))
     assert found['debug'] == Partition('debug', True, 600.0, 0, 2, 'OFF', 0.0, tier=20)
     assert (
         found['scavenger'].preempt_mode,
@@ -286,27 +291,27 @@ def test_partitions() -> None:
         'PartitionName=p AllowAccounts=a,b AllowQos=q DenyAccounts=c MaxNodes=UNLIMITED '
         'MaxTime=UNLIMITED MinNodes=2 State=DRAIN'
     )
-    assert text.parse_partitions(line)['p'] == Partition(
+    assert answers_text.parse_partitions(line)['p'] == Partition(
         'p', False, None, 2, None, accounts=('a', 'b'), denied_accounts=('c',), qos=('q',)
     )
 
 
 def test_history_and_versions() -> None:
-    assert text.parse_history('7|CANCELLED by 0\n8|OUT_OF_ME+\n9|\n') == {
+    assert answers_text.parse_history('7|CANCELLED by 0\n8|OUT_OF_ME+\n9|\n') == {
         '7': JobState.CANCELLED,
         '8': JobState.OUT_OF_MEMORY,
     }
     ended = '1|FAILED|143:0\n2|FAILED|0:15\n3|FAILED|1:0\n4|CANCELLED by 0|0:15\n'
-    assert list(text.parse_history(ended).values()) == [
+    assert list(answers_text.parse_history(ended).values()) == [
         JobState.TERMINATED,
         JobState.TERMINATED,
         JobState.FAILED,
         JobState.CANCELLED,
     ]
-    assert text.parse_version('slurm-wlm 22.05.8') == (22, 5)
-    assert text.parse_version('slurm 24.11.1\n') == (24, 11)
+    assert answers_text.parse_version('slurm-wlm 22.05.8') == (22, 5)
+    assert answers_text.parse_version('slurm 24.11.1\n') == (24, 11)
     with pytest.raises(NotUnderstood):
-        text.parse_version('none')
+        answers_text.parse_version('none')
 
 
 @pytest.mark.parametrize(
@@ -324,7 +329,7 @@ def test_history_and_versions() -> None:
     ],
 )
 def test_a_job_that_sigterm_has_ended_has_not_failed(code: object, state: JobState) -> None:
-    [job] = documents.parse_jobs(job_document(job_state=['FAILED'], exit_code=code))
+    [job] = answers_json.parse_jobs(job_document(job_state=['FAILED'], exit_code=code))
     assert job.state is state
 
 
@@ -340,7 +345,7 @@ def test_a_job_that_sigterm_has_ended_has_not_failed(code: object, state: JobSta
     ],
 )
 def test_durations(written: str, seconds: float | None) -> None:
-    assert text.duration_s(written) == seconds
+    assert answers_text.duration_s(written) == seconds
 
 
 @pytest.mark.parametrize(
@@ -356,14 +361,19 @@ def test_durations(written: str, seconds: float | None) -> None:
     ],
 )
 def test_gpus(gres: str, gpus: int) -> None:
-    assert text.gpus_of(gres) == gpus
+    assert answers_text.gpus_of(gres) == gpus
 
 
 @pytest.mark.parametrize(
     'answer', ['1|RUNNING|x', 'slurm_load_jobs error: Unable to contact slurm controller']
 )
 def test_what_is_no_answer_is_not_read_as_one(answer: str) -> None:
-    for parse in (text.parse_jobs, text.parse_nodes, documents.parse_jobs, documents.parse_nodes):
+    for parse in (
+        answers_text.parse_jobs,
+        answers_text.parse_nodes,
+        answers_json.parse_jobs,
+        answers_json.parse_nodes,
+    ):
         with pytest.raises(NotUnderstood):
             parse(answer)
 
@@ -380,7 +390,7 @@ def test_what_is_no_answer_is_not_read_as_one(answer: str) -> None:
     ],
 )
 def test_documents_of_another_shape(answer: str) -> None:
-    for parse in (documents.parse_jobs, documents.parse_nodes):
+    for parse in (answers_json.parse_jobs, answers_json.parse_nodes):
         with pytest.raises(NotUnderstood):
             parse(answer)
 

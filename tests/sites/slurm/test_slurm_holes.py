@@ -18,7 +18,7 @@ from parsl_freetrain.sites.batch.records import (
     Nodes,
     Partition,
 )
-from parsl_freetrain.sites.slurm import text
+from parsl_freetrain.sites.slurm import answers_text
 
 RECORDED = Path(__file__).with_name('recorded')
 NOW = 1000.0
@@ -56,13 +56,13 @@ def until(
 
 def test_recorded_answers_give_the_holes_that_were_there() -> None:
     """node07 is planned for a wide job, node06 broken, node08 in a maintenance that comes later."""
-    partitions = text.parse_partitions((RECORDED / 'partition-22.05.txt').read_text())
+    partitions = answers_text.parse_partitions((RECORDED / 'partition-22.05.txt').read_text())
     now = 1795247731.0
     found = holes(
         windows(
-            text.parse_nodes((RECORDED / 'sinfo-22.05.txt').read_text()),
-            text.parse_jobs((RECORDED / 'squeue-22.05.txt').read_text()),
-            text.parse_reservations((RECORDED / 'reservation-22.05.txt').read_text()),
+            answers_text.parse_nodes((RECORDED / 'sinfo-22.05.txt').read_text()),
+            answers_text.parse_jobs((RECORDED / 'squeue-22.05.txt').read_text()),
+            answers_text.parse_reservations((RECORDED / 'reservation-22.05.txt').read_text()),
             ANY,
             frozenset(),
             now,

@@ -12,9 +12,15 @@ from collections import defaultdict
 from typing import Any
 
 from parsl_freetrain.sites.batch.records import BatchJob, Nodes, NotUnderstood
+from parsl_freetrain.sites.slurm.answers_text import (
+    choices_of,
+    features_of,
+    gpus_of,
+    is_blocked,
+    tasks_of,
+)
 from parsl_freetrain.sites.slurm.hostlist import expand
 from parsl_freetrain.sites.slurm.states import end_of, state_of
-from parsl_freetrain.sites.slurm.text import choices_of, features_of, gpus_of, is_blocked, tasks_of
 
 JOBS = ('squeue', '--json')
 NODES = ('sinfo', '--json', '--all')
