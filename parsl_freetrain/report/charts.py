@@ -1,168 +1,315 @@
-"""The drawing primitives: inline SVG that fits any width and takes its colours from the style
-sheet. The charts of a report are in ``pictures.py``.
-
-Text and marks keep their size and are placed in percent of the chart. Lines and areas are drawn in
-a square of 1000 x 1000 that is stretched over the chart; their strokes are not stretched. Style
-attributes are not used, since the page's policy forbids them.
-"""
+"""The charts of a report."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
-from parsl_freetrain.report.axes import Scale
+from parsl_freetrain.ledger.intervals import Interval, clip, levels
+from parsl_freetrain.ledger.timeline import (
+    by_fragment,
+    left_at,
+    natural_order,
+    offered,
+    phases,
+    struck_nodes,
+)
+from parsl_freetrain.report.axes import Scale, duration, linear, logarithmic, number, seconds
+from parsl_freetrain.report.figures import Figures
+from parsl_freetrain.report.learned import Scaling
+from parsl_freetrain.report.losses import Loss
+from parsl_freetrain.report.metrics import CurvePoint, MetricView, smoothed
+from parsl_freetrain.report.svg import Chart
 
-Point = tuple[float, float]
+MOST_COLOURED = 8
+"""Maximum number of trainers with a colour of their own; the others share one."""
 
-SIDE = 1000
+MOST_ROWS = 48
+"""Maximum number of nodes with a row of their own."""
+
+MOST_DOTS = 20
+"""Maximum number of points of a metric that are drawn as dots too."""
+
+MOST_MOMENTS = 2000
+"""Maximum number of moments at which numbers of nodes are drawn."""
+
+Box = tuple[float, float, float, float]
 
 
-class Chart:
-    """One chart, drawn layer by layer.
+def kinds(found: Figures) -> dict[str, str]:
+    """By trainer, its class of the style sheet; those that trained most have their own colours."""
+    rows = found.summary['trainers']
+    ranked = sorted(rows, key=lambda name: -rows[name]['samples'])[:MOST_COLOURED]
+    coloured = [name for name in rows if name in ranked]
+    return {name: f't{coloured.index(name)}' if name in ranked else 'others' for name in rows}
 
-    Parameters
-    ----------
-    x, y
-        The axes; ``y`` None: rows without a scale.
-    label
-        A description for screen readers.
-    size
-        'tall', 'middle' or 'low': a class of the style sheet.
+
+def nodes_over_time(found: Figures) -> Markup:
+    """Number of nodes offered, and number of nodes of each trainer."""
+    clock, of = found.clock, kinds(found)
+    steps: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    room: list[tuple[float, int]] = []
+    for run in found.story.runs:
+        for times in offered(found.story, run, clock.until[run.id]).values():
+            for start, end in times:
+                room += [(clock.of(run.id, start), 1), (clock.of(run.id, end), -1)]
+    for fragment in found.story.fragments:
+        end = clock.until[fragment.run] if fragment.ended_at is None else fragment.ended_at
+        name = fragment.trainer if of.get(fragment.trainer, 'others') != 'others' else ''
+        count = len(fragment.nodes)
+        steps[name] += [
+            (clock.of(fragment.run, fragment.decided_at), count),
+            (clock.of(fragment.run, end), -count),
+        ]
+    grid = sorted(
+        {0.0, clock.length} | {x for changes in (room, *steps.values()) for x, _ in changes}
+    )
+    if len(grid) > MOST_MOMENTS:
+        grid = [clock.length * i / MOST_MOMENTS for i in range(MOST_MOMENTS + 1)]
+    most = levels(room, grid)
+    stacked = [(name, levels(steps[name], grid)) for name in [*of, ''] if name in steps]
+    peak = max(
+        [1, *most, *(sum(column) for column in zip(*(level for _, level in stacked), strict=True))]
+    )
+    chart = Chart(
+        seconds(clock.length),
+        linear(0, peak, whole=True),
+        f'nodes over time; at most {max(most)} were offered',
+    )
+    chart.steps(grid, [0] * len(grid), most, 'offered', 'offered')
+    floor = [0] * len(grid)
+    for name, level in stacked:
+        ceiling = [a + b for a, b in zip(floor, level, strict=True)]
+        chart.steps(grid, floor, ceiling, of.get(name, 'others'), name or 'other trainers')
+        floor = ceiling
+    _joints(chart, found)
+    return chart.svg()
+
+
+def nodes_one_by_one(found: Figures) -> Markup | None:
+    """The use of each node; None if there are too many nodes, or none."""
+    story, clock, of = found.story, found.clock, kinds(found)
+    names = sorted(
+        {o.name for o in story.offers} | {n.name for n in story.nodes}, key=natural_order
+    )
+    if not 0 < len(names) <= MOST_ROWS:
+        return None
+    row = {name: i for i, name in enumerate(names)}
+    chart = Chart(
+        seconds(clock.length),
+        None,
+        f'what each of {len(names)} nodes did',
+        'tall' if len(names) > 12 else 'middle',
+    )
+    boxes: dict[tuple[str, str, str], list[Box]] = defaultdict(list)
+
+    def add(
+        kind: tuple[str, str, str], run: int, name: str, times: Sequence[Interval], margin: float
+    ) -> None:
+        top, bottom = (row[name] + margin) / len(names), (row[name] + 1 - margin) / len(names)
+        boxes[kind] += [
+            (clock.of(run, start), clock.of(run, end), top, bottom) for start, end in times
+        ]
+
+    for run in story.runs:
+        for name, times in offered(story, run, clock.until[run.id]).items():
+            add(('offered', '', 'offered'), run.id, name, times, 0.06)
+    blocks = {(b.run, b.block): b for b in story.blocks}
+    nodes = {(n.run, n.node): n for n in story.nodes}
+    runs = {r.id: r for r in story.runs}
+    written = by_fragment(story.checkpoints)
+    for fragment in story.fragments:
+        until = clock.until[fragment.run]
+        parts = phases(
+            fragment,
+            written.get(fragment.key, ()),
+            until=until,
+            alive=story.alive(runs[fragment.run]),
+        )
+        for one in fragment.nodes:
+            place = nodes.get((fragment.run, one))
+            if place is not None:
+                here = (place.joined_at, left_at(place, blocks, until))
+                for kind, times in parts.items():
+                    add(
+                        (of.get(fragment.trainer, 'others'), kind, fragment.trainer),
+                        fragment.run,
+                        place.name,
+                        clip(times, *here),
+                        0.16,
+                    )
+    for (colour, kind, name), drawn in boxes.items():
+        chart.boxes(
+            _joined(drawn, clock.length / MOST_MOMENTS),
+            f'{colour} {kind}'.strip(),
+            f'{name}, {kind}' if kind else name,
+        )
+    for node in struck_nodes(story):
+        at = clock.of(node.run, left_at(node, blocks, clock.until[node.run]))
+        chart.cross(at, 1 - (row[node.name] + 0.5) / len(names), f'{node.name} was taken')
+    every = -(-len(names) // 24)
+    for name in names[::every]:
+        chart.row((row[name] + 0.5) / len(names), name if len(name) <= 8 else '…' + name[-7:])
+    _joints(chart, found)
+    return chart.svg()
+
+
+def _joined(boxes: Sequence[Box], least: float) -> list[Box]:
+    """Boxes of one kind; those of a row that are less than ``least`` apart are joined, since the
+    gap would be invisible.
     """
+    joined: list[Box] = []
+    for box in sorted(boxes, key=lambda box: (box[2], box[0])):
+        if joined and joined[-1][2] == box[2] and box[0] - joined[-1][1] < least:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], box[1]), *box[2:])
+        else:
+            joined.append(box)
+    return joined
 
-    def __init__(self, x: Scale, y: Scale | None, label: str, size: str = 'middle') -> None:
-        self._x = x
-        self._y = y
-        self._label = label
-        self._size = size
-        self._stretched: list[str] = []
-        self._marks: dict[
-            tuple[str, ...], str
-        ] = {}  # by position, so that a month of preemptions does not fill a disk
-        self._names: list[str] = []
 
-    def line(self, points: Iterable[Point], kind: str, name: str = '') -> None:
-        """Draw a line through data points; ``kind`` is a class of the style sheet, ``name`` a
-        tooltip.
-        """
-        drawn = ' '.join(
-            f'{SIDE * self._x.part(x):.1f},{SIDE * (1 - self._up(y)):.1f}' for x, y in points
+def loss_over_samples(trainer: str, loss: Loss, kind: str) -> Markup | None:
+    """None where no loss was reported."""
+    y = _loss_axis(loss)
+    if y is None:
+        return None
+    chart = Chart(
+        linear(0, max(p.samples for line in loss.fragments for p in line)),
+        y,
+        f'loss of {trainer} over samples',
+        'low',
+    )
+    for i, line in enumerate(loss.fragments):
+        chart.line(
+            [(p.samples, p.loss) for p in line],
+            kind,
+            f'{trainer}, part {i + 1} of {len(loss.fragments)}',
         )
-        self._stretched.append(
-            f'<polyline class="line {kind}" points="{drawn}">{_title(name)}</polyline>'
+    for samples, at_s in loss.preempted:
+        chart.upright(
+            samples, 'preempted', f'preempted at {number(samples)} samples, after {duration(at_s)}'
         )
+    return chart.svg()
 
-    def steps(
-        self,
-        grid: Sequence[float],
-        floor: Sequence[float],
-        ceiling: Sequence[float],
-        kind: str,
-        name: str = '',
-    ) -> None:
-        """Draw an area between two functions that are constant between grid points."""
-        above, below = _staircase(grid, ceiling), _staircase(grid, floor)
-        path = ' '.join(
-            f'{SIDE * self._x.part(x):.1f},{SIDE * (1 - self._up(y)):.1f}'
-            for x, y in [*above, *reversed(below)]
+
+def loss_over_time(trainer: str, loss: Loss, kind: str, found: Figures) -> Markup | None:
+    """None where no loss was reported."""
+    y = _loss_axis(loss)
+    if y is None:
+        return None
+    chart = Chart(seconds(found.clock.length), y, f'loss of {trainer} over time', 'low')
+    for i, line in enumerate(loss.fragments):
+        chart.line(
+            [(p.at_s, p.loss) for p in line],
+            kind,
+            f'{trainer}, part {i + 1} of {len(loss.fragments)}',
         )
-        self._stretched.append(
-            f'<polygon class="area {kind}" points="{path}">{_title(name)}</polygon>'
+    for samples, at_s in loss.preempted:
+        chart.upright(
+            at_s, 'preempted', f'preempted after {duration(at_s)}, at {number(samples)} samples'
         )
+    _joints(chart, found)
+    return chart.svg()
 
-    def boxes(
-        self, boxes: Iterable[tuple[float, float, float, float]], kind: str, name: str = ''
-    ) -> None:
-        """Draw boxes of one kind: start and end on the x axis; top and bottom as parts of the
-        height from the top.
-        """
-        path = ''.join(
-            f'M{SIDE * self._x.part(a):.1f} {SIDE * top:.1f}H{SIDE * self._x.part(b):.1f}'
-            f'V{SIDE * bottom:.1f}H{SIDE * self._x.part(a):.1f}Z'
-            for a, b, top, bottom in boxes
+
+def metric(
+    name: str, curves: Mapping[str, Sequence[CurvePoint]], view: MetricView, found: Figures
+) -> Markup | None:
+    """One metric of all trainers; None where it has no values on this axis."""
+    lines = {trainer: view.line(curve) for trainer, curve in curves.items()}
+    values = [value for line in lines.values() for _, value in line]
+    if not values:
+        return None
+    longest = max(x for line in lines.values() for x, _ in line)
+    x = seconds(found.clock.length) if view.axis == 'seconds' else linear(0, longest)
+    chart = Chart(x, _value_axis(values), f'{name} over {view.axis}', 'low')
+    of = kinds(found)
+    for trainer, line in lines.items():
+        kind = of.get(trainer, 'others')
+        for at in line if len(line) <= MOST_DOTS else ():
+            chart.dot(at, kind, f'{trainer}: {name} {number(at[1])}')
+        if view.smooth:
+            chart.line(line, f'{kind} raw', trainer)
+        chart.line(smoothed(line, view.smooth) if view.smooth else line, kind, trainer)
+    if view.axis == 'seconds':
+        _joints(chart, found)
+    return chart.svg()
+
+
+def scaling(learned: Scaling, kind: str) -> Markup | None:
+    """None if a trainer's speed is not known."""
+    points = [*learned.curve, *((n, rate) for n, rate, _ in learned.measured)]
+    if not points:
+        return None
+    chart = Chart(
+        linear(0, max(n for n, _ in points), whole=True),
+        linear(0, max(rate for _, rate in points) or 1.0),
+        f'samples per second of {learned.trainer} over nodes',
+        'low',
+    )
+    chart.line(
+        [(0, 0.0), *learned.curve],
+        f'{kind} thin',
+        'in the shape that was stated' if learned.stated else 'as learned',
+    )
+    for n, rate, count in learned.measured:
+        chart.dot(
+            (n, rate),
+            kind,
+            f'measured: {number(rate)} samples/s on {n} {"node" if n == 1 else "nodes"}, '
+            f'middle of {count}',
         )
-        if path:
-            self._stretched.append(f'<path class="area {kind}" d="{path}">{_title(name)}</path>')
+    return chart.svg()
 
-    def dot(self, point: Point, kind: str, name: str = '') -> None:
-        x, y = self._place(point)
-        self._marks.setdefault(
-            ('dot', kind, x, y),
-            f'<circle class="dot {kind}" cx="{x}" cy="{y}" r="3.5">{_title(name)}</circle>',
+
+def predicted_and_actual(found: Figures) -> Markup | None:
+    """Samples that decisions were expected to train against samples trained and kept; None if there
+    is nothing to compare.
+    """
+    of = kinds(found)
+    pairs = [
+        (o, o.expected, o.trained)
+        for o in found.outcomes
+        if o.expected is not None and o.expected >= 1
+    ]
+    if not pairs:
+        return None
+    values = [v for _, expected, trained in pairs for v in (expected, trained) if v >= 1]
+    low, high = min(values), max(values)
+    x, y = logarithmic(low, high), logarithmic(low, high)
+    chart = Chart(
+        x,
+        y,
+        f'{len(pairs)} decisions: samples as predicted, to the right, and as trained, upwards',
+        'middle',
+    )
+    chart.line([(x.low, y.low), (x.high, y.high)], 'equal', 'as predicted')
+    for outcome, expected, trained in pairs:
+        chart.dot(
+            (expected, max(trained, low)),
+            of.get(outcome.trainer, 'others'),
+            f'{outcome.trainer}, {outcome.nodes_before} to {outcome.nodes} nodes for '
+            f'{duration(outcome.until - outcome.at)}: '
+            f'predicted {number(expected)} samples, trained {number(trained)}',
         )
-
-    def cross(self, x: float, up: float, name: str = '') -> None:
-        """Draw a cross for a preemption; ``up`` is a part of the height."""
-        at, height = _percent(self._x.part(x)), _percent(1 - up)
-        self._marks.setdefault(
-            ('cross', at, height),
-            f'<text class="cross" x="{at}" y="{height}" dy="4">×{_title(name)}</text>',
-        )
-
-    def upright(self, x: float, kind: str, name: str = '') -> None:
-        """Draw a vertical line over the whole height."""
-        at = _percent(self._x.part(x))
-        drawn = (
-            f'<line class="upright {kind}" x1="{at}" x2="{at}" y1="0" '
-            f'y2="100%">{_title(name)}</line>'
-        )
-        self._marks.setdefault(('upright', kind, at), drawn)
-
-    def row(self, middle: float, name: str) -> None:
-        """Add a row's name beside the chart; ``middle`` is a part of the height from the top."""
-        self._names.append(
-            f'<text class="tick y" x="-8" y="{_percent(middle)}" dy="4">{escape(name)}</text>'
-        )
-
-    def svg(self) -> Markup:
-        """The chart, with all names escaped."""
-        grid = []
-        for value, name in self._y.ticks if self._y else ():
-            at = _percent(1 - self._up(value))
-            grid.append(
-                f'<line class="grid" x1="0" x2="100%" y1="{at}" y2="{at}"/><text '
-                f'class="tick y" x="-8" y="{at}" dy="4">'
-                f'{escape(name)}</text>'
-            )
-        for value, name in self._x.ticks:
-            part = self._x.part(value)
-            anchor = ' end' if part > 0.93 else ' start' if part < 0.04 else ''
-            grid.append(
-                f'<line class="grid" x1="{_percent(part)}" x2="{_percent(part)}" '
-                'y1="100%" y2="100%"/>'
-                f'<text class="tick x{anchor}" x="{_percent(part)}" y="100%" '
-                f'dy="16">{escape(name)}</text>'
-            )
-        return Markup(  # noqa: S704 - names are escaped where they are put in
-            f'<svg class="plot {self._size}" role="img" aria-label="{escape(self._label)}">'
-            f'{"".join(grid)}<svg width="100%" height="100%" viewBox="0 0 {SIDE} {SIDE}" '
-            'preserveAspectRatio="none">'
-            f'{"".join(self._stretched)}</svg>{"".join(self._marks.values())}{"".join(self._names)}</svg>'
-        )
-
-    def _up(self, value: float) -> float:
-        return self._y.part(value) if self._y else value
-
-    def _place(self, point: Point) -> tuple[str, str]:
-        return _percent(self._x.part(point[0])), _percent(1 - self._up(point[1]))
+    return chart.svg()
 
 
-def _staircase(grid: Sequence[float], heights: Sequence[float]) -> list[Point]:
-    points: list[Point] = []
-    for i, (x, y) in enumerate(zip(grid, heights, strict=True)):
-        if i and heights[i - 1] != y:
-            points.append((x, heights[i - 1]))
-        if not i or i == len(grid) - 1 or heights[i - 1] != y:
-            points.append((x, y))
-    return points
+def _loss_axis(loss: Loss) -> Scale | None:
+    values = [p.loss for line in loss.fragments for p in line]
+    return _value_axis(values) if values else None
 
 
-def _percent(part: float) -> str:
-    return f'{100 * part:.1f}%'
+def _value_axis(values: Sequence[float]) -> Scale:
+    low, high = min(values), max(values)
+    if low < 0:
+        return linear(low, high)
+    # A value of 0 is drawn at the lower end of the logarithmic axis.
+    smallest = max(min((v for v in values if v > 0), default=high), 1e-6 * high)
+    return logarithmic(smallest, high) if high > 30 * smallest else linear(0.0, high)
 
 
-def _title(name: str) -> str:
-    return f'<title>{escape(name)}</title>' if name else ''
+def _joints(chart: Chart, found: Figures) -> None:
+    for at in found.clock.joints:
+        chart.upright(at, 'joint', 'the next run begins')

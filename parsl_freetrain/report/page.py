@@ -8,7 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from parsl_freetrain import __version__
-from parsl_freetrain.report import pictures
+from parsl_freetrain.report import charts
 from parsl_freetrain.report.axes import number
 from parsl_freetrain.report.document import clipped, percent, resource, source_of, template
 from parsl_freetrain.report.figures import Figures, state_of
@@ -43,8 +43,8 @@ def report_page(found: Figures, view: MetricView = AS_REPORTED) -> str:
         ended=_ended(found),
         tiles=_tiles(found),
         **_node_hours(found),
-        nodes_over_time=pictures.nodes_over_time(found),
-        nodes_one_by_one=pictures.nodes_one_by_one(found),
+        nodes_over_time=charts.nodes_over_time(found),
+        nodes_one_by_one=charts.nodes_one_by_one(found),
         trainer_kinds=_trainer_kinds(found),
         metric_kinds={n: kind for n, kind in _trainer_kinds(found).items() if kind != 'offered'},
         trainer_rows=[_trainer_row(found, name) for name in found.summary['trainers']],
@@ -71,7 +71,7 @@ def report_page(found: Figures, view: MetricView = AS_REPORTED) -> str:
 def live_charts(found: Figures) -> str:
     """The chart of nodes over time of the live page, as HTML."""
     return template('live.html').render(
-        nodes_over_time=pictures.nodes_over_time(found), trainer_kinds=_trainer_kinds(found)
+        nodes_over_time=charts.nodes_over_time(found), trainer_kinds=_trainer_kinds(found)
     )
 
 
@@ -112,7 +112,7 @@ def _node_hours(found: Figures) -> dict[str, Any]:
 
 
 def _trainer_kinds(found: Figures) -> dict[str, str]:
-    of = pictures.kinds(found)
+    of = charts.kinds(found)
     named = {name: kind for name, kind in of.items() if kind != 'others'}
     others = len(of) - len(named)
     return {
@@ -136,7 +136,7 @@ def _trainer_row(found: Figures, name: str) -> tuple[str, ...]:
 
 
 def _cards(found: Figures) -> list[dict[str, Any]]:
-    of, rows = pictures.kinds(found), found.summary['trainers']
+    of, rows = charts.kinds(found), found.summary['trainers']
     shown = sorted(rows, key=lambda name: -rows[name]['samples'])[:MOST_CARDS]
     cards = []
     for name in rows:
@@ -149,9 +149,9 @@ def _cards(found: Figures) -> list[dict[str, Any]]:
                 'state': state_of(found, name),
                 'why': rows[name]['why'],
                 'charts': [
-                    ('loss over samples', pictures.loss_over_samples(name, losses, kind)),
-                    ('loss over time', pictures.loss_over_time(name, losses, kind, found)),
-                    *((_of_scaling(one), pictures.scaling(one, kind)) for one in learned),
+                    ('loss over samples', charts.loss_over_samples(name, losses, kind)),
+                    ('loss over time', charts.loss_over_time(name, losses, kind, found)),
+                    *((_of_scaling(one), charts.scaling(one, kind)) for one in learned),
                 ],
             }
         )
@@ -166,7 +166,7 @@ def _of_scaling(learned: Scaling) -> str:
 
 def _metrics(found: Figures, view: MetricView) -> list[tuple[str, Markup]]:
     drawn = (
-        (clipped(name, 60), pictures.metric(clipped(name, 60), curves, view, found))
+        (clipped(name, 60), charts.metric(clipped(name, 60), curves, view, found))
         for name, curves in list(found.metrics.items())[:MOST_METRICS]
     )
     return [(name, chart) for name, chart in drawn if chart is not None]
@@ -193,7 +193,7 @@ def _predictions(found: Figures) -> dict[str, Any]:
         'expected': sum(o.expected or 0.0 for o in compared),
         'staying': sum(o.staying or 0.0 for o in compared),
         'trained': sum(o.trained for o in compared),
-        'predicted_and_actual': pictures.predicted_and_actual(found),
+        'predicted_and_actual': charts.predicted_and_actual(found),
     }
 
 

@@ -1,0 +1,168 @@
+"""The drawing primitives: inline SVG that fits any width and takes its colours from the style
+sheet. The charts of a report are in ``charts.py``.
+
+Text and marks keep their size and are placed in percent of the chart. Lines and areas are drawn in
+a square of 1000 x 1000 that is stretched over the chart; their strokes are not stretched. Style
+attributes are not used, since the page's policy forbids them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from markupsafe import Markup
+
+from parsl_freetrain.report.axes import Scale
+
+Point = tuple[float, float]
+
+SIDE = 1000
+
+
+class Chart:
+    """One chart, drawn layer by layer.
+
+    Parameters
+    ----------
+    x, y
+        The axes; ``y`` None: rows without a scale.
+    label
+        A description for screen readers.
+    size
+        'tall', 'middle' or 'low': a class of the style sheet.
+    """
+
+    def __init__(self, x: Scale, y: Scale | None, label: str, size: str = 'middle') -> None:
+        self._x = x
+        self._y = y
+        self._label = label
+        self._size = size
+        self._stretched: list[str] = []
+        self._marks: dict[
+            tuple[str, ...], str
+        ] = {}  # by position, so that a month of preemptions does not fill a disk
+        self._names: list[str] = []
+
+    def line(self, points: Iterable[Point], kind: str, name: str = '') -> None:
+        """Draw a line through data points; ``kind`` is a class of the style sheet, ``name`` a
+        tooltip.
+        """
+        drawn = ' '.join(
+            f'{SIDE * self._x.part(x):.1f},{SIDE * (1 - self._up(y)):.1f}' for x, y in points
+        )
+        self._stretched.append(
+            f'<polyline class="line {kind}" points="{drawn}">{_title(name)}</polyline>'
+        )
+
+    def steps(
+        self,
+        grid: Sequence[float],
+        floor: Sequence[float],
+        ceiling: Sequence[float],
+        kind: str,
+        name: str = '',
+    ) -> None:
+        """Draw an area between two functions that are constant between grid points."""
+        above, below = _staircase(grid, ceiling), _staircase(grid, floor)
+        path = ' '.join(
+            f'{SIDE * self._x.part(x):.1f},{SIDE * (1 - self._up(y)):.1f}'
+            for x, y in [*above, *reversed(below)]
+        )
+        self._stretched.append(
+            f'<polygon class="area {kind}" points="{path}">{_title(name)}</polygon>'
+        )
+
+    def boxes(
+        self, boxes: Iterable[tuple[float, float, float, float]], kind: str, name: str = ''
+    ) -> None:
+        """Draw boxes of one kind: start and end on the x axis; top and bottom as parts of the
+        height from the top.
+        """
+        path = ''.join(
+            f'M{SIDE * self._x.part(a):.1f} {SIDE * top:.1f}H{SIDE * self._x.part(b):.1f}'
+            f'V{SIDE * bottom:.1f}H{SIDE * self._x.part(a):.1f}Z'
+            for a, b, top, bottom in boxes
+        )
+        if path:
+            self._stretched.append(f'<path class="area {kind}" d="{path}">{_title(name)}</path>')
+
+    def dot(self, point: Point, kind: str, name: str = '') -> None:
+        x, y = self._place(point)
+        self._marks.setdefault(
+            ('dot', kind, x, y),
+            f'<circle class="dot {kind}" cx="{x}" cy="{y}" r="3.5">{_title(name)}</circle>',
+        )
+
+    def cross(self, x: float, up: float, name: str = '') -> None:
+        """Draw a cross for a preemption; ``up`` is a part of the height."""
+        at, height = _percent(self._x.part(x)), _percent(1 - up)
+        self._marks.setdefault(
+            ('cross', at, height),
+            f'<text class="cross" x="{at}" y="{height}" dy="4">×{_title(name)}</text>',
+        )
+
+    def upright(self, x: float, kind: str, name: str = '') -> None:
+        """Draw a vertical line over the whole height."""
+        at = _percent(self._x.part(x))
+        drawn = (
+            f'<line class="upright {kind}" x1="{at}" x2="{at}" y1="0" '
+            f'y2="100%">{_title(name)}</line>'
+        )
+        self._marks.setdefault(('upright', kind, at), drawn)
+
+    def row(self, middle: float, name: str) -> None:
+        """Add a row's name beside the chart; ``middle`` is a part of the height from the top."""
+        self._names.append(
+            f'<text class="tick y" x="-8" y="{_percent(middle)}" dy="4">{escape(name)}</text>'
+        )
+
+    def svg(self) -> Markup:
+        """The chart, with all names escaped."""
+        grid = []
+        for value, name in self._y.ticks if self._y else ():
+            at = _percent(1 - self._up(value))
+            grid.append(
+                f'<line class="grid" x1="0" x2="100%" y1="{at}" y2="{at}"/><text '
+                f'class="tick y" x="-8" y="{at}" dy="4">'
+                f'{escape(name)}</text>'
+            )
+        for value, name in self._x.ticks:
+            part = self._x.part(value)
+            anchor = ' end' if part > 0.93 else ' start' if part < 0.04 else ''
+            grid.append(
+                f'<line class="grid" x1="{_percent(part)}" x2="{_percent(part)}" '
+                'y1="100%" y2="100%"/>'
+                f'<text class="tick x{anchor}" x="{_percent(part)}" y="100%" '
+                f'dy="16">{escape(name)}</text>'
+            )
+        return Markup(  # noqa: S704 - names are escaped where they are put in
+            f'<svg class="plot {self._size}" role="img" aria-label="{escape(self._label)}">'
+            f'{"".join(grid)}<svg width="100%" height="100%" viewBox="0 0 {SIDE} {SIDE}" '
+            'preserveAspectRatio="none">'
+            f'{"".join(self._stretched)}</svg>{"".join(self._marks.values())}{"".join(self._names)}</svg>'
+        )
+
+    def _up(self, value: float) -> float:
+        return self._y.part(value) if self._y else value
+
+    def _place(self, point: Point) -> tuple[str, str]:
+        return _percent(self._x.part(point[0])), _percent(1 - self._up(point[1]))
+
+
+def _staircase(grid: Sequence[float], heights: Sequence[float]) -> list[Point]:
+    points: list[Point] = []
+    for i, (x, y) in enumerate(zip(grid, heights, strict=True)):
+        if i and heights[i - 1] != y:
+            points.append((x, heights[i - 1]))
+        if not i or i == len(grid) - 1 or heights[i - 1] != y:
+            points.append((x, y))
+    return points
+
+
+def _percent(part: float) -> str:
+    return f'{100 * part:.1f}%'
+
+
+def _title(name: str) -> str:
+    return f'<title>{escape(name)}</title>' if name else ''
