@@ -53,7 +53,7 @@ def nodes_to_give(
             serves = tuple(name in demand.among for demand in demands)
             key = (b, name in block.releasable, holder.get(name, ''), serves, name in given)
             groups.setdefault(key, []).append(name)
-    lp = pulp.LpProblem('yielding', pulp.LpMinimize)
+    lp = pulp.LpProblem('nodes_to_give', pulp.LpMinimize)
     whole = [lp.add_variable(f'block_{b}', cat=pulp.LpBinary) for b in range(len(blocks))]
     stopped = {
         name: lp.add_variable(f'trainer_{i}', cat=pulp.LpBinary)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
 from parsl_freetrain.core.controller.controller import Controller
+from parsl_freetrain.core.controller.nodes_to_give import nodes_to_give
 from parsl_freetrain.core.controller.settings import ControllerSettings
-from parsl_freetrain.core.controller.yielding import nodes_to_give
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, NodeDemand, Trainer
 
