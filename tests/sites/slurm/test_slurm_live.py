@@ -30,6 +30,7 @@ def until_training(future: TrainingFuture, samples: int = 0) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures('nodes_share_a_template')
 def test_a_training_goes_on_while_the_scheduler_is_restarted(
     slurm: Cluster, tmp_path: Path
 ) -> None:
