@@ -17,7 +17,7 @@ from parsl.dataflow.dflow import DataFlowKernel, DataFlowKernelLoader
 from parsl.dataflow.memoization import id_for_memo
 
 from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
-from parsl_freetrain.core.model.settings import checked_arguments
+from parsl_freetrain.core.model.settings import checked_arguments, refuse_unknown
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.executor import FreeTrainExecutor
@@ -74,7 +74,7 @@ class FreeTrainApp:
         BadInput
             If the trainer can never run; nothing is submitted then.
         """
-        inspect.signature(self.function).bind(None, *args, **kwargs)
+        self._check_arguments(args, kwargs)
         dfk = DataFlowKernelLoader.dfk()
         executor = self._executor(dfk)
         called = self.name if trainer_name is None else trainer_name
@@ -140,6 +140,21 @@ class FreeTrainApp:
         function = f'{self.function.__module__}.{self.function.__qualname__}'
         mode, shapes = self.spec.mode, self.spec.shapes
         return {'function': function, **mode.identity(), **identity_of(shapes, mode)}
+
+    def _check_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        signature = inspect.signature(self.function)
+        context, *rest = signature.parameters.values()
+        if all(p.kind is not p.VAR_KEYWORD for p in rest):
+            known = [p.name for p in rest if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+            refuse_unknown(f'Trainer {self.name!r}', kwargs, [*known, 'trainer_name'])
+        try:
+            signature.bind(None, *args, **kwargs)
+        except TypeError as error:
+            raise BadInput(
+                f'Trainer {self.name!r}: {error}; the function is '
+                f'{self.name}({", ".join(signature.parameters)}), and FreeTrain gives it '
+                f'{context.name}.'
+            ) from None
 
     @staticmethod
     def _without_futures(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -229,6 +229,7 @@ policy: Any = Policy  # to give it what type checkers refuse
         ({'policy': lambda: Policy(solver_time_limit_s=0.0)}, ('solver_time_limit_s is 0.0',)),
         ({'policy': lambda: policy(horizon_s='20')}, ("horizon_s is '20'", 'must be a number')),
         ({'policy': lambda: policy(horizn_s=20)}, ("no argument 'horizn_s'; say horizon_s",)),
+        ({'policy': lambda: policy(objective='x')}, ("no argument 'objective'; it has metric",)),
         ({'horizon_s': 20}, ("no argument 'horizon_s'; say policy=Policy(horizon_s=...)",)),
         ({'polcy': Policy()}, ("FreeTrainExecutor has no argument 'polcy'; say policy",)),
     ],
@@ -381,12 +382,22 @@ def test_calls_that_can_never_work(executor: FreeTrainExecutor) -> None:
         app()(lock)
     assert_sentence(caught.value, 'argument 1', 'cannot be serialised')
 
-    strange: list[dict[str, Any]] = [{'nothing_like_this': 1}, {'ctx': 1}]
-    for wrong in strange:
-        with pytest.raises(TypeError, match=next(iter(wrong))):
-            app()(**wrong)
-    with pytest.raises(TypeError, match='too many'):
+    strange: dict[str, str] = {
+        'nothing_like_this': 'it has pause_s, fail_at, trainer_name',
+        'ctx': 'it has pause_s, fail_at, trainer_name',
+        'pauses': 'say pause_s',
+    }
+    for wrong, right in strange.items():
+        given: dict[str, Any] = {wrong: 1}
+        with pytest.raises(BadInput) as caught:
+            app()(**given)
+        assert_sentence(caught.value, f"Trainer 'fit' has no argument {wrong!r}; {right}")
+    with pytest.raises(BadInput) as caught:
         app()(1, 2, 3)
+    assert_sentence(
+        caught.value,
+        "'fit': too many positional arguments; the function is fit(ctx, pause_s, fail_at)",
+    )
     for name in ('a/b', '../up', '.', '', 'a b'):
         with pytest.raises(BadInput) as caught:
             app()(trainer_name=name)

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from parsl_freetrain import BadInput, Checkpoints, LocalSite, TrainingFuture, freetrain_app
+from parsl_freetrain.cli.live.liveness import life_of
 from parsl_freetrain.cli.main import main
+from parsl_freetrain.ledger.rows import RunHistory, RunRow, TrainerRow
 from parsl_freetrain.ledger.store import Ledger
 from tests.support.ledgers import demo_ledger
 from tests.support.training import fit, freetrain
@@ -148,6 +150,23 @@ def test_looking_at_a_run_that_trains_and_cancelling_it(
     assert 'has ended (shutdown), so there is nothing to cancel' in capsys.readouterr().err
     assert main(['logs', 'second', '--follow', *ledger]) == 0  # it is over: shows all, and ends
     assert '[0] I am rank 0' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ('samples', 'said'),
+    [
+        ({'cnn': 40, 'mlp': 8}, 'it goes on from the checkpoints.'),
+        ({'cnn': 40, 'mlp': 0}, "it goes on from the checkpoints; of 'mlp' there is none yet."),
+        ({'cnn': 0, 'mlp': 0}, 'there is no checkpoint yet, so it begins anew.'),
+    ],
+)
+def test_how_to_resume_a_run_says_from_what(samples: dict[str, int], said: str) -> None:
+    run = RunRow(1, 'r', 0.0, None, None, 9.0, command='python mine.py')
+    trainers = tuple(
+        TrainerRow(1, name, 0.0, {}, 100, 0, kept, 'queued', 0.0) for name, kept in samples.items()
+    )
+    life = life_of(RunHistory((run,), trainers, latest=1), run, {}, 9.0, lambda _: False)
+    assert life.sentence.endswith(f'To resume, run python mine.py again; {said}')
 
 
 DIES = """

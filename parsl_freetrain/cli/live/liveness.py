@@ -92,7 +92,8 @@ def life_of(
     if living is False:
         return Liveness(
             'died',
-            f'This run died: {process} is gone, and did not end it. {how_to_resume(run, about)}',
+            f'This run died: {process} is gone, and did not end it. '
+            f'{_how_to_resume(story, run, about)}',
         )
     silent_s = now - run.last_at
     if silent_s > SILENT_S:
@@ -100,7 +101,7 @@ def life_of(
             'silent',
             f'This run has noted nothing for {silent_s:.0f} s: {process} may have died, '
             'or cannot write its ledger. '
-            f'If it is gone: {how_to_resume(run, about)}',
+            f'If it is gone: {_how_to_resume(story, run, about)}',
         )
     return Liveness('running')
 
@@ -122,10 +123,14 @@ def check_live(reader: Reader, what: str) -> None:
         raise BadInput(life.sentence)
 
 
-def how_to_resume(run: RunRow, about: Mapping[str, Any]) -> str:
-    """A sentence on how to resume a run that is over."""
+def _how_to_resume(story: RunHistory, run: RunRow, about: Mapping[str, Any]) -> str:
     where = (
         f'in {about["folder"]} ' if about.get('folder') and about['folder'] != os.getcwd() else ''
     )
     again = f'run {run.command} {where}again' if run.command else 'run the same program again'
-    return f'To resume, {again}; it goes on from the checkpoints.'
+    kept = {t.name: t.samples > 0 for t in story.trainers if t.run == run.id}
+    if not any(kept.values()):
+        return f'To resume, {again}; there is no checkpoint yet, so it begins anew.'
+    anew = ' and '.join(repr(name) for name, has in kept.items() if not has)
+    but = f'; of {anew} there is none yet' if anew else ''
+    return f'To resume, {again}; it goes on from the checkpoints{but}.'

@@ -75,7 +75,7 @@ def refuse_unknown(
     for name in given:
         if name in known:
             continue
-        near = [name] if name in written else difflib.get_close_matches(name, written, 1, 0.5)
+        near = [name] if name in written else difflib.get_close_matches(name, written, 1)
         hint = f'say {written[near[0]]}' if near else f'it has {", ".join(known)}'
         raise BadInput(f'{where} has no argument {name!r}; {hint}.')
 

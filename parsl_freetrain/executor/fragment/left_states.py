@@ -37,7 +37,7 @@ def _of_rank_0(fragment: RunningFragment, result: FragmentResult) -> Iterator[Le
     digest, samples = outcome.left.digest, outcome.left.samples
     handover = Handover(digest, '', samples, fragment.number, outcome.metrics)
     if outcome.path is not None:
-        if (samples, fragment.number) != (last.samples, last.fragment):
+        if (samples, outcome.path) != (last.samples, last.path):
             return
         handover = Handover(digest, last.path, samples, last.fragment, last.metrics)
     kept = StateLeft(digest, samples, here=True)

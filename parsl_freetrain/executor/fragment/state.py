@@ -1,6 +1,4 @@
-"""A fragment in the executor's eyes: its members, what they said, and what that adds up to. No
-effects.
-"""
+"""A fragment as the executor sees it: its members, and what their words add up to. No effects."""
 
 from __future__ import annotations
 
@@ -27,7 +25,6 @@ FAULTY_NODES = 3
 """Number of nodes on which the same fault of a device is the function's."""
 
 _ENDINGS = {'finished': Ending.FINISHED, 'stopped': Ending.STOPPED}
-
 
 STUCK_S = 10.0
 """Seconds for which a rank's word counts that it waits."""
@@ -248,7 +245,9 @@ class RunningFragment:
         }
 
     def note_checkpoint(self, path: str, samples: int, metrics: Mapping[str, float]) -> Checkpoint:
-        self.checkpoint = Checkpoint(self.name, path, samples, self.number, dict(metrics))
+        # Without anything to train, it is the one that it began with.
+        writer = self.checkpoint.fragment if path == self.checkpoint.path else self.number
+        self.checkpoint = Checkpoint(self.name, path, samples, writer, dict(metrics))
         self.reached = max(self.reached, self.checkpoint.samples)
         return self.checkpoint
 

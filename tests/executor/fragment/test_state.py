@@ -111,6 +111,16 @@ def test_the_checkpoint_is_rank_0s_whoever_came_back_first() -> None:
     assert fragment.verdict().checkpoint == Checkpoint('cnn', '/c/9', 900, 7)
 
 
+def test_a_checkpoint_keeps_the_number_of_the_fragment_that_wrote_it() -> None:
+    """Also where a later one had nothing to train."""
+    fragment = running_fragment(1)
+    fragment.checkpoint = Checkpoint('cnn', '/c/8', 800, 6)
+    left = StateLeft('d', 800, here=True)
+    fragment.settled = {0: [outcome(0, 'stopped', path='/c/8', samples=800, left=left)]}
+    assert fragment.verdict().checkpoint == fragment.checkpoint == Checkpoint('cnn', '/c/8', 800, 6)
+    assert left_states(fragment, fragment.verdict()) == (('n0', Handover('d', '/c/8', 800, 6)),)
+
+
 def test_without_rank_0s_word_a_fragment_is_not_finished() -> None:
     fragment = running_fragment()
     fragment.note_checkpoint('/c/3', 300, {})
