@@ -59,10 +59,10 @@ def main(
     found: dict[str, Any] = {}
     reached: list[dict[str, bool]] = []
     print(
-        '| mix | mode | jobs | median delay, s | maximum | scatter | idle over 60 s trained '
-        '| not reached |'
+        '| mix | mode | jobs | median delay, s | maximum | scatter | of all idle time trained '
+        '| of times over 60 s | not reached |'
     )
-    print('|---|---|---|---|---|---|---|---|')
+    print('|---|---|---|---|---|---|---|---|---|')
     for seed in map(int, seeds or SEEDS):
         with tempfile.TemporaryDirectory() as scratch:
             runs = run({'alone': None, 'again': None, **modes}, mix_of(seed), Path(scratch))
@@ -73,7 +73,8 @@ def main(
             missed = ', '.join(aim for aim, yes in reached[-1].items() if not yes)
             print(
                 f'| {seed} | {mode} | {len(delays)} | {median(delays):.1f} | {max(delays):.1f} '
-                f'| {said["scatter_s"]:.1f} | {100 * said["share_of_long"]:.0f} % | {missed} |',
+                f'| {said["scatter_s"]:.1f} | {100 * said["share"]:.0f} % '
+                f'| {100 * said["share_of_long"]:.0f} % | {missed} |',
                 flush=True,
             )
     for aim in reached[0]:
