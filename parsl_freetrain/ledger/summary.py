@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 from parsl_freetrain.core.allocation.answer import Allocator, Answer
@@ -21,7 +23,7 @@ from parsl_freetrain.ledger.timeline import (
     killed_blocks,
     node_seconds_of,
     offered,
-    phases,
+    phases_of,
 )
 
 EVENNESS = 1e-3
@@ -147,8 +149,9 @@ def efficiency(
     active, the curve at the nodes :math:`a_s` that the allocator gives the trainer in a constant
     pool, times the span's seconds. It maximises the sum of the trainers' speeds, each relative to
     its own on one node, and divides evenly where that is as good. The pool has, in nodes, the mean
-    of what was offered from the run's start until ``now``, rounded. Where the spec has no curve it
-    is linear in nodes. Runs of a resumed workflow add up above and below.
+    of what was offered from the run's start until ``now``; between two whole numbers, the rates are
+    interpolated. Trainers with equal curves and limits share equally. Where the spec has no curve
+    it is linear in nodes. Runs of a resumed workflow add up above and below.
 
     U can exceed 1 for a trainer that got more than its share of the constant pool.
 
@@ -187,21 +190,19 @@ def _add_efficiency(
 ) -> None:
     if until <= run.begun_at:
         return
-    pool = round(
-        sum(length(times) for times in offered(story, run, until).values()) / (until - run.begun_at)
+    nodes = sum(length(times) for times in offered(story, run, until).values()) / (
+        until - run.begun_at
     )
+    fewer, more = math.floor(nodes), math.ceil(nodes)
+    pools = {fewer: 1.0} if fewer == more else {fewer: more - nodes, more: nodes - fewer}
     trainers = [t for t in story.trainers if t.run == run.id]
-    curves = {t.name: _curve(t.spec, pool) for t in trainers}
-    written = by_fragment(story.checkpoints)
-    alive = story.alive(run)
+    curves = {t.name: _curve(t.spec, more) for t in trainers}
+    parts_of = phases_of(story, run, until)
     for fragment in story.fragments:
         if fragment.run == run.id and fragment.trainer in curves:
-            trained = phases(fragment, written.get(fragment.key, ()), until=until, alive=alive)[
-                'trained'
-            ]
             above[fragment.trainer] += curves[fragment.trainer].rate_at(
                 len(fragment.nodes)
-            ) * length(trained)
+            ) * length(parts_of[fragment.key]['trained'])
     spans = {
         t.name: (t.submitted_at, min(until, t.state_at) if t.state in FINAL_STATES else until)
         for t in trainers
@@ -209,15 +210,30 @@ def _add_efficiency(
     moments = sorted({moment for span in spans.values() for moment in span})
     for start, end in pairwise(moments):
         active = [t for t in trainers if spans[t.name][0] <= start and end <= spans[t.name][1]]
-        if not active or pool < 1:
-            continue
-        answer = allocator.allocate(
-            Problem(1.0, pool, tuple(_bid(t, curves[t.name], pool) for t in active))
-        )
-        for t in active:
-            below[t.name] += curves[t.name].rate_at(answer.allocation.get(t.name, 0)) * (
-                end - start
-            )
+        for pool, share in pools.items() if active else ():
+            for name, rate in _constant_rates(active, curves, pool, allocator).items():
+                below[name] += share * rate * (end - start)
+
+
+def _constant_rates(
+    trainers: Sequence[TrainerRow],
+    curves: Mapping[str, ScalingCurve],
+    pool: int,
+    allocator: Allocator,
+) -> dict[str, float]:
+    """By trainer, its rate on a constant pool."""
+    if pool < 1:
+        return {}
+    bids = [_bid(t, curves[t.name], pool) for t in trainers]
+    given = allocator.allocate(Problem(1.0, pool, tuple(bids))).allocation
+    alike: dict[Bid, list[int]] = defaultdict(list)
+    for bid in bids:
+        alike[replace(bid, name='')].append(given.get(bid.name, 0))
+    # It is open which of several equal trainers gets an odd node: they take turns.
+    return {
+        bid.name: fmean(curves[bid.name].rate_at(n) for n in alike[replace(bid, name='')])
+        for bid in bids
+    }
 
 
 def _bid(trainer: TrainerRow, curve: ScalingCurve, pool: int) -> Bid:

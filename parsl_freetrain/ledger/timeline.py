@@ -23,7 +23,7 @@ offer is 'idle'.
 """
 
 LOSING = frozenset({'preempted', 'failed'})
-"""Endings after which the work since the last checkpoint is repeated."""
+"""Endings after which work may be repeated."""
 
 Phases = dict[str, list[Interval]]
 
@@ -37,35 +37,66 @@ def ending_of(fragment: FragmentRow, alive: bool) -> str | None:
     return fragment.ending
 
 
-def phases(
-    fragment: FragmentRow, checkpoints: Iterable[CheckpointRow], *, until: float, alive: bool
-) -> Phases:
-    """A fragment's seconds by class, each second in one class.
-
-    Parameters
-    ----------
-    checkpoints
-        The fragment's own.
-    until
-        Up to when a fragment without an end is told, in epoch seconds.
-    alive
-        Whether its run may still go on.
+def phases_of(story: RunHistory, run: RunRow, until: float) -> dict[tuple[int, str, int], Phases]:
+    """By key of a run's fragments: their seconds by class, each second in one class. ``until``: up
+    to when a fragment without an end is told, in epoch seconds.
     """
+    written = by_fragment(story.checkpoints)
+    alive = story.alive(run)
+    # What survivors hold in memory counts as far as the next fragment that started went on from it.
+    used: dict[str, float] = defaultdict(lambda: math.inf if alive else 0.0)
+    found: dict[tuple[int, str, int], Phases] = {}
+    for fragment in reversed([f for f in story.fragments if f.run == run.id]):
+        mine = written.get(fragment.key, ())
+        kept = min(fragment.samples or 0, used[fragment.trainer])
+        found[fragment.key] = _phases(fragment, mine, kept, until, alive)
+        if fragment.started_samples is not None:
+            used[fragment.trainer] = fragment.started_samples
+    return found
+
+
+def _phases(
+    fragment: FragmentRow,
+    checkpoints: Sequence[CheckpointRow],
+    kept: float,
+    until: float,
+    alive: bool,
+) -> Phases:
     begin = fragment.decided_at
     end = max(begin, until if fragment.ended_at is None else fragment.ended_at)
     started = end if fragment.started_at is None else min(max(begin, fragment.started_at), end)
-    written = list(checkpoints)
     kept_until = end
     if ending_of(fragment, alive) in LOSING:
-        # What was trained while a checkpoint was written beside it is not in it.
-        kept_until = min(end, max([started, *(c.pause[1] for c in written)]))
-    saving = clip((c.pause for c in written), started, kept_until)
+        kept_until = _kept_until(fragment, checkpoints, kept, started, end)
+    saving = clip((c.pause for c in checkpoints), started, kept_until)
     return {
         'starting': merge([(begin, started)]),
         'checkpointing': saving,
         'trained': subtract(merge([(started, kept_until)]), saving),
         'lost': merge([(kept_until, end)]),
     }
+
+
+def _kept_until(
+    fragment: FragmentRow,
+    checkpoints: Sequence[CheckpointRow],
+    kept: float,
+    started: float,
+    end: float,
+) -> float:
+    """When a fragment that was lost had trained the last of the ``kept`` samples."""
+    # What was trained while a checkpoint was written beside it is not in it.
+    at = min(end, max([started, *(c.pause[1] for c in checkpoints)]))
+    samples = max([fragment.started_samples or 0, *(c.samples for c in checkpoints)])
+    for seen_at, seen in ((fragment.seen_at, fragment.seen_samples), (end, fragment.reached)):
+        if kept <= samples or seen_at is None or seen is None or seen <= samples:
+            continue
+        seen_at = min(end, max(at, seen_at))
+        pace = (seen - samples) / (seen_at - at) if seen_at > at else math.inf
+        if seen_at == end and fragment.rate:
+            pace = max(pace, fragment.rate)  # its end is noted some time after its last step
+        at, samples = min(seen_at, at + (kept - samples) / pace), seen
+    return at
 
 
 def by_fragment(
@@ -100,8 +131,6 @@ def busy(story: RunHistory, run: RunRow, until: float) -> dict[str, Phases]:
     """
     blocks = {(b.run, b.block): b for b in story.blocks if b.run == run.id}
     nodes = {n.node: n for n in story.nodes if n.run == run.id}
-    written = by_fragment(story.checkpoints)
-    alive = story.alive(run)
     found: dict[str, Phases] = defaultdict(lambda: {name: [] for name in BUSY_CLASSES})
     arrived: dict[str, set[str]] = defaultdict(set)
     for node in nodes.values():
@@ -113,10 +142,11 @@ def busy(story: RunHistory, run: RunRow, until: float) -> dict[str, Phases]:
             found[name]['starting'].append(
                 (block.opened_at, until if block.closed_at is None else block.closed_at)
             )
+    parts_of = phases_of(story, run, until)
     for fragment in story.fragments:
         if fragment.run != run.id:
             continue
-        parts = phases(fragment, written.get(fragment.key, ()), until=until, alive=alive)
+        parts = parts_of[fragment.key]
         for one in fragment.nodes:
             place = nodes.get(one)
             here = (
@@ -144,10 +174,10 @@ def node_seconds_of(story: RunHistory, now: float | None = None) -> dict[str, fl
     -------
     dict
         Node-seconds: ``offered``, and its parts ``trained``, ``starting`` (a block's node before it
-        joined, a fragment before its first step), ``checkpointing``, ``lost`` (after the last
-        checkpoint of a fragment that was preempted or failed) and ``idle``. The parts add up to
-        ``offered``; what a node did outside an offer, or after the end of the run, counts nowhere.
-        A second with overlapping records counts once.
+        joined, a fragment before its first step), ``checkpointing``, ``lost`` (in a fragment that
+        was preempted or failed, after what its checkpoints, and ranks that were left, kept for the
+        next one) and ``idle``. The parts add up to ``offered``; what a node did outside an offer,
+        or after the end of the run, counts nowhere. A second with overlapping records counts once.
     """
     totals = dict.fromkeys(('offered', 'trained', 'starting', 'checkpointing', 'lost', 'idle'), 0.0)
     for run in story.runs:

@@ -10,11 +10,10 @@ from parsl_freetrain.ledger.rows import RunHistory, RunRow
 from parsl_freetrain.ledger.timeline import (
     BUSY_CLASSES,
     busy,
-    by_fragment,
     ending_of,
     left_at,
     offered,
-    phases,
+    phases_of,
 )
 
 WHY = {
@@ -25,8 +24,11 @@ WHY = {
         'starting',
         'fragment',
     ): 'a fragment had been given the node, and had not made its first step yet',
-    ('lost', 'preempted'): 'trained after the last checkpoint, then the nodes were taken',
-    ('lost', 'failed'): 'trained after the last checkpoint, then the fragment failed',
+    (
+        'lost',
+        'preempted',
+    ): 'trained, but kept by no checkpoint and no rank when the nodes were taken',
+    ('lost', 'failed'): 'trained, but not kept when the fragment failed',
     ('idle', 'joined'): 'the node had joined, and no trainer could use it or was given it',
     ('idle', 'outside'): 'no block had the node: none asked for, none granted, or no trainer left',
 }
@@ -94,12 +96,12 @@ def _joined(story: RunHistory, run: RunRow, until: float) -> dict[str, list[Inte
 
 def _failed(story: RunHistory, run: RunRow, until: float) -> dict[str, list[Interval]]:
     names = {n.node: n.name for n in story.nodes if n.run == run.id}
-    written = by_fragment(story.checkpoints)
     alive = story.alive(run)
+    parts_of = phases_of(story, run, until)
     found: dict[str, list[Interval]] = defaultdict(list)
     for fragment in story.fragments:
         if fragment.run == run.id and ending_of(fragment, alive) == 'failed':
-            lost = phases(fragment, written.get(fragment.key, ()), until=until, alive=alive)['lost']
+            lost = parts_of[fragment.key]['lost']
             for node in fragment.nodes:
                 found[names.get(node, node)] += lost
     return found

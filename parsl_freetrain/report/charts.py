@@ -8,14 +8,7 @@ from collections.abc import Mapping, Sequence
 from markupsafe import Markup
 
 from parsl_freetrain.ledger.intervals import Interval, clip, levels
-from parsl_freetrain.ledger.timeline import (
-    by_fragment,
-    left_at,
-    natural_order,
-    offered,
-    phases,
-    struck_nodes,
-)
+from parsl_freetrain.ledger.timeline import left_at, natural_order, offered, phases_of, struck_nodes
 from parsl_freetrain.report.axes import Scale, duration, linear, logarithmic, number, seconds
 from parsl_freetrain.report.figures import Figures
 from parsl_freetrain.report.learned import Scaling
@@ -118,16 +111,13 @@ def nodes_one_by_one(found: Figures) -> Markup | None:
             add(('offered', '', 'offered'), run.id, name, times, 0.06)
     blocks = {(b.run, b.block): b for b in story.blocks}
     nodes = {(n.run, n.node): n for n in story.nodes}
-    runs = {r.id: r for r in story.runs}
-    written = by_fragment(story.checkpoints)
+    parts_of = {
+        key: parts
+        for run in story.runs
+        for key, parts in phases_of(story, run, clock.until[run.id]).items()
+    }
     for fragment in story.fragments:
-        until = clock.until[fragment.run]
-        parts = phases(
-            fragment,
-            written.get(fragment.key, ()),
-            until=until,
-            alive=story.alive(runs[fragment.run]),
-        )
+        until, parts = clock.until[fragment.run], parts_of[fragment.key]
         for one in fragment.nodes:
             place = nodes.get((fragment.run, one))
             if place is not None:

@@ -143,9 +143,10 @@ def test_a_run_that_was_cut_off_loses_what_its_fragment_did_not_save(tmp_path: P
 
 def test_efficiency_by_hand(tmp_path: Path) -> None:
     with Reader(two_fragments(tmp_path / 'l.db')) as reader:
-        # The pool: 150 node-seconds in 100 s, rounded to 2 nodes, all of them a's: 16 per second.
+        # The pool: 150 node-seconds in 100 s, all a's: between the 10 per second of one node and
+        # the 16 of two.
         assert efficiency(reader, 1100.0, MilpAllocator())['a'] == pytest.approx(
-            (16 * 18 + 10 * 39) / (16 * 100)
+            (16 * 18 + 10 * 39) / (13 * 100)
         )
         # Before anything trained, and before anything was there.
         assert efficiency(reader, 999.0, MilpAllocator(), run='r0') == efficiency(
@@ -220,6 +221,24 @@ def test_where_any_division_of_the_pool_is_as_good_it_is_even(tmp_path: Path) ->
         found = efficiency(reader, 50.0, MilpAllocator())
     ledger.close()
     assert found == {name: pytest.approx(1.0) for name in 'abc'}
+
+
+def test_equal_trainers_take_turns_with_an_odd_node(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / 'l.db')
+    ledger.begin_run('r0', at=0, parsl_run_dir='', command='')
+    ledger.nodes.offered([(n, 0, None) for n in 'vwxyz'])
+    spec = {'max_nodes': 4, 'curve': {'nodes': [1, 2, 3, 4], 'rate': [1, 1.9, 2, 3.4]}}
+    for name, nodes in (('a', 'vw'), ('b', 'xy')):
+        ledger.trainers.submitted(name=name, at=0, spec=spec, total_samples=9, samples=0)
+        ledger.trainers.fragment_decided(
+            name, 1, at=0, task_id=1, nodes=list(nodes), deadline=None, from_samples=0
+        )
+        ledger.trainers.fragment_started(name, 1, at=0, samples=0)
+    ledger.commit()
+    with Reader(tmp_path / 'l.db') as reader:
+        found = efficiency(reader, 50.0, MilpAllocator())
+    ledger.close()
+    assert found == {name: pytest.approx(1.9 / ((1 + 3.4) / 2)) for name in 'ab'}
 
 
 def test_efficiency_of_one_epoch_is_left_out(tmp_path: Path) -> None:

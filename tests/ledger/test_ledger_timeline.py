@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -207,6 +208,35 @@ def test_interval_sets_behave_as_sets_of_seconds(
     assert seconds_in(clip(left, 5.0, 20.0)) == seconds_in(left) & set(range(5, 20))
     for found in (one, intersect(one, two), subtract(one, two)):
         assert all(a < b for a, b in found) and all(a[1] <= b[0] for a, b in pairwise(found))
+
+
+@pytest.mark.parametrize(
+    ('kept', 'next_began', 'lost'),
+    [
+        (500, 500, 40.0),  # the checkpoint's
+        (600, 600, 30.0),  # a survivor's state, on the way to the last report
+        (750, 750, 15.0),  # at the speed of that report; the end was noted later
+        (750, 500, 40.0),  # the survivor was lost, too
+        (750, None, 40.0),  # the run was over
+    ],
+)
+def test_what_survivors_keep_in_memory_is_not_lost(
+    kept: int, next_began: int | None, lost: float
+) -> None:
+    first = FragmentRow(
+        1, 'a', 1, 0.0,
+        nodes=('x',), started_at=10.0, started_samples=0, seen_at=80.0, seen_samples=700,
+        rate=10.0, ended_at=100.0, ending='preempted', samples=kept, reached=750,
+    )  # fmt: skip
+    story = RunHistory(
+        runs=(RunRow(1, 'r', 0.0, 120.0, 'done', 120.0),),
+        fragments=(first, FragmentRow(1, 'a', 2, 101.0, started_samples=next_began)),
+        checkpoints=(CheckpointRow(1, 'a', 1, 60.0, 500),),
+        offers=(Offer(1, 'x', 0.0, 120.0),),
+        latest=1,
+    )
+    found = node_seconds_of(story)
+    assert (found['lost'], found['trained']) == (lost, 90.0 - lost)
 
 
 def story_of_a_kill(
