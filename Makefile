@@ -19,7 +19,7 @@ LOWEST := .venv-lowest
 .PHONY: help venv demo test test-lowest lint docs bench chaos delay storm kills versus decisions evidence gpu clean
 
 help:
-	@echo 'make demo    train two networks in the holes of this computer (options: DEMO_ARGS)'
+	@echo 'make demo    train two networks in the holes of this computer (options: DEMO_ARGS; 3 to 15 minutes)'
 	@echo 'make test    run all tests (options: TEST_ARGS)'
 	@echo 'make test-lowest  a part of the tests with the lowest versions that pyproject.toml allows'
 	@echo 'make lint    ruff, mypy --strict, import-linter'

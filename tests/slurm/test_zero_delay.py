@@ -1,5 +1,5 @@
-"""Nobody is delayed: the same untidy mix of jobs on a real cluster, without FreeTrain and with it
-filling every hole, between the jobs and preemptible.
+"""No job starts later than a stop takes: the same untidy mix of jobs on a real cluster, without
+FreeTrain and with it filling every hole, between the jobs and preemptible.
 """
 
 from __future__ import annotations
