@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 from parsl_freetrain.core.model.types import NodeDemand
-from parsl_freetrain.sites.batch.demand import ENDING_S, SOON_S, Needs, needs, reserved
+from parsl_freetrain.sites.batch.demand import (
+    ENDING_S,
+    SOON_S,
+    Needs,
+    needs,
+    reserved,
+    shortest_behind_s,
+)
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NodeReservation, Nodes
 from parsl_freetrain.sites.batch.stalled_jobs import FORGET_S, StalledJobs
 
@@ -42,6 +50,17 @@ def test_a_job_needs_what_idle_nodes_lack() -> None:
         (NodeDemand('7', 1, frozenset('abc')),), frozenset({'7'})
     )
     assert need(cluster(('c', 'd')), running('mine', 'a', 'b'), waiting('7', 2)).demands == ()
+
+
+def test_no_block_lasts_longer_than_the_shortest_job_that_could_pass_another() -> None:
+    first, next_, last = (
+        waiting(job, 1, limit_s, priority=priority)
+        for job, limit_s, priority in (('1', 60.0, 9.0), ('2', 300.0, 5.0), ('3', 120.0, 5.0))
+    )
+    assert shortest_behind_s([next_, first, last], OURS) == 120.0
+    assert shortest_behind_s([first], OURS) == shortest_behind_s([], OURS) == math.inf
+    others = waiting('mine', 1, 60.0), waiting('4', 1, 60.0, blocked=True), waiting('5', 1, None)
+    assert shortest_behind_s([first, *others], OURS) == math.inf
 
 
 def test_a_job_that_needs_more_than_we_have_is_no_reason() -> None:

@@ -7,6 +7,7 @@ on the new nodes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import singledispatchmethod
@@ -25,6 +26,8 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import DecisionFailed
 from parsl_freetrain.core.model.types import BlockRequest
 
+TAKEN_S = 30.0
+"""A scheduler corrects the end of a block that has just started by less."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # after failures in a row
 
 BUDGET_SPENT, PAUSE_OVER = 'BudgetSpent', 'PauseOver'
@@ -174,7 +177,13 @@ class Controller:
         block = self.state.blocks.get(event.block)
         if block is None or block.until_s == event.until_s:
             return [], False
+        until_s = math.inf if event.until_s is None else event.until_s
+        taken = until_s < (block.until_s or 0.0) - TAKEN_S
         block.until_s = event.until_s
+        if taken and not block.arrived:
+            # A scheduler's signal before a preemption may not reach a node that is starting.
+            why = 'its nodes are taken before they have joined'
+            return [ev.CloseBlock(event.block, why)], True
         for node in sorted(block.nodes):
             known = self.state.pool.nodes.get(node) or PoolNode(node, event.block, None)
             self.state.pool.join(replace(known, until_s=event.until_s))

@@ -32,7 +32,7 @@ class BatchBlock:
         By then it is certainly over.
     node_class
         The class of its nodes; empty: any.
-    least_s
+    needs_s
         How long its nodes must be free for the scheduler to start it, in seconds.
     """
 
@@ -44,7 +44,7 @@ class BatchBlock:
     place: Place
     seen: Seen = field(default_factory=Seen)
     node_class: str = ''
-    least_s: float = 0.0
+    needs_s: float = 0.0
 
     @property
     def life(self) -> BlockLife:
@@ -107,7 +107,7 @@ class BlockTable:
             for b in self._blocks.values()
             if b.seen.state is JobState.PENDING
             and not b.seen.ran
-            and sum(length >= b.least_s for length in lengths_s) < b.nodes
+            and sum(length >= b.needs_s for length in lengths_s) < b.nodes
             and b.submitted_s < before
             and not (b.seen.withdrawn or b.seen.missing)
         ]

@@ -61,6 +61,16 @@ def waits(job: BatchJob, ours: frozenset[str]) -> bool:
     )
 
 
+def shortest_behind_s(jobs: Iterable[BatchJob], ours: frozenset[str]) -> float:
+    """The shortest time limit of the waiting jobs behind the first one, in seconds; infinite: none.
+
+    If a job lacks only nodes of a block, the scheduler plans it for the block's end, and starts
+    jobs behind it that end before. So no block should last longer than one of these.
+    """
+    waiting = sorted((job for job in jobs if waits(job, ours)), key=lambda job: -job.priority)
+    return min((j.limit_s for j in waiting[1:] if j.limit_s is not None), default=math.inf)
+
+
 def needs(
     nodes: Iterable[Nodes],
     jobs: Sequence[BatchJob],

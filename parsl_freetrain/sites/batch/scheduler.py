@@ -39,16 +39,12 @@ class Scheduler(Protocol):
         Permissions of batch scripts.
     history_every_s
         Minimum time between two questions for :meth:`history`, in seconds.
-    shortens
-        Whether it starts a block as soon as the block's minimum walltime fits, and not only when
-        the whole walltime does.
     """
 
     label: str
     step_s: int
     script_mode: int
     history_every_s: float
-    shortens: bool
 
     @property
     def client(self) -> Commands:
@@ -83,6 +79,10 @@ class Scheduler(Protocol):
 
         The queue does not know these jobs any more.
         """
+        ...
+
+    def needs_s(self, shape: BlockShape) -> int:
+        """How long the nodes of a block must be free for it to start, in seconds."""
         ...
 
     def render(self, shape: BlockShape, place: Place, command: str, worker_init: str = '') -> str:

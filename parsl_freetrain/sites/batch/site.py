@@ -17,6 +17,7 @@ from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, Hole, Nod
 from parsl_freetrain.sites.batch.adoption import block_from, found_from
 from parsl_freetrain.sites.batch.block_table import BatchBlock
 from parsl_freetrain.sites.batch.checks import check_classes, within
+from parsl_freetrain.sites.batch.demand import shortest_behind_s
 from parsl_freetrain.sites.batch.holes import OnTheWay, holes, windows
 from parsl_freetrain.sites.batch.options import BatchOptions, Mode, given_options
 from parsl_freetrain.sites.batch.records import BatchJob, Partition
@@ -207,13 +208,15 @@ class BatchSite(ABC):
             {name: group.node_class for group in snapshot.nodes for name in group.names},
         )
         limit_s = math.inf if partition.longest_s is None else partition.longest_s
+        behind_s = max(self.options.shortest_s, shortest_behind_s(snapshot.jobs, ours))
+        planned_s = limit_s if self.options.mode is Mode.PREEMPTIBLE else min(limit_s, behind_s)
         return tuple(
             replace(
                 hole,
                 charge=self.options.charge,
                 longest_s=min(limit_s, self.options.longest_s)
                 if hole.until_s is None
-                else partition.longest_s,
+                else planned_s,
                 exempt_s=self.options.exempt_s,
             )
             for hole in found

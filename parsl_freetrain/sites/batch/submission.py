@@ -96,7 +96,7 @@ class Submitter:
             request.walltime_s,
             request.names,
             self._options,
-            partition.longest_s,
+            min(request.lasts_s, math.inf if partition.longest_s is None else partition.longest_s),
             self._clock(),
             self._scheduler.step_s,
             partition.shortest_s,
@@ -154,7 +154,7 @@ class Submitter:
             latest_s,
             place,
             node_class=shape.node_class,
-            least_s=shape.least_s if self._scheduler.shortens else shape.walltime_s,
+            needs_s=self._scheduler.needs_s(shape),
         )
 
     def _place(self, folder: Path, block: str, node_class: str = '') -> Place:

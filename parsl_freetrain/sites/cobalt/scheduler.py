@@ -33,7 +33,6 @@ class Cobalt:
     step_s = 60
     script_mode = 0o700  # Cobalt runs the script itself, and not a copy
     history_every_s = 0.0  # it is in files of the block's own
-    shortens = False
 
     def __init__(self, options: CobaltOptions, clock: Callable[[], float] = time.time) -> None:
         self._options = options
@@ -84,6 +83,9 @@ class Cobalt:
             if state is not None:
                 found[job_id] = state
         return found
+
+    def needs_s(self, shape: BlockShape) -> int:
+        return shape.walltime_s
 
     def render(self, shape: BlockShape, place: Place, command: str, worker_init: str = '') -> str:
         """A script for qsub."""

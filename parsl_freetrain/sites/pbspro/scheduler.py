@@ -36,7 +36,6 @@ class Pbs:
 
     label = 'PBS'
     step_s = 1
-    shortens = True
     script_mode = 0o600
 
     def __init__(self, options: PbsOptions) -> None:
@@ -136,6 +135,10 @@ class Pbs:
         deleted = job.state is JobState.CANCELLED and job.restarts > 0
         preempted = deleted and self._options.mode is Mode.PREEMPTIBLE
         return JobState.PREEMPTED if preempted else job.state
+
+    def needs_s(self, shape: BlockShape) -> int:
+        """The minimum walltime: blocks are shrink-to-fit jobs."""
+        return shape.least_s
 
     def render(self, shape: BlockShape, place: Place, command: str, worker_init: str = '') -> str:
         """A script for qsub."""

@@ -54,7 +54,6 @@ class Slurm:
     step_s = 60
     script_mode = 0o600
     history_every_s = 60.0
-    shortens = False  # with a deadline it does not, and without one to the minimum
 
     def __init__(self, options: SlurmOptions) -> None:
         self._options = options
@@ -163,6 +162,10 @@ class Slurm:
             if 'disabled' in str(error) or isinstance(error, BadInput):
                 raise NoHistory(f'Slurm has no accounting database: {error}') from error
             raise
+
+    def needs_s(self, shape: BlockShape) -> int:
+        """The walltime, or its minimum: Slurm plans with that where a job has no deadline."""
+        return shape.least_s if shape.deadline is None else shape.walltime_s
 
     def render(self, shape: BlockShape, place: Place, command: str, worker_init: str = '') -> str:
         """An sbatch script."""

@@ -62,10 +62,9 @@ def _options(options: SlurmOptions, shape: BlockShape, place: Place) -> list[str
         '--ntasks-per-node=1',
         f'--time={shape.walltime_s // 60}',
     ]
+    if shape.least_s < shape.walltime_s:
+        said.append(f'--time-min={shape.least_s // 60}')
     if shape.deadline is not None:
-        # Without a deadline, Slurm would start each job with this time and no more.
-        if shape.least_s < shape.walltime_s:
-            said.append(f'--time-min={shape.least_s // 60}')
         said.append(
             '--deadline=' + time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(shape.deadline))
         )

@@ -451,6 +451,22 @@ def test_after_a_notice_the_time_left_is_used() -> None:
     )
 
 
+def test_a_block_that_is_taken_before_a_node_has_joined_is_given_back_at_once() -> None:
+    story = RunHistory()
+    story.submit('net')
+    story.tell(ev.BlockOpened(0.0, 'b', BlockRequest(1)))
+    assert story.tell(ev.BlockEndKnown(1.0, 'b', 300.0)) == ()
+    assert story.tell(ev.BlockEndKnown(2.0, 'b', 290.0)) == (), 'the scheduler corrects itself'
+    why = 'its nodes are taken before they have joined'
+    assert story.tell(ev.BlockEndKnown(3.0, 'b', 13.0)) == (ev.CloseBlock('b', why),)
+    story.tell(ev.BlockClosed(4.0, 'b'))
+    story.tell(ev.BlockOpened(5.0, 'c', BlockRequest(1)))
+    story.tell(ev.BlockEndKnown(6.0, 'c', 300.0))
+    story.join('c', 'n1')
+    told = story.tell(ev.BlockEndKnown(9.0, 'c', 19.0))
+    assert [type(action) for action in told] == [StopFragment]
+
+
 def test_a_node_that_joins_after_the_notice_goes_with_its_block() -> None:
     story = RunHistory()
     story.tell(ev.BlockOpened(0.0, 'b', BlockRequest(2)))

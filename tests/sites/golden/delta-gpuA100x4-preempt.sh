@@ -7,6 +7,7 @@
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
 #SBATCH --time=480
+#SBATCH --time-min=240
 #SBATCH --account=my-project
 #SBATCH --constraint=scratch
 #SBATCH --gres=gpu:4

@@ -7,6 +7,7 @@
 #SBATCH --nodes=128
 #SBATCH --ntasks-per-node=1
 #SBATCH --time=480
+#SBATCH --time-min=240
 #SBATCH --account=my-project
 #SBATCH --qos=preempt
 #SBATCH --constraint=gpu

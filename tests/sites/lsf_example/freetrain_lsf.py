@@ -78,7 +78,6 @@ class Lsf:
     step_s = 60
     script_mode = 0o600
     history_every_s = 60.0
-    shortens = False
 
     def __init__(self, options: LsfOptions, clock: Callable[[], float]) -> None:
         self._options = options
@@ -128,6 +127,9 @@ class Lsf:
 
     def history(self, places: dict[str, Place]) -> dict[str, JobState]:
         raise NoHistory('bjobs shows a job for an hour after its end')
+
+    def needs_s(self, shape: BlockShape) -> int:
+        return shape.walltime_s
 
     def render(self, shape: BlockShape, place: Place, command: str, worker_init: str = '') -> str:
         """A script for bsub."""

@@ -34,7 +34,7 @@ def table() -> BlockTable:
             start_by_s=100.0,
             latest_end_s=400.0,
             place=Place('n', '/o', '/e'),
-            least_s=120.0,
+            needs_s=120.0,
         )
     )
     return made
