@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
 from typing import Any
 
 from parsl_freetrain.ledger.rows import (
@@ -36,8 +35,8 @@ class Scaling:
     curve
         (nodes, samples per second), from measurements; empty without any.
     measured
-        (nodes, samples per second, fragments): the median of the last reports of the fragments with
-        this node count.
+        (nodes, samples per second, fragments): the typical speed of the fragments with this node
+        count, which the curve goes by too, and their number.
     """
 
     trainer: str
@@ -74,15 +73,8 @@ def scalings(story: RunHistory, progress: Sequence[ProgressRow]) -> dict[str, li
     """By trainer, for each class on which it was measured; all runs of a resumed workflow count."""
     places = places_of(story)
     known = speeds(story, progress)
-    last: dict[tuple[int, str, int], float] = {}
-    for report in progress:
-        key = report.run, report.trainer, report.fragment
-        if report.rate is not None and places.get(key, (0, ''))[0]:
-            last[key] = report.rate
-    rates: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for key, rate in last.items():
-        nodes, node_class = places[key]
-        rates[key[1], node_class][nodes].append(rate)
+    told = {report.key for report in progress if report.rate}
+    fragments = Counter((key[1], *places[key]) for key in told if key in places)
     return {
         name: [
             Scaling(
@@ -91,11 +83,10 @@ def scalings(story: RunHistory, progress: Sequence[ProgressRow]) -> dict[str, li
                 known[name].stated is not None,
                 _points(known[name], row, node_class),
                 tuple(
-                    (n, median(found), len(found))
-                    for n, found in sorted(rates[name, node_class].items())
+                    (n, rate, fragments[name, n, node_class]) for n, rate in sorted(rates.items())
                 ),
             )
-            for node_class in known[name].measured or ('',)
+            for node_class, rates in (known[name].measured or {'': {}}).items()
         ]
         for name, row in {row.name: row for row in story.trainers}.items()
     }

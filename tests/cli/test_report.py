@@ -17,13 +17,14 @@ from parsl_freetrain.cli.main import main
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.model.events import Action, StartFragment, StopFragment
 from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.ledger.rows import FragmentRow, ProgressRow, RunHistory, TrainerRow
 from parsl_freetrain.ledger.store import Ledger
 from parsl_freetrain.ledger.timeline import node_seconds_of
 from parsl_freetrain.replay.prospect import trainers_at
 from parsl_freetrain.report.axes import linear, logarithmic, seconds
 from parsl_freetrain.report.causes import causes
 from parsl_freetrain.report.figures import Figures, as_document, figures
-from parsl_freetrain.report.learned import rescale_costs
+from parsl_freetrain.report.learned import rescale_costs, scalings
 from parsl_freetrain.report.losses import MOST_POINTS
 from parsl_freetrain.report.metrics import smoothed, thinned
 from parsl_freetrain.report.page import report_page
@@ -471,6 +472,23 @@ def test_metrics_of_all_trainers_in_one_picture(
     assert 'moving averages (weight 0.8)' in page.text()
     assert page.complaints() == [] and page.overflowing() == []
     page.close()
+
+
+def test_a_stated_curve_meets_the_speed_on_the_smallest_number_of_nodes() -> None:
+    """The last report of a fragment is often another than its typical one."""
+    story = RunHistory(
+        trainers=(
+            TrainerRow(1, 't', 0.0, {'max_nodes': 4, 'curve': CURVE}, 9, 0, 0, 'queued', 0.0),
+        ),
+        fragments=tuple(FragmentRow(1, 't', number, 0.0, nodes=('x',)) for number in (1, 2)),
+    )
+    progress = [
+        ProgressRow(1, 't', number, 0.0, 0, rate, {})
+        for number in (1, 2)
+        for rate in (10.0, 10.0, 10.0, 4.0)
+    ]
+    (found,) = scalings(story, progress)['t']
+    assert (found.measured, found.curve[0]) == (((1, 10.0, 2),), (1, 10.0))
 
 
 def test_curves_are_those_of_the_kept_training(tmp_path: Path) -> None:
