@@ -16,14 +16,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import parsl
 import torch
 from parsl.config import Config
 from rich.console import Console
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 from parsl_freetrain import (
@@ -229,9 +230,11 @@ def train(
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training images (1437, 1, 8, 8) and labels, test images (360, 1, 8, 8) and labels."""
-    source = load_digits()
-    images = torch.tensor(source.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(source.target)
+    # The file in scikit-learn; to import all of the library takes as long as to import torch.
+    file = distribution('scikit-learn').locate_file('sklearn/datasets/data/digits.csv.gz')
+    table = torch.from_numpy(np.loadtxt(str(file), delimiter=','))
+    images = table[:, :-1].float().unflatten(1, (1, 8, 8)) / 16
+    labels = table[:, -1].long()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     test, training = order[:360], order[360:]
     return images[training], labels[training], images[test], labels[test]
