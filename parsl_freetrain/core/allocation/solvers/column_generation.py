@@ -5,10 +5,10 @@ A trainer can hold nodes of the blocks in too many ways to list them all (see
 linear programme over the ways known so far puts prices on the nodes; each trainer then proposes its
 best way at these prices, until none proposes a new one. The prices bound the optimum from above.
 
-The linear programme divides a few trainers, mostly between keeping what they hold and changing it,
-which costs a rescale. The search branches on these: to keep or to change, then the number of nodes,
-then the nodes of one place. It ends when the bound of every open branch is reached by the best
-known allocation.
+The linear programme divides a few trainers, mostly between sets of places, since an end that takes
+some nodes costs a restart, or between keeping what they hold and changing it. The search branches
+on these: to keep or to change, then the places, then the number of nodes, then the nodes of one
+place. It ends when the bound of every open branch is reached by the best known allocation.
 """
 
 from __future__ import annotations
