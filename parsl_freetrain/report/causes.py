@@ -16,6 +16,16 @@ from parsl_freetrain.ledger.timeline import (
     phases_of,
 )
 
+NAMES = {
+    ('starting', 'block'): 'block starting',
+    ('starting', 'fragment'): 'fragment starting',
+    ('lost', 'preempted'): 'lost to preemptions',
+    ('lost', 'failed'): 'lost to failures',
+    ('idle', 'joined'): 'idle in a block',
+    ('idle', 'outside'): 'idle without a block',
+}
+"""What a class is called where it has several causes."""
+
 WHY = {
     ('trained', ''): 'turned into training',
     ('checkpointing', ''): 'training stood still while a checkpoint was copied or written',
@@ -45,6 +55,11 @@ class Cause:
     cause: str
     why: str
     node_s: float
+
+    @property
+    def name(self) -> str:
+        """Class and cause, in words."""
+        return NAMES.get((self.kind, self.cause), self.kind)
 
 
 def causes(story: RunHistory, now: float | None = None) -> tuple[Cause, ...]:

@@ -178,7 +178,10 @@ def loss_over_samples(trainer: str, loss: Loss, kind: str) -> Markup | None:
         )
     for samples, at_s in loss.preempted:
         chart.upright(
-            samples, 'preempted', f'preempted at {number(samples)} samples, after {duration(at_s)}'
+            samples,
+            'preempted',
+            f'preempted at {number(samples)} samples, after {duration(at_s)}',
+            behind=True,
         )
     return chart.svg()
 
@@ -197,7 +200,10 @@ def loss_over_time(trainer: str, loss: Loss, kind: str, found: Figures) -> Marku
         )
     for samples, at_s in loss.preempted:
         chart.upright(
-            at_s, 'preempted', f'preempted after {duration(at_s)}, at {number(samples)} samples'
+            at_s,
+            'preempted',
+            f'preempted after {duration(at_s)}, at {number(samples)} samples',
+            behind=True,
         )
     _joints(chart, found)
     return chart.svg()
@@ -241,14 +247,14 @@ def scaling(learned: Scaling, kind: str) -> Markup | None:
     chart.line(
         [(0, 0.0), *learned.curve],
         f'{kind} thin',
-        'in the shape that was stated' if learned.stated else 'as learned',
+        'the stated curve, scaled' if learned.stated else 'the learned curve',
     )
     for n, rate, count in learned.measured:
         chart.dot(
             (n, rate),
             kind,
             f'measured: {number(rate)} samples/s on {n} {"node" if n == 1 else "nodes"}, '
-            f'middle of {count}',
+            f'median, in {count} {"fragment" if count == 1 else "fragments"}',
         )
     return chart.svg()
 

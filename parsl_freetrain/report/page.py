@@ -50,7 +50,7 @@ def report_page(found: Figures, view: MetricView = AS_REPORTED) -> str:
         trainer_rows=[_trainer_row(found, name) for name in found.summary['trainers']],
         cards=_cards(found),
         view=view,
-        metrics=_metrics(found, view),
+        **_metrics(found, view),
         most_metrics=MOST_METRICS,
         rescale_rows=_rescale_rows(found),
         shape_rows=[
@@ -102,7 +102,7 @@ def _node_hours(found: Figures) -> dict[str, Any]:
         if cause.node_s > 0:
             bar.append((f'{100 * at / total:.3f}', f'{100 * cause.node_s / total:.3f}', cause))
             at += cause.node_s
-    rows = [(c.kind, _hours(c.node_s), percent(c.node_s, total), c.why) for _, _, c in bar]
+    rows = [(c.name, _hours(c.node_s), percent(c.node_s, total), c.why) for _, _, c in bar]
     return {
         'total_node_s': total,
         'bar': bar,
@@ -160,16 +160,23 @@ def _cards(found: Figures) -> list[dict[str, Any]]:
 
 def _of_scaling(learned: Scaling) -> str:
     on_class = f' of {learned.node_class}' if learned.node_class else ''
-    how = 'in the shape that was stated' if learned.stated else 'as learned'
-    return f'samples/s over nodes{on_class}, {how}'
+    how = 'stated' if learned.stated else 'learned'
+    return f'samples/s by number of nodes{on_class}; line: the {how} scaling curve'
 
 
-def _metrics(found: Figures, view: MetricView) -> list[tuple[str, Markup]]:
-    drawn = (
-        (clipped(name, 60), charts.metric(clipped(name, 60), curves, view, found))
-        for name, curves in list(found.metrics.items())[:MOST_METRICS]
-    )
-    return [(name, chart) for name, chart in drawn if chart is not None]
+def _metrics(found: Figures, view: MetricView) -> dict[str, Any]:
+    """Charts, and the values of metrics of which each trainer has only one."""
+    drawn: list[tuple[str, Markup]] = []
+    single: list[tuple[str, ...]] = []
+    for name, curves in list(found.metrics.items())[:MOST_METRICS]:
+        if all(len(curve) == 1 for curve in curves.values()):
+            single += [
+                (clipped(name, 60), clipped(trainer, 60), number(curve[0].value))
+                for trainer, curve in curves.items()
+            ]
+        elif chart := charts.metric(clipped(name, 60), curves, view, found):
+            drawn.append((clipped(name, 60), chart))
+    return {'metrics': drawn, 'single_values': single}
 
 
 def _rescale_rows(found: Figures) -> list[tuple[str, ...]]:

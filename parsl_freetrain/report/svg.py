@@ -42,6 +42,7 @@ class Chart:
         self._marks: dict[
             tuple[str, ...], str
         ] = {}  # by position, so that a month of preemptions does not fill a disk
+        self._behind: dict[tuple[str, ...], str] = {}
         self._names: list[str] = []
 
     def line(self, points: Iterable[Point], kind: str, name: str = '') -> None:
@@ -102,14 +103,14 @@ class Chart:
             f'<text class="cross" x="{at}" y="{height}" dy="4">×{_title(name)}</text>',
         )
 
-    def upright(self, x: float, kind: str, name: str = '') -> None:
-        """Draw a vertical line over the whole height."""
+    def upright(self, x: float, kind: str, name: str = '', *, behind: bool = False) -> None:
+        """Draw a vertical line over the whole height; ``behind``: below lines and areas."""
         at = _percent(self._x.part(x))
         drawn = (
             f'<line class="upright {kind}" x1="{at}" x2="{at}" y1="0" '
             f'y2="100%">{_title(name)}</line>'
         )
-        self._marks.setdefault(('upright', kind, at), drawn)
+        (self._behind if behind else self._marks).setdefault(('upright', kind, at), drawn)
 
     def row(self, middle: float, name: str) -> None:
         """Add a row's name beside the chart; ``middle`` is a part of the height from the top."""
@@ -138,7 +139,8 @@ class Chart:
             )
         return Markup(  # noqa: S704 - names are escaped where they are put in
             f'<svg class="plot {self._size}" role="img" aria-label="{escape(self._label)}">'
-            f'{"".join(grid)}<svg width="100%" height="100%" viewBox="0 0 {SIDE} {SIDE}" '
+            f'{"".join([*grid, *self._behind.values()])}'
+            f'<svg width="100%" height="100%" viewBox="0 0 {SIDE} {SIDE}" '
             'preserveAspectRatio="none">'
             f'{"".join(self._stretched)}</svg>{"".join(self._marks.values())}{"".join(self._names)}</svg>'
         )

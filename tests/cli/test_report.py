@@ -8,6 +8,7 @@ import re
 import sqlite3
 import stat
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from parsl_freetrain.report.causes import causes
 from parsl_freetrain.report.figures import Figures, as_document, figures
 from parsl_freetrain.report.learned import rescale_costs, scalings
 from parsl_freetrain.report.losses import MOST_POINTS
-from parsl_freetrain.report.metrics import smoothed, thinned
+from parsl_freetrain.report.metrics import CurvePoint, Curves, smoothed, thinned
 from parsl_freetrain.report.page import report_page
 from tests.support.browser import DESKTOP, PHONE, Browser
 from tests.support.browser import browser as browser  # a fixture
@@ -489,6 +490,21 @@ def test_a_stated_curve_meets_the_speed_on_the_smallest_number_of_nodes() -> Non
     ]
     (found,) = scalings(story, progress)['t']
     assert (found.measured, found.curve[0]) == (((1, 10.0, 2),), (1, 10.0))
+
+
+def test_the_page_says_each_thing_once_and_plainly(small: Path) -> None:
+    found = read(small)
+    once: Curves = {'accuracy': {'t': (CurvePoint(920, None, 100.0, 0.97),)}}
+    page = report_page(replace(found, metrics=once))
+    assert '>accuracy</td>' in page and '>0.97</td>' in page  # and no chart with one dot
+    assert 'accuracy over samples' not in page
+    uses = page[page.index('Node-hours offered') : page.index('Nodes over time')]
+    first = re.findall(r'<tr><td class="text">([^<]+)</td>', uses)
+    assert {'block starting', 'fragment starting', 'idle in a block'} <= set(first)
+    assert len(first) == len(set(first))
+    loss = page[page.index('loss of t over samples') :]
+    assert loss.index('upright preempted') < loss.index('<polyline')  # which it must not cover
+    assert '<h1>FreeTrain report</h1>' in page and 'Of run r.' in page
 
 
 def test_curves_are_those_of_the_kept_training(tmp_path: Path) -> None:

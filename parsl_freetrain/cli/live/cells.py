@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from parsl_freetrain.cli.live.snapshot import BlockNow, RunStatus, TrainerNow
 
+LEAST_GAP = 1e-4
+"""A decision that is at most this share of its worth off the best one counts as the best."""
+
 CELLS = ('nodes', 'samples', 'loss', 'rate', 'U', 'frag', 'pre', 'resc', 'done in')
 """The columns of a trainer, beside its name, state and progress."""
 
@@ -35,7 +38,9 @@ def block_cells(block: BlockNow) -> dict[str, str]:
 
 
 def heading_words(seen: RunStatus) -> str:
-    """The run's duration, number of nodes and state, and the gap of its last decision."""
+    """The run's duration, number of nodes and state, and how much its last decision may be worse
+    than the best one.
+    """
     words = [duration_text(seen.elapsed_s), nodes_text(sum(b.nodes for b in seen.blocks))]
     if seen.ended is not None:
         words.append(f'ended: {clean(seen.ended)}')
@@ -43,8 +48,8 @@ def heading_words(seen: RunStatus) -> str:
         words.append('died')
     elif seen.life.state == 'silent':
         words.append(f'silent for {duration_text(seen.silent_s)}')
-    if seen.decision is not None and seen.decision.gap is not None:
-        words.append(f'gap {100 * seen.decision.gap:.2g} %')
+    if seen.decision is not None and (gap := seen.decision.gap or 0.0) > LEAST_GAP:
+        words.append(f'decision -{100 * gap:.2g} %')
     return '  '.join(words)
 
 

@@ -143,7 +143,7 @@ def test_what_is_shown_is_what_the_ledger_says(tmp_path: Path) -> None:
         ledger.commit()
         assert view.snapshot(1031.0).decision == DecisionNow(1.0, 'feasible', 'columns', 0.01)
         for width in (40, 80):
-            assert '0:31  4 nodes  gap 1 %' in shown(view.render(1031.0), width)
+            assert '0:31  4 nodes  decision -1 %' in shown(view.render(1031.0), width)
         ledger.nodes.block_until('b1', until=1040.0)
         ledger.nodes.block_closed('b2', at=1031, how='cancelled')
         ledger.commit()
