@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -135,25 +135,34 @@ class CachedAllocator:
         return self._answers[problem]
 
 
+@dataclass(frozen=True)
+class Efficiency:
+    """U by trainer and of the whole run; None: not known."""
+
+    by_trainer: dict[str, float | None]
+    of_run: float | None
+
+
 def efficiency(
     reader: Reader, now: float, allocator: Allocator, *, run: str | None = None
-) -> dict[str, float | None]:
-    r"""Efficiency U so far, by trainer: what its node-seconds were worth against a constant pool of
-    as many.
+) -> Efficiency:
+    r"""Efficiency U so far, by trainer and of the whole run: what node-seconds were worth against
+    a constant pool of as many.
 
     .. math:: U = \frac{\sum_f c(n_f)\, t_f}{\sum_s c(a_s)\, l_s}
 
-    Above: over the trainer's fragments f, the scaling curve c at the fragment's node count times
-    the seconds it trained (no start, no checkpoint, nothing that was lost). Below: over the spans s
-    between the trainer's submission and its end (or ``now``) in which the same trainers were
-    active, the curve at the nodes :math:`a_s` that the allocator gives the trainer in a constant
-    pool, times the span's seconds. It maximises the sum of the trainers' speeds, each relative to
-    its own on one node, and divides evenly where that is as good. The pool has, in nodes, the mean
-    of what was offered from the run's start until ``now``; between two whole numbers, the rates are
+    Above: over the trainer's fragments f, the scaling curve c, relative to one node, at the
+    fragment's node count times the seconds it trained (no start, no checkpoint, nothing that was
+    lost). Below: over the spans s between the trainer's submission and its end (or ``now``) in
+    which the same trainers were active, the curve at the nodes :math:`a_s` that the allocator gives
+    the trainer in a constant pool, times the span's seconds. It maximises the sum of the trainers'
+    relative speeds, and divides evenly where that is as good. The pool has, in nodes, the mean of
+    what was offered from the run's start until ``now``; between two whole numbers, the rates are
     interpolated. Trainers with equal curves and limits share equally. Where the spec has no curve
     it is linear in nodes. Runs of a resumed workflow add up above and below.
 
-    U can exceed 1 for a trainer that got more than its share of the constant pool.
+    U can exceed 1 for a trainer that got more than its share of the constant pool. U of the whole
+    run has the sums over its trainers above and below.
 
     Parameters
     ----------
@@ -164,9 +173,9 @@ def efficiency(
 
     Returns
     -------
-    dict
-        By trainer; None where the constant pool would have given the trainer nothing, and for
-        trainings of one epoch or less: their first start would be most of the figure.
+    Efficiency
+        None where the constant pool would have given a trainer nothing. Trainings of one epoch or
+        less have none and do not count: their first start would be most of the figure.
     """
     story = reader.story(run)
     above: dict[str, float] = {t.name: 0.0 for t in story.trainers}
@@ -174,10 +183,12 @@ def efficiency(
     for one in story.runs:
         _add_efficiency(story, one, story.until(one, now), allocator, above, below)
     short = {t.name for t in story.trainers if (t.spec.get('total_epochs') or math.inf) <= 1}
-    return {
-        name: above[name] / below[name] if below[name] > 0 and name not in short else None
-        for name in above
-    }
+    counted = {name for name in above if below[name] > 0 and name not in short}
+    worth, against = (sum(part[name] for name in counted) for part in (above, below))
+    return Efficiency(
+        {name: above[name] / below[name] if name in counted else None for name in above},
+        worth / against if counted else None,
+    )
 
 
 def _add_efficiency(
@@ -196,7 +207,7 @@ def _add_efficiency(
     fewer, more = math.floor(nodes), math.ceil(nodes)
     pools = {fewer: 1.0} if fewer == more else {fewer: more - nodes, more: nodes - fewer}
     trainers = [t for t in story.trainers if t.run == run.id]
-    curves = {t.name: _curve(t.spec, more) for t in trainers}
+    curves = {t.name: _speedup(t, more) for t in trainers}
     parts_of = phases_of(story, run, until)
     for fragment in story.fragments:
         if fragment.run == run.id and fragment.trainer in curves:
@@ -221,7 +232,7 @@ def _constant_rates(
     pool: int,
     allocator: Allocator,
 ) -> dict[str, float]:
-    """By trainer, its rate on a constant pool."""
+    """By trainer, its speed on a constant pool."""
     if pool < 1:
         return {}
     bids = [_bid(t, curves[t.name], pool) for t in trainers]
@@ -237,21 +248,24 @@ def _constant_rates(
 
 
 def _bid(trainer: TrainerRow, curve: ScalingCurve, pool: int) -> Bid:
-    fewest = int(trainer.spec.get('min_nodes') or 1)
-    most = int(trainer.spec.get('max_nodes') or max(fewest, pool))
+    fewest, most = _limits(trainer, pool)
     # Straight curves leave the division open (any is as good): a slight bend makes it even.
     counts = range(min(most, pool) + 1)
-    relative = speedup(Candidate(trainer.name, curve, fewest, most))
-    worth = tuple(relative.rate_at(n) * (1.0 - EVENNESS * n / pool) for n in counts)
+    worth = tuple(curve.rate_at(n) * (1.0 - EVENNESS * n / pool) for n in counts)
     return Bid(trainer.name, fewest, most, 0, 0.0, 0.0, ScalingCurve(tuple(counts), worth))
 
 
-def _curve(spec: Mapping[str, Any], pool: int) -> ScalingCurve:
-    given = spec.get('curve')
+def _limits(trainer: TrainerRow, pool: int) -> tuple[int, int]:
+    fewest = int(trainer.spec.get('min_nodes') or 1)
+    return fewest, int(trainer.spec.get('max_nodes') or max(fewest, pool))
+
+
+def _speedup(trainer: TrainerRow, pool: int) -> ScalingCurve:
+    given = trainer.spec.get('curve')
     if given:
-        return ScalingCurve(
-            tuple(int(n) for n in given['nodes']), tuple(float(r) for r in given['rate'])
-        )
-    # Linear up to any count that can occur.
-    most = max(pool, int(spec.get('max_nodes') or 1), 1) * 1000
-    return ScalingCurve((0, most), (0.0, float(most)))
+        nodes, rates = tuple(map(int, given['nodes'])), tuple(map(float, given['rate']))
+    else:  # linear up to any count that can occur
+        most = max(pool, int(trainer.spec.get('max_nodes') or 1), 1) * 1000
+        nodes, rates = (0, most), (0.0, float(most))
+    curve = ScalingCurve(nodes, rates)
+    return speedup(Candidate(trainer.name, curve, *_limits(trainer, pool)))

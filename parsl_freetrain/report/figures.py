@@ -10,7 +10,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.ledger.clock import Clock
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import FINAL_STATES, RunHistory
-from parsl_freetrain.ledger.summary import efficiency, summary
+from parsl_freetrain.ledger.summary import Efficiency, efficiency, summary
 from parsl_freetrain.report.causes import Cause, causes
 from parsl_freetrain.report.costs import MEASURED
 from parsl_freetrain.report.learned import RescaleCost, Scaling, rescale_costs, scalings
@@ -43,7 +43,7 @@ class Figures:
     summary
         From :func:`parsl_freetrain.ledger.summary.summary`.
     efficiency
-        U by trainer, from :func:`parsl_freetrain.ledger.summary.efficiency`.
+        U, from :func:`parsl_freetrain.ledger.summary.efficiency`.
     causes, scalings, rescales, losses, metrics, shapes
         See the modules of these names.
     outcomes
@@ -57,7 +57,7 @@ class Figures:
     clock: Clock
     now: float
     summary: dict[str, Any]
-    efficiency: dict[str, float | None]
+    efficiency: Efficiency
     causes: tuple[Cause, ...]
     decisions: Decisions
     losses: dict[str, Loss]
@@ -101,7 +101,9 @@ def figures(reader: Reader, run: str | None, now: float, allocator: Allocator | 
         clock=clock,
         now=now,
         summary=summary(reader, run=run, now=now),
-        efficiency={} if allocator is None else efficiency(reader, now, allocator, run=run),
+        efficiency=Efficiency({}, None)
+        if allocator is None
+        else efficiency(reader, now, allocator, run=run),
         causes=causes(story, now),
         decisions=_decisions(decisions),
         losses=losses(story, progress, clock),
@@ -134,7 +136,8 @@ def as_document(found: Figures) -> dict[str, Any]:
     return {
         'runs': list(names.values()),
         'summary': found.summary,
-        'efficiency': found.efficiency,
+        'efficiency': found.efficiency.by_trainer,
+        'efficiency_of_run': found.efficiency.of_run,
         'node_s': [asdict(cause) for cause in found.causes],
         'decisions': asdict(found.decisions),
         'scaling': [asdict(one) for scaling in found.scalings.values() for one in scaling],

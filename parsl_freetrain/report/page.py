@@ -89,6 +89,7 @@ def _tiles(found: Figures) -> dict[str, str]:
         'node-hours offered': _hours(node_s['offered']),
         'of them turned into training': percent(node_s['trained'], node_s['offered']),
         'lost: trained and not kept': percent(node_s['lost'], node_s['offered']),
+        **({} if (u := found.efficiency.of_run) is None else {'efficiency U': f'{u:.2f}'}),
         'trainers finished': f'{finished} of {len(trainers)}',
         'samples trained and kept': number(sum(t['samples'] for t in trainers)),
         'preemptions survived': str(sum(t['preempted'] for t in trainers)),
@@ -123,7 +124,7 @@ def _trainer_kinds(found: Figures) -> dict[str, str]:
 
 
 def _trainer_row(found: Figures, name: str) -> tuple[str, ...]:
-    t, gain = found.summary['trainers'][name], found.efficiency.get(name)
+    t, gain = found.summary['trainers'][name], found.efficiency.by_trainer.get(name)
     total = t['samples_expected']
     return (
         clipped(name, 60),

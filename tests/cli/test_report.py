@@ -505,6 +505,7 @@ def test_the_page_says_each_thing_once_and_plainly(small: Path) -> None:
     loss = page[page.index('loss of t over samples') :]
     assert loss.index('upright preempted') < loss.index('<polyline')  # which it must not cover
     assert '<h1>FreeTrain report</h1>' in page and 'Of run r.' in page
+    assert f'<b>{found.efficiency.of_run:.2f}</b><span>efficiency U</span>' in page
 
 
 def test_curves_are_those_of_the_kept_training(tmp_path: Path) -> None:

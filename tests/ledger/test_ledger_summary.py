@@ -11,7 +11,7 @@ from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.store import Ledger
-from parsl_freetrain.ledger.summary import CachedAllocator, efficiency, summary
+from parsl_freetrain.ledger.summary import CachedAllocator, Efficiency, efficiency, summary
 from parsl_freetrain.ledger.timeline import node_seconds_of
 from tests.support.ledgers import demo_ledger
 
@@ -145,7 +145,7 @@ def test_efficiency_by_hand(tmp_path: Path) -> None:
     with Reader(two_fragments(tmp_path / 'l.db')) as reader:
         # The pool: 150 node-seconds in 100 s, all a's: between the 10 per second of one node and
         # the 16 of two.
-        assert efficiency(reader, 1100.0, MilpAllocator())['a'] == pytest.approx(
+        assert efficiency(reader, 1100.0, MilpAllocator()).by_trainer['a'] == pytest.approx(
             (16 * 18 + 10 * 39) / (13 * 100)
         )
         # Before anything trained, and before anything was there.
@@ -195,7 +195,9 @@ def test_efficiency_shares_the_constant_pool_while_trainers_are_active(tmp_path:
     ledger.close()
     # Two nodes each is what the constant pool gives a and b too; late trains on 2 of the 4 it would
     # have.
-    assert found == {'a': pytest.approx(1.0), 'b': pytest.approx(1.0), 'late': pytest.approx(0.5)}
+    assert found.by_trainer == pytest.approx({'a': 1.0, 'b': 1.0, 'late': 0.5})
+    # In speeds of one node: twice 100 node-s and 40, of twice 100 and 80.
+    assert found.of_run == pytest.approx(240 / 280)
     assert [tuple(b.name for b in p.bids) for p in asked] == [('a', 'b'), ('late',)]
 
 
@@ -218,7 +220,7 @@ def test_where_any_division_of_the_pool_is_as_good_it_is_even(tmp_path: Path) ->
         ledger.trainers.fragment_started(name, 1, at=0, samples=0)
     ledger.commit()
     with Reader(tmp_path / 'l.db') as reader:
-        found = efficiency(reader, 50.0, MilpAllocator())
+        found = efficiency(reader, 50.0, MilpAllocator()).by_trainer
     ledger.close()
     assert found == {name: pytest.approx(1.0) for name in 'abc'}
 
@@ -236,7 +238,7 @@ def test_equal_trainers_take_turns_with_an_odd_node(tmp_path: Path) -> None:
         ledger.trainers.fragment_started(name, 1, at=0, samples=0)
     ledger.commit()
     with Reader(tmp_path / 'l.db') as reader:
-        found = efficiency(reader, 50.0, MilpAllocator())
+        found = efficiency(reader, 50.0, MilpAllocator()).by_trainer
     ledger.close()
     assert found == {name: pytest.approx(1.9 / ((1 + 3.4) / 2)) for name in 'ab'}
 
@@ -251,7 +253,7 @@ def test_efficiency_of_one_epoch_is_left_out(tmp_path: Path) -> None:
         )
     ledger.commit()
     with Reader(tmp_path / 'l.db') as reader:
-        found = efficiency(reader, 50.0, MilpAllocator())
+        found = efficiency(reader, 50.0, MilpAllocator()).by_trainer
     ledger.close()
     assert found['one'] is None
     assert found['two'] is not None
@@ -266,7 +268,7 @@ def test_efficiency_is_unknown_where_the_pool_has_nothing_for_a_trainer(tmp_path
         assert (
             efficiency(reader, 0.0, MilpAllocator())
             == efficiency(reader, 50.0, MilpAllocator())
-            == {'a': None}
+            == Efficiency({'a': None}, None)
         )
         assert summary(reader)['trainers']['a']['samples_expected'] is None
     ledger.close()

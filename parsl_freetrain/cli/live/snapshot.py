@@ -103,7 +103,7 @@ def snapshot(
         return RunStatus()
     run = next((run for run in story.runs if run.name == name), story.runs[-1])
     until = story.until(run, now)
-    gains = efficiency(reader, now, allocator, run=name) if allocator is not None else {}
+    gains = efficiency(reader, now, allocator, run=name).by_trainer if allocator else {}
     life = life_of(story, run, reader.about(run), now)
     fragments: dict[str, list[FragmentRow]] = defaultdict(list)
     for fragment in story.fragments:
