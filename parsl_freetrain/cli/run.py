@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -61,10 +62,13 @@ def _called(main: Any, config: Any, workflow: str) -> int:
     try:
         result = main(config)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         print(
             'freetrain: Stopped. Nothing is lost: the same command goes on from the checkpoints.',
             file=sys.stderr,
         )
+        # One more Ctrl-C ends the process at once, and not with a traceback of what it clears up.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         return 130
     except BadInput:
         raise

@@ -61,6 +61,9 @@ LONG = (
     'tests/cli/test_looking.py',
     'tests/cli/test_run.py',
     'tests/executor/test_rescale.py',
+    'tests/training/process/test_liveness.py',
+    'tests/training/process/test_fork_server.py',
+    'tests/training/process/test_fork_client.py',
 )
 # The first of them stands for all in LONG.
 PBS = (
