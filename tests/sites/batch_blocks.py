@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,11 @@ class Blocks:
         walltime_s: float | None = 300.0,
         command: str = 'sleep 600',
         node_class: str = '',
+        lasts_s: float = math.inf,
     ) -> str:
         self.jobs.append(
             self.provider.open_block(
-                BlockRequest(nodes, walltime_s, node_class=node_class),
+                BlockRequest(nodes, walltime_s, node_class=node_class, lasts_s=lasts_s),
                 command,
                 f'block-{len(self.jobs)}',
             )

@@ -24,10 +24,8 @@ from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.controller.state import BlockState, ControllerState, Reply, TrainerState
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import DecisionFailed
-from parsl_freetrain.core.model.types import BlockRequest
+from parsl_freetrain.core.model.types import CORRECTED_S, BlockRequest
 
-TAKEN_S = 30.0
-"""A scheduler corrects the end of a block that has just started by less."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # after failures in a row
 
 BUDGET_SPENT, PAUSE_OVER = 'BudgetSpent', 'PauseOver'
@@ -178,7 +176,7 @@ class Controller:
         if block is None or block.until_s == event.until_s:
             return [], False
         until_s = math.inf if event.until_s is None else event.until_s
-        taken = until_s < (block.until_s or 0.0) - TAKEN_S
+        taken = until_s < (block.until_s or 0.0) - CORRECTED_S
         block.until_s = event.until_s
         if taken and not block.arrived:
             # A scheduler's signal before a preemption may not reach a node that is starting.

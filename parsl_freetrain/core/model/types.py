@@ -64,6 +64,10 @@ class Hole:
         return self.charge.cost(1, lasts_s) * 3600 / max(lasts_s, 1.0)
 
 
+CORRECTED_S = 30.0
+"""A scheduler corrects the end of a block that has just started by no more seconds."""
+
+
 @dataclass(frozen=True)
 class BlockRequest:
     """One batch job, sized to fill one hole.

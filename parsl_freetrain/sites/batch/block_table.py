@@ -9,15 +9,13 @@ from dataclasses import dataclass, field, replace
 
 from parsl.jobs.states import JobStatus
 
+from parsl_freetrain.core.model.types import CORRECTED_S
 from parsl_freetrain.sites.batch import life
 from parsl_freetrain.sites.batch.life import BlockLife, Seen, life_of
 from parsl_freetrain.sites.batch.records import BatchJob, JobState
 from parsl_freetrain.sites.batch.shape import Place
 
 logger = logging.getLogger(__name__)
-
-# The scheduler adjusts the end of a job that has just started by some seconds.
-_SHORTENED_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,7 @@ class BlockTable:
                     block.seen.shortened
                     or (
                         block.seen.ran
-                        and (job.end_s or math.inf) < (block.seen.end_s or 0.0) - _SHORTENED_S
+                        and (job.end_s or math.inf) < (block.seen.end_s or 0.0) - CORRECTED_S
                     )
                 )
                 self._see(

@@ -35,13 +35,16 @@ def test_a_block_fits_between_the_jobs_of_others(slurm: Cluster, blocks: Make) -
     slurm.submit('--nodes=1', '--time=5')
     wide = slurm.submit('--nodes=4', '--time=5')
     slurm.wait(lambda: slurm.run('squeue', '-h', '-j', wide, '-o', '%Y').strip() == 'node[01-04]')
+    short = slurm.submit('--nodes=4', '--time=2')
+    slurm.wait(lambda: slurm.run('squeue', '-h', '-j', short, '-o', '%r').strip() == 'Priority')
     mine = blocks()
     [hole] = mine.site.holes()
     assert hole.nodes == 3
+    assert hole.longest_s == 120, 'no longer than a job that could pass the wide one'
     assert hole.until_s is not None
     planned = float(start_of(slurm, wide))
     assert planned - 2 == hole.until_s
-    job = mine.open(hole.nodes, hole.until_s - time.time())
+    job = mine.open(hole.nodes, hole.until_s - time.time(), lasts_s=hole.longest_s)
     slurm.wait(lambda: mine.status(job).state is JobState.RUNNING)
     limit = float(
         subprocess.run(
@@ -52,7 +55,7 @@ def test_a_block_fits_between_the_jobs_of_others(slurm: Cluster, blocks: Make) -
             text=True,
         ).stdout
     )
-    assert limit <= hole.until_s
+    assert limit <= min(hole.until_s, time.time() + hole.longest_s)
     assert mine.provider.end_of(job) == limit - 3
     assert mine.site.holes() == ()
     slurm.wait(lambda: start_of(slurm, wide) == planned)
