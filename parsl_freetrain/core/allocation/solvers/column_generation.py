@@ -238,19 +238,16 @@ class _Search:
         """Two parts of a region, so that the present shares are in neither of them."""
         master = self._master
         taken = np.flatnonzero(shares > _WHOLE)
-        chosen, largest = None, -np.inf
-        for j in np.flatnonzero(np.bincount(master.bid[taken]) > 1).tolist():
-            mine = taken[master.bid[taken] == j]
-            mean = shares[mine] @ master.ways[mine] / shares[mine].sum()
-            near = np.floor(mean + _WHOLE).astype(np.int64)
-            value = float(shares[mine] @ master.worth[mine] / shares[mine].sum())
-            lost = (mean - near) @ prices[j]
-            score = value - lost - float(self._pricing.worth(np.array([j]), near[None])[0])
-            if score > largest:
-                chosen, largest = mine, score
-        if chosen is None:
+        bids = np.flatnonzero(np.bincount(master.bid[taken]) > 1)
+        if not len(bids):
             return None
-        return self._divided_by(region, int(master.bid[chosen[0]]), chosen, shares[chosen])
+        chosen = [taken[master.bid[taken] == j] for j in bids]
+        means = np.array([shares[mine] @ master.ways[mine] / shares[mine].sum() for mine in chosen])
+        values = np.array([shares[m] @ master.worth[m] / shares[m].sum() for m in chosen])
+        near = np.floor(means + _WHOLE).astype(np.int64)
+        lost = ((means - near) * prices[bids]).sum(axis=1)
+        i = int((values - lost - self._pricing.worth(bids, near)).argmax())
+        return self._divided_by(region, int(bids[i]), chosen[i], shares[chosen[i]])
 
     def _divided_by(
         self, region: Region, j: int, ways: Integers, shares: Floats
