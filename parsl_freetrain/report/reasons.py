@@ -11,7 +11,7 @@ from typing import Any
 from parsl_freetrain.core.allocation.answer import relative_gap
 from parsl_freetrain.core.allocation.constraints import OWNERS
 from parsl_freetrain.core.allocation.explain import Reason
-from parsl_freetrain.core.model.types import in_need
+from parsl_freetrain.core.model.node_demand import in_need
 from parsl_freetrain.ledger.rows import FINAL_STATES, FragmentRow, RunHistory, RunRow, TrainerRow
 from parsl_freetrain.report.outcome import DecisionOutcome
 from parsl_freetrain.report.sentences import describe

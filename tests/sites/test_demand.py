@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from parsl_freetrain.core.model.types import NodeDemand
+from parsl_freetrain.core.model.node_demand import NodeDemand
 from parsl_freetrain.sites.batch.demand import (
     ENDING_S,
     SOON_S,
@@ -103,6 +103,26 @@ def test_a_reservation_keeps_jobs_away_that_would_run_into_it() -> None:
     assert need(cluster(), *jobs, waiting('7', 1, 90.0), reservations=maintenance).demands
 
 
+def test_short_jobs_get_the_nodes_that_are_reserved_later() -> None:
+    """Otherwise one of the long jobs, which only c and d serve, would have to wait for it."""
+    maintenance = [NodeReservation('m', NOW + 100, NOW + 900, ('a', 'b'))]
+    long = [waiting(job, 1, 200.0) for job in ('8', '9')]
+    for ours in (('c', 'd', 'a', 'b'), ('a', 'b', 'c', 'd')):
+        jobs = running('mine', *ours), waiting('7', 1, 90.0, priority=5.0), *long
+        found = need([Nodes('batch', ours, 'allocated')], *jobs, reservations=maintenance)
+        assert found.demands == (
+            NodeDemand('7', 1, frozenset('abcd'), frozenset('ab')),
+            *(NodeDemand(job.job_id, 1, frozenset('cd')) for job in long),
+        )
+
+
+def test_nodes_that_a_planned_job_takes_are_spare_until_then() -> None:
+    wide = waiting('wide', 3, 600.0, priority=5.0, planned=('b', 'c', 'd'))
+    jobs = running('mine', 'a', 'b'), running('5', 'c', 'd', end_s=NOW + 100), wide
+    [demand] = need(cluster(), *jobs, waiting('7', 1, 90.0)).demands
+    assert demand == NodeDemand('7', 1, frozenset('ab'), frozenset('b'))
+
+
 def test_a_reservation_that_is_nearly_over_counts_as_over() -> None:
     """Nodes are free when it ends, not a while after."""
     nodes = [Nodes('batch', ('a', 'b'), 'allocated'), Nodes('batch', ('c', 'd'), 'maint')]
@@ -183,6 +203,7 @@ def test_a_job_that_could_start_and_does_not_is_ignored_for_a_while() -> None:
     stalled = StalledJobs(120.0)
     stalled.note({'7'}, {'7', '8'}, NOW)
     assert stalled.ignored(NOW + 120.0) == frozenset()
+    assert [stalled.could_start_s(job, NOW + 5.0) for job in '78'] == [5.0, 0.0]
     late = NOW + 120.0 + 1
     assert stalled.ignored(late) == {'7'}
     stalled.note((), {'7', '8'}, late)  # since it is ignored, it is not served

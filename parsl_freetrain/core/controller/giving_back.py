@@ -13,7 +13,7 @@ from parsl_freetrain.core.controller.nodes_to_give import nodes_to_give
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.controller.state import ControllerState, Yielded
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.types import in_need
+from parsl_freetrain.core.model.node_demand import in_need
 
 
 def give_back(
@@ -35,7 +35,9 @@ def give_back(
         for name in set(holder.values())
         if (trainer := state.trainers[name]).running
     }
-    given = nodes_to_give(event.demands, blocks, holder, cost, state.yielded)
+    taken = {node for block in blocks if block.leaving for node in block.nodes}
+    going = taken.union(state.yielded)
+    given = nodes_to_give(event.demands, blocks, holder, cost, going) - taken
     why = f'{in_need(demand.job for demand in event.demands)} waits for its nodes'
     for block in blocks:
         nodes = [node for node in block.nodes if node in given or node in state.yielded]

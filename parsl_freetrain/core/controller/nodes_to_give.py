@@ -1,16 +1,17 @@
 """Which nodes are given back because jobs of others wait that would start on them.
 
-The nodes are the fewest that serve all of these jobs. Among such choices, the fragments that have
-to stop are the cheapest to stop. A node that cannot be given back alone goes with its whole block.
+The nodes are the fewest that serve all of these jobs. Among such choices, those are preferred that
+fewer other jobs could use; among these, the fragments that have to stop are the cheapest to stop. A
+node that cannot be given back alone goes with its whole block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from parsl_freetrain.core.model.types import BlockNodes, NodeDemand
+from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
 
-_Group = tuple[int, bool, str, tuple[bool, ...], bool]
+_Group = tuple[int, bool, str, tuple[bool, ...], bool, bool]
 
 
 def nodes_to_give(
@@ -47,11 +48,13 @@ def nodes_to_give(
     """
     import pulp  # slow to import, and seldom needed
 
+    spare = frozenset[str]().union(*(demand.spare for demand in demands))
     groups: dict[_Group, list[str]] = {}
     for b, block in enumerate(blocks):
         for name in sorted(block.nodes):
             serves = tuple(name in demand.among for demand in demands)
-            key = (b, name in block.releasable, holder.get(name, ''), serves, name in given)
+            held_by, alone = holder.get(name, ''), name in block.releasable
+            key = (b, alone, held_by, serves, name in given, name in spare)
             groups.setdefault(key, []).append(name)
     lp = pulp.LpProblem('nodes_to_give', pulp.LpMinimize)
     whole = [lp.add_variable(f'block_{b}', cat=pulp.LpBinary) for b in range(len(blocks))]
@@ -60,7 +63,7 @@ def nodes_to_give(
         for i, name in enumerate(sorted({key[2] for key in groups if key[2]}))
     }
     counts = []
-    for i, ((b, alone, held_by, _, _), names) in enumerate(groups.items()):
+    for i, ((b, alone, held_by, *_), names) in enumerate(groups.items()):
         count = lp.add_variable(f'group_{i}', 0, len(names), cat=pulp.LpInteger)
         counts.append(count)
         lp += count >= len(names) * whole[b]
@@ -78,11 +81,16 @@ def nodes_to_give(
         lp += pulp.lpSum(v for key, v in serving.items() if key[1] == j) >= demand.nodes
     for i, count in enumerate(counts):
         lp += pulp.lpSum(v for key, v in serving.items() if key[0] == i) <= count
-    # All costs together weigh less than one node.
+    # A node weighs more than all that are not spare, each of these more than all costs together.
     going = {key[2] for key in groups if key[4] and key[2]}
-    scale = 0.5 / max(sum(cost.get(name, 0.0) for name in stopped), 1e-9)
+    nodes = sum(len(names) for names in groups.values())
+    scale = 0.25 / max(sum(cost.get(name, 0.0) for name in stopped), 1e-9)
     lp.setObjective(
-        pulp.lpSum(count for key, count in zip(groups, counts, strict=True) if not key[4])
+        pulp.lpSum(
+            (nodes + (0.0 if key[5] else 0.5)) * count
+            for key, count in zip(groups, counts, strict=True)
+            if not key[4]
+        )
         + pulp.lpSum(
             scale * cost.get(name, 0.0) * variable
             for name, variable in stopped.items()

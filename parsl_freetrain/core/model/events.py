@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, Hole, NodeDemand, Trainer
+from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
+from parsl_freetrain.core.model.types import BlockRequest, Hole, Trainer
 
 
 class Ending(StrEnum):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,52 +95,6 @@ class BlockRequest:
     charge: Charge = field(default=FREE, compare=False)
     lasts_s: float = field(default=math.inf, compare=False)
     exempt_s: float = field(default=0.0, compare=False)
-
-
-@dataclass(frozen=True)
-class NodeDemand:
-    """A waiting job of others that would start now if some nodes of our blocks were given back; or
-    a reservation of such nodes that begins soon.
-
-    Attributes
-    ----------
-    job
-        Its id, or 'reservation' and its name.
-    nodes
-        Number of our nodes that it lacks.
-    among
-        The names of our nodes that would serve it.
-    """
-
-    job: str
-    nodes: int
-    among: frozenset[str]
-
-
-def in_need(jobs: Iterable[str]) -> str:
-    """The :attr:`NodeDemand.job` of several demands in words, each once."""
-    return ', '.join(
-        job if job.startswith('reservation ') else f'job {job}' for job in sorted(set(jobs))
-    )
-
-
-@dataclass(frozen=True)
-class BlockNodes:
-    """The nodes of an open block.
-
-    Attributes
-    ----------
-    block
-        Its id.
-    nodes
-        Their names.
-    releasable
-        Those that can be given back while the block goes on; all others only with the whole block.
-    """
-
-    block: str
-    nodes: tuple[str, ...]
-    releasable: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from parsl_freetrain.core.model.events import NodesNeeded
-from parsl_freetrain.core.model.types import BlockNodes, NodeDemand
+from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
 from parsl_freetrain.executor.block.record import BlockRecord
 
 
@@ -17,29 +17,27 @@ def nodes_needed(
     blocks: Mapping[str, BlockRecord],
 ) -> NodesNeeded:
     """The same by blocks and managers in place of jobs and host names. A node that has not joined
-    has a name of its own. Blocks that the scheduler takes already are left out.
+    has a name of its own.
     """
     of_job = {block.job_id: (name, block) for name, block in blocks.items()}
-    known = [
-        (*of_job[nodes.block], nodes)
-        for nodes in held
-        if nodes.block in of_job and not of_job[nodes.block][1].noticed
-    ]
+    known = [(*of_job[nodes.block], nodes) for nodes in held if nodes.block in of_job]
     manager: dict[str, str] = {}
     for name, block, nodes in known:
         manager |= {host: block.managers.get(host, f'{name} {host}') for host in nodes.nodes}
+
+    def managers(hosts: frozenset[str]) -> frozenset[str]:
+        return frozenset(manager[host] for host in hosts & manager.keys())
+
     return NodesNeeded(
         at,
-        tuple(
-            replace(d, among=frozenset(manager[host] for host in d.among & manager.keys()))
-            for d in demands
-        ),
+        tuple(replace(d, among=managers(d.among), spare=managers(d.spare)) for d in demands),
         tuple(
             BlockNodes(
                 name,
                 tuple(manager[host] for host in nodes.nodes),
-                frozenset(manager[host] for host in nodes.releasable),
+                managers(nodes.releasable),
+                block.noticed,
             )
-            for name, _, nodes in known
+            for name, block, nodes in known
         ),
     )

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
-from parsl_freetrain.core.model.types import NodeDemand
+from parsl_freetrain.core.model.node_demand import NodeDemand
 from parsl_freetrain.sites.batch.holes import HARMLESS_MARKS, HOLDING, USABLE
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NodeReservation, Nodes
 from parsl_freetrain.sites.batch.shape import PREFIX
@@ -111,9 +111,10 @@ def needs(
             planned = table.set_of(job.planned) & free
             got = first_of(named, planned, free, count=job.nodes)
             table.reserve(got, begin, begin + length_s)
+            table.spare |= got
             continue
         others, among = free & ~table.ours, table.free_of_ours(eligible, length_s)
-        got = first_of(named, others, free, count=job.nodes)
+        got = first_of(named, others, free & table.spare, free, count=job.nodes)
         # Which of ours it gets, beside those that it names, is decided elsewhere: any of them stand
         # for these here.
         own = got & table.ours
@@ -122,7 +123,8 @@ def needs(
         for lacking, of in ((own & named, named), (own & ~named, ~named)):
             if lacking:
                 names = frozenset(table.names(among & of))
-                demands.append(NodeDemand(job.job_id, lacking.bit_count(), names))
+                spare = frozenset(table.names(among & of & table.spare))
+                demands.append(NodeDemand(job.job_id, lacking.bit_count(), names, spare))
     return Needs(tuple(demands), frozenset(served))
 
 
@@ -198,6 +200,10 @@ class _Table:
             if r.end_s > now + SOON_S
         ]
         self._set_aside = list(self._taken)
+        # Nodes that a reservation or a planned job takes later: fewer jobs can use them meanwhile.
+        self.spare = 0
+        for begin, _, members in self._taken:
+            self.spare |= members if begin > now else 0
         # Nodes of ours that stand for those that jobs before got.
         self._given: list[tuple[float, float, int]] = []
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.model.errors import FreeTrainError
-from parsl_freetrain.core.model.types import NodeDemand
+from parsl_freetrain.core.model.node_demand import NodeDemand
 from parsl_freetrain.sites.batch.block_table import BatchBlock, BlockTable
 from parsl_freetrain.sites.batch.commands import SchedulerSilent, own_name
 from parsl_freetrain.sites.batch.demand import Needs, needs, reserved, waits
@@ -132,6 +132,11 @@ class BlockTracker:
                 self._stalled.note(found.served, pending, now)
                 self._needs = snapshot, found
             return self._needs[1]
+
+    def could_start_s(self, job_id: str) -> float:
+        """For how many seconds a waiting job could have started with nodes of ours."""
+        with self._lock:
+            return self._stalled.could_start_s(job_id, self._needs[0].jobs_at)
 
     def nodes_held(self) -> dict[str, tuple[str, ...]]:
         """The nodes of each block that has some, and is not ending, by the last answer."""

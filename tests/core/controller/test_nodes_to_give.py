@@ -1,8 +1,11 @@
-"""Which nodes are given back for waiting jobs: the fewest, and the cheapest to lose."""
+"""Which nodes are given back for waiting jobs: the fewest, those that fewer others could use, and
+the cheapest to lose.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 from hypothesis import given, settings
@@ -13,7 +16,8 @@ from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.nodes_to_give import nodes_to_give
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, NodeDemand, Trainer
+from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
+from parsl_freetrain.core.model.types import BlockRequest, Trainer
 
 
 def served(given: Collection[str], demands: Sequence[NodeDemand]) -> bool:
@@ -31,10 +35,13 @@ def price(
     holder: Mapping[str, str],
     cost: Mapping[str, float],
     already: Collection[str],
-) -> tuple[int, float]:
+    demands: Sequence[NodeDemand],
+) -> tuple[int, int, float]:
     stopped = {holder[node] for node in given if node in holder}
     free = {holder[node] for node in already if node in holder}
-    return len(set(given) - set(already)), sum(cost[name] for name in stopped - free)
+    spare = frozenset[str]().union(*(demand.spare for demand in demands))
+    new = set(given) - set(already)
+    return len(new), len(new - spare), sum(cost[name] for name in stopped - free)
 
 
 def allowed(given: frozenset[str], blocks: Sequence[BlockNodes]) -> bool:
@@ -58,11 +65,11 @@ def situations(
     trainers = ('x', 'y', 'z')
     holder = {name: held for name in every if (held := draw(st.sampled_from(('', *trainers))))}
     cost = {name: float(draw(st.integers(0, 4))) for name in trainers}
+    spare = frozenset(draw(st.sets(st.sampled_from(every))))
     demands = [
-        NodeDemand(
-            str(j), draw(st.integers(1, 3)), frozenset(draw(st.sets(st.sampled_from(every))))
-        )
+        NodeDemand(str(j), draw(st.integers(1, 3)), among, among & spare)
         for j in range(draw(st.integers(1, 2)))
+        for among in [frozenset(draw(st.sets(st.sampled_from(every))))]
     ]
     # Only whole blocks and releasable nodes are ever being given back.
     already = frozenset(
@@ -93,8 +100,8 @@ def test_the_choice_is_the_best_of_all(
         assert found == frozenset()
         return
     assert served(found, demands) and allowed(found, blocks)
-    best = min(price(chosen, holder, cost, already) for chosen in choices)
-    assert price(found, holder, cost, already) == best
+    best = min(price(chosen, holder, cost, already, demands) for chosen in choices)
+    assert price(found, holder, cost, already, demands) == best
 
 
 class Story:
@@ -166,3 +173,17 @@ def test_more_than_there_is_is_no_reason() -> None:
     story = Story()
     story.tell(ev.TrainerSubmitted(1.0, Trainer('t', 1, 5)))
     assert story.need(2.0, 6) == ()
+
+
+def test_nodes_that_the_scheduler_takes_serve_first_and_are_left_to_it() -> None:
+    story = Story()
+    a, b = story.blocks
+    everywhere = frozenset(a.nodes + b.nodes)
+    only_a = NodeDemand('8', 1, frozenset(a.nodes))
+    blocks = a, replace(b, leaving=True)
+    need = ev.NodesNeeded(1.0, (NodeDemand('7', 2, everywhere),), blocks)
+    assert story.tell(need) == (), 'block b serves it'
+    need = ev.NodesNeeded(2.0, (only_a, NodeDemand('7', 2, everywhere)), blocks)
+    [release] = story.tell(need)
+    assert isinstance(release, ev.ReleaseNodes)
+    assert (release.block, len(release.nodes)) == ('a', 1)

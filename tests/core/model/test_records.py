@@ -12,6 +12,7 @@ from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.charge import Charge
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
 from parsl_freetrain.core.model.records import (
     decode_actions,
     decode_events,
@@ -19,15 +20,7 @@ from parsl_freetrain.core.model.records import (
     from_json,
     to_json,
 )
-from parsl_freetrain.core.model.types import (
-    BlockNodes,
-    BlockRequest,
-    Efficiency,
-    Hole,
-    NodeDemand,
-    ScalingCurve,
-    Trainer,
-)
+from parsl_freetrain.core.model.types import BlockRequest, Efficiency, Hole, ScalingCurve, Trainer
 
 TRAINER = Trainer(
     'a', 1, 4, 100, ScalingCurve((1, 2), (1.0, 2.0)), sizes=(1, 2), finish_by_s=1e9 + 0.1,

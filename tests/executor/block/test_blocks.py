@@ -10,7 +10,8 @@ import pytest
 from parsl.jobs.states import JobState, JobStatus
 
 from parsl_freetrain import BackfillProvider, LocalSite
-from parsl_freetrain.core.model.types import BlockNodes, BlockRequest, NodeDemand
+from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
+from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.executor import notices as no
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
 from parsl_freetrain.executor.block.blocks import BlockManager
