@@ -88,10 +88,6 @@ class Group:
             tuple(sorted(self._hosts[host] for host in hosts & self._hosts.keys())),
         )
 
-    def full(self) -> bool:
-        lines = [line.split() for line in self._cluster.run('pbsnodes', '-aS').splitlines()]
-        return not any(line[0] in self._hosts and line[1] == 'free' for line in lines)
-
     def known_as(self, host: str) -> str:
         return self._hosts[host]
 

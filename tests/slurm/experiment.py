@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import Barrier
 from typing import Any, Protocol
@@ -34,7 +34,8 @@ QUICK: dict[str, Any] = {
     'start_s': 3.0,
     'ending_s': 3.0,
 }
-_OFTEN = {**QUICK, 'poll_s': 0.5, 'waiting_poll_s': 0.25, 'margin_s': 5.0}
+# Trainers have one node each, and so have blocks: no other node is lost when one is given back.
+_OFTEN = {**QUICK, 'poll_s': 0.5, 'waiting_poll_s': 0.25, 'margin_s': 5.0, 'most_nodes': 1}
 MODES: dict[str, dict[str, Any]] = {
     'backfill': {**_OFTEN, 'partition': 'batch'},
     'preemptible': {**_OFTEN, 'partition': 'scavenger', 'mode': 'preemptible'},
@@ -134,10 +135,6 @@ class Machine(Protocol):
         """All jobs, also those that are over."""
         ...
 
-    def full(self) -> bool:
-        """Whether no node is idle."""
-        ...
-
     def known_as(self, host: str) -> str:
         """The name of a node in :meth:`rows`."""
         ...
@@ -195,9 +192,6 @@ class SlurmMachine:
             for job, start, end, state, names in fields
         ]
 
-    def full(self) -> bool:
-        return not self._cluster.idle_nodes()
-
     def known_as(self, host: str) -> str:
         return host
 
@@ -233,13 +227,18 @@ class Filler:
                 text=True,
                 env=environment,
             )
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == 'ready\n', self._errors.read_text()
+        self._expect('ready')
 
-    def begin(self) -> None:
+    def begin(self, nodes: int = 0) -> None:
+        """Ask for blocks; return when trainers run on so many nodes."""
         assert self._process.stdin is not None
-        self._process.stdin.write('\n')
+        self._process.stdin.write(f'{nodes}\n')
         self._process.stdin.flush()
+        self._expect('training')
+
+    def _expect(self, line: str) -> None:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == f'{line}\n', self._errors.read_text()
 
     def end(self) -> dict[str, Any]:
         said, _ = self._process.communicate(timeout=LIMIT_S)
@@ -261,15 +260,14 @@ def run(
     blocks_first: bool,
 ) -> Outcome:
     """One run of the mix; ``filling`` are the settings of FreeTrain's site, None: without it. The
-    mix begins when all runs are ready, and every node has a block; or, without ``blocks_first``,
+    mix begins when all runs are ready, and every node trains; or, without ``blocks_first``,
     FreeTrain begins when all jobs have been submitted.
     """
     folder.mkdir(parents=True)
     filler = Filler(machine, folder, filling) if filling is not None else None
     try:
         if filler is not None and blocks_first:
-            filler.begin()
-            machine.wait(machine.full)
+            filler.begin(machine.nodes)
         ready.wait(LIMIT_S)
         return _watched(machine, mix, filler, blocks_first)
     finally:
@@ -337,16 +335,23 @@ def side_by_side(
     folder: Path,
     blocks_first: bool = True,
     machines: Callable[[str, int], AbstractContextManager[Machine]] = own_cluster,
+    later_s: Mapping[str, float] | None = None,
 ) -> dict[str, Outcome]:
     """Several runs of one mix at once, each on nodes of its own: what slows one of them down slows
-    down all. By name: the settings of FreeTrain's site, None: without it.
+    down all. By name: the settings of FreeTrain's site, None: without it; and by how many seconds
+    all jobs come later (their times in the outcome are earlier by as much).
     """
     ready = Barrier(len(runs))
 
     def one(name: str) -> Outcome:
         try:
+            by_s = (later_s or {}).get(name, 0.0)
             with machines(name, nodes) as machine:
-                return run(mix, machine, folder / name, runs[name], ready, blocks_first)
+                outcome = run(
+                    mix.later(by_s), machine, folder / name, runs[name], ready, blocks_first
+                )
+            jobs = (Ran(r.start_s - by_s, r.end_s - by_s, r.names) for r in outcome.ordinary)
+            return replace(outcome, ordinary=tuple(jobs))
         except BaseException:
             ready.abort()
             raise

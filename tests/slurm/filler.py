@@ -2,8 +2,8 @@
 FOLDER KIND SETTINGS [ADDRESS]``.
 
 SETTINGS are those of a site of this KIND, as JSON. It says 'ready' when it could ask for blocks,
-begins at a line on standard input, ends when the input ends, and says then, as JSON, what became of
-the blocks' seconds.
+begins at a line on standard input, says 'training' when as many nodes train as the line says, ends
+when the input ends, and says then, as JSON, what became of the blocks' seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parsl_freetrain.ledger.summary import summary
 from parsl_freetrain.sites.batch.site import BatchSite
 from parsl_freetrain.sites.registry import site_types
 from tests.support.training import fit, freetrain
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, wait_until
 
 TRAINERS = 8
 PAUSE_S = 0.25  # a step takes as long on every computer
@@ -39,10 +39,12 @@ def main(folder: str, kind: str, settings: str, address: str | None = None) -> N
         Path(folder), site, heartbeat_period=1, heartbeat_threshold=5, hang_s=8.0, address=address
     ) as executor:
         print('ready', flush=True)
-        sys.stdin.readline()
+        nodes = int(sys.stdin.readline())
         futures = [
             trainer(pause_s=PAUSE_S, trainer_name=f'trainer-{number}') for number in range(TRAINERS)
         ]
+        wait_until(lambda: sum(future.progress().samples > 0 for future in futures) >= nodes)
+        print('training', flush=True)
         sys.stdin.read()
         for future in futures:
             future.cancel()

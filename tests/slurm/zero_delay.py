@@ -5,6 +5,10 @@ Writes ``zero-delay.json``, from which ``docs/zero_delay.py`` draws, and prints 
 aims are reached: a median delay of at most one interval of the scheduler's backfill, at most 10 s
 and the scheduler's wait before it kills for every job, and training in 60 % of the node-seconds
 that are idle for more than a minute.
+
+A job that starts a second later can change the order of the jobs behind it, with FreeTrain or
+without. So there is a third run without it, whose jobs all come ``LATER_S`` later; the reservation
+does not. Delays that this run has, too, are not due to what FreeTrain does beyond such a delay.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -27,6 +31,7 @@ NODES = 5
 SEEDS = (1, 2, 3, 4, 5)
 STOP_S = 10.0
 LEAST_SHARE = 0.6
+LATER_S = {'later': TICK_S}
 
 
 def mix_of(seed: int) -> Mix:
@@ -38,7 +43,7 @@ Runs = Callable[[dict[str, dict[str, Any] | None], Mix, Path], dict[str, Outcome
 
 
 def on_slurm(runs: dict[str, dict[str, Any] | None], mix: Mix, folder: Path) -> dict[str, Outcome]:
-    return side_by_side(runs, mix, NODES, folder)
+    return side_by_side(runs, mix, NODES, folder, later_s=LATER_S)
 
 
 def main(
@@ -59,22 +64,26 @@ def main(
     found: dict[str, Any] = {}
     reached: list[dict[str, bool]] = []
     print(
-        '| mix | mode | jobs | median delay, s | maximum | scatter | of all idle time trained '
-        '| of times over 60 s | not reached |'
+        '| mix | mode | jobs | median delay, s | maximum | beyond a tick | scatter '
+        '| of all idle time trained | of times over 60 s | not reached |'
     )
-    print('|---|---|---|---|---|---|---|---|---|')
+    print('|---|---|---|---|---|---|---|---|---|---|')
     for seed in map(int, seeds or SEEDS):
         with tempfile.TemporaryDirectory() as scratch:
-            runs = run({'alone': None, 'again': None, **modes}, mix_of(seed), Path(scratch))
+            runs = run(
+                {'alone': None, 'again': None, 'later': None, **modes}, mix_of(seed), Path(scratch)
+            )
         for mode in modes:
-            said = found[f'{mode}, mix {seed}'] = told(runs['alone'], runs['again'], runs[mode])
-            delays = said['delays_s']
-            reached.append(aims(delays, said['share_of_long'], tick_s, STOP_S + kill_wait_s))
+            said = found[f'{mode}, mix {seed}'] = told(runs, mode)
+            delays, beyond = said['delays_s'], said['beyond_a_tick_s']
+            reached.append(
+                aims(delays, beyond, said['share_of_long'], tick_s, STOP_S + kill_wait_s)
+            )
             missed = ', '.join(aim for aim, yes in reached[-1].items() if not yes)
             print(
                 f'| {seed} | {mode} | {len(delays)} | {median(delays):.1f} | {max(delays):.1f} '
-                f'| {said["scatter_s"]:.1f} | {100 * said["share"]:.0f} % '
-                f'| {100 * said["share_of_long"]:.0f} % | {missed} |',
+                f'| {max(beyond):.1f} | {said["scatter_s"]:.1f} '
+                f'| {100 * said["share"]:.0f} % | {100 * said["share_of_long"]:.0f} % | {missed} |',
                 flush=True,
             )
     for aim in reached[0]:
@@ -84,21 +93,24 @@ def main(
 
 
 def aims(
-    delays: list[float], share_of_long: float, tick_s: float, most_s: float
+    delays: list[float], beyond: list[float], share_of_long: float, tick_s: float, most_s: float
 ) -> dict[str, bool]:
     """Whether a run reached each of the aims."""
     return {
         f'median within {tick_s:g} s': median(delays) <= tick_s,
         f'maximum within {most_s:g} s': max(delays) <= most_s,
+        f'maximum beyond a tick within {most_s:g} s': max(beyond) <= most_s,
         f'{100 * LEAST_SHARE:.0f} % trained': share_of_long >= LEAST_SHARE,
     }
 
 
-def told(alone: Outcome, again: Outcome, filled: Outcome) -> dict[str, Any]:
+def told(runs: Mapping[str, Outcome], mode: str) -> dict[str, Any]:
     """All that is drawn and said about one mix; times in seconds since the first submission."""
+    alone, again, filled = runs['alone'], runs['again'], runs[mode]
     idle = idle_of(filled)
     return {
-        'delays_s': [round(delay, 1) + 0.0 for delay in delays_s([alone, again], filled)],  # no -0
+        'delays_s': _rounded(delays_s([alone, again], filled)),
+        'beyond_a_tick_s': _rounded(delays_s([alone, again, runs['later']], filled)),
         'scatter_s': round(scatter_s(alone, again), 1),
         'share': round(idle.share, 3),
         'share_of_long': round(idle.share_of_long, 3),
@@ -109,6 +121,10 @@ def told(alone: Outcome, again: Outcome, filled: Outcome) -> dict[str, Any]:
         'alone': alone.document(),
         'filled': filled.document(),
     }
+
+
+def _rounded(seconds: Iterable[float]) -> list[float]:
+    return [round(each, 1) + 0.0 for each in seconds]  # no -0
 
 
 if __name__ == '__main__':
