@@ -25,7 +25,6 @@ from tests.support.waiting import LIMIT_S
 TICK_S = 2.0  # bf_interval of the cluster
 ROUNDING_S = 1.0  # Slurm tells times in whole seconds
 KILL_WAIT_S = 5.0  # of the cluster
-GRACE_S = 10.0  # of its partition for preemptible jobs
 
 QUICK: dict[str, Any] = {
     'poll_s': 1.0,

@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from tests.slurm.delay import delays_s, idle_of, scatter_s
-from tests.slurm.experiment import GRACE_S, KILL_WAIT_S, MODES, Outcome, side_by_side
+from tests.slurm.experiment import KILL_WAIT_S, MODES, Outcome, side_by_side
 from tests.slurm.mix import untidy
 from tests.support import template
 from tests.support.slurm import Cluster
@@ -47,8 +47,7 @@ def test_no_job_starts_later_than_a_stop_takes(outcomes: dict[str, Outcome], mod
     print(idle_of(outcomes[mode]), outcomes[mode].commands)
     assert outcomes[mode].blocks
     assert median(delays) <= under_load(10.0) + KILL_WAIT_S + noise
-    grace_s = GRACE_S if mode == 'preemptible' else 0.0
-    assert max(delays) <= under_load(10.0) + grace_s + KILL_WAIT_S + noise
+    assert max(delays) <= under_load(10.0) + KILL_WAIT_S + noise
 
 
 @pytest.mark.parametrize('mode', MODES)

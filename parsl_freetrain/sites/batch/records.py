@@ -91,10 +91,6 @@ class BatchJob:
         What each of its nodes must have; see :meth:`Nodes.have`.
     tasks
         Number of jobs alike that a pending job array stands for.
-    qos
-        The quality of service that it asks for, where the scheduler has such.
-    preempts
-        Whether the scheduler preempts blocks of ours for it, if it preempts them at all.
     """
 
     job_id: str
@@ -117,8 +113,6 @@ class BatchJob:
     features: tuple[frozenset[str], ...] = ()
     gpus: int = 0
     tasks: int = 1
-    qos: str = ''
-    preempts: bool = True
 
 
 @dataclass(frozen=True)

@@ -307,22 +307,12 @@ class BatchSite(ABC):
         """Which waiting jobs of others would start on nodes of blocks, or which reservations take
         them soon, and the nodes of all blocks, each by the id of its job.
 
-        In preemptible mode a job has until the second question after it could start, since the
-        scheduler takes nodes for it: Slurm may take the wrong ones, or too few, and then pauses
-        for its grace time. Nothing while the scheduler is silent.
+        In preemptible mode, too: Slurm may take the wrong nodes, or too few, and then pauses for
+        its grace time. Nothing while the scheduler is silent.
         """
         if not self._tracker.must_look() or (snapshot := self._tracker.snapshot()) is None:
             return (), ()
-        demands = self._tracker.needs(snapshot).demands
-        if self.options.mode is Mode.PREEMPTIBLE:
-            taken_for = {
-                job.job_id
-                for job in snapshot.jobs
-                if job.preempts
-                and self._tracker.could_start_s(job.job_id) < 2 * self.options.waiting_poll_s
-            }
-            demands = tuple(demand for demand in demands if demand.job not in taken_for)
-        demands += self._tracker.reserved(snapshot)
+        demands = self._tracker.needs(snapshot).demands + self._tracker.reserved(snapshot)
         if not demands:
             return (), ()
         return demands, tuple(

@@ -34,10 +34,6 @@ class StalledJobs:
         for job in served:
             self._since.setdefault(job, now)
 
-    def could_start_s(self, job: str, now: float) -> float:
-        """For how many seconds a job could have started; 0 if it cannot."""
-        return now - self._since.get(job, now)
-
     def ignored(self, now: float) -> frozenset[str]:
         """The jobs that get no nodes."""
         return frozenset(job for job in self._since if self._over(job, now))

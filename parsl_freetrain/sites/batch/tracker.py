@@ -133,11 +133,6 @@ class BlockTracker:
                 self._needs = snapshot, found
             return self._needs[1]
 
-    def could_start_s(self, job_id: str) -> float:
-        """For how many seconds a waiting job could have started with nodes of ours."""
-        with self._lock:
-            return self._stalled.could_start_s(job_id, self._needs[0].jobs_at)
-
     def nodes_held(self) -> dict[str, tuple[str, ...]]:
         """The nodes of each block that has some, and is not ending, by the last answer."""
         return self._held

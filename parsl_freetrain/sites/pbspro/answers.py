@@ -80,7 +80,7 @@ def parse_jobs(
     try:
         now = float(said.get('timestamp', time.time()))
         return tuple(
-            _job(job_id, job, '' if _elsewhere(job, features, apart) else pool, pool, now)
+            _job(job_id, job, '' if _elsewhere(job, features, apart) else pool, now)
             for job_id, job in said.get('Jobs', {}).items()
             if 'job_state' in job
         )
@@ -90,7 +90,7 @@ def parse_jobs(
         ) from error
 
 
-def _job(job_id: str, job: Mapping[str, Any], pool: str, queue: str, now: float) -> BatchJob:
+def _job(job_id: str, job: Mapping[str, Any], pool: str, now: float) -> BatchJob:
     letter, resources = job['job_state'], job.get('Resource_List', {})
     state = _ended(job) if letter in ('F', 'X') else _STATES.get(letter, JobState.UNKNOWN)
     tasks = _QUEUED.search(str(job.get('array_state_count', '')))
@@ -121,7 +121,6 @@ def _job(job_id: str, job: Mapping[str, Any], pool: str, queue: str, now: float)
         int(job.get('run_count', 0)),
         seconds(resources['walltime']) if 'walltime' in resources else None,
         tasks=int(tasks[1]) if tasks else 1,
-        preempts=job.get('queue') != queue,
     )
 
 

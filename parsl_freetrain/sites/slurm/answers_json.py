@@ -86,7 +86,6 @@ def _job(job: dict[str, Any]) -> BatchJob:
         excluded=expand(job.get('excluded_nodes') or ''),
         features=choices_of(job.get('features') or '', gres),
         gpus=gpus_of(gres),
-        qos=job.get('qos') or '',
         tasks=tasks_of(job.get('array_task_string') or ''),
     )
 

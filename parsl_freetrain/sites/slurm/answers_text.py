@@ -22,7 +22,7 @@ from parsl_freetrain.sites.slurm.states import end_of, state_of
 # Names of jobs may hold any character but a line's end: they come last, behind a mark that no
 # constraint can hold. A constraint may hold bars too.
 _MARK = '|/|'
-_JOB_FIELDS = f'%i|%T|%P|%D|%S|%e|%Y|%N|%u|%r|%l|%Q|%n|%x|%b|%q|%v|%f{_MARK}%j'
+_JOB_FIELDS = f'%i|%T|%P|%D|%S|%e|%Y|%N|%u|%r|%l|%Q|%n|%x|%b|%v|%f{_MARK}%j'
 _NODE_FIELDS = '%R|%T|%G|%f|%N'
 # How the reasons of a pending job begin that more idle nodes may let start. Which nodes a
 # reservation or a fault keeps from it is looked at for each; Slurm's words on that may be old.
@@ -82,7 +82,7 @@ def _job(line: str) -> BatchJob:
             f'squeue answered {line[:200]!r}, which does not have the fields {_JOB_FIELDS}'
         )
     job_id, state, partition, nodes, start, end, planned, names, user, reason, *rest = fields
-    limit, priority, only, excluded, gres, qos, reservation, features = rest
+    limit, priority, only, excluded, gres, reservation, features = rest
     return BatchJob(
         job_id.strip(),
         state_of(state),
@@ -103,7 +103,6 @@ def _job(line: str) -> BatchJob:
         features=choices_of(features, gres),
         gpus=gpus_of(gres),
         tasks=tasks_of(job_id.partition('_')[2]),
-        qos='' if qos in _NOTHING else qos,
     )
 
 

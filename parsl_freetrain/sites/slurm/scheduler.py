@@ -90,13 +90,9 @@ class Slurm:
         return tuple(self._ranked(job) if job.state is JobState.PENDING else job for job in jobs)
 
     def _ranked(self, job: BatchJob) -> BatchJob:
-        """With its priority among jobs of all partitions. Those of our own partition, and of our
-        QOS if we have one, are not preempted for each other.
-        """
-        partitions, qos = job.partition.split(','), self._options.qos
-        tier = max(self._tiers.get(name, 0) for name in partitions)
-        alike = partitions == [self._options.partition] and qos in (None, job.qos)
-        return replace(job, priority=job.priority + _TIER * tier, preempts=not alike)
+        """With its priority among jobs of all partitions."""
+        tier = max(self._tiers.get(name, 0) for name in job.partition.split(','))
+        return replace(job, priority=job.priority + _TIER * tier)
 
     def _with_ends(self, jobs: tuple[BatchJob, ...]) -> tuple[BatchJob, ...]:
         """Each of this user's jobs that has failed, with how it ended; asked about once."""

@@ -86,14 +86,14 @@ def test_jobs_as_text() -> None:
     assert {job.state for job in jobs.values()} == {'PENDING', 'RUNNING', 'COMPLETED', 'CANCELLED'}
     [picky] = answers_text.parse_jobs(
         '4|PENDING|batch|1|N/A|N/A|(null)||eve|Priority|3:00|42|node02|node[03-04]|gres:gpu:a100:2'
-        '|normal|(null)|big&new|huge|/|a|/|b\n'
+        '|(null)|big&new|huge|/|a|/|b\n'
     )
     assert (picky.only, picky.excluded, picky.gpus) == (('node02',), ('node03', 'node04'), 2)
     assert picky.features == (
         frozenset({'big', 'new', 'gpu:a100'}),
         frozenset({'huge', 'gpu:a100'}),
     )
-    assert (picky.name, picky.qos, picky.blocked) == ('a|/|b', 'normal', False)
+    assert (picky.name, picky.blocked) == ('a|/|b', False)
     assert answers_text.choices_of('[rack1*2&rack2*2]', 'N/A') == (
         frozenset({'rack1'}),
         frozenset({'rack2'}),

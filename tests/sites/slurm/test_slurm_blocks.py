@@ -300,6 +300,21 @@ def test_a_preemption_is_told_at_once_and_ends_or_requeues_the_block(
     slurm.wait(lambda: slurm.state(other) == 'COMPLETED')
 
 
+def test_nodes_that_slurm_preempts_are_asked_for_too(slurm: Cluster, blocks: Make) -> None:
+    """It may have chosen the wrong ones, or too few. The block keeps them for the grace time."""
+    mine = blocks('scavenger', mode='preemptible')
+    job = running(
+        slurm, mine, 4, walltime_s=None, command='trap "" TERM; echo ready; sleep 600 & wait; wait'
+    )
+    slurm.wait(lambda: mine.output().count('ready') == 4)
+    other = slurm.submit('--nodes=3', '--time=1', '--partition=batch', seconds=1)
+    slurm.wait(lambda: mine.status(job) and mine.site.needed()[0])
+    [demand], [held] = mine.site.needed()
+    assert demand == NodeDemand(other, 3, frozenset(held.nodes))
+    slurm.run('scancel', job)
+    slurm.wait(lambda: slurm.state(other) == 'COMPLETED')
+
+
 def test_a_block_that_is_taken_while_it_starts_has_not_failed(slurm: Cluster, blocks: Make) -> None:
     mine = blocks('scavenger', mode='preemptible')
     told, failed = (mine.open(1, command=f'exit {status}') for status in (143, 3))
