@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 _COUNTER = 'oom_kill'
+_BEATS = 5
+"""On a busy computer it takes a process some seconds to end, and its parent to notice."""
 _FIRST = 500
 """Of 1000: as if the process used half of all memory more than it does (proc_pid_oom_score_adj(5)).
 """
@@ -29,13 +31,13 @@ def oom_kills(pid: int | str = 'self', root: Path = Path('/')) -> int:
 class OomWatch:
     """Notices when the kernel ends a process because memory was full.
 
-    Slots of one computer share a count, so only what happened since the last beat but one counts.
+    Slots of one computer share a count, so only what happened in the last beats counts.
     ``pid``: a process in the same cgroup.
     """
 
     def __init__(self, pid: int | str = 'self', root: Path = Path('/')) -> None:
         self._pid, self._root = pid, root
-        self._before = deque([oom_kills(pid, root)], maxlen=2)
+        self._before = deque([oom_kills(pid, root)], maxlen=_BEATS)
 
     def beat(self) -> None:
         """Call about once a second."""
@@ -46,7 +48,7 @@ class OomWatch:
         now = oom_kills(self._pid, self._root)
         struck = now > self._before[0]
         if struck:
-            self._before = deque([now], maxlen=2)
+            self._before = deque([now], maxlen=_BEATS)
         return struck
 
 
