@@ -19,13 +19,18 @@ def oom_kills(pid: int | str = 'self', root: Path = Path('/')) -> int:
     """How many processes the kernel has ended because memory was full: those of a process's
     cgroup, or where it has no such count those of the computer; 0 if that is unknown.
     """
+    return _counted(pid, root)[1]
+
+
+def _counted(pid: int | str, root: Path) -> tuple[Path, int]:
+    """The file that has the count, and the count."""
     for path in (*_counters(root / f'proc/{pid}/cgroup', root), root / 'proc/vmstat'):
         with suppress(OSError, ValueError):
             for line in path.read_text().splitlines():
                 name, _, number = line.partition(' ')
                 if name == _COUNTER:
-                    return int(number)
-    return 0
+                    return path, int(number)
+    return root, 0
 
 
 class OomWatch:
@@ -37,18 +42,23 @@ class OomWatch:
 
     def __init__(self, pid: int | str = 'self', root: Path = Path('/')) -> None:
         self._pid, self._root = pid, root
-        self._before = deque([oom_kills(pid, root)], maxlen=_BEATS)
+        self._file, now = _counted(pid, root)
+        self._before = deque([now], maxlen=_BEATS)
 
     def beat(self) -> None:
         """Call about once a second."""
-        self._before.append(oom_kills(self._pid, self._root))
+        file, now = _counted(self._pid, self._root)
+        if file != self._file:  # it is in another cgroup now
+            self._file = file
+            self._before.clear()
+        self._before.append(now)
 
     def struck(self) -> bool:
         """Whether it has just happened; True once each time."""
-        now = oom_kills(self._pid, self._root)
-        struck = now > self._before[0]
+        file, now = _counted(self._pid, self._root)
+        struck = now > (self._before[0] if file == self._file else 0)
         if struck:
-            self._before = deque([now], maxlen=_BEATS)
+            self._file, self._before = file, deque([now], maxlen=_BEATS)
         return struck
 
 

@@ -60,3 +60,15 @@ def test_only_what_has_just_happened_counts_and_once(tmp_path: Path) -> None:
     for _ in range(5):
         watch.beat()
     assert not watch.struck()
+
+
+def test_a_process_that_was_moved_has_another_count(tmp_path: Path) -> None:
+    watch = OomWatch(7, told(tmp_path, V1, v1=3))
+    told(tmp_path, V2, v2=1)
+    assert watch.struck(), 'in a cgroup that has lost one since'
+    watch = OomWatch(7, told(tmp_path, V1, v1=3))
+    told(tmp_path, V2, v2=1)
+    watch.beat()
+    assert not watch.struck(), 'it had lost it before'
+    told(tmp_path, V2, v2=2)
+    assert watch.struck()
