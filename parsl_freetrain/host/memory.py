@@ -15,15 +15,11 @@ _FIRST = 500
 """
 
 
-def oom_kills(pid: int | str = 'self', root: Path = Path('/')) -> int:
+def oom_kills(pid: int | str = 'self', root: Path = Path('/')) -> tuple[Path, int]:
     """How many processes the kernel has ended because memory was full: those of a process's
-    cgroup, or where it has no such count those of the computer; 0 if that is unknown.
+    cgroup, or where it has no such count those of the computer; 0 if that is unknown. Before it,
+    the file that has the count.
     """
-    return _counted(pid, root)[1]
-
-
-def _counted(pid: int | str, root: Path) -> tuple[Path, int]:
-    """The file that has the count, and the count."""
     for path in (*_counters(root / f'proc/{pid}/cgroup', root), root / 'proc/vmstat'):
         with suppress(OSError, ValueError):
             for line in path.read_text().splitlines():
@@ -42,12 +38,12 @@ class OomWatch:
 
     def __init__(self, pid: int | str = 'self', root: Path = Path('/')) -> None:
         self._pid, self._root = pid, root
-        self._file, now = _counted(pid, root)
+        self._file, now = oom_kills(pid, root)
         self._before = deque([now], maxlen=_BEATS)
 
     def beat(self) -> None:
         """Call about once a second."""
-        file, now = _counted(self._pid, self._root)
+        file, now = oom_kills(self._pid, self._root)
         if file != self._file:  # it is in another cgroup now
             self._file = file
             self._before.clear()
@@ -55,7 +51,7 @@ class OomWatch:
 
     def struck(self) -> bool:
         """Whether it has just happened; True once each time."""
-        file, now = _counted(self._pid, self._root)
+        file, now = oom_kills(self._pid, self._root)
         struck = now > (self._before[0] if file == self._file else 0)
         if struck:
             self._file, self._before = file, deque([now], maxlen=_BEATS)

@@ -43,7 +43,7 @@ def main(folder: str, kind: str, settings: str, address: str | None = None) -> N
         futures = [
             trainer(pause_s=PAUSE_S, trainer_name=f'trainer-{number}') for number in range(TRAINERS)
         ]
-        wait_until(lambda: sum(future.progress().samples > 0 for future in futures) >= nodes)
+        wait_until(lambda: sum(f.running() and f.progress().samples > 0 for f in futures) >= nodes)
         print('training', flush=True)
         sys.stdin.read()
         for future in futures:
