@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from parsl_freetrain.host.backoff import Backoff
 from parsl_freetrain.sites.batch.commands import SchedulerSilent
+from parsl_freetrain.sites.batch.demand import waits
 from parsl_freetrain.sites.batch.options import BatchOptions
 from parsl_freetrain.sites.batch.records import BatchJob, NodeReservation, Nodes, NotUnderstood
 from parsl_freetrain.sites.batch.scheduler import Scheduler
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 RESERVATIONS_EVERY_S = 60.0
 """Time between two questions about reservations; while jobs wait, or blocks longer than usual, five
-times ``waiting_poll_s`` if less.
+times ``waiting_poll_s`` if less. They are asked for at once when the first job begins to wait.
 """
 NEVER = float('-inf')
 
@@ -66,6 +67,7 @@ class QueueWatch:
         self._snapshot = QueueSnapshot()
         self._jobs_answered = self._nodes_answered = NEVER
         self._not_before = NEVER
+        self._waiting_since = NEVER  # the first job of others, in seconds of the clock
         self._backoff = Backoff(options.poll_s, options.longest_backoff_s)
         self.error = ''
         self.poll_s = options.poll_s
@@ -151,8 +153,10 @@ class QueueWatch:
             ):
                 snapshot = replace(snapshot, jobs=self._scheduler.jobs(), jobs_at=at)
                 jobs_answered = self._clock()
+                self._note_waiting(snapshot)
             if with_nodes:
-                if at - snapshot.reservations_at >= self.reservations_s:
+                asked = snapshot.reservations_at
+                if asked < self._waiting_since or at - asked >= self.reservations_s:
                     snapshot = replace(
                         snapshot, reservations=self._scheduler.reservations(), reservations_at=at
                     )
@@ -185,3 +189,10 @@ class QueueWatch:
             error,
             exc_info=not expected,
         )
+
+    def _note_waiting(self, snapshot: QueueSnapshot) -> None:
+        # Which nodes a job needs depends on what is set aside, which may have been made with it.
+        if not any(waits(job, frozenset()) for job in snapshot.jobs):
+            self._waiting_since = NEVER
+        elif self._waiting_since == NEVER:
+            self._waiting_since = snapshot.jobs_at

@@ -137,11 +137,7 @@ def test_a_block_that_is_longer_than_its_nodes_are_free_makes_room_for_a_shorter
         wide = slurm.submit('--nodes=4', '--time=5')
         slurm.wait(lambda: slurm.run('squeue', '-h', '-j', wide, '-o', '%Y').startswith('node'))
     else:
-        begin = time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(time.time() + 12_000))
-        slurm.run(
-            *('scontrol', 'create', 'reservation', 'reservationname=course', 'users=root'),
-            *(f'starttime={begin}', 'duration=9', 'nodes=node[01-04]'),
-        )
+        set_aside(slurm, 'node[01-04]')
     try:
         job = mine.open(3, 18_000.0)  # the minimum would fit, but Slurm plans with all of it
         slurm.wait(lambda: (mine.site.holes(), mine.status(job).terminal)[1])
@@ -153,6 +149,33 @@ def test_a_block_that_is_longer_than_its_nodes_are_free_makes_room_for_a_shorter
     finally:
         if by == 'reservation':
             slurm.run('scontrol', 'delete', 'reservationname=course')
+
+
+def set_aside(slurm: Cluster, nodes: str) -> None:
+    """In some hours."""
+    begin = time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(time.time() + 12_000))
+    slurm.run(
+        *('scontrol', 'create', 'reservation', 'reservationname=course', 'users=root'),
+        *(f'starttime={begin}', 'duration=9', f'nodes={nodes}'),
+    )
+
+
+def test_what_is_set_aside_with_the_first_job_that_waits_is_known_at_once(
+    slurm: Cluster, blocks: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (tracker, watch):
+        monkeypatch.setattr(module, 'RESERVATIONS_EVERY_S', 1e6)
+    mine = blocks(waiting_poll_s=1e5)
+    job = running(slurm, mine, 4)
+    slurm.wait(lambda: mine.site.needed() == ((), ()) and mine.site.holes() == ())
+    set_aside(slurm, 'node[01-02]')
+    try:
+        other = slurm.submit('--nodes=1', '--time=250')
+        slurm.wait(lambda: mine.status(job) and mine.site.needed()[0])
+        [demand], _ = mine.site.needed()
+        assert demand == NodeDemand(other, 1, frozenset({'node03', 'node04'}))
+    finally:
+        slurm.run('scontrol', 'delete', 'reservationname=course')
 
 
 def test_somebody_else_cancels_a_block(slurm: Cluster, blocks: Make) -> None:
