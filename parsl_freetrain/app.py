@@ -26,7 +26,7 @@ from parsl_freetrain.executor.fragment.payload import pack
 from parsl_freetrain.executor.settings import check_trainer
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.executor.trainer.record import TrainerRecord, check_name
-from parsl_freetrain.training.checkpoint.claim import claim
+from parsl_freetrain.training.checkpoint.folder_claim import claim
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
 from parsl_freetrain.training.spec.retention import Checkpoints

@@ -34,8 +34,8 @@ from parsl_freetrain.cli.sites import provider_of
 from parsl_freetrain.executor.requests import ask
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.summary import summary
-from parsl_freetrain.sites.generate import generate
 from parsl_freetrain.sites.protocols import Site
+from parsl_freetrain.sites.synthetic_schedule import generate
 from workflows.command import add_site_option, output_folder, refuse_to_wait, result, set_aside
 
 DIVIDED, WHOLE = 'divided', 'whole'

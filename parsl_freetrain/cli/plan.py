@@ -17,7 +17,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import BlockRequest
 
 if TYPE_CHECKING:
-    from parsl_freetrain.replay.prospect import Prospect
+    from parsl_freetrain.replay.forecast import Prospect
     from parsl_freetrain.sites.provider import BackfillProvider
 
 UNIT = 'charged node-hours'
@@ -66,7 +66,7 @@ def plan(
     from parsl_freetrain.cli.sites import provider_of
     from parsl_freetrain.core.controller.settings import ControllerSettings
     from parsl_freetrain.executor.settings import check_classes
-    from parsl_freetrain.replay.prospect import PlannedBlock, prospects, trainers_at
+    from parsl_freetrain.replay.forecast import PlannedBlock, prospects, trainers_at
     from parsl_freetrain.sites.protocols import Yielding
 
     who = [] if trainers is None else trainers_at(trainers)

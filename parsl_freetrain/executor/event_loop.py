@@ -25,10 +25,10 @@ from parsl_freetrain.core.model.errors import DecisionFailed, TrainerFailed
 from parsl_freetrain.executor import commands as co
 from parsl_freetrain.executor import notices as no
 from parsl_freetrain.executor.block.blocks import BlockManager
+from parsl_freetrain.executor.event_gathering import gather
 from parsl_freetrain.executor.fragment.control_channel import ControlServer, MemberDisconnected
 from parsl_freetrain.executor.fragment.runner import FragmentRunner
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S
-from parsl_freetrain.executor.gather import gather
 from parsl_freetrain.executor.request_handler import RequestHandler
 from parsl_freetrain.sites.protocols import Site, Yielding
 from parsl_freetrain.training.spec.messages import FromMember, Notice

@@ -13,7 +13,7 @@ from typing import Any
 
 from parsl_freetrain.host import files
 from parsl_freetrain.integrations.metric_logger import LoggedTraining, MetricLogger, OpenLog
-from parsl_freetrain.ledger.kept import KeptMetrics, began_in
+from parsl_freetrain.ledger.kept_metrics import KeptMetrics, began_in
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import RunHistory, TrainerRow
 
@@ -25,9 +25,10 @@ LAST_S = 60.0
 
 
 class MetricExport:
-    """Passes on what is known to be kept (:class:`~parsl_freetrain.ledger.kept.KeptMetrics`), so no
-    logger sees what a later fragment repeats. How far it is, is noted in a file beside the ledger,
-    for the next run of the workflow.
+    """Passes on what is known to be kept
+    (:class:`~parsl_freetrain.ledger.kept_metrics.KeptMetrics`), so no logger sees what a later
+    fragment repeats. How far it is, is noted in a file beside the ledger, for the next run of the
+    workflow.
     """
 
     def __init__(self, loggers: Sequence[MetricLogger], period_s: float = PERIOD_S) -> None:

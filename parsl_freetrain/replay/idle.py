@@ -9,8 +9,8 @@ import numpy as np
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.trace import Trace
-from parsl_freetrain.sites.generate import SUMMIT_IDLE_SHARE, SUMMIT_NODES, generate
 from parsl_freetrain.sites.schedule import Schedule, read_schedule
+from parsl_freetrain.sites.synthetic_schedule import SUMMIT_IDLE_SHARE, SUMMIT_NODES, generate
 
 WEEK_S = 7 * 86_400.0
 
@@ -57,8 +57,8 @@ def synthetic(
         Seed of the random numbers.
     nodes, duration_s, idle_share
         Number of nodes, length in seconds, and the mean share of nodes that are idle; see
-        :func:`parsl_freetrain.sites.generate.generate`, which also says which statistics are
-        reproduced.
+        :func:`parsl_freetrain.sites.synthetic_schedule.generate`, which also says which statistics
+        are reproduced.
 
     Raises
     ------

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.ledger.clock import Clock
-from parsl_freetrain.ledger.kept import KeptMetrics, MetricPoint, began_in
+from parsl_freetrain.ledger.kept_metrics import KeptMetrics, MetricPoint, began_in
 from parsl_freetrain.ledger.rows import ProgressRow, RunHistory, TrainerRow
 
 AXES = ('samples', 'epochs', 'seconds')

@@ -27,8 +27,8 @@ from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAlloca
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.executor import commands as co
+from parsl_freetrain.executor.event_gathering import gather
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
-from parsl_freetrain.executor.gather import gather
 from parsl_freetrain.ledger.reader import Reader
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until

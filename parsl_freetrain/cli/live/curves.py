@@ -8,7 +8,7 @@ from dataclasses import astuple
 from typing import Any
 
 from parsl_freetrain.ledger.clock import Clock
-from parsl_freetrain.ledger.kept import KeptMetrics, MetricPoint, began_in
+from parsl_freetrain.ledger.kept_metrics import KeptMetrics, MetricPoint, began_in
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.report.metrics import curves_of, thinned
 

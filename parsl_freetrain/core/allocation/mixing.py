@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from parsl_freetrain.core.model.dealing import rate_together
+from parsl_freetrain.core.model.shards_by_speed import rate_together
 
 if TYPE_CHECKING:
     from parsl_freetrain.core.allocation.problem import Bid

@@ -61,7 +61,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spec
         What to train, and how; None for other verbs.
     identity
-        As in :func:`parsl_freetrain.training.checkpoint.claim.claim`.
+        As in :func:`parsl_freetrain.training.checkpoint.folder_claim.claim`.
     """
 
     verb: str

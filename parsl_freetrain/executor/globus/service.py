@@ -36,7 +36,7 @@ from parsl_freetrain.executor.globus.protocol import (
 )
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.executor.trainer.record import TrainerRecord
-from parsl_freetrain.training.checkpoint.claim import claim
+from parsl_freetrain.training.checkpoint.folder_claim import claim
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 
 logger = logging.getLogger(__name__)

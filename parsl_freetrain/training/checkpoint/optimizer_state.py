@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from parsl_freetrain.training.checkpoint.box import divided_like, local
+from parsl_freetrain.training.checkpoint.local_shard import divided_like, local
 
 
 def load(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, keep_types: bool) -> None:

@@ -15,7 +15,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint import blocks as hashing
 from parsl_freetrain.training.checkpoint import manifest
 from parsl_freetrain.training.checkpoint.blocks import digest
-from parsl_freetrain.training.checkpoint.box import Box
+from parsl_freetrain.training.checkpoint.local_shard import Box
 from parsl_freetrain.training.checkpoint.manifest import Damaged, damage
 from parsl_freetrain.training.checkpoint.parts import STRUCTURE, Chunk, read_table
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of

@@ -8,7 +8,13 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from parsl_freetrain.training.checkpoint.box import Box, box_of, divided_like, holders, local
+from parsl_freetrain.training.checkpoint.local_shard import (
+    Box,
+    box_of,
+    divided_like,
+    holders,
+    local,
+)
 from parsl_freetrain.training.checkpoint.part_reader import BlockSource, PartReader
 from parsl_freetrain.training.checkpoint.state import (
     Position,

@@ -14,8 +14,8 @@ import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint import optimizer_state
-from parsl_freetrain.training.checkpoint.box import Box
 from parsl_freetrain.training.checkpoint.flatten import put_together, take_apart
+from parsl_freetrain.training.checkpoint.local_shard import Box
 from parsl_freetrain.training.checkpoint.parameter_names import (
     by_name,
     by_number,

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.box import is_divided
+from parsl_freetrain.training.checkpoint.local_shard import is_divided
 
 
 @dataclass(frozen=True)

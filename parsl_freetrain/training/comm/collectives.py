@@ -20,7 +20,7 @@ from parsl_freetrain.host.network import address_of, interface_with, is_loopback
 from parsl_freetrain.training.comm.devices import GLOO, backend_for, kind_here
 from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.comm.faults import causes, device_fault
-from parsl_freetrain.training.comm.in_place import complete_rows, on_cpu
+from parsl_freetrain.training.comm.in_place_exchange import complete_rows, on_cpu
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.peers import Alone, PeerLost, Peers
 from parsl_freetrain.training.comm.sealed_store import SealBroken, SealedStore

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from parsl_freetrain.training.comm.collectives import as_peer_loss, broadcast_into
 from parsl_freetrain.training.comm.devices import GLOO
-from parsl_freetrain.training.comm.in_place import complete_rows, on_cpu
+from parsl_freetrain.training.comm.in_place_exchange import complete_rows, on_cpu
 from parsl_freetrain.training.comm.peers import Alone
 from parsl_freetrain.training.spec.order import RankPlace
 

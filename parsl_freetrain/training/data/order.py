@@ -13,8 +13,8 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 
-from parsl_freetrain.core.model.dealing import deal
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.shards_by_speed import deal
 
 
 @dataclass(frozen=True)

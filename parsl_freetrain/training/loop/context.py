@@ -12,7 +12,7 @@ from msgspec import structs
 from torch.utils.data import DataLoader
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.box import local
+from parsl_freetrain.training.checkpoint.local_shard import local
 from parsl_freetrain.training.checkpoint.optimizer_state import move_to_parameters
 from parsl_freetrain.training.checkpoint.state import (
     Position,
@@ -27,13 +27,13 @@ from parsl_freetrain.training.data.loader import seed_alike, size_of
 from parsl_freetrain.training.data.order import GlobalOrder, epoch_size
 from parsl_freetrain.training.data.sampler import Sampler, order_name, sampled_order
 from parsl_freetrain.training.data.stream import ENDLESS, NumberedStream, is_stream
+from parsl_freetrain.training.loop import update_guard
 from parsl_freetrain.training.loop.around_loop import AroundTheLoop
 from parsl_freetrain.training.loop.epochs import PreparedLoader
 from parsl_freetrain.training.loop.loop_lengths import LoopLengths
 from parsl_freetrain.training.loop.parts import BatchSource, Model, RankParts
-from parsl_freetrain.training.loop.returned import plain_text
+from parsl_freetrain.training.loop.return_value import plain_text
 from parsl_freetrain.training.loop.training_loop import FragmentEnd, TrainingLoop
-from parsl_freetrain.training.loop.turn_guard import TurnGuard, among, check_left_out, names_around
 from parsl_freetrain.training.spec.messages import (
     Ending,
     Outcome,
@@ -310,12 +310,12 @@ class FragmentContext(AroundTheLoop):
             marks=stream.marks if stream is not None else {},
             order=order_name(chosen, data.shuffle and stream is None, data.drop_last),
         )
-        names = names_around()
+        names = update_guard.names_around()
         if not isinstance(mode, Reproducible):  # it refuses these in other ways
-            check_left_out(self._model.prepared, names)
-        guard = TurnGuard(
+            update_guard.check_left_out(self._model.prepared, names)
+        guard = update_guard.UpdateGuard(
             self._model.prepared,
-            among(names, torch.nn.Module),
+            update_guard.among(names, torch.nn.Module),
             reproducible=isinstance(mode, Reproducible),
             averages=self._averages,
         )

@@ -28,7 +28,7 @@ from parsl_freetrain.training.loop.last_step import LastStep, Surroundings, vers
 from parsl_freetrain.training.loop.parts import BatchSource, LoopState, Model, RankParts
 from parsl_freetrain.training.loop.replicas import Replicas
 from parsl_freetrain.training.loop.rollback import Rollback
-from parsl_freetrain.training.loop.turn_guard import TurnGuard
+from parsl_freetrain.training.loop.update_guard import UpdateGuard
 from parsl_freetrain.training.spec.messages import Progress, Started, StateLeft
 from parsl_freetrain.training.spec.mode import Reproducible
 from parsl_freetrain.training.spec.on_nan import ROLLBACK, NonFinitePolicy
@@ -76,7 +76,7 @@ class TrainingLoop:
         state: LoopState,
         position: Position,
         policy: NonFinitePolicy,
-        guard: TurnGuard,
+        guard: UpdateGuard,
     ) -> None:
         self._order, self._device, self._peers = parts.order, parts.device, parts.peers
         self._channel, self._inbox = parts.channel, parts.inbox

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.box import is_divided, local
+from parsl_freetrain.training.checkpoint.local_shard import is_divided, local
 
 OF_A_SHARD = 'In reproducible mode it is the gradient of a virtual shard there'
 

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.shape import MESH, Shape
-from parsl_freetrain.training.checkpoint.box import is_divided
 from parsl_freetrain.training.checkpoint.flatten import put_together, take_apart
+from parsl_freetrain.training.checkpoint.local_shard import is_divided
 from parsl_freetrain.training.checkpoint.memory_image import pack, unpack
 from parsl_freetrain.training.checkpoint.state import State
 from parsl_freetrain.training.comm.collectives import broadcast_into

@@ -10,7 +10,7 @@ from time import monotonic
 import torch
 from torch.nn.utils import get_total_norm
 
-from parsl_freetrain.training.checkpoint.box import local
+from parsl_freetrain.training.checkpoint.local_shard import local
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 
 LOOK_EVERY_S = 0.25

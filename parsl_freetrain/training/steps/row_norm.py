@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.box import box_of, divided_along, is_divided, local
+from parsl_freetrain.training.checkpoint.local_shard import box_of, divided_along, is_divided, local
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils import deterministic
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.box import divided_like, local
+from parsl_freetrain.training.checkpoint.local_shard import divided_like, local
 
 _SETTING: Any = deterministic  # torch makes its attributes at run time
 

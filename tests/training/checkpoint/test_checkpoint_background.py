@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.training.checkpoint import fault_hooks
-from parsl_freetrain.training.checkpoint.box import Box
+from parsl_freetrain.training.checkpoint.local_shard import Box
 from parsl_freetrain.training.checkpoint.manifest import read_manifest
 from parsl_freetrain.training.checkpoint.snapshot import Snapshots
 from parsl_freetrain.training.checkpoint.state import (

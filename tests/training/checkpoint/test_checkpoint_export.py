@@ -15,8 +15,8 @@ from torch import nn
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.training.checkpoint.claim import claim
 from parsl_freetrain.training.checkpoint.export import export_weights, load_weights
+from parsl_freetrain.training.checkpoint.folder_claim import claim
 from parsl_freetrain.training.checkpoint.part_reader import PartReader
 from parsl_freetrain.training.checkpoint.state import Position, collect, content_of
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore

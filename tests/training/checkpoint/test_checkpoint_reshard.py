@@ -11,7 +11,7 @@ import torch
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.training.checkpoint import blocks as hashing
-from parsl_freetrain.training.checkpoint.box import Box
+from parsl_freetrain.training.checkpoint.local_shard import Box
 from parsl_freetrain.training.checkpoint.manifest import Damaged, commit, verify, write_manifest
 from parsl_freetrain.training.checkpoint.part_reader import Block, PartReader
 from parsl_freetrain.training.checkpoint.parts import (

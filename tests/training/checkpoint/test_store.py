@@ -17,7 +17,7 @@ import pytest
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.training.checkpoint.claim import claim
+from parsl_freetrain.training.checkpoint.folder_claim import claim
 from parsl_freetrain.training.checkpoint.identity import JSON
 from parsl_freetrain.training.checkpoint.store import CheckpointStore, Fenced, PosixCheckpointStore
 from parsl_freetrain.training.spec.retention import Retention

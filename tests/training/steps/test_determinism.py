@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from parsl_freetrain import BadInput, Reproducible
-from parsl_freetrain.training.checkpoint.claim import claim
+from parsl_freetrain.training.checkpoint.folder_claim import claim
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import order, ranks

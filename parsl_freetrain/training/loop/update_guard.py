@@ -27,7 +27,7 @@ _LEFT_OUT = (
 T = TypeVar('T')
 
 
-class TurnGuard:
+class UpdateGuard:
     """Compares parameters before and after the body of the user's loop.
 
     In reproducible mode the body runs once per virtual shard and before the optimizer's step, so

@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsl_freetrain.ledger.kept import KeptMetrics, MetricPoint, began_in
+from parsl_freetrain.ledger.kept_metrics import KeptMetrics, MetricPoint, began_in
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import (
     CheckpointRow,
