@@ -11,12 +11,12 @@ from typing import Any
 from tests.pbs.groups import MODES, groups
 from tests.slurm.experiment import Outcome, side_by_side
 from tests.slurm.mix import Mix
-from tests.slurm.zero_delay import LATER_S, NODES, main
+from tests.slurm.zero_delay import NODES, main
 
 
 def on_pbs(runs: dict[str, dict[str, Any] | None], mix: Mix, folder: Path) -> dict[str, Outcome]:
     with groups(tuple(runs), NODES) as machines:
-        return side_by_side(runs, mix, NODES, folder, machines=machines, later_s=LATER_S)
+        return side_by_side(runs, mix, NODES, folder, machines=machines)
 
 
 if __name__ == '__main__':

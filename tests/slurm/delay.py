@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 
 from tests.slurm.experiment import Outcome
 
@@ -12,11 +13,11 @@ def later_s(one: Outcome, other: Outcome) -> list[float]:
     return [b.start_s - a.start_s for a, b in zip(one.ordinary, other.ordinary, strict=True)]
 
 
-def scatter_s(one: Outcome, other: Outcome) -> float:
-    """The largest difference of two runs without FreeTrain, in seconds: what the scheduler does by
-    itself.
+def scatter_s(*alone: Outcome) -> float:
+    """The largest difference between starts of one job in runs without FreeTrain, in seconds: what
+    the scheduler does by itself.
     """
-    return max(map(abs, later_s(one, other)))
+    return max(max(map(abs, later_s(one, other))) for one, other in combinations(alone, 2))
 
 
 def delays_s(alone: list[Outcome], filled: Outcome) -> list[float]:
