@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Barrier
 from typing import Any, Protocol
@@ -170,7 +170,11 @@ class SlurmMachine:
             options.append(f'--array=0-{job.tasks - 1}')
         if after is not None:
             options.append(f'--dependency=afterany:{after}')
-        return self._cluster.submit(*options, seconds=job.run_s)
+        return self._cluster.submit(*options, seconds=self.seconds(job))
+
+    def seconds(self, job: Ordinary) -> float | str:
+        """How long a job takes."""
+        return job.run_s
 
     def tasks(self, job_id: str, job: Ordinary) -> list[str]:
         return [f'{job_id}_{task}' for task in range(job.tasks)] if job.tasks > 1 else [job_id]
@@ -334,23 +338,16 @@ def side_by_side(
     folder: Path,
     blocks_first: bool = True,
     machines: Callable[[str, int], AbstractContextManager[Machine]] = own_cluster,
-    later_s: Mapping[str, float] | None = None,
 ) -> dict[str, Outcome]:
     """Several runs of one mix at once, each on nodes of its own: what slows one of them down slows
-    down all. By name: the settings of FreeTrain's site, None: without it; and by how many seconds
-    all jobs come later (their times in the outcome are earlier by as much).
+    down all. By name: the settings of FreeTrain's site, None: without it.
     """
     ready = Barrier(len(runs))
 
     def one(name: str) -> Outcome:
         try:
-            by_s = (later_s or {}).get(name, 0.0)
             with machines(name, nodes) as machine:
-                outcome = run(
-                    mix.later(by_s), machine, folder / name, runs[name], ready, blocks_first
-                )
-            jobs = (Ran(r.start_s - by_s, r.end_s - by_s, r.names) for r in outcome.ordinary)
-            return replace(outcome, ordinary=tuple(jobs))
+                return run(mix, machine, folder / name, runs[name], ready, blocks_first)
         except BaseException:
             ready.abort()
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,6 @@ class Mix:
 
     jobs: tuple[Ordinary, ...]
     reserved: Reserved | None = None
-
-    def later(self, by_s: float) -> Mix:
-        """The same with all jobs later by so many seconds, and the reservation when it was."""
-        return Mix(tuple(replace(job, at_s=job.at_s + by_s) for job in self.jobs), self.reserved)
 
 
 def untidy(seed: int, nodes: int, jobs: int, over_s: float, longest_s: float) -> Mix:

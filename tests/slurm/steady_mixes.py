@@ -1,40 +1,56 @@
 """Which mixes can show whether jobs wait: ``python -m tests.slurm.steady_mixes SEED ...``
 
-Each mix runs five times at once on clusters of its own, without FreeTrain: in the second run all
-jobs come 1 s later than in the first, in the others 2, 3 and 4 s. The reservation comes as if the
-second were the mix. Where a job's wait differs by more than 10 s, the order of the jobs depends on
-a second, and a delay says nothing about what runs beside them.
+Each mix runs five times at once on clusters of its own, without FreeTrain. In all runs but the
+first each job takes up to 2 s longer. Where a job's start differs by more than a delay may be, the
+order of the jobs depends on a second, and a delay says nothing about what runs beside them.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.slurm.delay import scatter_s
-from tests.slurm.experiment import side_by_side
-from tests.slurm.zero_delay import NODES, mix_of
+from tests.slurm.experiment import KILL_WAIT_S, Machine, SlurmMachine, side_by_side
+from tests.slurm.mix import Ordinary
+from tests.slurm.zero_delay import NODES, STOP_S, mix_of
+from tests.support.slurm import Cluster, running_cluster
 
-LATER_S = {f'{by_s:g} s later': by_s for by_s in (0.0, 1.0, 2.0, 3.0, 4.0)}
-EARLIER_S = 1.0
-MOST_S = 10.0
+RUNS = ('0', '1', '2', '3', '4')
+MOST_S = STOP_S + KILL_WAIT_S
+
+
+class UnevenMachine(SlurmMachine):
+    """Jobs, and tasks of an array, take up to 2 s longer; by how much depends on ``number``, 0: not
+    at all.
+    """
+
+    def __init__(self, cluster: Cluster, nodes: int, number: int) -> None:
+        super().__init__(cluster, nodes)
+        self._number = number
+
+    def seconds(self, job: Ordinary) -> float | str:
+        if not self._number:
+            return job.run_s
+        # A task finds the number of its own job only where it runs; sleep adds what it is given.
+        return f'{job.run_s} $((SLURM_JOB_ID * {7919 * self._number} % 21))e-1'
+
+
+@contextmanager
+def own_cluster(name: str, nodes: int) -> Iterator[Machine]:
+    with running_cluster(nodes) as cluster:
+        yield UnevenMachine(cluster, nodes, int(name))
 
 
 def main(*seeds: str) -> None:
     """Print for each mix by how much starts differ, in seconds, and whether it is steady."""
     for seed in map(int, seeds):
-        mix = mix_of(seed)
-        assert mix.reserved is not None
-        aside = replace(mix.reserved, at_s=mix.reserved.at_s + EARLIER_S)
         with tempfile.TemporaryDirectory() as scratch:
             runs = side_by_side(
-                dict.fromkeys(LATER_S),
-                replace(mix, reserved=aside),
-                NODES,
-                Path(scratch),
-                later_s=LATER_S,
+                dict.fromkeys(RUNS), mix_of(seed), NODES, Path(scratch), machines=own_cluster
             )
         apart_s = scatter_s(*runs.values())
         steady = 'steady' if apart_s <= MOST_S else 'not steady'

@@ -65,13 +65,6 @@ def test_the_report_says_which_aims_a_run_has_reached() -> None:
     assert [aim for aim, yes in missed.items() if not yes] == ['maximum within 15 s']
 
 
-def test_jobs_that_come_later_meet_the_same_reservation() -> None:
-    mix = untidy(6, 4, 8, 90.0, 30.0)
-    later = mix.later(2.0)
-    assert later.reserved == mix.reserved
-    assert [job.at_s - 2.0 for job in later.jobs] == pytest.approx([j.at_s for j in mix.jobs])
-
-
 @pytest.mark.parametrize('mix', [untidy(seed, 4, 8, 90.0, 30.0) for seed in (6, 8)])
 def test_mixes_are_untidy_but_keep_their_limits(mix: Mix) -> None:
     assert {1, 4} <= {job.nodes for job in mix.jobs}

@@ -74,15 +74,17 @@ class Cluster:
         assert done.returncode == 0, f'{command}: {done.stdout}{done.stderr}'
         return done.stdout
 
-    def submit(self, *options: str, seconds: float = 600) -> str:
-        """Submit an ordinary job of another user, on whole nodes; return its id."""
+    def submit(self, *options: str, seconds: float | str = 600) -> str:
+        """Submit an ordinary job of another user, on whole nodes, that takes so many seconds, or as
+        many as a shell finds; return its id.
+        """
         return self.run(
             'sbatch',
             '--parsable',
             '--exclusive',
             '--output=/dev/null',
             *options,
-            f'--wrap=exec sleep {seconds:g}',
+            f'--wrap=exec sleep {seconds}',
         ).strip()
 
     def state(self, job_id: str) -> str:
