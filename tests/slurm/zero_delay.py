@@ -80,10 +80,15 @@ def main(
                 f'| {100 * said["share"]:.0f} % | {100 * said["share_of_long"]:.0f} % | {missed} |',
                 flush=True,
             )
+    (out / name).write_text(json.dumps(found, indent=1) + '\n')
     for aim in reached[0]:
         times = sum(each[aim] for each in reached)
         print(f'{aim}: {"yes" if times == len(reached) else "no"} ({times} of {len(reached)})')
-    (out / name).write_text(json.dumps(found, indent=1) + '\n')
+    for mode in modes:
+        idle = [said['idle_node_s'] for run, said in found.items() if run.startswith(f'{mode},')]
+        long = sum(each['long'] for each in idle)
+        share = sum(each['in_long'] for each in idle) / long if long else 1.0
+        print(f'{mode}: of all idle times over 60 s {100 * share:.0f} % trained')
 
 
 def aims(
