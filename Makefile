@@ -26,7 +26,7 @@ help:
 	@echo 'make docs    build the documentation into docs/_build/html'
 	@echo 'make bench   measure (options: BENCH_ARGS)'
 	@echo 'make chaos   strike a training 200 fragments long at random, and compare its weights (options: CHAOS_ARGS)'
-	@echo 'make delay   ordinary jobs on a real Slurm cluster, without FreeTrain and with it: who starts later (40 minutes)'
+	@echo 'make delay   ordinary jobs on a real Slurm cluster, without FreeTrain and with it: who starts later (35 minutes)'
 	@echo 'make storm   a training on a real Slurm cluster that loses nodes and its scheduler for a minute'
 	@echo 'make kills   kill ranks and nodes, 100 times each, and measure the next step (options: KILLS_ARGS)'
 	@echo 'make versus  other systems and this one under the same kills, in turns (options: VERSUS_ARGS; 20 minutes)'
