@@ -17,7 +17,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import BlockRequest
 
 if TYPE_CHECKING:
-    from parsl_freetrain.replay.forecast import Prospect
+    from parsl_freetrain.replay.forecast import Forecast
     from parsl_freetrain.sites.provider import BackfillProvider
 
 UNIT = 'charged node-hours'
@@ -66,7 +66,7 @@ def plan(
     from parsl_freetrain.cli.sites import provider_of
     from parsl_freetrain.core.controller.settings import ControllerSettings
     from parsl_freetrain.executor.settings import check_classes
-    from parsl_freetrain.replay.forecast import PlannedBlock, prospects, trainers_at
+    from parsl_freetrain.replay.forecast import PlannedBlock, forecasts, trainers_at
     from parsl_freetrain.sites.protocols import Yielding
 
     who = [] if trainers is None else trainers_at(trainers)
@@ -77,7 +77,7 @@ def plan(
     settings = ControllerSettings(
         min_hole_s=provider.min_hole_s, spans_blocks=provider.site.spans_blocks
     )
-    expected = prospects(
+    expected = forecasts(
         [
             PlannedBlock(
                 b['nodes'],
@@ -120,7 +120,7 @@ def plan(
         print('\n'.join(clean(_in_words(one)) for one in expected))
 
 
-def _in_words(found: Prospect) -> str:
+def _in_words(found: Forecast) -> str:
     early, late = found.finish_s
     if early is None:
         finish = 'not finished in these holes'

@@ -72,7 +72,7 @@ class PlannedBlock:
 
 
 @dataclass(frozen=True)
-class Prospect:
+class Forecast:
     """What one trainer can expect from the present holes.
 
     Attributes
@@ -147,13 +147,13 @@ def _of_ledger(path: Path) -> list[ReplayTrainer]:
     return found
 
 
-def prospects(
+def forecasts(
     blocks: Sequence[PlannedBlock],
     trainers: Sequence[ReplayTrainer],
     settings: ControllerSettings,
     start_s: float,
     look_ahead_s: float,
-) -> list[Prospect]:
+) -> list[Forecast]:
     """What the trainers would train on these blocks alone.
 
     Maximum: every block starts at once, and a preemptible one lasts for ``look_ahead_s``. Minimum:
@@ -183,11 +183,11 @@ def prospects(
 
 def _between(
     trainer: Trainer, one: tuple[float, float | None], other: tuple[float, float | None]
-) -> Prospect:
+) -> Forecast:
     # If trainers compete, the case that is better for all may be worse for one.
     few, many = sorted((one[0], other[0]))
     early, late = sorted((one[1], other[1]), key=lambda at: math.inf if at is None else at)
-    return Prospect(
+    return Forecast(
         trainer.name,
         None if trainer.total_samples == ENDLESS else trainer.total_samples,
         (few, many),

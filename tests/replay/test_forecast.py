@@ -12,7 +12,7 @@ from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 from parsl_freetrain.ledger.store import Ledger
-from parsl_freetrain.replay.forecast import ENDLESS, PlannedBlock, prospects, trainers_at
+from parsl_freetrain.replay.forecast import ENDLESS, PlannedBlock, forecasts, trainers_at
 from parsl_freetrain.replay.trainers import ReplayTrainer
 from tests.support.batch_tests import Rehearsal
 from tests.support.ledgers import demo_ledger
@@ -38,26 +38,26 @@ def block(nodes: int, seconds: float, preemptible: bool = False) -> PlannedBlock
 
 def test_one_block_for_one_trainer() -> None:
     # 4 nodes for 100 s at 40 samples/s; at worst they come 20 s later.
-    [far] = prospects([block(4, 100.0)], [trainer(10_000)], SETTINGS, 20.0, 1000.0)
+    [far] = forecasts([block(4, 100.0)], [trainer(10_000)], SETTINGS, 20.0, 1000.0)
     assert (
         far.left == 10_000
         and far.samples == pytest.approx((3200, 4000))
         and far.finish_s == (None, None)
     )
-    [near] = prospects([block(4, 100.0)], [trainer(3600)], SETTINGS, 20.0, 1000.0)
+    [near] = forecasts([block(4, 100.0)], [trainer(3600)], SETTINGS, 20.0, 1000.0)
     assert (
         near.samples == pytest.approx((3200, 3600))
         and near.finish_s[0] == pytest.approx(90)
         and near.finish_s[1] is None
     )
-    [sure] = prospects([block(4, 100.0)], [trainer(800)], SETTINGS, 20.0, 1000.0)
+    [sure] = forecasts([block(4, 100.0)], [trainer(800)], SETTINGS, 20.0, 1000.0)
     assert sure.samples == pytest.approx((800, 800)) and list(sure.finish_s) == pytest.approx(
         [20, 40]
     )
 
 
 def test_what_can_be_preempted_promises_nothing() -> None:
-    [one] = prospects([block(4, 100.0, preemptible=True)], [trainer(ENDLESS)], SETTINGS, 0.0, 50.0)
+    [one] = forecasts([block(4, 100.0, preemptible=True)], [trainer(ENDLESS)], SETTINGS, 0.0, 50.0)
     assert (
         one.left is None
         and one.samples == pytest.approx((0, 2000))
@@ -67,14 +67,14 @@ def test_what_can_be_preempted_promises_nothing() -> None:
 
 def test_no_block_too_short_a_block_and_too_few_nodes() -> None:
     for blocks in ([], [block(4, 10.0)], [block(0, 100.0)]):
-        [one] = prospects(blocks, [trainer(100)], SETTINGS, 20.0, 50.0)
+        [one] = forecasts(blocks, [trainer(100)], SETTINGS, 20.0, 50.0)
         assert one.samples[0] == 0 and one.finish_s[1] is None
-    [wide] = prospects([block(1, 100.0)], [trainer(100, least=2)], SETTINGS, 0.0, 50.0)
+    [wide] = forecasts([block(1, 100.0)], [trainer(100, least=2)], SETTINGS, 0.0, 50.0)
     assert wide.samples == (0, 0)
 
 
 def test_trainers_share_what_there_is() -> None:
-    both = prospects(
+    both = forecasts(
         [block(2, 100.0)] * 2, [trainer(100_000), trainer(100_000, 'b')], SETTINGS, 0.0, 50.0
     )
     assert sum(one.samples[1] for one in both) == pytest.approx(4000)
@@ -84,22 +84,22 @@ def test_what_counts_is_the_walltime_and_not_the_hole() -> None:
     # 60 of 100 s are asked for: 20 s late there is still time for all of them, 50 s late there is
     # not.
     for late_s, least in ((20.0, 2400), (50.0, 2000)):
-        [one] = prospects(
+        [one] = forecasts(
             [PlannedBlock(4, 60.0, 100.0)], [trainer(ENDLESS)], SETTINGS, late_s, 1000.0
         )
         assert one.samples == pytest.approx((least, 2400))
     # Nothing is planned: the block has its walltime whenever it starts.
-    [free] = prospects([PlannedBlock(4, 60.0)], [trainer(2400)], SETTINGS, 20.0, 10.0)
+    [free] = forecasts([PlannedBlock(4, 60.0)], [trainer(2400)], SETTINGS, 20.0, 10.0)
     assert free.samples == pytest.approx((2400, 2400)) and list(free.finish_s) == pytest.approx(
         [60, 80]
     )
     # One that can be preempted does not outlive its walltime either.
-    [may_go] = prospects(
+    [may_go] = forecasts(
         [PlannedBlock(4, 60.0, preemptible=True)], [trainer(ENDLESS)], SETTINGS, 20.0, 1000.0
     )
     assert may_go.samples == pytest.approx((0, 2400))
     # At worst it is preempted as soon as the scheduler may: 30 s after its start.
-    [exempt] = prospects(
+    [exempt] = forecasts(
         [PlannedBlock(4, 60.0, preemptible=True, exempt_s=30.0)],
         [trainer(ENDLESS)],
         SETTINGS,
@@ -112,15 +112,15 @@ def test_what_counts_is_the_walltime_and_not_the_hole() -> None:
 def test_fragments_use_several_blocks_only_where_the_site_lets_them() -> None:
     for spans, samples in ((True, 4000), (False, 0)):
         settings = ControllerSettings(min_hole_s=5.0, spans_blocks=spans)
-        [one] = prospects([block(2, 100.0)] * 2, [trainer(ENDLESS, least=4)], settings, 0.0, 50.0)
+        [one] = forecasts([block(2, 100.0)] * 2, [trainer(ENDLESS, least=4)], settings, 0.0, 50.0)
         assert one.samples == pytest.approx((samples, samples))
 
 
 def test_when_trainers_come_and_what_they_are_worth_is_as_their_file_says() -> None:
-    [late] = prospects([block(4, 100.0)], [trainer(ENDLESS, submit_s=30.0)], SETTINGS, 0.0, 50.0)
+    [late] = forecasts([block(4, 100.0)], [trainer(ENDLESS, submit_s=30.0)], SETTINGS, 0.0, 50.0)
     assert late.samples == pytest.approx((2800, 2800))
     dear = ScalingCurve((0, 4), (0.0, 4000.0))
-    one, other = prospects(
+    one, other = forecasts(
         [block(4, 100.0)],
         [trainer(ENDLESS), trainer(ENDLESS, 'b', worth=dear)],
         SETTINGS,
@@ -213,7 +213,7 @@ def test_a_ledger_says_which_node_counts_a_trainer_may_have(tmp_path: Path) -> N
     ledger.close()
     found = trainers_at(tmp_path / 'ledger.sqlite')
     assert list(found[0].trainer.counts()) == [2, 4]
-    [one] = prospects([block(3, 100.0)], found, SETTINGS, 0.0, 50.0)
+    [one] = forecasts([block(3, 100.0)], found, SETTINGS, 0.0, 50.0)
     assert one.samples == pytest.approx((2000, 2000))  # on two of three nodes
 
 
