@@ -44,7 +44,7 @@ class UnevenMachine(SlurmMachine):
 
 
 @contextmanager
-def own_cluster(name: str, nodes: int) -> Iterator[Machine]:
+def uneven_cluster(name: str, nodes: int) -> Iterator[Machine]:
     with running_cluster(nodes) as cluster:
         yield UnevenMachine(cluster, nodes, int(name))
 
@@ -54,7 +54,7 @@ def main(*seeds: str) -> None:
     for seed in map(int, seeds):
         with tempfile.TemporaryDirectory() as scratch:
             runs = side_by_side(
-                dict.fromkeys(RUNS), mix_of(seed), NODES, Path(scratch), machines=own_cluster
+                dict.fromkeys(RUNS), mix_of(seed), NODES, Path(scratch), machines=uneven_cluster
             )
         apart_s = scatter_s(*runs.values())
         steady = 'steady' if apart_s <= MOST_S else 'not steady'
