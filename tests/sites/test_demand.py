@@ -145,6 +145,42 @@ def test_a_job_that_a_reservation_keeps_out_holds_nobody_up() -> None:
     assert need(nodes, *jobs, running('5', 'c')).served == frozenset(), 'it is first in the queue'
 
 
+def test_a_job_that_a_reservation_keeps_out_has_its_turn_once_another_one_waits() -> None:
+    """Job 'later' may have e only after 'wide', so that job '7' can have it until then."""
+    maintenance = [NodeReservation('m', NOW + 50, NOW + 110, ('a', 'b'))]
+    nodes = [Nodes('batch', ('a', 'b', 'd', 'e'), 'allocated'), Nodes('batch', ('c',), 'idle')]
+    jobs = (
+        running('mine', 'a', 'b', 'e'),
+        running('5', 'd', end_s=NOW + 350),
+        waiting('wide', 5, 180.0),
+        waiting('next', 3, 120.0, planned=('a', 'b', 'c')),
+        waiting('later', 2, 300.0, planned=('c', 'e')),
+        waiting('7', 1, 240.0),
+    )
+    [demand] = need(nodes, *jobs, reservations=maintenance).demands
+    assert demand == NodeDemand('7', 1, frozenset('e'), frozenset('e'))
+
+
+def test_a_plan_that_was_made_around_a_block_is_not_waited_for() -> None:
+    """Job 'next' could have a and b later, and c or e; it is planned on both, since a block has a
+    until then. If a is given back, job '7' can have c.
+    """
+    maintenance = [NodeReservation('m', NOW + 50, NOW + 110, ('a', 'b'))]
+    nodes = [Nodes('batch', ('a', 'b', 'd', 'e'), 'allocated'), Nodes('batch', ('c',), 'idle')]
+    jobs = (
+        running('5', 'd', end_s=NOW + 350),
+        waiting('next', 3, 120.0, planned=('b', 'c', 'e')),
+        waiting('7', 1, 240.0),
+    )
+    short = running('mine', 'b', 'e', end_s=NOW + 100)
+    ends = running('other', 'a', end_s=NOW + 100)
+    lasts = running('other', 'a', end_s=NOW + 200)
+    assert need(nodes, short, ends, *jobs, reservations=maintenance).demands == ()
+    assert need(nodes, short, lasts, *jobs, reservations=maintenance).demands == (
+        NodeDemand('7', 1, frozenset('a')),
+    )
+
+
 def test_a_job_gets_the_nodes_that_it_names_and_others() -> None:
     jobs = running('mine', 'a', 'b', 'c'), waiting('7', 2, only=('c',))
     named = NodeDemand('7', 1, frozenset('c'))

@@ -2,8 +2,9 @@
 FOLDER KIND SETTINGS [ADDRESS]``.
 
 SETTINGS are those of a site of this KIND, as JSON. It says 'ready' when it could ask for blocks,
-begins at a line on standard input, says 'training' when as many nodes train as the line says, ends
-when the input ends, and says then, as JSON, what became of the blocks' seconds.
+begins at a line on standard input, says 'training' when as many nodes have trained for a few steps
+as the line says, ends when the input ends, and says then, as JSON, what became of the blocks'
+seconds.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests.support.waiting import LIMIT_S, wait_until
 
 TRAINERS = 8
 PAUSE_S = 0.25  # a step takes as long on every computer
+SETTLED = 80  # samples, ten steps: what starts a training is over
 
 
 def main(folder: str, kind: str, settings: str, address: str | None = None) -> None:
@@ -43,7 +45,9 @@ def main(folder: str, kind: str, settings: str, address: str | None = None) -> N
         futures = [
             trainer(pause_s=PAUSE_S, trainer_name=f'trainer-{number}') for number in range(TRAINERS)
         ]
-        wait_until(lambda: sum(f.running() and f.progress().samples > 0 for f in futures) >= nodes)
+        wait_until(
+            lambda: sum(f.running() and f.progress().samples >= SETTLED for f in futures) >= nodes
+        )
         print('training', flush=True)
         sys.stdin.read()
         for future in futures:

@@ -1,15 +1,17 @@
 """Which waiting jobs of others would start now on nodes of our blocks: pure.
 
 The scheduler's queue is played through as its backfill would: in order of priority, each job gets
-the first time at which enough nodes are free for as long as it asks. Nodes of our blocks count as
-free. A job that starts now in this game, and needs nodes of ours for it, is a reason to give them
-back. A job that lacks more than that is none.
+the first time at which enough nodes are free for as long as it asks. Before that Slurm starts jobs
+strictly in order, up to the first one that lacks nodes; those that only reservations keep out it
+passes over, and plans them afterwards. Nodes of our blocks count as free. A job that starts now in
+this game, and needs nodes of ours for it, is a reason to give them back. A job that lacks more than
+that is none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
@@ -99,25 +101,29 @@ def needs(
     table = _Table(nodes, jobs, reservations, ours, now)
     demands: list[NodeDemand] = []
     served: list[str] = []
+    kept_out: list[BatchJob] = []
+    in_order = True
     each = (job for job in waiting for _ in range(min(job.tasks, MOST_JOBS)))
     for job in islice(each, MOST_JOBS):
-        eligible = table.eligible(job)
-        named = table.set_of(job.only)
-        length_s = math.inf if job.limit_s is None else job.limit_s
-        begin, free = table.first_time(eligible, job.nodes, length_s, named)
-        if free is None or table.kept_out(eligible, job.nodes, length_s):
-            continue
+        eligible, named, length_s = table.eligible(job), table.set_of(job.only), _length_s(job)
+        begin, free = table.first_time(job, eligible)
+        if in_order and begin > now:
+            if table.kept_out(job, eligible):
+                kept_out.append(job)
+                continue
+            in_order = False
+            for before in kept_out:
+                table.plan(before)
+            begin, free = table.first_time(job, eligible)
         if begin > now:
-            planned = table.set_of(job.planned) & free
-            got = first_of(named, planned, free, count=job.nodes)
-            table.reserve(got, begin, begin + length_s)
-            table.spare |= got
+            table.plan(job)
             continue
         others, among = free & ~table.ours, table.free_of_ours(eligible, length_s)
         got = first_of(named, others, free & table.spare, free, count=job.nodes)
         # Which of ours it gets, beside those that it names, is decided elsewhere: any of them stand
         # for these here.
         own = got & table.ours
+        hides = table.hides(got) & ~own
         table.reserve(got & ~own, now, now + length_s, own)
         served.append(job.job_id)
         for lacking, of in ((own & named, named), (own & ~named, ~named)):
@@ -125,6 +131,8 @@ def needs(
                 names = frozenset(table.names(among & of))
                 spare = frozenset(table.names(among & of & table.spare))
                 demands.append(NodeDemand(job.job_id, lacking.bit_count(), names, spare))
+        if hides:
+            demands.append(NodeDemand(job.job_id, hides.bit_count(), frozenset(table.names(hides))))
     return Needs(tuple(demands), frozenset(served))
 
 
@@ -166,6 +174,9 @@ class _Table:
         over = {name for r in reservations if r.end_s <= now + SOON_S for name in r.nodes}
         self._bits: dict[str, int] = {}
         self.ours = 0
+        self._blocks: list[tuple[float, int]] = []
+        # Nodes that a plan without our blocks leaves to others, and those of ours that it takes.
+        self._moved: list[tuple[int, int]] = []
         until: dict[str, float] = {}
         self._up = [
             (group, self.set_of(group.names))
@@ -184,8 +195,10 @@ class _Table:
                 if job.state is JobState.ENDING:
                     end_s = now if now - min(end_s, now) < ENDING_S else math.inf
                 elif job.job_id in ours:
+                    members = self.set_of(job.names) & up
+                    self._blocks.append((end_s, members))
+                    self.ours |= members
                     end_s = now
-                    self.ours |= self.set_of(job.names) & up
                 else:
                     end_s = max(end_s, now + 1.0)  # it is late, and holds them still
                 for name in job.names:
@@ -216,30 +229,68 @@ class _Table:
                 members |= names
         return members & ~self.set_of(job.excluded)
 
-    def first_time(
-        self, eligible: int, count: int, length_s: float, named: int = 0
-    ) -> tuple[float, int | None]:
-        """When ``count`` of these nodes are first free for so long, those with these names among
-        them, and all that are free then.
+    def first_time(self, job: BatchJob, eligible: int) -> tuple[float, int]:
+        """When enough of these nodes are first free for a job, those that it names among them, and
+        all that are free then; infinite: never.
         """
+        named, length_s = self.set_of(job.only), _length_s(job)
         times = sorted(
             {end for end, _ in self._ends}
             | {end for _, end, _ in self._taken if self._now < end < math.inf}
         )
         for time in times:
             free = self._free(eligible, time, length_s, self._taken + self._given)
-            if free.bit_count() >= count and not named & ~free:
+            if free.bit_count() >= job.nodes and not named & ~free:
                 return time, free
-        return math.inf, None
+        return math.inf, 0
 
-    def kept_out(self, eligible: int, count: int, length_s: float) -> bool:
-        """Whether reservations alone keep a job from starting now. Slurm lets others go first
-        then, however long they take.
+    def plan(self, job: BatchJob) -> None:
+        """The job gets the first nodes that are free for it later, if there are ever enough: those
+        that the scheduler told, unless it told them because blocks last too long.
         """
+        begin, free = self.first_time(job, self.eligible(job))
+        if begin == math.inf:
+            return
+        named, told = self.set_of(job.only), self.set_of(job.planned) & free
+        got = first_of(named, *self._least_useful_first(free, told), count=job.nodes)
+        freed = got & self._ours_after(begin)
+        if freed:
+            self._moved.append((told & ~got, freed))
+        else:
+            got = first_of(named, told, free, count=job.nodes)
+        self.reserve(got, begin, begin + _length_s(job))
+        self.spare |= got
+
+    def _ours_after(self, time: float) -> int:
+        """Nodes of ours that the scheduler does not count as free then."""
+        members = 0
+        for end, names in self._blocks:
+            members |= names if end > time else 0
+        return members
+
+    def _least_useful_first(self, free: int, told: int) -> Iterator[int]:
+        """Nodes that nobody can have now, then those that are soonest taken again."""
+        now = self._free(free, self._now, 0.0, self._taken)
+        taken = sorted(each for each in self._taken if each[1] > self._now)
+        for members in (free & ~now, *(free & each for _, _, each in taken), free):
+            yield from (members & told, members)
+
+    def hides(self, got: int) -> int:
+        """Nodes of ours that keep the scheduler from giving these nodes to a job: because of them
+        it has planned another job there. Each is told once.
+        """
+        hides = 0
+        for moved, freed in self._moved:
+            hides |= freed if moved & got else 0
+        self._moved = [(moved, freed) for moved, freed in self._moved if not moved & got]
+        return hides
+
+    def kept_out(self, job: BatchJob, eligible: int) -> bool:
+        """Whether reservations alone keep a job from starting now."""
         for begin, end, members in self._set_aside:
-            if begin < self._now + length_s and self._now < end:
+            if begin < self._now + _length_s(job) and self._now < end:
                 eligible &= ~members
-        return eligible.bit_count() < count
+        return eligible.bit_count() < job.nodes
 
     def free_of_ours(self, eligible: int, length_s: float) -> int:
         """Nodes of ours that a job can have now, those included that jobs before got."""
@@ -272,6 +323,10 @@ class _Table:
         for name in names:
             members |= 1 << self._bits.setdefault(name, len(self._bits))
         return members
+
+
+def _length_s(job: BatchJob) -> float:
+    return math.inf if job.limit_s is None else job.limit_s
 
 
 def _without(over: Set[str], group: Nodes) -> Nodes:

@@ -58,12 +58,13 @@ class OnTheWay:
     """A block that has no nodes yet.
 
     ``end_s`` is when it ends at the latest; infinite if nothing ends it. ``node_class`` is that of
-    its nodes; empty: any.
+    its nodes; empty: any. It cannot start on nodes that are needed before ``least_end_s``.
     """
 
     nodes: int
     end_s: float
     node_class: str = ''
+    least_end_s: float = 0.0
 
 
 def windows(
@@ -144,7 +145,8 @@ def holes(
     Parameters
     ----------
     margin_s
-        How long before its nodes are needed a hole ends, in seconds.
+        How long before its nodes are needed a hole ends, in seconds; see
+        :attr:`~parsl_freetrain.sites.batch.options.BatchOptions.limit_margin_s`.
     least_s
         Minimum length of a hole, in seconds.
     classes
@@ -188,7 +190,7 @@ def _take(groups: Groups, block: OnTheWay) -> None:
     missing = block.nodes
     keys = [key for key in sorted(groups) if block.node_class in ('', key[1])]
     for key in [k for k in keys if k[0] >= block.end_s] + [
-        k for k in reversed(keys) if k[0] < block.end_s
+        k for k in reversed(keys) if block.least_end_s <= k[0] < block.end_s
     ]:
         while missing and groups[key]:
             groups[key].pop()

@@ -65,9 +65,10 @@ class BatchOptions(BaseModel):
     least_nodes, most_nodes
         Minimum and maximum number of nodes of a block, in addition to the queue's limits.
     margin_s
-        How long before its nodes are needed a block ends.
+        How long before its nodes are needed a block ends itself.
     ending_s
         How long before its time limit a block ends itself; the scheduler would end it too late.
+        This is part of ``margin_s``.
     start_s
         How long the scheduler usually takes to start a job that fits.
     withdraw_s
@@ -139,6 +140,11 @@ class BatchOptions(BaseModel):
     def classes(self) -> tuple[str, ...]:
         """The node classes that are told apart, in the order in which nodes are compared."""
         return ()
+
+    @property
+    def limit_margin_s(self) -> float:
+        """How long before its nodes are needed a block's time limit ends, at least."""
+        return max(0.0, self.margin_s - self.ending_s)
 
     @property
     def charge(self) -> Charge:

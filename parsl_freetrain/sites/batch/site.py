@@ -201,10 +201,10 @@ class BatchSite(ABC):
         )
         found = holes(
             until,
-            [OnTheWay(block.nodes, block.latest_end_s, block.node_class) for block in waiting],
+            [OnTheWay(b.nodes, b.latest_end_s, b.node_class, now + b.needs_s) for b in waiting],
             partition,
             now,
-            self.options.margin_s,
+            self.options.limit_margin_s,
             partition.shortest_s + self.options.start_s,
             {name: group.node_class for group in snapshot.nodes for name in group.names},
         )

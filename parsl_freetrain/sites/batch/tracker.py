@@ -325,7 +325,7 @@ class BlockTracker:
             if any(b.submitted_s < before for b in self._blocks.waiting()):
                 lengths_s = [end - snapshot.jobs_at for end in self._usable(snapshot).values()]
                 shortest_s = max(self._scheduler.step_s, self._options.shortest_s)
-                shortest_s += self._options.start_s + self._options.margin_s
+                shortest_s += self._options.start_s + self._options.limit_margin_s
                 stranded = self._blocks.stranded(lengths_s, shortest_s, before)
                 late += [job_id for job_id in stranded if job_id not in late]
             taken = self._blocks.taken(self._options.requeue)

@@ -38,7 +38,7 @@ def test_a_block_fits_between_the_jobs_of_others(slurm: Cluster, blocks: Make) -
     slurm.wait(lambda: slurm.run('squeue', '-h', '-j', wide, '-o', '%Y').strip() == 'node[01-04]')
     short = slurm.submit('--nodes=4', '--time=2')
     slurm.wait(lambda: slurm.run('squeue', '-h', '-j', short, '-o', '%r').strip() == 'Priority')
-    mine = blocks()
+    mine = blocks(margin_s=5.0, ending_s=3.0)
     [hole] = mine.site.holes()
     assert hole.nodes == 3
     assert hole.longest_s == 120, 'no longer than a job that could pass the wide one'

@@ -166,6 +166,8 @@ def test_blocks_on_their_way_take_the_shortest_windows_that_fit_them() -> None:
         ('a', 'b'),
     ]
     assert holes(free, [OnTheWay(9, 1400)], BATCH, NOW, 0, 60) == ()
+    [short] = holes(free, [OnTheWay(9, 2500, least_end_s=1501.0)], BATCH, NOW, 0, 60)
+    assert short.names == ('a', 'b'), 'the scheduler cannot start it there'
 
 
 def test_holes_are_of_one_class_and_blocks_on_their_way_take_only_from_theirs() -> None:
