@@ -75,7 +75,8 @@ def untidy(seed: int, nodes: int, jobs: int, over_s: float, longest_s: float) ->
         else:
             after = draw.randrange(number) if number and kind > 0.8 else None
             made.append(Ordinary(at_s, _width(draw, nodes), minutes, run_s, after=after))
-    return Mix(tuple(made), Reserved(round(over_s / 2), max(1, nodes // 2), 1))
+    # In the long form not whole minutes after the first jobs: none of them fits to the second.
+    return Mix(tuple(made), Reserved(round(0.58 * over_s), max(1, nodes // 2), 1))
 
 
 def _times(draw: random.Random, jobs: int, over_s: float) -> Iterable[float]:

@@ -1,9 +1,9 @@
 """Which mixes can show whether jobs wait: ``python -m tests.slurm.steady_mixes SEED ...``
 
 Each mix runs five times at once on clusters of its own, without FreeTrain. In all runs but the
-first each job takes up to 2 s longer, and the reservation comes 1 or 2 s earlier, as if all jobs
-were later. Where a job's start differs by more than a delay may be, the order of the jobs depends
-on a second, and a delay says nothing about what runs beside them.
+first each job takes up to 2 s longer, and the reservation comes 1 s later, or 1 or 2 s earlier, as
+if all jobs were earlier or later. Where a job's start differs by more than a delay may be, the
+order of the jobs depends on a second, and a delay says nothing about what runs beside them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from tests.slurm.zero_delay import NODES, STOP_S, mix_of
 from tests.support.slurm import Cluster, running_cluster
 
 RUNS = ('0', '1', '2', '3', '4')
+RESERVED_LATER_S = (0, 1, -1, -1, -2)
 MOST_S = STOP_S + KILL_WAIT_S
 
 
 class UnevenMachine(SlurmMachine):
-    """Jobs, and tasks of an array, take up to 2 s longer, and nodes are set aside up to 2 s
-    earlier; by how much depends on ``number``, 0: not at all.
+    """Jobs, and tasks of an array, take up to 2 s longer, and nodes are set aside earlier or later;
+    by how much depends on ``number``, 0: not at all.
     """
 
     def __init__(self, cluster: Cluster, nodes: int, number: int) -> None:
@@ -34,7 +35,7 @@ class UnevenMachine(SlurmMachine):
         self._number = number
 
     def reserve(self, reserved: Reserved, at: float) -> None:
-        super().reserve(reserved, at - (self._number + 1) // 2)
+        super().reserve(reserved, at + RESERVED_LATER_S[self._number])
 
     def seconds(self, job: Ordinary) -> float | str:
         if not self._number:

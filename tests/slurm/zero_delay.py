@@ -3,8 +3,8 @@ delay`` runs it.
 
 Writes ``zero-delay.json``, from which ``docs/zero_delay.py`` draws, and prints a table and which
 aims are reached: a median delay of at most one interval of the scheduler's backfill, at most 10 s
-and the scheduler's wait before it kills for every job, and training in 60 % of the node-seconds
-that are idle for more than a minute.
+and the scheduler's wait before it kills for every job, and in each mode training in 60 % of all
+node-seconds that are idle for more than a minute.
 
 Mixes in which the scheduler by itself takes jobs in another order if some take a second longer
 cannot show that nobody waits; ``steady_mixes.py`` finds them, and they are left out of ``SEEDS``.
@@ -27,7 +27,7 @@ from tests.slurm.experiment import KILL_WAIT_S, MODES, TICK_S, Outcome, side_by_
 from tests.slurm.mix import Mix, untidy
 
 NODES = 5
-SEEDS = (1, 2, 5, 9, 13)
+SEEDS = (1, 2, 5, 8, 9)
 STOP_S = 10.0
 LEAST_SHARE = 0.6
 
@@ -72,7 +72,7 @@ def main(
         for mode in modes:
             said = found[f'{mode}, mix {seed}'] = told(runs, mode)
             delays = said['delays_s']
-            reached.append(aims(delays, said['share_of_long'], tick_s, STOP_S + kill_wait_s))
+            reached.append(aims(delays, tick_s, STOP_S + kill_wait_s))
             missed = ', '.join(aim for aim, yes in reached[-1].items() if not yes)
             print(
                 f'| {seed} | {mode} | {len(delays)} | {median(delays):.1f} | {max(delays):.1f} '
@@ -88,17 +88,17 @@ def main(
         idle = [said['idle_node_s'] for run, said in found.items() if run.startswith(f'{mode},')]
         long = sum(each['long'] for each in idle)
         share = sum(each['in_long'] for each in idle) / long if long else 1.0
-        print(f'{mode}: of all idle times over 60 s {100 * share:.0f} % trained')
+        print(
+            f'{mode}: {100 * LEAST_SHARE:.0f} % of all idle times over 60 s trained: '
+            f'{"yes" if share >= LEAST_SHARE else "no"} ({100 * share:.0f} %)'
+        )
 
 
-def aims(
-    delays: list[float], share_of_long: float, tick_s: float, most_s: float
-) -> dict[str, bool]:
-    """Whether a run reached each of the aims."""
+def aims(delays: list[float], tick_s: float, most_s: float) -> dict[str, bool]:
+    """Whether a run reached each of the aims for delays."""
     return {
         f'median within {tick_s:g} s': median(delays) <= tick_s,
         f'maximum within {most_s:g} s': max(delays) <= most_s,
-        f'{100 * LEAST_SHARE:.0f} % trained': share_of_long >= LEAST_SHARE,
     }
 
 
