@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _COUNTER = 'oom_kill'
-_BEATS = 5
+_BEATS = 10
 """On a busy computer it takes a process some seconds to end, and its parent to notice."""
 _FIRST = 500
 """Of 1000: as if the process used half of all memory more than it does (proc_pid_oom_score_adj(5)).
@@ -45,8 +45,7 @@ class OomWatch:
         """Call about once a second."""
         file, now = oom_kills(self._pid, self._root)
         if file != self._file:  # it is in another cgroup now
-            self._file = file
-            self._before.clear()
+            self._file, self._before = file, deque([0], maxlen=_BEATS)
         self._before.append(now)
 
     def struck(self) -> bool:

@@ -169,6 +169,7 @@ class BlockTracker:
         snapshot = self._look(with_nodes=True)
         slow_s = 3 * self._options.poll_s + self._options.command_s  # an answer may take that long
         fresh = snapshot.nodes_at >= max(self._changed, self._clock() - slow_s)
+        fresh = fresh and not snapshot.reservations_old
         return snapshot if fresh and not self._watch.failures else None
 
     def first_snapshot(self) -> QueueSnapshot:

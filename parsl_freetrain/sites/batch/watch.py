@@ -28,7 +28,14 @@ NEVER = float('-inf')
 
 @dataclass(frozen=True)
 class QueueSnapshot:
-    """Jobs, nodes and reservations, each with the time at which the question was asked."""
+    """Jobs, nodes and reservations, each with the time at which the question was asked.
+
+    Attributes
+    ----------
+    waiting_since
+        When the question was asked by which a job of others was first seen to wait; NEVER if none
+        does.
+    """
 
     jobs: tuple[BatchJob, ...] = ()
     jobs_at: float = NEVER
@@ -36,6 +43,14 @@ class QueueSnapshot:
     nodes_at: float = NEVER
     reservations: tuple[NodeReservation, ...] = ()
     reservations_at: float = NEVER
+    waiting_since: float = NEVER
+
+    @property
+    def reservations_old(self) -> bool:
+        """Whether what is set aside may have been made with a job that waits: which nodes the job
+        needs depends on it.
+        """
+        return self.reservations_at < self.waiting_since
 
 
 class QueueWatch:
@@ -67,7 +82,6 @@ class QueueWatch:
         self._snapshot = QueueSnapshot()
         self._jobs_answered = self._nodes_answered = NEVER
         self._not_before = NEVER
-        self._waiting_since = NEVER  # the first job of others, in seconds of the clock
         self._backoff = Backoff(options.poll_s, options.longest_backoff_s)
         self.error = ''
         self.poll_s = options.poll_s
@@ -133,6 +147,8 @@ class QueueWatch:
             return True
 
     def _old(self, with_nodes: bool, newer_than: float) -> bool:
+        if with_nodes and self._snapshot.reservations_old:
+            return True
         seen = self._snapshot.nodes_at if with_nodes else self._snapshot.jobs_at
         answered = self._nodes_answered if with_nodes else self._jobs_answered
         # Half the interval, so that a caller who comes every poll_s seconds always gets a new
@@ -151,12 +167,16 @@ class QueueWatch:
                 or snapshot.jobs_at <= newer_than
                 or at - jobs_answered > self.poll_s / 4
             ):
-                snapshot = replace(snapshot, jobs=self._scheduler.jobs(), jobs_at=at)
+                jobs = self._scheduler.jobs()
+                since = snapshot.waiting_since if snapshot.waiting_since != NEVER else at
+                waiting = any(waits(job, frozenset()) for job in jobs)
+                snapshot = replace(
+                    snapshot, jobs=jobs, jobs_at=at, waiting_since=since if waiting else NEVER
+                )
                 jobs_answered = self._clock()
-                self._note_waiting(snapshot)
             if with_nodes:
-                asked = snapshot.reservations_at
-                if asked < self._waiting_since or at - asked >= self.reservations_s:
+                late = at - snapshot.reservations_at >= self.reservations_s
+                if late or snapshot.reservations_old:
                     snapshot = replace(
                         snapshot, reservations=self._scheduler.reservations(), reservations_at=at
                     )
@@ -189,10 +209,3 @@ class QueueWatch:
             error,
             exc_info=not expected,
         )
-
-    def _note_waiting(self, snapshot: QueueSnapshot) -> None:
-        # Which nodes a job needs depends on what is set aside, which may have been made with it.
-        if not any(waits(job, frozenset()) for job in snapshot.jobs):
-            self._waiting_since = NEVER
-        elif self._waiting_since == NEVER:
-            self._waiting_since = snapshot.jobs_at

@@ -202,7 +202,7 @@ def test_a_block_fits_between_the_jobs_of_others(openpbs: PbsCluster, blocks: Ma
     openpbs.submit(1, walltime_s=300)
     wide = openpbs.submit(4, walltime_s=300)
     openpbs.wait(lambda: 'estimated' in openpbs.job(wide))
-    mine = blocks()
+    mine = blocks(margin_s=4.0, ending_s=2.0)
 
     def planned_s() -> float:
         """When the wide job starts. The server plans anew every few seconds, and the plan moves by
@@ -241,7 +241,7 @@ def test_a_reservation_ends_a_hole_and_the_block_asks_how_long_it_has(
     resv = said.split()[0]
     try:
         openpbs.wait(lambda: 'RN' in openpbs.run('pbs_rstat') or 'CO' in openpbs.run('pbs_rstat'))
-        mine = blocks(shrink=0.05)
+        mine = blocks(margin_s=4.0, ending_s=2.0, shrink=0.05)
         openpbs.wait(lambda: [(h.nodes, h.until_s) for h in mine.site.holes()] == [(4, start - 2)])
         job = mine.open(1, 300.0)
         # PBS may call it running before it says since when.

@@ -160,11 +160,14 @@ def set_aside(slurm: Cluster, nodes: str) -> None:
     )
 
 
-def test_what_is_set_aside_with_the_first_job_that_waits_is_known_at_once(
+def test_what_is_set_aside_with_the_first_job_that_waits_is_known_before_nodes_are_given(
     slurm: Cluster, blocks: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (tracker, watch):
         monkeypatch.setattr(module, 'RESERVATIONS_EVERY_S', 1e6)
+    ask = Slurm.reservations
+    # Longer than a look waits for an answer: the queue is known, and what is set aside is not.
+    monkeypatch.setattr(Slurm, 'reservations', lambda self: (time.sleep(2.5), ask(self))[1])
     mine = blocks(waiting_poll_s=1e5)
     job = running(slurm, mine, 4)
     slurm.wait(lambda: mine.site.needed() == ((), ()) and mine.site.holes() == ())
