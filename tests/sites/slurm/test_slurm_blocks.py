@@ -18,6 +18,7 @@ from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.node_demand import NodeDemand
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.sites.batch import tracker, watch
+from parsl_freetrain.sites.batch.records import NodeReservation
 from parsl_freetrain.sites.protocols import HoleGone
 from parsl_freetrain.sites.slurm.scheduler import Slurm
 from tests.sites.batch_blocks import Blocks
@@ -166,8 +167,12 @@ def test_what_is_set_aside_with_the_first_job_that_waits_is_known_before_nodes_a
     for module in (tracker, watch):
         monkeypatch.setattr(module, 'RESERVATIONS_EVERY_S', 1e6)
     ask = Slurm.reservations
-    # Longer than a look waits for an answer: the queue is known, and what is set aside is not.
-    monkeypatch.setattr(Slurm, 'reservations', lambda self: (time.sleep(2.5), ask(self))[1])
+
+    def slow(self: Slurm) -> tuple[NodeReservation, ...]:
+        time.sleep(2.5)  # longer than a look waits: the queue is known, and what is set aside not
+        return ask(self)
+
+    monkeypatch.setattr(Slurm, 'reservations', slow)
     mine = blocks(waiting_poll_s=1e5)
     job = running(slurm, mine, 4)
     slurm.wait(lambda: mine.site.needed() == ((), ()) and mine.site.holes() == ())
