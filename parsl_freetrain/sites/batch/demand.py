@@ -105,7 +105,7 @@ def needs(
     in_order = True
     each = (job for job in waiting for _ in range(min(job.tasks, MOST_JOBS)))
     for job in islice(each, MOST_JOBS):
-        eligible, named, length_s = table.eligible(job), table.set_of(job.only), _length_s(job)
+        eligible = table.eligible(job)
         begin, free = table.first_time(job, eligible)
         if in_order and begin > now:
             if table.kept_out(job, eligible):
@@ -118,21 +118,8 @@ def needs(
         if begin > now:
             table.plan(job)
             continue
-        others, among = free & ~table.ours, table.free_of_ours(eligible, length_s)
-        got = first_of(named, others, free & table.spare, free, count=job.nodes)
-        # Which of ours it gets, beside those that it names, is decided elsewhere: any of them stand
-        # for these here.
-        own = got & table.ours
-        hides = table.hides(got) & ~own
-        table.reserve(got & ~own, now, now + length_s, own)
         served.append(job.job_id)
-        for lacking, of in ((own & named, named), (own & ~named, ~named)):
-            if lacking:
-                names = frozenset(table.names(among & of))
-                spare = frozenset(table.names(among & of & table.spare))
-                demands.append(NodeDemand(job.job_id, lacking.bit_count(), names, spare))
-        if hides:
-            demands.append(NodeDemand(job.job_id, hides.bit_count(), frozenset(table.names(hides))))
+        demands += table.serve(job, eligible, free)
     return Needs(tuple(demands), frozenset(served))
 
 
@@ -173,13 +160,13 @@ class _Table:
         self._now = now
         over = {name for r in reservations if r.end_s <= now + SOON_S for name in r.nodes}
         self._bits: dict[str, int] = {}
-        self.ours = 0
+        self._ours = 0
         self._blocks: list[tuple[float, int]] = []
         # Nodes that a plan without our blocks leaves to others, and those of ours that it takes.
         self._moved: list[tuple[int, int]] = []
         until: dict[str, float] = {}
         self._up = [
-            (group, self.set_of(group.names))
+            (group, self._set_of(group.names))
             for group in (_without(over, each) for each in nodes)
             if not group.marks.strip(HARMLESS_MARKS)
             and not any(word in group.state for word in _BROKEN)
@@ -195,9 +182,9 @@ class _Table:
                 if job.state is JobState.ENDING:
                     end_s = now if now - min(end_s, now) < ENDING_S else math.inf
                 elif job.job_id in ours:
-                    members = self.set_of(job.names) & up
+                    members = self._set_of(job.names) & up
                     self._blocks.append((end_s, members))
-                    self.ours |= members
+                    self._ours |= members
                     end_s = now
                 else:
                     end_s = max(end_s, now + 1.0)  # it is late, and holds them still
@@ -205,18 +192,18 @@ class _Table:
                     until[name] = max(end_s, until.get(name, now))
         ends: dict[float, int] = {now: 0}
         for name, end in until.items():
-            ends[end] = ends.get(end, 0) | self.set_of((name,))
+            ends[end] = ends.get(end, 0) | self._set_of((name,))
         self._ends = sorted((end, members) for end, members in ends.items() if end < math.inf)
         self._taken = [
-            (r.start_s, r.end_s, self.set_of(r.nodes))
+            (r.start_s, r.end_s, self._set_of(r.nodes))
             for r in reservations
             if r.end_s > now + SOON_S
         ]
         self._set_aside = list(self._taken)
         # Nodes that a reservation or a planned job takes later: fewer jobs can use them meanwhile.
-        self.spare = 0
+        self._spare = 0
         for begin, _, members in self._taken:
-            self.spare |= members if begin > now else 0
+            self._spare |= members if begin > now else 0
         # Nodes of ours that stand for those that jobs before got.
         self._given: list[tuple[float, float, int]] = []
 
@@ -227,13 +214,13 @@ class _Table:
         for group, names in self._up:
             if group.partition in partitions and group.have(job.features, job.gpus):
                 members |= names
-        return members & ~self.set_of(job.excluded)
+        return members & ~self._set_of(job.excluded)
 
     def first_time(self, job: BatchJob, eligible: int) -> tuple[float, int]:
         """When enough of these nodes are first free for a job, those that it names among them, and
         all that are free then; infinite: never.
         """
-        named, length_s = self.set_of(job.only), _length_s(job)
+        named, length_s = self._set_of(job.only), _length_s(job)
         times = sorted(
             {end for end, _ in self._ends}
             | {end for _, end, _ in self._taken if self._now < end < math.inf}
@@ -251,15 +238,33 @@ class _Table:
         begin, free = self.first_time(job, self.eligible(job))
         if begin == math.inf:
             return
-        named, told = self.set_of(job.only), self.set_of(job.planned) & free
-        got = first_of(named, *self._least_useful_first(free, told), count=job.nodes)
+        named, told = self._set_of(job.only), self._set_of(job.planned) & free
+        got = _first_of(named, *self._least_useful_first(free, told), count=job.nodes)
         freed = got & self._ours_after(begin)
         if freed:
             self._moved.append((told & ~got, freed))
         else:
-            got = first_of(named, told, free, count=job.nodes)
-        self.reserve(got, begin, begin + _length_s(job))
-        self.spare |= got
+            got = _first_of(named, told, free, count=job.nodes)
+        self._reserve(got, begin, begin + _length_s(job))
+        self._spare |= got
+
+    def serve(self, job: BatchJob, eligible: int, free: int) -> Iterator[NodeDemand]:
+        """The job starts now on some of the nodes that are free for it; what it lacks for that."""
+        named, length_s = self._set_of(job.only), _length_s(job)
+        others, among = free & ~self._ours, self._free_of_ours(eligible, length_s)
+        got = _first_of(named, others, free & self._spare, free, count=job.nodes)
+        # Which of ours it gets, beside those that it names, is decided elsewhere: any of them stand
+        # for these here.
+        own = got & self._ours
+        hides = self._hides(got) & ~own
+        self._reserve(got & ~own, self._now, self._now + length_s, own)
+        for lacking, of in ((own & named, named), (own & ~named, ~named)):
+            if lacking:
+                names = frozenset(self._names(among & of))
+                spare = frozenset(self._names(among & of & self._spare))
+                yield NodeDemand(job.job_id, lacking.bit_count(), names, spare)
+        if hides:
+            yield NodeDemand(job.job_id, hides.bit_count(), frozenset(self._names(hides)))
 
     def _ours_after(self, time: float) -> int:
         """Nodes of ours that the scheduler does not count as free then."""
@@ -275,7 +280,7 @@ class _Table:
         for members in (free & ~now, *(free & each for _, _, each in taken), free):
             yield from (members & told, members)
 
-    def hides(self, got: int) -> int:
+    def _hides(self, got: int) -> int:
         """Nodes of ours that keep the scheduler from giving these nodes to a job: because of them
         it has planned another job there. Each is told once.
         """
@@ -292,9 +297,9 @@ class _Table:
                 eligible &= ~members
         return eligible.bit_count() < job.nodes
 
-    def free_of_ours(self, eligible: int, length_s: float) -> int:
+    def _free_of_ours(self, eligible: int, length_s: float) -> int:
         """Nodes of ours that a job can have now, those included that jobs before got."""
-        return self._free(eligible, self._now, length_s, self._taken) & self.ours
+        return self._free(eligible, self._now, length_s, self._taken) & self._ours
 
     def _free(
         self, eligible: int, time: float, length_s: float, taken: list[tuple[float, float, int]]
@@ -308,16 +313,16 @@ class _Table:
                 free &= ~members
         return free & eligible
 
-    def reserve(self, members: int, begin: float, end: float, own: int = 0) -> None:
+    def _reserve(self, members: int, begin: float, end: float, own: int = 0) -> None:
         """These nodes, and these of ours, are somebody's from then to then."""
         self._taken.append((begin, end, members))
         self._given.append((begin, end, own))
 
-    def names(self, members: int) -> list[str]:
+    def _names(self, members: int) -> list[str]:
         """Of a set."""
         return [name for name, bit in self._bits.items() if members >> bit & 1]
 
-    def set_of(self, names: Iterable[str]) -> int:
+    def _set_of(self, names: Iterable[str]) -> int:
         """Nodes by their names."""
         members = 0
         for name in names:
@@ -337,7 +342,7 @@ def _without(over: Set[str], group: Nodes) -> Nodes:
     return replace(group, state=state, marks=group.marks.replace('$', ''))
 
 
-def first_of(*sets: int, count: int) -> int:
+def _first_of(*sets: int, count: int) -> int:
     """The first nodes of the first set, then of the next, up to ``count``."""
     chosen = 0
     for members in sets:
