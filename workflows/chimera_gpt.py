@@ -175,7 +175,7 @@ def written(model: Pipeline, letters: str, length: int, prompt: str, count: int)
 
 def run(out: Path, options: argparse.Namespace) -> None:
     """Train, test on held-out text, generate text, draw the charts."""
-    length, width, batch_size, steps = (32, 32, 16, 80) if options.small else (64, 96, 32, 500)
+    length, width, batch_size, steps = (32, 32, 16, 200) if options.small else (64, 96, 32, 500)
     text, held, letters = corpus()
     settings = {
         'folder': str(out),

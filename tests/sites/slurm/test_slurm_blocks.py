@@ -40,7 +40,7 @@ def test_a_block_fits_between_the_jobs_of_others(slurm: Cluster, blocks: Make) -
     short = slurm.submit('--nodes=4', '--time=2')
     slurm.wait(lambda: slurm.run('squeue', '-h', '-j', short, '-o', '%r').strip() == 'Priority')
     mine = blocks(margin_s=5.0, ending_s=3.0)
-    [hole] = mine.site.holes()
+    [hole] = mine.holes()
     assert hole.nodes == 3
     assert hole.longest_s == 120, 'no longer than a job that could pass the wide one'
     assert hole.until_s is not None
