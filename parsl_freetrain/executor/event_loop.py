@@ -96,6 +96,7 @@ class EventLoop:
         self._stopping = False
         self._next_poll = self._next_offers = self._next_look = 0.0
         self._asked = False  # the scheduler, which has not answered yet
+        self._asked_at = 0.0
         self._polled_early_at = 0.0  # since a node has disconnected
         self._begun_at = clock()
         self._ended = ''
@@ -149,11 +150,12 @@ class EventLoop:
         if now >= self._next_poll:
             self._asked = not self._asked and self._ask()
             if self._asked:
-                self._next_poll = now + ANSWER_S
+                self._next_poll, self._asked_at = now + ANSWER_S, now
             else:
                 self._guarded(self._poll, now)
                 # Do not ask again at once after a slow answer.
-                self._next_poll = self._clock() + self._site.poll_s
+                poll_s, answered_at = self._site.poll_s, self._clock()
+                self._next_poll = max(self._asked_at + poll_s, answered_at + poll_s / 2)
         self._next_look = min(self._next_look, now + self._fragments.look_within_s())
         if now >= self._next_look:
             self._next_look = now + LOOK_S

@@ -34,7 +34,7 @@ QUICK: dict[str, Any] = {
     'ending_s': 3.0,
 }
 # Trainers have one node each, and so have blocks: no other node is lost when one is given back.
-_OFTEN = {**QUICK, 'poll_s': 0.5, 'waiting_poll_s': 0.25, 'margin_s': 3.0, 'most_nodes': 1}
+_OFTEN = {**QUICK, 'poll_s': 0.25, 'waiting_poll_s': 0.25, 'margin_s': 3.0, 'most_nodes': 1}
 MODES: dict[str, dict[str, Any]] = {
     'backfill': {**_OFTEN, 'partition': 'batch'},
     'preemptible': {**_OFTEN, 'partition': 'scavenger', 'mode': 'preemptible'},
