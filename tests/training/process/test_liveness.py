@@ -161,9 +161,9 @@ with ranks(parent, order(folder, total_samples=10_000_000, hang_s=2.0), 1, folde
 
 def test_a_long_step_is_no_hang(fork_server: ForkClient, tmp_path: Path) -> None:
     """All ranks wait for one that computes for longer than anything may hang."""
-    slow = with_faults(train, slow_rank(0, 5.0, step=4))
+    slow = with_faults(train, slow_rank(0, 9.0, step=4))
     with ranks(
-        fork_server, order(tmp_path, total_samples=50, hang_s=2.0), 2, tmp_path, slow
+        fork_server, order(tmp_path, total_samples=50, hang_s=6.0), 2, tmp_path, slow
     ) as gang:
         assert [outcome.how for outcome in gang.run()] == ['finished'] * 2
 
