@@ -148,9 +148,11 @@ class EventLoop:
         for node, why in self._fragments.faulty().items():
             self._guarded(self._blocks.avoid, node, why, now)
         if now >= self._next_poll:
+            if not self._asked:
+                self._asked_at = now
             self._asked = not self._asked and self._ask()
             if self._asked:
-                self._next_poll, self._asked_at = now + ANSWER_S, now
+                self._next_poll = now + ANSWER_S
             else:
                 self._guarded(self._poll, now)
                 # Do not ask again at once after a slow answer.
