@@ -7,7 +7,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Optional
@@ -18,7 +18,6 @@ from parsl.dataflow.memoization import id_for_memo
 
 from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
 from parsl_freetrain.core.model.settings import checked_arguments, refuse_unknown
-from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.executor.fragment.node_agent import fragment_task
@@ -37,6 +36,7 @@ from parsl_freetrain.training.spec.training import (
     Ranks,
     Samples,
     Scaling,
+    Sizes,
     TrainingSpec,
 )
 
@@ -194,7 +194,9 @@ class FreeTrainApp:
                 f'{type(error).__name__}: {error}.'
             ) from error
         if dfk.monitoring is not None:
-            executor.mirror.start(dfk.monitoring.logging_endpoint, executor.ledger_path, dfk.run_id)
+            executor.monitoring_export.start(
+                dfk.monitoring.logging_endpoint, executor.ledger_path, dfk.run_id
+            )
         fragment = python_app(
             fragment_task, data_flow_kernel=dfk, executors=[executor.label], cache=False
         )
@@ -295,8 +297,7 @@ def freetrain_app(
     *,
     min_nodes: Optional[int] = None,
     max_nodes: Optional[int] = None,
-    sizes: Optional[Sequence[int] | Mapping[int, Shape | Sequence[Shape]]] = None,
-    shapes: Optional[str] = None,
+    sizes: Optional[Sizes] = None,
     total_epochs: Optional[float] = None,
     total_samples: Optional[int] = None,
     goal: Optional[Epochs | Samples] = None,
@@ -322,11 +323,11 @@ def freetrain_app(
         the ranks share the work: ``{2: Shape(data=2), 4: Shape(data=2, spatial=(2, 1, 1))}``, where
         data, spatial and pipeline parts multiply to the number of ranks. The function finds its
         shape in ``ctx.shape`` and ``ctx.mesh``. Of several shapes, ``{4: (Shape(shard=4),
-        Shape(data=2, shard=2))}``, each is tried for some steps, and the fastest is kept. Default:
-        all counts from ``min_nodes`` to ``max_nodes``.
-    shapes
-        ``'auto'``: for each node count, all ways to divide its ranks into ``data`` and ``shard``
-        are tried. For models that the function gives to ``ctx.shard``.
+        Shape(data=2, shard=2))}``, each is tried for some steps, and the fastest is kept. In place
+        of shapes, ``'auto'`` means all ways to divide the ranks into ``data`` and ``shard``, for
+        models that the function gives to ``ctx.shard``: ``{2: 'auto', 4: 'auto'}``. Default: all
+        counts from ``min_nodes`` to ``max_nodes``; ``sizes='auto'``: the same, and ``'auto'`` for
+        each.
     total_epochs, total_samples
         Total amount of training; short for ``goal=Epochs(...)`` and ``goal=Samples(...)``.
     goal
@@ -365,7 +366,6 @@ def freetrain_app(
                 min_nodes=min_nodes,
                 max_nodes=max_nodes,
                 sizes=sizes,
-                shapes=shapes,
                 total_epochs=total_epochs,
                 total_samples=total_samples,
                 goal=goal,

@@ -124,8 +124,8 @@ MIXED = Scaling(class_rates={'fast': {1: 2.0}, 'slow': {1: 1.0}}, mixed=True)
         ({'sizes': {0: Shape()}}, 'sizes is {0: '),
         (
             {'sizes': {2: 'shard=2'}},
-            "sizes is {2: 'shard=2'}; it must be a list (each a whole number) or a dict (from a "
-            'whole number to a Shape or a list (each a Shape)) or None.',
+            "sizes is {2: 'shard=2'}; it must be 'auto' or a list (each a whole number) or a dict "
+            "(from a whole number to 'auto' or a Shape or a list (each a Shape)) or None.",
         ),
         ({'sizes': {2: ()}}, '2 nodes have an empty list of shapes'),
         ({'sizes': {2: (Shape(data=2), Shape(data=2))}}, '2 nodes have the same shape twice'),
@@ -137,11 +137,9 @@ MIXED = Scaling(class_rates={'fast': {1: 2.0}, 'slow': {1: 1.0}}, mixed=True)
             {'sizes': {1: Shape(), 2: Shape(tensor=2)}},
             'which give different bits, and which of them are used depends on nodes and speed',
         ),
-        ({'sizes': (1, 2), 'shapes': 'all'}, "shapes is 'all'; say shapes='auto' with node counts"),
-        (
-            {'sizes': {2: Shape(data=2)}, 'shapes': 'auto'},
-            "say shapes='auto' with node counts only",
-        ),
+        ({'sizes': 'all'}, "sizes is 'all'; it must be 'auto' or "),
+        ({'sizes': {1: 'all'}}, "sizes is {1: 'all'}; it must be 'auto' or "),
+        ({'sizes': {0: 'auto'}}, "sizes is {0: 'auto'}; it must have node counts, each at least 1"),
         (
             {'sizes': {2: Shape(data=3)}},
             'the shape of 2 nodes is data 3 x spatial 1x1x1 x pipeline 1, which takes 3 '
@@ -225,7 +223,10 @@ policy: Any = Policy  # to give it what type checkers refuse
         ({'policy': lambda: Policy(min_rescale_s=-1.0)}, ('min_rescale_s is -1.0',)),
         ({'policy': lambda: Policy(keep_free=-1)}, ('keep_free is -1',)),
         ({'policy': lambda: Policy(max_nodes=0)}, ('max_nodes is 0',)),
-        ({'policy': lambda: Policy(caps={'anna': 1})}, ("The cap 'anna' is about nobody",)),
+        (
+            {'policy': lambda: Policy(caps={'anna': 1})},
+            ("The cap 'anna' names no user, group or trainer",),
+        ),
         ({'policy': lambda: Policy(solver_time_limit_s=0.0)}, ('solver_time_limit_s is 0.0',)),
         ({'policy': lambda: policy(horizon_s='20')}, ("horizon_s is '20'", 'must be a number')),
         ({'policy': lambda: policy(horizn_s=20)}, ("no argument 'horizn_s'; say horizon_s",)),
@@ -289,7 +290,7 @@ def test_all_shapes_that_divide_the_ranks_and_that_the_mode_supports() -> None:
     """In reproducible mode 'shard' is a power of two, and data x shard divides the shards."""
     two_each = Ranks(per_node=2)
     throughput = freetrain_app(
-        sizes=(1, 3), shapes='auto', mode=Throughput(), ranks=two_each, total_epochs=1
+        sizes={1: 'auto', 3: 'auto'}, mode=Throughput(), ranks=two_each, total_epochs=1
     )(fit).spec
     assert throughput.shapes == {
         1: (Shape(shard=2), Shape(data=2)),
@@ -299,7 +300,7 @@ def test_all_shapes_that_divide_the_ranks_and_that_the_mode_supports() -> None:
         1,
         ('data 1 x shard 2', 'data 2 x spatial 1x1x1 x pipeline 1'),
     )
-    reproducible = freetrain_app(max_nodes=4, shapes='auto', total_epochs=1)(fit).spec
+    reproducible = freetrain_app(max_nodes=4, sizes='auto', total_epochs=1)(fit).spec
     assert reproducible.shapes == {
         1: (Shape(),),
         2: (Shape(shard=2), Shape(data=2)),

@@ -37,5 +37,5 @@ def test_a_smaller_search(
         float(found[2][3]) < float(found[1][3]) < float(found[0][3])
     )  # each round goes on where the one before stopped
     with Reader(run_dir / 'checkpoints' / 'ledger.sqlite') as reader:
-        trainers = reader.story().trainers
+        trainers = reader.history().trainers
     assert len(trainers) == 7 and {t.state for t in trainers} == {'finished'}

@@ -41,7 +41,7 @@ def test_all_names_are_there() -> None:
         _ = parsl_freetrain.freetrain_ap
 
 
-@pytest.mark.parametrize('called', [FreeTrainExecutor.__init__])
+@pytest.mark.parametrize('called', [FreeTrainExecutor.__init__, parsl_freetrain.freetrain_app])
 def test_few_parameters_at_the_top(called: Any) -> None:
     assert len([p for p in inspect.signature(called).parameters if p != 'self']) <= 12
 

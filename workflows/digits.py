@@ -142,7 +142,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         '--step-s',
         type=float,
         default=0.0,
-        help='make each step in the holes so many seconds longer (default: 0)',
+        help='seconds added to each step in the holes (default: 0)',
     )
     parser.add_argument(
         '--resume',

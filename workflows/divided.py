@@ -152,7 +152,7 @@ def train(
         told = summary(ledger)['trainers']
         nodes = [
             len(fragment.nodes)
-            for fragment in ledger.story().fragments
+            for fragment in ledger.history().fragments
             if fragment.trainer == DIVIDED
         ]
     told[DIVIDED]['shapes'] = [str(shapes[count]) for count in nodes]

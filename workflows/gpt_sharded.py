@@ -203,7 +203,7 @@ def train(out: Path, options: argparse.Namespace) -> tuple[dict[str, Checkpoint]
         found = {SHARDED: result(sharded, site, ADVICE)}
         found[ALONE] = result(submitted(ALONE, 1), site, ADVICE)
     with Reader(executor.ledger_path) as ledger:
-        fragments = [f for f in ledger.story().fragments if f.trainer == SHARDED]
+        fragments = [f for f in ledger.history().fragments if f.trainer == SHARDED]
     summary = {
         'weights_equal': same_weights(found[SHARDED], found[ALONE]),
         'shapes': [str(shapes[len(fragment.nodes)]) for fragment in fragments],

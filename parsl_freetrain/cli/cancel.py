@@ -18,7 +18,7 @@ def cancel(
     every: Annotated[bool, typer.Option('--all', help='All trainers that are not over.')] = False,
     ledger: LedgerOption = None,
     timeout: Annotated[
-        float, typer.Option(metavar='S', help='How long to wait for the run to answer.')
+        float, typer.Option(metavar='S', help="Maximum seconds to wait for the run's answer.")
     ] = 30.0,
     as_json: JsonOption = False,
 ) -> None:
@@ -42,8 +42,10 @@ def cancel(
             check_live(reader, 'to cancel')
 
         def states() -> dict[str, str]:
-            story = reader.story()
-            return {row.name: row.state for row in story.trainers if row.run == story.runs[-1].id}
+            history = reader.history()
+            return {
+                row.name: row.state for row in history.trainers if row.run == history.runs[-1].id
+            }
 
         check()
         if trainer is not None:

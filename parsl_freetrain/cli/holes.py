@@ -24,7 +24,7 @@ def holes(
         bool, typer.Option('--json', help='One JSON document on standard output.')
     ] = False,
 ) -> None:
-    """Show the holes that can be had now; nothing is submitted."""
+    """Show the holes available now. Nothing is submitted."""
     # Imported here, so that --help needs no Parsl.
     from rich.console import Console
 

@@ -85,9 +85,9 @@ def logs(
 
 
 def _folder(reader: Any, ledger: Path, trainer: str) -> Path:
-    story = reader.story()
-    trainer_named(dict.fromkeys(row.name for row in reversed(story.trainers)), trainer)
-    kept = reader.about(story.runs[-1]).get('checkpoint_dir')
+    history = reader.history()
+    trainer_named(dict.fromkeys(row.name for row in reversed(history.trainers)), trainer)
+    kept = reader.about(history.runs[-1]).get('checkpoint_dir')
     places = [
         Path(place) / trainer / 'logs' for place in ([kept] if kept else []) + [ledger.parent]
     ]
@@ -124,10 +124,10 @@ def _over(reader: Any, trainer: str) -> bool:
     from parsl_freetrain.cli.live.liveness import life_of
     from parsl_freetrain.ledger.rows import FINAL_STATES
 
-    story = reader.story()
-    run = story.runs[-1]
-    state = next((row.state for row in reversed(story.trainers) if row.name == trainer), '')
-    return state in FINAL_STATES or life_of(story, run, reader.about(run), time.time()).state in (
+    history = reader.history()
+    run = history.runs[-1]
+    state = next((row.state for row in reversed(history.trainers) if row.name == trainer), '')
+    return state in FINAL_STATES or life_of(history, run, reader.about(run), time.time()).state in (
         'ended',
         'died',
     )

@@ -26,7 +26,7 @@ VERBS = {
     'cancel': 'End a trainer of a live run, with a checkpoint, for good.',
     'doctor': 'Measure what trainings need, here and on the nodes; write it into one file.',
     'globus-init': 'Write the files of a Globus Compute endpoint that trains in holes.',
-    'holes': 'Show the holes that are there now; nothing is submitted.',
+    'holes': 'Show the holes available now. Nothing is submitted.',
     'logs': 'Show what the ranks of a trainer have printed.',
     'plan': 'Show every block that would be submitted, and its batch script; nothing is sent.',
     'preempt': 'Rehearse a preemption: take the nodes of a running trainer from it.',

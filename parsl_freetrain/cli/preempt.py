@@ -19,7 +19,7 @@ def preempt(
     ] = 0.0,
     ledger: LedgerOption = None,
     timeout: Annotated[
-        float, typer.Option(metavar='S', help='How long to wait for the run to answer.')
+        float, typer.Option(metavar='S', help="Maximum seconds to wait for the run's answer.")
     ] = 30.0,
     as_json: JsonOption = False,
 ) -> None:

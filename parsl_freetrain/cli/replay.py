@@ -38,7 +38,8 @@ OF_A_LEDGER = ('ledger', 'run', 'solver', 'horizon', 'objective', 'time_limit', 
 def replay(
     ctx: typer.Context,
     trainers: Annotated[
-        Path | None, typer.Option(metavar='FILE', help='Who trains: a JSON list, plain or gzipped.')
+        Path | None,
+        typer.Option(metavar='FILE', help='The trainers: a JSON list, plain or gzipped.'),
     ] = None,
     ledger: Annotated[
         Path | None,
@@ -83,7 +84,8 @@ def replay(
     horizon: Annotated[
         float | None,
         typer.Option(
-            metavar='S', help="How far a decision looks ahead; 120, or with --ledger the run's."
+            metavar='S',
+            help='Seconds that a decision looks ahead. Default: 120; with --ledger, as in the run.',
         ),
     ] = None,
     solver: Annotated[
@@ -98,8 +100,8 @@ def replay(
         float | None,
         typer.Option(
             metavar='S',
-            help='Seconds for one solve; then the best found is taken; 10, or with --ledger the '
-            "run's.",
+            help='Maximum seconds for one solve; then the best allocation found is used. Default: '
+            '10; with --ledger, as in the run.',
         ),
     ] = None,
     objective: Annotated[
@@ -127,7 +129,10 @@ def replay(
         ),
     ] = False,
     min_hole: Annotated[
-        float, typer.Option(metavar='S', help='Nodes that are known to go sooner are left alone.')
+        float,
+        typer.Option(
+            metavar='S', help='Do not use nodes that are known to leave sooner than this.'
+        ),
     ] = 5.0,
     min_rescale: Annotated[
         float, typer.Option(metavar='S', help='Minimum seconds between two rescales of a trainer.')
@@ -152,15 +157,20 @@ def replay(
         ),
     ] = 'stated',
     noise: Annotated[
-        float | None, typer.Option(metavar='SIGMA', help='Noise of a measured speed, relative; 0.')
+        float | None,
+        typer.Option(metavar='SIGMA', help='Relative noise of measured speeds. Default: 0.'),
     ] = None,
     measure_s: Annotated[
         float | None,
         typer.Option(
-            metavar='S', help='Seconds until a fragment measures its speed, and then doubling; 10.'
+            metavar='S',
+            help="Seconds until the first measurement of a fragment's speed; doubled for each "
+            'later one. Default: 10.',
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(metavar='N', help='Of the noise; 0.')] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar='N', help='Seed of the noise. Default: 0.')
+    ] = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
@@ -170,10 +180,11 @@ def replay(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar='FILE', help='Write what was found as a table, .csv or .parquet.'),
+        typer.Option(metavar='FILE', help='Write the results as a table (.csv or .parquet).'),
     ] = None,
     pictures: Annotated[
-        Path | None, typer.Option(metavar='FOLDER', help='Draw what was found.')
+        Path | None,
+        typer.Option(metavar='FOLDER', help='Write charts of the results to this folder.'),
     ] = None,
     jobs: Annotated[
         int, typer.Option(metavar='N', help='Processes for a sweep; -1: one for each core.')
@@ -234,7 +245,7 @@ def _recorded(given: dict[str, Any], ledger: Path, run: str | None, as_json: boo
                 '--time-limit and --json.'
             )
     with Reader(ledger_at(ledger)) as reader:
-        runs = reader.story().runs
+        runs = reader.history().runs
         newest = run_named([r.name for r in runs], run)
         if not runs:
             raise BadInput(f'The ledger {reader.path} has no run yet.')

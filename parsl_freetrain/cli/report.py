@@ -49,11 +49,11 @@ def report(
 
     view = MetricView(axis, smooth)
     with Reader(ledger_at(ledger)) as reader:
-        story = reader.story()
-        last = story.runs[-1] if story.runs else None
-        if last and life_of(story, last, reader.about(last), time.time()).state == 'died':
+        history = reader.history()
+        last = history.runs[-1] if history.runs else None
+        if last and life_of(history, last, reader.about(last), time.time()).state == 'died':
             reader.newest_run_died()
-        named = None if run == 'all' else run_named([r.name for r in story.runs], run)
+        named = None if run == 'all' else run_named([r.name for r in history.runs], run)
         found = figures(reader, named, time.time(), DpAllocator())
     _write(out, report_page(found, view))
     if as_json:

@@ -93,7 +93,7 @@ def _close(ledger: Any, as_json: bool) -> None:
     from parsl_freetrain.ledger.summary import summary
 
     with Reader(ledger) as reader:
-        runs = reader.story().runs
+        runs = reader.history().runs
         if not runs:
             return
         found = summary(reader, run=runs[-1].name)

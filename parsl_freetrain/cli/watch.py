@@ -106,7 +106,7 @@ def _awaited(given: Path | None) -> Path:
         else:
             if path.stat().st_size:
                 with Reader(path) as reader:
-                    if reader.story().runs:
+                    if reader.history().runs:
                         return path
             why = f'The ledger {path} has no run yet.'
         if why != said:

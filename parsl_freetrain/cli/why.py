@@ -70,25 +70,25 @@ def explanation(
     from parsl_freetrain.report.reasons import decision_about, running_fragment, waits_for
     from parsl_freetrain.report.shapes import USED, shape_of, shapes_tried
 
-    story = reader.story()
-    name = run_named([r.name for r in story.runs], run)
-    if not story.runs:
+    history = reader.history()
+    name = run_named([r.name for r in history.runs], run)
+    if not history.runs:
         raise BadInput(f'The ledger {reader.path} has no run yet.')
-    chosen = next((r for r in story.runs if r.name == name), story.runs[-1])
-    rows = {t.name: t for t in story.trainers if t.run == chosen.id}
+    chosen = next((r for r in history.runs if r.name == name), history.runs[-1])
+    rows = {t.name: t for t in history.trainers if t.run == chosen.id}
     row = rows[trainer_named(rows, trainer)]
-    life = life_of(story, chosen, reader.about(chosen), now)
+    life = life_of(history, chosen, reader.about(chosen), now)
     decisions = reader.recent_decisions(chosen, LOOK_BACK)
     refusals = reader.recent_events(chosen, ['BlockRefused'], 1)
     needs = reader.recent_events(chosen, ['NodesNeeded'], 1)
     going = life.state in ('running', 'silent')
-    running = running_fragment(story, row) if going else None
+    running = running_fragment(history, row) if going else None
     mine = [d for d in decisions if trainer in d['allocation']][:last]
     progress = reader.progress(chosen.name, trainer)
     became = {
         o.decision: o
         for o in outcomes(
-            reader.story(chosen.name),
+            reader.history(chosen.name),
             progress,
             reader.events(chosen.name, MEASURED, trainer),
             decisions[::-1],
@@ -101,7 +101,7 @@ def explanation(
     timed = reader.events(chosen.name, ['FragmentTimed'], trainer)
     mine_on = {
         f.fragment: len(f.nodes)
-        for f in story.fragments
+        for f in history.fragments
         if f.run == chosen.id and f.trainer == trainer
     }
     over = not going and row.state not in FINAL_STATES
@@ -117,7 +117,7 @@ def explanation(
         'fragment': None if running is None else running.fragment,
         'nodes': 0 if running is None else len(running.nodes),
         'shape': None if running is None else shape_of(used, running),
-        'shapes': [asdict(one) for one in shapes_tried(story, used, progress, timed)],
+        'shapes': [asdict(one) for one in shapes_tried(history, used, progress, timed)],
         'memory': _memory(timed, mine_on),
         'short_of_memory_on': sorted(
             {
@@ -127,15 +127,15 @@ def explanation(
             }
         ),
         'since_s': now - (row.state_at if running is None else running.decided_at),
-        'waits_for': waits_for(story, chosen, row, decisions, refusals, now, needs)
+        'waits_for': waits_for(history, chosen, row, decisions, refusals, now, needs)
         if going
         else None,
-        'speed': _speed(row.spec, progress, story, running),
+        'speed': _speed(row.spec, progress, history, running),
         'pauses': _pauses(reader.recent_events(chosen, ['Rescaled'], LOOK_BACK), trainer),
         'last_failure': next(
             (
                 f.error
-                for f in reversed(story.fragments)
+                for f in reversed(history.fragments)
                 if f.trainer == trainer and f.run == chosen.id and f.error
             ),
             '',
@@ -160,7 +160,7 @@ def _memory(events: list[dict[str, Any]], nodes: Mapping[int, int]) -> dict[str,
 def _speed(
     spec: Mapping[str, Any],
     reports: Iterable[ProgressRow],
-    story: RunHistory,
+    history: RunHistory,
     running: FragmentRow | None,
 ) -> dict[str, Any]:
     """What is known of a trainer's speed in samples per second: whether its curve was stated, and
@@ -169,7 +169,7 @@ def _speed(
     """
     from parsl_freetrain.report.speed import Speed, places_of
 
-    speed, places = Speed(spec), places_of(story)
+    speed, places = Speed(spec), places_of(history)
     for report in reports:
         key = report.run, report.trainer, report.fragment
         speed.observe(places.get(key, (0, '')), report.rate)
@@ -184,7 +184,7 @@ def _speed(
         'stated': speed.stated is not None or 'classes' in spec,
         'classes': classes,
         'on': '' if running is None else places[running.key][1],
-        'not_tried': sorted({b.node_class for b in story.blocks} - {'', *speed.measured}),
+        'not_tried': sorted({b.node_class for b in history.blocks} - {'', *speed.measured}),
     }
 
 

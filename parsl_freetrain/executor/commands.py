@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
+from parsl_freetrain.executor.fragment.node_agent import Greeting
 from parsl_freetrain.executor.trainer.record import TrainerRecord
 
 
@@ -53,12 +54,12 @@ class GreetingReturned:
 
     block: str
     manager: str
-    done: Future[Any]
+    done: Future[Greeting]
 
 
 @dataclass(frozen=True)
 class SchedulerAnswered:
-    """What the next look at the blocks needs is known."""
+    """The scheduler has answered; the blocks can be polled."""
 
 
 @dataclass(frozen=True)

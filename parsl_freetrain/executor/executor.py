@@ -39,7 +39,7 @@ from parsl_freetrain.executor.fragment.orders import ControlEndpoint
 from parsl_freetrain.executor.fragment.runner import FRAGMENT, FragmentRunner
 from parsl_freetrain.executor.ledger_writer import LedgerWriter, about_this_process
 from parsl_freetrain.executor.metric_export import MetricExport
-from parsl_freetrain.executor.monitoring_export import Mirror
+from parsl_freetrain.executor.monitoring_export import MonitoringExport
 from parsl_freetrain.executor.notices import Stream
 from parsl_freetrain.executor.progress_line import ProgressLine
 from parsl_freetrain.executor.request_handler import RequestHandler
@@ -156,7 +156,7 @@ class FreeTrainExecutor(BlockExecutor):
         self._loop: EventLoop | None = None
         self._template: ForkClient | None = None
         self._lock: RunLock | None = None
-        self.names, self.mirror = TrainerNames(), Mirror()
+        self.names, self.monitoring_export = TrainerNames(), MonitoringExport()
         self._metrics = MetricExport(recording.loggers)
 
     @property
@@ -358,7 +358,7 @@ class FreeTrainExecutor(BlockExecutor):
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.stop(timeout)
-        self.mirror.stop()
+        self.monitoring_export.stop()
         self._metrics.stop()
         close_allocator(self.allocator)
         self._wait_for_blocks(timeout / 2)

@@ -1,5 +1,5 @@
-"""Parsl's interchange with tasks pinned to managers. This is the only module that relies on Parsl's
-private API.
+"""Parsl's interchange with tasks pinned to managers. It relies on Parsl's private API, as
+``block/executor.py`` and ``block/manager.py`` do, and no other module.
 
 A task whose resource specification has ``freetrain_manager`` is sent to that manager or fails with
 ``ManagerLost``. Every manager keeps one worker free for such tasks. A manager that is put on hold

@@ -27,7 +27,7 @@ LAST_S = 60.0
 class MetricExport:
     """Passes on what is known to be kept
     (:class:`~parsl_freetrain.ledger.kept_metrics.KeptMetrics`), so no logger sees what a later
-    fragment repeats. How far it is, is noted in a file beside the ledger, for the next run of the
+    fragment repeats. A file beside the ledger keeps its position, for the next run of the
     workflow.
     """
 
@@ -81,11 +81,11 @@ class _Export:
 
     def pass_on(self, last: bool) -> None:
         """Pass on what is new; the ``last`` time, close everything."""
-        story = self._reader.story()
-        run = next(run.id for run in story.runs if run.name == self._run)
-        for row in (row for row in story.trainers if row.run == run):
+        history = self._reader.history()
+        run = next(run.id for run in history.runs if run.name == self._run)
+        for row in (row for row in history.trainers if row.run == run):
             try:
-                self._pass_on(story, row)
+                self._pass_on(history, row)
                 if last and row.name in self._logs:
                     self._logs.pop(row.name)[0].close(_state_of(row))
             except Exception as error:  # of the user's library; the training does not depend on it
@@ -103,9 +103,9 @@ class _Export:
                     )
                 self._complained = True
 
-    def _pass_on(self, story: RunHistory, row: TrainerRow) -> None:
+    def _pass_on(self, history: RunHistory, row: TrainerRow) -> None:
         if row.name not in self._logs:
-            self._logs[row.name] = self._open(story, row)
+            self._logs[row.name] = self._open(history, row)
         log, metrics, training = self._logs[row.name]
         done = None
         try:
@@ -117,9 +117,9 @@ class _Export:
                 marks = {**self._read_marks(), training: done.mark}
                 files.replace(self._marks, json.dumps(marks).encode())
 
-    def _open(self, story: RunHistory, row: TrainerRow) -> tuple[OpenLog, KeptMetrics, str]:
-        began = began_in(story, row.name, row.run)
-        first = next(run.name for run in story.runs if run.id == began)
+    def _open(self, history: RunHistory, row: TrainerRow) -> tuple[OpenLog, KeptMetrics, str]:
+        began = began_in(history, row.name, row.run)
+        first = next(run.name for run in history.runs if run.id == began)
         name = re.sub('[^A-Za-z0-9_.-]', '-', row.name)
         training = f'{name}-{first[:8]}'
         samples, number = self._read_marks().get(training, (-1, 0))

@@ -30,7 +30,7 @@ def database_of(endpoint: str | None) -> Path | None:
     return Path(endpoint.removeprefix('sqlite:///')).absolute()
 
 
-class Mirror:
+class MonitoringExport:
     """Copies one run's rows into tables ``freetrain_trainers``, ``freetrain_fragments`` and so on,
     periodically and at the end.
 
@@ -55,7 +55,7 @@ class Mirror:
             self._thread = threading.Thread(
                 target=self._work,
                 args=(database, ledger, run),
-                name='FreeTrain-Mirror',
+                name='FreeTrain-MonitoringExport',
                 daemon=True,
             )
             self._thread.start()

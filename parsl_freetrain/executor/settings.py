@@ -39,7 +39,7 @@ class Policy(DecisionPolicy, frozen=True, kw_only=True):
     ----------
     metric, horizon_s, trainers_at_a_time, min_rescale_s, keep_free, max_nodes
         As in :class:`~parsl_freetrain.core.controller.settings.DecisionPolicy`.
-    caps, min_shares, budgets, charge_budget, max_price, retries, idle_block_s, give_back_s
+    caps, min_shares, budgets, charge_budget, max_price, retries, idle_block_s, give_back_s, habits
         As in :class:`~parsl_freetrain.core.controller.settings.DecisionPolicy`.
     solver
         The solver's name ('auto', 'milp', 'equal-share', or 'dp' where all nodes are alike and

@@ -10,22 +10,21 @@ class Clock:
 
     Parameters
     ----------
-    story
+    history
         Whose runs these are.
     now
-        Up to when a run that is alive is told, in epoch seconds; by default the last time it noted
-        anything.
+        When the account of a run that is alive ends, in epoch seconds. Default: at its last entry.
     """
 
-    def __init__(self, story: RunHistory, now: float | None) -> None:
-        self.until = {r.id: story.until(r, now) for r in story.runs}
-        self._begun = {r.id: r.begun_at for r in story.runs}
+    def __init__(self, history: RunHistory, now: float | None) -> None:
+        self.until = {r.id: history.until(r, now) for r in history.runs}
+        self._begun = {r.id: r.begun_at for r in history.runs}
         self._offset: dict[int, float] = {}
         self.length = 0.0
-        for run in story.runs:
+        for run in history.runs:
             self._offset[run.id] = self.length
             self.length += self.until[run.id] - run.begun_at
-        self.joints = [self._offset[r.id] for r in story.runs[1:]]
+        self.joints = [self._offset[r.id] for r in history.runs[1:]]
 
     def of(self, run: int, at: float) -> float:
         """An epoch second of a run, as this clock shows it; not before the run's start nor after

@@ -33,10 +33,10 @@ class MetricPoint:
     mark: tuple[int, int]
 
 
-def began_in(story: RunHistory, trainer: str, run: int) -> int:
+def began_in(history: RunHistory, trainer: str, run: int) -> int:
     """The run in which the training that run number ``run`` goes on with began at 0 samples."""
     began = run
-    for row in reversed(story.trainers):
+    for row in reversed(history.trainers):
         if row.name == trainer and row.run <= run:
             began = row.run
             if row.first_samples == 0:
@@ -71,14 +71,16 @@ class KeptMetrics:
 
     def new(self, reader: Reader) -> list[MetricPoint]:
         """The points of a ledger that count since the last call."""
-        # Progress first: what it belongs to is then in the story.
+        # Progress first: what it belongs to is then in the history.
         rows = reader.progress_after(self.row, self.trainer, self.began)
-        return self.take(rows, reader.story())
+        return self.take(rows, reader.history())
 
-    def take(self, rows: Iterable[tuple[int, ProgressRow]], story: RunHistory) -> list[MetricPoint]:
+    def take(
+        self, rows: Iterable[tuple[int, ProgressRow]], history: RunHistory
+    ) -> list[MetricPoint]:
         """The points that count now, in order of samples, with these further reports."""
-        own = [c for c in story.checkpoints if c.trainer == self.trainer and c.run >= self.began]
-        fragments = [f for f in story.fragments if f.trainer == self.trainer]
+        own = [c for c in history.checkpoints if c.trainer == self.trainer and c.run >= self.began]
+        fragments = [f for f in history.fragments if f.trainer == self.trainer]
         starts = {f.key: f.from_samples for f in fragments}
         points: list[MetricPoint] = []
         for self.row, report in rows:

@@ -75,7 +75,7 @@ class Reader:
         """From now on, take the newest run for over: its process is known to be gone."""
         self._died, self._cached = True, None
 
-    def story(self, run: str | None = None) -> RunHistory:
+    def history(self, run: str | None = None) -> RunHistory:
         """Everything but progress reports, events and decisions, of one run or of all; cheap while
         nothing changes.
 
@@ -91,7 +91,7 @@ class Reader:
             runs = self._runs()
             latest = runs[-1].id if runs and not self._died else None
             chosen = self._run_id(runs, run)
-            story = RunHistory(
+            history = RunHistory(
                 runs=tuple(r for r in runs if chosen in (None, r.id)),
                 trainers=tuple(
                     TrainerRow(**row)
@@ -116,8 +116,8 @@ class Reader:
                 ),
                 latest=latest,
             )
-        self._cached = (version, run, story)
-        return story
+        self._cached = (version, run, history)
+        return history
 
     def progress(self, run: str | None = None, trainer: str | None = None) -> list[ProgressRow]:
         """All progress reports, of one trainer or of all, in order of time."""

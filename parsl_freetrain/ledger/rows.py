@@ -219,8 +219,8 @@ class RunHistory:
         return run.ended_at is None and run.id == self.latest
 
     def until(self, run: RunRow, now: float | None = None) -> float:
-        """Up to when the run is told: its end, ``now`` if it is alive, else the last time that it
-        noted anything.
+        """When the account of the run ends: at its end, ``now`` if it is alive, else at its last
+        entry.
         """
         if run.ended_at is not None:
             return max(run.begun_at, run.ended_at)

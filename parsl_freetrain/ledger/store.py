@@ -22,9 +22,9 @@ class Ledger:
     """The one writer of a ledger file.
 
     Rows are kept in memory until :meth:`commit`, which writes them in one short transaction: a
-    reader never sees half of a planner's round and is never locked out for long. The file has a
-    rollback journal, not a write-ahead log, because it may lie on NFS or Lustre; after kill -9 of
-    the writer it holds everything up to the last commit.
+    reader never sees half of a round of the event loop and is never locked out for long. The file
+    has a rollback journal, not a write-ahead log, because it may lie on NFS or Lustre; after kill
+    -9 of the writer it holds everything up to the last commit.
 
     All times are ``time.time()`` epoch seconds. One thread calls all methods; another may take over
     when that one has ended, or by beginning a run.
@@ -143,7 +143,7 @@ class Ledger:
         node: str | None = None,
         detail: Mapping[str, Any] | None = None,
     ) -> None:
-        """Something that the planner was told."""
+        """Record an event."""
         self._rows.insert(
             'events',
             {

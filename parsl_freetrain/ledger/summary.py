@@ -53,25 +53,25 @@ def summary(reader: Reader, *, run: str | None = None, now: float | None = None)
         :func:`~parsl_freetrain.ledger.timeline.node_seconds_of`; ``wall_s`` (seconds, summed over
         runs).
     """
-    story = reader.story(run)
+    history = reader.history(run)
     return {
-        'trainers': _trainers(story),
-        'blocks': len(story.blocks),
-        'blocks_killed': killed_blocks(story),
-        'node_s': node_seconds_of(story, now),
-        'wall_s': sum(story.until(r, now) - r.begun_at for r in story.runs),
+        'trainers': _trainers(history),
+        'blocks': len(history.blocks),
+        'blocks_killed': killed_blocks(history),
+        'node_s': node_seconds_of(history, now),
+        'wall_s': sum(history.until(r, now) - r.begun_at for r in history.runs),
     }
 
 
-def _trainers(story: RunHistory) -> dict[str, dict[str, Any]]:
-    living = {r.id for r in story.runs if story.alive(r)}
-    written = by_fragment(story.checkpoints)
+def _trainers(history: RunHistory) -> dict[str, dict[str, Any]]:
+    living = {r.id for r in history.runs if history.alive(r)}
+    written = by_fragment(history.checkpoints)
     fragments: dict[str, list[FragmentRow]] = defaultdict(list)
-    for fragment in story.fragments:
+    for fragment in history.fragments:
         fragments[fragment.trainer].append(fragment)
     table: dict[str, dict[str, Any]] = {}
     # Rows come in order of runs: a later run's row replaces an earlier one's.
-    for trainer in story.trainers:
+    for trainer in history.trainers:
         mine = fragments[trainer.name]
         endings = [ending_of(f, f.run in living) for f in mine]
         table[trainer.name] = {
@@ -177,12 +177,12 @@ def efficiency(
         None where the constant pool would have given a trainer nothing. Trainings of one epoch or
         less have none and do not count: their first start would be most of the figure.
     """
-    story = reader.story(run)
-    above: dict[str, float] = {t.name: 0.0 for t in story.trainers}
-    below: dict[str, float] = {t.name: 0.0 for t in story.trainers}
-    for one in story.runs:
-        _add_efficiency(story, one, story.until(one, now), allocator, above, below)
-    short = {t.name for t in story.trainers if (t.spec.get('total_epochs') or math.inf) <= 1}
+    history = reader.history(run)
+    above: dict[str, float] = {t.name: 0.0 for t in history.trainers}
+    below: dict[str, float] = {t.name: 0.0 for t in history.trainers}
+    for one in history.runs:
+        _add_efficiency(history, one, history.until(one, now), allocator, above, below)
+    short = {t.name for t in history.trainers if (t.spec.get('total_epochs') or math.inf) <= 1}
     counted = {name for name in above if below[name] > 0 and name not in short}
     worth, against = (sum(part[name] for name in counted) for part in (above, below))
     return Efficiency(
@@ -192,7 +192,7 @@ def efficiency(
 
 
 def _add_efficiency(
-    story: RunHistory,
+    history: RunHistory,
     run: RunRow,
     until: float,
     allocator: Allocator,
@@ -201,15 +201,15 @@ def _add_efficiency(
 ) -> None:
     if until <= run.begun_at:
         return
-    nodes = sum(length(times) for times in offered(story, run, until).values()) / (
+    nodes = sum(length(times) for times in offered(history, run, until).values()) / (
         until - run.begun_at
     )
     fewer, more = math.floor(nodes), math.ceil(nodes)
     pools = {fewer: 1.0} if fewer == more else {fewer: more - nodes, more: nodes - fewer}
-    trainers = [t for t in story.trainers if t.run == run.id]
+    trainers = [t for t in history.trainers if t.run == run.id]
     curves = {t.name: _speedup(t, more) for t in trainers}
-    parts_of = phases_of(story, run, until)
-    for fragment in story.fragments:
+    parts_of = phases_of(history, run, until)
+    for fragment in history.fragments:
         if fragment.run == run.id and fragment.trainer in curves:
             above[fragment.trainer] += curves[fragment.trainer].rate_at(
                 len(fragment.nodes)

@@ -37,16 +37,16 @@ def ending_of(fragment: FragmentRow, alive: bool) -> str | None:
     return fragment.ending
 
 
-def phases_of(story: RunHistory, run: RunRow, until: float) -> dict[tuple[int, str, int], Phases]:
-    """By key of a run's fragments: their seconds by class, each second in one class. ``until``: up
-    to when a fragment without an end is told, in epoch seconds.
+def phases_of(history: RunHistory, run: RunRow, until: float) -> dict[tuple[int, str, int], Phases]:
+    """By key of a run's fragments: their seconds by class, each second in one class. ``until``:
+    when the account of a fragment without an end stops, in epoch seconds.
     """
-    written = by_fragment(story.checkpoints)
-    alive = story.alive(run)
+    written = by_fragment(history.checkpoints)
+    alive = history.alive(run)
     # What survivors hold in memory counts as far as the next fragment that started went on from it.
     used: dict[str, float] = defaultdict(lambda: math.inf if alive else 0.0)
     found: dict[tuple[int, str, int], Phases] = {}
-    for fragment in reversed([f for f in story.fragments if f.run == run.id]):
+    for fragment in reversed([f for f in history.fragments if f.run == run.id]):
         mine = written.get(fragment.key, ())
         kept = min(fragment.samples or 0, used[fragment.trainer])
         found[fragment.key] = _phases(fragment, mine, kept, until, alive)
@@ -109,10 +109,10 @@ def by_fragment(
     return grouped
 
 
-def offered(story: RunHistory, run: RunRow, until: float) -> dict[str, list[Interval]]:
+def offered(history: RunHistory, run: RunRow, until: float) -> dict[str, list[Interval]]:
     """By node name: when the node was offered, within the run's own time."""
     rows: dict[str, list[Interval]] = defaultdict(list)
-    for offer in story.offers:
+    for offer in history.offers:
         if offer.run == run.id:
             rows[offer.name].append((offer.start, math.inf if offer.end is None else offer.end))
     return {name: clip(times, run.begun_at, until) for name, times in rows.items()}
@@ -125,12 +125,12 @@ def left_at(node: NodeRow, blocks: dict[tuple[int, str], BlockRow], until: float
     return min([until, *known])
 
 
-def busy(story: RunHistory, run: RunRow, until: float) -> dict[str, Phases]:
+def busy(history: RunHistory, run: RunRow, until: float) -> dict[str, Phases]:
     """By node name and class: when the node was in a block and not just idle there. Classes may
     overlap.
     """
-    blocks = {(b.run, b.block): b for b in story.blocks if b.run == run.id}
-    nodes = {n.node: n for n in story.nodes if n.run == run.id}
+    blocks = {(b.run, b.block): b for b in history.blocks if b.run == run.id}
+    nodes = {n.node: n for n in history.nodes if n.run == run.id}
     found: dict[str, Phases] = defaultdict(lambda: {name: [] for name in BUSY_CLASSES})
     arrived: dict[str, set[str]] = defaultdict(set)
     for node in nodes.values():
@@ -142,8 +142,8 @@ def busy(story: RunHistory, run: RunRow, until: float) -> dict[str, Phases]:
             found[name]['starting'].append(
                 (block.opened_at, until if block.closed_at is None else block.closed_at)
             )
-    parts_of = phases_of(story, run, until)
-    for fragment in story.fragments:
+    parts_of = phases_of(history, run, until)
+    for fragment in history.fragments:
         if fragment.run != run.id:
             continue
         parts = parts_of[fragment.key]
@@ -159,16 +159,15 @@ def busy(story: RunHistory, run: RunRow, until: float) -> dict[str, Phases]:
     return found
 
 
-def node_seconds_of(story: RunHistory, now: float | None = None) -> dict[str, float]:
+def node_seconds_of(history: RunHistory, now: float | None = None) -> dict[str, float]:
     """What became of every second of every node that was offered.
 
     Parameters
     ----------
-    story
-        Of one run or of all: :meth:`Reader.story <parsl_freetrain.ledger.reader.Reader.story>`.
+    history
+        Of one run or of all: :meth:`Reader.history <parsl_freetrain.ledger.reader.Reader.history>`.
     now
-        Up to when a run that is alive is told, in epoch seconds; by default the last time it noted
-        anything.
+        When the account of a run that is alive ends, in epoch seconds. Default: at its last entry.
 
     Returns
     -------
@@ -180,10 +179,10 @@ def node_seconds_of(story: RunHistory, now: float | None = None) -> dict[str, fl
         or after the end of the run, counts nowhere. A second with overlapping records counts once.
     """
     totals = dict.fromkeys(('offered', 'trained', 'starting', 'checkpointing', 'lost', 'idle'), 0.0)
-    for run in story.runs:
-        until = story.until(run, now)
-        doing = busy(story, run, until)
-        for name, rest in offered(story, run, until).items():
+    for run in history.runs:
+        until = history.until(run, now)
+        doing = busy(history, run, until)
+        for name, rest in offered(history, run, until).items():
             totals['offered'] += length(rest)
             for kind in BUSY_CLASSES:
                 mine = merge(doing[name][kind]) if name in doing else []
@@ -193,12 +192,12 @@ def node_seconds_of(story: RunHistory, now: float | None = None) -> dict[str, fl
     return totals
 
 
-def struck_nodes(story: RunHistory) -> list[NodeRow]:
+def struck_nodes(history: RunHistory) -> list[NodeRow]:
     """Nodes of taken blocks whose loss hit a fragment that was training on them."""
-    blocks = {(b.run, b.block): b for b in story.blocks}
-    nodes = {(n.run, n.node): n for n in story.nodes}
+    blocks = {(b.run, b.block): b for b in history.blocks}
+    nodes = {(n.run, n.node): n for n in history.nodes}
     hit: dict[tuple[int, str], NodeRow] = {}
-    for fragment in story.fragments:
+    for fragment in history.fragments:
         if fragment.started_at is None:
             continue
         places = [nodes[fragment.run, n] for n in fragment.nodes if (fragment.run, n) in nodes]
@@ -209,9 +208,9 @@ def struck_nodes(story: RunHistory) -> list[NodeRow]:
     return list(hit.values())
 
 
-def killed_blocks(story: RunHistory) -> int:
+def killed_blocks(history: RunHistory) -> int:
     """How many blocks were taken while a fragment was training on them."""
-    return len({(n.run, n.block) for n in struck_nodes(story)})
+    return len({(n.run, n.block) for n in struck_nodes(history)})
 
 
 def _struck(fragment: FragmentRow, gone: Sequence[tuple[float, NodeRow]]) -> list[NodeRow]:

@@ -78,10 +78,6 @@ class TrainerRows:
             replace=True,
         )
 
-    def fragment_task(self, trainer: str, fragment: int, task_id: int | None) -> None:
-        """The fragment's Parsl task id, where it was not known when the fragment was decided."""
-        self._fragment(trainer, fragment, {'task_id': as_int(task_id)}, None)
-
     def fragment_started(self, trainer: str, fragment: int, *, at: float, samples: int) -> None:
         """The fragment's first training step was handed out."""
         started = {'started_at': float(at), 'started_samples': int(samples)}

@@ -28,23 +28,23 @@ def used_node_s(ledger: Path) -> dict[str, float]:
     if not ledger.exists():
         return {}
     with Reader(ledger) as reader:
-        story = reader.story()
-        return used_until(reader, story, story.runs[-1], None) if story.runs else {}
+        history = reader.history()
+        return used_until(reader, history, history.runs[-1], None) if history.runs else {}
 
 
 def used_until(
-    reader: Reader, story: RunHistory, last: RunRow, now: float | None
+    reader: Reader, history: RunHistory, last: RunRow, now: float | None
 ) -> dict[str, float]:
     """The same up to a run, whose running fragments count until ``now`` (epoch seconds); None: they
     count until the run was last heard of.
     """
     used: dict[str, float] = {}
-    for run in story.runs:
+    for run in history.runs:
         if run.id > last.id:
             break
         owners = owners_in(reader, run)
         until = now if now is not None and run.id == last.id else run.last_at
-        for fragment in story.fragments:
+        for fragment in history.fragments:
             if fragment.run == run.id:
                 end = until if fragment.ended_at is None else fragment.ended_at
                 node_s = len(fragment.nodes) * max(end - fragment.decided_at, 0.0)
@@ -73,7 +73,7 @@ def charged(ledger: Path) -> float:
     if not ledger.exists():
         return 0.0
     with Reader(ledger) as reader:
-        for run in reader.story().runs:
+        for run in reader.history().runs:
             requests: dict[str, BlockRequest] = {}
             begun: dict[str, float] = {}
             for batch in reader.batches(run):

@@ -56,7 +56,7 @@ class Follower:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closed = False
-        self._keeper: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
 
     def trainings(self) -> list[RemoteTraining]:
         """Those that have not ended."""
@@ -82,11 +82,11 @@ class Follower:
                     'each training a trainer_name.'
                 )
             self._open[training.name] = training
-            if self._keeper is None:
-                self._keeper = threading.Thread(
+            if self._thread is None:
+                self._thread = threading.Thread(
                     target=self._keep, name='FreeTrain-Client', daemon=True
                 )
-                self._keeper.start()
+                self._thread.start()
         training.add_done_callback(lambda _: self._open.pop(training.name, None))
         self._send(training)
         return training
@@ -248,11 +248,11 @@ class Follower:
         """
         with self._lock:
             self._closed = True
-            keeper = self._keeper
+            thread = self._thread
         left = self.trainings()
         self._wake.set()
-        if keeper is not None:
-            keeper.join()
+        if thread is not None:
+            thread.join()
         self._connection.close()
         for training in left:
             training.left(self._connection.name)

@@ -110,13 +110,13 @@ def trainers_at(path: Path) -> list[ReplayTrainer]:
 
 def _of_ledger(path: Path) -> list[ReplayTrainer]:
     with Reader(path) as reader:
-        runs = reader.story().runs
+        runs = reader.history().runs
         if not runs:
             raise BadInput(f'The ledger {path} has no run yet.')
-        known = speeds(reader.story(), reader.progress())
-        story = reader.story(runs[-1].name)
+        known = speeds(reader.history(), reader.progress())
+        history = reader.history(runs[-1].name)
     found = []
-    for row in story.trainers:
+    for row in history.trainers:
         if row.state in FINAL_STATES:
             continue
         curves = {

@@ -62,7 +62,7 @@ class Cause:
         return NAMES.get((self.kind, self.cause), self.kind)
 
 
-def causes(story: RunHistory, now: float | None = None) -> tuple[Cause, ...]:
+def causes(history: RunHistory, now: float | None = None) -> tuple[Cause, ...]:
     """All offered node-seconds by use and cause, in the order of :data:`WHY`.
 
     Classes are those of :func:`parsl_freetrain.ledger.timeline.node_seconds_of`, with the same
@@ -70,11 +70,11 @@ def causes(story: RunHistory, now: float | None = None) -> tuple[Cause, ...]:
     the ledger.
     """
     totals = dict.fromkeys(WHY, 0.0)
-    for run in story.runs:
-        until = story.until(run, now)
-        doing = busy(story, run, until)
-        joined, failed = _joined(story, run, until), _failed(story, run, until)
-        for name, rest in offered(story, run, until).items():
+    for run in history.runs:
+        until = history.until(run, now)
+        doing = busy(history, run, until)
+        joined, failed = _joined(history, run, until), _failed(history, run, until)
+        for name, rest in offered(history, run, until).items():
             for kind in BUSY_CLASSES:
                 mine = intersect(merge(doing[name][kind]) if name in doing else [], rest)
                 rest = subtract(rest, mine)
@@ -100,21 +100,21 @@ def _divide(
     totals[kind, else_] += length(subtract(mine, merge(where)))
 
 
-def _joined(story: RunHistory, run: RunRow, until: float) -> dict[str, list[Interval]]:
-    blocks = {(b.run, b.block): b for b in story.blocks}
+def _joined(history: RunHistory, run: RunRow, until: float) -> dict[str, list[Interval]]:
+    blocks = {(b.run, b.block): b for b in history.blocks}
     found: dict[str, list[Interval]] = defaultdict(list)
-    for node in story.nodes:
+    for node in history.nodes:
         if node.run == run.id:
             found[node.name].append((node.joined_at, left_at(node, blocks, until)))
     return found
 
 
-def _failed(story: RunHistory, run: RunRow, until: float) -> dict[str, list[Interval]]:
-    names = {n.node: n.name for n in story.nodes if n.run == run.id}
-    alive = story.alive(run)
-    parts_of = phases_of(story, run, until)
+def _failed(history: RunHistory, run: RunRow, until: float) -> dict[str, list[Interval]]:
+    names = {n.node: n.name for n in history.nodes if n.run == run.id}
+    alive = history.alive(run)
+    parts_of = phases_of(history, run, until)
     found: dict[str, list[Interval]] = defaultdict(list)
-    for fragment in story.fragments:
+    for fragment in history.fragments:
         if fragment.run == run.id and ending_of(fragment, alive) == 'failed':
             lost = parts_of[fragment.key]['lost']
             for node in fragment.nodes:

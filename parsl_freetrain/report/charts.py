@@ -44,11 +44,11 @@ def nodes_over_time(found: Figures) -> Markup:
     clock, of = found.clock, kinds(found)
     steps: dict[str, list[tuple[float, int]]] = defaultdict(list)
     room: list[tuple[float, int]] = []
-    for run in found.story.runs:
-        for times in offered(found.story, run, clock.until[run.id]).values():
+    for run in found.history.runs:
+        for times in offered(found.history, run, clock.until[run.id]).values():
             for start, end in times:
                 room += [(clock.of(run.id, start), 1), (clock.of(run.id, end), -1)]
-    for fragment in found.story.fragments:
+    for fragment in found.history.fragments:
         end = clock.until[fragment.run] if fragment.ended_at is None else fragment.ended_at
         name = fragment.trainer if of.get(fragment.trainer, 'others') != 'others' else ''
         count = len(fragment.nodes)
@@ -83,9 +83,9 @@ def nodes_over_time(found: Figures) -> Markup:
 
 def nodes_one_by_one(found: Figures) -> Markup | None:
     """The use of each node; None if there are too many nodes, or none."""
-    story, clock, of = found.story, found.clock, kinds(found)
+    history, clock, of = found.history, found.clock, kinds(found)
     names = sorted(
-        {o.name for o in story.offers} | {n.name for n in story.nodes}, key=natural_order
+        {o.name for o in history.offers} | {n.name for n in history.nodes}, key=natural_order
     )
     if not 0 < len(names) <= MOST_ROWS:
         return None
@@ -106,17 +106,17 @@ def nodes_one_by_one(found: Figures) -> Markup | None:
             (clock.of(run, start), clock.of(run, end), top, bottom) for start, end in times
         ]
 
-    for run in story.runs:
-        for name, times in offered(story, run, clock.until[run.id]).items():
+    for run in history.runs:
+        for name, times in offered(history, run, clock.until[run.id]).items():
             add(('offered', '', 'offered'), run.id, name, times, 0.06)
-    blocks = {(b.run, b.block): b for b in story.blocks}
-    nodes = {(n.run, n.node): n for n in story.nodes}
+    blocks = {(b.run, b.block): b for b in history.blocks}
+    nodes = {(n.run, n.node): n for n in history.nodes}
     parts_of = {
         key: parts
-        for run in story.runs
-        for key, parts in phases_of(story, run, clock.until[run.id]).items()
+        for run in history.runs
+        for key, parts in phases_of(history, run, clock.until[run.id]).items()
     }
-    for fragment in story.fragments:
+    for fragment in history.fragments:
         until, parts = clock.until[fragment.run], parts_of[fragment.key]
         for one in fragment.nodes:
             place = nodes.get((fragment.run, one))
@@ -136,7 +136,7 @@ def nodes_one_by_one(found: Figures) -> Markup | None:
             f'{colour} {kind}'.strip(),
             f'{name}, {kind}' if kind else name,
         )
-    for node in struck_nodes(story):
+    for node in struck_nodes(history):
         at = clock.of(node.run, left_at(node, blocks, clock.until[node.run]))
         chart.cross(at, 1 - (row[node.name] + 0.5) / len(names), f'{node.name} was taken')
     every = -(-len(names) // 24)

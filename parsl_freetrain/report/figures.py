@@ -53,7 +53,7 @@ class Figures:
     """
 
     title: str
-    story: RunHistory
+    history: RunHistory
     clock: Clock
     now: float
     summary: dict[str, Any]
@@ -84,37 +84,39 @@ def figures(reader: Reader, run: str | None, now: float, allocator: Allocator | 
     BadInput
         The ledger has no run, or none of this name.
     """
-    story = reader.story(run)
-    if not story.runs:
+    history = reader.history(run)
+    if not history.runs:
         raise BadInput(f'The ledger {reader.path} has no run yet.')
     progress, decisions, measured = (
         reader.progress(run),
         reader.decisions(run),
         reader.events(run, MEASURED),
     )
-    clock = Clock(story, now)
+    clock = Clock(history, now)
     return Figures(
-        title=f'run {story.runs[0].name}'
-        if len(story.runs) == 1
-        else f'{len(story.runs)} runs, one continuing the other',
-        story=story,
+        title=f'run {history.runs[0].name}'
+        if len(history.runs) == 1
+        else f'{len(history.runs)} runs, one continuing the other',
+        history=history,
         clock=clock,
         now=now,
         summary=summary(reader, run=run, now=now),
         efficiency=Efficiency({}, None)
         if allocator is None
         else efficiency(reader, now, allocator, run=run),
-        causes=causes(story, now),
+        causes=causes(history, now),
         decisions=_decisions(decisions),
-        losses=losses(story, progress, clock),
-        metrics=metric_curves(story, progress, clock),
-        scalings=scalings(story, progress),
-        rescales=rescale_costs(story, (event for event in measured if event['kind'] == 'Rescaled')),
-        outcomes=tuple(outcomes(story, progress, measured, decisions, now)),
-        shapes=shapes_tried(story, reader.events(run, [USED]), progress, measured),
+        losses=losses(history, progress, clock),
+        metrics=metric_curves(history, progress, clock),
+        scalings=scalings(history, progress),
+        rescales=rescale_costs(
+            history, (event for event in measured if event['kind'] == 'Rescaled')
+        ),
+        outcomes=tuple(outcomes(history, progress, measured, decisions, now)),
+        shapes=shapes_tried(history, reader.events(run, [USED]), progress, measured),
         errors=tuple(
             (f.trainer, f.fragment, f.error)
-            for f in reversed(story.fragments)
+            for f in reversed(history.fragments)
             if f.error and f.ending == 'failed'
         ),
     )
@@ -122,17 +124,17 @@ def figures(reader: Reader, run: str | None, now: float, allocator: Allocator | 
 
 def state_of(found: Figures, trainer: str) -> str:
     """A trainer's state; 'interrupted' if its run is over but the trainer is not."""
-    row = next(t for t in reversed(found.story.trainers) if t.name == trainer)
-    run = next(r for r in found.story.runs if r.id == row.run)
-    return row.state if row.state in FINAL_STATES or found.story.alive(run) else 'interrupted'
+    row = next(t for t in reversed(found.history.trainers) if t.name == trainer)
+    run = next(r for r in found.history.runs if r.id == row.run)
+    return row.state if row.state in FINAL_STATES or found.history.alive(run) else 'interrupted'
 
 
 def as_document(found: Figures) -> dict[str, Any]:
     """The document of ``freetrain report --json``. Times of outcomes are seconds since the start of
     their run.
     """
-    begun = {r.id: r.begun_at for r in found.story.runs}
-    names = {r.id: r.name for r in found.story.runs}
+    begun = {r.id: r.begun_at for r in found.history.runs}
+    names = {r.id: r.name for r in found.history.runs}
     return {
         'runs': list(names.values()),
         'summary': found.summary,

@@ -69,10 +69,10 @@ class RescaleCost:
     measured_s: tuple[float, ...]
 
 
-def scalings(story: RunHistory, progress: Sequence[ProgressRow]) -> dict[str, list[Scaling]]:
+def scalings(history: RunHistory, progress: Sequence[ProgressRow]) -> dict[str, list[Scaling]]:
     """By trainer, for each class on which it was measured; all runs of a resumed workflow count."""
-    places = places_of(story)
-    known = speeds(story, progress)
+    places = places_of(history)
+    known = speeds(history, progress)
     told = {report.key for report in progress if report.rate}
     fragments = Counter((key[1], *places[key]) for key in told if key in places)
     return {
@@ -88,7 +88,7 @@ def scalings(story: RunHistory, progress: Sequence[ProgressRow]) -> dict[str, li
             )
             for node_class, rates in (known[name].measured or {'': {}}).items()
         ]
-        for name, row in {row.name: row for row in story.trainers}.items()
+        for name, row in {row.name: row for row in history.trainers}.items()
     }
 
 
@@ -103,22 +103,22 @@ def _points(speed: Speed, row: TrainerRow, node_class: str) -> tuple[tuple[int, 
 
 
 def rescale_costs(
-    story: RunHistory, rescaled: Iterable[Mapping[str, Any]] = ()
+    history: RunHistory, rescaled: Iterable[Mapping[str, Any]] = ()
 ) -> list[RescaleCost]:
     """By trainer and change, between fragments of one run. ``rescaled``: the ledger's ``Rescaled``
     events, which the ranks report.
     """
-    written = by_fragment(story.checkpoints)
+    written = by_fragment(history.checkpoints)
     reported = {
         (e['run'], e['trainer'], e['fragment']): float(e['detail']['seconds']) for e in rescaled
     }
     fragments: dict[tuple[int, str], list[FragmentRow]] = defaultdict(list)
-    for fragment in story.fragments:
+    for fragment in history.fragments:
         fragments[fragment.run, fragment.trainer].append(fragment)
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for (_, name), mine in fragments.items():
         _add(found, name, mine, written, reported)
-    specs = {t.name: t.spec for t in story.trainers}
+    specs = {t.name: t.spec for t in history.trainers}
     return [
         RescaleCost(
             name,

@@ -40,7 +40,7 @@ class Loss:
     preempted: tuple[tuple[int, float], ...] = ()
 
 
-def losses(story: RunHistory, progress: Iterable[ProgressRow], clock: Clock) -> dict[str, Loss]:
+def losses(history: RunHistory, progress: Iterable[ProgressRow], clock: Clock) -> dict[str, Loss]:
     """By trainer; only finite values of the reported ``loss`` count."""
     lines: dict[tuple[int, str, int], list[LossPoint]] = defaultdict(list)
     for report in progress:
@@ -50,10 +50,10 @@ def losses(story: RunHistory, progress: Iterable[ProgressRow], clock: Clock) -> 
             lines[key].append(
                 LossPoint(report.samples, clock.of(report.run, report.at), float(value))
             )
-    living = {run.id for run in story.runs if story.alive(run)}
+    living = {run.id for run in history.runs if history.alive(run)}
     by_trainer: dict[str, list[list[LossPoint]]] = defaultdict(list)
     struck: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for fragment in story.fragments:
+    for fragment in history.fragments:
         if lines[fragment.key]:
             by_trainer[fragment.trainer].append(lines[fragment.key])
         if ending_of(fragment, fragment.run in living) == 'preempted':
@@ -66,7 +66,7 @@ def losses(story: RunHistory, progress: Iterable[ProgressRow], clock: Clock) -> 
             struck[fragment.trainer].append((reached, clock.of(fragment.run, ended)))
     return {
         name: Loss(_thinned(by_trainer[name]), tuple(struck[name]))
-        for name in {t.name: None for t in story.trainers}
+        for name in {t.name: None for t in history.trainers}
     }
 
 

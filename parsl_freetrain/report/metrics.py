@@ -83,14 +83,14 @@ def smoothed(line: Sequence[tuple[float, float]], weight: float) -> list[tuple[f
     return found
 
 
-def metric_curves(story: RunHistory, progress: Iterable[ProgressRow], clock: Clock) -> Curves:
+def metric_curves(history: RunHistory, progress: Iterable[ProgressRow], clock: Clock) -> Curves:
     """The curves of all trainers of some runs, thinned. Only finite values count; of a trainer that
     began anew, the newest training.
     """
-    newest = {row.name: row for row in story.trainers}
-    first = min((run.id for run in story.runs), default=0)
+    newest = {row.name: row for row in history.trainers}
+    first = min((run.id for run in history.runs), default=0)
     kept = {
-        name: KeptMetrics(name, max(first, began_in(story, name, row.run)))
+        name: KeptMetrics(name, max(first, began_in(history, name, row.run)))
         for name, row in newest.items()
     }
     reports: dict[str, list[tuple[int, ProgressRow]]] = {name: [] for name in newest}
@@ -98,7 +98,7 @@ def metric_curves(story: RunHistory, progress: Iterable[ProgressRow], clock: Clo
         if report.trainer in kept and report.run >= kept[report.trainer].began:
             reports[report.trainer].append((number, report))
     points = {
-        name: [*metrics.take(reports[name], story), *metrics.rest()]
+        name: [*metrics.take(reports[name], history), *metrics.rest()]
         for name, metrics in kept.items()
     }
     return curves_of(points, newest, clock)

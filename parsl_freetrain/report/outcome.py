@@ -68,7 +68,7 @@ class DecisionOutcome:
 
 
 def outcomes(
-    story: RunHistory,
+    history: RunHistory,
     progress: Iterable[ProgressRow],
     measured: Iterable[Mapping[str, Any]],
     decisions: Iterable[Mapping[str, Any]],
@@ -102,17 +102,17 @@ def outcomes(
             if only in (None, name):
                 decided[decision['run'], name].append(decision)
     fragments: dict[tuple[int, str], list[FragmentRow]] = defaultdict(list)
-    for fragment in story.fragments:
+    for fragment in history.fragments:
         fragments[fragment.run, fragment.trainer].append(fragment)
-    runs = {run.id: run for run in story.runs}
-    places = places_of(story)
-    for row in story.trainers:
+    runs = {run.id: run for run in history.runs}
+    places = places_of(history)
+    for row in history.trainers:
         key = row.run, row.name
         if key in decided:
             yield from _of_trainer(
                 row,
                 runs[row.run],
-                story.until(runs[row.run], now),
+                history.until(runs[row.run], now),
                 decided[key],
                 reports[key],
                 events[key],

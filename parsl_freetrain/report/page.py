@@ -33,7 +33,7 @@ def report_page(found: Figures, view: MetricView = AS_REPORTED) -> str:
     style = resource('style.css')
     return template('report.html').render(
         found=found,
-        runs=found.story.runs,
+        runs=found.history.runs,
         summary=found.summary,
         version=__version__,
         most_errors=MOST_ERRORS,
@@ -76,8 +76,8 @@ def live_charts(found: Figures) -> str:
 
 
 def _ended(found: Figures) -> str:
-    last = found.story.runs[-1]
-    if found.story.alive(last):
+    last = found.history.runs[-1]
+    if found.history.alive(last):
         return 'goes on'
     return f'ended: {last.how}' if last.ended_at is not None else 'died'
 

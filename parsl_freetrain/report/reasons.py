@@ -138,18 +138,18 @@ def decision_about(
     )
 
 
-def running_fragment(story: RunHistory, trainer: TrainerRow) -> FragmentRow | None:
+def running_fragment(history: RunHistory, trainer: TrainerRow) -> FragmentRow | None:
     """The trainer's running fragment."""
     mine = [
         f
-        for f in story.fragments
+        for f in history.fragments
         if f.run == trainer.run and f.trainer == trainer.name and f.ended_at is None
     ]
     return mine[-1] if mine else None
 
 
 def waits_for(
-    story: RunHistory,
+    history: RunHistory,
     run: RunRow,
     trainer: TrainerRow,
     decisions: Sequence[Mapping[str, Any]],
@@ -166,10 +166,10 @@ def waits_for(
     needs
         The last times that jobs of others needed nodes, newest first.
     """
-    if trainer.state in FINAL_STATES or running_fragment(story, trainer) is not None:
+    if trainer.state in FINAL_STATES or running_fragment(history, trainer) is not None:
         return None
-    open_blocks = [b for b in story.blocks if b.run == run.id and b.closed_at is None]
-    joined = [n for n in story.nodes if n.run == run.id and n.left_at is None]
+    open_blocks = [b for b in history.blocks if b.run == run.id and b.closed_at is None]
+    joined = [n for n in history.nodes if n.run == run.id and n.left_at is None]
     if not joined:
         asked = sum(b.nodes for b in open_blocks)
         return _for_nodes(len(open_blocks), asked, refusals, now) + _given_back(needs, now)
@@ -179,13 +179,13 @@ def waits_for(
     if trainer.name not in last['allocation']:
         turn = ', '.join(last['allocation']) or 'none'
         return (
-            'It waits for its turn: the executor lets only so many trainers train at a '
-            f'time, and now these do: {turn}.'
+            'It waits for its turn: a limited number of trainers train at a time '
+            f'(trainers_at_a_time). Now: {turn}.'
         )
     if last['allocation'][trainer.name]:
         return (
-            f'It is to get {nodes(last["allocation"][trainer.name])}, and waits until '
-            'whoever is on them has stopped.'
+            f'It will get {nodes(last["allocation"][trainer.name])} as soon as the trainers that '
+            'use them have stopped.'
         )
     fewest = int(trainer.spec.get('min_nodes') or 1)
     if last['nodes'] < fewest:
@@ -289,9 +289,8 @@ def in_words(name: str, about: DecisionAbout) -> list[str]:
             own += f'; {nodes(int(other["nodes"]))} for it would be as good.'
         else:
             own += (
-                f'; with {nodes(int(other["nodes"]))} for it, the next best, all '
-                'together would be worth '
-                f'{_number(other["worse_by"])} less.'
+                f'; its next best choice is {nodes(int(other["nodes"]))}; all trainers together '
+                f'would then be worth {_number(other["worse_by"])} less.'
             )
         lines.append(own)
     if about.stood_s and (about.nodes_after or about.trained):
@@ -307,13 +306,13 @@ def _quality(status: str, gap: float | None) -> str:
 def _what_became(name: str, about: DecisionAbout) -> str:
     """The actual gain compared with the expected one."""
     trained = f'{name!r} trained {_count(about.trained or 0)} that it kept'
-    stood = f'It stood for {about.stood_s:.0f} s'
+    stood = f'It was in force for {about.stood_s:.0f} s'
     if about.expected is None:
-        return f'{stood}: {trained}; what to expect was not known yet.'
+        return f'{stood}. What to expect was not known yet; {trained}.'
     staying = ''
     if about.staying_expected is not None and about.nodes_before != about.nodes_after:
-        staying = f', and {_count(about.staying_expected)} of changing nothing'
-    return f'{stood}: {_count(about.expected)} were expected of it{staying}; {trained}.'
+        staying = f'; without a change: {_count(about.staying_expected)}'
+    return f'{stood}. Expected: {_count(about.expected)}{staying}; {trained}.'
 
 
 def _count(samples: float) -> str:

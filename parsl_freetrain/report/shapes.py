@@ -39,7 +39,7 @@ class ShapeTried:
 
 
 def shapes_tried(
-    story: RunHistory,
+    history: RunHistory,
     used: Iterable[Mapping[str, Any]],
     progress: Iterable[ProgressRow],
     measured: Iterable[Mapping[str, Any]],
@@ -62,7 +62,7 @@ def shapes_tried(
         for report in progress
         if report.rate is not None
     }
-    nodes = {fragment.key: len(fragment.nodes) for fragment in story.fragments}
+    nodes = {fragment.key: len(fragment.nodes) for fragment in history.fragments}
     found: dict[tuple[str, int], dict[str, list[float]]] = {}
     newest: dict[tuple[str, int], str] = {}
     most: dict[tuple[tuple[str, int], str], int] = {}

@@ -14,16 +14,16 @@ Place = tuple[int, str]
 """Node count and node class; the class is empty where nodes are not told apart."""
 
 
-def places_of(story: RunHistory) -> dict[tuple[int, str, int], Place]:
+def places_of(history: RunHistory) -> dict[tuple[int, str, int], Place]:
     """Where each fragment ran, by its key; nodes of several classes at once are ``a+b``."""
-    blocks = {(block.run, block.block): block.node_class for block in story.blocks}
-    classes = {(n.run, n.node): blocks.get((n.run, n.block), '') for n in story.nodes}
+    blocks = {(block.run, block.block): block.node_class for block in history.blocks}
+    classes = {(n.run, n.node): blocks.get((n.run, n.block), '') for n in history.nodes}
     return {
         f.key: (
             len(f.nodes),
             '+'.join(sorted({classes.get((f.run, node), '') for node in f.nodes} - {''})),
         )
-        for f in story.fragments
+        for f in history.fragments
     }
 
 
@@ -83,10 +83,10 @@ class Speed:
         return ScalingCurve(self.stated.nodes, tuple(rate * factor for rate in self.stated.rate))
 
 
-def speeds(story: RunHistory, progress: Iterable[ProgressRow]) -> dict[str, Speed]:
+def speeds(history: RunHistory, progress: Iterable[ProgressRow]) -> dict[str, Speed]:
     """By trainer; all runs of a resumed workflow count."""
-    places = places_of(story)
-    found = {row.name: Speed(row.spec) for row in story.trainers}
+    places = places_of(history)
+    found = {row.name: Speed(row.spec) for row in history.trainers}
     for report in progress:
         place = places.get((report.run, report.trainer, report.fragment), (0, ''))
         found[report.trainer].observe(place, report.rate)

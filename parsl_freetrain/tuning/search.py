@@ -110,7 +110,7 @@ def tune(
     trials
         Number of settings that are drawn from the space; default all combinations.
     factor
-        About one of so many settings goes on at each level.
+        At each level about one setting in ``factor`` continues.
     first_epochs
         Minimum number of epochs before a setting is dropped.
     at_once

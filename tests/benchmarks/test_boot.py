@@ -55,8 +55,8 @@ def boot(folder: Path) -> list[float]:
         wait_until(lambda: training.progress().samples)
         training.cancel()
     with Reader(executor.ledger_path) as ledger:
-        story = ledger.story()
-    joined, first = story.nodes[0].joined_at, story.fragments[0].started_at
+        history = ledger.history()
+    joined, first = history.nodes[0].joined_at, history.fragments[0].started_at
     assert first is not None
     return [joined - float(begun.read_text()), first - joined]
 

@@ -93,7 +93,7 @@ def fragment_starts(ledger: Path) -> list[float]:
     with Reader(ledger) as reader:
         return [
             f.started_at - f.decided_at
-            for f in reader.story().fragments
+            for f in reader.history().fragments
             if f.started_at is not None
         ]
 

@@ -62,7 +62,7 @@ def test_a_rehearsed_preemption_with_and_without_grace(tmp_path: Path) -> None:
         assert (unknown.returncode, unknown.stdout) == (2, '')
         assert "no trainer 'cnn' in this run; it has 'fit'" in unknown.stderr
     with Reader(executor.ledger_path) as reader:
-        first, second, third = reader.story().fragments[:3]
+        first, second, third = reader.history().fragments[:3]
     assert (first.ending, first.samples) == ('stopped', first.reached)  # it had time to save
     assert first.samples
     assert second.ending == 'preempted'

@@ -40,17 +40,17 @@ def cut_off_and_back(folder: Path, far: Computer) -> None:
     reader = wait_until(lambda: reader_of(ledger_path))
     assert reader is not None
     with reader as ledger:
-        wait_until(lambda: ledger.story().checkpoints)
-        first = ledger.story().fragments[0]
+        wait_until(lambda: ledger.history().checkpoints)
+        first = ledger.history().fragments[0]
         assert first.ended_at is None
         assert len(first.nodes) == 2
         far.cut_off()
         began = time.monotonic()
-        wait_until(lambda: ledger.story().fragments[0].ending)
-        assert ledger.story().fragments[0].ending == 'preempted'
+        wait_until(lambda: ledger.history().fragments[0].ending)
+        assert ledger.history().fragments[0].ending == 'preempted'
         time.sleep(max(0.0, began + CUT_S - time.monotonic()))
         far.join_again()
-        wait_until(lambda: len(ledger.story().fragments) > 1)
+        wait_until(lambda: len(ledger.history().fragments) > 1)
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def test_a_rank_for_each_device_and_a_broken_one_is_a_preemption_and_its_node_av
         for rank, part in enumerate(PARTS)
     }
     with Reader(executor.ledger_path) as ledger:
-        fragments = ledger.story().fragments
+        fragments = ledger.history().fragments
     assert [fragment.ending for fragment in fragments] == ['preempted', 'preempted', 'failed']
     assert f' has a broken device: {FAULT};' in (fragments[0].error or '')
     assert any(f'{FAULT} (on 3 nodes: ' in note for note in raised.value.__notes__)

@@ -51,7 +51,7 @@ def test_a_hole_whose_end_is_told_costs_no_work(tmp_path: Path, taken: str) -> N
         assert future.result(LIMIT_S).samples == epochs * 96
         assert future.progress().preempted == 0
     with Reader(executor.ledger_path) as ledger:
-        fragments = ledger.story().fragments
+        fragments = ledger.history().fragments
     first_end = fragments[0].ended_at
     assert first_end is not None
     assert [f.ending for f in fragments][:1] == ['stopped']
@@ -136,4 +136,4 @@ def test_a_spent_budget_stops_a_trainer_and_holds_in_the_next_run(tmp_path: Path
     ):
         pass
     with Reader(executor.ledger_path) as ledger:
-        assert len({fragment.run for fragment in ledger.story().fragments}) == 1
+        assert len({fragment.run for fragment in ledger.history().fragments}) == 1

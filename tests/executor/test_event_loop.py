@@ -70,13 +70,13 @@ def test_four_nodes_that_join_within_30_ms_get_one_decision(
         )(fit)
         assert trainer().result(LIMIT_S).samples == 192
     with Reader(executor.ledger_path) as ledger:
-        story = ledger.story()
+        history = ledger.history()
         joined = [
             [len(event.nodes) for event in batch.events if isinstance(event, ev.NodesJoined)]
-            for batch in ledger.batches(story.runs[0])
+            for batch in ledger.batches(history.runs[0])
         ]
     assert [nodes for nodes in joined if nodes] == [[1, 1, 1, 1]]
-    assert [len(fragment.nodes) for fragment in story.fragments] == [4]
+    assert [len(fragment.nodes) for fragment in history.fragments] == [4]
 
 
 def test_only_nodes_that_are_expected_are_waited_for() -> None:
@@ -123,7 +123,7 @@ def test_where_no_node_can_be_used_trainers_fail_with_the_reason(
             future.result(LIMIT_S)
         assert future.state == 'failed' and not future.cancelled()
     with Reader(executor.ledger_path) as ledger:
-        (trainer,) = ledger.story().trainers
+        (trainer,) = ledger.history().trainers
     assert trainer.state == 'failed' and 'the first 3 nodes' in trainer.why
 
 
@@ -191,9 +191,9 @@ def test_whatever_ends_the_event_loop_fails_all_futures(
         assert task.result(LIMIT_S).trainer == 'fit'  # what the fragment has saved, if anything
         wait_until(lambda: not executor.connected_managers(), 'its nodes are not given back')
     with Reader(executor.ledger_path) as ledger:
-        story = ledger.story()
-    assert story.runs[0].how == 'error' and story.runs[0].ended_at is not None
-    assert {trainer.state for trainer in story.trainers} >= {'interrupted'}
+        history = ledger.history()
+    assert history.runs[0].how == 'error' and history.runs[0].ended_at is not None
+    assert {trainer.state for trainer in history.trainers} >= {'interrupted'}
 
 
 def test_a_start_that_fails_leaves_nothing_behind(
@@ -210,7 +210,7 @@ def test_a_start_that_fails_leaves_nothing_behind(
     ):
         pass
     with Reader(tmp_path / 'checkpoints' / 'ledger.sqlite') as ledger:
-        (run,) = ledger.story().runs
+        (run,) = ledger.history().runs
     assert (run.how, run.ended_at is not None) == ('not started', True)
     wait_until(
         lambda: before >= {process.pid for process in psutil.Process().children(recursive=True)},

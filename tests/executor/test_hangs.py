@@ -46,7 +46,7 @@ EVER = 100_000  # epochs
 
 def fragments(executor: FreeTrainExecutor) -> list[Any]:
     with Reader(executor.ledger_path) as ledger:
-        return list(ledger.story().fragments)
+        return list(ledger.history().fragments)
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ def test_a_trainer_moves_to_a_faster_class_and_uses_two_at_once_with_the_same_bi
 
         def moves() -> bool:
             with Reader(executor.ledger_path) as ledger:
-                return len([f for f in ledger.story().fragments if f.trainer == 'moved']) > 1
+                return len([f for f in ledger.history().fragments if f.trainer == 'moved']) > 1
 
         wait_until(moves, 'it does not move to the fast node')
         go.touch()
@@ -106,8 +106,8 @@ def test_a_trainer_moves_to_a_faster_class_and_uses_two_at_once_with_the_same_bi
             if e['kind'] == 'NodesJoined'
             for node in e['detail']['nodes']
         }
-        nodes = [f.nodes for f in ledger.story().fragments if f.trainer == 'moved']
-        mixes = [f.nodes for f in ledger.story().fragments if f.trainer == 'both']
+        nodes = [f.nodes for f in ledger.history().fragments if f.trainer == 'moved']
+        mixes = [f.nodes for f in ledger.history().fragments if f.trainer == 'both']
     assert [class_of[node] for (node,) in nodes[:2]] == ['slow', 'fast']
     assert sorted(class_of[node] for node in mixes[-1]) == ['fast', 'slow']
 
@@ -157,7 +157,7 @@ def test_a_rescale_finds_the_next_ranks_ready_and_the_state_in_memory(tmp_path: 
             for e in ledger.events()
             if e['kind'] == 'Rescaled' and e['trainer'] == first.name
         ]
-        story = [f for f in ledger.story().fragments if f.trainer == first.name]
+        history = [f for f in ledger.history().fragments if f.trainer == first.name]
     assert [(m['before'], m['after']) for m in measured][:2] == [(1, 2), (2, 1)]
     assert all(m['seconds'] > 0 for m in measured)
     up_s, down_s = costs_bid(executor.ledger_path, 'long')
@@ -165,9 +165,9 @@ def test_a_rescale_finds_the_next_ranks_ready_and_the_state_in_memory(tmp_path: 
     assert down_s == pytest.approx(measured[1]['seconds'])
     # It had rank 0 on the node that it began on. Which one stays goes by the nodes' names, which
     # are drawn: that one or the other.
-    assert set(story[0].nodes) < set(story[1].nodes) > set(story[2].nodes)
+    assert set(history[0].nodes) < set(history[1].nodes) > set(history[2].nodes)
     logs = tmp_path / 'checkpoints' / 'long' / 'logs'
-    for fragment in story[1:3]:
+    for fragment in history[1:3]:
         said = [
             log.read_text() for log in logs.glob(f'fragment-{fragment.fragment:06d}-rank-*.log')
         ]

@@ -34,7 +34,7 @@ class Training:
     now: float = 0.0
     rows: list[tuple[int, ProgressRow]] = field(default_factory=list)
     kept: list[tuple[int, float]] = field(default_factory=list)
-    story: RunHistory = field(default_factory=lambda: BEGUN)
+    history: RunHistory = field(default_factory=lambda: BEGUN)
 
     def report(self, step: int) -> None:
         self.samples += step
@@ -49,7 +49,7 @@ class Training:
     def save(self, _: int) -> None:
         self.saved = self.samples
         new = CheckpointRow(self.runs, 't', self.fragment, self.now, self.samples)
-        self.story = replace(self.story, checkpoints=(*self.story.checkpoints, new))
+        self.history = replace(self.history, checkpoints=(*self.history.checkpoints, new))
 
     def go_back(self, _: int) -> None:
         """Within a fragment, since numbers were not finite."""
@@ -77,7 +77,7 @@ class Training:
     def _next(self) -> None:
         self.fragment += 1
         new = FragmentRow(self.runs, 't', self.fragment, self.now, from_samples=self.samples)
-        self.story = replace(self.story, fragments=(*self.story.fragments, new))
+        self.history = replace(self.history, fragments=(*self.history.fragments, new))
 
 
 HAPPENS: list[Callable[[Training, int], None]] = [
@@ -104,10 +104,10 @@ def test_each_position_of_the_kept_training_appears_once(
     for what, step, looks in happens:
         what(training, step)
         if looks:
-            found += metrics.take(training.rows[metrics.row :], training.story)
+            found += metrics.take(training.rows[metrics.row :], training.history)
             if restarts and found:  # another process goes on
                 metrics = KeptMetrics('t', 1, found[-1].mark)
-    found += metrics.take(training.rows[metrics.row :], training.story)
+    found += metrics.take(training.rows[metrics.row :], training.history)
     for point in metrics.rest():
         found.append(point)
     seen = [(point.samples, point.metrics['x']) for point in found]
@@ -120,10 +120,10 @@ def test_only_what_has_changed_is_a_point() -> None:
         ProgressRow(1, 't', 1, float(i), 10 * i, None, {'loss': 1 / i, 'error': i // 3})
         for i in range(1, 7)
     ]
-    story = RunHistory(
+    history = RunHistory(
         fragments=(FragmentRow(1, 't', 1, 0.0),), checkpoints=(CheckpointRow(1, 't', 1, 9.0, 60),)
     )
-    points = KeptMetrics('t', 1).take(enumerate(rows), story)
+    points = KeptMetrics('t', 1).take(enumerate(rows), history)
     errors = [(p.samples, p.metrics['error']) for p in points if 'error' in p.metrics]
     assert errors == [(10, 0.0), (30, 1.0), (60, 2.0)]
     assert [p.samples for p in points if 'loss' in p.metrics] == [10, 20, 30, 40, 50, 60]
@@ -134,8 +134,8 @@ def test_a_training_begins_where_the_trainer_had_no_samples() -> None:
         TrainerRow(run, 't', 0.0, {}, 100, first, 0, 'running', 0.0)
         for run, first in ((1, 0), (2, 40), (3, 0), (4, 30), (5, 60))
     ]
-    story = RunHistory(trainers=tuple(rows))
-    assert [began_in(story, 't', run) for run in range(1, 6)] == [1, 1, 3, 3, 3]
+    history = RunHistory(trainers=tuple(rows))
+    assert [began_in(history, 't', run) for run in range(1, 6)] == [1, 1, 3, 3, 3]
 
 
 def test_a_ledger_is_followed_while_it_is_written(tmp_path: Path) -> None:

@@ -61,12 +61,12 @@ def test_a_damaged_ledger_is_set_aside_and_a_new_one_has_what_matters(
     assert path.stat().st_mode & 0o777 == 0o600
     assert {p.name for p in tmp_path.iterdir()} <= {'l.db', 'l.db.damaged-1'}
     with Reader(path) as reader:
-        story = reader.story()
+        history = reader.history()
         assert 'After' in {event['kind'] for event in reader.events()}
-    assert [(run.name, run.how) for run in story.runs] == [('r0', 'done')]
-    assert [(t.name, t.total_samples, t.state) for t in story.trainers] == [('a', 64, 'done')]
-    assert {node.name: node.left_at for node in story.nodes} == {'x': 1004, 'y': 1006}
-    assert [block.job_id for block in story.blocks] == ['7']
+    assert [(run.name, run.how) for run in history.runs] == [('r0', 'done')]
+    assert [(t.name, t.total_samples, t.state) for t in history.trainers] == [('a', 64, 'done')]
+    assert {node.name: node.left_at for node in history.nodes} == {'x': 1004, 'y': 1006}
+    assert [block.job_id for block in history.blocks] == ['7']
 
 
 def test_a_ledger_that_can_be_read_in_part_keeps_earlier_runs(tmp_path: Path) -> None:
@@ -82,9 +82,9 @@ def test_a_ledger_that_can_be_read_in_part_keeps_earlier_runs(tmp_path: Path) ->
     ledger.event(at=2001, kind='After')
     ledger.close()
     with Reader(path) as reader:
-        story = reader.story()
-    assert [run.name for run in story.runs] == ['r0', 'r1']
-    assert [trainer.name for trainer in story.trainers] == ['r0', 'r1']
+        history = reader.history()
+    assert [run.name for run in history.runs] == ['r0', 'r1']
+    assert [trainer.name for trainer in history.trainers] == ['r0', 'r1']
 
 
 def test_where_no_new_file_can_be_made_the_rows_wait(

@@ -41,7 +41,7 @@ def test_the_newest_problems_are_kept_with_their_decisions(tmp_path: Path) -> No
             ledger.decisions.problem({'number': i})
     ledger.close()
     with Reader(tmp_path / 'l.db') as reader:
-        old, new = reader.story().runs
+        old, new = reader.history().runs
         assert [row['problem'] for row in reader.recent_decisions(old, 9)] == [{'of': 'old'}]
         rows = reader.recent_decisions(new, 1000)
         assert reader.recent_decisions(new, 2) == rows[:2]
@@ -65,5 +65,5 @@ def test_a_run_says_now_and_then_that_it_lives(tmp_path: Path) -> None:
         ):
             ledger.alive(now)
             ledger.commit()
-            assert reader.story().runs[0].last_at == noted
+            assert reader.history().runs[0].last_at == noted
     ledger.close()

@@ -63,9 +63,8 @@ def test_everything_comes_back_as_it_was_told(tmp_path: Path) -> None:
     ledger.nodes.block_opened('b', at=1004, job_id='77', nodes=2, walltime_s=30.0, names=['x', 'y'])
     ledger.nodes.joined('b/x', at=1005, block='b', name='x')
     ledger.trainers.fragment_decided(
-        'a', 1, at=1006, task_id=None, nodes=['b/x'], deadline=1034.0, from_samples=64
+        'a', 1, at=1006, task_id=12, nodes=['b/x'], deadline=1034.0, from_samples=64
     )
-    ledger.trainers.fragment_task('a', 1, 12)
     ledger.trainers.fragment_started('a', 1, at=1007, samples=64)
     ledger.trainers.fragment_progress(
         'a', 1, at=1008, samples=seen, rate=64.0, metrics={'loss': loss}
@@ -93,15 +92,16 @@ def test_everything_comes_back_as_it_was_told(tmp_path: Path) -> None:
     ledger.close()
 
     with Reader(tmp_path / 'l.db') as reader:
-        story = reader.story('r0')
-        [batch] = reader.batches(story.runs[0])
+        history = reader.history('r0')
+        [batch] = reader.batches(history.runs[0])
         (event,), (decision,), (progress,) = (
             reader.events(),
             reader.decisions('r0'),
             reader.progress(),
         )
     (run,), (trainer,), (block,), (node,), (fragment,), (checkpoint,) = (
-        story.runs, story.trainers, story.blocks, story.nodes, story.fragments, story.checkpoints
+        history.runs, history.trainers, history.blocks, history.nodes, history.fragments,
+        history.checkpoints,
     )  # fmt: skip
     assert (run.name, run.begun_at, run.ended_at, run.how, run.last_at) == (
         'r0',
@@ -133,7 +133,7 @@ def test_everything_comes_back_as_it_was_told(tmp_path: Path) -> None:
     )
     assert fragment.metrics == {'loss': 0.5} == progress.metrics and fragment.error == 'bad name ?'
     assert checkpoint.path == 'ck/1' and checkpoint.metrics['loss'] != checkpoint.metrics['loss']
-    assert [o.end for o in story.offers] == [1013.0, None, None]
+    assert [o.end for o in history.offers] == [1013.0, None, None]
 
 
 def test_offers_are_written_as_they_change(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_offers_are_written_as_they_change(tmp_path: Path) -> None:
     assert ledger._connection.total_changes - changes == 3  # one is longer, one new; the run lives
     ledger.close()
     with Reader(tmp_path / 'l.db') as reader:
-        offers = reader.story().offers
+        offers = reader.history().offers
     assert [(o.name, o.start, o.end) for o in offers] == [
         ('x', 0.0, 15.0), ('y', 0.0, 5.0), ('y', 12.0, 15.0)
     ]  # fmt: skip
@@ -183,10 +183,10 @@ def test_a_resume_appends_and_the_older_fragment_of_the_same_number_stays(tmp_pa
     with pytest.raises(BadInput, match="has a run 'r1' already"):
         begun(tmp_path / 'l.db', 'r1')
     with Reader(tmp_path / 'l.db') as reader:
-        assert [f.decided_at for f in reader.story().fragments] == [1001, 2001]
-        assert [f.decided_at for f in reader.story('r0').fragments] == [1001]
+        assert [f.decided_at for f in reader.history().fragments] == [1001, 2001]
+        assert [f.decided_at for f in reader.history('r0').fragments] == [1001]
         with pytest.raises(BadInput, match="no run 'r7'; its last runs are: r0, r1"):
-            reader.story('r7')
+            reader.history('r7')
 
 
 @pytest.mark.parametrize('opener', [Ledger, Reader])
@@ -222,9 +222,9 @@ def test_nothing_is_seen_before_the_commit_and_all_of_it_after(tmp_path: Path) -
     with Reader(tmp_path / 'l.db') as reader:
         ledger.trainers.submitted(name='a', at=1001, spec={}, total_samples=1, samples=0)
         ledger.nodes.joined('n', at=1001, block='b', name='n')
-        assert reader.story().trainers == () and reader.story().nodes == ()
+        assert reader.history().trainers == () and reader.history().nodes == ()
         ledger.commit()
-        assert len(reader.story().trainers) == len(reader.story().nodes) == 1
+        assert len(reader.history().trainers) == len(reader.history().nodes) == 1
     ledger.close()
 
 
@@ -281,13 +281,13 @@ def test_after_kill_9_all_that_was_committed_is_there(tmp_path: Path) -> None:
         rounds = len(kinds) // 50
         assert kinds == [f'round {i}' for i in range(rounds) for _ in range(50)]
         assert rounds in (committed + 1, committed + 2)
-        assert reader.story().alive(reader.story().runs[0])
+        assert reader.history().alive(reader.history().runs[0])
     again = begun(path, 'r1', 5000.0)
     again.event(at=5001, kind='on it goes')
     again.close()
     with Reader(path) as reader:
         assert len(reader.events('r1')) == 1
-        assert not reader.story().alive(reader.story().runs[0])
+        assert not reader.history().alive(reader.history().runs[0])
 
 
 def test_a_writer_killed_in_the_middle_of_a_commit_leaves_a_readable_ledger(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The summary of a story whose numbers are known."""
+"""The summary of a history whose numbers are known."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def two_fragments(path: Path, *, end: bool = True) -> Path:
 def test_the_summary_of_a_run(tmp_path: Path) -> None:
     with Reader(two_fragments(tmp_path / 'l.db')) as reader:
         found = summary(reader)
-        assert found['node_s'] == node_seconds_of(reader.story('r0'))
+        assert found['node_s'] == node_seconds_of(reader.history('r0'))
     assert found['trainers']['a'] == {
         'fragments': 2, 'fragments_started': 2, 'why': '', 'preempted': 1, 'failed': 0,
         'rescaled': 1, 'checkpoints': 2, 'samples': 690, 'samples_expected': 2000,
@@ -108,7 +108,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_beside_it(
     ledger.end_run('r0', at=1100, how='done')
     ledger.close()
     with Reader(tmp_path / 'l.db') as reader:
-        found = node_seconds_of(reader.story())
+        found = node_seconds_of(reader.history())
     assert (found['checkpointing'], found['trained'], found['lost']) == (2.0, trained, lost)
 
 
@@ -117,7 +117,7 @@ def test_a_run_that_was_cut_off_loses_what_its_fragment_did_not_save(tmp_path: P
     with Reader(path) as reader:
         assert summary(reader)['trainers']['a']['samples_repeated'] == 340  # it may still be kept
         assert summary(reader, now=1090.0)['wall_s'] == 90
-        assert node_seconds_of(reader.story(), now=1090.0)['lost'] == 42
+        assert node_seconds_of(reader.history(), now=1090.0)['lost'] == 42
     ledger = Ledger(path)
     ledger.begin_run('r1', at=5000, parsl_run_dir='', command='')
     ledger.nodes.offered([('x', 5000, 9999)])

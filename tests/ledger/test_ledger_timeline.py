@@ -105,11 +105,11 @@ def stories(draw: st.DrawFn) -> RunHistory:
     return RunHistory(tuple(runs), latest=len(runs) - 1, **{k: tuple(v) for k, v in rows.items()})  # type: ignore[arg-type]
 
 
-def counted(story: RunHistory, now: float | None) -> dict[str, int]:
+def counted(history: RunHistory, now: float | None) -> dict[str, int]:
     """The same classes, told second by second straight from their definitions."""
     totals = dict.fromkeys(('offered', 'trained', 'starting', 'checkpointing', 'lost', 'idle'), 0)
-    for run in story.runs:
-        alive = run.ended_at is None and run.id == story.latest
+    for run in history.runs:
+        alive = run.ended_at is None and run.id == history.latest
         until = (
             run.ended_at
             if run.ended_at is not None
@@ -117,25 +117,25 @@ def counted(story: RunHistory, now: float | None) -> dict[str, int]:
             if alive and now
             else run.last_at
         )
-        for name in {o.name for o in story.offers if o.run == run.id}:
+        for name in {o.name for o in history.offers if o.run == run.id}:
             for t in range(int(run.begun_at), int(until)):
                 if any(
                     o.run == run.id
                     and o.name == name
                     and o.start <= t < (math.inf if o.end is None else o.end)
-                    for o in story.offers
+                    for o in history.offers
                 ):
                     totals['offered'] += 1
-                    kinds = _kinds(story, run.id, alive, until, name, t)
+                    kinds = _kinds(history, run.id, alive, until, name, t)
                     order = ('lost', 'checkpointing', 'trained', 'starting')
                     totals[next((k for k in order if k in kinds), 'idle')] += 1
     return totals
 
 
-def _kinds(story: RunHistory, run: int, alive: bool, until: float, name: str, t: int) -> set[str]:
+def _kinds(history: RunHistory, run: int, alive: bool, until: float, name: str, t: int) -> set[str]:
     kinds: set[str] = set()
-    blocks = {b.block: b for b in story.blocks if b.run == run}
-    nodes = {n.node: n for n in story.nodes if n.run == run}
+    blocks = {b.block: b for b in history.blocks if b.run == run}
+    nodes = {n.node: n for n in history.nodes if n.run == run}
     for node in nodes.values():
         if node.name == name and blocks[node.block].opened_at <= t < node.joined_at:
             kinds.add('starting')
@@ -147,7 +147,7 @@ def _kinds(story: RunHistory, run: int, alive: bool, until: float, name: str, t:
             block.closed_at if block.closed_at is not None else until
         ):
             kinds.add('starting')
-    for f in story.fragments:
+    for f in history.fragments:
         if f.run != run:
             continue
         for one in f.nodes:
@@ -161,15 +161,15 @@ def _kinds(story: RunHistory, run: int, alive: bool, until: float, name: str, t:
                     continue
             ended = max(f.decided_at, until if f.ended_at is None else f.ended_at)
             if f.decided_at <= t < ended:
-                kinds.add(_kind(story, f, alive, ended, t))
+                kinds.add(_kind(history, f, alive, ended, t))
     return kinds
 
 
-def _kind(story: RunHistory, f: FragmentRow, alive: bool, ended: float, t: int) -> str:
+def _kind(history: RunHistory, f: FragmentRow, alive: bool, ended: float, t: int) -> str:
     started = ended if f.started_at is None else min(max(f.decided_at, f.started_at), ended)
     if t < started:
         return 'starting'
-    mine = [c for c in story.checkpoints if (c.run, c.fragment) == (f.run, f.fragment)]
+    mine = [c for c in history.checkpoints if (c.run, c.fragment) == (f.run, f.fragment)]
     ending = f.ending if f.ended_at is not None else None if alive else 'preempted'
     if ending in ('preempted', 'failed') and not any(still(c)[1] > t for c in mine):
         return 'lost'
@@ -186,10 +186,10 @@ def still(c: CheckpointRow) -> tuple[float, float]:
 @settings(max_examples=300, deadline=None)
 @given(stories(), maybe)
 def test_every_offered_second_counts_once_in_the_right_class(
-    story: RunHistory, now: int | None
+    history: RunHistory, now: int | None
 ) -> None:
-    found = node_seconds_of(story, now)
-    assert found == counted(story, now)
+    found = node_seconds_of(history, now)
+    assert found == counted(history, now)
     assert found['offered'] == sum(v for k, v in found.items() if k != 'offered')
 
 
@@ -228,14 +228,14 @@ def test_what_survivors_keep_in_memory_is_not_lost(
         nodes=('x',), started_at=10.0, started_samples=0, seen_at=80.0, seen_samples=700,
         rate=10.0, ended_at=100.0, ending='preempted', samples=kept, reached=750,
     )  # fmt: skip
-    story = RunHistory(
+    history = RunHistory(
         runs=(RunRow(1, 'r', 0.0, 120.0, 'done', 120.0),),
         fragments=(first, FragmentRow(1, 'a', 2, 101.0, started_samples=next_began)),
         checkpoints=(CheckpointRow(1, 'a', 1, 60.0, 500),),
         offers=(Offer(1, 'x', 0.0, 120.0),),
         latest=1,
     )
-    found = node_seconds_of(story)
+    found = node_seconds_of(history)
     assert (found['lost'], found['trained']) == (lost, 90.0 - lost)
 
 

@@ -189,8 +189,8 @@ def test_every_decision_of_a_live_run_is_made_again(
         assert main(['cancel', 'second', *path]) == 0
         wait_until(second.done, 'the second trainer is not cancelled')
     with Reader(executor.ledger_path) as reader:
-        [run] = reader.story().runs
-        fragments = reader.story().fragments
+        [run] = reader.history().runs
+        fragments = reader.history().fragments
         events = {type(event) for batch in reader.batches(run) for event in batch.events}
     assert {len(fragment.nodes) for fragment in fragments} == {1, 2}
     assert 'preempted' in {fragment.ending for fragment in fragments}

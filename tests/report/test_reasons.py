@@ -19,7 +19,7 @@ from parsl_freetrain.ledger.rows import (
 from parsl_freetrain.report.reasons import DecisionAbout, decision_about, in_words, waits_for
 
 RUN = RunRow(1, 'r', 0.0, None, None, 100.0)
-ME = TrainerRow(1, 'me', 10.0, {'min_nodes': 2}, 100, 0, 0, 'waiting', 10.0)
+ME = TrainerRow(1, 'me', 10.0, {'min_nodes': 2}, 100, 0, 0, 'queued', 10.0)
 BLOCK = BlockRow(1, 'b0', 5.0, nodes=4)
 NODE = NodeRow(1, 'b0/x', 'b0', 'x', 6.0)
 HERE = {'blocks': (BLOCK,), 'nodes': (NODE,)}
@@ -67,8 +67,8 @@ def decided(at: float = 50.0, nodes: int = 4, **allocation: int) -> dict[str, An
         ({'blocks': (BLOCK, BLOCK)}, [], [], '2 blocks with 8 nodes are asked for'),
         (HERE, [], [], 'the next decision'),
         (HERE, [decided(at=9.0, me=0)], [], 'the next decision'),
-        (HERE, [decided(you=4)], [], 'waits for its turn: .* now these do: you'),
-        (HERE, [decided(me=3, you=1)], [], 'is to get 3 nodes, and waits until'),
+        (HERE, [decided(you=4)], [], 'waits for its turn: .* Now: you'),
+        (HERE, [decided(me=3, you=1)], [], 'will get 3 nodes as soon as'),
         (HERE, [decided(nodes=1, me=0, you=1)], [], 'needs 2 at least, and there is 1'),
         (HERE, [decided(me=0, you=4)], [], "others do more with the pool's 4 nodes: 'you' 4"),
         (HERE, [decided(me=0, you=1) | {'problem': None}], [], 'others do more'),
@@ -122,7 +122,7 @@ def test_one_that_trains_or_is_over_waits_for_nothing() -> None:
         (Alternative(2, 300.0, 0.0), '2 nodes for it would be as good'),
         (
             Alternative(1, 280.0, 20.0),
-            'with 1 node for it, the next best, all together would be worth 20 less',
+            'its next best choice is 1 node; all trainers together would then be worth 20 less',
         ),
     ],
 )

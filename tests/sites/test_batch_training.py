@@ -88,9 +88,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Checkpoint]:
 def judge(folder: Path, found: list[Checkpoint], undisturbed: list[Checkpoint]) -> None:
     assert all(same_weights(one, other) for one, other in zip(found, undisturbed, strict=True))
     with Reader(folder / 'checkpoints' / 'ledger.sqlite') as ledger:
-        story = ledger.story()
-    assert len(story.fragments) > len(NETWORKS)
-    assert all(node.name.startswith(('node0', 'nid000')) for node in story.nodes)
+        history = ledger.history()
+    assert len(history.fragments) > len(NETWORKS)
+    assert all(node.name.startswith(('node0', 'nid000')) for node in history.nodes)
 
 
 @pytest.mark.slow
@@ -99,23 +99,23 @@ def test_on_a_real_pbs(openpbs: PbsCluster, tmp_path: Path, undisturbed: list[Ch
     """Its nodes are preempted, one of them crashes, and its server hangs and starts again."""
     ledger_path = tmp_path / RUN / 'checkpoints' / 'ledger.sqlite'
 
-    def story() -> RunHistory:
+    def history() -> RunHistory:
         with Reader(ledger_path) as ledger:
-            return ledger.story()
+            return ledger.history()
 
     def disturb(futures: dict[str, TrainingFuture]) -> None:
         further(futures)
         other = openpbs.submit(4, seconds=1)
         openpbs.wait(lambda: openpbs.state(other) == 'F')
         further(futures)
-        held = {node.node for node in story().nodes if node.left_at is None}
+        held = {node.node for node in history().nodes if node.left_at is None}
         with openpbs.silent():
             further(futures)
         with openpbs.down():
             further(futures)
             further(futures)
-        assert not any(n.how in ('taken', 'lost') for n in story().nodes if n.node in held)
-        node = next(node.name for node in reversed(story().nodes) if node.left_at is None)
+        assert not any(n.how in ('taken', 'lost') for n in history().nodes if n.node in held)
+        node = next(node.name for node in reversed(history().nodes) if node.left_at is None)
         with openpbs.crashed(node):
             further(futures)
 
@@ -128,7 +128,7 @@ def test_on_a_real_pbs(openpbs: PbsCluster, tmp_path: Path, undisturbed: list[Ch
         )
         found = train(tmp_path / RUN, site, SHARDS, disturb, ADDRESS)
     judge(tmp_path / RUN, found, undisturbed)
-    assert {'taken', 'lost'} <= {node.how for node in story().nodes}
+    assert {'taken', 'lost'} <= {node.how for node in history().nodes}
 
 
 @pytest.mark.slow

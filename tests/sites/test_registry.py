@@ -53,7 +53,7 @@ def test_a_training_runs_in_a_block_of_the_other_package(lsf: Rehearsal, tmp_pat
         trainer = freetrain_app(min_nodes=1, max_nodes=1, total_epochs=1)(fit)
         assert trainer().result(LONG).samples == 96
     with Reader(tmp_path / 'run' / 'checkpoints' / 'ledger.sqlite') as ledger:
-        [node] = ledger.story().nodes
+        [node] = ledger.history().nodes
     assert node.name.startswith('host')
     assert {job['how'] for job in lsf.jobs().values()} <= {'', 'deleted'}
 

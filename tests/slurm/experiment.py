@@ -170,11 +170,12 @@ class SlurmMachine:
             options.append(f'--array=0-{job.tasks - 1}')
         if after is not None:
             options.append(f'--dependency=afterany:{after}')
-        return self._cluster.submit(*options, seconds=self.seconds(job))
-
-    def seconds(self, job: Ordinary) -> float | str:
-        """How long a job takes."""
-        return job.run_s
+        seconds: float | str = job.run_s
+        if job.apart_s:
+            # A task finds its own job's number only where it runs; sleep adds what it is given.
+            tenths = round(10 * job.apart_s)
+            seconds = f'{job.run_s} $((SLURM_JOB_ID * 7919 % {tenths + 1}))e-1'
+        return self._cluster.submit(*options, seconds=seconds)
 
     def tasks(self, job_id: str, job: Ordinary) -> list[str]:
         return [f'{job_id}_{task}' for task in range(job.tasks)] if job.tasks > 1 else [job_id]
@@ -333,21 +334,22 @@ def own_cluster(name: str, nodes: int) -> Iterator[Machine]:
 
 def side_by_side(
     runs: Mapping[str, dict[str, Any] | None],
-    mix: Mix,
+    mix: Mix | Mapping[str, Mix],
     nodes: int,
     folder: Path,
     blocks_first: bool = True,
     machines: Callable[[str, int], AbstractContextManager[Machine]] = own_cluster,
 ) -> dict[str, Outcome]:
-    """Several runs of one mix at once, each on nodes of its own: what slows one of them down slows
-    down all. By name: the settings of FreeTrain's site, None: without it.
+    """Several runs of one mix, or of one each, at once, each on nodes of its own: what slows one of
+    them down slows down all. By name: the settings of FreeTrain's site, None: without it.
     """
     ready = Barrier(len(runs))
+    mixes = dict.fromkeys(runs, mix) if isinstance(mix, Mix) else mix
 
     def one(name: str) -> Outcome:
         try:
             with machines(name, nodes) as machine:
-                return run(mix, machine, folder / name, runs[name], ready, blocks_first)
+                return run(mixes[name], machine, folder / name, runs[name], ready, blocks_first)
         except BaseException:
             ready.abort()
             raise

@@ -54,10 +54,10 @@ def main(folder: str, kind: str, settings: str, address: str | None = None) -> N
             future.cancel()
         wait(futures, timeout=LIMIT_S)
     with Reader(executor.ledger_path) as ledger:
-        story = ledger.story()
-        names = {node.node: node.name for node in story.nodes}
+        history = ledger.history()
+        names = {node.node: node.name for node in history.nodes}
         fragments = [
-            [names[f.nodes[0]], f.started_at, f.ended_at] for f in story.fragments if f.started_at
+            [names[f.nodes[0]], f.started_at, f.ended_at] for f in history.fragments if f.started_at
         ]
         print(
             json.dumps(

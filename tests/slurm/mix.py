@@ -22,6 +22,8 @@ class Ordinary:
         Number of jobs in an array; 1: no array.
     after
         Position in the mix of a job that has to be over before; None: of none.
+    apart_s
+        Tasks of an array take up to so many seconds longer, each another time.
     """
 
     at_s: float
@@ -30,6 +32,7 @@ class Ordinary:
     run_s: float
     tasks: int = 1
     after: int | None = None
+    apart_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,63 +1,59 @@
 """Which mixes can show whether jobs wait: ``python -m tests.slurm.steady_mixes SEED ...``
 
-Each mix runs five times at once on clusters of its own, without FreeTrain. In all runs but the
-first each job takes up to 2 s longer, and the reservation comes 1 s later, or 1 or 2 s earlier, as
-if all jobs were earlier or later. Where a job's start differs by more than a delay may be, the
-order of the jobs depends on a second, and a delay says nothing about what runs beside them.
+Each mix runs eight times at once on clusters of its own, without FreeTrain. In all runs but the
+first each job comes up to 2 s later and takes up to 2 s longer or shorter, and the reservation
+comes up to 2 s earlier or 1 s later. Where a job's start differs by more than a delay may be, the
+order of the jobs depends on seconds, and a delay says nothing about what runs beside them.
 """
 
 from __future__ import annotations
 
+import random
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 from tests.slurm.delay import scatter_s
-from tests.slurm.experiment import KILL_WAIT_S, Machine, SlurmMachine, side_by_side
-from tests.slurm.mix import Ordinary, Reserved
+from tests.slurm.experiment import KILL_WAIT_S, side_by_side
+from tests.slurm.mix import Mix, Ordinary
 from tests.slurm.zero_delay import NODES, STOP_S, mix_of
-from tests.support.slurm import Cluster, running_cluster
 
-RUNS = ('0', '1', '2', '3', '4')
-RESERVED_LATER_S = (0, 1, -1, -1, -2)
+RUNS = range(8)
 MOST_S = STOP_S + KILL_WAIT_S
 
 
-class UnevenMachine(SlurmMachine):
-    """Jobs, and tasks of an array, take up to 2 s longer, and nodes are set aside earlier or later;
-    by how much depends on ``number``, 0: not at all.
+def uneven(mix: Mix, number: int) -> Mix:
+    """The mix with other seconds, which depend on ``number``; 0: as it is. Jobs that come together
+    still do, and all come in the same order.
     """
-
-    def __init__(self, cluster: Cluster, nodes: int, number: int) -> None:
-        super().__init__(cluster, nodes)
-        self._number = number
-
-    def reserve(self, reserved: Reserved, at: float) -> None:
-        super().reserve(reserved, at + RESERVED_LATER_S[self._number])
-
-    def seconds(self, job: Ordinary) -> float | str:
-        if not self._number:
-            return job.run_s
-        # A task finds the number of its own job only where it runs; sleep adds what it is given.
-        return f'{job.run_s} $((SLURM_JOB_ID * {7919 * self._number} % 21))e-1'
-
-
-@contextmanager
-def uneven_cluster(name: str, nodes: int) -> Iterator[Machine]:
-    with running_cluster(nodes) as cluster:
-        yield UnevenMachine(cluster, nodes, int(name))
+    if not number:
+        return mix
+    draw = random.Random(number)
+    longer = (0.0, 2.0) if number % 2 else (-2.0, 0.0)
+    jobs: list[Ordinary] = []
+    last_s = 0.0
+    for at_s, together in groupby(mix.jobs, key=lambda job: job.at_s):
+        last_s = max(last_s, at_s + draw.uniform(0.0, 2.0))
+        for job in together:
+            run_s = max(1.0, job.run_s + draw.uniform(*longer))
+            apart_s = 2.0 if job.tasks > 1 else 0.0
+            jobs.append(replace(job, at_s=last_s, run_s=run_s, apart_s=apart_s))
+    reserved = mix.reserved
+    if reserved is not None:
+        reserved = replace(reserved, at_s=reserved.at_s + draw.choice((-2, -1, 0, 1)))
+    return Mix(tuple(jobs), reserved)
 
 
 def main(*seeds: str) -> None:
     """Print for each mix by how much starts differ, in seconds, and whether it is steady."""
     for seed in map(int, seeds):
+        mixes = {str(number): uneven(mix_of(seed), number) for number in RUNS}
         with tempfile.TemporaryDirectory() as scratch:
-            runs = side_by_side(
-                dict.fromkeys(RUNS), mix_of(seed), NODES, Path(scratch), machines=uneven_cluster
-            )
-        apart_s = scatter_s(*runs.values())
+            runs = side_by_side(dict.fromkeys(mixes), mixes, NODES, Path(scratch))
+        first, *others = runs.values()
+        apart_s = max(scatter_s(first, other) for other in others)
         steady = 'steady' if apart_s <= MOST_S else 'not steady'
         print(f'mix {seed}: {apart_s:.0f} s apart, {steady}', flush=True)
 

@@ -70,12 +70,14 @@ def samples(folder: Path, least_runs: int) -> int:
     """Samples of the newest checkpoint, after this number of runs has trained."""
     try:
         with Reader(folder / 'checkpoints' / 'ledger.sqlite') as ledger:
-            story = ledger.story()
+            history = ledger.history()
     except BadInput:  # there is none yet, or nothing is in it yet
         return 0
-    trained = {checkpoint.run for checkpoint in story.checkpoints}
+    trained = {checkpoint.run for checkpoint in history.checkpoints}
     return (
-        max((c.samples for c in story.checkpoints), default=0) if len(trained) >= least_runs else 0
+        max((c.samples for c in history.checkpoints), default=0)
+        if len(trained) >= least_runs
+        else 0
     )
 
 

@@ -54,15 +54,15 @@ class Run:
         self._ledger = folder / 'out' / 'holes' / 'ledger.sqlite'
         self._output = output
 
-    def story(self) -> RunHistory:
+    def history(self) -> RunHistory:
         try:
             with Reader(self._ledger) as ledger:
-                return ledger.story()
+                return ledger.history()
         except BadInput:  # there is none yet, or nothing is in it yet
             return RunHistory()
 
     def samples(self) -> int:
-        return sum(trainer.samples for trainer in self.story().trainers)
+        return sum(trainer.samples for trainer in self.history().trainers)
 
     def may_end(self) -> None:
         self._go.touch()
@@ -126,9 +126,9 @@ def take(slurm: Cluster, run: Run, nodes: int, seconds: float = 4.0) -> None:
     run.goes_on()
 
 
-def sizes(story: RunHistory) -> set[int]:
+def sizes(history: RunHistory) -> set[int]:
     """Numbers of nodes of the run's blocks."""
-    return {block.nodes for block in story.blocks}
+    return {block.nodes for block in history.blocks}
 
 
 def test_a_training_survives_all_that_a_cluster_does(slurm: Cluster, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_training_survives_all_that_a_cluster_does(slurm: Cluster, tmp_path: P
             stack.callback(slurm.start_scheduler)
             run.goes_on()
 
-        node = next(node.name for node in reversed(run.story().nodes) if node.left_at is None)
+        node = next(node.name for node in reversed(run.history().nodes) if node.left_at is None)
         slurm.kill_node(node)
         run.goes_on()
         slurm.start_node(node, idle=False)
@@ -159,15 +159,17 @@ def test_a_training_survives_all_that_a_cluster_does(slurm: Cluster, tmp_path: P
             os.kill(scheduler, signal.SIGCONT)
 
         for nodes in (1, 3, 1, 2, 1, 3, 2, 1):
-            if len(run.story().blocks) < BLOCKS or len(sizes(run.story())) < 3:
+            if len(run.history().blocks) < BLOCKS or len(sizes(run.history())) < 3:
                 take(slurm, run, nodes)
         run.may_end()
         assert run.process.wait(LIMIT_S) == 0, run.said()
-    story = run.story()
-    print(f'blocks of {[b.nodes for b in story.blocks]} nodes, {len(story.fragments)} fragments')
-    assert len(story.blocks) >= BLOCKS
-    assert len(sizes(story)) >= 3
-    assert {'taken', 'lost'} & {node.how for node in story.nodes}
+    history = run.history()
+    print(
+        f'blocks of {[b.nodes for b in history.blocks]} nodes, {len(history.fragments)} fragments'
+    )
+    assert len(history.blocks) >= BLOCKS
+    assert len(sizes(history)) >= 3
+    assert {'taken', 'lost'} & {node.how for node in history.nodes}
     summary = json.loads((folder / 'out' / 'summary.json').read_text())['trainers']
     for trainer in summary.values():
         assert trainer['weights_equal']

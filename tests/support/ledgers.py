@@ -46,7 +46,7 @@ class _Trainer:
     samples: int = 0
     fragments: int = 0
     running: _Fragment | None = None
-    state: str = 'waiting'
+    state: str = 'queued'
     metrics: dict[str, float] = field(default_factory=dict)
 
 

@@ -30,18 +30,18 @@ class LiveCurves:
         """By metric and trainer, points as [samples, epochs or null, seconds, value]. Trainers and
         metrics beyond the first are left out.
         """
-        story = self._reader.story()
-        runs = [run.id for run in story.runs if run.name.startswith(self._run or '')]
-        rows = [row for row in story.trainers if runs and row.run == runs[-1]][:MOST_TRAINERS]
+        history = self._reader.history()
+        runs = [run.id for run in history.runs if run.name.startswith(self._run or '')]
+        rows = [row for row in history.trainers if runs and row.run == runs[-1]][:MOST_TRAINERS]
         points: dict[str, list[MetricPoint]] = {}
         for row in rows:
             if row.name not in self._kept:
-                began = began_in(story, row.name, row.run)
+                began = began_in(history, row.name, row.run)
                 self._kept[row.name] = KeptMetrics(row.name, began), []
             metrics, known = self._kept[row.name]
             known += metrics.new(self._reader)
             points[row.name] = [*known, *metrics.rest()]
-        found = curves_of(points, {row.name: row for row in rows}, Clock(story, self._clock()))
+        found = curves_of(points, {row.name: row for row in rows}, Clock(history, self._clock()))
         return {
             metric: {
                 name: [astuple(point) for point in thinned(curve, MOST_POINTS)]

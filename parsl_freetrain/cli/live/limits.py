@@ -23,16 +23,16 @@ class LimitNow:
 
 
 def limits_of(
-    reader: Reader, story: RunHistory, run: RunRow, now: float, going: bool
+    reader: Reader, history: RunHistory, run: RunRow, now: float, going: bool
 ) -> tuple[LimitNow, ...]:
     """The limits of a run at ``now`` (epoch seconds), ``going``: while it goes on."""
     settings = None if run.settings is None else run.settings.controller
     if settings is None or not (settings.budgets or settings.min_shares):
         return ()
-    used = used_until(reader, story, run, now if going else None)
+    used = used_until(reader, history, run, now if going else None)
     owners = owners_in(reader, run) if settings.min_shares else {}
     nodes: dict[str, int] = {}
-    for fragment in story.fragments:
+    for fragment in history.fragments:
         if going and fragment.run == run.id and fragment.ended_at is None:
             for key in owners.get(fragment.trainer, ()):
                 nodes[key] = nodes.get(key, 0) + len(fragment.nodes)

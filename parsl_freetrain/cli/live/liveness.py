@@ -59,7 +59,7 @@ def lives_here(about: Mapping[str, Any]) -> bool | None:
 
 
 def life_of(
-    story: RunHistory,
+    history: RunHistory,
     run: RunRow,
     about: Mapping[str, Any],
     now: float,
@@ -84,7 +84,7 @@ def life_of(
         else 'its process'
     )
     living = lives(about)
-    if not living and not story.alive(run):
+    if not living and not history.alive(run):
         return Liveness(
             'died',
             f'This run died: {process} ended without a word, and another run has begun since.',
@@ -93,7 +93,7 @@ def life_of(
         return Liveness(
             'died',
             f'This run died: {process} is gone, and did not end it. '
-            f'{_how_to_resume(story, run, about)}',
+            f'{_how_to_resume(history, run, about)}',
         )
     silent_s = now - run.last_at
     if silent_s > SILENT_S:
@@ -101,7 +101,7 @@ def life_of(
             'silent',
             f'This run has noted nothing for {silent_s:.0f} s: {process} may have died, '
             'or cannot write its ledger. '
-            f'If it is gone: {_how_to_resume(story, run, about)}',
+            f'If it is gone: {_how_to_resume(history, run, about)}',
         )
     return Liveness('running')
 
@@ -110,11 +110,11 @@ def check_live(reader: Reader, what: str) -> None:
     """Refuse a run that cannot answer; ``what``: what it is asked for, as in 'to cancel'. Raises
     BadInput if there is no run, or the newest one has ended or died.
     """
-    story = reader.story()
-    if not story.runs:
+    history = reader.history()
+    if not history.runs:
         raise BadInput(f'The ledger {reader.path} has no run yet.')
-    run = story.runs[-1]
-    life = life_of(story, run, reader.about(run), time.time())
+    run = history.runs[-1]
+    life = life_of(history, run, reader.about(run), time.time())
     if life.state == 'ended':
         raise BadInput(
             f'The run of {reader.path} has ended ({run.how}), so there is nothing {what}.'
@@ -123,12 +123,12 @@ def check_live(reader: Reader, what: str) -> None:
         raise BadInput(life.sentence)
 
 
-def _how_to_resume(story: RunHistory, run: RunRow, about: Mapping[str, Any]) -> str:
+def _how_to_resume(history: RunHistory, run: RunRow, about: Mapping[str, Any]) -> str:
     where = (
         f'in {about["folder"]} ' if about.get('folder') and about['folder'] != os.getcwd() else ''
     )
     again = f'run {run.command} {where}again' if run.command else 'run the same program again'
-    kept = {t.name: t.samples > 0 for t in story.trainers if t.run == run.id}
+    kept = {t.name: t.samples > 0 for t in history.trainers if t.run == run.id}
     if not any(kept.values()):
         return f'To resume, {again}; there is no checkpoint yet, so it begins anew.'
     anew = ' and '.join(repr(name) for name, has in kept.items() if not has)

@@ -97,16 +97,16 @@ def snapshot(
     """The state at ``now`` (epoch seconds). Efficiencies are None without an allocator, which must
     be exact. Raises BadInput if the ledger has no run whose name begins with ``named``.
     """
-    story = reader.story()
-    name = run_named([run.name for run in story.runs], named)
-    if not story.runs:
+    history = reader.history()
+    name = run_named([run.name for run in history.runs], named)
+    if not history.runs:
         return RunStatus()
-    run = next((run for run in story.runs if run.name == name), story.runs[-1])
-    until = story.until(run, now)
+    run = next((run for run in history.runs if run.name == name), history.runs[-1])
+    until = history.until(run, now)
     gains = efficiency(reader, now, allocator, run=name).by_trainer if allocator else {}
-    life = life_of(story, run, reader.about(run), now)
+    life = life_of(history, run, reader.about(run), now)
     fragments: dict[str, list[FragmentRow]] = defaultdict(list)
-    for fragment in story.fragments:
+    for fragment in history.fragments:
         if fragment.run <= run.id:
             fragments[fragment.trainer].append(fragment)
     going = life.state in ('running', 'silent')
@@ -120,12 +120,12 @@ def snapshot(
         ended=None if run.ended_at is None else run.how or 'ended',
         trainers=tuple(
             _trainer(t, fragments[t.name], run, going, until, gains.get(t.name), used)
-            for t in story.trainers
+            for t in history.trainers
             if t.run == run.id
         ),
-        blocks=_blocks(story, run, now) if going else (),
+        blocks=_blocks(history, run, now) if going else (),
         decision=_last_decision(reader, run, now) if going else None,
-        limits=limits_of(reader, story, run, now, going),
+        limits=limits_of(reader, history, run, now, going),
     )
 
 
@@ -190,11 +190,11 @@ def _loss(metrics: Mapping[str, Any]) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _blocks(story: RunHistory, run: RunRow, now: float) -> tuple[BlockNow, ...]:
-    here = {n.node: n.block for n in story.nodes if n.run == run.id and n.left_at is None}
+def _blocks(history: RunHistory, run: RunRow, now: float) -> tuple[BlockNow, ...]:
+    here = {n.node: n.block for n in history.nodes if n.run == run.id and n.left_at is None}
     trainers: dict[str, dict[str, None]] = defaultdict(dict)
     deadlines: dict[str, float] = {}
-    for fragment in story.fragments:
+    for fragment in history.fragments:
         if fragment.run != run.id or fragment.ended_at is not None:
             continue
         on = {here[n] for n in fragment.nodes if n in here}
@@ -203,7 +203,7 @@ def _blocks(story: RunHistory, run: RunRow, now: float) -> tuple[BlockNow, ...]:
         if fragment.deadline is not None and len(on) == 1:
             deadlines[on.pop()] = fragment.deadline
     found = []
-    for row in story.blocks:
+    for row in history.blocks:
         if row.run != run.id or row.closed_at is not None:
             continue
         until = row.until if row.until is not None else deadlines.get(row.block)

@@ -31,7 +31,7 @@ class Answer:
     objective
         Its value, by :meth:`Problem.objective`.
     solver
-        Who found it.
+        Name of the solver.
     seconds
         How long that took.
     allocation

@@ -60,9 +60,9 @@ def spread(
     """Deal out counts by group to the places: nobody gives up nodes in a group where it does not
     shrink.
 
-    Who shrinks keeps the nodes of the blocks that last longest. Who grows gets nodes from blocks
-    where it has some already, then from those that last longest, then from those with most free
-    nodes, so that few blocks are enough.
+    A trainer that shrinks keeps the nodes of the blocks that last longest. One that grows gets
+    nodes from blocks where it has some already, then from those that last longest, then from those
+    with most free nodes, so that few blocks are enough.
     """
     if _as_they_are(problem, groups):
         return {name: tuple(nodes) for name, nodes in allocation.items()}

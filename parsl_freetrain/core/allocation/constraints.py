@@ -24,7 +24,7 @@ KEPT_FREE = 'nodes kept free'
 
 
 class Owned(Protocol):
-    """A trainer, as far as limits are concerned; an empty name or None: nobody's."""
+    """The part of a trainer that limits need. An empty name or None: it has no owner."""
 
     @property
     def name(self) -> str: ...
@@ -71,7 +71,7 @@ def check_keys(
         if kind not in kinds or (not owner) != (kind == EVERYBODY):
             allowed = [repr(k if k == EVERYBODY else f'{k} NAME') for k in kinds]
             raise BadInput(
-                f'The {what} {key!r} is about nobody; write '
+                f'The {what} {key!r} names no user, group or trainer; write '
                 f'{", ".join(allowed[:-1])} or {allowed[-1]}, with a space before the name.'
             )
         if not 0 <= value < math.inf:

@@ -40,7 +40,8 @@ class Controller:
     allocator
         Solves the allocation problem; asked at every event that changes it.
     settings
-        See :class:`~parsl_freetrain.core.controller.state.ControllerSettings`; None: its defaults.
+        See :class:`~parsl_freetrain.core.controller.settings.ControllerSettings`; None: its
+        defaults.
     metric
         An objective to use in place of the one in the settings. It may depend on the trainer but
         not on time.

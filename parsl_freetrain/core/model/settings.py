@@ -159,6 +159,8 @@ def _in_words(hint: Any) -> str:
             if len(parts) == 1
             else f'a dict (from {" to ".join(parts)})'
         )
+    if origin is typing.Literal:
+        return ' or '.join(map(repr, typing.get_args(hint)))
     if hint in _WORDS:
         return _WORDS[hint]
     if typing.get_origin(hint) is None and isinstance(hint, type):

@@ -41,8 +41,8 @@ class Adoption:
     run
         Unlike every other run.
     wait_s
-        Blocks wait so many seconds for the next run; 0, or a site whose blocks cannot be found
-        again: they do not.
+        Seconds that blocks wait for the next run; 0: they do not wait. Not used where a site cannot
+        find its blocks again.
     """
 
     def __init__(

@@ -21,6 +21,7 @@ from parsl_freetrain.executor.block.needs import nodes_needed
 from parsl_freetrain.executor.block.node_tasks import greeting
 from parsl_freetrain.executor.block.record import BlockRecord
 from parsl_freetrain.executor.commands import CommandInbox, GreetingReturned
+from parsl_freetrain.executor.fragment.node_agent import Greeting
 from parsl_freetrain.host.backoff import Backoff
 from parsl_freetrain.sites.batch.life import ran_out_of_memory
 from parsl_freetrain.sites.protocols import HoleGone, Yielding
@@ -199,7 +200,7 @@ class BlockManager:
                 lambda done, b=block_id, m=name: self._inbox.post(GreetingReturned(b, m, done))  # type: ignore[misc]
             )
 
-    def greeted(self, block_id: str, manager: str, done: Future[Any], at: float) -> str:
+    def greeted(self, block_id: str, manager: str, done: Future[Greeting], at: float) -> str:
         """Handle the return of a node's first task: the node joins, or is unusable.
 
         Returns
@@ -215,7 +216,8 @@ class BlockManager:
         if error is not None:
             return self._unusable(block_id, manager, error, at)
         self._ever_joined = True
-        name = done.result()['name']
+        node = done.result()
+        name = node.name
         until_s, why = self._avoided.get(name, (0.0, ''))
         if at < until_s:
             return self._unusable(block_id, manager, FreeTrainError(why), at)
@@ -228,7 +230,7 @@ class BlockManager:
             block.until_s = self._provider.end_of(block.job_id)
         self._stream.emit(
             *block.start(block_id, at),
-            no.NodeReady(at, block_id, manager, name, done.result()['devices']),
+            no.NodeReady(at, block_id, manager, name, node.devices),
             block.joined(at, block_id, (manager,)),
         )
         return ''

@@ -68,7 +68,7 @@ class BlockRecord:
         self.noticed = self.started = False
 
     def start(self, name: str, at: float) -> list[BlockStarted]:
-        """It has nodes; what is to be said of it under its ``name``."""
+        """Note that it has nodes; return the events to emit under its ``name``."""
         before, self.started = self.started, True
         return [] if before else [BlockStarted(at, name, self.waited_at)]
 

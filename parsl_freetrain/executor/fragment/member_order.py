@@ -17,7 +17,7 @@ class MemberOrder:
         The order for the ranks.
     member, members
         This node's index and the number of nodes. The node's first rank is ``member *
-        fragment.ranks_per_node``.
+        fragment.per_node``.
     addresses, port, cert_dir
         The executor's control channel.
     log_dir

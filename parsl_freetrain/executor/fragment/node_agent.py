@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import platform
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from parsl.executors.execute_task import execute_task
@@ -77,18 +76,19 @@ def _executing(execute: str | None) -> Callable[..., Any]:
     return run
 
 
-def greet(
-    buffer: bytes, log_dir: str, timeout_s: float, template: str | None = None
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Greeting:
+    """The name of a node, and the number of its accelerators."""
+
+    name: str
+    devices: int
+
+
+def greet(buffer: bytes, log_dir: str, timeout_s: float, template: str | None = None) -> Greeting:
     """A node's first task: start the node's fork server, and describe the node."""
     server = fork_server_of_node(log_dir, template)
     server.wait_ready(timeout_s)
-    return {
-        'name': node_name(),
-        'devices': server.devices,
-        'python': platform.python_version(),
-        'torch': importlib.metadata.version('torch'),
-    }
+    return Greeting(node_name(), server.devices)
 
 
 def leave(buffer: bytes) -> None:

@@ -245,7 +245,7 @@ class FragmentRunner:
 
     def _conclude(self, fragment: RunningFragment, at: float) -> None:
         record = self.records[fragment.name]
-        result = fragment.verdict(record.device_faults)
+        result = fragment.result(record.device_faults)
         name, number = fragment.name, fragment.number
         del self.running[name, number]
         self._members.forget(fragment)

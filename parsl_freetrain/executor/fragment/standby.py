@@ -18,9 +18,7 @@ from parsl_freetrain.training.spec.messages import StartStandby
 logger = logging.getLogger(__name__)
 
 AHEAD_S = 30.0
-"""A fragment is asked to stop after so many seconds at the latest, however far the ranks of the
-next one have come.
-"""
+"""Maximum seconds to wait for standby ranks before a fragment is asked to stop."""
 
 # For the fragment that trains to commit its last checkpoint and end, once it is asked to, and for
 # the next one to begin.

@@ -1,4 +1,6 @@
-"""A fragment as the executor sees it: its members, and what their words add up to. No effects."""
+"""A fragment as the executor sees it: its members, and the result of their messages. No
+effects.
+"""
 
 from __future__ import annotations
 
@@ -234,7 +236,7 @@ class RunningFragment:
         )
 
     def nobody_listened(self, seconds: float) -> None:
-        """What was not heard in so many seconds means nothing: the executor has not listened."""
+        """Do not count these seconds as silence: the executor did not listen."""
         self.stepped_at = None if self.stepped_at is None else self.stepped_at + seconds
         self.asked_at = None if self.asked_at is None else self.asked_at + seconds
         self.abandoned_at = None if self.abandoned_at is None else self.abandoned_at + seconds
@@ -274,7 +276,7 @@ class RunningFragment:
             if result.how == 'device-fault'
         }
 
-    def verdict(self, faults_before: Mapping[str, Collection[str]] = {}) -> FragmentResult:
+    def result(self, faults_before: Mapping[str, Collection[str]] = {}) -> FragmentResult:
         """What all that the members said adds up to.
 
         ``faults_before``: by the message of a device's fault, the names of the nodes where earlier
@@ -338,7 +340,7 @@ class RunningFragment:
         )
 
     def _cause(self, results: list[RankResult]) -> str:
-        """Who is to blame, from the surest sign to the vaguest."""
+        """The cause of the failure; the surest signs are checked first."""
         if self.lost:
             named = [
                 f'{self.names.get(m, self.action.nodes[m])} '

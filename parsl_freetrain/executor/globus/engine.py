@@ -113,7 +113,7 @@ class FreeTrainEngine(GlobusComputeEngine):  # type: ignore[misc]
             allowed_serializers=allowed_serializers,
             job_status_kwargs={'strategy': 'none'},
         )  # the executor opens and closes its blocks itself
-        self._desk: TrainerService | None = None
+        self._service: TrainerService | None = None
 
     def _get_compute_ix_launch_cmd(self) -> list[str]:
         """The command of our interchange. Globus Compute would start Parsl's, which cannot pin
@@ -127,7 +127,7 @@ class FreeTrainEngine(GlobusComputeEngine):  # type: ignore[misc]
         """
         self.executor.run_id = str(uuid.uuid4())
         super().start(*args, **kwargs)
-        self._desk = TrainerService(self.executor)
+        self._service = TrainerService(self.executor)
 
     def _submit(
         self,
@@ -139,7 +139,7 @@ class FreeTrainEngine(GlobusComputeEngine):  # type: ignore[misc]
     ) -> GCExecutorFuture:
         if ORDER not in resource_specification:
             return super()._submit(resource_specification, func, packed_task, args, kwargs)
-        assert self._desk is not None
+        assert self._service is not None
         task_id, serializers = args[0], (kwargs or {}).get('result_serializers') or ()
         packed = GCExecutorFuture()
         packed.executor_task_id = f'order-{task_id}'
@@ -159,7 +159,7 @@ class FreeTrainEngine(GlobusComputeEngine):  # type: ignore[misc]
         except BadInput as error:
             pack(answer(BAD_INPUT, str(error)))
             return packed
-        taken: Future[Answer] = self._desk.take(order, lambda: self._payload(packed_task))
+        taken: Future[Answer] = self._service.take(order, lambda: self._payload(packed_task))
         taken.add_done_callback(lambda done: pack(done.result()))
         return packed
 
@@ -174,8 +174,8 @@ class FreeTrainEngine(GlobusComputeEngine):  # type: ignore[misc]
         """Stop every fragment with a checkpoint. The answers for their trainers say that they were
         interrupted.
         """
-        if self._desk is not None:
-            self._desk.close()
+        if self._service is not None:
+            self._service.close()
         super().shutdown(**kwargs)
 
 

@@ -62,7 +62,9 @@ class TrainerService:
         self._trainers: dict[str, _Known] = {}
         self._closing = False
         # Verifying a trainer's checkpoints can take minutes, and the caller must not wait for it.
-        self._clerk = ThreadPoolExecutor(max_workers=1, thread_name_prefix='FreeTrain-Desk')
+        self._thread = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix='FreeTrain-TrainerService'
+        )
 
     def take(self, order: Order, payload: Callable[[], bytes]) -> Future[Answer]:
         """Carry out an order.
@@ -79,13 +81,13 @@ class TrainerService:
             It never fails: an error is an answer too.
         """
         outcome: Future[Answer] = Future()
-        self._clerk.submit(self._serve, order, payload, outcome)
+        self._thread.submit(self._serve, order, payload, outcome)
         return outcome
 
     def close(self) -> None:
         """Treat trainers that end from now on as interrupted."""
         self._closing = True
-        self._clerk.shutdown(wait=True)
+        self._thread.shutdown(wait=True)
 
     def _serve(self, order: Order, payload: Callable[[], bytes], outcome: Future[Answer]) -> None:
         try:

@@ -65,7 +65,7 @@ class BlockTable:
         return self._blocks.pop(job_id, None) is not None
 
     def ids(self) -> frozenset[str]:
-        """Of every block."""
+        """The job ids of all blocks."""
         return frozenset(self._blocks)
 
     def waiting(self) -> list[BatchBlock]:

@@ -25,7 +25,9 @@ MOST_JOBS = 100
 ENDING_S = 60.0
 """Nodes of a job that has been ending for so long, in seconds, do not count as free."""
 SOON_S = 3.0
-"""A reservation that ends within so many seconds counts as over: nodes are given back meanwhile."""
+"""A reservation that ends within this number of seconds counts as over: nodes are given back
+meanwhile.
+"""
 _SET_ASIDE = ('maint', 'resv', 'reserved')
 # Parts of the states, in the words of any scheduler, of nodes that can run nothing.
 _BROKEN = (
@@ -314,12 +316,12 @@ class _Table:
         return free & eligible
 
     def _reserve(self, members: int, begin: float, end: float, own: int = 0) -> None:
-        """These nodes, and these of ours, are somebody's from then to then."""
+        """Reserve the nodes ``members``, ``own`` of them ours, from ``begin`` to ``end``."""
         self._taken.append((begin, end, members))
         self._given.append((begin, end, own))
 
     def _names(self, members: int) -> list[str]:
-        """Of a set."""
+        """The names of the nodes in a set."""
         return [name for name, bit in self._bits.items() if members >> bit & 1]
 
     def _set_of(self, names: Iterable[str]) -> int:

@@ -81,7 +81,8 @@ class BatchOptions(BaseModel):
     poll_s
         Time between two questions to the scheduler.
     waiting_poll_s
-        The same while jobs of others wait for nodes and blocks hold some, if it is less.
+        Used in place of ``poll_s``, if less, while other users' jobs wait for nodes and blocks hold
+        some.
     longest_backoff_s
         Maximum time between two questions after failures; each failure doubles the time.
     command_s

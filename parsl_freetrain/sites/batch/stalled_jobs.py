@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 FORGET_S = 1800.0
-"""After so many seconds a job gets another chance."""
+"""Seconds after which an ignored job is considered again."""
 
 
 class StalledJobs:
@@ -17,7 +17,8 @@ class StalledJobs:
     Parameters
     ----------
     limit_s
-        A job that has not started after so many seconds is kept by something else than nodes.
+        Seconds after which a job that could have started counts as held back by something other
+        than nodes.
     """
 
     def __init__(self, limit_s: float) -> None:

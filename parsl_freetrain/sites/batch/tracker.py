@@ -173,7 +173,7 @@ class BlockTracker:
         return snapshot if fresh and not self._watch.failures else None
 
     def first_snapshot(self) -> QueueSnapshot:
-        """The same for a command line, which waits for the answer.
+        """As :meth:`snapshot`, but wait for the answer; for the command line.
 
         Raises
         ------

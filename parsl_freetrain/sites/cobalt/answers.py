@@ -1,6 +1,6 @@
 """What Cobalt's commands print, as records.
 
-Formats after Cobalt's source (``qstat``, ``showres``) and the user guide of Theta (``nodelist``).
+Formats as in Cobalt's source (``qstat``, ``showres``) and the user guide of Theta (``nodelist``).
 """
 
 from __future__ import annotations

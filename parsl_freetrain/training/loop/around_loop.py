@@ -62,8 +62,8 @@ class AroundTheLoop(FragmentView):
             )
         if self._state.reports.in_turn:
             raise BadInput(
-                f'ctx.{name} was called in the body of ctx.loop, where each turn would add the '
-                'function once more: call it before the loop.'
+                f'ctx.{name} was called in the body of ctx.loop, where each iteration would add '
+                'the function once more: call it before the loop.'
             )
         hooks.append(function)
 

@@ -67,8 +67,8 @@ class PreparedAverage:
             self._each_step = called
         elif called != self._each_step:
             raise BadInput(
-                'The body of ctx.loop called update_parameters of an AveragedModel in some turns '
-                'and not in others: call it in every turn, or, to average less often, in a '
+                'The body of ctx.loop called update_parameters of an AveragedModel in some '
+                'iterations and not in others: call it in every iteration, or, to average less often, in a '
                 'function that is given to ctx.after_step or ctx.each_epoch.'
             )
 

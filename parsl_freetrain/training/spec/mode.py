@@ -57,7 +57,7 @@ class Reproducible(Mode, frozen=True, kw_only=True):
     ----------
     shards
         Number of virtual shards of the global batch, at least ``max_nodes`` times the ranks per
-        node. Default: so many, with the ranks per node of the first fragment.
+        node. Default: this minimum, for the ranks per node of the first fragment.
     warn_only
         Whether operations without a deterministic implementation only warn, as in
         ``torch.use_deterministic_algorithms``. By default the trainer fails with an error that

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from msgspec import field, structs
 
@@ -18,6 +18,7 @@ from parsl_freetrain.training.spec.retention import Checkpoints
 from parsl_freetrain.training.spec.shapes import Shapes, all_shapes, check_mixed, check_shapes
 
 C = TypeVar('C', ScalingCurve, ScalingCurve | None)
+Sizes = Literal['auto'] | Sequence[int] | Mapping[int, Literal['auto'] | Shape | Sequence[Shape]]
 
 
 class Epochs(Settings, frozen=True, kw_only=False, tag=True):
@@ -238,8 +239,7 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         *,
         min_nodes: int | None,
         max_nodes: int | None,
-        sizes: Sequence[int] | Mapping[int, Shape | Sequence[Shape]] | None,
-        shapes: str | None = None,
+        sizes: Sizes | None,
         total_epochs: float | None,
         total_samples: int | None,
         goal: Epochs | Samples | None,
@@ -260,24 +260,21 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
                 f'{len(goals)} of total_epochs, total_samples and goal are given; say by one of '
                 'them what is trained.'
             )
-        if sizes is not None and (not sizes or min(sizes) < 1):
+        stated = () if sizes is None or isinstance(sizes, str) else sizes
+        if sizes is not None and not isinstance(sizes, str) and (not sizes or min(sizes) < 1):
             raise BadInput(f'sizes is {sizes}; it must have node counts, each at least 1.')
-        counts = tuple(sorted(set(sizes or ())))
+        counts = tuple(sorted(set(stated)))
         low = min(counts, default=1) if min_nodes is None else min_nodes
         high = max(counts, default=1) if max_nodes is None else max_nodes
+        if sizes == 'auto':
+            sizes = dict.fromkeys(range(low, high + 1), 'auto')
         by_count: dict[int, Shapes] = {}
-        if isinstance(sizes, Mapping):
-            by_count = {n: (s,) if isinstance(s, Shape) else tuple(s) for n, s in sizes.items()}
-        if shapes is not None:
-            if shapes != 'auto' or by_count:
-                raise BadInput(
-                    f"shapes is {shapes!r}; say shapes='auto' with node counts only, or state the "
-                    'shapes of each count in sizes.'
-                )
-            each = ranks.per_node or 1
-            by_count = {
-                n: all_shapes(n * each, mode, high * each) for n in counts or range(low, high + 1)
-            }
+        each = ranks.per_node or 1
+        for count, shapes in sizes.items() if isinstance(sizes, Mapping) else ():
+            if isinstance(shapes, str):
+                by_count[count] = all_shapes(count * each, mode, high * each)
+            else:
+                by_count[count] = (shapes,) if isinstance(shapes, Shape) else tuple(shapes)
         return cls(
             min_nodes=low,
             max_nodes=high,

@@ -104,9 +104,9 @@ class Accumulation:
             )
             if unused and number not in self._stepped:
                 raise BadInput(
-                    'A turn of ctx.loop ended with gradients that were not used. With micro_batch, '
-                    'the body of the loop runs once per micro-batch: call optimizer.step() once in '
-                    'each.'
+                    'An iteration of ctx.loop ended with gradients that were not used. With '
+                    'micro_batch, the body of the loop runs once per micro-batch: call '
+                    'optimizer.step() once in each.'
                 )
 
     def _in_last_turn(self, optimizer: Any, number: int) -> Callable[..., Any]:
@@ -117,8 +117,8 @@ class Accumulation:
                 return plain(closure, **options) if closure is not None else plain(**options)
             if number in self._stepped:
                 raise BadInput(
-                    'optimizer.step() was called twice in one turn of ctx.loop: with micro_batch, '
-                    'call it once in every turn.'
+                    'optimizer.step() was called twice in one iteration of ctx.loop: with '
+                    'micro_batch, call it once in every iteration.'
                 )
             loss = None
             if closure is not None:

@@ -196,8 +196,8 @@ class ReproducibleSteps:
                 p.grad is not None for p in layout.parameters if id(p) in self._of_optimizer[i]
             ):
                 raise BadInput(
-                    'A turn of ctx.loop ended with gradients that were not used: call '
-                    'optimizer.step() once in every turn (use a larger batch_size instead of '
+                    'An iteration of ctx.loop ended with gradients that were not used: call '
+                    'optimizer.step() once in every iteration (use a larger batch_size instead of '
                     'gradient accumulation).'
                 )
         self._settings.end_turn()
@@ -299,8 +299,8 @@ class ReproducibleSteps:
             turn, layout = self._current_turn, self._layout
             if self._stepped[number]:
                 raise BadInput(
-                    'optimizer.step() was called twice in one turn of ctx.loop: call it '
-                    'once in every turn.'
+                    'optimizer.step() was called twice in one iteration of ctx.loop: call it '
+                    'once in every iteration.'
                 )
             self._stepped[number] = True
             self._settings.wants_step(number)
@@ -322,7 +322,7 @@ class ReproducibleSteps:
             else:
                 raise BadInput(
                     'scheduler.step() was called outside of ctx.loop: call it in the loop, once in '
-                    'every turn, or once per epoch in a function given to ctx.each_epoch.'
+                    'every iteration, or once per epoch in a function given to ctx.each_epoch.'
                 )
 
         return note

@@ -273,12 +273,15 @@ def test_reachable_sums(counts: list[range | list[int]], most: int) -> None:
 @pytest.mark.parametrize(
     ('settings', 'sentence'),
     [
-        ({'budgets': {'anna': 3.0}}, "budget 'anna' is about nobody; write 'trainer NAME', "),
-        ({'budgets': {'total anna': 3.0}}, "budget 'total anna' is about nobody"),
+        (
+            {'budgets': {'anna': 3.0}},
+            "budget 'anna' names no user, group or trainer; write 'trainer NAME', ",
+        ),
+        ({'budgets': {'total anna': 3.0}}, "budget 'total anna' names no user, group or trainer"),
         ({'budgets': {'user anna': -1.0}}, 'budget of user anna is -1.0 node-seconds'),
         ({'budgets': {'total': math.nan}}, 'budget of total is nan'),
-        ({'used_before': {'user': 1.0}}, "use 'user' is about nobody"),
-        ({'min_shares': {'total': 3}}, "minimum share 'total' is about nobody"),
+        ({'used_before': {'user': 1.0}}, "use 'user' names no user, group or trainer"),
+        ({'min_shares': {'total': 3}}, "minimum share 'total' names no user, group or trainer"),
         (
             {'min_shares': {'user anna': 3}, 'caps': {'user anna': 2}},
             'minimum share of user anna is 3 nodes, above its cap of 2',
@@ -287,7 +290,7 @@ def test_reachable_sums(counts: list[range | list[int]], most: int) -> None:
             {'min_shares': {'user anna': 3}, 'max_nodes': 2},
             'minimum share of user anna is 3 nodes, above max_nodes, which is 2',
         ),
-        ({'caps': {'trainer net': 3}}, "cap 'trainer net' is about nobody"),
+        ({'caps': {'trainer net': 3}}, "cap 'trainer net' names no user, group or trainer"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(

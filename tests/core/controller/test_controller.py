@@ -95,91 +95,98 @@ def counts(actions: tuple[ev.Action, ...]) -> dict[str, int]:
 
 
 def test_joining_nodes_start_a_fragment_and_the_checkpoint_carries_over() -> None:
-    story = RunHistory()
-    assert story.submit('net') == ()
-    assert story.join('b', 'n1', 'n2') == (StartFragment('net', 1, ('n1', 'n2'), None, 0),)
-    assert story.ended('net', 1, samples=300) == (StartFragment('net', 2, ('n1', 'n2'), None, 300),)
+    history = RunHistory()
+    assert history.submit('net') == ()
+    assert history.join('b', 'n1', 'n2') == (StartFragment('net', 1, ('n1', 'n2'), None, 0),)
+    assert history.ended('net', 1, samples=300) == (
+        StartFragment('net', 2, ('n1', 'n2'), None, 300),
+    )
 
 
 def test_a_resumed_trainer_goes_on_counting() -> None:
-    story = RunHistory()
-    story.join('b', 'n1')
-    assert story.submit('net', samples=500, fragments=7) == (
+    history = RunHistory()
+    history.join('b', 'n1')
+    assert history.submit('net', samples=500, fragments=7) == (
         StartFragment('net', 8, ('n1',), None, 500),
     )
 
 
 def test_leaving_nodes_abandon_their_fragment_and_the_next_one_takes_what_is_left() -> None:
-    story = RunHistory()
-    story.submit('net')
-    story.join('b', 'n1', 'n2', 'n3')
-    assert story.leave('n2') == (AbandonFragment('net', 1),)
-    assert story.tick() == ()
-    assert story.leave('n2') == ()
-    assert starts(story.ended('net', 1, Ending.PREEMPTED, samples=0)) == {'net': {'n1', 'n3'}}
+    history = RunHistory()
+    history.submit('net')
+    history.join('b', 'n1', 'n2', 'n3')
+    assert history.leave('n2') == (AbandonFragment('net', 1),)
+    assert history.tick() == ()
+    assert history.leave('n2') == ()
+    assert starts(history.ended('net', 1, Ending.PREEMPTED, samples=0)) == {'net': {'n1', 'n3'}}
 
 
 def test_all_nodes_that_leave_at_once_are_gone() -> None:
-    story = RunHistory()
-    story.submit('a', high=2)
-    story.submit('b', high=2)
-    story.join('x', 'n1', 'n2', 'n3', 'n4')
-    assert set(story.leave('n1', 'n2', 'n3')) == {AbandonFragment('a', 1), AbandonFragment('b', 1)}
-    assert starts(story.ended('a', 1, Ending.PREEMPTED)) in ({'a': {'n4'}}, {})
-    story.ended('b', 1, Ending.PREEMPTED)
-    running = [t.running.nodes for t in story.controller.state.trainers.values() if t.running]
+    history = RunHistory()
+    history.submit('a', high=2)
+    history.submit('b', high=2)
+    history.join('x', 'n1', 'n2', 'n3', 'n4')
+    assert set(history.leave('n1', 'n2', 'n3')) == {
+        AbandonFragment('a', 1),
+        AbandonFragment('b', 1),
+    }
+    assert starts(history.ended('a', 1, Ending.PREEMPTED)) in ({'a': {'n4'}}, {})
+    history.ended('b', 1, Ending.PREEMPTED)
+    running = [t.running.nodes for t in history.controller.state.trainers.values() if t.running]
     assert running == [('n4',)]
 
 
 def test_a_closed_block_takes_its_nodes_with_it() -> None:
-    story = RunHistory()
-    story.submit('net')
-    story.join('b', 'n1')
-    story.join('c', 'm1')
-    story.ended('net', 1)
-    assert story.tell(ev.BlockClosed(story.at, 'b')) == (AbandonFragment('net', 2),)
-    assert starts(story.ended('net', 2, Ending.PREEMPTED)) == {'net': {'m1'}}
+    history = RunHistory()
+    history.submit('net')
+    history.join('b', 'n1')
+    history.join('c', 'm1')
+    history.ended('net', 1)
+    assert history.tell(ev.BlockClosed(history.at, 'b')) == (AbandonFragment('net', 2),)
+    assert starts(history.ended('net', 2, Ending.PREEMPTED)) == {'net': {'m1'}}
 
 
 def test_names_that_begin_alike_are_different() -> None:
-    story = RunHistory()
-    story.submit('t1', high=1)
-    story.submit('t10', high=1)
-    story.join('b1', 'x1')
-    story.join('b10', 'x10')
+    history = RunHistory()
+    history.submit('t1', high=1)
+    history.submit('t10', high=1)
+    history.join('b1', 'x1')
+    history.join('b10', 'x10')
     held = {
-        name: t.running.nodes[0] for name, t in story.controller.state.trainers.items() if t.running
+        name: t.running.nodes[0]
+        for name, t in history.controller.state.trainers.items()
+        if t.running
     }
     assert set(held.values()) == {'x1', 'x10'}
     loser = next(name for name, node in held.items() if node == 'x1')
-    assert story.leave('x1') == (AbandonFragment(loser, 1),)
-    assert story.tell(ev.BlockClosed(story.at, 'b1')) == ()
+    assert history.leave('x1') == (AbandonFragment(loser, 1),)
+    assert history.tell(ev.BlockClosed(history.at, 'b1')) == ()
     assert [
         name
-        for name, t in story.controller.state.trainers.items()
+        for name, t in history.controller.state.trainers.items()
         if t.running and not t.running.broken
     ] == [next(name for name in held if name != loser)]
-    assert story.tell(ev.TrainerCancelled(story.at, 't1')) in (
+    assert history.tell(ev.TrainerCancelled(history.at, 't1')) in (
         (),
         (StopFragment('t1', 1, 'cancelled'),),
     )
-    assert not story.controller.state.trainers['t10'].dismissed
+    assert not history.controller.state.trainers['t10'].dismissed
 
 
 def test_fewer_nodes_than_the_minimum_wait() -> None:
-    story = RunHistory()
-    story.submit('net', low=3)
-    assert story.join('b', 'n1', 'n2') == ()
-    assert starts(story.join('c', 'm1')) == {'net': {'n1', 'n2', 'm1'}}
-    story.leave('n1')
-    assert story.ended('net', 1, Ending.PREEMPTED) == ()
+    history = RunHistory()
+    history.submit('net', low=3)
+    assert history.join('b', 'n1', 'n2') == ()
+    assert starts(history.join('c', 'm1')) == {'net': {'n1', 'n2', 'm1'}}
+    history.leave('n1')
+    assert history.ended('net', 1, Ending.PREEMPTED) == ()
 
 
 def test_events_that_are_late_or_unknown_change_nothing() -> None:
-    story = RunHistory()
-    story.submit('net')
-    story.join('b', 'n1')
-    story.ended('net', 1, samples=10)
+    history = RunHistory()
+    history.submit('net')
+    history.join('b', 'n1')
+    history.ended('net', 1, samples=10)
     for event in (
         ev.FragmentEnded(1.0, 'net', 1, 999, Ending.FAILED, 'late'),
         ev.FragmentEnded(1.0, 'gone', 1, 0, Ending.FINISHED),
@@ -193,95 +200,95 @@ def test_events_that_are_late_or_unknown_change_nothing() -> None:
         ev.NodesJoined(1.0, 'b', ('n1',)),
         ev.NodesJoined(1.0, '?', ('n9',)),
     ):
-        assert story.tell(event) == ()
-    assert story.controller.state.trainers['net'].samples == 10
-    assert set(story.controller.state.pool.nodes) == {'n1'}
+        assert history.tell(event) == ()
+    assert history.controller.state.trainers['net'].samples == 10
+    assert set(history.controller.state.pool.nodes) == {'n1'}
 
 
 def test_what_is_heard_of_a_closed_block_comes_late() -> None:
-    story = RunHistory()
-    story.submit('net')
-    story.tell(ev.BlockClosed(0.0, 'b'))
-    assert story.join('b', 'n1') == ()
-    assert story.tell(ev.BlockOpened(0.0, 'b', BlockRequest(1))) == ()
-    assert not story.controller.state.blocks
+    history = RunHistory()
+    history.submit('net')
+    history.tell(ev.BlockClosed(0.0, 'b'))
+    assert history.join('b', 'n1') == ()
+    assert history.tell(ev.BlockOpened(0.0, 'b', BlockRequest(1))) == ()
+    assert not history.controller.state.blocks
 
 
 def test_a_block_whose_opening_is_told_after_its_nodes_keeps_them() -> None:
-    story = RunHistory()
-    story.submit('net')
-    story.join('b', 'n1')
-    story.tell(ev.BlockOpened(0.0, 'b', BlockRequest(4)))
-    assert story.tell(ev.BlockClosed(0.0, 'b')) == (AbandonFragment('net', 1),)
+    history = RunHistory()
+    history.submit('net')
+    history.join('b', 'n1')
+    history.tell(ev.BlockOpened(0.0, 'b', BlockRequest(4)))
+    assert history.tell(ev.BlockClosed(0.0, 'b')) == (AbandonFragment('net', 1),)
 
 
 # Who gets what
 
 
 def test_a_finished_trainer_s_nodes_go_to_a_waiting_one_at_once() -> None:
-    story = RunHistory()
-    story.submit('a', high=2)
-    story.submit('b', low=2, high=2)
-    story.join('x', 'n1', 'n2')
-    first = next(name for name, t in story.controller.state.trainers.items() if t.running)
+    history = RunHistory()
+    history.submit('a', high=2)
+    history.submit('b', low=2, high=2)
+    history.join('x', 'n1', 'n2')
+    first = next(name for name, t in history.controller.state.trainers.items() if t.running)
     second = {'a': 'b', 'b': 'a'}[first]
-    end, start = story.ended(first, 1, Ending.FINISHED, samples=1000)
+    end, start = history.ended(first, 1, Ending.FINISHED, samples=1000)
     assert end == EndTrainer(first, 'finished')
     assert isinstance(start, StartFragment)
     assert (start.trainer, set(start.nodes)) == (second, {'n1', 'n2'})
 
 
 def test_a_finished_trainer_s_nodes_go_to_a_running_one_by_a_rescale() -> None:
-    story = RunHistory()
-    story.submit('a')
-    story.submit('b')
-    assert counts(story.join('x', 'n1', 'n2', 'n3', 'n4')) == {'a': 2, 'b': 2}
-    assert story.ended('a', 1, Ending.FINISHED) == (
+    history = RunHistory()
+    history.submit('a')
+    history.submit('b')
+    assert counts(history.join('x', 'n1', 'n2', 'n3', 'n4')) == {'a': 2, 'b': 2}
+    assert history.ended('a', 1, Ending.FINISHED) == (
         EndTrainer('a', 'finished'),
         StopFragment('b', 1, 'rescale from 2 to 4 nodes'),
     )
-    assert starts(story.ended('b', 1, samples=50)) == {'b': {'n1', 'n2', 'n3', 'n4'}}
+    assert starts(history.ended('b', 1, samples=50)) == {'b': {'n1', 'n2', 'n3', 'n4'}}
 
 
 def test_a_new_trainer_shares_what_there_is() -> None:
-    story = RunHistory()
-    story.join('x', 'n1', 'n2', 'n3', 'n4')
-    story.submit('a')
-    assert story.submit('b') == (StopFragment('a', 1, 'rescale from 4 to 2 nodes'),)
-    assert story.tick() == ()
-    assert counts(story.ended('a', 1)) == {'a': 2, 'b': 2}
+    history = RunHistory()
+    history.join('x', 'n1', 'n2', 'n3', 'n4')
+    history.submit('a')
+    assert history.submit('b') == (StopFragment('a', 1, 'rescale from 4 to 2 nodes'),)
+    assert history.tick() == ()
+    assert counts(history.ended('a', 1)) == {'a': 2, 'b': 2}
 
 
 @pytest.mark.parametrize(('horizon_s', 'pays'), [(143.0, False), (145.0, True)])
 def test_rescaling_has_to_pay_within_the_horizon(horizon_s: float, pays: bool) -> None:
     # One more node is worth 10 samples/s and costs 18 s of the present 80: worth it after 144 s.
-    story = RunHistory(ControllerSettings(horizon_s=horizon_s))
-    story.submit('net', high=64, curve=LINEAR, up_s=18.0)
-    story.join('b', *(f'n{i}' for i in range(8)))
+    history = RunHistory(ControllerSettings(horizon_s=horizon_s))
+    history.submit('net', high=64, curve=LINEAR, up_s=18.0)
+    history.join('b', *(f'n{i}' for i in range(8)))
     expected = (StopFragment('net', 1, 'rescale from 8 to 9 nodes'),) if pays else ()
-    assert story.join('c', 'm1') == expected
-    assert story.reply.decision is not None
-    assert story.reply.decision.answer.allocation == {'net': 9 if pays else 8}
-    assert (story.reply.decision.answer.objective > story.reply.decision.staying) is pays
-    assert story.tick() == ()
+    assert history.join('c', 'm1') == expected
+    assert history.reply.decision is not None
+    assert history.reply.decision.answer.allocation == {'net': 9 if pays else 8}
+    assert (history.reply.decision.answer.objective > history.reply.decision.staying) is pays
+    assert history.tick() == ()
 
 
 def test_a_fragment_that_was_told_to_stop_is_not_told_again() -> None:
-    story = RunHistory()
-    story.submit('net')
-    story.join('b', 'n1')
-    assert story.join('c', 'm1') == (StopFragment('net', 1, 'rescale from 1 to 2 nodes'),)
-    assert story.join('d', 'o1') == ()
-    assert story.tell(ev.BlockEndKnown(story.at, 'b', story.at + 60)) == ()
-    assert starts(story.ended('net', 1)) == {'net': {'n1', 'm1', 'o1'}}
+    history = RunHistory()
+    history.submit('net')
+    history.join('b', 'n1')
+    assert history.join('c', 'm1') == (StopFragment('net', 1, 'rescale from 1 to 2 nodes'),)
+    assert history.join('d', 'o1') == ()
+    assert history.tell(ev.BlockEndKnown(history.at, 'b', history.at + 60)) == ()
+    assert starts(history.ended('net', 1)) == {'net': {'n1', 'm1', 'o1'}}
 
 
 def test_only_so_many_trainers_at_a_time() -> None:
-    story = RunHistory(ControllerSettings(trainers_at_a_time=1))
-    story.submit('a', high=1)
-    story.submit('b', high=1)
-    assert starts(story.join('x', 'n1', 'n2')) == {'a': {'n1'}}
-    assert story.ended('a', 1, Ending.FINISHED) == (
+    history = RunHistory(ControllerSettings(trainers_at_a_time=1))
+    history.submit('a', high=1)
+    history.submit('b', high=1)
+    assert starts(history.join('x', 'n1', 'n2')) == {'a': {'n1'}}
+    assert history.ended('a', 1, Ending.FINISHED) == (
         EndTrainer('a', 'finished'),
         StartFragment('b', 1, ('n1',), None, 0),
     )
@@ -291,192 +298,196 @@ def test_by_speedup_trainers_of_unlike_sample_sizes_share() -> None:
     heavy = ScalingCurve(CONCAVE.nodes, tuple(rate / 1000 for rate in CONCAVE.rate))
     shares = {}
     for metric in ('throughput', 'speedup'):
-        story = RunHistory(ControllerSettings(metric=metric))
-        story.submit('light')
-        story.submit('heavy', curve=heavy)
-        shares[metric] = counts(story.join('x', 'n1', 'n2', 'n3', 'n4'))
+        history = RunHistory(ControllerSettings(metric=metric))
+        history.submit('light')
+        history.submit('heavy', curve=heavy)
+        shares[metric] = counts(history.join('x', 'n1', 'n2', 'n3', 'n4'))
     assert shares == {'throughput': {'light': 4}, 'speedup': {'light': 2, 'heavy': 2}}
 
 
 def test_measured_speed_decides_where_none_was_stated() -> None:
-    story = RunHistory()
-    story.submit('slow', curve=None)
-    story.submit('fast', curve=None)
-    story.join('x', 'n1', 'n2', 'n3', 'n4')
-    story.tell(ev.FragmentProgressed(1.0, 'slow', 1, 10, 10.0))
-    assert story.tell(ev.FragmentProgressed(1.0, 'slow', 1, 20, 10.0)) == ()
-    assert story.controller.state.trainers['slow'].running
-    told = story.tell(ev.FragmentProgressed(1.0, 'fast', 1, 9999, 1000.0))
+    history = RunHistory()
+    history.submit('slow', curve=None)
+    history.submit('fast', curve=None)
+    history.join('x', 'n1', 'n2', 'n3', 'n4')
+    history.tell(ev.FragmentProgressed(1.0, 'slow', 1, 10, 10.0))
+    assert history.tell(ev.FragmentProgressed(1.0, 'slow', 1, 20, 10.0)) == ()
+    assert history.controller.state.trainers['slow'].running
+    told = history.tell(ev.FragmentProgressed(1.0, 'fast', 1, 9999, 1000.0))
     assert StopFragment('fast', 1, 'rescale from 2 to 4 nodes') in told
 
 
 def test_a_measured_rate_of_zero_does_not_cost_a_trainer_its_nodes() -> None:
-    story = RunHistory()
-    story.submit('net', curve=None)
-    story.join('x', 'n1')
-    assert story.tell(ev.FragmentProgressed(1.0, 'net', 1, 0, 0.0)) == ()
-    assert story.tick() == ()
-    assert starts(story.ended('net', 1)) == {'net': {'n1'}}
+    history = RunHistory()
+    history.submit('net', curve=None)
+    history.join('x', 'n1')
+    assert history.tell(ev.FragmentProgressed(1.0, 'net', 1, 0, 0.0)) == ()
+    assert history.tick() == ()
+    assert starts(history.ended('net', 1)) == {'net': {'n1'}}
 
 
 def test_when_the_solver_has_no_time_what_runs_goes_on() -> None:
-    story = RunHistory()
-    story.submit('a')
-    story.join('x', 'n1', 'n2', 'n3')
-    story.allocator.time_limit_s = 0.0
-    assert story.submit('b') == ()
-    assert story.join('y', 'm1') == ()
-    assert story.leave('m1') == ()
+    history = RunHistory()
+    history.submit('a')
+    history.join('x', 'n1', 'n2', 'n3')
+    history.allocator.time_limit_s = 0.0
+    assert history.submit('b') == ()
+    assert history.join('y', 'm1') == ()
+    assert history.leave('m1') == ()
 
 
 def test_a_decision_says_what_was_seen_and_what_is_gained_and_is_not_repeated() -> None:
-    story = RunHistory()
-    story.submit('net')
-    actions = story.join('b', 'n1', 'n2')
-    decision = story.reply.decision
+    history = RunHistory()
+    history.submit('net')
+    actions = history.join('b', 'n1', 'n2')
+    decision = history.reply.decision
     assert decision is not None
     assert (decision.trigger, decision.nodes, decision.current) == ('NodesJoined', 2, {'net': 0})
     assert decision.actions == actions
     assert decision.answer.objective == pytest.approx(120 * CONCAVE.rate_at(2))
     assert decision.staying == 0.0
-    story.tick()  # sees the fragment run: a new question, answered by staying
-    assert story.tick() == ()
-    assert story.reply.decision is None
+    history.tick()  # sees the fragment run: a new question, answered by staying
+    assert history.tick() == ()
+    assert history.reply.decision is None
 
 
 def test_where_blocks_cannot_talk_a_fragment_stays_within_one() -> None:
-    story = RunHistory(ControllerSettings(spans_blocks=False))
-    story.submit('wide', high=6)
-    story.join('b', 'n1', 'n2', 'n3', 'n4')
-    assert story.join('c', 'm1', 'm2', 'm3', 'm4') == ()
-    assert [story.tick() for _ in range(3)] == [(), (), ()]
-    assert starts(story.submit('other')) == {'other': {'m1', 'm2', 'm3', 'm4'}}
-    story.submit('needs three', low=3)
-    assert starts(story.join('d', 'o1', 'o2')) == {}
+    history = RunHistory(ControllerSettings(spans_blocks=False))
+    history.submit('wide', high=6)
+    history.join('b', 'n1', 'n2', 'n3', 'n4')
+    assert history.join('c', 'm1', 'm2', 'm3', 'm4') == ()
+    assert [history.tick() for _ in range(3)] == [(), (), ()]
+    assert starts(history.submit('other')) == {'other': {'m1', 'm2', 'm3', 'm4'}}
+    history.submit('needs three', low=3)
+    assert starts(history.join('d', 'o1', 'o2')) == {}
 
 
 def test_where_blocks_cannot_talk_what_does_not_fit_beside_another_takes_what_is_left() -> None:
-    story = RunHistory(ControllerSettings(spans_blocks=False))
-    story.submit('a', low=3, high=3)
-    story.submit('b', low=3, high=3)
-    story.submit('c', low=1, high=2)
-    story.join('x', 'n1', 'n2', 'n3', 'n4')
-    story.join('y', 'm1', 'm2', 'm3', 'm4')
+    history = RunHistory(ControllerSettings(spans_blocks=False))
+    history.submit('a', low=3, high=3)
+    history.submit('b', low=3, high=3)
+    history.submit('c', low=1, high=2)
+    history.join('x', 'n1', 'n2', 'n3', 'n4')
+    history.join('y', 'm1', 'm2', 'm3', 'm4')
     for name in [
         name
-        for name, t in story.controller.state.trainers.items()
+        for name, t in history.controller.state.trainers.items()
         if t.running and t.running.stopping
     ]:
-        story.ended(name, 1)
+        history.ended(name, 1)
     held = {
         name: len(t.running.nodes)
-        for name, t in story.controller.state.trainers.items()
+        for name, t in history.controller.state.trainers.items()
         if t.running
     }
     assert held == {'a': 3, 'b': 3, 'c': 1}
-    assert story.tick() == ()
-    assert story.tick() == ()
+    assert history.tick() == ()
+    assert history.tick() == ()
 
 
 def test_where_blocks_cannot_talk_everybody_keeps_to_the_block_meant_for_it() -> None:
     # 'one' beside a three fills the block of four; in the block of three it would leave no room for
     # the other three.
-    story = RunHistory(ControllerSettings(spans_blocks=False))
-    story.controller.state.shutting_down = True  # so that all is decided at once
-    story.submit('one', low=1, high=1)
-    story.submit('three', low=3, high=3)
-    story.submit('other three', low=3, high=3)
-    story.join('b', 'n1', 'n2', 'n3')
-    story.join('c', 'm1', 'm2', 'm3', 'm4')
-    story.controller.state.shutting_down = False
-    assert counts(story.tick()) == {'one': 1, 'three': 3, 'other three': 3}
+    history = RunHistory(ControllerSettings(spans_blocks=False))
+    history.controller.state.shutting_down = True  # so that all is decided at once
+    history.submit('one', low=1, high=1)
+    history.submit('three', low=3, high=3)
+    history.submit('other three', low=3, high=3)
+    history.join('b', 'n1', 'n2', 'n3')
+    history.join('c', 'm1', 'm2', 'm3', 'm4')
+    history.controller.state.shutting_down = False
+    assert counts(history.tick()) == {'one': 1, 'three': 3, 'other three': 3}
 
 
 # Known ends
 
 
 def test_the_deadline_is_the_first_end_among_the_nodes() -> None:
-    story = RunHistory()
-    story.join('b', 'n1', until_s=100.0)
-    story.join('c', 'm1', until_s=80.0)
-    story.join('d', 'o1')
-    (action,) = story.submit('net')
+    history = RunHistory()
+    history.join('b', 'n1', until_s=100.0)
+    history.join('c', 'm1', until_s=80.0)
+    history.join('d', 'o1')
+    (action,) = history.submit('net')
     assert isinstance(action, StartFragment)
     assert action.deadline_s == 80.0
     assert set(action.nodes) == {'n1', 'm1', 'o1'}
 
 
 def test_nodes_with_little_time_left_are_not_used() -> None:
-    story = RunHistory(ControllerSettings(min_hole_s=5.0))
-    story.submit('net')
-    assert story.join('b', 'n1', until_s=100.0, after=95.5) == ()
-    assert story.join('c', 'm1', until_s=100.5) == (StartFragment('net', 1, ('m1',), 100.5, 0),)
+    history = RunHistory(ControllerSettings(min_hole_s=5.0))
+    history.submit('net')
+    assert history.join('b', 'n1', until_s=100.0, after=95.5) == ()
+    assert history.join('c', 'm1', until_s=100.5) == (StartFragment('net', 1, ('m1',), 100.5, 0),)
 
 
 def test_a_fragment_about_to_end_by_itself_is_not_stopped() -> None:
-    story = RunHistory()
-    story.join('b', 'n1', until_s=100.0)
-    story.submit('net')
-    assert story.join('c', 'm1', 'm2', 'm3', 'm4', after=97) == ()
-    assert starts(story.ended('net', 1, after=2)) == {'net': {'m1', 'm2', 'm3', 'm4'}}
+    history = RunHistory()
+    history.join('b', 'n1', until_s=100.0)
+    history.submit('net')
+    assert history.join('c', 'm1', 'm2', 'm3', 'm4', after=97) == ()
+    assert starts(history.ended('net', 1, after=2)) == {'net': {'m1', 'm2', 'm3', 'm4'}}
 
 
 def test_a_notice_stops_the_fragments_of_that_block_once() -> None:
-    story = RunHistory()
-    story.submit('a', high=1)
-    story.submit('b', high=1)
-    story.join('x', 'n1')
-    story.join('y', 'm1', until_s=500.0)
+    history = RunHistory()
+    history.submit('a', high=1)
+    history.submit('b', high=1)
+    history.join('x', 'n1')
+    history.join('y', 'm1', until_s=500.0)
     holder = {
-        t.running.nodes[0]: name for name, t in story.controller.state.trainers.items() if t.running
+        t.running.nodes[0]: name
+        for name, t in history.controller.state.trainers.items()
+        if t.running
     }
     notice = 'notice: its nodes are about to be taken'
-    assert story.tell(ev.BlockEndKnown(10.0, 'x', 30.0)) == (StopFragment(holder['n1'], 1, notice),)
-    assert story.tell(ev.BlockEndKnown(11.0, 'x', 30.0)) == ()
-    assert story.tell(ev.BlockEndKnown(11.0, 'x', 29.0)) == ()
+    assert history.tell(ev.BlockEndKnown(10.0, 'x', 30.0)) == (
+        StopFragment(holder['n1'], 1, notice),
+    )
+    assert history.tell(ev.BlockEndKnown(11.0, 'x', 30.0)) == ()
+    assert history.tell(ev.BlockEndKnown(11.0, 'x', 29.0)) == ()
     assert (
-        story.tell(ev.BlockEndKnown(12.0, 'y', 600.0)) == ()
+        history.tell(ev.BlockEndKnown(12.0, 'y', 600.0)) == ()
     )  # later than its deadline: nothing to hurry for
-    story.at = 27.0
-    assert story.ended(holder['n1'], 1) == ()  # 2 s are too little to start anew
+    history.at = 27.0
+    assert history.ended(holder['n1'], 1) == ()  # 2 s are too little to start anew
 
 
 def test_after_a_notice_the_time_left_is_used() -> None:
-    story = RunHistory()
-    story.submit('net')
-    story.join('b', 'n1')
-    story.tell(ev.BlockEndKnown(10.0, 'b', 60.0))
-    assert story.ended('net', 1, samples=5, after=11) == (
+    history = RunHistory()
+    history.submit('net')
+    history.join('b', 'n1')
+    history.tell(ev.BlockEndKnown(10.0, 'b', 60.0))
+    assert history.ended('net', 1, samples=5, after=11) == (
         StartFragment('net', 2, ('n1',), 60.0, 5),
     )
 
 
 def test_a_block_that_is_taken_before_a_node_has_joined_is_given_back_at_once() -> None:
-    story = RunHistory()
-    story.submit('net')
-    story.tell(ev.BlockOpened(0.0, 'b', BlockRequest(1)))
-    assert story.tell(ev.BlockEndKnown(1.0, 'b', 300.0)) == ()
-    assert story.tell(ev.BlockEndKnown(2.0, 'b', 290.0)) == (), 'the scheduler corrects itself'
+    history = RunHistory()
+    history.submit('net')
+    history.tell(ev.BlockOpened(0.0, 'b', BlockRequest(1)))
+    assert history.tell(ev.BlockEndKnown(1.0, 'b', 300.0)) == ()
+    assert history.tell(ev.BlockEndKnown(2.0, 'b', 290.0)) == (), 'the scheduler corrects itself'
     why = 'its nodes are taken before they have joined'
-    assert story.tell(ev.BlockEndKnown(3.0, 'b', 13.0)) == (ev.CloseBlock('b', why),)
-    story.tell(ev.BlockClosed(4.0, 'b'))
-    story.tell(ev.BlockOpened(5.0, 'c', BlockRequest(1)))
-    story.tell(ev.BlockEndKnown(6.0, 'c', 300.0))
-    story.join('c', 'n1')
-    told = story.tell(ev.BlockEndKnown(9.0, 'c', 19.0))
+    assert history.tell(ev.BlockEndKnown(3.0, 'b', 13.0)) == (ev.CloseBlock('b', why),)
+    history.tell(ev.BlockClosed(4.0, 'b'))
+    history.tell(ev.BlockOpened(5.0, 'c', BlockRequest(1)))
+    history.tell(ev.BlockEndKnown(6.0, 'c', 300.0))
+    history.join('c', 'n1')
+    told = history.tell(ev.BlockEndKnown(9.0, 'c', 19.0))
     assert [type(action) for action in told] == [StopFragment]
 
 
 def test_a_node_that_joins_after_the_notice_goes_with_its_block() -> None:
-    story = RunHistory()
-    story.tell(ev.BlockOpened(0.0, 'b', BlockRequest(2)))
-    story.tell(ev.BlockEndKnown(0.0, 'b', 60.0))
-    story.join('b', 'n1')
-    (action,) = story.submit('net', high=1)
+    history = RunHistory()
+    history.tell(ev.BlockOpened(0.0, 'b', BlockRequest(2)))
+    history.tell(ev.BlockEndKnown(0.0, 'b', 60.0))
+    history.join('b', 'n1')
+    (action,) = history.submit('net', high=1)
     assert isinstance(action, StartFragment)
     assert action.deadline_s == 60.0
-    story.join('b', 'n2', until_s=300.0)
-    (action,) = story.submit('other', high=1)
+    history.join('b', 'n2', until_s=300.0)
+    (action,) = history.submit('other', high=1)
     assert isinstance(action, StartFragment)
     assert action.deadline_s == 60.0
 
@@ -485,36 +496,36 @@ def test_a_node_that_joins_after_the_notice_goes_with_its_block() -> None:
 
 
 def test_an_error_costs_a_retry_and_the_last_one_the_trainer() -> None:
-    story = RunHistory(ControllerSettings(retries=1))
-    story.submit('net')
-    story.join('b', 'n1')
-    assert starts(story.ended('net', 1, Ending.FAILED, error='ValueError: a')) == {'net': {'n1'}}
-    assert story.ended('net', 2, Ending.FAILED, error='ValueError: b') == (
+    history = RunHistory(ControllerSettings(retries=1))
+    history.submit('net')
+    history.join('b', 'n1')
+    assert starts(history.ended('net', 1, Ending.FAILED, error='ValueError: a')) == {'net': {'n1'}}
+    assert history.ended('net', 2, Ending.FAILED, error='ValueError: b') == (
         EndTrainer('net', 'failed', 'ValueError: b'),
     )
-    assert starts(story.submit('next')) == {'next': {'n1'}}
+    assert starts(history.submit('next')) == {'next': {'n1'}}
 
 
 def test_preemptions_cost_nothing() -> None:
-    story = RunHistory(ControllerSettings(stalls=2))
-    story.submit('net')
+    history = RunHistory(ControllerSettings(stalls=2))
+    history.submit('net')
     for i in range(1, 10):
-        assert starts(story.join(f'b{i}', f'n{i}')) == {'net': {f'n{i}'}}
-        assert story.leave(f'n{i}') == (AbandonFragment('net', i),)
-        assert story.ended('net', i, Ending.PREEMPTED) == ()
-    assert 'net' in story.controller.state.trainers
+        assert starts(history.join(f'b{i}', f'n{i}')) == {'net': {f'n{i}'}}
+        assert history.leave(f'n{i}') == (AbandonFragment('net', i),)
+        assert history.ended('net', i, Ending.PREEMPTED) == ()
+    assert 'net' in history.controller.state.trainers
 
 
 def test_fragments_that_die_without_progress_on_sound_nodes_end_the_trainer() -> None:
-    story = RunHistory(ControllerSettings(stalls=2))
-    story.submit('net')
-    story.join('b', 'n1')
-    story.ended('net', 1, Ending.PREEMPTED)
-    story.ended('net', 2, Ending.PREEMPTED, samples=10)
-    story.ended('net', 3, Ending.PREEMPTED, samples=10)
-    story.ended('net', 4, Ending.STOPPED, samples=20)
-    story.ended('net', 5, Ending.PREEMPTED, samples=20)
-    (action,) = story.ended('net', 6, Ending.PREEMPTED, samples=20, error='rank 1 was killed')
+    history = RunHistory(ControllerSettings(stalls=2))
+    history.submit('net')
+    history.join('b', 'n1')
+    history.ended('net', 1, Ending.PREEMPTED)
+    history.ended('net', 2, Ending.PREEMPTED, samples=10)
+    history.ended('net', 3, Ending.PREEMPTED, samples=10)
+    history.ended('net', 4, Ending.STOPPED, samples=20)
+    history.ended('net', 5, Ending.PREEMPTED, samples=20)
+    (action,) = history.ended('net', 6, Ending.PREEMPTED, samples=20, error='rank 1 was killed')
     assert isinstance(action, EndTrainer)
     assert action.state == 'failed'
     assert '2 fragments in a row' in action.why
@@ -524,43 +535,43 @@ def test_fragments_that_die_without_progress_on_sound_nodes_end_the_trainer() ->
 @pytest.mark.parametrize('ending', [Ending.PREEMPTED, Ending.FAILED])
 def test_failures_in_a_row_are_followed_by_growing_pauses(ending: Ending) -> None:
     """Whatever is wrong for some seconds, such as a full disk, does not end the trainer."""
-    story = RunHistory(ControllerSettings(stalls=100, retries=100, idle_block_s=1e6))
-    story.submit('net')
-    story.join('b', 'n1')
-    assert starts(story.ended('net', 1, ending)) == {'net': {'n1'}}  # it may be an accident
+    history = RunHistory(ControllerSettings(stalls=100, retries=100, idle_block_s=1e6))
+    history.submit('net')
+    history.join('b', 'n1')
+    assert starts(history.ended('net', 1, ending)) == {'net': {'n1'}}  # it may be an accident
     for fragment, pause_s in enumerate([1, 2, 4, 8, 16, 32, 60, 60], 2):
-        assert story.ended('net', fragment, ending) == ()
-        due_s = story.at + pause_s
-        assert story.controller.state.next_change_s() == due_s
-        assert story.tick(pause_s - 0.5) == ()
-        assert starts(story.tick(0.5)) == {'net': {'n1'}}
-    assert starts(story.ended('net', 10, ending, samples=8)) == {'net': {'n1'}}
-    assert starts(story.ended('net', 11, ending, samples=8)) == {'net': {'n1'}}
+        assert history.ended('net', fragment, ending) == ()
+        due_s = history.at + pause_s
+        assert history.controller.state.next_change_s() == due_s
+        assert history.tick(pause_s - 0.5) == ()
+        assert starts(history.tick(0.5)) == {'net': {'n1'}}
+    assert starts(history.ended('net', 10, ending, samples=8)) == {'net': {'n1'}}
+    assert starts(history.ended('net', 11, ending, samples=8)) == {'net': {'n1'}}
 
 
 def test_while_a_trainer_pauses_another_one_has_its_nodes_and_it_can_be_cancelled() -> None:
-    story = RunHistory(ControllerSettings(stalls=100, trainers_at_a_time=1))
-    story.submit('net')
-    story.submit('next')
-    story.join('b', 'n1')
-    story.ended('net', 1, Ending.PREEMPTED)
-    assert starts(story.ended('net', 2, Ending.PREEMPTED)) == {'next': {'n1'}}
-    assert story.tell(ev.TrainerCancelled(story.at, 'net')) == (EndTrainer('net', 'cancelled'),)
-    assert story.tick(5) == ()
-    assert story.controller.state.next_change_s() == math.inf
+    history = RunHistory(ControllerSettings(stalls=100, trainers_at_a_time=1))
+    history.submit('net')
+    history.submit('next')
+    history.join('b', 'n1')
+    history.ended('net', 1, Ending.PREEMPTED)
+    assert starts(history.ended('net', 2, Ending.PREEMPTED)) == {'next': {'n1'}}
+    assert history.tell(ev.TrainerCancelled(history.at, 'net')) == (EndTrainer('net', 'cancelled'),)
+    assert history.tick(5) == ()
+    assert history.controller.state.next_change_s() == math.inf
 
 
 def test_steps_longer_than_the_holes_end_the_trainer_with_a_sentence() -> None:
-    story = RunHistory(ControllerSettings(stalls=1, idle_block_s=1e6))
-    story.submit('net')
+    history = RunHistory(ControllerSettings(stalls=1, idle_block_s=1e6))
+    history.submit('net')
 
     def hole(number: int, lasts_s: float, samples: int) -> tuple[ev.Action, ...]:
-        assert starts(story.join(f'b{number}', f'n{number}', until_s=story.at + 20)) == {
+        assert starts(history.join(f'b{number}', f'n{number}', until_s=history.at + 20)) == {
             'net': {f'n{number}'}
         }
-        story.at += lasts_s
-        assert story.leave(f'n{number}') == (AbandonFragment('net', number),)
-        return story.ended('net', number, Ending.PREEMPTED, samples=samples)
+        history.at += lasts_s
+        assert history.leave(f'n{number}') == (AbandonFragment('net', number),)
+        return history.ended('net', number, Ending.PREEMPTED, samples=samples)
 
     # Nodes that go before their time say nothing, and any progress counts.
     for number, (lasts_s, samples) in enumerate(
@@ -575,38 +586,38 @@ def test_steps_longer_than_the_holes_end_the_trainer_with_a_sentence() -> None:
 
 
 def test_a_waiting_trainer_is_cancelled_at_once() -> None:
-    story = RunHistory()
-    story.submit('net')
-    assert story.tell(ev.TrainerCancelled(0.0, 'net')) == (EndTrainer('net', 'cancelled'),)
-    assert story.join('b', 'n1') == ()
-    assert starts(story.submit('net')) == {'net': {'n1'}}  # the name is free again
+    history = RunHistory()
+    history.submit('net')
+    assert history.tell(ev.TrainerCancelled(0.0, 'net')) == (EndTrainer('net', 'cancelled'),)
+    assert history.join('b', 'n1') == ()
+    assert starts(history.submit('net')) == {'net': {'n1'}}  # the name is free again
 
 
 def test_a_running_trainer_is_cancelled_with_a_checkpoint_and_its_nodes_go_on() -> None:
-    story = RunHistory()
-    story.submit('a', low=2)
-    story.join('x', 'n1', 'n2')
-    story.submit('b', low=2)
-    assert story.tell(ev.TrainerCancelled(0.0, 'a')) == (StopFragment('a', 1, 'cancelled'),)
-    assert story.tell(ev.TrainerCancelled(0.0, 'a')) == ()
-    assert story.tick() == ()
-    end, start = story.ended('a', 1, samples=7)
+    history = RunHistory()
+    history.submit('a', low=2)
+    history.join('x', 'n1', 'n2')
+    history.submit('b', low=2)
+    assert history.tell(ev.TrainerCancelled(0.0, 'a')) == (StopFragment('a', 1, 'cancelled'),)
+    assert history.tell(ev.TrainerCancelled(0.0, 'a')) == ()
+    assert history.tick() == ()
+    end, start = history.ended('a', 1, samples=7)
     assert end == EndTrainer('a', 'cancelled')
     assert start == StartFragment('b', 1, ('n1', 'n2'), None, 0)
 
 
 def test_a_trainer_that_cannot_go_on_fails_with_the_reason_and_its_nodes_go_on() -> None:
-    story = RunHistory()
-    story.submit('a', low=2)
-    story.join('x', 'n1', 'n2')
-    story.submit('b', low=2)
-    abandon, end, start = story.tell(ev.TrainerAborted(0.0, 'a', 'its network is gone'))
+    history = RunHistory()
+    history.submit('a', low=2)
+    history.join('x', 'n1', 'n2')
+    history.submit('b', low=2)
+    abandon, end, start = history.tell(ev.TrainerAborted(0.0, 'a', 'its network is gone'))
     assert (abandon, end) == (
         AbandonFragment('a', 1),
         EndTrainer('a', 'failed', 'its network is gone'),
     )
     assert start == StartFragment('b', 1, ('n1', 'n2'), None, 0)
-    assert story.tell(ev.TrainerAborted(0.0, 'a', 'again')) == ()
+    assert history.tell(ev.TrainerAborted(0.0, 'a', 'again')) == ()
 
 
 def test_what_follows_whatever_the_allocation_is_done_though_the_allocator_fails() -> None:
@@ -632,62 +643,64 @@ def test_what_follows_whatever_the_allocation_is_done_though_the_allocator_fails
 
 
 def test_nobody_is_stopped_for_nodes_that_a_cancelled_trainer_still_holds() -> None:
-    story = RunHistory()
-    story.submit('a')
-    story.submit('b')
-    story.join('x', 'n1', 'n2', 'n3', 'n4')
-    assert story.tell(ev.TrainerCancelled(0.0, 'a')) == (StopFragment('a', 1, 'cancelled'),)
-    assert story.ended('a', 1) == (
+    history = RunHistory()
+    history.submit('a')
+    history.submit('b')
+    history.join('x', 'n1', 'n2', 'n3', 'n4')
+    assert history.tell(ev.TrainerCancelled(0.0, 'a')) == (StopFragment('a', 1, 'cancelled'),)
+    assert history.ended('a', 1) == (
         EndTrainer('a', 'cancelled'),
         StopFragment('b', 1, 'rescale from 2 to 4 nodes'),
     )
 
 
 def test_a_trainer_that_finishes_while_it_is_cancelled_has_finished() -> None:
-    story = RunHistory()
-    story.submit('net')
-    story.join('b', 'n1')
-    story.tell(ev.TrainerCancelled(0.0, 'net'))
-    assert story.ended('net', 1, Ending.FINISHED, samples=1000) == (EndTrainer('net', 'finished'),)
+    history = RunHistory()
+    history.submit('net')
+    history.join('b', 'n1')
+    history.tell(ev.TrainerCancelled(0.0, 'net'))
+    assert history.ended('net', 1, Ending.FINISHED, samples=1000) == (
+        EndTrainer('net', 'finished'),
+    )
 
 
 def test_shutdown_stops_everything_with_a_checkpoint_and_starts_nothing() -> None:
-    story = RunHistory()
-    story.submit('a', high=1)
-    story.submit('b', high=1)
-    story.join('x', 'n1', 'n2')
-    assert story.tell(ev.ShutdownRequested(1.0)) == (
+    history = RunHistory()
+    history.submit('a', high=1)
+    history.submit('b', high=1)
+    history.join('x', 'n1', 'n2')
+    assert history.tell(ev.ShutdownRequested(1.0)) == (
         StopFragment('a', 1, 'shutdown'),
         StopFragment('b', 1, 'shutdown'),
     )
-    assert story.tell(ev.ShutdownRequested(1.0)) == ()
-    assert story.ended('a', 1, samples=5) == ()
-    assert story.leave('n1', 'n2') == (AbandonFragment('b', 1),)
-    assert story.ended('b', 1, Ending.PREEMPTED) == ()
-    assert story.join('y', 'm1') == ()
-    assert story.submit('c') == ()
-    assert story.tell(ev.HolesSeen(2.0, (Hole(4),))) == ()
+    assert history.tell(ev.ShutdownRequested(1.0)) == ()
+    assert history.ended('a', 1, samples=5) == ()
+    assert history.leave('n1', 'n2') == (AbandonFragment('b', 1),)
+    assert history.ended('b', 1, Ending.PREEMPTED) == ()
+    assert history.join('y', 'm1') == ()
+    assert history.submit('c') == ()
+    assert history.tell(ev.HolesSeen(2.0, (Hole(4),))) == ()
 
 
 def test_a_total_in_epochs_is_filled_in() -> None:
-    story = RunHistory()
-    story.tell(ev.TrainerSubmitted(0.0, Trainer('net', 1, 1)))
-    story.tell(ev.TotalKnown(1.0, 'net', 1797))
-    assert story.controller.state.trainers['net'].trainer == Trainer('net', 1, 1, 1797)
+    history = RunHistory()
+    history.tell(ev.TrainerSubmitted(0.0, Trainer('net', 1, 1)))
+    history.tell(ev.TotalKnown(1.0, 'net', 1797))
+    assert history.controller.state.trainers['net'].trainer == Trainer('net', 1, 1, 1797)
     with pytest.raises(BadInput, match='total to train is 0 samples'):
-        story.tell(ev.TotalKnown(1.0, 'net', 0))
+        history.tell(ev.TotalKnown(1.0, 'net', 0))
 
 
 # What the caller gets wrong
 
 
 def test_a_name_that_runs_already_is_refused_and_changes_nothing() -> None:
-    story = RunHistory()
-    story.submit('net')
-    story.join('b', 'n1')
+    history = RunHistory()
+    history.submit('net')
+    history.join('b', 'n1')
     with pytest.raises(ValueError, match="'net' is running already"):
-        story.submit('net')
-    assert starts(story.ended('net', 1, samples=3)) == {'net': {'n1'}}
+        history.submit('net')
+    assert starts(history.ended('net', 1, samples=3)) == {'net': {'n1'}}
 
 
 def test_an_unknown_event_and_an_unknown_metric_are_refused() -> None:

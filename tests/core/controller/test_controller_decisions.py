@@ -56,87 +56,87 @@ def names(count: int, letter: str = 'n') -> tuple[str, ...]:
 
 
 def test_what_happens_at_once_is_decided_at_once() -> None:
-    story = RunHistory()
-    story.submit('net')
-    story.tell(ev.NodesJoined(0.0, 'b', names(8)))
-    asked = len(story.allocator.asked)
-    reply = story.controller.handle_all(
+    history = RunHistory()
+    history.submit('net')
+    history.tell(ev.NodesJoined(0.0, 'b', names(8)))
+    asked = len(history.allocator.asked)
+    reply = history.controller.handle_all(
         (ev.NodesLeft(10.0, names(4)), ev.NodesJoined(10.0, 'c', names(6, 'm')))
     )
     assert reply.decision is not None
     assert (reply.decision.trigger, reply.decision.nodes) == ('NodesLeft+NodesJoined', 10)
-    assert len(story.allocator.asked) == asked + 1
+    assert len(history.allocator.asked) == asked + 1
     assert (
-        story.tell(ev.FragmentEnded(10.0, 'net', 1, 0, Ending.PREEMPTED))[0].__class__
+        history.tell(ev.FragmentEnded(10.0, 'net', 1, 0, Ending.PREEMPTED))[0].__class__
         is StartFragment
     )
-    assert set(story.held('net')) == {*names(8)[4:], *names(6, 'm')}
-    assert len(story.allocator.asked) == asked + 1  # the plan stands while it is carried out
-    assert story.controller.handle_all(()).actions == ()
+    assert set(history.held('net')) == {*names(8)[4:], *names(6, 'm')}
+    assert len(history.allocator.asked) == asked + 1  # the plan stands while it is carried out
+    assert history.controller.handle_all(()).actions == ()
 
 
 def test_a_plan_is_asked_for_anew_when_something_else_happens_before_it_is_carried_out() -> None:
-    story = RunHistory()
-    story.submit('net')
-    story.tell(ev.NodesJoined(0.0, 'b', names(2)))
-    assert isinstance(story.tell(ev.NodesJoined(1.0, 'c', names(2, 'm')))[0], StopFragment)
-    asked = len(story.allocator.asked)
-    story.tell(ev.NodesJoined(2.0, 'd', names(1, 'o')))
-    assert len(story.allocator.asked) == asked + 1
-    story.tell(ev.FragmentEnded(3.0, 'net', 1, 5, Ending.STOPPED))
-    assert len(story.held('net')) == 5
+    history = RunHistory()
+    history.submit('net')
+    history.tell(ev.NodesJoined(0.0, 'b', names(2)))
+    assert isinstance(history.tell(ev.NodesJoined(1.0, 'c', names(2, 'm')))[0], StopFragment)
+    asked = len(history.allocator.asked)
+    history.tell(ev.NodesJoined(2.0, 'd', names(1, 'o')))
+    assert len(history.allocator.asked) == asked + 1
+    history.tell(ev.FragmentEnded(3.0, 'net', 1, 5, Ending.STOPPED))
+    assert len(history.held('net')) == 5
 
 
 def test_who_is_rescaled_keeps_its_nodes() -> None:
-    story = RunHistory()
-    story.submit('net', high=4)
-    story.tell(ev.NodesJoined(0.0, 'b', names(3)))
-    mine = set(story.held('net'))
-    story.tell(ev.NodesJoined(0.0, 'a', names(9, 'a')))
-    asked = len(story.allocator.asked)
-    story.tell(ev.FragmentEnded(0.0, 'net', 1, 5, Ending.STOPPED))
+    history = RunHistory()
+    history.submit('net', high=4)
+    history.tell(ev.NodesJoined(0.0, 'b', names(3)))
+    mine = set(history.held('net'))
+    history.tell(ev.NodesJoined(0.0, 'a', names(9, 'a')))
+    asked = len(history.allocator.asked)
+    history.tell(ev.FragmentEnded(0.0, 'net', 1, 5, Ending.STOPPED))
     assert (
-        len(story.allocator.asked) == asked
+        len(history.allocator.asked) == asked
     )  # what has been asked to stop for a plan bids otherwise, but the plan stands
-    assert len(story.held('net')) == 4
-    assert set(story.held('net')) > mine
+    assert len(history.held('net')) == 4
+    assert set(history.held('net')) > mine
 
 
 def test_a_node_that_goes_is_worth_what_it_has_left() -> None:
-    story = RunHistory(horizon_s=120.0)
-    story.submit('net', down_s=3.0)
-    story.tell(ev.NodesJoined(0.0, 'b', names(8)))
+    history = RunHistory(horizon_s=120.0)
+    history.submit('net', down_s=3.0)
+    history.tell(ev.NodesJoined(0.0, 'b', names(8)))
     # One more node for 20 s: 200 samples; growing costs 2 x 80, and shrinking again 3 x 90.
-    assert story.tell(ev.NodesJoined(10.0, 'c', ('m',), 30.0)) == ()
-    problem = story.allocator.asked[-1]
+    assert history.tell(ev.NodesJoined(10.0, 'c', ('m',), 30.0)) == ()
+    problem = history.allocator.asked[-1]
     assert [(block.nodes, block.remaining_s) for block in problem.blocks] == [
         (1, 20.0),
         (8, float('inf')),
     ]
     assert problem.bids[0].held == (0, 8)
     # Another trainer has nothing to lose.
-    assert story.submit('new', at=11.0, high=1) == (StartFragment('new', 1, ('m',), 30.0, 0),)
+    assert history.submit('new', at=11.0, high=1) == (StartFragment('new', 1, ('m',), 30.0, 0),)
     # With the same end beyond the horizon it is as good as any.
-    assert isinstance(story.tell(ev.NodesJoined(12.0, 'd', ('o',), 900.0))[0], StopFragment)
-    assert story.allocator.asked[-1].nodes == 10
+    assert isinstance(history.tell(ev.NodesJoined(12.0, 'd', ('o',), 900.0))[0], StopFragment)
+    assert history.allocator.asked[-1].nodes == 10
 
 
 def test_a_trainer_is_left_alone_for_a_while_after_a_rescale_but_not_when_it_loses_nodes() -> None:
-    story = RunHistory(min_rescale_s=300.0)
-    story.submit('net')
-    story.tell(ev.NodesJoined(0.0, 'b', names(2)))
+    history = RunHistory(min_rescale_s=300.0)
+    history.submit('net')
+    history.tell(ev.NodesJoined(0.0, 'b', names(2)))
     assert isinstance(
-        story.tell(ev.NodesJoined(100.0, 'c', names(2, 'm')))[0], StopFragment
+        history.tell(ev.NodesJoined(100.0, 'c', names(2, 'm')))[0], StopFragment
     )  # the first one is free
-    story.tell(ev.FragmentEnded(101.0, 'net', 1, 5, Ending.STOPPED))
-    assert story.tell(ev.NodesJoined(200.0, 'c', names(2, 'o'))) == ()
-    assert story.allocator.asked[-1].bids[0].fixed
-    assert story.tell(ev.Tick(399.0)) == ()
-    assert isinstance(story.tell(ev.Tick(400.0))[0], StopFragment)
-    story.tell(ev.FragmentEnded(401.0, 'net', 2, 9, Ending.STOPPED))
-    story.tell(ev.NodesLeft(402.0, names(2)))
-    story.tell(ev.FragmentEnded(402.0, 'net', 3, 9, Ending.PREEMPTED))
-    assert len(story.held('net')) == 4
+    history.tell(ev.FragmentEnded(101.0, 'net', 1, 5, Ending.STOPPED))
+    assert history.tell(ev.NodesJoined(200.0, 'c', names(2, 'o'))) == ()
+    assert history.allocator.asked[-1].bids[0].fixed
+    assert history.tell(ev.Tick(399.0)) == ()
+    assert isinstance(history.tell(ev.Tick(400.0))[0], StopFragment)
+    history.tell(ev.FragmentEnded(401.0, 'net', 2, 9, Ending.STOPPED))
+    history.tell(ev.NodesLeft(402.0, names(2)))
+    history.tell(ev.FragmentEnded(402.0, 'net', 3, 9, Ending.PREEMPTED))
+    assert len(history.held('net')) == 4
 
 
 def test_nodes_kept_free_and_the_cap_on_all() -> None:
@@ -145,13 +145,13 @@ def test_nodes_kept_free_and_the_cap_on_all() -> None:
         ({'max_nodes': 2}, 2),
         ({'keep_free': 7, 'max_nodes': 6}, 1),
     ):
-        story = RunHistory(**settings)
-        story.submit('net')
-        story.tell(ev.NodesJoined(0.0, 'b', names(8)))
-        assert len(story.held('net')) == expected
-    story = RunHistory(max_nodes=2)
-    story.submit('net')
-    (opened,) = story.tell(ev.HolesSeen(0.0, (Hole(9),)))
+        history = RunHistory(**settings)
+        history.submit('net')
+        history.tell(ev.NodesJoined(0.0, 'b', names(8)))
+        assert len(history.held('net')) == expected
+    history = RunHistory(max_nodes=2)
+    history.submit('net')
+    (opened,) = history.tell(ev.HolesSeen(0.0, (Hole(9),)))
     assert isinstance(opened, ev.OpenBlock)
     assert opened.request.nodes == 2
 
@@ -179,23 +179,25 @@ def test_an_objective_of_its_own() -> None:
 
 
 def test_many_trainers_cost_nothing_where_nothing_changes() -> None:
-    story = RunHistory(trainers_at_a_time=300)
+    history = RunHistory(trainers_at_a_time=300)
     for i in range(310):
-        story.controller.handle_all(
+        history.controller.handle_all(
             (ev.TrainerSubmitted(0.0, Trainer(f't{i}', 1, 1, 10**9, LINEAR)),)
         )
-    story.tell(ev.NodesJoined(0.0, 'b', names(99)))
-    story.tell(ev.NodesJoined(1.0, 'b', ('y',)))
-    one = story.allocator.asked[-1].bids
-    story.tell(ev.NodesJoined(2.0, 'b', ('z',)))
-    two = story.allocator.asked[-1].bids
+    history.tell(ev.NodesJoined(0.0, 'b', names(99)))
+    history.tell(ev.NodesJoined(1.0, 'b', ('y',)))
+    one = history.allocator.asked[-1].bids
+    history.tell(ev.NodesJoined(2.0, 'b', ('z',)))
+    two = history.allocator.asked[-1].bids
     assert len(two) == 300
     assert (
         sum(a is not b for a, b in zip(one, two, strict=True)) == 1
     )  # whoever got the node before
-    assert story.tell(ev.TrainerCancelled(3.0, 't0')) == (StopFragment('t0', 1, 'cancelled'),)
-    story.tell(ev.FragmentEnded(3.0, 't0', 1, 0, Ending.STOPPED))
-    assert [bid.name for bid in story.allocator.asked[-1].bids] == [f't{i}' for i in range(1, 301)]
+    assert history.tell(ev.TrainerCancelled(3.0, 't0')) == (StopFragment('t0', 1, 'cancelled'),)
+    history.tell(ev.FragmentEnded(3.0, 't0', 1, 0, Ending.STOPPED))
+    assert [bid.name for bid in history.allocator.asked[-1].bids] == [
+        f't{i}' for i in range(1, 301)
+    ]
 
 
 # What trainers and administrators ask for
@@ -204,96 +206,98 @@ PLENTY = 10**9
 SLOW = ScalingCurve.from_points({1: 1.0, 64: 64.0})
 
 
-def submitted(story: RunHistory, *trainers: Trainer, at: float = 0.0) -> None:
+def submitted(history: RunHistory, *trainers: Trainer, at: float = 0.0) -> None:
     for trainer in trainers:
-        story.tell(ev.TrainerSubmitted(at, trainer))
+        history.tell(ev.TrainerSubmitted(at, trainer))
 
 
-def planned(story: RunHistory) -> dict[str, int]:
+def planned(history: RunHistory) -> dict[str, int]:
     """What the last decision gives to whom."""
-    return story.controller._planner._plan.answer.allocation  # type: ignore[union-attr]
+    return history.controller._planner._plan.answer.allocation  # type: ignore[union-attr]
 
 
 def test_only_allowed_counts_are_given() -> None:
-    story = RunHistory()
-    submitted(story, Trainer('net', 2, 8, PLENTY, LINEAR, sizes=(2, 4, 8)))
-    story.tell(ev.NodesJoined(0.0, 'b', names(1)))
-    assert story.held('net') == ()
+    history = RunHistory()
+    submitted(history, Trainer('net', 2, 8, PLENTY, LINEAR, sizes=(2, 4, 8)))
+    history.tell(ev.NodesJoined(0.0, 'b', names(1)))
+    assert history.held('net') == ()
     for joined, runs in ((1, 2), (1, 2), (3, 4), (1, 4), (1, 8)):
-        nodes = len(story.controller.state.pool.nodes)
-        story.tell(ev.NodesJoined(float(nodes), 'b', names(nodes + joined)))
-        if running := story.controller.state.trainers['net'].running:
-            story.tell(ev.FragmentEnded(float(nodes), 'net', running.number, nodes, Ending.STOPPED))
-        assert len(story.held('net')) == runs
+        nodes = len(history.controller.state.pool.nodes)
+        history.tell(ev.NodesJoined(float(nodes), 'b', names(nodes + joined)))
+        if running := history.controller.state.trainers['net'].running:
+            history.tell(
+                ev.FragmentEnded(float(nodes), 'net', running.number, nodes, Ending.STOPPED)
+            )
+        assert len(history.held('net')) == runs
 
 
 def test_users_and_groups_have_no_more_than_their_caps() -> None:
-    story = RunHistory(caps={'user anna': 3, 'group physics': 5, 'group empty': 0})
+    history = RunHistory(caps={'user anna': 3, 'group physics': 5, 'group empty': 0})
     submitted(
-        story,
+        history,
         Trainer('a', 1, 64, PLENTY, LINEAR, user='anna', group='physics'),
         Trainer('b', 1, 64, PLENTY, LINEAR, user='anna'),
         Trainer('c', 1, 64, PLENTY, LINEAR, group='physics'),
     )
-    story.tell(ev.NodesJoined(0.0, 'b', names(20)))
-    count = {name: len(story.held(name)) for name in 'abc'}
+    history.tell(ev.NodesJoined(0.0, 'b', names(20)))
+    count = {name: len(history.held(name)) for name in 'abc'}
     assert count['a'] + count['b'] == 3
     assert count['a'] + count['c'] == 5
-    submitted(story, Trainer('d', 1, 64, PLENTY, LINEAR), at=1.0)
-    assert len(story.held('d')) == 20 - sum(count.values())
+    submitted(history, Trainer('d', 1, 64, PLENTY, LINEAR), at=1.0)
+    assert len(history.held('d')) == 20 - sum(count.values())
 
 
 def test_a_deadline_gets_the_nodes_that_it_takes_and_more_as_it_falls_behind() -> None:
     """One node trains 1 sample a second; 300 in 100 s take 3 nodes, and 250 that are left in 50 s
     take 5.
     """
-    story = RunHistory(metric='deadline', horizon_s=40.0)
+    history = RunHistory(metric='deadline', horizon_s=40.0)
     submitted(
-        story,
+        history,
         Trainer('urgent', 1, 8, 300, SLOW, 0.0, 0.0, finish_by_s=1100.0),
         Trainer('other', 1, 8, PLENTY, SLOW, priority=2.0),
         at=1000.0,
     )
-    story.tell(ev.NodesJoined(1000.0, 'b', names(10)))
-    assert planned(story) == {'urgent': 3, 'other': 7}
-    story.tell(ev.FragmentProgressed(1005.0, 'urgent', 1, 10, 1.0))
-    asked = len(story.allocator.asked)
-    story.tell(ev.Tick(1005.0))
-    assert len(story.allocator.asked) == asked, 'a quarter of the horizon has not passed'
-    story.tell(ev.FragmentProgressed(1050.0, 'urgent', 1, 50, 1.0))
-    story.tell(ev.Tick(1050.0))
-    assert planned(story) == {'urgent': 5, 'other': 5}
-    assert len(story.allocator.asked) == asked + 1
+    history.tell(ev.NodesJoined(1000.0, 'b', names(10)))
+    assert planned(history) == {'urgent': 3, 'other': 7}
+    history.tell(ev.FragmentProgressed(1005.0, 'urgent', 1, 10, 1.0))
+    asked = len(history.allocator.asked)
+    history.tell(ev.Tick(1005.0))
+    assert len(history.allocator.asked) == asked, 'a quarter of the horizon has not passed'
+    history.tell(ev.FragmentProgressed(1050.0, 'urgent', 1, 50, 1.0))
+    history.tell(ev.Tick(1050.0))
+    assert planned(history) == {'urgent': 5, 'other': 5}
+    assert len(history.allocator.asked) == asked + 1
 
 
 def test_a_formula_that_has_no_value_any_more_leaves_the_worth_as_it_was() -> None:
-    story = RunHistory(metric='rate / deadline_s', horizon_s=40.0)
-    submitted(story, Trainer('a', 1, 8, 300, LINEAR, finish_by_s=100.0))
-    story.tell(ev.NodesJoined(0.0, 'b', names(4)))
-    story.tell(ev.NodesJoined(100.0, 'b', names(5)))
-    assert planned(story) == {'a': 5}
+    history = RunHistory(metric='rate / deadline_s', horizon_s=40.0)
+    submitted(history, Trainer('a', 1, 8, 300, LINEAR, finish_by_s=100.0))
+    history.tell(ev.NodesJoined(0.0, 'b', names(4)))
+    history.tell(ev.NodesJoined(100.0, 'b', names(5)))
+    assert planned(history) == {'a': 5}
 
 
 def test_efficiency_holds_back_the_trainer_whose_batches_grow_worthless() -> None:
-    story = RunHistory(metric='goodput')
+    history = RunHistory(metric='goodput')
     submitted(
-        story,
+        history,
         Trainer('a', 1, 64, PLENTY, LINEAR, efficiency=Efficiency((1, 2, 3), (1.0, 1.0, 0.5))),
         Trainer('b', 1, 64, PLENTY, LINEAR, priority=0.5),
     )
-    story.tell(ev.NodesJoined(0.0, 'b', names(6)))
-    assert (len(story.held('a')), len(story.held('b'))) == (2, 4)
+    history.tell(ev.NodesJoined(0.0, 'b', names(6)))
+    assert (len(history.held('a')), len(history.held('b'))) == (2, 4)
 
 
 def test_who_waits_grows_in_worth() -> None:
     """One node, two trainers; b takes over when its wait weighs more than the change."""
-    story = RunHistory(metric='rate * (1 + waited_s / 10)', horizon_s=40.0)
-    submitted(story, Trainer('a', 1, 1, PLENTY, LINEAR), Trainer('b', 1, 1, PLENTY, LINEAR))
-    story.tell(ev.NodesJoined(0.0, 'b', names(1)))
-    first, second = ('a', 'b') if story.held('a') else ('b', 'a')
-    assert any(isinstance(action, StopFragment) for action in story.tell(ev.Tick(20.0)))
-    story.tell(ev.FragmentEnded(21.0, first, 1, 5, Ending.STOPPED))
-    assert story.held(second)
+    history = RunHistory(metric='rate * (1 + waited_s / 10)', horizon_s=40.0)
+    submitted(history, Trainer('a', 1, 1, PLENTY, LINEAR), Trainer('b', 1, 1, PLENTY, LINEAR))
+    history.tell(ev.NodesJoined(0.0, 'b', names(1)))
+    first, second = ('a', 'b') if history.held('a') else ('b', 'a')
+    assert any(isinstance(action, StopFragment) for action in history.tell(ev.Tick(20.0)))
+    history.tell(ev.FragmentEnded(21.0, first, 1, 5, Ending.STOPPED))
+    assert history.held(second)
 
 
 def test_who_stops_to_go_on_is_told_where() -> None:

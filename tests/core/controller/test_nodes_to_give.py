@@ -138,52 +138,52 @@ def test_free_nodes_are_given_at_once_and_nothing_else() -> None:
 
 
 def test_a_fragment_stops_before_its_node_is_given_back() -> None:
-    story = Story()
-    [start] = story.tell(ev.TrainerSubmitted(1.0, Trainer('t', 1, 5)))
+    history = Story()
+    [start] = history.tell(ev.TrainerSubmitted(1.0, Trainer('t', 1, 5)))
     assert isinstance(start, ev.StartFragment) and len(start.nodes) == 5
-    [stop] = story.need(2.0, 1)
+    [stop] = history.need(2.0, 1)
     assert stop == ev.StopFragment('t', 1, WHY)
     assert isinstance(stop, ev.StopFragment) and stop.leaving[0] in ('a2', 'a3')
-    assert story.need(3.0, 1) == (), 'it is stopping already'
-    [release] = story.tell(ev.FragmentEnded(4.0, 't', 1, 8, ev.Ending.STOPPED))
+    assert history.need(3.0, 1) == (), 'it is stopping already'
+    [release] = history.tell(ev.FragmentEnded(4.0, 't', 1, 8, ev.Ending.STOPPED))
     assert release == ev.ReleaseNodes('a', stop.leaving, WHY), 'before anything is decided'
-    [again] = story.tell(ev.NodesLeft(4.1, stop.leaving))
+    [again] = history.tell(ev.NodesLeft(4.1, stop.leaving))
     assert isinstance(again, ev.StartFragment)
     assert set(again.nodes) == {'a1', 'a2', 'a3', 'b1', 'b2'} - set(stop.leaving)
 
 
 def test_all_nodes_of_a_job_are_given_back_together_as_whole_blocks_where_they_must() -> None:
-    story = Story()
-    story.tell(ev.TrainerSubmitted(1.0, Trainer('t', 1, 5)))
-    [stop] = story.need(2.0, 5)
+    history = Story()
+    history.tell(ev.TrainerSubmitted(1.0, Trainer('t', 1, 5)))
+    [stop] = history.need(2.0, 5)
     assert stop == ev.StopFragment('t', 1, WHY)
-    closing = story.tell(ev.FragmentEnded(4.0, 't', 1, 8, ev.Ending.STOPPED))
+    closing = history.tell(ev.FragmentEnded(4.0, 't', 1, 8, ev.Ending.STOPPED))
     assert closing == (ev.CloseBlock('a', WHY), ev.CloseBlock('b', WHY))
 
 
 def test_a_fragment_that_does_not_stop_is_not_waited_for() -> None:
-    story = Story()
-    story.tell(ev.TrainerSubmitted(1.0, Trainer('t', 1, 5)))
-    story.need(2.0, 5)
-    assert story.tell(ev.Tick(31.0)) == ()
-    assert story.tell(ev.Tick(32.0)) == (ev.CloseBlock('a', WHY), ev.CloseBlock('b', WHY))
+    history = Story()
+    history.tell(ev.TrainerSubmitted(1.0, Trainer('t', 1, 5)))
+    history.need(2.0, 5)
+    assert history.tell(ev.Tick(31.0)) == ()
+    assert history.tell(ev.Tick(32.0)) == (ev.CloseBlock('a', WHY), ev.CloseBlock('b', WHY))
 
 
 def test_more_than_there_is_is_no_reason() -> None:
-    story = Story()
-    story.tell(ev.TrainerSubmitted(1.0, Trainer('t', 1, 5)))
-    assert story.need(2.0, 6) == ()
+    history = Story()
+    history.tell(ev.TrainerSubmitted(1.0, Trainer('t', 1, 5)))
+    assert history.need(2.0, 6) == ()
 
 
 def test_nodes_that_the_scheduler_takes_serve_first_and_are_left_to_it() -> None:
-    story = Story()
-    a, b = story.blocks
+    history = Story()
+    a, b = history.blocks
     everywhere = frozenset(a.nodes + b.nodes)
     only_a = NodeDemand('8', 1, frozenset(a.nodes))
     blocks = a, replace(b, leaving=True)
     need = ev.NodesNeeded(1.0, (NodeDemand('7', 2, everywhere),), blocks)
-    assert story.tell(need) == (), 'block b serves it'
+    assert history.tell(need) == (), 'block b serves it'
     need = ev.NodesNeeded(2.0, (only_a, NodeDemand('7', 2, everywhere)), blocks)
-    [release] = story.tell(need)
+    [release] = history.tell(need)
     assert isinstance(release, ev.ReleaseNodes)
     assert (release.block, len(release.nodes)) == ('a', 1)

@@ -61,7 +61,7 @@ CURVE = ScalingCurve((1, 2, 4), (10.0, 19.0, 36.0))
         (lambda: Shape(spatial=(2, 1, 1.0)), 'has 1.0 ranks along width'),  # type: ignore[arg-type]
         (
             lambda: ControllerSettings(caps={'anna': 3}),
-            "The cap 'anna' is about nobody; write 'user NAME' or 'group NAME'",
+            "The cap 'anna' names no user, group or trainer; write 'user NAME' or 'group NAME'",
         ),
         (lambda: ControllerSettings(caps={'user anna': -1}), 'The cap of user anna is -1 nodes'),
         (

@@ -36,7 +36,7 @@ def test_three_failures_in_a_row_name_the_output_that_has_the_reason(
 
         def refused() -> str:
             with Reader(executor.ledger_path) as ledger:
-                run = ledger.story().runs[-1]
+                run = ledger.history().runs[-1]
                 said = [
                     e['detail']['error'] for e in ledger.recent_events(run, ['BlockRefused'], 1)
                 ]

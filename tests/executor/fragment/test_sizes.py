@@ -170,7 +170,7 @@ def test_fragments_have_allowed_counts_and_shapes(
 
         def nodes_here() -> int:
             with Reader(executor.ledger_path) as ledger:
-                return sum(node.left_at is None for node in ledger.story().nodes)
+                return sum(node.left_at is None for node in ledger.history().nodes)
 
         before = first(str(go))
         wait_until(lambda: before.progress().nodes == 2, 'the first one does not start')
@@ -199,11 +199,11 @@ def test_fragments_have_allowed_counts_and_shapes(
         'on 2 nodes': 2,
     }
     with Reader(executor.ledger_path) as ledger:
-        story = ledger.story()
+        history = ledger.history()
     assert [
-        len(fragment.nodes) for fragment in story.fragments if fragment.trainer == 'halves'
+        len(fragment.nodes) for fragment in history.fragments if fragment.trainer == 'halves'
     ] == [1, 2]
-    [spec] = [trainer.spec for trainer in story.trainers if trainer.name == 'halves']
+    [spec] = [trainer.spec for trainer in history.trainers if trainer.name == 'halves']
     assert (spec['min_nodes'], spec['max_nodes'], spec['sizes'], spec['stated_costs']) == (
         1,
         4,

@@ -94,7 +94,7 @@ def test_a_finished_rank_decides_and_gives_the_checkpoint() -> None:
         0: [outcome(0, 'finished', path='/c/9', samples=900)],
         1: [outcome(1, 'finished', path=None, samples=900)],
     }
-    verdict = fragment.verdict()
+    verdict = fragment.result()
     assert (verdict.ending, verdict.checkpoint) == (
         Ending.FINISHED,
         Checkpoint('cnn', '/c/9', 900, 7),
@@ -108,7 +108,7 @@ def test_the_checkpoint_is_rank_0s_whoever_came_back_first() -> None:
         1: [outcome(1, 'finished', path=None, samples=900)],
         0: [outcome(0, 'finished', path='/c/9', samples=900)],
     }
-    assert fragment.verdict().checkpoint == Checkpoint('cnn', '/c/9', 900, 7)
+    assert fragment.result().checkpoint == Checkpoint('cnn', '/c/9', 900, 7)
 
 
 def test_a_checkpoint_keeps_the_number_of_the_fragment_that_wrote_it() -> None:
@@ -117,8 +117,8 @@ def test_a_checkpoint_keeps_the_number_of_the_fragment_that_wrote_it() -> None:
     fragment.checkpoint = Checkpoint('cnn', '/c/8', 800, 6)
     left = StateLeft('d', 800, here=True)
     fragment.settled = {0: [outcome(0, 'stopped', path='/c/8', samples=800, left=left)]}
-    assert fragment.verdict().checkpoint == fragment.checkpoint == Checkpoint('cnn', '/c/8', 800, 6)
-    assert left_states(fragment, fragment.verdict()) == (('n0', Handover('d', '/c/8', 800, 6)),)
+    assert fragment.result().checkpoint == fragment.checkpoint == Checkpoint('cnn', '/c/8', 800, 6)
+    assert left_states(fragment, fragment.result()) == (('n0', Handover('d', '/c/8', 800, 6)),)
 
 
 def test_without_rank_0s_word_a_fragment_is_not_finished() -> None:
@@ -126,7 +126,7 @@ def test_without_rank_0s_word_a_fragment_is_not_finished() -> None:
     fragment.note_checkpoint('/c/3', 300, {})
     fragment.lose({'n0'})
     fragment.settled = {1: [outcome(1, 'finished', path=None, samples=900)]}
-    assert fragment.verdict().ending is Ending.PREEMPTED
+    assert fragment.result().ending is Ending.PREEMPTED
 
 
 def test_a_lost_node_is_a_preemption_even_if_a_survivor_raised() -> None:
@@ -140,7 +140,7 @@ def test_a_lost_node_is_a_preemption_even_if_a_survivor_raised() -> None:
             )
         ]
     }
-    verdict = fragment.verdict()
+    verdict = fragment.result()
     assert verdict.ending is Ending.PREEMPTED
     assert verdict.checkpoint.samples == 300
     assert '1 of its 2 nodes' in verdict.error
@@ -152,7 +152,7 @@ def test_the_users_exception_comes_back_with_its_traceback_fragment_and_log() ->
         0: [outcome(0, 'peer-lost', samples=10)],
         1: [outcome(1, 'error', samples=10, error=user_error(KeyError('lr')))],
     }
-    verdict = fragment.verdict()
+    verdict = fragment.result()
     assert verdict.ending is Ending.FAILED
     assert isinstance(verdict.exception, KeyError)
     assert verdict.exception.__traceback__ is not None
@@ -166,7 +166,7 @@ def test_an_exception_that_cannot_be_loaded_keeps_its_text() -> None:
     fragment = running_fragment(1)
     error = RankError('Odd', 'only here', 'Traceback of the node')
     fragment.settled = {0: [outcome(0, 'error', samples=0, error=error)]}
-    assert 'Odd: only here' in str(fragment.verdict().exception)
+    assert 'Odd: only here' in str(fragment.result().exception)
 
 
 def test_too_little_memory_is_told_from_an_error_of_the_function() -> None:
@@ -177,7 +177,7 @@ def test_too_little_memory_is_told_from_an_error_of_the_function() -> None:
         0: [outcome(0, 'peer-lost', memory=7)],
         1: [outcome(1, 'error', 'x12', error=error, memory=9)],
     }
-    verdict = fragment.verdict()
+    verdict = fragment.result()
     assert (verdict.ending, verdict.out_of_memory) == (Ending.FAILED, True)
     assert verdict.exception is None
     assert verdict.error == (
@@ -193,7 +193,7 @@ def test_what_the_kernel_ends_for_lack_of_memory_is_told_from_a_preemption() -> 
         0: [outcome(0, 'peer-lost')],
         1: [result(1, 'x12', status=-9, out_of_memory=True)],
     }
-    verdict = fragment.verdict()
+    verdict = fragment.result()
     assert (verdict.ending, verdict.out_of_memory) == (Ending.FAILED, True)
     assert verdict.error == (
         'rank 1 on x12 was ended by the kernel, since memory was full; '
@@ -215,7 +215,7 @@ def test_a_job_that_ran_out_of_memory_is_told_from_a_preemption() -> None:
     fragment.job_out_of_memory('n1')
     fragment.job_out_of_memory('of another fragment')
     fragment.settled = {0: [outcome(0, 'peer-lost')]}
-    verdict = fragment.verdict()
+    verdict = fragment.result()
     assert (verdict.ending, verdict.out_of_memory) == (Ending.FAILED, True)
     assert verdict.error == '1 of its 2 nodes were lost: n1 (its job ran out of memory)'
 
@@ -224,7 +224,7 @@ def test_a_job_that_ran_out_of_memory_is_told_from_a_preemption() -> None:
 def test_a_dead_rank_is_named_with_its_signal_and_log(status: int, words: str) -> None:
     fragment = running_fragment(1)
     fragment.settled = {0: [result(0, status=status)]}
-    verdict = fragment.verdict()
+    verdict = fragment.result()
     assert verdict.ending is Ending.PREEMPTED
     assert words in verdict.error
     assert '/logs/rank-0.log' in verdict.error
@@ -243,12 +243,10 @@ def test_the_culprit_is_named_before_those_who_suffer() -> None:
         ],
         1: [result(1, 'n-b', killed='was stopped')],
     }
-    assert (
-        fragment.verdict().error == 'rank 1 on n-b was stopped; its output is in /logs/rank-1.log'
-    )
+    assert fragment.result().error == 'rank 1 on n-b was stopped; its output is in /logs/rank-1.log'
     fragment.settled[1] = []
     assert (
-        fragment.verdict().error
+        fragment.result().error
         == 'rank 0 on n-a lost touch with another rank: Connection closed by peer [10.0.0.2]:1'
     )
 
@@ -270,7 +268,7 @@ def test_what_it_was_given_up_for_is_the_cause_and_not_the_ranks_killed_for_it()
     fragment = running_fragment(1)
     fragment.abandoned = 'it did not stop within 2 s'
     fragment.settled = {0: [result(0, status=-9)]}
-    assert fragment.verdict().error == 'it did not stop within 2 s'
+    assert fragment.result().error == 'it did not stop within 2 s'
 
 
 def test_the_rank_that_was_killed_is_named_before_those_that_abort_for_it() -> None:
@@ -279,12 +277,12 @@ def test_the_rank_that_was_killed_is_named_before_those_that_abort_for_it() -> N
         0: [result(0, 'n-a', status=-6)],
         1: [result(1, 'n-b', status=-9), result(2, 'n-b', status=1)],
     }
-    assert fragment.verdict().error.startswith('rank 1 on n-b was ended by SIGKILL')
+    assert fragment.result().error.startswith('rank 1 on n-b was ended by SIGKILL')
     # Also if the others did not notice, and had to be killed.
     fragment.ended = {1: {1: 5.0}}
     members.give_up(fragment, 'some of its ranks ended in trouble and the others did not notice')
     fragment.settled[0] = [result(0, 'n-a', status=-9)]
-    assert fragment.verdict().error.startswith('rank 1 on n-b was ended by SIGKILL')
+    assert fragment.result().error.startswith('rank 1 on n-b was ended by SIGKILL')
 
 
 def test_a_rank_that_does_not_end_after_sigkill_loses_its_node() -> None:
@@ -322,21 +320,21 @@ def test_a_broken_device_is_a_preemption_unless_it_is_so_on_three_nodes() -> Non
         1: [faulty(1, 'n-b')],
         2: [outcome(2, 'error', error=user_error(KeyError('it has lost a peer')))],
     }
-    verdict = fragment.verdict({'CUDA error: ECC': {'n-a'}})
+    verdict = fragment.result({'CUDA error: ECC': {'n-a'}})
     assert verdict.ending is Ending.PREEMPTED
     assert 'rank 1 on n-b has a broken device: CUDA error: ECC;' in verdict.error
     assert fragment.device_faults().keys() == {'n1'}
-    verdict = fragment.verdict({'CUDA error: ECC': {'n-a', 'n-c'}})
+    verdict = fragment.result({'CUDA error: ECC': {'n-a', 'n-c'}})
     assert verdict.ending is Ending.FAILED
     assert '3 nodes: n-a, n-b, n-c' in verdict.error
-    assert fragment.verdict({'CUDA error: other': {'n-a', 'n-c'}}).ending is Ending.PREEMPTED
+    assert fragment.result({'CUDA error: other': {'n-a', 'n-c'}}).ending is Ending.PREEMPTED
 
 
 def test_lost_nodes_are_named_with_the_reason() -> None:
     fragment = running_fragment(3)
     fragment.names = {1: 'nid007'}
     fragment.lose({'n1', 'n2'}, {'n1': 'no sign of life for 12 s'})
-    assert fragment.verdict().error == (
+    assert fragment.result().error == (
         '2 of its 3 nodes were lost: nid007 (no sign of life for 12 s), n2 (its manager '
         'or its block is gone)'
     )
@@ -371,7 +369,7 @@ def test_what_is_left_in_memory_counts_if_it_is_what_was_committed_at_the_end(
     fragment = running_fragment(1)
     left = StateLeft('d', samples, here=True)
     fragment.settled = {0: [outcome(0, how, path='/c/9', samples=900, left=left)]}
-    assert left_states(fragment, fragment.verdict()) == (
+    assert left_states(fragment, fragment.result()) == (
         (('n0', Handover('d', '/c/9', 900, 7)),) if goes_on else ()
     )
 
@@ -383,7 +381,7 @@ def test_what_is_left_uncommitted_counts_although_the_checkpoint_is_an_older_one
         0: [outcome(0, 'stopped', samples=900, left=StateLeft('d', 900, here=False))],
         1: [outcome(1, 'stopped', samples=900, left=StateLeft('d', 900, here=True))],
     }
-    verdict = fragment.verdict()
+    verdict = fragment.result()
     assert (verdict.ending, verdict.checkpoint.path) == (Ending.STOPPED, '/c/8')
     assert left_states(fragment, verdict) == (('n1', Handover('d', '', 900, 7)),)
 
@@ -410,7 +408,7 @@ def test_what_rank_0_has_sent_is_handed_over_where_just_that_was_kept(
         1: [outcome(1, 'stopped', path=None, samples=900, left=there)],
         0: [outcome(0, 'stopped', path='/c/9', samples=900, left=here)],
     }
-    assert left_states(fragment, fragment.verdict()) == (
+    assert left_states(fragment, fragment.result()) == (
         ((node, Handover('d', '/c/9', 900, 7)),) if node else ()
     )
 
@@ -433,13 +431,13 @@ def test_after_a_loss_the_newest_state_of_a_survivor_is_handed_over() -> None:
     fragment.lost = {3}
 
     def found() -> list[tuple[str, str, int]]:
-        left = left_states(fragment, fragment.verdict())
+        left = left_states(fragment, fragment.result())
         assert all(one.path == '' and one.fragment == 7 for _, one in left)
         return [(node, one.digest, one.samples) for node, one in left]
 
     assert found() == [('n1', 'e', 916), ('n0', 'd', 900)]
     assert furthest(fragment) == 932
-    assert left_states(fragment, fragment.verdict())[0][1].metrics == {
+    assert left_states(fragment, fragment.result())[0][1].metrics == {
         'loss': 0.5,
         'skipped_steps': 1.0,
     }
@@ -458,9 +456,9 @@ def test_where_nobody_survives_what_the_fragment_began_with_is_used_again() -> N
     fragment = running_fragment(2)
     fragment.settled = {0: [result(0, status=-9)], 1: [result(1, status=-9)]}
     fragment.begins_with = Handover('d', '', 900, 6)
-    assert left_states(fragment, fragment.verdict()) == (('n0', fragment.begins_with),)
+    assert left_states(fragment, fragment.result()) == (('n0', fragment.begins_with),)
     fragment.begins_with = Handover('d', '/c/9', 900, 6)  # it has been dropped; there is the file
-    assert left_states(fragment, fragment.verdict()) == ()
+    assert left_states(fragment, fragment.result()) == ()
 
 
 class Told:
@@ -617,7 +615,7 @@ def test_a_fragment_is_given_up_at_once_when_a_rank_died_but_a_checkpoint_is_wri
         1: [result(1, 'n1', status=-11)],
         2: [result(2, 'n2', status=-9)],
     }
-    assert 'rank 1 on n1 was ended by SIGSEGV' in fragment.verdict().error
+    assert 'rank 1 on n1 was ended by SIGSEGV' in fragment.result().error
 
 
 def test_ranks_wait_for_each_other_only_if_all_say_so() -> None:

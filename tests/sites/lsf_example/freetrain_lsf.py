@@ -1,7 +1,7 @@
 """An example of a scheduler in a package of its own: one queue of a machine with IBM Spectrum LSF.
 
 It has what a scheduler needs and no more: idle hosts, blocks for a limited time, and how they end.
-It was written after LSF's documentation (10.1) and has not met a real machine.
+It follows LSF's documentation (10.1) and has not been run on a real machine.
 """
 
 from __future__ import annotations

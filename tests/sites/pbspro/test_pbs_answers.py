@@ -1,4 +1,4 @@
-"""What PBS's answers say. The documents were written after those of PBS 2022.1 on Polaris; nothing
+"""What PBS's answers say. The documents follow those of PBS 2022.1 on Polaris; nothing
 was recorded there.
 """
 

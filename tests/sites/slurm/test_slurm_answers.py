@@ -1,4 +1,4 @@
-"""What Slurm's answers say: recorded from 22.05, and written after the documentation for later
+"""What Slurm's answers say: recorded from 22.05, and as documented for later
 versions.
 """
 

@@ -49,7 +49,7 @@ def test_a_training_goes_on_while_the_scheduler_is_restarted(
         assert future.result(LIMIT_S).samples == 12 * 96
         assert future.progress().preempted == 0
     with Reader(executor.ledger_path) as ledger:
-        assert {node.name for node in ledger.story().nodes} <= {
+        assert {node.name for node in ledger.history().nodes} <= {
             'node01',
             'node02',
             'node03',
@@ -73,8 +73,8 @@ def test_a_preempted_block_loses_no_step(slurm: Cluster, tmp_path: Path) -> None
         slurm.wait(lambda: slurm.state(wide) == 'COMPLETED')
         assert future.result(LIMIT_S).samples == 60 * 96
     with Reader(executor.ledger_path) as ledger:
-        story = ledger.story()
-    fragments = story.fragments
+        history = ledger.history()
+    fragments = history.fragments
     assert len(fragments) >= 2
     assert fragments[0].ending == 'stopped'
     assert fragments[0].samples == fragments[0].reached
@@ -107,8 +107,8 @@ def test_a_node_that_crashes_costs_no_more_than_the_work_since_the_last_checkpoi
         future = trainer(str(go))
         until_training(future)
         with Reader(executor.ledger_path) as ledger:
-            story = ledger.story()
-        node = {node.node: node.name for node in story.nodes}[story.fragments[-1].nodes[0]]
+            history = ledger.history()
+        node = {node.node: node.name for node in history.nodes}[history.fragments[-1].nodes[0]]
         slurm.kill_node(node)
         go.touch()
         try:

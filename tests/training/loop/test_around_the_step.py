@@ -192,7 +192,7 @@ def averages_too_late(ctx: FragmentContext) -> None:
     ('function', 'sentence'),
     [
         (averages_around, 'changed average.module.weight, a parameter that was not given'),
-        (averages_some_steps, 'called update_parameters of an AveragedModel in some turns'),
+        (averages_some_steps, 'called update_parameters of an AveragedModel in some iterations'),
         (averages_another_model, 'was given an AveragedModel and 0 models with its parameters'),
         (averages_its_data, 'changed keeper.copy.weight'),
         (clamps_weights, "changed the parameter 'weight'. In reproducible mode it runs once per"),

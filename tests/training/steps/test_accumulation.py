@@ -176,7 +176,7 @@ def body(
     [
         ((clips,), 'With micro_batch it is the gradient of a micro-batch there'),
         ((steps_now_and_then,), 'call optimizer.step.. once in each'),
-        ((steps_twice,), 'called twice in one turn'),
+        ((steps_twice,), 'called twice in one iteration'),
         ((just_steps, torch.optim.LBFGS), 'LBFGS computes the loss several times'),
         ((just_steps, torch.optim.SGD, 0), 'micro_batch=0; it must be 1 or more'),
         ((just_steps, torch.optim.SGD, 3, True), 'cannot add up sparse gradients'),

@@ -12,7 +12,7 @@ from parsl.config import Config
 
 from parsl_freetrain.app import freetrain_app
 from parsl_freetrain.executor import FreeTrainExecutor
-from parsl_freetrain.executor.monitoring_export import GROWING, Mirror, copy, database_of
+from parsl_freetrain.executor.monitoring_export import GROWING, MonitoringExport, copy, database_of
 from parsl_freetrain.executor.settings import Recording
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.store import Ledger
@@ -41,8 +41,8 @@ def test_a_run_is_copied_beside_what_is_there_and_copied_again_when_it_has_chang
     copy(database, ledger, 'run-1')
     copy(database, ledger, 'no such run')
     with Reader(ledger) as reader:
-        story, progress = reader.story('run-1'), len(reader.progress('run-1'))
-    assert counts(database, 'fragments') == {'run-1': len(story.fragments)}
+        history, progress = reader.history('run-1'), len(reader.progress('run-1'))
+    assert counts(database, 'fragments') == {'run-1': len(history.fragments)}
     assert counts(database, 'progress') == {'run-1': progress}
     copy(database, ledger, 'run-0')
     assert counts(database, 'trainers') == {'run-0': 2, 'run-1': 2}
@@ -70,15 +70,15 @@ def test_what_is_copied_in_the_end_is_complete_and_a_locked_database_harms_nobod
 ) -> None:
     monkeypatch.setattr('parsl_freetrain.executor.monitoring_export.BUSY_S', 0.05)
     ledger, database = demo_ledger(tmp_path / 'l.db', seconds=20.0), tmp_path / 'monitoring.db'
-    mirror = Mirror(period_s=0.05)
+    export = MonitoringExport(period_s=0.05)
     with closing(sqlite3.connect(database, isolation_level=None)) as db:
         db.execute('BEGIN EXCLUSIVE')
-        mirror.start(f'sqlite:///{database}', ledger, 'run-0')
-        mirror.start(f'sqlite:///{database}', ledger, 'run-0')  # once is enough
+        export.start(f'sqlite:///{database}', ledger, 'run-0')
+        export.start(f'sqlite:///{database}', ledger, 'run-0')  # once is enough
         while 'could not be copied' not in caplog.text:
             pass
         db.execute('ROLLBACK')
-    mirror.stop()
+    export.stop()
     assert counts(database, 'trainers') == {'run-0': 2}
     assert caplog.text.count('could not be copied') == 1
 
@@ -86,9 +86,9 @@ def test_what_is_copied_in_the_end_is_complete_and_a_locked_database_harms_nobod
 def test_only_sqlite_files_are_copied_into(tmp_path: Path) -> None:
     assert database_of('sqlite:////x/m.db') == Path('/x/m.db')
     assert database_of(None) is None and database_of('postgresql://host/db') is None
-    mirror = Mirror()
-    mirror.start('postgresql://host/db', tmp_path / 'l.db', 'r')
-    mirror.stop()
+    export = MonitoringExport()
+    export.start('postgresql://host/db', tmp_path / 'l.db', 'r')
+    export.stop()
 
 
 @pytest.mark.slow
