@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 
-from parsl_freetrain.core.model.node_demand import NodeDemand
+from parsl_freetrain.core.controller.nodes_to_give import nodes_to_give
+from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
 from parsl_freetrain.sites.batch.demand import (
     ENDING_S,
+    MOST_JOBS,
     SOON_S,
     Needs,
     needs,
@@ -177,7 +180,7 @@ def test_a_plan_that_was_made_around_a_block_is_not_waited_for() -> None:
     lasts = running('other', 'a', end_s=NOW + 200)
     assert need(nodes, short, ends, *jobs, reservations=maintenance).demands == ()
     assert need(nodes, short, lasts, *jobs, reservations=maintenance).demands == (
-        NodeDemand('7', 1, frozenset('a')),
+        NodeDemand('7', 1, frozenset('a'), shared=True),
     )
 
 
@@ -222,7 +225,7 @@ def test_nodes_on_their_way_back_are_waited_for_but_not_for_ever() -> None:
 def test_nodes_that_are_set_aside_while_a_block_has_them_are_given_back_before() -> None:
     course = NodeReservation('course', NOW + 100, NOW + 900, ('a', 'c'))
     held = running('mine', 'a', 'b'), running('5', 'c', 'd')
-    demand = NodeDemand('reservation course', 1, frozenset('a'))
+    demand = NodeDemand('reservation course', 1, frozenset('a'), shared=True)
     assert reserved(held, [course], OURS, NOW + 101) == (demand,)
     assert reserved(held, [course], OURS, NOW + 100) == (), 'it is not yet time'
     assert reserved(held, [course], OURS, NOW + 901) == (), 'it is over'
@@ -237,17 +240,87 @@ def test_broken_nodes_serve_nobody() -> None:
 
 def test_a_job_that_could_start_and_does_not_is_ignored_for_a_while() -> None:
     stalled = StalledJobs(120.0)
-    stalled.note({'7'}, {'7', '8'}, NOW)
+
+    def note(served: Collection[str], at: float) -> None:
+        stalled.note(served, served, {'7', '8'}, frozenset(), at)
+
+    note({'7'}, NOW)
     assert stalled.ignored(NOW + 120.0) == frozenset()
     late = NOW + 120.0 + 1
     assert stalled.ignored(late) == {'7'}
-    stalled.note((), {'7', '8'}, late)  # since it is ignored, it is not served
+    note((), late)  # since it is ignored, it is not served
     assert stalled.ignored(late) == {'7'}
-    stalled.note({'8'}, {'7', '8'}, NOW + FORGET_S)
+    note({'8'}, NOW + FORGET_S)
     assert stalled.ignored(NOW + FORGET_S) == frozenset()
-    stalled.note({'8'}, {'7', '8'}, NOW + FORGET_S + 1)
-    stalled.note((), {'7', '8'}, NOW + FORGET_S + 2)  # nodes went to somebody else meanwhile
-    stalled.note({'8'}, {'7', '8'}, NOW + FORGET_S + 3)
+    note({'8'}, NOW + FORGET_S + 1)
+    note((), NOW + FORGET_S + 2)  # nodes went to somebody else meanwhile
+    note({'8'}, NOW + FORGET_S + 3)
     assert stalled.ignored(NOW + FORGET_S + 120.0 + 2) == frozenset()
     jobs = running('mine', 'a', 'b'), waiting('7', 1)
     assert need(cluster(), *jobs, ignored=frozenset({'7'})) == Needs()
+
+
+def test_idle_nodes_on_which_a_job_does_not_start_do_not_suit_it() -> None:
+    """It may need more memory than they have, which is not told. Then nodes of ours serve it."""
+    stalled = StalledJobs(120.0)
+    jobs = running('mine', 'a', 'b'), waiting('7', 1)
+
+    def look(idle: tuple[str, ...], at: float) -> Needs:
+        found = need(cluster(idle), *jobs, unsuitable=stalled.unsuitable())
+        lacking = {demand.job for demand in found.demands}
+        stalled.note(found.served, lacking, {'7'}, frozenset(idle), at)
+        return found
+
+    for at in (0.0, 30.0, 60.0):
+        assert look(('c', 'd') if at else ('d',), NOW + at).demands == ()
+    assert look(('c', 'd'), NOW + 61.0) == Needs((), frozenset({'7'}))
+    # Node c came later, and has its time.
+    assert stalled.unsuitable() == {'7': frozenset('d')}
+    assert look(('c', 'd'), NOW + 62.0) == Needs((), frozenset({'7'}))
+    assert look(('d',), NOW + 63.0).demands == (NodeDemand('7', 1, frozenset('ab')),)
+    # A job that lacks nodes of ours waits for us, and not for the idle ones.
+    wide = StalledJobs(120.0)
+    for at in (0.0, 61.0, 90.0):
+        wide.note({'8'}, {'8'}, {'8'}, frozenset('d'), NOW + at)
+    assert wide.unsuitable() == {}
+
+
+def test_jobs_that_do_not_compete_for_our_nodes_are_not_counted() -> None:
+    """Nor do more than a few tasks of one array; other jobs behind them are served."""
+    elsewhere = [Nodes('gpu', ('g',), 'allocated'), *cluster()]
+    jobs = running('mine', 'a', 'b'), running('5', 'c', 'd')
+    of_gpu = [
+        BatchJob(f'g{n}', JobState.PENDING, 'gpu', 1, limit_s=60.0, priority=9.0)
+        for n in range(MOST_JOBS)
+    ]
+    array = waiting('9', 4, 600.0, tasks=10 * MOST_JOBS, priority=5.0)
+    found = need(elsewhere, *jobs, *of_gpu, array, waiting('7', 1, 60.0))
+    assert [demand.job for demand in found.demands] == ['7']
+    crowd = [waiting(f'w{n}', 4, 600.0, priority=5.0) for n in range(MOST_JOBS)]
+    assert need(cluster(), *jobs, *crowd[1:], waiting('7', 1, 60.0)).demands
+    assert need(cluster(), *jobs, *crowd, waiting('7', 1, 60.0)).demands == ()
+
+
+def test_a_later_job_does_not_keep_the_first_from_its_node() -> None:
+    """Job w2 is planned on e because a block has b; w0 may get b, and then both are served."""
+    nodes = [Nodes('batch', tuple('abcde'), 'allocated'), Nodes('batch', ('f',), 'idle')]
+    jobs = (
+        running('mine', 'b', end_s=NOW + 200),
+        running('other', 'd', end_s=NOW + 200),
+        running('5', 'c', end_s=NOW + 200),
+        running('6', 'a', end_s=NOW + 100),
+        running('8', 'e', end_s=NOW + 30),
+        waiting('w0', 2, 120.0, planned=('e', 'f'), priority=3.0),
+        waiting('w1', 4, 600.0, planned=tuple('abcd'), priority=2.0),
+        waiting('w2', 1, 600.0, planned=('e',), priority=1.0),
+    )
+    found = need(nodes, *jobs).demands
+    assert [demand.job for demand in found] == ['w0', 'w2', 'w2']
+    held = [BlockNodes('mine', ('b',)), BlockNodes('other', ('d',))]
+    assert nodes_to_give(found, held, {}, {}) == {'b', 'd'}
+
+
+def test_two_reservations_of_a_node_need_it_once() -> None:
+    both = [NodeReservation(name, NOW + 5, NOW + 900, ('a',)) for name in ('m', 'n')]
+    demands = reserved([running('mine', 'a', 'b')], both, OURS, NOW + 10)
+    assert nodes_to_give(demands, [BlockNodes('mine', ('a', 'b'))], {}, {}) == {'a', 'b'}

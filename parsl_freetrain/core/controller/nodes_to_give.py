@@ -26,7 +26,8 @@ def nodes_to_give(
     Parameters
     ----------
     demands
-        Must be such that all can be served together; if not, nothing is given.
+        In order of priority. If not all can be served together, each counts that can be served
+        beside those before it.
     blocks
         All nodes of ours. Each block gives back either nodes that are releasable, or all.
     holder
@@ -40,6 +41,27 @@ def nodes_to_give(
     -------
     frozenset of str
         Names of nodes. Equal problems have equal answers.
+    """
+    found = _serving_all(demands, blocks, holder, cost, given)
+    if found is not None:
+        return found
+    found, kept = frozenset(), list[NodeDemand]()
+    for demand in demands:
+        more = _serving_all([*kept, demand], blocks, holder, cost, given)
+        if more is not None:
+            kept.append(demand)
+            found = more
+    return found
+
+
+def _serving_all(
+    demands: Sequence[NodeDemand],
+    blocks: Sequence[BlockNodes],
+    holder: Mapping[str, str],
+    cost: Mapping[str, float],
+    given: Collection[str],
+) -> frozenset[str] | None:
+    """The nodes that serve all demands; None: they cannot.
 
     Notes
     -----
@@ -75,10 +97,15 @@ def nodes_to_give(
         (i, j): lp.add_variable(f'group_{i}_job_{j}', 0)
         for i, key in enumerate(groups)
         for j, serves in enumerate(key[3])
-        if serves
+        if serves and not demands[j].shared
     }
     for j, demand in enumerate(demands):
-        lp += pulp.lpSum(v for key, v in serving.items() if key[1] == j) >= demand.nodes
+        served_by: list[pulp.LpVariable] = (
+            [count for key, count in zip(groups, counts, strict=True) if key[3][j]]
+            if demand.shared
+            else [v for key, v in serving.items() if key[1] == j]
+        )
+        lp += pulp.lpSum(served_by) >= demand.nodes
     for i, count in enumerate(counts):
         lp += pulp.lpSum(v for key, v in serving.items() if key[0] == i) <= count
     # A node weighs more than all that are not spare, each of these more than all costs together.
@@ -99,7 +126,7 @@ def nodes_to_give(
     )
     lp.solve(pulp.HiGHS(msg=False, gapRel=0.0, gapAbs=0.0, threads=1))
     if lp.sol_status != pulp.LpSolutionOptimal:
-        return frozenset()
+        return None
     return frozenset(
         name
         for names, count in zip(groups.values(), counts, strict=True)

@@ -22,12 +22,16 @@ class NodeDemand:
     spare
         Those of them that a reservation or a planned job takes later, so that fewer other jobs
         could use them.
+    shared
+        Whether it is enough that they are given back: the scheduler has planned another job around
+        them, and they may serve other jobs, too.
     """
 
     job: str
     nodes: int
     among: frozenset[str]
     spare: frozenset[str] = frozenset()
+    shared: bool = False
 
 
 def in_need(jobs: Iterable[str]) -> str:

@@ -11,17 +11,22 @@ that is none.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from parsl_freetrain.core.model.node_demand import NodeDemand
-from parsl_freetrain.sites.batch.holes import HARMLESS_MARKS, HOLDING, USABLE
-from parsl_freetrain.sites.batch.records import BatchJob, JobState, NodeReservation, Nodes
+from parsl_freetrain.sites.batch.holes import HOLDING
+from parsl_freetrain.sites.batch.node_calendar import NodeCalendar
+from parsl_freetrain.sites.batch.records import USABLE, BatchJob, JobState, NodeReservation, Nodes
 from parsl_freetrain.sites.batch.shape import PREFIX
 
-MOST_JOBS = 100
-"""Number of waiting jobs that are looked at; schedulers limit this too."""
+MOST_JOBS = 500
+"""Maximum number of waiting jobs that are looked at, as Slurm's ``bf_max_job_test``. Only those
+count that could get nodes of ours, or nodes of other such jobs.
+"""
+MOST_TASKS = 20
+"""Maximum number of tasks of one array among them, as Slurm's ``bf_max_job_array_resv``."""
 ENDING_S = 60.0
 """Nodes of a job that has been ending for so long, in seconds, do not count as free."""
 SOON_S = 3.0
@@ -82,6 +87,7 @@ def needs(
     ours: frozenset[str],
     now: float,
     ignored: frozenset[str] = frozenset(),
+    unsuitable: Mapping[str, frozenset[str]] = {},
 ) -> Needs:
     """The jobs that would start now if nodes of ours were given back.
 
@@ -93,6 +99,8 @@ def needs(
         In seconds of ``time.time()``.
     ignored
         Ids of jobs that could have started for long, and did not: something else keeps them.
+    unsuitable
+        The nodes that a job, by its id, cannot use, although that is not told.
     """
     waiting = sorted(
         (job for job in jobs if waits(job, ours) and job.job_id not in ignored),
@@ -100,12 +108,12 @@ def needs(
     )
     if not waiting:
         return Needs()
-    table = _Table(nodes, jobs, reservations, ours, now)
+    table = _Table(nodes, jobs, reservations, ours, now, unsuitable)
     demands: list[NodeDemand] = []
     served: list[str] = []
     kept_out: list[BatchJob] = []
     in_order = True
-    each = (job for job in waiting for _ in range(min(job.tasks, MOST_JOBS)))
+    each = (job for job in table.competing(waiting) for _ in range(min(job.tasks, MOST_TASKS)))
     for job in islice(each, MOST_JOBS):
         eligible = table.eligible(job)
         begin, free = table.first_time(job, eligible)
@@ -115,10 +123,10 @@ def needs(
                 continue
             in_order = False
             for before in kept_out:
-                table.plan(before)
+                table.plan(before, *table.first_time(before, table.eligible(before)))
             begin, free = table.first_time(job, eligible)
         if begin > now:
-            table.plan(job)
+            table.plan(job, begin, free)
             continue
         served.append(job.job_id)
         demands += table.serve(job, eligible, free)
@@ -144,7 +152,8 @@ def reserved(
         if each.start_s < by_s <= each.end_s:
             late = (j.names for j in held if j.end_s is None or j.end_s > each.start_s)
             if names := frozenset(chain(*late)).intersection(each.nodes):
-                demands.append(NodeDemand(f'reservation {each.name}', len(names), names))
+                name = f'reservation {each.name}'
+                demands.append(NodeDemand(name, len(names), names, shared=True))
     return tuple(demands)
 
 
@@ -158,8 +167,10 @@ class _Table:
         reservations: Sequence[NodeReservation],
         ours: frozenset[str],
         now: float,
+        unsuitable: Mapping[str, frozenset[str]],
     ) -> None:
-        self._now = now
+        self._now, self._unsuitable = now, unsuitable
+        self._eligible: dict[tuple[object, ...], int] = {}
         over = {name for r in reservations if r.end_s <= now + SOON_S for name in r.nodes}
         self._bits: dict[str, int] = {}
         self._ours = 0
@@ -170,8 +181,7 @@ class _Table:
         self._up = [
             (group, self._set_of(group.names))
             for group in (_without(over, each) for each in nodes)
-            if not group.marks.strip(HARMLESS_MARKS)
-            and not any(word in group.state for word in _BROKEN)
+            if not group.marked and not any(word in group.state for word in _BROKEN)
         ]
         up = 0
         for group, members in self._up:
@@ -192,52 +202,53 @@ class _Table:
                     end_s = max(end_s, now + 1.0)  # it is late, and holds them still
                 for name in job.names:
                     until[name] = max(end_s, until.get(name, now))
-        ends: dict[float, int] = {now: 0}
+        ends: dict[float, int] = {}
         for name, end in until.items():
             ends[end] = ends.get(end, 0) | self._set_of((name,))
-        self._ends = sorted((end, members) for end, members in ends.items() if end < math.inf)
-        self._taken = [
-            (r.start_s, r.end_s, self._set_of(r.nodes))
-            for r in reservations
-            if r.end_s > now + SOON_S
-        ]
+        # Without nodes of ours that stand for those that jobs before got, and with them.
+        self._calendar, self._beside = NodeCalendar(now, ends), NodeCalendar(now, ends)
+        self._taken: list[tuple[float, float, int]] = []
+        for r in reservations:
+            if r.end_s > now + SOON_S:
+                self._reserve(self._set_of(r.nodes), r.start_s, r.end_s)
         self._set_aside = list(self._taken)
         # Nodes that a reservation or a planned job takes later: fewer jobs can use them meanwhile.
         self._spare = 0
         for begin, _, members in self._taken:
             self._spare |= members if begin > now else 0
-        # Nodes of ours that stand for those that jobs before got.
-        self._given: list[tuple[float, float, int]] = []
+
+    def competing(self, waiting: Iterable[BatchJob]) -> list[BatchJob]:
+        """The jobs that could get nodes of ours, or nodes that such a job could get."""
+        may = [(job, self.eligible(job)) for job in waiting]
+        reach, before = self._ours, 0
+        while reach != before:
+            before = reach
+            for members in {members for _, members in may}:
+                reach |= members if members & reach else 0
+        return [job for job, members in may if members & reach]
 
     def eligible(self, job: BatchJob) -> int:
         """The nodes that a job may get."""
-        partitions = job.partition.split(',')
-        members = 0
-        for group, names in self._up:
-            if group.partition in partitions and group.have(job.features, job.gpus):
-                members |= names
-        return members & ~self._set_of(job.excluded)
+        want = (job.partition, job.features, job.gpus)
+        if want not in self._eligible:
+            partitions, members = job.partition.split(','), 0
+            for group, names in self._up:
+                if group.partition in partitions and group.have(job.features, job.gpus):
+                    members |= names
+            self._eligible[want] = members
+        refused = (*job.excluded, *self._unsuitable.get(job.job_id, ()))
+        return self._eligible[want] & ~self._set_of(refused)
 
     def first_time(self, job: BatchJob, eligible: int) -> tuple[float, int]:
         """When enough of these nodes are first free for a job, those that it names among them, and
         all that are free then; infinite: never.
         """
-        named, length_s = self._set_of(job.only), _length_s(job)
-        times = sorted(
-            {end for end, _ in self._ends}
-            | {end for _, end, _ in self._taken if self._now < end < math.inf}
-        )
-        for time in times:
-            free = self._free(eligible, time, length_s, self._taken + self._given)
-            if free.bit_count() >= job.nodes and not named & ~free:
-                return time, free
-        return math.inf, 0
+        return self._beside.first_time(eligible, job.nodes, self._set_of(job.only), _length_s(job))
 
-    def plan(self, job: BatchJob) -> None:
-        """The job gets the first nodes that are free for it later, if there are ever enough: those
-        that the scheduler told, unless it told them because blocks last too long.
+    def plan(self, job: BatchJob, begin: float, free: int) -> None:
+        """The job gets nodes of those that are ``free`` when it can first begin, if that ever is:
+        those that the scheduler told, unless it told them because blocks last too long.
         """
-        begin, free = self.first_time(job, self.eligible(job))
         if begin == math.inf:
             return
         named, told = self._set_of(job.only), self._set_of(job.planned) & free
@@ -253,7 +264,9 @@ class _Table:
     def serve(self, job: BatchJob, eligible: int, free: int) -> Iterator[NodeDemand]:
         """The job starts now on some of the nodes that are free for it; what it lacks for that."""
         named, length_s = self._set_of(job.only), _length_s(job)
-        others, among = free & ~self._ours, self._free_of_ours(eligible, length_s)
+        # Those included that jobs before got.
+        among = self._calendar.free(eligible, self._now, length_s) & self._ours
+        others = free & ~self._ours
         got = _first_of(named, others, free & self._spare, free, count=job.nodes)
         # Which of ours it gets, beside those that it names, is decided elsewhere: any of them stand
         # for these here.
@@ -266,7 +279,8 @@ class _Table:
                 spare = frozenset(self._names(among & of & self._spare))
                 yield NodeDemand(job.job_id, lacking.bit_count(), names, spare)
         if hides:
-            yield NodeDemand(job.job_id, hides.bit_count(), frozenset(self._names(hides)))
+            names = frozenset(self._names(hides))
+            yield NodeDemand(job.job_id, len(names), names, shared=True)
 
     def _ours_after(self, time: float) -> int:
         """Nodes of ours that the scheduler does not count as free then."""
@@ -277,7 +291,7 @@ class _Table:
 
     def _least_useful_first(self, free: int, told: int) -> Iterator[int]:
         """Nodes that nobody can have now, then those that are soonest taken again."""
-        now = self._free(free, self._now, 0.0, self._taken)
+        now = self._calendar.free(free, self._now, 0.0)
         taken = sorted(each for each in self._taken if each[1] > self._now)
         for members in (free & ~now, *(free & each for _, _, each in taken), free):
             yield from (members & told, members)
@@ -299,26 +313,11 @@ class _Table:
                 eligible &= ~members
         return eligible.bit_count() < job.nodes
 
-    def _free_of_ours(self, eligible: int, length_s: float) -> int:
-        """Nodes of ours that a job can have now, those included that jobs before got."""
-        return self._free(eligible, self._now, length_s, self._taken) & self._ours
-
-    def _free(
-        self, eligible: int, time: float, length_s: float, taken: list[tuple[float, float, int]]
-    ) -> int:
-        free = 0
-        for end, members in self._ends:
-            if end <= time:
-                free |= members
-        for begin, end, members in taken:
-            if begin < time + length_s and time < end:
-                free &= ~members
-        return free & eligible
-
     def _reserve(self, members: int, begin: float, end: float, own: int = 0) -> None:
         """Reserve the nodes ``members``, ``own`` of them ours, from ``begin`` to ``end``."""
         self._taken.append((begin, end, members))
-        self._given.append((begin, end, own))
+        self._calendar.take(begin, end, members)
+        self._beside.take(begin, end, members | own)
 
     def _names(self, members: int) -> list[str]:
         """The names of the nodes in a set."""

@@ -21,9 +21,6 @@ from parsl_freetrain.sites.batch.records import (
     Partition,
 )
 
-USABLE = ('idle', 'planned')
-# A planned node is idle; older versions mark it so instead of naming the state.
-HARMLESS_MARKS = '-'
 HOLDING = (JobState.RUNNING, JobState.SUSPENDED, JobState.STARTING, JobState.ENDING)
 
 Groups = dict[tuple[float, str], list[str]]
@@ -46,8 +43,7 @@ class Wanted:
     def fits(self, nodes: Nodes) -> bool:
         return (
             nodes.partition == self.partition
-            and nodes.state in USABLE
-            and not nodes.marks.strip(HARMLESS_MARKS)
+            and nodes.usable
             and nodes.have(self.features, self.gpus)
             and (not self.classes or nodes.node_class in self.classes)
         )

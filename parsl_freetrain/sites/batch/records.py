@@ -115,6 +115,11 @@ class BatchJob:
     tasks: int = 1
 
 
+USABLE = ('idle', 'planned')
+# A planned node is idle; older versions mark it so instead of naming the state.
+_HARMLESS_MARKS = '-'
+
+
 @dataclass(frozen=True)
 class Nodes:
     """Nodes of one partition that are alike.
@@ -144,6 +149,16 @@ class Nodes:
     gpus: int = 0
     until_s: float | None = None
     node_class: str = ''
+
+    @property
+    def usable(self) -> bool:
+        """Whether a job can start on them now."""
+        return self.state in USABLE and not self.marked
+
+    @property
+    def marked(self) -> bool:
+        """Whether something is wrong with them beside their state."""
+        return bool(self.marks.strip(_HARMLESS_MARKS))
 
     def have(self, features: tuple[frozenset[str], ...], gpus: int) -> bool:
         """Whether each has all features of one of these sets, if there are any, and the GPUs."""

@@ -312,7 +312,7 @@ class BatchSite(ABC):
         """
         if not self._tracker.must_look() or (snapshot := self._tracker.snapshot()) is None:
             return (), ()
-        demands = self._tracker.needs(snapshot).demands + self._tracker.reserved(snapshot)
+        demands = self._tracker.reserved(snapshot) + self._tracker.needs(snapshot).demands
         if not demands:
             return (), ()
         return demands, tuple(

@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 FORGET_S = 1800.0
-"""Seconds after which an ignored job is considered again."""
+"""Seconds after which an ignored job is considered again, and a node may suit a job again."""
 
 
 class StalledJobs:
     """Since when jobs could have started, and which are not waited for any more.
 
     Without it, nodes would be given back for ever for a job that waits for what no answer tells,
-    such as a licence or a kind of node.
+    such as a licence; and a job that needs more memory than the idle nodes have would seem to be
+    served by them, and get no node of ours.
 
     Parameters
     ----------
     limit_s
         Seconds after which a job that could have started counts as held back by something other
-        than nodes.
+        than nodes. After half of them, the nodes that were idle all the time count as unsuitable.
     """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._since: dict[str, float] = {}
+        self._idle: dict[str, tuple[float, frozenset[str]]] = {}
+        self._unsuitable: dict[str, tuple[float, frozenset[str]]] = {}
 
-    def note(self, served: Collection[str], pending: Collection[str], now: float) -> None:
-        """These jobs could start now; ``pending`` are all that wait. Ids; ``now`` in seconds."""
+    def note(
+        self,
+        served: Collection[str],
+        lacking: Collection[str],
+        pending: Collection[str],
+        idle: frozenset[str],
+        now: float,
+    ) -> None:
+        """Note what an answer says.
+
+        Parameters
+        ----------
+        served, lacking, pending
+            Ids of the jobs that could start now, of those among them that lack nodes of ours, and
+            of all that wait.
+        idle
+            Names of the nodes that are idle.
+        now
+            In seconds.
+        """
         self._since = {
             job: since
             for job, since in self._since.items()
@@ -34,10 +55,29 @@ class StalledJobs:
         }
         for job in served:
             self._since.setdefault(job, now)
+        self._idle = {
+            job: (since, names & idle)
+            for job in served
+            if job not in lacking
+            for since, names in [self._idle.get(job, (now, idle))]
+        }
+        self._unsuitable = {
+            job: (since, names)
+            for job, (since, names) in self._unsuitable.items()
+            if job in pending and now - since < FORGET_S
+        }
+        for job, (since, names) in self._idle.items():
+            if names and now - since > self._limit_s / 2:
+                _, before = self._unsuitable.get(job, (now, frozenset[str]()))
+                self._unsuitable[job] = now, before | names
 
     def ignored(self, now: float) -> frozenset[str]:
         """The jobs that get no nodes."""
         return frozenset(job for job in self._since if self._over(job, now))
+
+    def unsuitable(self) -> Mapping[str, frozenset[str]]:
+        """Nodes on which a job, by its id, could have started and did not."""
+        return {job: names for job, (_, names) in self._unsuitable.items()}
 
     def _over(self, job: str, now: float) -> bool:
         return now - self._since[job] > self._limit_s

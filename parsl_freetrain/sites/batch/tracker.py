@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from parsl.jobs.states import JobStatus
 
@@ -127,9 +128,12 @@ class BlockTracker:
                     ours,
                     now,
                     self._stalled.ignored(now),
+                    self._stalled.unsuitable(),
                 )
                 pending = {job.job_id for job in snapshot.jobs if waits(job, ours)}
-                self._stalled.note(found.served, pending, now)
+                lacking = {demand.job for demand in found.demands}
+                idle = frozenset(chain(*(n.names for n in snapshot.nodes if n.usable)))
+                self._stalled.note(found.served, lacking, pending, idle, now)
                 self._needs = snapshot, found
             return self._needs[1]
 

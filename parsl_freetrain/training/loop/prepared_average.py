@@ -68,8 +68,8 @@ class PreparedAverage:
         elif called != self._each_step:
             raise BadInput(
                 'The body of ctx.loop called update_parameters of an AveragedModel in some '
-                'iterations and not in others: call it in every iteration, or, to average less often, in a '
-                'function that is given to ctx.after_step or ctx.each_epoch.'
+                'iterations and not in others: call it in every iteration, or, to average less '
+                'often, in a function that is given to ctx.after_step or ctx.each_epoch.'
             )
 
     def after_step(self) -> None:

@@ -21,13 +21,25 @@ from parsl_freetrain.core.model.types import BlockRequest, Trainer
 
 
 def served(given: Collection[str], demands: Sequence[NodeDemand]) -> bool:
-    """Whether every job gets nodes of its own: Hall's condition."""
+    """Whether every job gets nodes of its own (Hall's condition), or those that may be shared."""
+    own = [demand for demand in demands if not demand.shared]
     return all(
         sum(demand.nodes for demand in some)
         <= len(set(given) & frozenset[str]().union(*(demand.among for demand in some)))
-        for size in range(1, len(demands) + 1)
-        for some in combinations(demands, size)
-    )
+        for size in range(1, len(own) + 1)
+        for some in combinations(own, size)
+    ) and all(d.nodes <= len(set(given) & d.among) for d in demands if d.shared)
+
+
+def servable(
+    demands: Sequence[NodeDemand], sets: Sequence[frozenset[str]]
+) -> tuple[NodeDemand, ...]:
+    """Each demand that one of these sets of nodes can serve beside those before it."""
+    kept: tuple[NodeDemand, ...] = ()
+    for demand in demands:
+        if any(served(some, (*kept, demand)) for some in sets):
+            kept = *kept, demand
+    return kept
 
 
 def price(
@@ -67,8 +79,8 @@ def situations(
     cost = {name: float(draw(st.integers(0, 4))) for name in trainers}
     spare = frozenset(draw(st.sets(st.sampled_from(every))))
     demands = [
-        NodeDemand(str(j), draw(st.integers(1, 3)), among, among & spare)
-        for j in range(draw(st.integers(1, 2)))
+        NodeDemand(str(j), draw(st.integers(1, 3)), among, among & spare, draw(st.booleans()))
+        for j in range(draw(st.integers(1, 3)))
         for among in [frozenset(draw(st.sets(st.sampled_from(every))))]
     ]
     # Only whole blocks and releasable nodes are ever being given back.
@@ -89,22 +101,22 @@ def test_the_choice_is_the_best_of_all(
 ) -> None:
     demands, blocks, holder, cost, already = situation
     every = [name for block in blocks for name in block.nodes]
-    choices = [
-        chosen
-        for size in range(len(every) + 1)
-        for some in combinations(every, size)
-        if served(chosen := frozenset(some), demands) and allowed(chosen, blocks)
-    ]
+    sets = [frozenset(some) for size in range(len(every) + 1) for some in combinations(every, size)]
     found = nodes_to_give(demands, blocks, holder, cost, already)
-    if not choices:
+    demands = list(servable(demands, sets))
+    if not demands:
         assert found == frozenset()
         return
     assert served(found, demands) and allowed(found, blocks)
-    best = min(price(chosen, holder, cost, already, demands) for chosen in choices)
+    best = min(
+        price(chosen, holder, cost, already, demands)
+        for chosen in sets
+        if served(chosen, demands) and allowed(chosen, blocks)
+    )
     assert price(found, holder, cost, already, demands) == best
 
 
-class Story:
+class TwoBlocks:
     """A controller with blocks ``a`` of three nodes, which can be made smaller, and ``b`` of two,
     which cannot.
     """
@@ -133,12 +145,12 @@ WHY = 'job 7 waits for its nodes'
 
 
 def test_free_nodes_are_given_at_once_and_nothing_else() -> None:
-    [action] = Story().need(1.0, 2)
+    [action] = TwoBlocks().need(1.0, 2)
     assert action in (ev.ReleaseNodes('a', ('a2', 'a3'), WHY), ev.CloseBlock('b', WHY))
 
 
 def test_a_fragment_stops_before_its_node_is_given_back() -> None:
-    history = Story()
+    history = TwoBlocks()
     [start] = history.tell(ev.TrainerSubmitted(1.0, Trainer('t', 1, 5)))
     assert isinstance(start, ev.StartFragment) and len(start.nodes) == 5
     [stop] = history.need(2.0, 1)
@@ -153,7 +165,7 @@ def test_a_fragment_stops_before_its_node_is_given_back() -> None:
 
 
 def test_all_nodes_of_a_job_are_given_back_together_as_whole_blocks_where_they_must() -> None:
-    history = Story()
+    history = TwoBlocks()
     history.tell(ev.TrainerSubmitted(1.0, Trainer('t', 1, 5)))
     [stop] = history.need(2.0, 5)
     assert stop == ev.StopFragment('t', 1, WHY)
@@ -162,7 +174,7 @@ def test_all_nodes_of_a_job_are_given_back_together_as_whole_blocks_where_they_m
 
 
 def test_a_fragment_that_does_not_stop_is_not_waited_for() -> None:
-    history = Story()
+    history = TwoBlocks()
     history.tell(ev.TrainerSubmitted(1.0, Trainer('t', 1, 5)))
     history.need(2.0, 5)
     assert history.tell(ev.Tick(31.0)) == ()
@@ -170,13 +182,13 @@ def test_a_fragment_that_does_not_stop_is_not_waited_for() -> None:
 
 
 def test_more_than_there_is_is_no_reason() -> None:
-    history = Story()
+    history = TwoBlocks()
     history.tell(ev.TrainerSubmitted(1.0, Trainer('t', 1, 5)))
     assert history.need(2.0, 6) == ()
 
 
 def test_nodes_that_the_scheduler_takes_serve_first_and_are_left_to_it() -> None:
-    history = Story()
+    history = TwoBlocks()
     a, b = history.blocks
     everywhere = frozenset(a.nodes + b.nodes)
     only_a = NodeDemand('8', 1, frozenset(a.nodes))

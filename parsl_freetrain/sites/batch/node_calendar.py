@@ -1,0 +1,85 @@
+"""When each node is free, as far as the scheduler knows: pure."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+
+
+class NodeCalendar:
+    """Which nodes are free, from now on. Sets of nodes are integers, one bit for each node.
+
+    Parameters
+    ----------
+    now
+        In seconds.
+    free_from
+        Sets of nodes by the time from which on they are free. Nodes in none of them never are.
+    """
+
+    def __init__(self, now: float, free_from: Mapping[float, int]) -> None:
+        known = {now: 0}
+        for time, members in free_from.items():
+            if time < math.inf:
+                known[max(time, now)] = known.get(max(time, now), 0) | members
+        # Between two times, and after the last one, the same nodes are free.
+        self._times = sorted(known)
+        self._free: list[int] = []
+        free = 0
+        for time in self._times:
+            free |= known[time]
+            self._free.append(free)
+
+    def take(self, begin: float, end: float, members: int) -> None:
+        """These nodes are not free between two times; ``end`` may be infinite."""
+        first, last = self._index(begin), self._index(end)
+        for place in range(first, last):
+            self._free[place] &= ~members
+
+    def _index(self, time: float) -> int:
+        """The place at which this time begins; that is made unless it is there."""
+        if time == math.inf:
+            return len(self._times)
+        place = bisect_left(self._times, time)
+        if place == 0:
+            return 0
+        if place == len(self._times) or self._times[place] != time:
+            self._times.insert(place, time)
+            self._free.insert(place, self._free[place - 1])
+        return place
+
+    def free(self, eligible: int, time: float, length_s: float) -> int:
+        """Those of these nodes that are free from ``time`` on for so long: at least at that time,
+        if ``length_s`` is 0.
+        """
+        place = max(0, bisect_right(self._times, time) - 1)
+        eligible &= self._free[place]
+        end = bisect_left(self._times, time + length_s)
+        for later in range(place + 1, end):
+            eligible &= self._free[later]
+        return eligible
+
+    def first_time(
+        self, eligible: int, count: int, named: int, length_s: float
+    ) -> tuple[float, int]:
+        """When ``count`` of the eligible nodes are first free for ``length_s`` seconds, those that
+        are ``named`` among them, and all that are free then; infinite: never.
+        """
+        # First of all, where too few are free at that time alone: nothing can go on there.
+        too_few = [
+            place
+            for place, members in enumerate(self._free)
+            if (free := eligible & members).bit_count() < count or named & ~free
+        ]
+        begin = 0
+        for obstacle in (*too_few, len(self._times)):
+            for place in range(begin, obstacle):
+                end = bisect_left(self._times, self._times[place] + length_s)
+                if end > obstacle:
+                    break
+                free = self.free(eligible, self._times[place], length_s)
+                if free.bit_count() >= count and not named & ~free:
+                    return self._times[place], free
+            begin = obstacle + 1
+        return math.inf, 0
