@@ -6,8 +6,9 @@ aims are reached: a median delay of at most one interval of the scheduler's back
 and the scheduler's wait before it kills for every job, and in each mode training in 60 % of all
 node-seconds that are idle for more than a minute.
 
-Mixes in which the scheduler by itself takes jobs in another order if some take a second longer
-cannot show that nobody waits; ``steady_mixes.py`` finds them, and they are left out of ``SEEDS``.
+Mixes in which the scheduler by itself takes jobs in another order if some come or end a second
+later cannot show that nobody waits; ``steady_mixes.py`` finds them, and they are left out of
+``SEEDS``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tests.slurm.experiment import KILL_WAIT_S, MODES, TICK_S, Outcome, side_by_
 from tests.slurm.mix import Mix, untidy
 
 NODES = 5
-SEEDS = (1, 2, 5, 8, 9)
+SEEDS = (2, 8, 9, 13, 16)
 STOP_S = 10.0
 LEAST_SHARE = 0.6
 
