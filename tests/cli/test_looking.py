@@ -85,7 +85,7 @@ def test_looking_at_a_run_that_trains_and_cancelling_it(
         assert main(['why', 'second', *ledger]) == 0
         words = capsys.readouterr().out
         assert "there is 1 node to give away. 'second' keeps 0 nodes; 'first' 1." in words
-        assert 'with 1 node for it' in words or '1 node for it would be as good' in words
+        assert 'best choice is 1 node;' in words or '1 node for it would be as good' in words
 
         assert main(['logs', 'first', *ledger]) == 0
         assert 'I am rank 0\n' in capsys.readouterr().out

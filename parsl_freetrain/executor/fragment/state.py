@@ -1,6 +1,4 @@
-"""A fragment as the executor sees it: its members, and the result of their messages. No
-effects.
-"""
+"""A fragment as the executor sees it: its members, and the result of their messages; pure."""
 
 from __future__ import annotations
 

@@ -423,7 +423,7 @@ def test_the_scheduler_is_asked_beside_and_once_also_for_new_reservations(
     look()
     assert mine.site.client.commands - asked == {'squeue': 1, 'sinfo': 1, 'scontrol': 1}
     slurm.run('scontrol', 'delete', 'reservationname=course')
-    demand = NodeDemand('reservation course', 2, frozenset({'node01', 'node02'}))
+    demand = NodeDemand('reservation course', 2, frozenset({'node01', 'node02'}), shared=True)
     assert mine.site.needed()[0] == (demand,), 'it was made after the block had begun'
 
 
