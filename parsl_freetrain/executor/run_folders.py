@@ -7,7 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.host.ownership import refuse_foreign, refuse_replaceable
+from parsl_freetrain.host.ownership import is_ours, refuse_foreign, refuse_replaceable
+
+_RUN_DIR = 'run_dir of parsl.Config'
 
 
 def refuse_unquotable(logdir: str) -> None:
@@ -24,11 +26,25 @@ def refuse_unquotable(logdir: str) -> None:
 
 
 def keep_others_out(checkpoint_dir: Path, run_dir: str) -> None:
-    """Refuse a checkpoint folder that other users can change. Make Parsl's folder of this run
-    private, with its log. Raises BadInput if another user can change the folder, or one above it.
+    """Refuse folders that other users can change, and make Parsl's folder of this run private, with
+    its log. Raises BadInput, with what would be right.
+
+    Members of a group may replace a checkpoint_dir, since folders of projects are theirs: no
+    program in it is run, and whoever reads from it looks first whose it is. What is in ``run_dir``
+    (the scripts of blocks, the keys of the run) is trusted by its name.
     """
     folder = checkpoint_dir.absolute()
-    refuse_replaceable(folder, 'checkpoint_dir')
+    refuse_replaceable(folder, 'checkpoint_dir', group_may=True)
     refuse_foreign(folder, 'checkpoint_dir')
+    run = Path(run_dir).absolute()
+    refuse_replaceable(run, _RUN_DIR)
     with suppress(OSError):
-        os.chmod(run_dir, 0o700)
+        run.chmod(0o700)
+    refuse_foreign(run, _RUN_DIR)
+    for path in run.iterdir():
+        # Before it was private, others may have been able to write to it: Parsl goes by the umask.
+        if not is_ours(owner := path.lstat().st_uid, run):
+            raise BadInput(
+                f'Another user (id {owner}) has written {path}, in the {_RUN_DIR}: give it a '
+                'folder to which only you can write.'
+            )

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.settings import Settings
-from parsl_freetrain.host import files
-from parsl_freetrain.host.ownership import is_ours, refuse_replaceable
+from parsl_freetrain.host.ownership import is_ours, refuse_foreign, refuse_replaceable
 
 SCRIPT = Path(__file__).with_name('use_environment.sh')
 FOLDER = 'environment'
+_WHAT = 'folder of the packed environment'
 _SAID = 500
 
 
@@ -33,7 +33,8 @@ class PackedEnvironment(Settings, frozen=True, kw_only=True):
     ----------
     archive
         A file that conda-pack or venv-pack has made; None: ``prefix`` is packed when the executor
-        starts, into ``environment/`` of its checkpoint_dir. This needs the extra ``pack``.
+        starts, into ``environment/`` of its checkpoint_dir, unless another user could replace that.
+        This needs the extra ``pack``.
     prefix
         The environment to pack; None: that of this process. Packages that are installed in editable
         mode cannot be packed.
@@ -86,21 +87,24 @@ class PackedEnvironment(Settings, frozen=True, kw_only=True):
         """
         folder = checkpoint_dir.absolute() / FOLDER
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.archive is not None:
                 archive = Path(self.archive).absolute()
                 _refuse_changeable(archive)
             else:
+                refuse_replaceable(folder, _WHAT)
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                refuse_foreign(folder, _WHAT)
                 archive = pack(Path(self.prefix or sys.prefix), folder / 'environment.tar')
-            script = folder / SCRIPT.name  # nodes may not see our packages yet
-            files.replace(script, SCRIPT.read_bytes())
             with archive.open('rb') as file:
                 found = hashlib.file_digest(file, 'sha256').hexdigest()
         except OSError as error:
             raise FreeTrainError(
                 f'The environment for the nodes could not be packed in {folder}: {error}.'
             ) from error
-        return shlex.join(['/bin/bash', str(script), str(archive), found, self.local or ''])
+        # The script itself: nodes may not see our packages yet, and in a folder of a project others
+        # could put another one in its place.
+        script = ['/bin/bash', '-c', SCRIPT.read_text(), SCRIPT.name]
+        return shlex.join([*script, str(archive), found, self.local or ''])
 
 
 def _refuse_changeable(archive: Path) -> None:

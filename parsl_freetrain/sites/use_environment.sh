@@ -2,13 +2,17 @@
 # (empty: TMPDIR, or /tmp), and become COMMAND in the environment that was in it. If that fails, say
 # why, and become COMMAND in the environment that there is.
 
-archive=$1 wanted=$2 local=${3:-${TMPDIR:-/tmp}}
+archive=$1 wanted=$2 local=${3:-${TMPDIR:-/tmp}} here='' why=''
 shift 3
 
-# Nodes that were killed could not remove theirs.
-for old in "$local/freetrain-environment-$UID-"*; do
+# Nodes that were killed could not remove theirs. Only this computer knows its processes, and others
+# may have the same folder.
+boot=$(< /proc/sys/kernel/random/boot_id)
+this="freetrain-environment-$UID@$(< /proc/sys/kernel/hostname)@"
+for old in "$local/$this"*; do
   owner=${old##*-}
-  if [ -d "$old" ] && [ ! -L "$old" ] && [ -O "$old" ] && ! kill -0 "${owner%.*}" 2>/dev/null; then
+  if [ -d "$old" ] && [ ! -L "$old" ] && [ -O "$old" ] \
+    && { [[ $old != "$local/$this${boot%%-*}-"* ]] || ! kill -0 "${owner%.*}" 2>/dev/null; }; then
     rm -rf -- "$old"
   fi
 done
@@ -17,7 +21,7 @@ unpack() {
   local found said
   found=$(sha256sum < "$archive") && [ "${found%% *}" = "$wanted" ] \
     || { why="$archive cannot be read, or is not what was packed"; return 1; }
-  here=$(mktemp -d "$local/freetrain-environment-$UID-$$.XXXXXX") \
+  here=$(mktemp -d "$local/$this${boot%%-*}-$$.XXXXXX") \
     || { why="no folder can be made in $local"; return 1; }
   said=$(tar -xf "$archive" -C "$here" 2>&1) \
     || { why="$archive cannot be unpacked in $local: ${said:0:200}"; return 1; }

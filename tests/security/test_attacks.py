@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
+import shlex
 import shutil
 import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,8 +25,11 @@ from parsl_freetrain.executor.fragment.control_channel import (
     ControlClient,
     ControlServer,
 )
+from parsl_freetrain.executor.run_folders import keep_others_out
+from parsl_freetrain.host import ownership
 from parsl_freetrain.host.ownership import refuse_replaceable
 from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.sites.packed_environment import PackedEnvironment
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import Hello, Outcome, Rendezvous
@@ -138,20 +144,116 @@ def test_a_ledger_that_another_user_can_change_is_refused(tmp_path: Path, theirs
     assert mine.read_bytes() == before and not list(theirs.iterdir())
 
 
-def test_a_checkpoint_dir_that_another_user_can_replace_is_refused(theirs: Path) -> None:
-    folder = theirs / 'shared' / 'checkpoints'
+def test_a_folder_that_another_user_can_replace_is_refused(
+    theirs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = theirs / 'shared' / 'mine'
     folder.mkdir(parents=True)
-    refuse_replaceable(folder, 'checkpoint_dir')
-    folder.parent.chmod(0o777)
-    with pytest.raises(BadInput, match='put another folder in place'):
-        refuse_replaceable(folder, 'checkpoint_dir')
-    folder.parent.chmod(0o1777)
-    refuse_replaceable(folder, 'checkpoint_dir')
-    link = folder.parent / 'link'
-    with as_other_user(lambda: link.symlink_to(folder)) as other:
+    shared = folder.parent
+    refuse_replaceable(folder, 'run_dir')
+    for mode, who in [(0o777, 'Everybody'), (0o2770, 'Every member of the group nogroup')]:
+        os.chown(shared, 0, OTHER)
+        shared.chmod(mode)
+        for path in (folder, shared / 'not-there-yet'):
+            with pytest.raises(BadInput, match=rf'{who} may write to {shared} .*chmod \+t'):
+                refuse_replaceable(path, 'run_dir')
+        shared.chmod(mode | 0o1000)
+        refuse_replaceable(folder, 'run_dir')
+    os.chown(shared, OTHER, -1)
+    for mode in (0o755, 0o1777):  # sticky: its owner still may
+        shared.chmod(mode)
+        with pytest.raises(BadInput, match=f'{shared} belongs to another user'):
+            refuse_replaceable(folder, 'run_dir')
+    theirs.chmod(0o700)  # only we can enter it
+    refuse_replaceable(folder, 'run_dir')
+    theirs.chmod(0o755)
+    # In a container, root's folders may look like those of nobody.
+    shared.chmod(0o755)
+    monkeypatch.setattr(ownership, '_nobody', lambda: OTHER)
+    refuse_replaceable(folder, 'run_dir')
+
+
+def test_a_group_without_other_members_may_write_above_a_folder(
+    theirs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a umask of 002, as is usual where each user has a group."""
+    (theirs / 'above').mkdir()
+    (theirs / 'above').chmod(0o775)
+    os.chown(theirs / 'above', OTHER, OTHER)
+    monkeypatch.setattr(os, 'geteuid', lambda: OTHER)
+    user = pwd.getpwuid(OTHER)
+    group = grp.getgrgid(OTHER)
+    for name, members, said in [
+        (user.pw_name, [], ''),
+        (user.pw_name, [user.pw_name], ''),
+        (user.pw_name, ['colleague'], 'Every member'),
+        ('project', [], 'Every member'),
+    ]:
+        found = grp.struct_group((name, group.gr_passwd, OTHER, members))
+        monkeypatch.setattr(grp, 'getgrgid', lambda number, found=found: found)
+        with pytest.raises(BadInput, match=said) if said else nullcontext():
+            refuse_replaceable(theirs / 'above' / 'mine', 'run_dir')
+
+
+def test_the_folder_of_a_project_may_hold_checkpoints_but_nothing_that_is_run(
+    theirs: Path, tmp_path: Path
+) -> None:
+    """Each member of the project could put a folder of their own in place of this one."""
+    os.chown(theirs, 0, OTHER)
+    theirs.chmod(0o2770)
+    checkpoints, run_dir = theirs / 'checkpoints', theirs / 'runinfo' / '000'
+    run_dir.mkdir(parents=True)
+    checkpoints.mkdir(mode=0o700)
+    keep_others_out(checkpoints, str(tmp_path))
+    with pytest.raises(BadInput, match=r'in place of the run_dir of parsl\.Config'):
+        keep_others_out(checkpoints, str(run_dir))
+    with pytest.raises(BadInput, match='in place of the folder of the packed environment'):
+        PackedEnvironment().prepare(checkpoints)
+    archive = tmp_path / 'made-before.tar'
+    archive.write_bytes(b'packed')
+    command = shlex.split(PackedEnvironment(archive=str(archive)).prepare(checkpoints))
+    assert not [word for word in command if word.startswith(str(theirs))]
+    checkpoints.rmdir()
+    checkpoints.mkdir()
+    os.chown(checkpoints, OTHER, OTHER)
+    with pytest.raises(BadInput, match='belongs to another user'):
+        keep_others_out(checkpoints, str(tmp_path))
+
+
+def test_links_of_another_user_are_not_followed(theirs: Path) -> None:
+    (theirs / 'folder').mkdir()
+    (theirs / 'shared').mkdir()
+    theirs.joinpath('shared').chmod(0o1777)
+    link = theirs / 'shared' / 'link'
+    with as_other_user(lambda: link.symlink_to(theirs / 'folder')) as other:
         os.waitid(os.P_PID, other, os.WEXITED | os.WNOWAIT)
-    with pytest.raises(BadInput, match='is a link of another user'):
-        refuse_replaceable(link / 'mine', 'checkpoint_dir')
+    (theirs / 'ours').symlink_to('shared/../shared/link')
+    for path in (link / 'mine', theirs / 'ours' / 'mine'):
+        for group_may in (False, True):
+            with pytest.raises(BadInput, match=f'{link}, which .* is a link of another user'):
+                refuse_replaceable(path, 'checkpoint_dir', group_may=group_may)
+    (theirs / 'loop').symlink_to('loop')
+    refuse_replaceable(theirs / 'loop', 'checkpoint_dir')  # it leads nowhere
+
+
+def test_a_run_dir_into_which_another_user_has_written_is_refused(
+    theirs: Path, tmp_path: Path
+) -> None:
+    """Parsl makes it with the umask's permissions, and writes into it before it is private."""
+    run_dir = theirs / '000'
+    run_dir.mkdir()
+    run_dir.chmod(0o777)
+    with as_other_user((run_dir / 'submit_scripts').mkdir) as other:
+        os.waitid(os.P_PID, other, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(BadInput, match=rf'Another user \(id {OTHER}\) has written .*scripts'):
+        keep_others_out(tmp_path, str(run_dir))
+    (run_dir / 'submit_scripts').rmdir()
+    run_dir.chmod(0o777)
+    keep_others_out(tmp_path, str(run_dir))
+    assert run_dir.stat().st_mode & 0o777 == 0o700
+    os.chown(run_dir, OTHER, OTHER)
+    with pytest.raises(BadInput, match='run_dir .* belongs to another user'):
+        keep_others_out(tmp_path, str(run_dir))
 
 
 def test_half_open_connections_end_soon_and_messages_still_come(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ packages of the tests' own by reference.
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import sysconfig
@@ -18,7 +19,7 @@ import pytest
 
 from parsl_freetrain import BadInput, FragmentContext, LocalSite, PackedEnvironment, freetrain_app
 from parsl_freetrain.sites import packed_environment
-from parsl_freetrain.sites.packed_environment import packer
+from parsl_freetrain.sites.packed_environment import SCRIPT, packer
 from tests.chaos.disks import DISK_MB, small_disk
 from tests.support.ranks import finish
 from tests.support.training import freetrain
@@ -128,6 +129,46 @@ def test_a_node_that_cannot_unpack_it_says_why_and_uses_the_shared_one(
     assert ('is not used' in said) is bool(says)
     assert found == (sys.prefix if says else found)
     assert says or Path(found).parent == local
+
+
+def unpack_nothing(local: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """As a node does that cannot use the archive."""
+    return subprocess.run(
+        ['/bin/bash', str(SCRIPT), '/nonexistent', 'digest', str(local), 'echo', 'goes on'],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_folder_that_the_environment_names_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / 'precious').mkdir()
+    done = unpack_nothing(tmp_path, here=str(tmp_path / 'precious'), why='because')
+    assert done.stdout == 'goes on\n'
+    assert '/nonexistent cannot be read' in done.stderr
+    assert (tmp_path / 'precious').is_dir()
+
+
+def test_nodes_that_share_a_folder_leave_each_others_environments_alone(tmp_path: Path) -> None:
+    host, user = platform.node(), os.getuid()
+    boot = Path('/proc/sys/kernel/random/boot_id').read_text().partition('-')[0]
+    with subprocess.Popen(['true']) as ended:
+        pass
+    alive, dead = f'{os.getpid()}.aaaaaa', f'{ended.pid}.aaaaaa'
+    names = {
+        f'{user}@{host}@{boot}-{alive}': True,
+        f'{user}@{host}@{boot}-{dead}': False,
+        f'{user}@{host}@an0ther-{alive}': False,  # before the computer was started again
+        f'{user}@{host}-2@{boot}-{dead}': True,
+        f'{user}@elsewhere@{boot}-{dead}': True,
+        f'{user}1@{host}@{boot}-{dead}': True,
+    }
+    for name in names:
+        (tmp_path / f'freetrain-environment-{name}').mkdir()
+    unpack_nothing(tmp_path)
+    left = {path.name.removeprefix('freetrain-environment-') for path in tmp_path.iterdir()}
+    assert left == {name for name, stays in names.items() if stays}
 
 
 @pytest.mark.parametrize(

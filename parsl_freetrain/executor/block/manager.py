@@ -18,8 +18,8 @@ from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
 from unittest import mock
 
-from parsl_freetrain.executor.block.leftovers import own_names
 from parsl_freetrain.executor.parsl_import import import_parsl
+from parsl_freetrain.host.leftovers import own_names
 from parsl_freetrain.training.process.linux import die_with_parent
 
 POOL = 'parsl.executors.high_throughput.process_worker_pool'

@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from parsl_freetrain.host import files
+from parsl_freetrain.host.leftovers import remove_leftovers
 from parsl_freetrain.host.processes import start_of
 from parsl_freetrain.host.slot_speed import SPEED_VARIABLE
 
@@ -241,6 +242,7 @@ class SlotBlock:
             self._exit_codes[node] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         self._nodes.clear()
         kill_block(self._folder, self._job_name)
+        remove_leftovers()
 
     def _write_end(self, how: str) -> None:
         # A full disk or a folder that is gone must not keep the block from ending.

@@ -38,6 +38,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from parsl_freetrain.host.leftovers import remove_leftovers
 from parsl_freetrain.host.processes import start_of
 from parsl_freetrain.training.process.block_lease import LeasedCommands
 from parsl_freetrain.training.process.channel import Channel, is_ours
@@ -252,6 +253,7 @@ def end_with_shell() -> bool:
 
 def _end_at_once(*_: object) -> None:
     end_descendants()
+    remove_leftovers()
     os._exit(128 + signal.SIGHUP)
 
 
@@ -297,6 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ).run()
     finally:
         end_descendants()
+        remove_leftovers()  # a manager that is killed does not tidy up
         unpacked = Path(os.environ.get(ENVIRONMENT_VARIABLE, ''))
         if unpacked.name.startswith('freetrain-environment-'):
             shutil.rmtree(unpacked, ignore_errors=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from parsl_freetrain.host.leftovers import PREFIX, SHARED
 from parsl_freetrain.training.process import node_agent
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.fork_client import ForkClient
@@ -20,6 +21,7 @@ from parsl_freetrain.training.spec.messages import Notice
 from tests.support import template
 from tests.support.waiting import LIMIT_S
 
+ROOT = Path(__file__).resolve().parents[3]
 # What a manager is to it: says its notice address, then lives until its input ends.
 COMMAND = (
     'import os, signal, sys; print(os.environ["FREETRAIN_NODE_NOTICE"], '
@@ -32,6 +34,19 @@ PATIENT = (
     'import sys; from parsl_freetrain.training.process import node_agent; '
     'node_agent._FAREWELL_S = 1e9; sys.exit(node_agent.main())'
 )
+
+
+# A manager's own names, and what it makes under them.
+MANAGER = """
+import multiprocessing
+from parsl_freetrain.host.leftovers import own_names
+if __name__ == '__main__':
+    with own_names():
+        context = multiprocessing.get_context('forkserver')
+        with context.Manager() as shared:
+            kept, semaphore = shared.dict(), context.Semaphore()
+            exec(COMMAND)
+"""
 
 
 @contextmanager
@@ -98,6 +113,35 @@ def test_nodes_of_one_computer_may_share_a_template(tmp_path: Path) -> None:
     )
     assert done.stdout.strip() == shared[node_agent.TEMPLATE_VARIABLE]
     assert not (tmp_path / 'logs').exists()
+
+
+def test_a_node_that_is_left_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {*SHARED.iterdir()}
+    script, temporary = tmp_path / 'manager.py', tmp_path / 'tmp'
+    script.write_text(f'COMMAND = {COMMAND!r}\n{MANAGER}')
+    temporary.mkdir()
+    with subprocess.Popen(
+        [
+            *(sys.executable, '-P', '-m', 'parsl_freetrain.training.process.node_agent'),
+            *(sys.executable, str(script)),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, 'TMPDIR': str(temporary), 'PYTHONPATH': str(ROOT)},
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        name, _, pid = process.stdout.readline().split()
+        its = {path for path in {*SHARED.iterdir()} - before if PREFIX in path.name}
+        assert len(its) > 1
+        monkeypatch.setenv(node_agent.NOTICE_VARIABLE, name)
+        node_agent.leave()
+        assert process.wait(LIMIT_S) == 0
+    assert gone(int(pid))
+    assert not [path for path in its if path.exists()]
+    assert not list(temporary.iterdir())
 
 
 @contextmanager
