@@ -48,6 +48,17 @@ _ON_SIGTERM = (128 + 15, 256 + 15)
 # PBS renews only the estimates of the first backfill_depth jobs.
 _STALE_S = 120.0
 _QUEUED = re.compile(r'Queued:(\d+)')
+# How comments begin of jobs that more idle nodes would not start (OpenPBS's job_info.cpp): a limit,
+# a resource of the server such as licences, a time of day, or what no node can give. Where nodes
+# are what is lacking, other comments say so, also "Node has reached user run limit".
+_BLOCKED = re.compile(
+    'Can Never Run|Not Running: ('
+    'Queue |Server |User |Group |Project |would exceed |Number of concurrent running subjobs '
+    '|Insufficient amount of (queue|server) resource|PBS Error|Cannot provision|Specified '
+    '|Dedicated time|Job will |Job would cross |Job would exceed |Job exceeds |Job is under '
+    "|Job has zero shares|Not enough total nodes|can't fit in the largest placement set)"
+)
+_RANK = 4096.0  # more than the priorities of two jobs can differ
 _SIZE = re.compile(r'(\d+(?:\.\d+)?)([kmgtp]?)([bw]?)', re.IGNORECASE)
 
 
@@ -57,9 +68,15 @@ def history_of(job_ids: list[str]) -> tuple[str, ...]:
 
 
 def parse_jobs(
-    answer: str, pool: str, features: Collection[str] = (), apart: Collection[str] = ()
+    answer: str,
+    pool: str,
+    features: Collection[str] = (),
+    apart: Collection[str] = (),
+    ranks: Mapping[str, int] = {},
 ) -> tuple[BatchJob, ...]:
     """Jobs in the answer to :data:`JOBS` or :func:`history_of`.
+
+    Of a job that is there twice nothing is known.
 
     Parameters
     ----------
@@ -70,6 +87,8 @@ def parse_jobs(
         All features of the pool's nodes; see :func:`parse_nodes`.
     apart
         Queues whose jobs get none of the pool's nodes, since theirs belong to other queues.
+    ranks
+        Priorities of queues.
 
     Raises
     ------
@@ -80,9 +99,11 @@ def parse_jobs(
     try:
         now = float(said.get('timestamp', time.time()))
         return tuple(
-            _job(job_id, job, '' if _elsewhere(job, features, apart) else pool, now)
+            BatchJob(job_id, JobState.UNKNOWN, pool, 1)
+            if job is None
+            else _job(job_id, job, '' if _elsewhere(job, features, apart) else pool, now, ranks)
             for job_id, job in said.get('Jobs', {}).items()
-            if 'job_state' in job
+            if job is None or 'job_state' in job
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise NotUnderstood(
@@ -90,15 +111,18 @@ def parse_jobs(
         ) from error
 
 
-def _job(job_id: str, job: Mapping[str, Any], pool: str, now: float) -> BatchJob:
-    letter, resources = job['job_state'], job.get('Resource_List', {})
+def _job(
+    job_id: str, job: Mapping[str, Any], pool: str, now: float, ranks: Mapping[str, int]
+) -> BatchJob:
+    letter, resources = job['job_state'], job.get('Resource_List') or {}
+    comment = str(job.get('comment', ''))
     state = _ended(job) if letter in ('F', 'X') else _STATES.get(letter, JobState.UNKNOWN)
     tasks = _QUEUED.search(str(job.get('array_state_count', '')))
     if letter == 'B' and tasks and tasks[1] == '0':
         state = JobState.HELD  # all of its jobs run, and none waits
     start_s = end_s = None
     planned: tuple[str, ...] = ()
-    if letter in ('Q', 'B') and 'start_time' in (estimate := job.get('estimated', {})):
+    if letter in ('Q', 'B') and 'start_time' in (estimate := job.get('estimated') or {}):
         planned_s = _time(estimate['start_time'])
         if planned_s >= now - _STALE_S:
             start_s, planned = planned_s, _hosts(estimate.get('exec_vnode', ''))
@@ -116,10 +140,12 @@ def _job(job_id: str, job: Mapping[str, Any], pool: str, now: float) -> BatchJob
         planned,
         names,
         str(job.get('Job_Owner', '')).split('@')[0],
-        str(job.get('comment', '')),
+        comment,
         str(job.get('Job_Name', '')),
         int(job.get('run_count', 0)),
         seconds(resources['walltime']) if 'walltime' in resources else None,
+        priority=_RANK * ranks.get(job.get('queue', ''), 0) + _count(job.get('Priority', 0)),
+        blocked=_BLOCKED.match(comment) is not None,
         tasks=int(tasks[1]) if tasks else 1,
     )
 
@@ -127,7 +153,7 @@ def _job(job_id: str, job: Mapping[str, Any], pool: str, now: float) -> BatchJob
 def _elsewhere(job: Mapping[str, Any], features: Collection[str], apart: Collection[str]) -> bool:
     """Whether a job can get none of the pool's nodes."""
     named = {feature.partition('=')[0] for feature in features}
-    chunks = str(job.get('Resource_List', {}).get('select', '')).lower().split('+')
+    chunks = str((job.get('Resource_List') or {}).get('select', '')).lower().split('+')
     return job.get('queue') in apart or all(
         any(part.partition('=')[0] in named and part not in features for part in chunk.split(':'))
         for chunk in chunks
@@ -274,6 +300,11 @@ def parse_queues(answer: str) -> dict[str, dict[str, Any]]:
     if not isinstance(queues, dict):
         raise NotUnderstood('the document of qstat -Q has no Queue')
     return queues
+
+
+def queue_ranks(queues: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """The priority of each queue."""
+    return {name: _count(queue.get('Priority', 0)) for name, queue in queues.items()}
 
 
 def limits(name: str, queue: Mapping[str, Any]) -> Partition:

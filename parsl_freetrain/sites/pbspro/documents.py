@@ -21,10 +21,13 @@ _VARIABLES = re.compile(r'^( *)"Variable_List":\{$.*?^\1\},?$\n?', re.MULTILINE 
 def document(answer: str, command: str) -> dict[str, Any]:
     """The document in an answer; environment variables are left out where it cannot be read with
     them. Raises NotUnderstood if it cannot be mended.
+
+    Of two values under one name the first counts, and of objects none (None): a value of another
+    user that was not escaped may have written one of them, and nobody knows which.
     """
     for text in _attempts(answer):
         try:
-            found = json.loads(text, strict=False)
+            found = json.loads(text, strict=False, object_pairs_hook=_unambiguous)
         except ValueError as error:
             problem = error
             continue
@@ -32,6 +35,15 @@ def document(answer: str, command: str) -> dict[str, Any]:
             return found
         raise NotUnderstood(f'{command} did not answer with a JSON object')
     raise NotUnderstood(f'{command} did not answer with a JSON document: {problem}')
+
+
+def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found and isinstance(value, dict):
+            found[name] = None
+        found.setdefault(name, value)
+    return found
 
 
 def _attempts(answer: str) -> list[str]:

@@ -48,6 +48,10 @@ class PbsOptions(BatchOptions):
     launch
         Starts one process on each node, such as :data:`PALS`; ``{nodes}`` stands for their number.
         Empty: PBS's own task manager does, which needs no MPI.
+    shrink_blocks
+        Whether a block is made smaller (``pbs_release_nodes``) when some of its nodes are enough
+        for a waiting job, instead of being given back as a whole. PBS kills what runs there; not
+        for a launcher that ends all when one process is killed.
     pbs_options
         More options of qsub, each complete, such as ``'-l singularity_fakeroot=true'``.
     """
@@ -62,6 +66,7 @@ class PbsOptions(BatchOptions):
     withdraw_s: Seconds = 30.0
     grace_s: Seconds = 10.0
     launch: tuple[Line, ...] = ()
+    shrink_blocks: bool = False
     pbs_options: tuple[Option, ...] = ()
 
     @field_validator('pin_nodes')

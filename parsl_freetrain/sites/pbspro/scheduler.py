@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.sites.batch.commands import Commands, SchedulerSilent, in_one_line
+from parsl_freetrain.sites.batch.commands import (
+    Commands,
+    SchedulerRefused,
+    SchedulerSilent,
+    in_one_line,
+)
 from parsl_freetrain.sites.batch.holes import Wanted
 from parsl_freetrain.sites.batch.options import Mode
 from parsl_freetrain.sites.batch.records import (
@@ -47,6 +52,7 @@ class Pbs:
         self._chunk: dict[str, str] = {}
         self._owners: frozenset[str] = frozenset({''})
         self._apart: frozenset[str] = frozenset()
+        self._ranks: dict[str, int] = {}  # of queues
         self._features: frozenset[str] = frozenset()  # of the nodes; empty until they were seen
         self._suspended: frozenset[str] = frozenset()
 
@@ -79,6 +85,7 @@ class Pbs:
         self._apart = frozenset(
             other for other in queues if not self._owners & answers.node_owners(other, queues)
         )
+        self._ranks = answers.queue_ranks(queues)
         return answers.limits(name, queue)
 
     def wanted(self) -> Wanted:
@@ -90,7 +97,11 @@ class Pbs:
     def jobs(self) -> tuple[BatchJob, ...]:
         """``qstat`` of everything that is not over."""
         jobs = answers.parse_jobs(
-            self.client.ask(answers.JOBS), self._options.queue, self._features, self._apart
+            self.client.ask(answers.JOBS),
+            self._options.queue,
+            self._features,
+            self._apart,
+            self._ranks,
         )
         self._suspended = frozenset(j.job_id for j in jobs if j.state is JobState.SUSPENDED)
         return jobs
@@ -159,3 +170,16 @@ class Pbs:
         if stopped := self._suspended.intersection(job_ids):
             self.client.run(('qsig', '-s', 'SIGKILL', *sorted(stopped)))
         self.client.cancel(('qdel', *job_ids), _OVER)
+
+    def releasable(self, names: Sequence[str]) -> tuple[str, ...]:
+        """All but the first, which runs the batch script; none unless the options allow it."""
+        return tuple(names[1:]) if self._options.shrink_blocks else ()
+
+    def shrink(self, job_id: str, keep: Sequence[str], leave: Sequence[str]) -> None:
+        """``pbs_release_nodes``. It kills what runs on the nodes that leave."""
+        done = self.client.run(('pbs_release_nodes', '-j', job_id, *leave))
+        if done.returncode:
+            raise SchedulerRefused(
+                f'PBS does not take {", ".join(leave)} from job {job_id}: '
+                f'{in_one_line(done.stderr, "pbs_release_nodes")}'
+            )

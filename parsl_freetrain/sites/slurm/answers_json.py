@@ -22,7 +22,7 @@ from parsl_freetrain.sites.slurm.answers_text import (
 from parsl_freetrain.sites.slurm.hostlist import expand
 from parsl_freetrain.sites.slurm.states import end_of, state_of
 
-JOBS = ('squeue', '--json')
+JOBS = ('squeue', '--json', '--all', '--states=all')
 NODES = ('sinfo', '--json', '--all')
 
 # The document on jobs of 22.05 leaves out which nodes are planned for a pending job.

@@ -6,7 +6,10 @@ time zone.
 
 from __future__ import annotations
 
+import logging
 import re
+from collections import Counter
+from dataclasses import replace
 
 from parsl_freetrain.sites.batch.records import (
     BatchJob,
@@ -19,10 +22,9 @@ from parsl_freetrain.sites.batch.records import (
 from parsl_freetrain.sites.slurm.hostlist import expand
 from parsl_freetrain.sites.slurm.states import end_of, state_of
 
-# Names of jobs may hold any character but a line's end: they come last, behind a mark that no
-# constraint can hold. A constraint may hold bars too.
-_MARK = '|/|'
-_JOB_FIELDS = f'%i|%T|%P|%D|%S|%e|%Y|%N|%u|%r|%l|%Q|%n|%x|%b|%v|%f{_MARK}%j'
+logger = logging.getLogger(__name__)
+
+_JOB_FIELDS = 'iTPDSeYNurlQnxbvfj'  # letters of squeue's --format
 _NODE_FIELDS = '%R|%T|%G|%f|%N'
 # How the reasons of a pending job begin that more idle nodes may let start. Which nodes a
 # reservation or a fault keeps from it is looked at for each; Slurm's words on that may be old.
@@ -31,7 +33,8 @@ _NOTHING = ('', '(null)', 'N/A')
 _UNLIMITED = ('UNLIMITED', 'INFINITE', 'infinite', 'NONE', 'N/A', '')
 _MARKS = '*~#!%$@^-+'
 
-JOBS = ('squeue', '--noheader', '--all', '--states=all', f'--format={_JOB_FIELDS}')
+# What is told of a job: see job_format.
+JOBS = ('squeue', '--noheader', '--all', '--states=all')
 NODES = ('sinfo', '--noheader', '--all', f'--format={_NODE_FIELDS}')
 _EXITS = ('squeue', '--noheader', '--all', '--states=all', '--Format=JobID:32,exit_code:16')
 RESERVATIONS = ('scontrol', 'show', 'reservation', '--oneliner')
@@ -62,27 +65,53 @@ def parse_exits(answer: str) -> dict[str, int]:
     return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdigit()}
 
 
+def job_format(mark: str) -> str:
+    """What :data:`JOBS` is to tell of each job, for the environment variable SQUEUE_FORMAT.
+
+    A name may hold anything, line ends too. So that no user can write what looks like the record of
+    another job, each record and field begins with ``mark``: 16 random hexadecimal digits, which no
+    other user can know. All users can read command lines, hence the variable.
+    """
+    bar = f'|{mark}'
+    return f'{bar}<' + bar.join(f'%{letter}' for letter in _JOB_FIELDS) + f'{bar}>'
+
+
 def parse_jobs(answer: str) -> tuple[BatchJob, ...]:
-    """Jobs in the answer to :data:`JOBS`.
+    """Jobs in the answer to :data:`JOBS`; its first word is the mark of :func:`job_format`.
+
+    A job that cannot be read is left out, since other users write parts of these. Of one that is
+    told twice, nothing is known.
 
     Raises
     ------
     NotUnderstood
-        A line does not have the fields that were asked for.
+        It is not such an answer, or it was cut off, or no job can be read.
     """
-    return tuple(_job(line) for line in answer.splitlines() if line.strip())
+    if not answer.strip():
+        return ()
+    begin = re.match(r'(\|[0-9a-f]{16})<', answer)
+    if begin is None:
+        raise NotUnderstood(f'squeue answered {answer[:200]!r}, not in the format asked for')
+    records = [record.split(begin[1]) for record in answer.split(begin[0])[1:]]
+    if any(fields.pop().strip() != '>' for fields in records):
+        raise NotUnderstood('the answer of squeue was cut off')
+    found = []
+    for fields in records:
+        try:
+            found.append(_job(fields))
+        except ValueError as error:
+            logger.info('Left out what squeue says of job %s: %s', fields[:1], error)
+    if not found:
+        raise NotUnderstood(f'no job can be read in what squeue answered: {records[0]}'[:400])
+    told = Counter(job.job_id for job in found)
+    return tuple(
+        job if told[job.job_id] == 1 else replace(job, state=JobState.UNKNOWN) for job in found
+    )
 
 
-def _job(line: str) -> BatchJob:
-    before, _, name = line.partition(_MARK)
-    wanted = _JOB_FIELDS.partition(_MARK)[0].count('|')
-    fields = before.split('|', wanted)
-    if len(fields) <= wanted or _MARK not in line:
-        raise NotUnderstood(
-            f'squeue answered {line[:200]!r}, which does not have the fields {_JOB_FIELDS}'
-        )
+def _job(fields: list[str]) -> BatchJob:
     job_id, state, partition, nodes, start, end, planned, names, user, reason, *rest = fields
-    limit, priority, only, excluded, gres, reservation, features = rest
+    limit, priority, only, excluded, gres, reservation, features, name = rest
     return BatchJob(
         job_id.strip(),
         state_of(state),

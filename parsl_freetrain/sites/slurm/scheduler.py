@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,6 +43,7 @@ T = TypeVar('T')
 # The site config replaces these variables. An account is kept, since users set it for all jobs.
 _MEDDLING = ('SQUEUE_', 'SINFO_', 'SBATCH_', 'SCANCEL_', 'SACCT_')
 _KEPT = ('SBATCH_ACCOUNT',)
+_ENVIRONMENT = {'SLURM_TIME_FORMAT': '%s'}
 _TIER = 2.0**32  # above every priority
 
 
@@ -58,9 +60,7 @@ class Slurm:
     def __init__(self, options: SlurmOptions) -> None:
         self._options = options
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        self.client = Commands(
-            'Slurm', options.command_s, {**kept, 'SLURM_TIME_FORMAT': '%s'}, _MEDDLING
-        )
+        self.client = Commands('Slurm', options.command_s, {**kept, **_ENVIRONMENT}, _MEDDLING)
         self._form: Form | None = None
         self._user = own_name()
         self._exits: dict[str, int] = {}  # of failed jobs, as of wait
@@ -84,10 +84,16 @@ class Slurm:
     def jobs(self) -> tuple[BatchJob, ...]:
         """The queue, in the form that the options and the version say."""
         jobs = self._in_form(
-            lambda: answers_json.parse_jobs(self.client.ask(answers_json.JOBS)),
-            lambda: self._with_ends(answers_text.parse_jobs(self.client.ask(answers_text.JOBS))),
+            lambda: answers_json.parse_jobs(self.client.ask(answers_json.JOBS)), self._jobs_as_text
         )
         return tuple(self._ranked(job) if job.state is JobState.PENDING else job for job in jobs)
+
+    def _jobs_as_text(self) -> tuple[BatchJob, ...]:
+        """The queue, in a format that nobody else knows, and how our jobs have ended."""
+        told = {**_ENVIRONMENT, 'SQUEUE_FORMAT': answers_text.job_format(secrets.token_hex(8))}
+        client = Commands('Slurm', self._options.command_s, told, _MEDDLING)
+        client.commands = self.client.commands  # counted together
+        return self._with_ends(answers_text.parse_jobs(client.ask(answers_text.JOBS)))
 
     def _ranked(self, job: BatchJob) -> BatchJob:
         """With its priority among jobs of all partitions."""

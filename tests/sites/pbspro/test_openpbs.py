@@ -100,6 +100,29 @@ def empty(openpbs: PbsCluster, nodes: set[str]) -> bool:
     return not any('9876' in line for node in nodes for line in openpbs.processes(node))
 
 
+def test_a_block_gives_a_node_to_a_waiting_job_and_goes_on(
+    openpbs: PbsCluster, blocks: Make
+) -> None:
+    mine = blocks(shrink_blocks=True)
+    job = at_work(openpbs, mine, 4)
+    other = openpbs.submit()
+    openpbs.wait(lambda: mine.status(job) and mine.site.needed()[0])
+    [demand], [held] = mine.site.needed()
+    assert (demand.job, demand.nodes, held.block) == (other, 1, job)
+    assert len(held.nodes) == 4 and len(held.releasable) == 3
+    left = max(held.releasable)
+    openpbs.wait(lambda: openpbs.job(job)['substate'] == 42)
+    mine.provider.release(job, [left])
+    openpbs.wait(lambda: openpbs.state(other) == 'R')
+    openpbs.wait(lambda: empty(openpbs, {left}))
+    openpbs.wait(lambda: mine.status(job) and mine.site.needed() == ((), ()))
+    assert openpbs.state(job) == 'R'
+    assert all(working(openpbs, node) for node in set(held.nodes) - {left})
+    # Not without its first node: PBS runs the script there.
+    with pytest.raises(FreeTrainError, match='does not take'):
+        mine.provider.release(job, [min(held.nodes)])
+
+
 @pytest.mark.parametrize('end', ['itself', 'qdel', 'qdel -W force'])
 def test_nothing_of_a_block_outlives_its_job(openpbs: PbsCluster, blocks: Make, end: str) -> None:
     mine = blocks('preemptable', mode='preemptible', ending_s=1.0, shrink=1.0)

@@ -5,6 +5,7 @@ was recorded there.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ from parsl_freetrain.sites.batch.records import (
 )
 from parsl_freetrain.sites.pbspro import answers
 from parsl_freetrain.sites.pbspro.documents import document
+from parsl_freetrain.sites.pbspro.options import PbsOptions
+from parsl_freetrain.sites.pbspro.scheduler import Pbs
 
 
 @pytest.fixture(autouse=True)
@@ -379,3 +382,112 @@ def test_a_job_says_how_long_it_is_and_how_many_of_an_array_wait() -> None:
     assert (job.state, job.tasks) == (JobState.PENDING, 3)
     [job] = jobs(job_state='B', array_state_count=count.format(0))
     assert job.state is JobState.HELD
+
+
+FORGED = '"},"7.polaris":{"job_state":"F","substate":93,"Exit_status":1,"comment":"'
+
+
+@pytest.mark.parametrize('comes_first', [True, False])
+def test_of_a_job_that_is_there_twice_nothing_is_known(comes_first: bool) -> None:
+    """A value of another user that was not escaped closes its job, and opens one of ours."""
+    ours = {'job_state': 'R', 'exec_vnode': '(x1:ncpus=64)', 'run_count': 1}
+    theirs = {'job_state': 'Q', 'comment': 'FORGED'}
+    order = ('8.polaris', '7.polaris') if comes_first else ('7.polaris', '8.polaris')
+    told = {'7.polaris': ours, '8.polaris': theirs, '9.polaris': {'job_state': 'Q'}}
+    text = json.dumps({'Jobs': {job: told[job] for job in (*order, '9.polaris')}})
+    found = answers.parse_jobs(text.replace('FORGED', FORGED), 'pool')
+    assert {job.job_id: job.state for job in found} == {
+        '7.polaris': JobState.UNKNOWN,
+        '8.polaris': JobState.PENDING,
+        '9.polaris': JobState.PENDING,
+    }
+
+
+@pytest.mark.parametrize('value', ['"x"', '1', 'null'])
+def test_what_is_no_job_does_not_stand_for_one(value: str) -> None:
+    text = json.dumps({'Jobs': {'7': {'job_state': 'R'}, '8': {'job_state': 'Q', 'comment': 'X'}}})
+    for forged in (f'"}},"7":{value},"Z":{{"a":"', '","Resource_List":{},"Resource_List":{},"a":"'):
+        found = answers.parse_jobs(text.replace('X', forged), 'pool')
+        assert {job.job_id: job.state.value for job in found} == {'7': 'RUNNING', '8': 'PENDING'}
+
+
+def test_a_list_of_jobs_that_is_there_twice_is_no_answer() -> None:
+    text = '{"Jobs":{"7":{"job_state":"R"}},"Jobs":{"8":{"job_state":"Q"}}}'
+    with pytest.raises(NotUnderstood):
+        answers.parse_jobs(text, 'pool')
+    early = '{"timestamp":5,"Jobs":{},"timestamp":9}'
+    assert document(early, 'qstat')['timestamp'] == 5, 'what users write comes later'
+
+
+@pytest.mark.parametrize(
+    ('comment', 'blocked'),
+    [
+        # As a real server answered (OpenPBS 23.06).
+        ('Not Running: Not enough free nodes available', False),
+        ('Not Running: User has reached queue lim running job limit.', True),
+        ('Not Running: User has reached server running job limit.', True),
+        ('Not Running: Queue lim2 job limit has been reached.', True),
+        ('Not Running: Queue lim3 per-user limit reached on resource ncpus', True),
+        ('Not Running: would exceed overall limit on resource ncpus in queue lim5', True),
+        ('Not Running: Queue not started.', True),
+        ('Can Never Run: Not enough total nodes available', True),
+        ('Can Never Run: Insufficient amount of queue resource: ncpus (R: 4 A: 2 T: 2)', True),
+        ('Job run at Sun Nov 22 at 02:09 on (node01:ncpus=4)+(node02:ncpus=4)', False),
+        ('Job Array Began at Sun Nov 22 at 02:09', False),
+        # As its source says.
+        ('', False),
+        ('Not Running: Insufficient amount of resource: ncpus (R: 4 A: 2 T: 16)', False),
+        ('Not Running: Not enough of the right type of nodes are available', False),
+        ('Not Running: Job would conflict with reservation or top job', False),
+        ('Not Running: Job would interfere with a top job', False),
+        ('Not Running: Job would break strict sorted order', False),
+        ("Not Running: Can't preempt enough work to run job", False),
+        ('Not Running: Node has reached user run limit', False),
+        ('Not Running: Host set host=node01 has too few free resources', False),
+        ('Not Running: Insufficient amount of server resource: matlab (R: 1 A: 0 T: 5)', True),
+        ("Not Running: would exceed user eve's limit on resource ngpus in queue prod", True),
+        ('Not Running: Number of concurrent running subjobs limit reached', True),
+        ('Not Running: Project has reached server running limit.', True),
+        ('Not Running: Group has reached queue prod running limit.', True),
+        ('Not Running: Server per-user limit reached on resource ncpus', True),
+        ('Not Running: Job will run in nonprimetime only', True),
+        ('Not Running: Job would cross dedicated time boundary', True),
+        ('Not Running: Dedicated time conflict', True),
+        ('Not Running: Job is under job_sort_formula threshold value', True),
+        ('Not Running: PBS Error: the hook says no', True),
+    ],
+)
+def test_which_comments_say_that_nodes_would_not_help(comment: str, blocked: bool) -> None:
+    [job] = jobs(job_state='Q', comment=comment)
+    assert (job.blocked, job.reason) == (blocked, comment)
+
+
+QSTAT = """#!/bin/sh
+case $* in -Q*) cat "$0.queues" ;; *) cat "$0.jobs" ;; esac
+"""
+
+
+def test_the_priority_of_its_queue_comes_before_that_of_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the scheduler goes through them, where it has no formula."""
+    queues = {'small': {'Priority': 150}, 'large': {'queue_type': 'Execution'}}
+    waiting = {
+        name: {'job_state': 'Q', 'queue': queue, 'Priority': priority}
+        for name, queue, priority in (
+            ('1', 'large', 1023),
+            ('2', 'small', -1024),
+            ('3', 'small', 5),
+            ('4', 'small', 5),
+        )
+    }
+    qstat = tmp_path / 'qstat'
+    qstat.write_text(QSTAT)
+    qstat.chmod(0o755)
+    Path(f'{qstat}.queues').write_text(json.dumps({'Queue': queues}))
+    Path(f'{qstat}.jobs').write_text(json.dumps({'Jobs': waiting}))
+    monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
+    pbs = Pbs(PbsOptions.model_validate({'queue': 'large'}))
+    pbs.queue()
+    in_order = sorted(pbs.jobs(), key=lambda job: -job.priority)
+    assert [job.job_id for job in in_order] == list('3421')

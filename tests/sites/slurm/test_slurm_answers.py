@@ -5,6 +5,8 @@ versions.
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from hypothesis import strategies as st
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, Nodes, NotUnderstood, Partition
 from parsl_freetrain.sites.slurm import answers_json, answers_text
 from parsl_freetrain.sites.slurm.hostlist import expand
+from parsl_freetrain.sites.slurm.options import SlurmOptions
+from parsl_freetrain.sites.slurm.scheduler import Slurm
 from parsl_freetrain.sites.slurm.states import state_of
 
 RECORDED = Path(__file__).with_name('recorded')
@@ -22,6 +26,14 @@ NOW = 1795247731  # when they were recorded
 
 def recorded(name: str) -> str:
     return (RECORDED / name).read_text()
+
+
+def record(mark: str = '0123456789abcdef', **told: str) -> str:
+    """What squeue prints of a job, by the letters of its fields."""
+    waits = ('4', 'PENDING', 'batch', '1', 'N/A', 'N/A', '(null)', '', 'eve', 'Priority', '3:00')
+    usual = (*waits, '42', '', '', 'N/A', '(null)', '(null)', 'name')
+    fields = {**dict(zip('iTPDSeYNurlQnxbvfj', usual, strict=True)), **told}
+    return re.sub('%(.)', lambda field: fields[field[1]], answers_text.job_format(mark) + '\n')
 
 
 PLANNED = ('node01', 'node02', 'node03', 'node04', 'node05', 'node07')
@@ -85,8 +97,7 @@ def test_jobs_as_text() -> None:
     assert (jobs['7'].only, jobs['2'].only) == (('node08',), ('node04', 'node05'))
     assert {job.state for job in jobs.values()} == {'PENDING', 'RUNNING', 'COMPLETED', 'CANCELLED'}
     [picky] = answers_text.parse_jobs(
-        '4|PENDING|batch|1|N/A|N/A|(null)||eve|Priority|3:00|42|node02|node[03-04]|gres:gpu:a100:2'
-        '|(null)|big&new|huge|/|a|/|b\n'
+        record(n='node02', x='node[03-04]', b='gres:gpu:a100:2', f='big&new|huge', j='a|/|b')
     )
     assert (picky.only, picky.excluded, picky.gpus) == (('node02',), ('node03', 'node04'), 2)
     assert picky.features == (
@@ -98,6 +109,72 @@ def test_jobs_as_text() -> None:
         frozenset({'rack1'}),
         frozenset({'rack2'}),
     )
+
+
+def test_no_user_can_write_the_record_of_another_job() -> None:
+    """A name may hold whatever ends a line, for some reader or other, and records besides."""
+    forged = record(mark='f' * 16, i='1', T='COMPLETED', N='node01')
+    names = [f'a{end}b|c{end}1|COMPLETED|batch|' for end in '\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029']
+    names += [forged, f'x\n{forged}', '|', '>\n', '\n', '']
+    for name in names:
+        answer = record(i='1', T='RUNNING', N='node01') + record(i='2', j=name) + record(i='3')
+        ours, theirs, other = answers_text.parse_jobs(answer)
+        assert (ours.job_id, ours.state, ours.names) == ('1', JobState.RUNNING, ('node01',))
+        assert (theirs.job_id, theirs.name, theirs.state) == ('2', name, JobState.PENDING)
+        assert (other.job_id, other.name) == ('3', 'name')
+
+
+def test_of_a_job_that_is_told_twice_nothing_is_known() -> None:
+    answer = record(i='1', T='RUNNING') + record(i='2') + record(i='1', T='COMPLETED')
+    found = answers_text.parse_jobs(answer)
+    assert [(job.job_id, job.state) for job in found] == [
+        ('1', JobState.UNKNOWN),
+        ('2', JobState.PENDING),
+        ('1', JobState.UNKNOWN),
+    ]
+
+
+def test_a_job_that_cannot_be_read_hides_no_other() -> None:
+    odd = record(i='1', n='node[1-')
+    assert [job.job_id for job in answers_text.parse_jobs(odd + record(i='2'))] == ['2']
+    short = record(i='3').replace('|0123456789abcdefbatch', '')
+    assert [job.job_id for job in answers_text.parse_jobs(short + record(i='2'))] == ['2']
+    with pytest.raises(NotUnderstood, match='no job'):
+        answers_text.parse_jobs(odd)
+    for cut in (record(i='2')[:-3], record(i='2') + record(i='3')[:40]):
+        with pytest.raises(NotUnderstood, match='cut off'):
+            answers_text.parse_jobs(cut)
+    assert answers_text.parse_jobs('') == ()
+
+
+def test_both_forms_ask_for_all_jobs() -> None:
+    """Those of hidden partitions have nodes, too, and those that are over have ended somehow."""
+    for command in (answers_json.JOBS, answers_text.JOBS):
+        assert {'--all', '--states=all'} <= set(command)
+
+
+SQUEUE = """#!/bin/sh
+printf '%s %s\\n' "$*" "$SQUEUE_FORMAT" >>"$0.asked"
+printf '%s\\n' "$SQUEUE_FORMAT" | sed 's/%i/7/; s/%T/RUNNING/; s/%D/1/; s/%Q/3/; s|%.|N/A|g'
+"""
+
+
+def test_nobody_else_sees_the_format_and_it_is_another_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command line of a process is there for all to read, and its environment is not."""
+    squeue = tmp_path / 'squeue'
+    squeue.write_text(SQUEUE)
+    squeue.chmod(0o755)
+    monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv('SQUEUE_FORMAT', '%i')
+    slurm = Slurm(SlurmOptions.model_validate({'partition': 'batch', 'form': 'text'}))
+    for _ in range(2):
+        assert [(job.job_id, job.state) for job in slurm.jobs()] == [('7', JobState.RUNNING)]
+    first, second = Path(f'{squeue}.asked').read_text().splitlines()
+    assert first != second
+    assert first.partition(' |')[0] == second.partition(' |')[0] == ' '.join(answers_text.JOBS[1:])
+    assert slurm.client.commands == {'squeue': 2}
 
 
 @pytest.mark.parametrize(

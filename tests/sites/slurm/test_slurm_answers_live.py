@@ -1,0 +1,46 @@
+"""What a real Slurm answers about jobs that users describe in unusual ways."""
+
+from __future__ import annotations
+
+import pytest
+
+from parsl_freetrain.sites.batch.records import BatchJob, JobState
+from parsl_freetrain.sites.slurm import answers_text
+from parsl_freetrain.sites.slurm.options import SlurmOptions
+from parsl_freetrain.sites.slurm.scheduler import Slurm
+from tests.support.slurm import Cluster
+
+pytestmark = pytest.mark.slurm
+
+
+def jobs() -> dict[str, BatchJob]:
+    slurm = Slurm(SlurmOptions.model_validate({'partition': 'batch', 'form': 'text'}))
+    return {job.job_id: job for job in slurm.jobs()}
+
+
+def test_names_with_line_ends_and_forged_records_are_names(slurm: Cluster) -> None:
+    running = slurm.submit('--nodes=1')
+    slurm.wait(lambda: slurm.state(running) == 'RUNNING')
+    forged = answers_text.job_format('f' * 16).replace('%i', running).replace('%T', 'COMPLETED')
+    names = ['a\nb|c', 'x\x0cy\x1cz\u2028', f'x\n{forged}', f'{running}|COMPLETED|\n{running}|']
+    ids = [slurm.submit('--hold', f'--job-name={name}') for name in names]
+    found = jobs()
+    for job_id in ids:  # other tests on this cluster read names line by line
+        slurm.run('scontrol', 'update', f'JobId={job_id}', 'JobName=plain')
+    assert [found[job_id].name for job_id in ids] == names
+    assert {found[job_id].state for job_id in ids} == {JobState.PENDING}
+    assert found[running].state is JobState.RUNNING and len(found[running].names) == 1
+
+
+def test_jobs_that_ask_for_tasks_or_cpus_need_as_many_nodes_as_slurm_says(slurm: Cluster) -> None:
+    """Its number of nodes for a waiting job is not only the minimum that the job asks for: with one
+    CPU on each node, three tasks need three of them.
+    """
+
+    def nodes(*options: str) -> int:
+        job = slurm.run('sbatch', '--parsable', '--hold', *options, '--wrap=true').strip()
+        return jobs()[job].nodes
+
+    assert nodes('--ntasks=3') == nodes('--ntasks=3', '--exclusive') == 3
+    assert nodes('--ntasks=2', '--nodes=2', '--exclusive') == nodes('--nodes=2') == 2
+    assert nodes('--ntasks=1', '--exclusive') == 1
