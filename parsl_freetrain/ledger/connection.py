@@ -14,19 +14,32 @@ from parsl_freetrain.host.ownership import is_ours, refuse_foreign
 from parsl_freetrain.ledger import schema
 
 BUSY_S = 30.0
-"""How long, in seconds, either side waits for a lock of the other."""
+"""How long readers wait for the writer, in seconds, and the writer for readers when it opens a file
+or begins a run.
+"""
 
 
 @contextmanager
-def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """``BEGIN IMMEDIATE`` to commit, or back; sqlite3's own context manager does not begin."""
-    connection.execute('BEGIN IMMEDIATE')
+def transaction(connection: sqlite3.Connection, kind: str = 'IMMEDIATE') -> Iterator[None]:
+    """``BEGIN`` to commit, or back; sqlite3's own context manager does not begin.
+
+    Parameters
+    ----------
+    kind
+        'IMMEDIATE': waits for readers at the end. 'EXCLUSIVE': at the beginning.
+    """
+    connection.execute(f'BEGIN {kind}')
     try:
         yield
         connection.execute('COMMIT')
     finally:
         if connection.in_transaction:
             connection.execute('ROLLBACK')
+
+
+def wait_at_most(connection: sqlite3.Connection, seconds: float) -> None:
+    """How long each statement waits for a lock from now on."""
+    connection.execute(f'PRAGMA busy_timeout = {round(1000 * seconds)}')
 
 
 def open_for_writing(path: Path) -> sqlite3.Connection:

@@ -15,7 +15,7 @@ from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.ledger import damage, schema
-from parsl_freetrain.ledger.connection import transaction
+from parsl_freetrain.ledger.connection import transaction, wait_at_most
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,16 @@ Value = str | int | float | None
 
 ALIVE_S = 30.0
 """Seconds after which a run that has nothing to write notes that it is alive."""
+
+WRITE_S = 1.0
+AGAIN_S = 0.05
+LAST_S = 10.0
+"""How long a commit waits for readers, in seconds: the first time, while they hold the file, and at
+the end of a run. The event loop waits as long.
+"""
+
+MOST_HELD = 50_000_000
+"""About how many bytes wait at most for a file that cannot be written."""
 
 KEPT = ('runs', 'trainers', 'blocks', 'nodes', 'fragments')
 """Tables whose rows are kept in memory too. They are changed later and others refer to them, so a
@@ -43,6 +53,8 @@ class PendingRows:
         self._kept = sqlite3.connect(':memory:', isolation_level=None, check_same_thread=False)
         schema.create(self._kept)
         self._pending: list[tuple[str, tuple[Value, ...]]] = []
+        self._held = 0  # about how many bytes they have
+        self._thin_at = MOST_HELD
         self._owner: threading.Thread | None = None
         self._run: int | None = None
         self._last_at = self._written_at = -math.inf
@@ -62,6 +74,9 @@ class PendingRows:
 
     def end(self) -> None:
         """Accept no more rows, and close the file."""
+        if self._pending:
+            log.warning('The ledger %s lacks its last rows: it cannot be written.', self._path)
+            self._pending.clear()
         self._run = None
         self._kept.close()
         self.connection.close()
@@ -98,30 +113,58 @@ class PendingRows:
             v.encode('utf-8', 'replace').decode() if isinstance(v, str) else v for v in values
         )
         self._pending.append((statement, clean))
+        self._held += _size(clean)
+        if self._held > self._thin_at:
+            self._thin()
         if at is not None:
             self._last_at = max(self._last_at, float(at))
+
+    def _thin(self) -> None:
+        """Leave out what no other row refers to, and changes that a later one replaces."""
+        before, last = len(self._pending), dict[object, int]()
+        for place, (statement, values) in enumerate(self._pending):
+            if _table(statement) in KEPT:
+                _, where, matches = statement.partition(' WHERE ')
+                key = values[len(values) - matches.count('?') :] if where else place
+                last[statement, key] = place
+        self._pending = [self._pending[place] for place in sorted(last.values())]
+        self._held = sum(_size(values) for _, values in self._pending)
+        self._thin_at = max(MOST_HELD, 2 * self._held)
+        log.warning(
+            'The ledger %s could not be written for long. %d rows are left out, so reports will '
+            'lack something of this time.',
+            self._path,
+            before - len(self._pending),
+        )
 
     def alive(self, at: float) -> None:
         """The run goes on, whether or not anything has happened."""
         if at - self._written_at >= ALIVE_S:
             self._last_at = max(self._last_at, float(at))
 
-    def commit(self) -> None:
+    def commit(self, wait_s: float | None = None) -> None:
         """Write what is pending. If the file cannot be written now, it stays pending and a warning
         is logged once. A damaged file is set aside, and a new one takes its place.
+
+        Parameters
+        ----------
+        wait_s
+            How long to wait for readers, in seconds; default: less while they hold the file.
         """
+        if wait_s is None:
+            wait_s = AGAIN_S if self._complained else WRITE_S
         self.run()
         if not self._pending and self._last_at == self._written_at:
             return
         # Nothing that happens to this file may end the training that it describes.
         try:
             try:
-                self._write()
+                self._write(wait_s)
             except sqlite3.Error as error:
                 if not damage.is_damage(error):
                     raise
                 self._begin_anew(error)
-                self._write()
+                self._write(wait_s)
         except (sqlite3.Error, OSError, BadInput) as error:
             if not self._complained:
                 log.warning(
@@ -133,11 +176,14 @@ class PendingRows:
             self._complained = True
             return
         self._pending.clear()
+        self._held, self._thin_at = 0, MOST_HELD
         self._written_at = self._last_at
         self._complained = False
 
-    def _write(self) -> None:
-        with transaction(self.connection):
+    def _write(self, wait_s: float) -> None:
+        wait_at_most(self.connection, wait_s)
+        # A reader in the way is met before the rows, so that these are not tried in vain each time.
+        with transaction(self.connection, 'EXCLUSIVE'):
             for statement, values in self._statements():
                 try:
                     self.connection.execute(statement, values)
@@ -190,6 +236,11 @@ def _table(statement: str) -> str:
     found = re.match(r'(?:INSERT (?:OR \w+ )?INTO|UPDATE|DELETE FROM) (\w+)', statement)
     assert found is not None
     return found[1]
+
+
+def _size(values: tuple[Value, ...]) -> int:
+    """About how many bytes a statement takes up while it waits."""
+    return 500 + sum(len(value) for value in values if isinstance(value, str))
 
 
 def as_json(value: object) -> str:

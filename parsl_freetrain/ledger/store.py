@@ -10,10 +10,10 @@ from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.records import to_json
-from parsl_freetrain.ledger.connection import open_for_writing, transaction
+from parsl_freetrain.ledger.connection import BUSY_S, open_for_writing, transaction, wait_at_most
 from parsl_freetrain.ledger.decision_rows import DecisionRows
 from parsl_freetrain.ledger.node_rows import NodeRows
-from parsl_freetrain.ledger.pending_rows import PendingRows, as_int, as_json
+from parsl_freetrain.ledger.pending_rows import LAST_S, PendingRows, as_int, as_json
 from parsl_freetrain.ledger.rows import DecisionSettings
 from parsl_freetrain.ledger.trainer_rows import TrainerRows
 
@@ -61,8 +61,11 @@ class Ledger:
         self.trainers = TrainerRows(self._rows)
 
     def close(self) -> None:
-        """Commit and close the file; calling it again does nothing."""
-        self.commit()
+        """Commit and close the file; calling it again does nothing. Readers are waited for longer
+        than before, since this is the last time.
+        """
+        if self._rows.has_run:
+            self._rows.commit(LAST_S)
         self._rows.end()
 
     def begin_run(
@@ -91,6 +94,7 @@ class Ledger:
             The ledger has a run of this name, or cannot be written.
         """
         try:
+            wait_at_most(self._connection, BUSY_S)
             with transaction(self._connection):
                 cursor = self._connection.execute(
                     'INSERT INTO runs (name, begun_at, last_at, parsl_run_dir, command, settings) '
@@ -123,7 +127,7 @@ class Ledger:
 
     def end_run(self, run: str, *, at: float, how: str) -> None:
         """End the run that was begun, for example ``how='done'`` or ``'interrupted'``; written at
-        once.
+        once, or by :meth:`close` if the file is locked.
         """
         self._rows.execute(
             'UPDATE runs SET ended_at = ?, how = ? WHERE name = ?',
@@ -164,8 +168,9 @@ class Ledger:
 
     def commit(self) -> None:
         """Write what is pending. If the file cannot be written now, it stays pending and a warning
-        is logged once. A damaged file is set aside, and a new one takes its place. After
-        :meth:`close` there is nothing to write.
+        is logged once: a reader may have locked it, and training does not wait for that. A damaged
+        file is set aside, and a new one takes its place. After :meth:`close` there is nothing to
+        write.
         """
         if self._rows.has_run:
             self._rows.commit()

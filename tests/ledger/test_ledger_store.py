@@ -18,7 +18,6 @@ import pytest
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.events import NodesJoined, StartFragment
-from parsl_freetrain.ledger import connection
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import DecisionSettings
 from parsl_freetrain.ledger.store import Ledger
@@ -332,25 +331,6 @@ def test_a_reader_that_is_open_meets_a_torn_commit(tmp_path: Path) -> None:
         assert writer.returncode == -signal.SIGKILL
         assert (tmp_path / 'live' / 'l.db-journal').exists()
         assert [e['kind'] for e in reader.events()] == ['kept']
-
-
-def test_what_cannot_be_written_now_is_written_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(connection, 'BUSY_S', 0.05)
-    ledger = begun(tmp_path / 'l.db')
-    other = sqlite3.connect(tmp_path / 'l.db', isolation_level=None)
-    other.execute('BEGIN EXCLUSIVE')
-    ledger.event(at=1001, kind='kept in memory')
-    ledger.commit()
-    ledger.commit()
-    assert [r.levelname for r in caplog.records] == ['WARNING']
-    other.execute('ROLLBACK')
-    other.close()
-    ledger.commit()
-    with Reader(tmp_path / 'l.db') as reader:
-        assert [e['kind'] for e in reader.events()] == ['kept in memory']
-    ledger.close()
 
 
 def test_one_thread_writes_until_it_has_ended(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ pauses, soon of a second, and has the nodes free that much later.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -12,24 +13,44 @@ from typing import Any
 from parsl_freetrain.core.model.errors import TrainerFailed
 from parsl_freetrain.executor.block.node_tasks import leaving
 from parsl_freetrain.executor.block.record import BlockRecord
+from parsl_freetrain.host.backoff import Backoff
 from parsl_freetrain.sites.protocols import Yielding
 from parsl_freetrain.sites.provider import BackfillProvider
 
 LEAVE_S = 1.0
 """Time for the nodes of a block to end its job, in seconds; after that it is cancelled."""
 
+AGAIN_S = 5.0
+LONGEST_AGAIN_S = 30.0
+"""First and longest time, in seconds, until a cancellation is repeated that has failed. The event
+loop waits for the scheduler's command, so one that hangs must not be run without a pause.
+"""
+
 
 class LeavingJobs:
-    """Ends the jobs of blocks that are given back. ``submit``: sends one payload to the
-    interchange.
+    """Ends the jobs of blocks that are given back.
+
+    Parameters
+    ----------
+    submit
+        Sends one payload to the interchange.
+    clock
+        Seconds since the epoch, as the times that the methods are given.
     """
 
     def __init__(
-        self, provider: BackfillProvider, submit: Callable[[dict[str, Any], bytes], Future[Any]]
+        self,
+        provider: BackfillProvider,
+        submit: Callable[[dict[str, Any], bytes], Future[Any]],
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._provider = provider
         self._submit = submit
+        self._clock = clock
+        self._backoff = Backoff(AGAIN_S, LONGEST_AGAIN_S)
         self._until: dict[str, float] = {}  # by job id: then it is cancelled
+        self._failed: set[str] = set()  # jobs that could not be cancelled: they may still run
+        self._again = 0.0  # then this is tried again, with one command for all of them
 
     def tell(self, *managers: str) -> None:
         """Tell these nodes to end, where jobs of others may wait for them."""
@@ -52,12 +73,28 @@ class LeavingJobs:
         ]
         if isinstance(site, Yielding) and told:
             site.leaving(told)
-        self._until |= dict.fromkeys(told, at + LEAVE_S)
-        self._provider.cancel([block.job_id for block in blocks if block.job_id not in told])
+        self._until |= {
+            block.job_id: at + LEAVE_S if block.job_id in told else at for block in blocks
+        }
+        self.cancel(at)
 
     def cancel(self, at: float) -> None:
-        """Cancel those that have had time to end; all of them if ``at`` is infinite."""
-        if late := [job_id for job_id, until in self._until.items() if until <= at]:
-            self._provider.cancel(late)
-            for job_id in late:
-                del self._until[job_id]
+        """Cancel those that have had time to end, and those that could not be cancelled before; all
+        of them if ``at`` is infinite.
+        """
+        late = [job_id for job_id, until in self._until.items() if until <= at]
+        for job_id in late:
+            del self._until[job_id]
+        if at >= self._again:
+            late += self._failed
+        if not late:
+            return
+        cancelled = self._provider.cancel(late)
+        over = {job_id for job_id, done in zip(late, cancelled, strict=True) if done}
+        self._failed = (self._failed | set(late)) - over
+        if all(cancelled):
+            self._backoff.reset()
+            self._again = at
+        else:
+            # Not from ``at`` on: the command itself may have taken long.
+            self._again = self._clock() + self._backoff.failed()

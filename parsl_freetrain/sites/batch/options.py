@@ -84,7 +84,8 @@ class BatchOptions(BaseModel):
         Used in place of ``poll_s``, if less, while other users' jobs wait for nodes and blocks hold
         some.
     longest_backoff_s
-        Maximum time between two questions after failures; each failure doubles the time.
+        Maximum time between two questions after failures, while no block is open; each failure
+        doubles the time.
     command_s
         Maximum time that a command of the scheduler may take to answer.
     unreachable_s

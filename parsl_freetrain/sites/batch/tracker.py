@@ -21,11 +21,17 @@ from parsl_freetrain.sites.batch.offers import OfferLog
 from parsl_freetrain.sites.batch.options import BatchOptions
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NotUnderstood
 from parsl_freetrain.sites.batch.scheduler import NoHistory, Scheduler, Shrinking
+from parsl_freetrain.sites.batch.shape import Place
 from parsl_freetrain.sites.batch.stalled_jobs import StalledJobs
 from parsl_freetrain.sites.batch.watch import NEVER, RESERVATIONS_EVERY_S, QueueSnapshot, QueueWatch
 from parsl_freetrain.sites.protocols import NodeOffer
 
 logger = logging.getLogger(__name__)
+
+HISTORY_S = 1.0
+"""How long the records of jobs that are over are waited for, in seconds; what comes later is seen
+at the next look.
+"""
 
 _HOLDING = (JobState.RUNNING, JobState.STARTING, JobState.SUSPENDED)
 
@@ -68,19 +74,24 @@ class BlockTracker:
         self._looked: set[bool] = set()  # whether at nodes too, since it was last asked beside
         self._changed = NEVER  # answers to older questions do not show what we did
         self._next_history = NEVER
+        self._history: threading.Thread | None = None
 
     def add(self, blocks: Collection[BatchBlock]) -> None:
         """Blocks were submitted, or adopted."""
         with self._lock:
             for block in blocks:
                 self._blocks.add(block)
-            self._changed = self._clock()
+            self._note_change()
 
     def remove(self, job_id: str) -> None:
         """A block is over, and its nodes can be offered once the scheduler says so."""
         with self._lock:
             if self._blocks.remove(job_id):
-                self._changed = self._clock()
+                self._note_change()
+
+    def _note_change(self) -> None:
+        self._changed = self._clock()
+        self._watch.blocks_open = bool(self._blocks.ids())
 
     def ids(self) -> frozenset[str]:
         """The jobs of all blocks."""
@@ -267,13 +278,23 @@ class BlockTracker:
         )
 
     def _ask_history(self) -> None:
-        """Ask the scheduler's records about jobs that the queue does not know any more."""
+        """Ask the scheduler's records about jobs that the queue does not know any more, in a thread
+        of its own: a database may be slow where the queue is not.
+        """
         now = self._clock()
         with self._lock:
             missing = {job_id: self._blocks.place(job_id) for job_id in self._blocks.missing()}
-        if not missing or now < self._next_history:
+        asked = self._history is not None and self._history.is_alive()
+        if asked or not missing or now < self._next_history:
             return
         self._next_history = now + self._scheduler.history_every_s
+        self._history = threading.Thread(
+            target=self._take_history, args=(missing,), name='FreeTrain-history', daemon=True
+        )
+        self._history.start()
+        self._history.join(HISTORY_S)
+
+    def _take_history(self, missing: dict[str, Place]) -> None:
         try:
             states = self._scheduler.history(missing)
         except (SchedulerSilent, NotUnderstood, NoHistory) as error:

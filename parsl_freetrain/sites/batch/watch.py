@@ -23,6 +23,10 @@ RESERVATIONS_EVERY_S = 60.0
 """Time between two questions about reservations; while jobs wait, or blocks longer than usual, five
 times ``waiting_poll_s`` if less. They are asked for at once when the first job begins to wait.
 """
+LONGEST_PAUSE_S = 10.0
+"""Longest time until the next question after failures while blocks are open, or ``poll_s`` if that
+is longer: jobs of others may wait for their nodes.
+"""
 NEVER = float('-inf')
 
 
@@ -68,6 +72,9 @@ class QueueWatch:
     poll_s, reservations_s
         Time between two questions, and between two about reservations, in seconds; may be changed
         at any time.
+    blocks_open
+        Whether blocks are open, so that it pauses for a short time only; may be changed at any
+        time.
     error
         Why the last question was not answered; empty if it was.
     """
@@ -85,6 +92,7 @@ class QueueWatch:
         self._backoff = Backoff(options.poll_s, options.longest_backoff_s)
         self.error = ''
         self.poll_s = options.poll_s
+        self.blocks_open = False
         self.reservations_s = RESERVATIONS_EVERY_S
 
     @property
@@ -200,6 +208,9 @@ class QueueWatch:
     def _failed(self, error: Exception) -> None:
         self.error = str(error)
         pause = self._backoff.failed()
+        if self.blocks_open:
+            # Less half an interval, so that a caller who comes every poll_s seconds is not late.
+            pause = min(pause, max(self.poll_s, LONGEST_PAUSE_S) - self.poll_s / 2)
         self._not_before = self._clock() + pause
         expected = isinstance(error, (SchedulerSilent, NotUnderstood))
         logger.warning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 import pytest
@@ -17,6 +18,7 @@ from parsl_freetrain.executor.block.adoption import AdoptedBlock
 from parsl_freetrain.executor.block.blocks import BlockManager
 from parsl_freetrain.executor.block.leaving_jobs import LeavingJobs
 from parsl_freetrain.executor.interchange import PIN
+from parsl_freetrain.sites.batch.commands import SchedulerSilent
 from parsl_freetrain.sites.batch.life import BlockLife, status_of
 
 
@@ -55,11 +57,16 @@ class Shared(LocalSite):
         super().__init__(nodes=1)
         self.told: list[str] = []
         self.cancelled: list[str] = []
+        self.asked: list[list[str]] = []
+        self.silent = False
 
     def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
         return [JobStatus(JobState.RUNNING) for _ in job_ids]
 
     def cancel(self, job_ids: Sequence[str]) -> None:
+        self.asked.append(list(job_ids))
+        if self.silent:
+            raise SchedulerSilent('scancel did not answer within 10 s')
         self.cancelled += job_ids
 
     def ask(self, done: Callable[[], None]) -> bool:
@@ -114,3 +121,36 @@ def test_a_job_whose_nodes_have_all_joined_has_a_second_to_end_by_itself() -> No
     blocks.leaving.cancel(3.0)
     blocks.leaving.cancel(math.inf)
     assert site.cancelled == ['8', '7']
+
+
+def test_a_cancellation_that_fails_is_repeated_until_the_scheduler_answers() -> None:
+    """Otherwise the jobs would go on to their time limits, and take up ``max_blocks``."""
+    nobody, now = cast(Any, None), 2.0
+    site = Shared()
+    provider = BackfillProvider(site, max_blocks=2)
+    provider._jobs |= dict.fromkeys('78', None)
+    blocks = BlockManager(provider, no.Stream([]), nobody, '', nobody, list, nobody, nobody)
+    blocks.leaving = LeavingJobs(provider, lambda *_: nobody, lambda: now)
+    for name, job in (('joined', '7'), ('starting', '8')):
+        blocks.adopt(AdoptedBlock(name, job, BlockRequest(1, 60.0)), 0.0)
+    blocks.blocks['joined'].nodes['n1'] = 'node01'
+    site.silent = True
+    blocks.close(['joined', 'starting'], now)
+    tried: list[float] = []
+    while now < 200:
+        now += 1
+        before = len(site.asked)
+        blocks.leaving.cancel(now)
+        tried += [now] * (len(site.asked) - before)
+    pauses = [later - earlier for earlier, later in pairwise(tried)]
+    assert pauses == [10, 20, 30, 30, 30, 30, 30], 'not at once: each may take long'
+    assert {len(jobs) for jobs in site.asked[2:]} == {2}, 'one command for all'
+    assert (site.cancelled, provider.holes()) == ([], ())
+    site.silent = False
+    for _ in range(30):
+        now += 1
+        blocks.leaving.cancel(now)
+    assert sorted(site.cancelled) == ['7', '8'], 'each once'
+    assert provider._jobs.keys() == {'7', '8'} and None not in provider._jobs.values()
+    blocks.leaving.cancel(math.inf)
+    assert sorted(site.cancelled) == ['7', '8']

@@ -1,0 +1,106 @@
+"""How often the scheduler is asked about blocks while it does not answer, and what waits for it."""
+
+from __future__ import annotations
+
+import threading
+from itertools import pairwise
+from typing import Any, cast
+
+import pytest
+from parsl.jobs.states import JobState as ParslState
+
+from parsl_freetrain.sites.batch import tracker as tracking
+from parsl_freetrain.sites.batch.block_table import BatchBlock
+from parsl_freetrain.sites.batch.commands import SchedulerSilent
+from parsl_freetrain.sites.batch.holes import Wanted
+from parsl_freetrain.sites.batch.options import BatchOptions, options_from
+from parsl_freetrain.sites.batch.records import BatchJob, JobState
+from parsl_freetrain.sites.batch.shape import Place
+from parsl_freetrain.sites.batch.tracker import BlockTracker
+from tests.support.waiting import LIMIT_S, wait_until
+
+BLOCK = BatchBlock('1', 1, 0.0, 100.0, 10_000.0, Place('n', '/o', '/e'))
+
+
+class Scripted:
+    """A scheduler with a clock of its own."""
+
+    label = 'Scripted'
+    step_s = 60
+    history_every_s = 60.0
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.silent_s: float | None = None  # then it gives no answer, after so many seconds
+        self.asked: list[float] = []
+        self.answered = threading.Event()
+        self.asked_in: list[threading.Thread] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def wanted(self) -> Wanted:
+        return Wanted('batch')
+
+    def jobs(self) -> tuple[BatchJob, ...]:
+        self.asked.append(self.now)
+        if self.silent_s is not None:
+            self.now += self.silent_s
+            raise SchedulerSilent('squeue did not answer')
+        return ()
+
+    def history(self, places: dict[str, Place]) -> dict[str, JobState]:
+        self.asked_in.append(threading.current_thread())
+        if threading.current_thread() is not threading.main_thread():
+            assert self.answered.wait(LIMIT_S)
+        return dict.fromkeys(places, JobState.COMPLETED)
+
+
+@pytest.fixture
+def scheduler() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+def tracker(scheduler: Scripted) -> BlockTracker:
+    options = options_from(BatchOptions, 'Scripted', {})
+    made = BlockTracker(cast(Any, scheduler), options, scheduler.clock, set())
+    made.add([BLOCK])
+    return made
+
+
+@pytest.mark.parametrize('silent_s', [0.0, 10.0])
+def test_a_silent_scheduler_is_asked_again_soon_while_blocks_are_open(
+    scheduler: Scripted, tracker: BlockTracker, silent_s: float
+) -> None:
+    """Someone may wait for their nodes when it answers again: that is seen a poll later."""
+
+    def pauses() -> list[float]:
+        """Between the end of a question and the next one, in two hours of asking every 10 s."""
+        scheduler.asked.clear()
+        end = scheduler.now + 7200
+        while scheduler.now < end:
+            scheduler.now += 10
+            tracker.statuses(['1'])
+        return [later - earlier - silent_s for earlier, later in pairwise(scheduler.asked)]
+
+    scheduler.silent_s = silent_s
+    assert max(pauses()) <= 10
+    tracker.remove('1')
+    assert max(pauses()) >= 300
+    tracker.add([BLOCK])
+    assert max(pauses()[1:]) <= 10
+
+
+def test_a_slow_database_holds_nothing_up(
+    scheduler: Scripted, tracker: BlockTracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, 'HISTORY_S', 0.0)
+    for _ in range(20):
+        scheduler.now += 10
+        [status] = tracker.statuses(['1'])
+        assert status.state is ParslState.UNKNOWN
+    [thread] = scheduler.asked_in  # and not a second one while it has not answered
+    assert thread is not threading.current_thread()
+    scheduler.answered.set()
+    wait_until(lambda: tracker.statuses(['1'])[0].state is ParslState.COMPLETED)
