@@ -29,7 +29,7 @@ def cancel(
     """
     # Parsl is slow to import, and the list of verbs does not need it.
     from parsl_freetrain.cli.live.liveness import check_live
-    from parsl_freetrain.executor.requests import ask
+    from parsl_freetrain.executor.requests import Cancel, ask
     from parsl_freetrain.ledger.reader import Reader
     from parsl_freetrain.ledger.rows import FINAL_STATES
 
@@ -50,12 +50,12 @@ def cancel(
         check()
         if trainer is not None:
             name = trainer_named(states(), trainer)
-            answers = {name: ask(path, 'cancel', name, {}, timeout, check)}
+            answers = {name: ask(path, Cancel(name), timeout, check)}
         else:
             answers = {}
             for name in [name for name, state in states().items() if state not in FINAL_STATES]:
                 try:
-                    answers[name] = ask(path, 'cancel', name, {}, timeout, check)
+                    answers[name] = ask(path, Cancel(name), timeout, check)
                 except BadInput:
                     if states()[name] not in FINAL_STATES:
                         raise

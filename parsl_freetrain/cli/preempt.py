@@ -31,7 +31,7 @@ def preempt(
     """
     # Parsl is slow to import, and the list of verbs does not need it.
     from parsl_freetrain.cli.live.liveness import check_live
-    from parsl_freetrain.executor.requests import ask
+    from parsl_freetrain.executor.requests import Preempt, ask
     from parsl_freetrain.ledger.reader import Reader
 
     if not 0 <= grace < float('inf'):
@@ -43,7 +43,7 @@ def preempt(
             check_live(reader, 'to preempt')
 
         check()
-        sentence = ask(path, 'preempt', trainer, {'grace_s': grace}, timeout, check)
+        sentence = ask(path, Preempt(trainer, grace), timeout, check)
     print(
         json.dumps({'trainer': trainer, 'grace_s': grace, 'answer': sentence})
         if as_json

@@ -6,7 +6,7 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.executor.fragment.runner import FragmentRunner
 from parsl_freetrain.executor.notices import Stream
-from parsl_freetrain.executor.requests import Request, Requests
+from parsl_freetrain.executor.requests import Answer, Cancel, Preempt, Request, Requests
 
 
 class RequestHandler:
@@ -19,11 +19,12 @@ class RequestHandler:
 
     def look(self, at: float) -> None:
         """Fulfil and answer all new requests."""
-        for request in self._requests.new():
+        for request_id, request in self._requests.new():
             try:
-                self._requests.answer(request, True, self._fulfil(request, at))
+                answer = Answer(True, self._fulfil(request, at))
             except BadInput as error:
-                self._requests.answer(request, False, str(error))
+                answer = Answer(False, str(error))
+            self._requests.answer(request_id, answer)
 
     def _fulfil(self, request: Request, at: float) -> str:
         """Fulfil a request; returns a sentence that says what was done."""
@@ -33,11 +34,10 @@ class RequestHandler:
                 f'There is no trainer {name!r} in this run; it has '
                 f'{", ".join(map(repr, records)) or "none"}.'
             )
-        match request.verb:
-            case 'preempt':
-                grace_s = float(request.options.get('grace_s', 0.0))
-                return self._fragments.rehearse(name, grace_s, at)
-            case 'cancel':
+        match request:
+            case Preempt():
+                return self._fragments.rehearse(name, request.grace_s, at)
+            case Cancel():
                 if (future := records[name].future).done():
                     raise BadInput(f'Trainer {name!r} is {future.state} already.')
                 self._stream.emit(ev.TrainerCancelled(at, name))
@@ -45,4 +45,3 @@ class RequestHandler:
                     f'Trainer {name!r} is being cancelled; what it has trained is kept in '
                     f'{records[name].store}.'
                 )
-        raise BadInput(f'This run does not know how to {request.verb!r}.')

@@ -8,16 +8,16 @@ appear whole, under their names.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.host import files
@@ -31,14 +31,27 @@ _LOOK_S = 0.1
 _CHECK_S = 1.0
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is asked: a verb, the trainer it is about, and the verb's own options."""
+class Preempt(msgspec.Struct, frozen=True, tag='preempt', forbid_unknown_fields=True):
+    """End the trainer's running fragment, ``grace_s`` seconds after a notice."""
 
-    id: str
-    verb: str
     trainer: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    grace_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+
+class Cancel(msgspec.Struct, frozen=True, tag='cancel', forbid_unknown_fields=True):
+    """Stop the trainer for good."""
+
+    trainer: str
+
+
+Request = Preempt | Cancel
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Whether it was done, and a sentence for the user."""
+
+    done: bool
+    sentence: str
 
 
 def requests_folder(ledger: Path) -> Path:
@@ -59,36 +72,31 @@ class Requests:
             if path.suffix in (_REQUEST, _ANSWER, _PART):
                 path.unlink(missing_ok=True)
 
-    def new(self) -> list[Request]:
-        """Requests that have come since the last call, oldest first; cheap where there are none."""
+    def new(self) -> list[tuple[str, Request]]:
+        """Requests that have come since the last call with their ids, oldest first; cheap where
+        there are none.
+        """
         found = []
         for path in sorted(self._folder.glob(f'*{_REQUEST}'), key=_changed_at):
             try:
-                found.append(self._read(path))
-            except (BadInput, OSError, ValueError, KeyError, TypeError) as error:
+                request: Request = msgspec.json.decode(files.read(path, _LARGEST), type=Request)
+                found.append((path.stem, request))
+            except (BadInput, OSError, ValueError) as error:
                 logger.warning('A request was not understood: %s: %s', path, error)
             path.unlink(missing_ok=True)
         return found
 
-    def _read(self, path: Path) -> Request:
-        document = json.loads(files.read(path, _LARGEST))
-        return Request(
-            path.stem, str(document['verb']), str(document['trainer']), dict(document['options'])
-        )
-
-    def answer(self, request: Request, done: bool, sentence: str) -> None:
+    def answer(self, request_id: str, answer: Answer) -> None:
         """Tell whoever asked what has become of it."""
         try:
-            _put(self._folder / f'{request.id}{_ANSWER}', {'done': done, 'sentence': sentence})
+            _put(self._folder / f'{request_id}{_ANSWER}', answer)
         except OSError:
-            logger.warning('Request %s could not be answered', request, exc_info=True)
+            logger.warning('Request %s could not be answered', request_id, exc_info=True)
 
 
 def ask(
     ledger: Path,
-    verb: str,
-    trainer: str,
-    options: Mapping[str, Any],
+    asked: Request,
     timeout_s: float,
     check: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
@@ -107,15 +115,15 @@ def ask(
     _refuse_others(folder)
     name = secrets.token_hex(8)
     request, answer = folder / f'{name}{_REQUEST}', folder / f'{name}{_ANSWER}'
-    _put(request, {'verb': verb, 'trainer': trainer, 'options': dict(options)})
+    _put(request, asked)
     deadline, checked_at = clock() + timeout_s, clock()
     try:
         while clock() < deadline:
             if answer.exists():
-                said = json.loads(answer.read_text())
-                if not said['done']:
-                    raise BadInput(str(said['sentence']))
-                return str(said['sentence'])
+                said = msgspec.json.decode(files.read(answer, _LARGEST), type=Answer)
+                if not said.done:
+                    raise BadInput(said.sentence)
+                return said.sentence
             if clock() - checked_at >= _CHECK_S:
                 check()
                 checked_at = clock()
@@ -130,8 +138,8 @@ def ask(
         answer.unlink(missing_ok=True)
 
 
-def _put(path: Path, document: Mapping[str, Any]) -> None:
-    files.replace(path, json.dumps(document).encode())
+def _put(path: Path, message: Request | Answer) -> None:
+    files.replace(path, msgspec.json.encode(message))
 
 
 def _changed_at(path: Path) -> float:

@@ -18,6 +18,7 @@ import pytest
 from parsl_freetrain import BadInput, Checkpoints, LocalSite, TrainingFuture, freetrain_app
 from parsl_freetrain.cli.live.liveness import life_of
 from parsl_freetrain.cli.main import main
+from parsl_freetrain.executor.requests import Cancel
 from parsl_freetrain.ledger.rows import RunHistory, RunRow, TrainerRow
 from parsl_freetrain.ledger.store import Ledger
 from tests.support.ledgers import demo_ledger
@@ -235,12 +236,12 @@ def test_all_are_cancelled_though_one_ends_meanwhile(
         ledger.trainers.submitted(name=name, at=1.0, spec={}, total_samples=9, samples=0)
     ledger.commit()
 
-    def ask(path: Path, verb: str, trainer: str, *_: object) -> str:
+    def ask(path: Path, asked: Cancel, *_: object) -> str:
         ledger.trainers.state('first', at=time.time(), state='finished')
         ledger.commit()
-        if trainer == 'first':
+        if asked.trainer == 'first':
             raise BadInput("Trainer 'first' is finished already.")
-        return f'Trainer {trainer!r} is being cancelled.'
+        return f'Trainer {asked.trainer!r} is being cancelled.'
 
     monkeypatch.setattr('parsl_freetrain.executor.requests.ask', ask)
     assert main(['cancel', '--all', '--ledger', str(path)]) == 0

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.executor.requests import Request, Requests, ask, requests_folder
+from parsl_freetrain.executor.requests import (
+    Answer,
+    Cancel,
+    Preempt,
+    Request,
+    Requests,
+    ask,
+    requests_folder,
+)
 
 
 @pytest.fixture
@@ -22,9 +30,9 @@ def ledger(tmp_path: Path) -> Path:
 
 def serve(requests: Requests, over: threading.Event, taken: list[Request]) -> None:
     while not over.wait(0.01):
-        for request in requests.new():
+        for request_id, request in requests.new():
             taken.append(request)
-            requests.answer(request, request.trainer == 'cnn', f'{request.verb} {request.trainer}')
+            requests.answer(request_id, Answer(request.trainer == 'cnn', f'for {request.trainer}'))
 
 
 def test_a_request_is_answered_and_leaves_nothing(ledger: Path) -> None:
@@ -32,16 +40,13 @@ def test_a_request_is_answered_and_leaves_nothing(ledger: Path) -> None:
     server = threading.Thread(target=serve, args=(requests, over, taken))
     server.start()
     try:
-        assert ask(ledger, 'preempt', 'cnn', {'grace_s': 2.5}, 30) == 'preempt cnn'
-        with pytest.raises(BadInput, match='preempt other'):
-            ask(ledger, 'preempt', 'other', {}, 30)
+        assert ask(ledger, Preempt('cnn', 2.5), 30) == 'for cnn'
+        with pytest.raises(BadInput, match='for other'):
+            ask(ledger, Cancel('other'), 30)
     finally:
         over.set()
         server.join()
-    assert [(r.verb, r.trainer, r.options) for r in taken] == [
-        ('preempt', 'cnn', {'grace_s': 2.5}),
-        ('preempt', 'other', {}),
-    ]
+    assert taken == [Preempt('cnn', 2.5), Cancel('other')]
     folder = requests_folder(ledger)
     assert not list(folder.iterdir())
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -53,18 +58,24 @@ def test_a_run_that_is_over_does_not_answer_and_a_new_one_does_not_do_what_an_ol
     folder = requests_folder(ledger)
     Requests(folder)
     with pytest.raises(BadInput, match=r'No run answered within 0\.2 s'):
-        ask(ledger, 'preempt', 'cnn', {}, 0.2)
-    (folder / 'left.request').write_text('{"verb": "preempt", "trainer": "cnn", "options": {}}')
+        ask(ledger, Preempt('cnn'), 0.2)
+    (folder / 'left.request').write_text('{"type": "preempt", "trainer": "cnn"}')
     assert Requests(folder).new() == []
 
 
 def test_without_a_run_there_is_nobody_to_ask(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match='no run with the ledger'):
-        ask(tmp_path / 'ledger.sqlite', 'preempt', 'cnn', {}, 1)
+        ask(tmp_path / 'ledger.sqlite', Preempt('cnn'), 1)
 
 
 @pytest.mark.parametrize(
-    'content', ['', '{"verb": 3', '[1]', '{"verb": "preempt", "trainer": "cnn", "options": 7}']
+    'content',
+    [
+        *('', '{"type": 3', '[1]', '{"type": "burn", "trainer": "cnn"}'),
+        '{"type": "preempt", "trainer": "cnn", "grace_s": "long"}',
+        '{"type": "preempt", "trainer": "cnn", "grace_s": -1}',
+        '{"type": "cancel", "trainer": "cnn", "grace_s": 2}',
+    ],
 )
 def test_nonsense_is_dropped(ledger: Path, content: str) -> None:
     requests = Requests(requests_folder(ledger))
@@ -81,7 +92,7 @@ def test_a_folder_that_others_may_write_to_is_refused(ledger: Path, tmp_path: Pa
     with pytest.raises(BadInput, match='nobody else may write'):
         Requests(folder)
     with pytest.raises(BadInput, match='nobody else may write'):
-        ask(ledger, 'preempt', 'cnn', {}, 1)
+        ask(ledger, Preempt('cnn'), 1)
     folder.rmdir()
     other = tmp_path / 'other'
     other.mkdir(mode=0o700)
