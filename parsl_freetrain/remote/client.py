@@ -145,14 +145,12 @@ class FreeTrainClient(Executor):
         TimeoutError
             If the endpoint does not answer in time.
         """
-        found = self._answered(Order(LOOK), timeout_s)['trainers']
-        return {
-            name: (known['state'], Progress(**known['progress'])) for name, known in found.items()
-        }
+        found = self._answered(Order(LOOK), timeout_s).trainers
+        return {name: (known.state, known.progress) for name, known in found.items()}
 
     def compare_versions(self, timeout_s: float = 60.0) -> tuple[Comparison, ...]:
         """Versions here and at the endpoint; raises as :meth:`trainers` does."""
-        return compare(versions_here(), self._answered(Order(VERSIONS), timeout_s)['versions'])
+        return compare(versions_here(), self._answered(Order(VERSIONS), timeout_s).versions)
 
     def _answered(self, order: Order, timeout_s: float) -> Answer:
         try:
@@ -164,8 +162,8 @@ class FreeTrainClient(Executor):
             ) from None
         except Exception as error:
             raise self._connection.refusal(error) or error from error
-        if reply['kind'] != OK:
-            raise BadInput(reply['sentence'])
+        if reply.kind != OK:
+            raise BadInput(reply.sentence)
         return reply
 
     def close(self) -> None:

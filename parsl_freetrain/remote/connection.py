@@ -68,19 +68,20 @@ class Connection:
         return f'endpoint {known}' if known else 'the endpoint'
 
     def send(self, order: Order, payload: str) -> Future[Answer]:
-        """Send an order. The future fails if the order did not arrive or was not understood."""
+        """Send an order. The future fails if the order did not arrive, or it or its answer was not
+        understood.
+        """
         specification = {ORDER: order.to_json()}
         with self._sending:
             if self._executor is None or getattr(self._executor, '_stopped', False):
                 self._executor = self._given if self._given is not None else self._connect()
             executor = self._executor
             if isinstance(executor, ParslExecutor):
-                return executor.submit(placed_order, specification, payload)
+                return _answers(executor.submit(placed_order, specification, payload))
             before = executor.resource_specification
             executor.resource_specification = specification
             try:
-                sent: Future[Answer] = executor.submit(placed_order, payload)
-                return sent
+                return _answers(executor.submit(placed_order, payload))
             finally:
                 executor.resource_specification = before
 
@@ -126,6 +127,20 @@ class Connection:
                 f'Globus Compute refuses the order for {self.name}: {_first_line(error)}.'
             )
         return None
+
+
+def _answers(sent: Future[Any]) -> Future[Answer]:
+    """The future of the answer in a document."""
+    answered: Future[Answer] = Future()
+
+    def decode(done: Future[Any]) -> None:
+        try:
+            answered.set_result(Answer.from_document(done.result()))
+        except BaseException as error:
+            answered.set_exception(error)
+
+    sent.add_done_callback(decode)
+    return answered
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,20 +6,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from typing import Any
 
 from msgspec import structs
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.executor.globus.protocol import (
     CANCEL,
+    CANCELLED,
     INTERRUPTED,
     LOOK,
     UNKNOWN,
     Answer,
     Order,
+    TrainerStatus,
 )
 from parsl_freetrain.host.backoff import Backoff
 from parsl_freetrain.remote.connection import Connection
@@ -105,8 +106,8 @@ class Follower:
         training.due = None
 
         def cancelled(reply: Answer) -> None:
-            if reply['kind'] == UNKNOWN:  # not started, or ended and its answer is coming
-                training.settle({'kind': 'cancelled'})
+            if reply.kind == UNKNOWN:  # not started, or ended and its answer is coming
+                training.settle(Answer(CANCELLED))
 
         self._ordered(training, Order(CANCEL, training.name), '', cancelled)
 
@@ -154,10 +155,10 @@ class Follower:
     def _ended(self, training: RemoteTraining, reply: Answer) -> None:
         if training.done():
             return
-        if reply['kind'] == INTERRUPTED and training.payload:
+        if reply.kind == INTERRUPTED and training.payload:
             self._again(training)
-        elif reply['kind'] == UNKNOWN:
-            training.fail(BadInput(reply['sentence']))
+        elif reply.kind == UNKNOWN:
+            training.fail(BadInput(reply.sentence))
         else:
             training.settle(reply)
 
@@ -193,7 +194,7 @@ class Follower:
     def _look(self) -> None:
         def looked(done: Future[Answer]) -> None:
             try:
-                found = done.result()['trainers']
+                found = done.result().trainers
             except (Exception, CancelledError):
                 logger.warning(
                     '%s could not be asked how its trainers are',
@@ -212,11 +213,11 @@ class Follower:
                 '%s could not be asked how its trainers are', self._connection.name, exc_info=True
             )
 
-    def _seen(self, training: RemoteTraining, found: Mapping[str, Any] | None) -> None:
+    def _seen(self, training: RemoteTraining, found: TrainerStatus | None) -> None:
         """Take in the endpoint's status of a trainer. None: the endpoint's process does not know
         it, so it is not the process that the trainer was sent to.
         """
-        if found is not None and training.order.request in ('', found['request']):
+        if found is not None and training.order.request in ('', found.request):
             training.unseen = 0
             training.shown(found)
         elif training.payload and training.due is None and not training.done():
@@ -240,7 +241,7 @@ class Follower:
                 exc_info=True,
             )
             return
-        self._seen(training, reply['trainers'].get(training.name))
+        self._seen(training, reply.trainers.get(training.name))
 
     def close(self) -> None:
         """Stop following. Futures that are open raise an error that says how to find their trainers

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import CancelledError, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError, TrainerFailed
-from parsl_freetrain.executor.globus.protocol import Answer, Order, checkpoint_of
+from parsl_freetrain.executor.globus.protocol import (
+    BAD_INPUT,
+    CANCELLED,
+    OK,
+    Answer,
+    Order,
+    TrainerStatus,
+)
 from parsl_freetrain.executor.trainer.future import Progress, TrainingFuture
 from parsl_freetrain.host.backoff import Backoff
 
@@ -69,29 +75,25 @@ class RemoteTraining(TrainingFuture):
                 self._ask(self, timeout_s)
         return self._progress
 
-    def shown(self, found: Mapping[str, Any]) -> None:
+    def shown(self, found: TrainerStatus) -> None:
         """Take in the endpoint's status of the trainer."""
         if self.done():
             return
-        self.state = found['state']
-        self._progress = Progress(**found['progress'])
-        if found['checkpoint'] is not None:
-            self.checkpoint = checkpoint_of(found['checkpoint'])
+        self.state, self._progress = found.state, found.progress
+        if found.checkpoint is not None:
+            self.checkpoint = found.checkpoint
 
     def settle(self, reply: Answer) -> None:
         """Settle the future with how the trainer ended at the endpoint; a second end changes
         nothing.
         """
-        match reply['kind']:
-            case 'ok':
-                self.checkpoint = checkpoint = checkpoint_of(reply['checkpoint'])
-                self.end('finished', lambda: self.set_result(checkpoint))
-            case 'cancelled':
-                self.end('cancelled', self._settle_cancelled)
-            case 'bad-input':
-                self.fail(BadInput(reply['sentence']))
-            case _:
-                self.fail(TrainerFailed(reply['sentence']))
+        if reply.kind == OK and reply.checkpoint is not None:
+            self.checkpoint = checkpoint = reply.checkpoint
+            self.end('finished', lambda: self.set_result(checkpoint))
+        elif reply.kind == CANCELLED:
+            self.end('cancelled', self._settle_cancelled)
+        else:
+            self.fail((BadInput if reply.kind == BAD_INPUT else TrainerFailed)(reply.sentence))
 
     def fail(self, error: FreeTrainError) -> None:
         self.end('failed', lambda: self.set_exception(error))

@@ -15,6 +15,7 @@ import pytest
 
 from parsl_freetrain import (
     BadInput,
+    Checkpoint,
     Checkpoints,
     Owner,
     Retention,
@@ -29,12 +30,17 @@ from parsl_freetrain.cli.doctor.endpoint import ask_endpoint, of_endpoint
 from parsl_freetrain.executor.fragment.payload import pack
 from parsl_freetrain.executor.globus import protocol as orders
 from parsl_freetrain.executor.globus.protocol import (
+    OK,
+    UNKNOWN,
+    Answer,
     Order,
+    TrainerStatus,
     compare,
     refuse_differences,
     versions_here,
 )
 from parsl_freetrain.executor.globus.requirements import modules_needed
+from parsl_freetrain.executor.trainer.future import Progress
 
 
 def train(ctx: Any) -> object:
@@ -126,6 +132,20 @@ def test_a_specification_that_cannot_be_used_is_bad_input(change: dict[str, Any]
     right = json.loads(Order('train', 'quiet', spec=app.spec).to_json())
     with pytest.raises(BadInput):
         Order.from_json(json.dumps({**right, 'spec': {**right['spec'], **change}}))
+
+
+def test_an_answer_arrives_as_it_was_and_nothing_else_is_taken_for_one() -> None:
+    checkpoint = Checkpoint('t', '/far/away', 7, 2, {'loss': float('nan')}, {'any': [1, None]})
+    status = TrainerStatus('r', 'running', Progress(3, metrics={'loss': 0.5}))
+    for sent in (
+        Answer(OK, versions={'torch': '2'}, trainers={'t': status}),
+        Answer(OK, checkpoint=checkpoint),
+        Answer(UNKNOWN, 'There is none.'),
+    ):
+        assert repr(Answer.from_document(sent.to_document())) == repr(sent)  # NaN is not itself
+    for wrong in (None, 7, {}, {'kind': 3}, {'kind': OK, 'trainers': {'t': {'state': 'running'}}}):
+        with pytest.raises(BadInput, match='install the same version on both ends'):
+            Answer.from_document(wrong)
 
 
 def test_versions_fit_if_what_matters_is_the_same() -> None:

@@ -23,7 +23,7 @@ from msgspec import structs
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.settings import Settings
 from parsl_freetrain.executor.executor import FreeTrainExecutor
-from parsl_freetrain.executor.globus.protocol import BAD_INPUT, ORDER, Answer, Order, answer
+from parsl_freetrain.executor.globus.protocol import BAD_INPUT, ORDER, Answer, Order
 from parsl_freetrain.executor.globus.service import TrainerService
 from parsl_freetrain.executor.settings import INTERCHANGE, HtexOptions, Policy, Recording, Timeouts
 from parsl_freetrain.sites.named import load_site_file, site_files
@@ -149,7 +149,7 @@ class FreeTrainEngine(GlobusComputeEngine):  # type: ignore[misc]
                 messagepack.pack(
                     Result(
                         task_id=task_id,
-                        data=self.serde.serialize_from_list(dict(said), serializers),
+                        data=self.serde.serialize_from_list(said.to_document(), serializers),
                     )
                 )
             )
@@ -157,7 +157,7 @@ class FreeTrainEngine(GlobusComputeEngine):  # type: ignore[misc]
         try:
             order = Order.from_json(resource_specification[ORDER])
         except BadInput as error:
-            pack(answer(BAD_INPUT, str(error)))
+            pack(Answer(BAD_INPUT, str(error)))
             return packed
         taken: Future[Answer] = self._service.take(order, lambda: self._payload(packed_task))
         taken.add_done_callback(lambda done: pack(done.result()))

@@ -19,6 +19,7 @@ from msgspec import field
 import parsl_freetrain
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.executor.trainer.future import Progress
 from parsl_freetrain.training.spec.training import TrainingSpec
 
 ORDER = 'freetrain_order'  # key of the resource specification that marks an order's task
@@ -34,8 +35,6 @@ OK, BAD_INPUT, FAILED, CANCELLED, INTERRUPTED, UNKNOWN = (
 
 COMPARED = {'python': 2, 'parsl-freetrain': 3, 'parsl': 2, 'dill': 2, 'cloudpickle': 1, 'torch': 2}
 """Number of leading parts of each version that must be equal on both ends."""
-
-Answer = Mapping[str, Any]
 
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,14 +89,52 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ) from error
 
 
-def answer(kind: str, sentence: str = '', **more: Any) -> Answer:
-    """An answer of this kind, with a sentence for the user."""
-    return {'kind': kind, 'sentence': sentence, **more}
+class TrainerStatus(msgspec.Struct, frozen=True):
+    """A trainer at the endpoint; ``request`` as in :class:`Order`."""
+
+    request: str
+    state: str
+    progress: Progress
+    checkpoint: Checkpoint | None = None
 
 
-def checkpoint_of(found: Mapping[str, Any]) -> Checkpoint:
-    """The checkpoint handle in an answer. Its path belongs to the endpoint's file system."""
-    return Checkpoint(**found)
+class Answer(msgspec.Struct, frozen=True):
+    """An answer.
+
+    Attributes
+    ----------
+    kind
+        'ok', 'bad-input', 'failed', 'cancelled', 'interrupted' or 'unknown'.
+    sentence
+        For the user.
+    versions
+        The endpoint's, to 'versions'.
+    trainers
+        By name, to 'look'.
+    checkpoint
+        Of a trainer that has ended. Its path belongs to the endpoint's file system.
+    """
+
+    kind: str
+    sentence: str = ''
+    versions: Mapping[str, str] = field(default_factory=dict)
+    trainers: Mapping[str, TrainerStatus] = field(default_factory=dict)
+    checkpoint: Checkpoint | None = None
+
+    def to_document(self) -> dict[str, Any]:
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
+
+    @classmethod
+    def from_document(cls, document: Any) -> Answer:
+        """Raises BadInput if it is no answer of an endpoint with this version."""
+        try:
+            return msgspec.convert(document, cls)
+        except msgspec.ValidationError as error:
+            raise BadInput(
+                f'The endpoint answered what parsl-freetrain {parsl_freetrain.__version__} does '
+                f'not understand: install the same version on both ends ({error}).'
+            ) from error
 
 
 def versions_here() -> dict[str, str]:

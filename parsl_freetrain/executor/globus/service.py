@@ -6,7 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from parsl_freetrain.executor.globus.protocol import (
     WAIT,
     Answer,
     Order,
-    answer,
+    TrainerStatus,
     refuse_differences,
     versions_here,
 )
@@ -93,10 +93,10 @@ class TrainerService:
         try:
             reply = self._reply(order, payload)
         except BadInput as error:
-            reply = answer(BAD_INPUT, str(error))
+            reply = Answer(BAD_INPUT, str(error))
         except Exception as error:
             logger.exception('Order %s of trainer %s failed', order.verb, order.trainer)
-            reply = answer(FAILED, _sentence(error))
+            reply = Answer(FAILED, _sentence(error))
         if isinstance(reply, TrainingFuture):
             reply.add_done_callback(lambda done: outcome.set_result(self._end_of(done)))
         else:
@@ -106,7 +106,7 @@ class TrainerService:
         known = self._trainers.get(order.trainer)
         match order.verb:
             case 'versions':
-                return answer(OK, versions=versions_here())
+                return Answer(OK, versions=versions_here())
             case 'train':
                 if known is not None and known.request == order.request:
                     return known.future
@@ -119,10 +119,10 @@ class TrainerService:
                     if known is None
                     else {order.trainer: known}
                 )
-                return answer(OK, trainers={name: _shown(found) for name, found in shown.items()})
+                return Answer(OK, trainers={name: _status(found) for name, found in shown.items()})
         if known is None:
             there = ', '.join(map(repr, self._trainers)) or 'none'
-            return answer(
+            return Answer(
                 UNKNOWN,
                 f'The endpoint has no trainer {order.trainer!r} since its start, it has {there}; '
                 f'submit it again, and it continues from its checkpoints.',
@@ -132,7 +132,7 @@ class TrainerService:
                 return known.future
             case 'cancel':
                 known.future.cancel()
-                return answer(OK)
+                return Answer(OK)
         verbs = ', '.join(map(repr, (VERSIONS, TRAIN, WAIT, LOOK, CANCEL)))
         raise BadInput(f'The endpoint knows no order {order.verb!r}; it knows {verbs}.')
 
@@ -201,13 +201,13 @@ class TrainerService:
 
     def _end_of(self, done: Future[Checkpoint]) -> Answer:
         try:
-            return answer(OK, checkpoint=asdict(done.result()))
+            return Answer(OK, checkpoint=done.result())
         except CancelledError:
-            return answer(CANCELLED)
+            return Answer(CANCELLED)
         except BadInput as error:
-            return answer(BAD_INPUT, str(error))
+            return Answer(BAD_INPUT, str(error))
         except Exception as error:
-            return answer(INTERRUPTED if self._closing else FAILED, _sentence(error))
+            return Answer(INTERRUPTED if self._closing else FAILED, _sentence(error))
 
 
 def _refuse_missing(order: Order) -> None:
@@ -222,14 +222,9 @@ def _refuse_missing(order: Order) -> None:
         )
 
 
-def _shown(known: _Known) -> dict[str, Any]:
-    checkpoint = known.future.checkpoint
-    return {
-        'request': known.request,
-        'state': known.future.state,
-        'progress': asdict(known.future.progress()),
-        'checkpoint': None if checkpoint is None else asdict(checkpoint),
-    }
+def _status(known: _Known) -> TrainerStatus:
+    future = known.future
+    return TrainerStatus(known.request, future.state, future.progress(), future.checkpoint)
 
 
 def _sentence(error: BaseException) -> str:
