@@ -31,7 +31,7 @@ from parsl_freetrain import (
     freetrain_app,
 )
 from parsl_freetrain.cli.sites import provider_of
-from parsl_freetrain.executor.requests import ask
+from parsl_freetrain.executor.requests import Preempt, ask
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.summary import summary
 from parsl_freetrain.sites.protocols import Site
@@ -191,7 +191,7 @@ def strike(future: TrainingFuture, ledger: Path, site: Site) -> None:
     while not future.done():
         refuse_to_wait(future, site, LONGER)
         try:
-            print(ask(ledger, 'preempt', future.name, {'grace_s': 0.0}, 30), flush=True)
+            print(ask(ledger, Preempt(future.name), 30), flush=True)
         except BadInput:  # between two fragments
             time.sleep(0.1)
         else:

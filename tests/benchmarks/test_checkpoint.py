@@ -87,8 +87,8 @@ def test_how_long_a_checkpoint_holds_up_training(tmp_path: Path) -> None:
                 step()
                 times['step beside'].append(time.monotonic() - began)
             keeper.settled()
-            message = member.recv()
-            assert isinstance(message, CheckpointSaved)
+            while not isinstance(message := member.recv(), CheckpointSaved):
+                pass  # that it is being saved
             if later:
                 times['write'].append(message.seconds)
         for _ in range(3):
