@@ -65,9 +65,9 @@ def start(folder: Path) -> Manager:
 def test_what_a_killed_manager_leaves_is_removed_by_the_next_one(tmp_path: Path) -> None:
     """Each job has a TMPDIR of its own, which is gone when the next one starts."""
     killed = start(tmp_path / 'of-killed')
+    assert killed.left()  # any node that starts beside this test may remove them from now on
     os.killpg(killed.process.pid, signal.SIGKILL)
     killed.process.communicate(timeout=LIMIT_S)
-    assert killed.left()
     shutil.rmtree(tmp_path / 'of-killed')
 
     living, another = start(tmp_path / 'of-living'), start(tmp_path / 'of-another')
@@ -83,9 +83,12 @@ KILLED = """
 import fcntl, os, signal
 from parsl_freetrain.host.leftovers import own_names
 lock = fcntl.flock
-fcntl.flock = lambda fd, how: (
-    os.kill(os.getpid(), signal.SIGKILL) if how == fcntl.LOCK_EX else lock(fd, how)
-)
+def killed_first(fd, how):
+    if how != fcntl.LOCK_EX:
+        return lock(fd, how)
+    print(os.readlink(f'/proc/self/fd/{fd}'), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+fcntl.flock = killed_first
 with own_names():
     pass
 """
@@ -94,12 +97,19 @@ with own_names():
 def test_a_manager_that_is_killed_before_it_locks_its_folder_leaves_it_to_the_next_one(
     tmp_path: Path,
 ) -> None:
-    before = {*SHARED.iterdir()}
     environment = {**os.environ, 'TMPDIR': str(tmp_path), 'PYTHONPATH': str(ROOT)}
-    killed = subprocess.run([sys.executable, '-c', KILLED], env=environment, check=False)
+    killed = subprocess.run(
+        [sys.executable, '-c', KILLED],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
     assert killed.returncode == -signal.SIGKILL
+    folder = Path(killed.stdout.strip())
+    assert folder.parent == SHARED and folder.name.startswith(PREFIX)
     remove_leftovers()
-    assert not {path.name for path in {*SHARED.iterdir()} - before if PREFIX in path.name}
+    assert not folder.exists()
     assert not list(tmp_path.iterdir())
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from parsl_freetrain.host.leftovers import PREFIX, SHARED
+from parsl_freetrain.host.leftovers import SHARED
 from parsl_freetrain.training.process import node_agent
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.fork_client import ForkClient
@@ -45,6 +45,7 @@ if __name__ == '__main__':
         context = multiprocessing.get_context('forkserver')
         with context.Manager() as shared:
             kept, semaphore = shared.dict(), context.Semaphore()
+            print(multiprocessing.current_process()._config['tempdir'], flush=True)
             exec(COMMAND)
 """
 
@@ -118,7 +119,6 @@ def test_nodes_of_one_computer_may_share_a_template(tmp_path: Path) -> None:
 def test_a_node_that_is_left_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = {*SHARED.iterdir()}
     script, temporary = tmp_path / 'manager.py', tmp_path / 'tmp'
     script.write_text(f'COMMAND = {COMMAND!r}\n{MANAGER}')
     temporary.mkdir()
@@ -133,8 +133,10 @@ def test_a_node_that_is_left_leaves_nothing(
         text=True,
     ) as process:
         assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
         name, _, pid = process.stdout.readline().split()
-        its = {path for path in {*SHARED.iterdir()} - before if PREFIX in path.name}
+        # Nodes of other tests have theirs there, too.
+        its = {path for path in SHARED.iterdir() if folder.name in path.name}
         assert len(its) > 1
         monkeypatch.setenv(node_agent.NOTICE_VARIABLE, name)
         node_agent.leave()
