@@ -93,7 +93,8 @@ class RemoteTraining(TrainingFuture):
         elif reply.kind == CANCELLED:
             self.end('cancelled', self._settle_cancelled)
         else:
-            self.fail((BadInput if reply.kind == BAD_INPUT else TrainerFailed)(reply.sentence))
+            said = reply.sentence or f'The endpoint answered {reply.kind!r} without a checkpoint.'
+            self.fail((BadInput if reply.kind == BAD_INPUT else TrainerFailed)(said))
 
     def fail(self, error: FreeTrainError) -> None:
         self.end('failed', lambda: self.set_exception(error))
