@@ -24,7 +24,7 @@ def test_it_learns_through_kills_and_in_other_shapes_to_the_same_bits(run_dir: P
     for name in ('hurry', 'summary.json', 'checkpoints/sharded/fence'):  # of an earlier run
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text('of the first run')
-    with template.that_imports(*TO_IMPORT):
+    with template.that_imports(*template.OF_RANKS, *TO_IMPORT):
         assert gpt_sharded.main(['--small', '--out', str(out)]) == 0
     told = json.loads((out / 'summary.json').read_text())
     assert list(told) == [

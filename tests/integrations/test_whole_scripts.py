@@ -56,7 +56,7 @@ def test_killed_ranks_and_nodes_do_not_change_what_whole_scripts_train(run_dir: 
     started = Started()
     futures: dict[str, Any] = {}
     with (
-        template.that_imports('transformers.trainer', 'lightning.pytorch'),
+        template.that_imports(*template.OF_RANKS, 'transformers.trainer', 'lightning.pytorch'),
         freetrain(run_dir, LocalSite(nodes=6, poll_s=0.2), hang_s=LIMIT_S),
     ):
         for name, app in apps.items():

@@ -66,8 +66,8 @@ def _start(*modules: str) -> ForkClient:
 
 @contextmanager
 def that_imports(*modules: str) -> Iterator[None]:
-    """Fork from a template that has imported these as well."""
-    started = _start(*OF_RANKS, *modules)
+    """Fork from a template that has imported these beside what each fragment imports."""
+    started = _start(*modules)
     try:
         yield
     finally:

@@ -64,6 +64,7 @@ _TO_IMPORT = (
     'torch.utils.data',
     'cloudpickle',
     'tblib',
+    'numpy.random',  # numpy imports it at its first use, and each rank seeds it
     'parsl_freetrain.training.loop.rank',
 )
 # FSDP2 imports the compiler, which takes as long as torch.
