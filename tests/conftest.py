@@ -91,9 +91,8 @@ def pytest_configure(config: pytest.Config) -> None:
         'TORCHINDUCTOR_CACHE_DIR', str(Path(tempfile.gettempdir()) / 'torchinductor_tests')
     )
     # The list of fonts takes seconds to make; the home folder of the last session is gone.
-    os.environ['MPLCONFIGDIR'] = (
-        str(config.cache.mkdir('matplotlib')) if config.cache is not None else ''
-    )
+    cache = getattr(config, 'cache', None)  # absent with -p no:cacheprovider
+    os.environ['MPLCONFIGDIR'] = '' if cache is None else str(cache.mkdir('matplotlib'))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -346,3 +346,20 @@ def test_nonsense_does_not_end_a_template(template: ForkClient, tmp_path: Path) 
         channel.recv()
     channel.close()
     template.wait_ready(LIMIT_S)
+
+
+def test_what_each_rank_uses_at_its_start_is_imported_before_it_is_forked() -> None:
+    program = (
+        'import importlib, sys\n'
+        'from parsl_freetrain.training.process import fork_server\n'
+        'for module in fork_server._TO_IMPORT:\n'
+        '    importlib.import_module(module)\n'
+        'there = set(sys.modules)\n'
+        'from parsl_freetrain.training.data.loader import seed_everything\n'
+        'seed_everything(7)\n'
+        'print(*(set(sys.modules) - there))\n'
+    )
+    done = subprocess.run(
+        [sys.executable, '-P', '-c', program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
