@@ -6,12 +6,13 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from parsl_freetrain import LocalSite
 from workflows import cosmoflow, divided, unet3d
 
 SITE = """
@@ -71,6 +72,26 @@ def test_unet3d(tmp_path: Path) -> None:
     assert (tmp_path / 'out' / 'previous-1' / 'mine').read_text() == 'kept'
     for tissue in ('grey', 'white'):
         assert min(scores[tissue] for scores in dice.values()) > 0.6, dice
+
+
+def test_after_a_kill_the_progress_of_the_killed_fragment_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was, where the kill came late: the other trainer was submitted before any rescale."""
+    asked: list[str] = []
+    counts = iter((1, 1, 1, 2, 2))
+
+    def ask(*_: object) -> str:
+        asked.append('once')
+        return 'It is being killed.'
+
+    monkeypatch.setattr(divided, 'ask', ask)
+    future: Any = SimpleNamespace(
+        name='divided', done=lambda: False, progress=lambda: SimpleNamespace(fragments=next(counts))
+    )
+    divided.strike(future, tmp_path, LocalSite(nodes=1))
+    assert asked == ['once']
+    assert list(counts) == [2]
 
 
 def test_random_fields_have_the_spectrum_that_was_asked_for() -> None:

@@ -187,15 +187,22 @@ def until(future: TrainingFuture, samples: float, site: Site) -> None:
 
 
 def strike(future: TrainingFuture, ledger: Path, site: Site) -> None:
-    """Kill all ranks of a trainer, like ``freetrain preempt``; waits until it runs."""
-    while not future.done():
+    """Kill all ranks of a trainer, like ``freetrain preempt``; waits until it runs, and then until
+    its next fragment begins: before that, what the killed one had trained still counts as progress.
+    """
+    struck: int | None = None  # number of fragments so far
+    while not future.done() and struck is None:
         refuse_to_wait(future, site, LONGER)
+        fragments = future.progress().fragments
         try:
             print(ask(ledger, Preempt(future.name), 30), flush=True)
         except BadInput:  # between two fragments
             time.sleep(0.1)
         else:
-            return
+            struck = fragments
+    while struck is not None and not future.done() and future.progress().fragments <= struck:
+        refuse_to_wait(future, site, LONGER)
+        time.sleep(0.05)
 
 
 def losses(out: Path) -> dict[str, list[tuple[float, ...]]]:
