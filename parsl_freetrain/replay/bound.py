@@ -113,6 +113,6 @@ def _most(trains: Floats, pays: Floats, counts: Ints, idle: Floats, stay: Floats
         np.concatenate([whole, np.full(2 * (instants + x.size), -np.inf)]),
         np.concatenate([whole, idle, stay, none]),
         solver='simplex',
-        presolve='off',  # it takes longer than what it saves: a quarter to a half of the time
+        presolve='off',  # it takes longer than it saves
     )
     return -float(solver.getInfo().objective_function_value) / scale

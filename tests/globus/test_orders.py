@@ -24,6 +24,7 @@ from parsl_freetrain import (
     Scaling,
     Shape,
     Throughput,
+    TrainerFailed,
     freetrain_app,
 )
 from parsl_freetrain.cli.doctor.endpoint import ask_endpoint, of_endpoint
@@ -41,6 +42,8 @@ from parsl_freetrain.executor.globus.protocol import (
 )
 from parsl_freetrain.executor.globus.requirements import modules_needed
 from parsl_freetrain.executor.trainer.future import Progress
+from parsl_freetrain.host.backoff import Backoff
+from parsl_freetrain.remote.training import RemoteTraining
 
 
 def train(ctx: Any) -> object:
@@ -146,6 +149,14 @@ def test_an_answer_arrives_as_it_was_and_nothing_else_is_taken_for_one() -> None
     for wrong in (None, 7, {}, {'kind': 3}, {'kind': OK, 'trainers': {'t': {'state': 'running'}}}):
         with pytest.raises(BadInput, match='install the same version on both ends'):
             Answer.from_document(wrong)
+
+
+def test_an_end_without_a_checkpoint_or_a_sentence_is_told_by_one() -> None:
+    given = Order('train', 't', 'r1')
+    future = RemoteTraining(given, '', lambda *_: None, Backoff(1.0, 1.0))
+    future.settle(Answer(OK))
+    with pytest.raises(TrainerFailed, match="answered 'ok' without a checkpoint"):
+        future.result(timeout=0)
 
 
 def test_versions_fit_if_what_matters_is_the_same() -> None:

@@ -348,7 +348,7 @@ def test_nonsense_does_not_end_a_template(template: ForkClient, tmp_path: Path) 
     template.wait_ready(LIMIT_S)
 
 
-def test_what_each_rank_uses_at_its_start_is_imported_before_it_is_forked() -> None:
+def test_what_seeds_a_rank_is_imported_before_the_rank_is_forked() -> None:
     program = (
         'import importlib, sys\n'
         'from parsl_freetrain.training.process import fork_server\n'
