@@ -38,6 +38,13 @@ class Worker:
     last: pytest.Item
     left: dict[str, pytest.Item] = field(default_factory=dict)
     ended: bool = False
+    status: int | None = None
+
+    def wait(self) -> int:
+        """Its exit status, as of ``subprocess``: less than 0 for a signal."""
+        if self.status is None:
+            self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.status
 
 
 def run(
@@ -79,7 +86,7 @@ def run(
         raise
     finally:
         for worker in workers:
-            os.waitpid(worker.pid, 0)
+            worker.wait()
             worker.messages.close()
         os.close(queue)
 
@@ -104,7 +111,7 @@ def _follow(
                 kind, said = messages.recv()
             except EOFError:
                 del following[messages]
-                why = 'the worker ended before the end of this test'
+                why = f'the worker ended before the end of this test, status {worker.wait()}'
                 for item in worker.left.values():
                     _fail(item, 'call', why)
                 if not worker.left and not worker.ended:

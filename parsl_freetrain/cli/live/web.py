@@ -13,7 +13,8 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,7 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 from parsl_freetrain.cli.live.cells import block_cells, heading_words, trainer_cells
 from parsl_freetrain.cli.live.charts import charts
 from parsl_freetrain.cli.live.view import LiveView
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.report.document import resource
 
 HOST = '127.0.0.1'
@@ -62,7 +63,7 @@ WORDS = {'U': 'efficiency U', 'frag': 'fragments', 'pre': 'preempted', 'resc': '
 
 class Feed:
     """The newest figures for all pages, read from the ledger at most once in a fixed number of
-    seconds.
+    seconds, and not after :meth:`close`.
     """
 
     def __init__(
@@ -79,14 +80,29 @@ class Feed:
         self._ledger = ledger
         self._clock = clock
         self._lock = threading.Lock()
+        self._closed = False
         self._read_at = -float('inf')
         self._document: dict[str, Any] = {}
         self._drawn_at = -float('inf')
         self._charts = ''
 
+    def close(self) -> None:
+        """Read the ledger no more. A reading that goes on is waited for: SQLite crashes if its
+        connection is closed meanwhile.
+        """
+        with self._lock:
+            self._closed = True
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise FreeTrainError('this page is not served any more')
+            yield
+
     def document(self) -> dict[str, Any]:
         """The newest :func:`page_document`."""
-        with self._lock:
+        with self._reading():
             now = self._clock()
             if abs(now - self._read_at) >= self.every_s:
                 self._document = page_document(self._view, self._ledger, now)
@@ -95,7 +111,7 @@ class Feed:
 
     def charts(self) -> str:
         """The newest charts, as HTML."""
-        with self._lock:
+        with self._reading():
             now = self._clock()
             over = bool(self._document) and self._document['over']
             if over or abs(now - self._drawn_at) >= CHARTS_EVERY_S:
@@ -104,7 +120,7 @@ class Feed:
 
     def curves(self) -> dict[str, Any]:
         """The metrics, as of :class:`~parsl_freetrain.cli.live.curves.LiveCurves`."""
-        with self._lock:
+        with self._reading():
             return self._curves()
 
 
@@ -198,6 +214,7 @@ class Page:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+        self._site.feed.close()  # connections end by themselves, some later than this
 
 
 class _Server(ThreadingHTTPServer):

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -22,11 +23,12 @@ import pytest
 from parsl_freetrain.cli.live import web
 from parsl_freetrain.cli.live.cells import trainer_cells
 from parsl_freetrain.cli.live.curves import LiveCurves
+from parsl_freetrain.cli.live.snapshot import RunStatus
 from parsl_freetrain.cli.live.view import LiveView
 from parsl_freetrain.cli.live.web import Feed, Page
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.store import Ledger
 from tests.support.browser import DESKTOP, PHONE, Browser
@@ -214,6 +216,35 @@ def test_the_feed_reads_once_for_everybody(tmp_path: Path) -> None:
         'FreeTrain: run-1',
         'x',
     )
+
+
+def test_a_page_that_closes_waits_for_the_reading_of_its_ledger(tmp_path: Path) -> None:
+    """SQLite crashes the process if a connection is closed while it is read from."""
+    reading, go_on = threading.Event(), threading.Event()
+
+    class Slow(LiveView):
+        def snapshot(self, now: float) -> RunStatus:
+            reading.set()
+            assert go_on.wait(LIMIT_S)
+            return super().snapshot(now)
+
+    with live_run(tmp_path), Reader(tmp_path / 'ledger.sqlite') as reader:
+        feed = Feed(Slow(reader), 'x', 1.0)
+        page = Page(feed)
+        with closing(
+            http.client.HTTPConnection(web.HOST, page.port, timeout=LIMIT_S)
+        ) as connection:
+            connection.request('GET', '/events', headers={'Cookie': cookie_of(page)})
+            assert reading.wait(LIMIT_S)
+            end = threading.Thread(target=page.close)
+            end.start()
+            end.join(1.0)
+            assert end.is_alive()  # its connections are told to end at once, and one is reading
+            go_on.set()
+            end.join()
+            for read in (feed.document, feed.charts, feed.curves):
+                with pytest.raises(FreeTrainError, match='not served any more'):
+                    read()
 
 
 @pytest.mark.parametrize('size', [DESKTOP, PHONE], ids=['desktop', 'phone'])
