@@ -272,15 +272,15 @@ class Trainer:
     def _evaluate(self, stage: str, data: LoaderData | None) -> dict[str, float]:
         if data is None:
             raise BadInput(f'Nothing to evaluate: the {stage} needs a data loader.')
-        module, division, turn = self._module, self.ctx._division, 0
+        module, division, done = self._module, self.ctx._division, 0
         batches = math.ceil(len(data.dataset) / data.batch_size)
 
         def measure(_: torch.nn.Module, batch: Any) -> dict[str, Any]:
-            nonlocal turn
-            number = turn * division.parts + division.data_rank
+            nonlocal done
+            number = done * division.parts + division.data_rank
             if number >= batches:  # a rank without a batch repeats its first one
                 number = division.data_rank % batches
-            turn += 1
+            done += 1
             with self._autocast(), self._log.evaluation(batch) as sums:
                 _call(getattr(module, f'{stage}_step'), batch, number)
             return sums

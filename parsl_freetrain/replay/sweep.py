@@ -20,8 +20,6 @@ from parsl_freetrain.replay.trainers import ReplayTrainer, read_trainers
 FORMATS = ('.csv', '.parquet')
 MOST_CASES = 10_000
 
-Values = Mapping[str, str | float | bool | None]
-
 
 def axes(texts: Sequence[str]) -> dict[str, list[str]]:
     """The values to sweep over, by field of a request, from texts such as ``'horizon=10,60,120'``;

@@ -144,7 +144,7 @@ def fragment(width: int, mode: str, on_nan: str, folder: str, sharded: bool) -> 
     model, optimizer = ctx.prepare(model, optimizer_of(model))
     position = ctx.samples
     for x, y in ctx.loop(TensorDataset(*data()), BATCH):
-        if ctx.samples != position:  # a batch may take several turns
+        if ctx.samples != position:  # a batch may take several micro-batches
             yield
             position = ctx.samples
         optimizer.zero_grad()

@@ -176,8 +176,8 @@ def test_batches_are_page_locked_until_they_are_on_the_device() -> None:
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
     device = torch.device(kind.type, 0)
-    turns = [MicroBatch((0, 1), 0, 0, 1.0)]
-    (batch,) = make_loader(list(torch.arange(2.0)), turns, 7, None, 0, device)
+    micro_batches = [MicroBatch((0, 1), 0, 0, 1.0)]
+    (batch,) = make_loader(list(torch.arange(2.0)), micro_batches, 7, None, 0, device)
     assert batch.is_pinned()
     moved = to_device(batch, device)
     assert moved.device == device

@@ -191,9 +191,9 @@ def content_of(prepared: Prepared, *, named: bool = False) -> dict[str, Any]:
 def collect(content: Mapping[str, Any], position: Position) -> State:
     """The state to save: the result of :func:`content_of`, and the position.
 
-    It has no state of random number generators, since every turn is seeded by the seed and the
-    position. Raises BadInput if a state holds anything but tensors, numbers, texts and containers,
-    since nothing else can be loaded without running code of the file.
+    It has no state of random number generators, since every micro-batch is seeded by the seed and
+    the position. Raises BadInput if a state holds anything but tensors, numbers, texts and
+    containers, since nothing else can be loaded without running code of the file.
     """
     called = {name: f'the state of {name}' for name in content['classes']}
     return State(

@@ -74,18 +74,19 @@ def seed_everything(seed: int) -> None:
 
 def make_loader(
     dataset: Any,
-    turns: Iterable[MicroBatch],
+    micro_batches: Iterable[MicroBatch],
     seed: int | None,
     collate_fn: Callable[[list[Any]], Any] | None,
     num_workers: int,
     device: torch.device,
     worker_init_fn: Callable[[int], object] | None = None,
 ) -> DataLoader[Any]:
-    """A DataLoader that yields one collated micro-batch per turn, in order. If they are to go to an
-    accelerator (``device``), they are in page-locked memory, from which copies need not wait.
+    """A DataLoader that yields the collated samples of each micro-batch, in order. If they are to
+    go to an accelerator (``device``), they are in page-locked memory, from which copies need not
+    wait.
 
-    With a seed, what the dataset draws at random (augmentation) depends only on the turn and not on
-    the worker that loads it. Without one (None), it comes from torch's generator, as in any
+    With a seed, what the dataset draws at random (augmentation) depends only on the micro-batch and
+    not on the worker that loads it. Without one (None), it comes from torch's generator, as in any
     DataLoader.
     """
     options: dict[str, Any] = {
@@ -97,8 +98,12 @@ def make_loader(
     if collate_fn is None and _has_rows(dataset):
         dataset, options['collate_fn'] = _Rows(dataset), list
     if seed is None:
-        return DataLoader(dataset, batch_sampler=(list(turn.indices) for turn in turns), **options)
-    return DataLoader(_SeededDataset(dataset, seed), batch_sampler=turns, **options)  # type: ignore[arg-type]
+        return DataLoader(
+            dataset,
+            batch_sampler=(list(micro_batch.indices) for micro_batch in micro_batches),
+            **options,
+        )
+    return DataLoader(_SeededDataset(dataset, seed), batch_sampler=micro_batches, **options)  # type: ignore[arg-type]
 
 
 def size_of(dataset: Any) -> int:
@@ -164,9 +169,9 @@ class _SeededDataset(Dataset[Any]):
         self._dataset = dataset
         self._seed = seed
 
-    def __getitems__(self, turn: MicroBatch) -> list[Any]:
-        seed_everything(turn.seed(self._seed, 'data'))
-        indices = list(turn.indices)
+    def __getitems__(self, micro_batch: MicroBatch) -> list[Any]:
+        seed_everything(micro_batch.seed(self._seed, 'data'))
+        indices = list(micro_batch.indices)
         together = getattr(self._dataset, '__getitems__', None)
         return (
             list(together(indices)) if together is not None else [self._dataset[i] for i in indices]

@@ -60,7 +60,7 @@ class AroundTheLoop(FragmentView):
                 f'ctx.{name} was given a {type(function).__name__}; it takes a function without '
                 f'arguments, such as ctx.{name}(lambda: ...).'
             )
-        if self._state.reports.in_turn:
+        if self._state.reports.in_micro_batch:
             raise BadInput(
                 f'ctx.{name} was called in the body of ctx.loop, where each iteration would add '
                 'the function once more: call it before the loop.'
@@ -170,7 +170,7 @@ class AroundTheLoop(FragmentView):
             If it is called in the body of the loop, the model is divided into stages, or
             ``measure`` returns something else.
         """
-        if self._state.reports.in_turn:
+        if self._state.reports.in_micro_batch:
             raise BadInput(
                 'ctx.evaluate was called in the body of ctx.loop: call it in a function that is '
                 'given to ctx.each_epoch, or behind the loop.'
@@ -209,7 +209,10 @@ class AroundTheLoop(FragmentView):
             tensors = (*average.parameters(), *average.buffers())
             self._division.make_equal((tensor.data for tensor in tensors), self._peers)
         taken = PreparedAverage(
-            average, self._model.prepared.models, self._peers, lambda: self._state.reports.in_turn
+            average,
+            self._model.prepared.models,
+            self._peers,
+            lambda: self._state.reports.in_micro_batch,
         )
         self._averages.append(taken)
         self._hooks.after_step.insert(len(self._averages) - 1, taken.after_step)

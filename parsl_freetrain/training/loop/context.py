@@ -270,7 +270,7 @@ class FragmentContext(AroundTheLoop):
         if self._epochs is not None and not self._state.complete:
             self._epochs.begin_loop(data.dataset, epochs, samples)
             if self._loop is not None:
-                return self._epochs.turns(data, micro_batch)
+                return self._epochs.micro_batches(data, micro_batch)
         dataset, batch_size = data.dataset, data.batch_size
         size, stream = ENDLESS, None
         if is_stream(dataset):
@@ -350,7 +350,7 @@ class FragmentContext(AroundTheLoop):
         batches = self._loop.run(BatchSource(data_order, dataset, data, base))
         if self._epochs is None:
             return batches
-        return self._epochs.turns(data, micro_batch, batches)
+        return self._epochs.micro_batches(data, micro_batch, batches)
 
     def _left_early(self) -> str:
         return (

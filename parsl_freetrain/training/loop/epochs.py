@@ -90,10 +90,12 @@ class Epochs:
                 'ctx.epochs().'
             )
 
-    def turns(
+    def micro_batches(
         self, data: LoaderData, micro_batch: int | None, batches: Iterator[Any] | None = None
     ) -> Iterator[Any]:
-        """The turns of one epoch. ``batches``: those of the training loop, in the first one."""
+        """The micro-batches of one epoch. ``batches``: those of the training loop, in the first
+        one.
+        """
         given = [*vars(data).values(), micro_batch]
         if batches is not None:
             self._batches, self._data = batches, given
@@ -108,9 +110,9 @@ class Epochs:
                 'ctx.loop.'
             )
         self._place = _Place.IN_LOOP
-        return self._turns()
+        return self._micro_batches()
 
-    def _turns(self) -> Iterator[Any]:
+    def _micro_batches(self) -> Iterator[Any]:
         for batch in self._batches:
             if batch is END_OF_EPOCH:
                 break

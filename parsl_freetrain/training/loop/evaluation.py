@@ -77,11 +77,13 @@ def evaluate(
         first + part if first + part < len(batches) else part % len(batches)
         for first in range(0, len(batches), parts)
     ]
-    turns = [MicroBatch(batches[number], 0, number, 0.0) for number in mine]
+    micro_batches = [MicroBatch(batches[number], 0, number, 0.0) for number in mine]
     found: dict[int, _Sums] = {}
     with _evaluating(model), torch.no_grad():
         loaded = iter(
-            make_loader(data.dataset, turns, data.seed, data.collate_fn, data.num_workers, device)
+            make_loader(
+                data.dataset, micro_batches, data.seed, data.collate_fn, data.num_workers, device
+            )
         )
         for number in mine:
             said = measure(model, to_device(next(loaded), device))

@@ -95,12 +95,12 @@ class BatchSource:
             yield replace(batch, samples_before=self.base + batch.samples_before)
 
     def loader(
-        self, turns: Iterable[MicroBatch], seed: int | None, device: torch.device
+        self, micro_batches: Iterable[MicroBatch], seed: int | None, device: torch.device
     ) -> Iterable[Any]:
-        """The data of these turns, as of :func:`make_loader`."""
+        """The data of these micro-batches, as of :func:`make_loader`."""
         return make_loader(
             self.dataset,
-            turns,
+            micro_batches,
             seed,
             self.read.collate_fn,
             self.read.num_workers,

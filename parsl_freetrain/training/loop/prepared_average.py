@@ -21,7 +21,7 @@ class PreparedAverage:
         The averaged model; its ``update_parameters`` is replaced.
     models
         The prepared models, of which it averages one.
-    in_turn
+    in_micro_batch
         Whether the body of the loop is running.
 
     Raises
@@ -35,7 +35,7 @@ class PreparedAverage:
         average: AveragedModel,
         models: Sequence[torch.nn.Module],
         peers: Peers,
-        in_turn: Callable[[], bool],
+        in_micro_batch: Callable[[], bool],
     ) -> None:
         sources = [model for model in models if _shapes(model) == _shapes(average.module)]
         if len(sources) != 1:
@@ -45,7 +45,7 @@ class PreparedAverage:
                 'ctx.ema(model, decay).'
             )
         self._source = sources[0]
-        self._peers, self._in_turn = peers, in_turn
+        self._peers, self._in_micro_batch = peers, in_micro_batch
         self._update = average.update_parameters
         average.update_parameters = self._called  # type: ignore[method-assign]
         self._called_now = False
@@ -53,14 +53,14 @@ class PreparedAverage:
         self._agreed = False
 
     def _called(self, model: torch.nn.Module) -> None:
-        if self._in_turn():
+        if self._in_micro_batch():
             self._called_now = True
         else:
             self._update(model)
 
-    def end_turn(self) -> None:
-        """Call after a turn. Raises BadInput if it was called in this turn and not in the first
-        one, or the other way round.
+    def end_micro_batch(self) -> None:
+        """Call after a micro-batch. Raises BadInput if it was called in this micro-batch and not in
+        the first one, or the other way round.
         """
         called, self._called_now = self._called_now, False
         if self._each_step is None:
@@ -74,7 +74,7 @@ class PreparedAverage:
 
     def after_step(self) -> None:
         """Call after each step, on all ranks."""
-        if not self._agreed:  # a rank may have had no turn in the first batch
+        if not self._agreed:  # a rank may have had no micro-batch in the first batch
             self._each_step = bool(self._peers.largest((bool(self._each_step),))()[0])
             self._agreed = True
         if self._each_step:

@@ -27,29 +27,29 @@ class Reports:
         self.values = values
         self._reached = 0
         self._parts: _Parts = {}
-        self._turn: dict[str, float] | None = None
+        self._micro_batch: dict[str, float] | None = None
 
     def put(self, name: str, value: float) -> None:
-        """Report a value; in a turn, the last value of each name counts."""
-        if self._turn is not None:
-            self._turn[name] = value
+        """Report a value; in a micro-batch, the last value of each name counts."""
+        if self._micro_batch is not None:
+            self._micro_batch[name] = value
         else:
             self.values[name] = value
             self._parts.pop(name, None)
 
     @property
-    def in_turn(self) -> bool:
+    def in_micro_batch(self) -> bool:
         """Whether the body of the loop is running."""
-        return self._turn is not None
+        return self._micro_batch is not None
 
-    def begin_turn(self, reached: int) -> None:
-        """Call before a turn; ``reached``: samples at the end of its global batch."""
-        self._reached, self._turn = reached, {}
+    def begin_micro_batch(self, reached: int) -> None:
+        """Call before a micro-batch; ``reached``: samples at the end of its global batch."""
+        self._reached, self._micro_batch = reached, {}
 
-    def end_turn(self, weight: float) -> None:
-        """Call after a turn; ``weight``: its share of the samples of the global batch."""
-        turn, self._turn = self._turn or {}, None
-        for name, value in turn.items():
+    def end_micro_batch(self, weight: float) -> None:
+        """Call after a micro-batch; ``weight``: its share of the samples of the global batch."""
+        micro_batch, self._micro_batch = self._micro_batch or {}, None
+        for name, value in micro_batch.items():
             if weight:
                 at, parts = self._parts.get(name, (0, []))
                 if at != self._reached:
@@ -74,7 +74,7 @@ class Reports:
 
     def forget(self) -> None:
         """Forget what was reported and not gathered, since training goes back."""
-        self._parts, self._turn = {}, None
+        self._parts, self._micro_batch = {}, None
 
 
 def mean(parts: Sequence[tuple[float, float]]) -> float:

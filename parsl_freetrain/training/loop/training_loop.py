@@ -140,13 +140,13 @@ class TrainingLoop:
         reproducible = isinstance(mode, Reproducible)
         self._draw_for_itself()
         ahead, here = tee(
-            (batch, self._steps.turns(batch)) for batch in data.batches(state.samples)
+            (batch, self._steps.micro_batches(batch)) for batch in data.batches(state.samples)
         )
         # Ranks that train the same samples must also draw the same random numbers for them.
         drawn = seed if reproducible or self._division.grouped else None
-        turns_ahead = (turn for _, turns in ahead for turn in turns)
-        micro_batches = iter(data.loader(turns_ahead, drawn, self._device))
-        for batch, turns in here:
+        to_load = (micro_batch for _, micro_batches in ahead for micro_batch in micro_batches)
+        loaded = iter(data.loader(to_load, drawn, self._device))
+        for batch, micro_batches in here:
             batch_began_at = time.monotonic()
             state.reached = batch.samples_before + len(batch.indices)
             state.epoch = batch.epoch
@@ -158,20 +158,20 @@ class TrainingLoop:
                 self._channel.send(
                     Started(self._rank, state.samples, time.time(), keeps=self._last.possible)
                 )
-            for turn in turns:
-                turn_began_at = time.monotonic()
-                batch_data = to_device(next(micro_batches), self._device)
-                self._steps.begin_turn(turn)
+            for micro_batch in micro_batches:
+                micro_batch_began_at = time.monotonic()
+                batch_data = to_device(next(loaded), self._device)
+                self._steps.begin_micro_batch(micro_batch)
                 if isinstance(mode, Reproducible):
-                    seed_everything(turn.seed(seed, 'model'))
+                    seed_everything(micro_batch.seed(seed, 'model'))
                     demand_determinism(warn_only=mode.warn_only)
-                state.reports.begin_turn(state.reached)
-                self._guard.begin_turn()
+                state.reports.begin_micro_batch(state.reached)
+                self._guard.begin_micro_batch()
                 yield batch_data
-                self._guard.end_turn()
-                state.reports.end_turn(turn.weight)
-                self._steps.end_turn()
-                wait_as_slow(time.monotonic() - turn_began_at)
+                self._guard.end_micro_batch()
+                state.reports.end_micro_batch(micro_batch.weight)
+                self._steps.end_micro_batch()
+                wait_as_slow(time.monotonic() - micro_batch_began_at)
             # The next batch, or with a delay one of the next, is the last one.
             soon = state.reached + (1 + self._steps.delay) * data.order.batch_size
             self._near_end = (state.total_samples is not None and soon >= state.total_samples) or (
@@ -261,8 +261,8 @@ class TrainingLoop:
         """In throughput and scaled mode, from here on each rank draws random numbers of its own."""
         mode = self._order.spec.mode
         if not isinstance(mode, Reproducible):
-            turn = MicroBatch((), self._state.samples, self._division.data_rank, 0.0)
-            seed_everything(turn.seed(mode.seed, 'fragment'))
+            micro_batch = MicroBatch((), self._state.samples, self._division.data_rank, 0.0)
+            seed_everything(micro_batch.seed(mode.seed, 'fragment'))
 
     def _end_epoch(self) -> Iterator[Any]:
         """Do what is to be done at the end of an epoch."""

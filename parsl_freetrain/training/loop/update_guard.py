@@ -43,7 +43,7 @@ class UpdateGuard:
     others
         Modules around the loop that may not have been prepared, by name.
     averages
-        What is to be asked at the end of a turn, too.
+        What is to be asked at the end of a micro-batch, too.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class UpdateGuard:
         reproducible: bool,
         averages: Sequence[PreparedAverage] = (),
     ) -> None:
-        self._reproducible, self._averages = reproducible, averages
+        self._averages = averages
         self._names: list[str] = []
         self._watched: list[torch.Tensor] = []
         known = {id(p) for model in prepared.models for p in model.parameters()}
@@ -77,21 +77,21 @@ class UpdateGuard:
                 self._watched.append(parameter)
 
     def begin_batch(self) -> None:
-        """Call before the turns of a global batch."""
+        """Call before the micro-batches of a global batch."""
         self._batches += 1
 
-    def begin_turn(self) -> None:
-        """Call before a turn."""
+    def begin_micro_batch(self) -> None:
+        """Call before a micro-batch."""
         self._versions = [parameter._version for parameter in self._watched]
         thorough = self._batches & (self._batches - 1) == 0
         self._sums = self._sums_now() if thorough else None
 
-    def end_turn(self) -> None:
-        """Call after a turn. Raises BadInput if a parameter has changed in it, or an average was
-        asked for in some turns only.
+    def end_micro_batch(self) -> None:
+        """Call after a micro-batch. Raises BadInput if a parameter has changed in it, or an average
+        was asked for in some micro-batches only.
         """
         for average in self._averages:
-            average.end_turn()
+            average.end_micro_batch()
         now = [parameter._version for parameter in self._watched]
         if now != self._versions:
             pairs = zip(now, self._versions, strict=True)

@@ -53,7 +53,7 @@ class Accumulation:
             )
         self._combine = combine
         self._prepared = prepared
-        self._turns = self._turn = 1
+        self._micro_batches = self._micro_batch = 1
         self._share = self._weight = 1.0
         self._sums: dict[int, torch.Tensor] = {}
         self._stepped: set[int] = set()
@@ -63,7 +63,7 @@ class Accumulation:
             OF_A_MICRO_BATCH,
         )
         for number, optimizer in enumerate(prepared.optimizers):
-            step = MethodType(self._in_last_turn(optimizer, number), optimizer)
+            step = MethodType(self._in_last_micro_batch(optimizer, number), optimizer)
             optimizer.step = step  # type: ignore[method-assign]
         for number, scheduler in enumerate(prepared.schedulers):
             # A scheduler's attributes are its state, which is saved, so the method is its class's.
@@ -71,32 +71,34 @@ class Accumulation:
             own = {'step': self._once(scheduler.step, number), '__module__': kind.__module__}
             scheduler.__class__ = type(kind.__name__, (kind,), own)
 
-    def begin(self, turns: int) -> None:
-        """Call before the turns of a global batch. With one turn, everything is as without this."""
-        self._turns, self._turn = turns, 0
+    def begin(self, micro_batches: int) -> None:
+        """Call before the micro-batches of a global batch. With one micro-batch, everything is as
+        without this.
+        """
+        self._micro_batches, self._micro_batch = micro_batches, 0
 
     @property
     def on(self) -> bool:
-        """Whether the global batch has several turns."""
-        return self._turns > 1
+        """Whether the global batch has several micro-batches."""
+        return self._micro_batches > 1
 
     @property
     def at_last(self) -> bool:
-        """Whether this is the last turn of the global batch."""
-        return self._turn == self._turns
+        """Whether this is the last micro-batch of the global batch."""
+        return self._micro_batch == self._micro_batches
 
-    def begin_turn(self, share: float, weight: float) -> None:
-        """Call before a turn. ``share``: its share of the samples of the global batch; ``weight``:
-        the factor of its gradients in the sum.
+    def begin_micro_batch(self, share: float, weight: float) -> None:
+        """Call before a micro-batch. ``share``: its share of the samples of the global batch;
+        ``weight``: the factor of its gradients in the sum.
         """
-        self._turn += 1
+        self._micro_batch += 1
         self._share, self._weight = share, weight
         self._stepped = set()
-        self._guard.begin_turn(self.on)
+        self._guard.begin_micro_batch(self.on)
 
-    def end_turn(self) -> None:
-        """Call after a turn. Raises BadInput if gradients of it were not used."""
-        self._guard.end_turn()
+    def end_micro_batch(self) -> None:
+        """Call after a micro-batch. Raises BadInput if gradients of it were not used."""
+        self._guard.end_micro_batch()
         for number, optimizer in enumerate(self._prepared.optimizers if self.on else ()):
             unused = any(
                 id(p) in self._sums if self.at_last else p.grad is not None
@@ -109,7 +111,7 @@ class Accumulation:
                     'optimizer.step() once in each.'
                 )
 
-    def _in_last_turn(self, optimizer: Any, number: int) -> Callable[..., Any]:
+    def _in_last_micro_batch(self, optimizer: Any, number: int) -> Callable[..., Any]:
         plain = optimizer.step
 
         def step(optimizer: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
@@ -129,7 +131,8 @@ class Accumulation:
             self._guard.check(parameters)
             self._take(parameters)
             if self.at_last:
-                self._guard.end_turn()  # optimizers choose their kernels by the parameters' class
+                # Optimizers choose their kernels by the parameters' class.
+                self._guard.end_micro_batch()
                 for parameter in parameters:
                     parameter.grad = self._sums.pop(id(parameter), None)
                 self._combine(parameters)

@@ -32,8 +32,8 @@ from parsl_freetrain.training.steps.nonfinite import NEVER, FirstNonFinite, Guar
 
 
 class ThroughputSteps:
-    """One turn per global batch, on this rank's part of it, or several with micro-batches.
-    Optimizers and schedulers are the user's own.
+    """One micro-batch per global batch, which is this rank's part of it, or several if the user
+    asks for them. Optimizers and schedulers are the user's own.
 
     Gradients are averaged over the ranks that hold the same parameters and train different samples.
     In a pipeline, that is done when the optimizer steps, since a schedule has many backward passes.
@@ -132,8 +132,8 @@ class ThroughputSteps:
         return self._prepared.schedulers
 
     def limit(self, micro_batch: int | None, batch_size: int) -> None:
-        """From now on, the turns of a global batch have ``micro_batch`` samples at most; None: no
-        limit. Raises BadInput if the models or optimizers cannot be trained so.
+        """From now on, the micro-batches of a global batch have ``micro_batch`` samples at most;
+        None: no limit. Raises BadInput if the models or optimizers cannot be trained so.
         """
         self._micro_batch = micro_batch
         if micro_batch is None or self._accumulation is not None:
@@ -145,9 +145,9 @@ class ThroughputSteps:
             )
         self._accumulation = Accumulation(self._prepared, self._combine)
 
-    def turns(self, batch: GlobalBatch) -> list[MicroBatch]:
-        """The turns of this rank; all ranks have equally many. One without samples trains one
-        with weight 0, since DDP and FSDP need all ranks.
+    def micro_batches(self, batch: GlobalBatch) -> list[MicroBatch]:
+        """The micro-batches of this rank; all ranks have equally many. One without samples trains
+        one with weight 0, since DDP and FSDP need all ranks.
         """
         own = split_for_ranks(batch.indices, self._division.parts, self._division.data_rank)
         return [
@@ -158,16 +158,16 @@ class ThroughputSteps:
                 len(part) / len(batch.indices),
                 number,
             )
-            for number, part in enumerate(shard(own, self._number_of_turns(batch)))
+            for number, part in enumerate(shard(own, self._number_of_micro_batches(batch)))
         ]
 
-    def _number_of_turns(self, batch: GlobalBatch) -> int:
+    def _number_of_micro_batches(self, batch: GlobalBatch) -> int:
         largest = math.ceil(len(batch.indices) / self._division.parts)
         return math.ceil(largest / (self._micro_batch or largest))
 
     def begin(self, batch: GlobalBatch, guarded: bool) -> None:
-        """Call before the turns of a global batch. ``guarded``: skip the step if a gradient is not
-        finite.
+        """Call before the micro-batches of a global batch. ``guarded``: skip the step if a gradient
+        is not finite.
         """
         self._guard.on = guarded
         self.changed = False
@@ -182,7 +182,7 @@ class ThroughputSteps:
             return
         own = split_for_ranks(batch.indices, self._division.parts, self._division.data_rank)
         self._own_share = len(own) / len(batch.indices)
-        self._accumulation.begin(self._number_of_turns(batch))
+        self._accumulation.begin(self._number_of_micro_batches(batch))
         for model in self.models:
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = not self._accumulation.on
@@ -190,26 +190,26 @@ class ThroughputSteps:
                     for buffer in model.module.buffers():
                         broadcast_into(buffer, group=self._division.data_group, group_src=0)
 
-    def begin_turn(self, turn: MicroBatch) -> None:
-        """Call before a turn."""
-        self._weight = turn.weight
+    def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
+        """Call before a micro-batch."""
+        self._weight = micro_batch.weight
         if self._mean is not None:
-            self._mean.weight = turn.weight
+            self._mean.weight = micro_batch.weight
         accumulation = self._accumulation
         if accumulation is not None and accumulation.on:
-            weight = 1.0 if self._mean is not None else turn.weight  # FSDP has weighted them
+            weight = 1.0 if self._mean is not None else micro_batch.weight  # FSDP has weighted them
             if self._adasum and self._own_share:
                 weight /= self._own_share
-            accumulation.begin_turn(turn.weight, weight)
+            accumulation.begin_micro_batch(micro_batch.weight, weight)
             self._stop_counting()
         elif self._mean is None and not self._at_step:
-            self._count_gradients(turn.weight)
+            self._count_gradients(micro_batch.weight)
 
     @torch.no_grad()
-    def end_turn(self) -> None:
-        """Call after a turn."""
+    def end_micro_batch(self) -> None:
+        """Call after a micro-batch."""
         if self._accumulation is not None:
-            self._accumulation.end_turn()
+            self._accumulation.end_micro_batch()
         if self.kept_back:
             self._buffers.undo()
 
@@ -219,8 +219,8 @@ class ThroughputSteps:
         return self._guard.on and self._guard.bad
 
     def end(self, wish: Callable[[], int], time_left: Callable[[], float]) -> int:
-        """Call after the turns. Returns the maximum of all ranks' wishes, which may be up to
-        :attr:`delay` batches old.
+        """Call after the micro-batches. Returns the maximum of all ranks' wishes, which may be up
+        to :attr:`delay` batches old.
         """
         decision = self._agreement.after_step(wish, time_left)
         if decision == DIFFERENT:

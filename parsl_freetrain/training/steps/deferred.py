@@ -1,4 +1,4 @@
-"""Optimizers and schedulers that act once per global batch, whatever its number of turns."""
+"""Optimizers and schedulers that act once per global batch, however many micro-batches it has."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ NO_SCALER = (
 
 
 class DeferredOptimizer:
-    """Stands for an optimizer in the user's loop. ``step()`` hands over the turn's gradient, and
-    the optimizer itself steps later.
+    """Stands for an optimizer in the user's loop. ``step()`` hands over the micro-batch's gradient,
+    and the optimizer itself steps later.
 
     Everything else is the optimizer's own.
     """
@@ -28,8 +28,8 @@ class DeferredOptimizer:
         self._hand_over = hand_over
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Hand over the gradient of this turn; call it once in each turn. Raises BadInput if it was
-        called in this turn already.
+        """Hand over the gradient of this micro-batch; call it once in each micro-batch. Raises
+        BadInput if it was called in this micro-batch already.
         """
         loss = None
         if closure is not None:

@@ -29,14 +29,14 @@ _CLEARING = (_TENSOR.zero_, _TENSOR.requires_grad_, _TENSOR.data.__get__, _TENSO
 
 class GradientGuard:
     """Remembers each gradient as backward() left it, where the gradient in the loop is that of one
-    of several turns. What is not linear in it (clipping) would give a result that depends on the
-    turns, and what is read is not what the loop seems to say.
+    of several micro-batches. What is not linear in it (clipping) would give a result that depends
+    on the micro-batches, and what is read is not what the loop seems to say.
 
-    From backward() to the end of the turn, parameters have another class. Packages other than torch
-    get their ``grad`` as a tensor that can be cleared and refuses everything else. Parameters of an
-    own class, such as those of sharded models, keep it. PyTorch does not count all changes of
-    sharded gradients, so their sums are compared too. ``whose``: what is said to the user about the
-    gradient.
+    From backward() to the end of the micro-batch, parameters have another class. Packages other
+    than torch get their ``grad`` as a tensor that can be cleared and refuses everything else.
+    Parameters of an own class, such as those of sharded models, keep it. PyTorch does not count all
+    changes of sharded gradients, so their sums are compared too. ``whose``: what is said to the
+    user about the gradient.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], whose: str = OF_A_SHARD) -> None:
@@ -50,13 +50,13 @@ class GradientGuard:
             if parameter.requires_grad:  # one that is unfrozen later is not watched
                 parameter.register_post_accumulate_grad_hook(self._note)
 
-    def begin_turn(self, of_several: bool) -> None:
-        """Call before a turn; ``of_several``: whether the global batch has other ones."""
+    def begin_micro_batch(self, of_several: bool) -> None:
+        """Call before a micro-batch; ``of_several``: whether the global batch has other ones."""
         self._left, self._sums, self._on = {}, {}, of_several
 
     def check(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Call before the gradients of a turn are taken. Raises BadInput if one was changed after
-        backward().
+        """Call before the gradients of a micro-batch are taken. Raises BadInput if one was changed
+        after backward().
         """
         sums = []
         for parameter in parameters:
@@ -72,8 +72,8 @@ class GradientGuard:
             if not torch.allclose(before, now, rtol=0, atol=0, equal_nan=True):
                 raise BadInput(f'{_CHANGED}. {self._whose}: {_OFFER}')
 
-    def end_turn(self) -> None:
-        """Call after a turn."""
+    def end_micro_batch(self) -> None:
+        """Call after a micro-batch."""
         for parameter in self._unreadable:
             parameter.__class__ = torch.nn.Parameter
         self._unreadable = []

@@ -1,5 +1,5 @@
 """The settings in optimizers' parameter groups, such as learning rates: they must be the same in
-all turns of a global batch and on all ranks.
+all micro-batches of a global batch and on all ranks.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ class GroupSettings:
             optimizer.register_step_pre_hook(follow(number))
 
     def begin_batch(self) -> None:
-        """Call before the turns of a global batch."""
+        """Call before the micro-batches of a global batch."""
         self._first = None
 
-    def begin_turn(self) -> None:
-        """Call before a turn."""
+    def begin_micro_batch(self) -> None:
+        """Call before a micro-batch."""
         self._at_step = {}
 
     def wants_step(self, number: int) -> None:
-        """Call when the body asks for a step, which is taken after the turns."""
+        """Call when the body asks for a step, which is taken after the micro-batches."""
         self._at_step[number] = settings_of(self._optimizers[number])
 
-    def end_turn(self) -> None:
-        """Call after a turn. Raises BadInput if it has changed settings after optimizer.step(), or
-        in another way than an earlier turn.
+    def end_micro_batch(self) -> None:
+        """Call after a micro-batch. Raises BadInput if it has changed settings after
+        optimizer.step(), or in another way than an earlier micro-batch.
         """
         now = self.now()
         for number, then in self._at_step.items():
@@ -99,12 +99,12 @@ class GroupSettings:
                 f'for another, so the result would depend on the number of nodes. {_OFFER}.'
             )
 
-    def agree(self, peers: Peers, *, in_turns: bool = True) -> None:
-        """Compare the settings of all ranks, which call this together. ``in_turns``: those of ranks
-        that had a turn in the global batch; the others take them over. Raises BadInput if they
-        differ, on all ranks.
+    def agree(self, peers: Peers, *, in_micro_batches: bool = True) -> None:
+        """Compare the settings of all ranks, which call this together. ``in_micro_batches``: those
+        of ranks that had a micro-batch in the global batch; the others take them over. Raises
+        BadInput if they differ, on all ranks.
         """
-        mine, own = self.now(), self._first is not None or not in_turns
+        mine, own = self.now(), self._first is not None or not in_micro_batches
         said = gather_bytes(peers, msgspec.msgpack.encode((own, mine)))
         found = [msgspec.msgpack.decode(one, type=tuple[bool, _Groups]) for one in said]
         having = [(rank, theirs) for rank, (had, theirs) in enumerate(found) if had]
@@ -122,7 +122,7 @@ class GroupSettings:
 
     def refuse(self, peers: Peers) -> None:
         """Call on all ranks when :attr:`history` differs; raises BadInput."""
-        self.agree(peers, in_turns=False)
+        self.agree(peers, in_micro_batches=False)
         raise BadInput(
             'The ranks have taken different numbers of steps, or steps with different settings of '
             'an optimizer (a learning rate that was put back since), so each trains another model. '

@@ -26,8 +26,8 @@ from parsl_freetrain.training.steps.tree_exchange import TreeExchange
 
 
 class ReproducibleSteps:
-    """Cuts each global batch into virtual shards, one turn each, and adds up their contributions in
-    the order of the shards.
+    """Cuts each global batch into virtual shards, one micro-batch each, and adds up their
+    contributions in the order of the shards.
 
     What depends on how a batch is cut (sums, batch statistics, dropout) depends on the number of
     virtual shards, never on the number of ranks. The ranks' wishes (to stop, to save) are exchanged
@@ -68,8 +68,8 @@ class ReproducibleSteps:
             for rank in range(peers.world_size)
         ]
         self._mine = ranges[peers.rank]
-        # In a turn, ranks that divide parameters take neighbouring shards: how many, and which of
-        # them this rank takes.
+        # In a micro-batch, ranks that divide parameters take neighbouring shards: how many, and
+        # which of them this rank takes.
         self._width, self._place = 1, 0
         self._covers = [self._tree.cover(shards_) for shards_ in ranges]
         parameters: dict[int, torch.nn.Parameter] = {}
@@ -84,7 +84,8 @@ class ReproducibleSteps:
             self._of_optimizer.append(set(own))
         self._parameters = tuple(parameters.values())
         self._buffers = Buffers(prepared.models)
-        # All parameters, frozen or not: the function may unfreeze some in another rank's turn.
+        # All parameters, frozen or not: the function may unfreeze some in another rank's
+        # micro-batch.
         self._layout = Layout(
             self._parameters,
             self._buffers.floating,
@@ -97,7 +98,7 @@ class ReproducibleSteps:
         self._ranks = TreeExchange(self._tree, peers)
         self._sums: dict[Node, Contribution | None] = {}
         self._sizes: tuple[int, ...] = ()
-        self._turn: MicroBatch | None = None
+        self._micro_batch: MicroBatch | None = None
         self._own = Contribution(torch.empty(0), torch.empty(0))
         self._guard = GradientGuard(self._parameters)
         self._settings = GroupSettings(prepared.optimizers)
@@ -144,9 +145,9 @@ class ReproducibleSteps:
                 f'{math.ceil(batch_size / micro_batch)}) or more.'
             )
 
-    def turns(self, batch: GlobalBatch) -> list[MicroBatch]:
-        """The turns of this rank for a global batch: one for each of its shards that is not empty
-        or has a neighbour in the same turn that is not.
+    def micro_batches(self, batch: GlobalBatch) -> list[MicroBatch]:
+        """The micro-batches of this rank for a global batch: one for each of its shards that is not
+        empty or has a neighbour in the same micro-batch that is not.
         """
         parts = shard(batch.indices, self._shards)
         return [
@@ -163,7 +164,7 @@ class ReproducibleSteps:
 
     @torch.no_grad()
     def begin(self, batch: GlobalBatch, guarded: bool) -> None:
-        """Call before the turns of a global batch. Steps are always guarded in this mode."""
+        """Call before the micro-batches of a global batch. Steps are always guarded here."""
         self._sizes = tuple(len(part) for part in shard(batch.indices, self._shards))
         self._sums = {}
         self._settings.begin_batch()
@@ -174,11 +175,11 @@ class ReproducibleSteps:
         self._buffers.remember()
 
     @torch.no_grad()
-    def begin_turn(self, turn: MicroBatch) -> None:
-        """Call before a turn. Every shard starts from the same state."""
-        self._turn = turn
-        self._guard.begin_turn(self._shards > 1)
-        self._settings.begin_turn()
+    def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
+        """Call before a micro-batch. Every shard starts from the same state."""
+        self._micro_batch = micro_batch
+        self._guard.begin_micro_batch(self._shards > 1)
+        self._settings.begin_micro_batch()
         self._own = self._layout.empty()
         self._stepped = [False] * len(self._stepped)
         self._scheduled = [()] * len(self._scheduled)
@@ -187,10 +188,10 @@ class ReproducibleSteps:
         self._buffers.undo()
 
     @torch.no_grad()
-    def end_turn(self) -> None:
-        """Call after a turn."""
-        self._guard.end_turn()
-        turn, layout = self._current_turn, self._layout
+    def end_micro_batch(self) -> None:
+        """Call after a micro-batch."""
+        self._guard.end_micro_batch()
+        micro_batch, layout = self._current_micro_batch, self._layout
         for i, stepped in enumerate(self._stepped):
             if not stepped and any(
                 p.grad is not None for p in layout.parameters if id(p) in self._of_optimizer[i]
@@ -200,19 +201,19 @@ class ReproducibleSteps:
                     'optimizer.step() once in every iteration (use a larger batch_size instead of '
                     'gradient accumulation).'
                 )
-        self._settings.end_turn()
+        self._settings.end_micro_batch()
         self._buffers.take()
         layout.put_missing(self._own)
-        layout.put_buffers(self._own, self._buffers.before, turn.weight)
-        layout.put_steps(self._own, self._stepped, self._scheduled, turn.weight)
+        layout.put_buffers(self._own, self._buffers.before, micro_batch.weight)
+        layout.put_steps(self._own, self._stepped, self._scheduled, micro_batch.weight)
         self._complete()
-        self._tree.add(self._sums, self._node_of(turn), self._own, layout.plus)
-        self._turn = None
+        self._tree.add(self._sums, self._node_of(micro_batch), self._own, layout.plus)
+        self._micro_batch = None
 
     @torch.no_grad()
     def end(self, wish: Callable[[], int], time_left: Callable[[], float]) -> int:
-        """Call after the turns: exchange, then step once, unless the gradient is not finite.
-        Returns the maximum of all ranks' wishes.
+        """Call after the micro-batches: exchange, then step once, unless the gradient is not
+        finite. Returns the maximum of all ranks' wishes.
         """
         layout = self._layout
         # Checked before the sum over all ranks, which hides the culprit.
@@ -245,15 +246,15 @@ class ReproducibleSteps:
         return decision
 
     def _nodes(self) -> list[Node]:
-        """The shards of each turn of this rank, with the neighbours that other ranks take."""
+        """The shards of each micro-batch of this rank, and the neighbours that other ranks take."""
         return [(s, s + self._width) for s in self._mine[:: self._width]]
 
-    def _node_of(self, turn: MicroBatch) -> Node:
-        first = turn.part - self._place
+    def _node_of(self, micro_batch: MicroBatch) -> Node:
+        first = micro_batch.part - self._place
         return first, first + self._width
 
     def _complete(self) -> None:
-        """Make the contribution of a turn that of all its shards."""
+        """Make the contribution of a micro-batch that of all its shards."""
 
     def _clip_gradients(self, largest: float) -> None:
         torch.nn.utils.clip_grad_norm_(
@@ -296,7 +297,7 @@ class ReproducibleSteps:
 
     def _hand_over(self, number: int) -> Callable[[], None]:
         def hand_over() -> None:
-            turn, layout = self._current_turn, self._layout
+            micro_batch, layout = self._current_micro_batch, self._layout
             if self._stepped[number]:
                 raise BadInput(
                     'optimizer.step() was called twice in one iteration of ctx.loop: call it '
@@ -309,13 +310,15 @@ class ReproducibleSteps:
                 for i, parameter in enumerate(layout.parameters):
                     if id(parameter) in self._of_optimizer[number]:
                         # FSDP has weighted the gradients that it has added up.
-                        layout.put_gradient(self._own, i, 1.0 if self._width > 1 else turn.weight)
+                        layout.put_gradient(
+                            self._own, i, 1.0 if self._width > 1 else micro_batch.weight
+                        )
 
         return hand_over
 
     def _noting(self, number: int) -> Callable[[float | None], None]:
         def note(value: float | None) -> None:
-            if self._turn is not None:
+            if self._micro_batch is not None:
                 self._scheduled[number] = (value,)
             elif self._in_hook():
                 self._prepared.schedulers[number].step(*(() if value is None else (value,)))
@@ -328,10 +331,10 @@ class ReproducibleSteps:
         return note
 
     @property
-    def _current_turn(self) -> MicroBatch:
-        if self._turn is None:
+    def _current_micro_batch(self) -> MicroBatch:
+        if self._micro_batch is None:
             raise BadInput(
                 'optimizer.step() was called outside of ctx.loop: call it in the loop, which '
                 'counts the samples.'
             )
-        return self._turn
+        return self._micro_batch

@@ -148,7 +148,7 @@ class Layout:
     def put_buffers(
         self, into: Contribution, before: Sequence[torch.Tensor], weight: float
     ) -> None:
-        """Enter all buffers. ``before``: the floating-point buffers before the turn."""
+        """Enter all buffers. ``before``: the floating-point buffers before the micro-batch."""
         for i, (buffer, old) in enumerate(zip(self.buffers, before, strict=True)):
             torch.mul(
                 buffer.to(self._dtype),

@@ -19,8 +19,9 @@ from parsl_freetrain.training.steps.sharded import SumOfShards
 
 
 class ShardedReproducibleSteps(ReproducibleSteps):
-    """As :class:`~parsl_freetrain.training.steps.reproducible.ReproducibleSteps`; in each turn the
-    ranks of 'shard' take neighbouring virtual shards, and FSDP adds them up along the tree.
+    """As :class:`~parsl_freetrain.training.steps.reproducible.ReproducibleSteps`; in each
+    micro-batch the ranks of 'shard' take neighbouring virtual shards, and FSDP adds them up along
+    the tree.
 
     Each rank then has the sums of its own parts of the parameters. What is the same in any shape:
     the micro-batches, the tree, the order in which squares are added up for a norm, and the
@@ -44,9 +45,9 @@ class ShardedReproducibleSteps(ReproducibleSteps):
         self._width, self._place = shape.shard, mesh['shard'].get_local_rank()
         self._sum = SumOfShards(prepared.models, shape.shard)
 
-    def begin_turn(self, turn: MicroBatch) -> None:
-        super().begin_turn(turn)
-        sizes = self._sizes[slice(*self._node_of(turn))]
+    def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
+        super().begin_micro_batch(micro_batch)
+        sizes = self._sizes[slice(*self._node_of(micro_batch))]
         self._sum.weights = [size / sum(self._sizes) for size in sizes]
 
     def _complete(self) -> None:

@@ -35,9 +35,9 @@ def test_batches_for_an_accelerator_are_page_locked_and_their_copies_do_not_wait
     monkeypatch.setattr(torch.accelerator, 'current_accelerator', lambda: GPU)
     monkeypatch.setattr(torch.Tensor, 'pin_memory', pin_memory)
     monkeypatch.setattr(torch.Tensor, 'to', copy)
-    turns = [MicroBatch((0, 1), 0, 0, 1.0), MicroBatch((2, 3), 2, 0, 1.0)]
+    micro_batches = [MicroBatch((0, 1), 0, 0, 1.0), MicroBatch((2, 3), 2, 0, 1.0)]
     data = list(torch.arange(4.0))
-    batches = list(make_loader(data, turns, 7, None, 0, device))
+    batches = list(make_loader(data, micro_batches, 7, None, 0, device))
     assert [batch.tolist() for batch in batches] == [[0.0, 1.0], [2.0, 3.0]]
     assert pinned == [batch.data_ptr() for batch in batches][:locked]
     to_device({'x': [batches[0]], 'y': (batches[1], 'text')}, device)
@@ -58,8 +58,8 @@ def test_batches_of_tensors_are_those_of_torch(
     images = torch.randn(8, 3, 4, 4).to(memory_format=layout)
     data = kind(images, torch.arange(8), torch.randn(8, 2).bfloat16())
     picked = [(5, 0, 3), (7, 7)]
-    turns = [MicroBatch(indices, 0, 0, 1.0) for indices in picked]
-    ours = list(make_loader(data, turns, seed, None, 0, CPU))
+    micro_batches = [MicroBatch(indices, 0, 0, 1.0) for indices in picked]
+    ours = list(make_loader(data, micro_batches, seed, None, 0, CPU))
     theirs = list(DataLoader(data, batch_sampler=map(list, picked)))
     assert [type(batch) for batch in ours] == [type(batch) for batch in theirs] == [list, list]
     for mine, its in zip(chain(*ours), chain(*theirs), strict=True):

@@ -45,7 +45,7 @@ def train(ctx: Any) -> None:
     model, optimizer = ctx.prepare(plain, optimizer_of(plain))
     log, position = StepLog(plain), ctx.samples
     for x, y in ctx.loop(dataset, BATCH):
-        if ctx.samples != position:  # in reproducible mode a batch may take several turns
+        if ctx.samples != position:  # in reproducible mode a batch may take several micro-batches
             log.step(position, ctx.world_size)
             position = ctx.samples
         optimizer.zero_grad()
