@@ -19,7 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.shape import Shape
-from parsl_freetrain.executor.fragment.control_channel import ControlClient, ControlServer
+from parsl_freetrain.executor.fragment.control_channel import (
+    ControlClient,
+    ControlServer,
+    MemberDisconnected,
+)
 from parsl_freetrain.executor.fragment.member import Member
 from parsl_freetrain.executor.fragment.member_order import MemberOrder
 from parsl_freetrain.executor.fragment.rank_result import RankResult
@@ -244,10 +248,12 @@ def test_the_executor_goes_on_after_nonsense_of_a_member(
 ) -> None:
     client.socket.send_multipart([arrives, b''] if len(arrives) % 2 else [arrives])
     client.send(ms.Hello('last'))
-    heard: list[FromMember] = []
-    while not heard or heard[-1].message != ms.Hello('last'):
+    heard: list[Any] = []
+    while FromMember('cnn', 3, 1, ms.Hello('last')) not in heard:
         heard += server.receive(LIMIT_S)
-    assert all(isinstance(message, FromMember) for message in heard)
+    # The member first tried whether the address answers. The end of that connection may be heard of
+    # late, and seem to be this one's, which has the same file descriptor: the member is asked then.
+    assert {type(message) for message in heard} <= {FromMember, MemberDisconnected}
 
 
 @QUICK
