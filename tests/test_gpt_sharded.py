@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from parsl_freetrain.executor.run_lock import RunLock
+from parsl_freetrain.training.process import fork_server
 from tests.support import template
 from workflows import gpt_sharded
 
 # What each node and each rank would import in every fragment.
-TO_IMPORT = ('workflows.gpt_sharded', 'parsl_freetrain.training.steps.sharded_reproducible')
+TO_IMPORT = ('workflows.gpt_sharded', *fork_server._FOR_SHARDED)
 
 
 @pytest.mark.slow
