@@ -19,6 +19,7 @@ from parsl_freetrain.core.model.errors import BadInput
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from parsl_freetrain.cli.live.snapshot import RunStatus
     from parsl_freetrain.cli.live.view import LiveView
     from parsl_freetrain.ledger.reader import Reader
 
@@ -84,9 +85,9 @@ def watch(
             if web:
                 _serve(view, reader, run, every or TERMINAL_S, port, as_json, pause)
             elif as_json:
-                _follow(view, lambda: _print_json(path, view), every or PLAIN_S, pause)
+                _follow(view, lambda seen: _print_json(path, seen), every or PLAIN_S, pause)
             elif not console.is_terminal:
-                _follow(view, lambda: _print_lines(console, view), every or PLAIN_S, pause)
+                _follow(view, lambda seen: _print_lines(console, seen), every or PLAIN_S, pause)
             else:
                 _draw(view, console, every or TERMINAL_S, pause)
         except KeyboardInterrupt:
@@ -116,21 +117,23 @@ def _awaited(given: Path | None) -> Path:
 
 
 def _follow(
-    view: LiveView, show: Callable[[], None], every_s: float, pause: threading.Event
+    view: LiveView, show: Callable[[RunStatus], None], every_s: float, pause: threading.Event
 ) -> None:
-    show()
-    while _goes_on(view):
+    while True:
+        seen = view.snapshot(time.time())
+        show(seen)
+        if seen.life.state not in ('running', 'silent'):  # what was shown last
+            return
         pause.wait(every_s)
-        show()
 
 
 def _draw(view: LiveView, console: Console, every_s: float, pause: threading.Event) -> None:
     from rich.live import Live
 
-    with Live(
-        view.render(time.time()), console=console, auto_refresh=False, vertical_overflow='ellipsis'
-    ) as live:
-        _follow(view, lambda: live.update(view.render(time.time()), refresh=True), every_s, pause)
+    from parsl_freetrain.cli.live.view import screen
+
+    with Live(console=console, auto_refresh=False, vertical_overflow='ellipsis') as live:
+        _follow(view, lambda seen: live.update(screen(seen), refresh=True), every_s, pause)
 
 
 def _serve(
@@ -160,20 +163,15 @@ def _serve(
         page.close()
 
 
-def _goes_on(view: LiveView) -> bool:
-    return view.snapshot(time.time()).life.state in ('running', 'silent')
-
-
-def _print_json(path: Path, view: LiveView) -> None:
+def _print_json(path: Path, seen: RunStatus) -> None:
     from parsl_freetrain.cli.live.snapshot import as_document
 
-    print(json.dumps({'ledger': str(path), **as_document(view.snapshot(time.time()))}), flush=True)
+    print(json.dumps({'ledger': str(path), **as_document(seen)}), flush=True)
 
 
-def _print_lines(console: Console, view: LiveView) -> None:
+def _print_lines(console: Console, seen: RunStatus) -> None:
     from parsl_freetrain.cli.live.view import plain_lines
 
-    seen = view.snapshot(time.time())
     for line in [*plain_lines(seen), *([seen.life.sentence] if seen.life.sentence else [])]:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     console.file.flush()

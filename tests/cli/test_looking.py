@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import pytest
 
 from parsl_freetrain import BadInput, Checkpoints, LocalSite, TrainingFuture, freetrain_app
 from parsl_freetrain.cli.live.liveness import life_of
+from parsl_freetrain.cli.live.snapshot import RunStatus
+from parsl_freetrain.cli.live.view import LiveView
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.executor.requests import Cancel
 from parsl_freetrain.ledger.rows import RunHistory, RunRow, TrainerRow
@@ -248,6 +251,37 @@ def test_all_are_cancelled_though_one_ends_meanwhile(
     said = capsys.readouterr().out
     assert "Trainer 'first' is over meanwhile (finished)." in said and "'second' is being" in said
     ledger.close()
+
+
+@pytest.mark.parametrize('form', ['json', 'lines', 'terminal'])
+def test_watch_shows_the_end_of_a_run_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Also if the run ends between two looks at it."""
+    shown: list[str] = []
+    with closing(Ledger(tmp_path / 'ledger.sqlite')) as ledger:
+        ledger.begin_run('run-1', at=time.time(), parsl_run_dir='', command='')
+        ledger.trainers.submitted(
+            name='cnn', at=time.time(), spec={'min_nodes': 1}, total_samples=10, samples=0
+        )
+        ledger.commit()
+        look = LiveView.snapshot
+
+        def then_it_ends(view: LiveView, now: float) -> RunStatus:
+            seen = look(view, now)
+            shown.append(seen.life.state)
+            ledger.trainers.state('cnn', at=time.time(), state='failed', why='it broke')
+            ledger.end_run('run-1', at=time.time(), how='done')
+            return seen
+
+        monkeypatch.setattr(LiveView, 'snapshot', then_it_ends)
+        if form == 'terminal':
+            monkeypatch.setenv('FORCE_COLOR', '1')
+        options = ['--json'] if form == 'json' else []
+        assert main(['watch', '--every', '0.01', '--ledger', str(tmp_path), *options]) == 0
+    out = capsys.readouterr().out
+    assert shown == ['running', 'ended']
+    assert 'failed' in (out.splitlines()[-1] if form != 'terminal' else out)
 
 
 def test_watch_waits_for_a_run_that_has_not_begun(
