@@ -101,8 +101,9 @@ def train(
 ) -> dict[str, Checkpoint]:
     """The final checkpoints of both trainers.
 
-    The divided trainer is killed on the way. It has all available nodes until half time; then the
-    undivided trainer is submitted and gets one node, so the divided one continues in another shape.
+    The divided trainer is killed on the way. It has all available nodes until half time (in a small
+    training: until it trains again after the last kill); then the undivided trainer is submitted
+    and gets one node, so the divided one continues in another shape.
 
     Parameters
     ----------
@@ -142,7 +143,8 @@ def train(
         for share in STRUCK_AT:
             until(divided, share * samples, site)
             strike(divided, Path(executor.ledger_path), site)
-        until(divided, samples / 2, site)
+        # The second half of a small training may last no longer than a submission on a busy disk.
+        until(divided, (STRUCK_AT[-1] if options.small else 0.5) * samples, site)
         whole = submitted(WHOLE, {1: Shape()})
         found = {
             name: result(future, site, LONGER)
