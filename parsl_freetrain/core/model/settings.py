@@ -119,7 +119,9 @@ def checked_arguments(
 
 
 def _check_type(where: str, name: str, value: object, hint: Any) -> None:
-    import typeguard  # compute nodes read settings and need not import it
+    if type(value) is hint:
+        return
+    import typeguard  # ranks rarely come here, and its import would delay their last checkpoint
 
     try:
         typeguard.check_type(

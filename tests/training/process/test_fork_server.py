@@ -348,7 +348,8 @@ def test_nonsense_does_not_end_a_template(template: ForkClient, tmp_path: Path) 
     template.wait_ready(LIMIT_S)
 
 
-def test_what_seeds_a_rank_is_imported_before_the_rank_is_forked() -> None:
+def test_what_a_rank_needs_is_imported_before_the_rank_is_forked() -> None:
+    """For its seed, and to know which checkpoints are kept."""
     program = (
         'import importlib, sys\n'
         'from parsl_freetrain.training.process import fork_server\n'
@@ -357,6 +358,9 @@ def test_what_seeds_a_rank_is_imported_before_the_rank_is_forked() -> None:
         'there = set(sys.modules)\n'
         'from parsl_freetrain.training.data.loader import seed_everything\n'
         'seed_everything(7)\n'
+        'import msgspec.json\n'
+        'from parsl_freetrain import Checkpoints\n'
+        'assert msgspec.json.decode(b"{}", type=Checkpoints).retention.last == 3\n'
         'print(*(set(sys.modules) - there))\n'
     )
     done = subprocess.run(
