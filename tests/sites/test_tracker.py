@@ -1,8 +1,9 @@
-"""How often the scheduler is asked about blocks while it does not answer, and what waits for it."""
+"""How often the scheduler is asked while it does not answer, and what waits for it."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, cast
 
@@ -11,10 +12,10 @@ from parsl.jobs.states import JobState as ParslState
 
 from parsl_freetrain.sites.batch import tracker as tracking
 from parsl_freetrain.sites.batch.block_table import BatchBlock
-from parsl_freetrain.sites.batch.commands import SchedulerSilent
+from parsl_freetrain.sites.batch.commands import SchedulerSilent, own_name
 from parsl_freetrain.sites.batch.holes import Wanted
 from parsl_freetrain.sites.batch.options import BatchOptions, options_from
-from parsl_freetrain.sites.batch.records import BatchJob, JobState
+from parsl_freetrain.sites.batch.records import BatchJob, JobState, NodeReservation, Nodes
 from parsl_freetrain.sites.batch.shape import Place
 from parsl_freetrain.sites.batch.tracker import BlockTracker
 from tests.support.waiting import LIMIT_S, wait_until
@@ -35,6 +36,9 @@ class Scripted:
         self.asked: list[float] = []
         self.answered = threading.Event()
         self.asked_in: list[threading.Thread] = []
+        self.queue: tuple[BatchJob, ...] = ()
+        self.cancels = False  # else it does not answer
+        self.cancelled: list[tuple[float, list[str]]] = []
 
     def clock(self) -> float:
         return self.now
@@ -47,7 +51,18 @@ class Scripted:
         if self.silent_s is not None:
             self.now += self.silent_s
             raise SchedulerSilent('squeue did not answer')
+        return self.queue
+
+    def nodes(self) -> tuple[Nodes, ...]:
         return ()
+
+    def reservations(self) -> tuple[NodeReservation, ...]:
+        return ()
+
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        self.cancelled.append((self.now, list(job_ids)))
+        if not self.cancels:
+            raise SchedulerSilent('scancel did not answer')
 
     def history(self, places: dict[str, Place]) -> dict[str, JobState]:
         self.asked_in.append(threading.current_thread())
@@ -104,3 +119,33 @@ def test_a_slow_database_holds_nothing_up(
     assert thread is not threading.current_thread()
     scheduler.answered.set()
     wait_until(lambda: tracker.statuses(['1'])[0].state is ParslState.COMPLETED)
+
+
+@pytest.mark.parametrize('stray', [False, True])
+def test_a_job_that_cannot_be_cancelled_is_tried_less_and_less_often(
+    scheduler: Scripted, stray: bool
+) -> None:
+    """A block that has not started in time, or that comes from a submission without an answer: a
+    try may take as long as ``command_s``, in which nothing else happens.
+    """
+    options = options_from(BatchOptions, 'Scripted', {})
+    unanswered = {'lost'} if stray else set()
+    tracker = BlockTracker(cast(Any, scheduler), options, scheduler.clock, unanswered)
+    tracker.add([] if stray else [BLOCK])
+    name = 'lost' if stray else BLOCK.place.name
+    scheduler.queue = (BatchJob('1', JobState.PENDING, 'batch', 1, user=own_name(), name=name),)
+
+    def look(hours: float) -> list[float]:
+        scheduler.cancelled.clear()
+        end = scheduler.now + hours * 3600
+        while scheduler.now < end:
+            scheduler.now += 10
+            tracker.statuses([] if stray else ['1'])
+        assert all(job_ids == ['1'] for _, job_ids in scheduler.cancelled)
+        return [at for at, _ in scheduler.cancelled]
+
+    pauses = [later - earlier for earlier, later in pairwise(look(2))]
+    assert pauses == sorted(pauses) and pauses[0] <= 20 and 300 <= pauses[-1] <= 310
+    scheduler.cancels = True
+    assert len(look(1)) == 1
+    assert not unanswered

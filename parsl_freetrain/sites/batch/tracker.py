@@ -13,6 +13,7 @@ from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.node_demand import NodeDemand
+from parsl_freetrain.host.backoff import Backoff
 from parsl_freetrain.sites.batch.block_table import BatchBlock, BlockTable
 from parsl_freetrain.sites.batch.commands import SchedulerSilent, own_name
 from parsl_freetrain.sites.batch.demand import Needs, needs, reserved, waits
@@ -32,6 +33,8 @@ HISTORY_S = 1.0
 """How long the records of jobs that are over are waited for, in seconds; what comes later is seen
 at the next look.
 """
+LONGEST_CANCEL_S = 300.0
+"""Maximum seconds between two tries to cancel jobs that nobody needs."""
 
 _HOLDING = (JobState.RUNNING, JobState.STARTING, JobState.SUSPENDED)
 
@@ -75,6 +78,8 @@ class BlockTracker:
         self._changed = NEVER  # answers to older questions do not show what we did
         self._next_history = NEVER
         self._history: threading.Thread | None = None
+        self._next_cancel = NEVER
+        self._backoff = Backoff(options.poll_s, LONGEST_CANCEL_S)
 
     def add(self, blocks: Collection[BatchBlock]) -> None:
         """Blocks were submitted, or adopted."""
@@ -355,22 +360,28 @@ class BlockTracker:
                 stranded = self._blocks.stranded(lengths_s, shortest_s, before)
                 late += [job_id for job_id in stranded if job_id not in late]
             taken = self._blocks.taken(self._options.requeue)
-        if self._watch.failures:
-            return
-        try:
-            if late:
-                self._cancel(late, withdrawn=True)
-            if taken:
-                self._cancel(taken, taken=True)
-        except SchedulerSilent as error:
-            logger.warning('Blocks %s are not needed: cannot cancel: %s', late + taken, error)
+        if not self._watch.failures:
+            self._try_to_cancel(late, withdrawn=True)
+            self._try_to_cancel(taken, taken=True)
 
     def _cancel_unanswered(self, jobs: Collection[BatchJob]) -> None:
         strays = [job for job in jobs if job.name in self._unanswered]
-        alive = [job.job_id for job in strays if not job.state.is_over]
-        try:
-            if alive:
-                self._scheduler.cancel(alive)
+        if self._try_to_cancel([job.job_id for job in strays if not job.state.is_over]):
             self._unanswered -= {job.name for job in strays}
+
+    def _try_to_cancel(self, job_ids: Sequence[str], **why: bool) -> bool:
+        """Cancel jobs that nobody needs. False if that must be tried again: every try may take
+        ``command_s``, so it is tried less and less often while the scheduler does not answer.
+        """
+        if not job_ids:
+            return True
+        if self._clock() < self._next_cancel:
+            return False
+        try:
+            self._cancel(job_ids, **why)
         except SchedulerSilent as error:
-            logger.warning('Blocks %s are still to be cancelled: %s', alive, error)
+            self._next_cancel = self._clock() + self._backoff.failed()
+            logger.warning('Jobs %s are not needed: cannot cancel: %s', job_ids, error)
+            return False
+        self._backoff.reset()
+        return True
