@@ -90,8 +90,9 @@ class Feed:
         """Read the ledger no more. A reading that goes on is waited for: SQLite crashes if its
         connection is closed meanwhile.
         """
+        self._closed = True
         with self._lock:
-            self._closed = True
+            pass
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -211,10 +212,12 @@ class Page:
     def close(self) -> None:
         """End all connections and stop listening."""
         self._site.closing.set()
+        # Connections end by themselves, some later than this. First of all, since another Ctrl-C may
+        # interrupt the rest.
+        self._site.feed.close()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-        self._site.feed.close()  # connections end by themselves, some later than this
 
 
 class _Server(ThreadingHTTPServer):

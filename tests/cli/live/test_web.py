@@ -238,7 +238,6 @@ def test_a_page_that_closes_waits_for_the_reading_of_its_ledger(tmp_path: Path) 
             assert reading.wait(LIMIT_S)
             end = threading.Thread(target=page.close)
             end.start()
-            page._thread.join()  # it listens no more; nothing but the reading is left
             end.join(1.0)
             assert end.is_alive()
             go_on.set()
@@ -246,6 +245,20 @@ def test_a_page_that_closes_waits_for_the_reading_of_its_ledger(tmp_path: Path) 
             for read in (feed.document, feed.charts, feed.curves):
                 with pytest.raises(FreeTrainError, match='not served any more'):
                     read()
+
+
+def test_a_second_ctrl_c_while_a_page_closes_leaves_nobody_who_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with live_run(tmp_path), Reader(tmp_path / 'ledger.sqlite') as reader:
+        feed = Feed(LiveView(reader), 'x', 1.0)
+        page = Page(feed)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(page._server, 'shutdown', lambda: signal.raise_signal(signal.SIGINT))
+            page.close()
+        with pytest.raises(FreeTrainError, match='not served any more'):
+            feed.document()
+        page.close()
 
 
 @pytest.mark.parametrize('size', [DESKTOP, PHONE], ids=['desktop', 'phone'])
