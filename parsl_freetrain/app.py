@@ -16,15 +16,15 @@ from parsl.app.app import python_app
 from parsl.dataflow.dflow import DataFlowKernel, DataFlowKernelLoader
 from parsl.dataflow.memoization import id_for_memo
 
+from parsl_freetrain.core.model.checked_settings import checked_arguments, refuse_unknown
 from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
-from parsl_freetrain.core.model.settings import checked_arguments, refuse_unknown
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.executor import FreeTrainExecutor
-from parsl_freetrain.executor.fragment.node_agent import fragment_task
 from parsl_freetrain.executor.fragment.payload import pack
+from parsl_freetrain.executor.fragment.worker_tasks import fragment_task
 from parsl_freetrain.executor.settings import check_trainer
 from parsl_freetrain.executor.trainer.future import TrainingFuture
-from parsl_freetrain.executor.trainer.record import TrainerRecord, check_name
+from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord, check_name
 from parsl_freetrain.training.checkpoint.folder_claim import claim
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput

@@ -49,7 +49,7 @@ from parsl_freetrain import (
     freetrain_app,
 )
 from parsl_freetrain.executor.settings import check_trainer
-from parsl_freetrain.sites.schedule import IdleInterval, Schedule, read_schedule
+from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule, read_schedule
 from parsl_freetrain.training.checkpoint.folder_claim import claim
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S

@@ -51,7 +51,7 @@ from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.summary import summary
 from parsl_freetrain.report.figures import figures
 from parsl_freetrain.report.page import report_page
-from parsl_freetrain.sites.schedule import Schedule, read_schedule, write_schedule
+from parsl_freetrain.sites.idle_schedule import Schedule, read_schedule, write_schedule
 from parsl_freetrain.sites.synthetic_schedule import generate
 from workflows.command import add_site_option, output_folder, result, set_aside
 from workflows.digits_models import train_digits

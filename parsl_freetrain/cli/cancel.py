@@ -22,13 +22,13 @@ def cancel(
     ] = 30.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Stop a trainer for good, with a checkpoint: its future is cancelled, its nodes go to others.
+    """Cancel a trainer, after a last checkpoint: its future is cancelled, its nodes go to others.
 
     Works from any computer that sees the run's file system. The checkpoints stay; the same program
     run again goes on from them.
     """
     # Parsl is slow to import, and the list of verbs does not need it.
-    from parsl_freetrain.cli.live.liveness import check_live
+    from parsl_freetrain.cli.live.run_life import check_live
     from parsl_freetrain.executor.requests import Cancel, ask
     from parsl_freetrain.ledger.reader import Reader
     from parsl_freetrain.ledger.rows import FINAL_STATES

@@ -121,7 +121,7 @@ def _chosen(
 
 
 def _over(reader: Any, trainer: str) -> bool:
-    from parsl_freetrain.cli.live.liveness import life_of
+    from parsl_freetrain.cli.live.run_life import life_of
     from parsl_freetrain.ledger.rows import FINAL_STATES
 
     history = reader.history()

@@ -23,7 +23,7 @@ from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 
 VERBS = {
     'allocate': 'Answer allocation problems: which training gets how many nodes?',
-    'cancel': 'End a trainer of a live run, with a checkpoint, for good.',
+    'cancel': 'Cancel a trainer of a live run, after a last checkpoint.',
     'doctor': 'Measure what trainings need, here and on the nodes; write it into one file.',
     'globus-init': 'Write the files of a Globus Compute endpoint that trains in holes.',
     'holes': 'Show the holes available now. Nothing is submitted.',

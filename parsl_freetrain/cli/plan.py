@@ -32,7 +32,8 @@ def plan(
     site: Annotated[
         str | None,
         typer.Option(
-            metavar='NAME|FILE', help='A site: a name in site_configs/, or a .py or .toml file.'
+            metavar='NAME|FILE',
+            help='Required. The site: local, a name in site_configs/, or a .py or .toml file.',
         ),
     ] = None,
     trainers: Annotated[
@@ -44,10 +45,17 @@ def plan(
         ),
     ] = None,
     start: Annotated[
-        float, typer.Option(metavar='S', help='Maximum seconds until a block has started.')
+        float,
+        typer.Option(
+            metavar='S', help='For the lower prediction: every block starts S seconds late.'
+        ),
     ] = 60.0,
     look_ahead: Annotated[
-        float, typer.Option(metavar='S', help='Maximum seconds that a preemptible block lasts.')
+        float,
+        typer.Option(
+            metavar='S',
+            help='For the upper prediction: a preemptible block lasts at most S seconds.',
+        ),
     ] = 3600.0,
     as_json: Annotated[
         bool, typer.Option('--json', help='One JSON document on standard output.')

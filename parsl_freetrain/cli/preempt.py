@@ -30,7 +30,7 @@ def preempt(
     Works from any computer that sees the run's file system.
     """
     # Parsl is slow to import, and the list of verbs does not need it.
-    from parsl_freetrain.cli.live.liveness import check_live
+    from parsl_freetrain.cli.live.run_life import check_live
     from parsl_freetrain.executor.requests import Preempt, ask
     from parsl_freetrain.ledger.reader import Reader
 

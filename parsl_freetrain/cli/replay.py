@@ -113,10 +113,17 @@ def replay(
     ] = 1.0,
     rescale_up: Annotated[
         float | None,
-        typer.Option(metavar='S', help="Cost of more nodes, in place of the trainers' own."),
+        typer.Option(
+            metavar='S',
+            help='Seconds without training after a change to more nodes, in place of what the '
+            'trainers say.',
+        ),
     ] = None,
     rescale_down: Annotated[
-        float | None, typer.Option(metavar='S', help='Cost of fewer nodes, and of a preemption.')
+        float | None,
+        typer.Option(
+            metavar='S', help='As --rescale-up, for a change to fewer nodes or a preemption.'
+        ),
     ] = None,
     spans_blocks: Annotated[
         bool,
@@ -125,7 +132,8 @@ def replay(
     known_ends: Annotated[
         bool,
         typer.Option(
-            '--known-ends', help='Decide with what reservations promise; needs a job log.'
+            '--known-ends',
+            help='Let decisions know when reservations will take nodes; needs a job log.',
         ),
     ] = False,
     min_hole: Annotated[
@@ -193,8 +201,9 @@ def replay(
 ) -> None:
     """Replay a machine's record: what would these trainers have trained in its holes?
 
-    The same decisions as live, on a virtual clock. U compares with a constant pool of as many
-    node-seconds.
+    The same decisions as live, on a virtual clock. The efficiency U is what
+    was trained, divided by what the same trainers would have trained on a constant number of nodes
+    with as many node-seconds.
     """
     given = {
         name: value

@@ -26,12 +26,17 @@ def report(
         'freetrain-report.html'
     ),
     axis: Annotated[
-        str, typer.Option('--axis', metavar='NAME', help='Of metrics: samples, epochs or seconds.')
+        str,
+        typer.Option(
+            '--axis', metavar='NAME', help='Horizontal axis of metrics: samples, epochs or seconds.'
+        ),
     ] = 'samples',
     smooth: Annotated[
         float,
         typer.Option(
-            '--smooth', metavar='W', help='Moving averages of metrics; weight 0 (none) to below 1.'
+            '--smooth',
+            metavar='W',
+            help='Weight of a moving average of metrics: 0 (none) to below 1.',
         ),
     ] = 0.0,
     as_json: JsonOption = False,
@@ -40,7 +45,7 @@ def report(
     predictions and what came true.
     """
     # Imported here, so that --help is fast.
-    from parsl_freetrain.cli.live.liveness import life_of
+    from parsl_freetrain.cli.live.run_life import life_of
     from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
     from parsl_freetrain.ledger.reader import Reader
     from parsl_freetrain.report.figures import as_document, figures

@@ -19,7 +19,7 @@ def status(ledger: LedgerOption = None, run: RunOption = None, as_json: JsonOpti
 
     from parsl_freetrain.cli.live.curves import LiveCurves
     from parsl_freetrain.cli.live.metric_lines import metric_table
-    from parsl_freetrain.cli.live.snapshot import as_document
+    from parsl_freetrain.cli.live.run_status import as_document
     from parsl_freetrain.cli.live.view import LiveView, screen
     from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
     from parsl_freetrain.ledger.reader import Reader

@@ -19,7 +19,7 @@ from parsl_freetrain.core.model.errors import BadInput
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from parsl_freetrain.cli.live.snapshot import RunStatus
+    from parsl_freetrain.cli.live.run_status import RunStatus
     from parsl_freetrain.cli.live.view import LiveView
     from parsl_freetrain.ledger.reader import Reader
 
@@ -39,7 +39,8 @@ def watch(
     every: Annotated[
         float,
         typer.Option(
-            metavar='S', help='Seconds between two updates; 0: 1 on a terminal, 10 elsewhere.'
+            metavar='S',
+            help='Seconds between two updates; 0 chooses 1 on a terminal, 10 elsewhere.',
         ),
     ] = 0.0,
     as_json: Annotated[
@@ -164,7 +165,7 @@ def _serve(
 
 
 def _print_json(path: Path, seen: RunStatus) -> None:
-    from parsl_freetrain.cli.live.snapshot import as_document
+    from parsl_freetrain.cli.live.run_status import as_document
 
     print(json.dumps({'ledger': str(path), **as_document(seen)}), flush=True)
 

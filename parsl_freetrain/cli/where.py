@@ -20,8 +20,8 @@ LedgerOption = Annotated[
     typer.Option(
         '--ledger',
         metavar='PATH',
-        help="The run's ledger, or the folder that it is in. Default: the nearest, from here "
-        'upwards.',
+        help="The run's ledger, or the folder that it is in. Default: that of this folder or its "
+        'checkpoints/, or of the nearest folder above that has one.',
     ),
 ]
 RunOption = Annotated[

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from parsl_freetrain.core.allocation.explain import Reason
     from parsl_freetrain.ledger.reader import Reader
     from parsl_freetrain.ledger.rows import FragmentRow, ProgressRow, RunHistory
-    from parsl_freetrain.report.shapes import ShapeTried
+    from parsl_freetrain.report.shape_speeds import ShapeTried
 
 LOOK_BACK = 500
 """Maximum number of decisions to search for those about the trainer."""
@@ -63,12 +63,12 @@ def explanation(
     """The output of ``freetrain why`` as data. Raises BadInput if there is no such run, or no such
     trainer in it.
     """
-    from parsl_freetrain.cli.live.liveness import life_of
+    from parsl_freetrain.cli.live.run_life import life_of
     from parsl_freetrain.ledger.rows import FINAL_STATES
     from parsl_freetrain.report.costs import MEASURED
     from parsl_freetrain.report.outcome import outcomes
     from parsl_freetrain.report.reasons import decision_about, running_fragment, waits_for
-    from parsl_freetrain.report.shapes import USED, shape_of, shapes_tried
+    from parsl_freetrain.report.shape_speeds import USED, shape_of, shapes_tried
 
     history = reader.history()
     name = run_named([r.name for r in history.runs], run)
@@ -234,9 +234,9 @@ def _reason(decision: dict[str, Any], trainer: str) -> Reason | None:
     """The reason from solving the decision's problem again; None if the result differs."""
     if decision['problem'] is None:
         return None
-    from parsl_freetrain.core.allocation.document import check
     from parsl_freetrain.core.allocation.explain import explain
     from parsl_freetrain.core.allocation.formulation import problem_of
+    from parsl_freetrain.core.allocation.problem_document import check
     from parsl_freetrain.solver import allocator_named
 
     problem = problem_of(check(decision['problem']))
@@ -249,7 +249,7 @@ def _reason(decision: dict[str, Any], trainer: str) -> Reason | None:
 
 
 def _shapes_in_words(tried: Iterable[ShapeTried]) -> list[str]:
-    from parsl_freetrain.report.shapes import compared
+    from parsl_freetrain.report.shape_speeds import compared
 
     by_count: dict[int, list[str]] = {}
     for one in compared(tried):
@@ -264,7 +264,7 @@ def _shapes_in_words(tried: Iterable[ShapeTried]) -> list[str]:
 
 def _lines(found: dict[str, Any]) -> list[str]:
     from parsl_freetrain.report.reasons import DecisionAbout, in_words, nodes
-    from parsl_freetrain.report.shapes import ShapeTried
+    from parsl_freetrain.report.shape_speeds import ShapeTried
 
     name = found['trainer']
     total = found['total_samples']

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
-from parsl_freetrain.executor.fragment.node_agent import Greeting
-from parsl_freetrain.executor.trainer.record import TrainerRecord
+from parsl_freetrain.executor.fragment.worker_tasks import Greeting
+from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
 
 
 @dataclass(frozen=True)

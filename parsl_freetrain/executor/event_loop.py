@@ -19,7 +19,7 @@ from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.controller.block_policy import nodes_wanted
 from parsl_freetrain.core.controller.controller import Controller
-from parsl_freetrain.core.controller.state import Reply
+from parsl_freetrain.core.controller.controller_state import Reply
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import DecisionFailed, TrainerFailed
 from parsl_freetrain.executor import commands as co

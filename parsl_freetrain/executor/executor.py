@@ -17,11 +17,11 @@ from parsl.executors.high_throughput.executor import HTEXFuture
 
 from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.controller.controller import Controller
+from parsl_freetrain.core.model.checked_settings import checked_arguments
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.settings import checked_arguments
 from parsl_freetrain.executor.block.adoption import Adoption
+from parsl_freetrain.executor.block.block_executor import BlockExecutor
 from parsl_freetrain.executor.block.blocks import BlockManager
-from parsl_freetrain.executor.block.executor import BlockExecutor
 from parsl_freetrain.executor.commands import (
     AdoptBlock,
     CancelTrainer,
@@ -55,11 +55,11 @@ from parsl_freetrain.executor.settings import (
     check_solver,
     check_trainer,
 )
-from parsl_freetrain.executor.trainer.record import TrainerNames, TrainerRecord
+from parsl_freetrain.executor.trainer.trainer_record import TrainerNames, TrainerRecord
 from parsl_freetrain.executor.trainer.updates import FutureUpdater
 from parsl_freetrain.host.processes import allow_open_files
 from parsl_freetrain.ledger.rows import DecisionSettings
-from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.ledger.writer import Ledger
 from parsl_freetrain.sites.named import chosen_provider
 from parsl_freetrain.sites.packed_environment import prepared
 from parsl_freetrain.sites.provider import BackfillProvider
@@ -329,7 +329,7 @@ class FreeTrainExecutor(BlockExecutor):
         context = {
             **context,
             'task_executor': {
-                'f': 'parsl_freetrain.executor.fragment.node_agent.run_ordinary',
+                'f': 'parsl_freetrain.executor.fragment.worker_tasks.run_ordinary',
                 'a': (earlier.get('f'), *earlier.get('a', ())),
                 'k': earlier.get('k', {}),
             },

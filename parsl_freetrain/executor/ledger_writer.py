@@ -13,12 +13,12 @@ from typing import Any
 import psutil
 
 from parsl_freetrain.core.allocation.formulation import document_of
-from parsl_freetrain.core.controller.state import Decision
+from parsl_freetrain.core.controller.controller_state import Decision
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.executor import notices as no
-from parsl_freetrain.executor.trainer.record import TrainerRecord
-from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
+from parsl_freetrain.ledger.writer import Ledger
 from parsl_freetrain.training.spec.shapes import Shapes
 
 # These arrive many times a minute and mean little by themselves; progress has its own table.

@@ -15,11 +15,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from parsl_freetrain.core.controller.state import Reply
+from parsl_freetrain.core.controller.controller_state import Reply
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.types import BlockRequest, Checkpoint
-from parsl_freetrain.executor.fragment.state import FragmentResult
-from parsl_freetrain.executor.trainer.record import TrainerRecord
+from parsl_freetrain.executor.fragment.fragment_state import FragmentResult
+from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
 from parsl_freetrain.sites.protocols import NodeOffer
 
 logger = logging.getLogger(__name__)

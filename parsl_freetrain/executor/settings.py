@@ -18,8 +18,8 @@ from parsl_freetrain.core.allocation.solvers import SolverName
 from parsl_freetrain.core.controller.bids import candidate_of
 from parsl_freetrain.core.controller.settings import DecisionPolicy
 from parsl_freetrain.core.controller.throughput_profile import Profile
+from parsl_freetrain.core.model.checked_settings import Settings
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.settings import Settings
 from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.host.network import address_of
 from parsl_freetrain.integrations.metric_logger import MetricLogger

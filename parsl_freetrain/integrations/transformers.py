@@ -19,7 +19,7 @@ from parsl_freetrain.integrations.transformers_arguments import (
     unsupported,
 )
 from parsl_freetrain.training.comm.variable_rows import gather_bytes
-from parsl_freetrain.training.data.order import samples_in
+from parsl_freetrain.training.data.sample_order import samples_in
 from parsl_freetrain.training.loop.context import FragmentContext
 
 with needs('transformers'):

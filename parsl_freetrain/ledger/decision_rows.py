@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from parsl_freetrain.core.model.event_json import encode
 from parsl_freetrain.core.model.events import Action, Event
-from parsl_freetrain.core.model.records import encode
 from parsl_freetrain.ledger.pending_rows import PendingRows, as_json
 
 PROBLEMS_KEPT = 20

@@ -12,7 +12,7 @@ from typing import Any, Self
 from urllib.parse import quote
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.records import decode_actions, decode_events, from_json
+from parsl_freetrain.core.model.event_json import decode_actions, decode_events, from_json
 from parsl_freetrain.ledger import schema
 from parsl_freetrain.ledger.connection import BUSY_S
 from parsl_freetrain.ledger.rows import (

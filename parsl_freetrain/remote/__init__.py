@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from parsl_freetrain.remote.client import FreeTrainClient
-from parsl_freetrain.remote.training import RemoteTraining
+from parsl_freetrain.remote.remote_future import RemoteTraining
 
 __all__ = ['FreeTrainClient', 'RemoteTraining']

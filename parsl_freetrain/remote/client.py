@@ -23,10 +23,10 @@ from parsl_freetrain.executor.globus.protocol import (
     versions_here,
 )
 from parsl_freetrain.executor.trainer.future import Progress
-from parsl_freetrain.remote.connection import Connection
+from parsl_freetrain.remote.endpoint_connection import Connection
 from parsl_freetrain.remote.following import Follower
+from parsl_freetrain.remote.remote_future import RemoteTraining
 from parsl_freetrain.remote.sending import order_of
-from parsl_freetrain.remote.training import RemoteTraining
 
 
 class FreeTrainClient(Executor):

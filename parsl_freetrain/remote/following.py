@@ -23,8 +23,8 @@ from parsl_freetrain.executor.globus.protocol import (
     TrainerStatus,
 )
 from parsl_freetrain.host.backoff import Backoff
-from parsl_freetrain.remote.connection import Connection
-from parsl_freetrain.remote.training import RemoteTraining
+from parsl_freetrain.remote.endpoint_connection import Connection
+from parsl_freetrain.remote.remote_future import RemoteTraining
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.executor.fragment.payload import pack
 from parsl_freetrain.executor.globus.protocol import TRAIN, Order, versions_here
 from parsl_freetrain.executor.globus.requirements import modules_needed
-from parsl_freetrain.executor.trainer.record import check_name
-from parsl_freetrain.remote.connection import LARGEST_PAYLOAD
+from parsl_freetrain.executor.trainer.trainer_record import check_name
+from parsl_freetrain.remote.endpoint_connection import LARGEST_PAYLOAD
 
 
 def order_of(

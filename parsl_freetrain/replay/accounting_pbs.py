@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.replay.jobs import Job, JobTable, job_table, read_lines
+from parsl_freetrain.replay.job_table import Job, JobTable, job_table, read_lines
 
 WHAT = 'accounting logs of PBS (lines "MM/DD/YYYY HH:MM:SS;E;job;key=value …")'
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.replay.jobs import Job, JobTable, job_table, read_lines
+from parsl_freetrain.replay.job_table import Job, JobTable, job_table, read_lines
 from parsl_freetrain.sites.batch.records import NotUnderstood
 from parsl_freetrain.sites.slurm.answers_text import duration_s
 from parsl_freetrain.sites.slurm.hostlist import expand

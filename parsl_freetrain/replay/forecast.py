@@ -19,9 +19,9 @@ from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import FINAL_STATES
 from parsl_freetrain.replay.accounting import RecordedJob
-from parsl_freetrain.replay.engine import run
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer, objectives_of, read_trainers
+from parsl_freetrain.replay.virtual_clock import run
 from parsl_freetrain.report.speed import speeds
 from parsl_freetrain.solver import allocator_named
 

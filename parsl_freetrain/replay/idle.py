@@ -9,7 +9,7 @@ import numpy as np
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.trace import Trace
-from parsl_freetrain.sites.schedule import Schedule, read_schedule
+from parsl_freetrain.sites.idle_schedule import Schedule, read_schedule
 from parsl_freetrain.sites.synthetic_schedule import SUMMIT_IDLE_SHARE, SUMMIT_NODES, generate
 
 WEEK_S = 7 * 86_400.0
@@ -30,7 +30,7 @@ def read_idle(
     Parameters
     ----------
     path
-        The file; see :func:`parsl_freetrain.sites.schedule.read_schedule`.
+        The file; see :func:`parsl_freetrain.sites.idle_schedule.read_schedule`.
     nodes, since, until
         The part to read; see :meth:`Trace.window`.
 

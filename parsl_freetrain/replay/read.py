@@ -10,8 +10,8 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay import accounting_pbs
 from parsl_freetrain.replay.accounting_pbs import read_pbs
 from parsl_freetrain.replay.accounting_slurm import read_sacct
-from parsl_freetrain.replay.holes import PATIENCE_S, holes
 from parsl_freetrain.replay.idle import part_of, read_idle
+from parsl_freetrain.replay.job_table_holes import PATIENCE_S, holes
 from parsl_freetrain.replay.swf import read_swf
 from parsl_freetrain.replay.trace import Trace
 
@@ -43,7 +43,7 @@ def read_trace(
     machine_nodes
         For job logs: number of nodes of the machine, if the log does not give it or is wrong.
     patience_s
-        For job logs: see :func:`parsl_freetrain.replay.holes.holes`.
+        For job logs: see :func:`parsl_freetrain.replay.job_table_holes.holes`.
 
     Raises
     ------

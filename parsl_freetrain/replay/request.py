@@ -12,9 +12,9 @@ from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.habits import read_habits
 from parsl_freetrain.replay.idle import synthetic
-from parsl_freetrain.replay.measuring import CurveLearning
 from parsl_freetrain.replay.read import kind_of, read_trace
 from parsl_freetrain.replay.scenario import Scenario
+from parsl_freetrain.replay.speed_measuring import CurveLearning
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer, read_trainers
 
@@ -131,7 +131,7 @@ class ReplayRequest(TraceRequest):
     curves
         Whether decisions know the trainers' scaling curves.
     noise, measure_s, seed
-        For learned curves, see :class:`~parsl_freetrain.replay.measuring.CurveLearning`.
+        For learned curves, see :class:`~parsl_freetrain.replay.speed_measuring.CurveLearning`.
     """
 
     trainers: Path

@@ -15,11 +15,11 @@ from parsl_freetrain.core.model.errors import BadInput, DecisionFailed
 from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.replay.accounting import RecordedJob
 from parsl_freetrain.replay.bound import most_samples
-from parsl_freetrain.replay.engine import run
-from parsl_freetrain.replay.measuring import CurveLearning
 from parsl_freetrain.replay.result import Oracle, Outcome, ReplayResult
+from parsl_freetrain.replay.speed_measuring import CurveLearning
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer, objectives_of
+from parsl_freetrain.replay.virtual_clock import run
 from parsl_freetrain.solver import allocator_named
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.replay.jobs import LONGEST_S, Job, JobTable, job_table, read_lines
+from parsl_freetrain.replay.job_table import LONGEST_S, Job, JobTable, job_table, read_lines
 
 logger = logging.getLogger(__name__)
 

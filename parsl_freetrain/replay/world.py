@@ -16,7 +16,7 @@ from parsl_freetrain.core.model.events import Ending
 from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.replay.accounting import Accounts, Idle, Interruption, RecordedJob
 from parsl_freetrain.replay.idle_causes import why_unused
-from parsl_freetrain.replay.measuring import Measuring
+from parsl_freetrain.replay.speed_measuring import Measuring
 
 
 class World:

@@ -17,7 +17,7 @@ from parsl_freetrain.report.learned import RescaleCost, Scaling, rescale_costs, 
 from parsl_freetrain.report.losses import Loss, losses
 from parsl_freetrain.report.metrics import Curves, metric_curves
 from parsl_freetrain.report.outcome import DecisionOutcome, outcomes
-from parsl_freetrain.report.shapes import USED, ShapeTried, shapes_tried
+from parsl_freetrain.report.shape_speeds import USED, ShapeTried, shapes_tried
 
 
 @dataclass(frozen=True)

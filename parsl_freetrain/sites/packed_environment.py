@@ -13,8 +13,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from parsl_freetrain.core.model.checked_settings import Settings
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
-from parsl_freetrain.core.model.settings import Settings
 from parsl_freetrain.host.ownership import is_ours, refuse_foreign, refuse_replaceable
 
 SCRIPT = Path(__file__).with_name('use_environment.sh')

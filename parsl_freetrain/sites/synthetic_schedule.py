@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.sites.schedule import Floats, IdleInterval, Ints, Schedule
+from parsl_freetrain.sites.idle_schedule import Floats, IdleInterval, Ints, Schedule
 
 SUMMIT_NODES = 4734
 SUMMIT_IDLE_SHARE = 0.0827

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host.files import create
-from parsl_freetrain.training.checkpoint.layout import directories, fresh, key
+from parsl_freetrain.training.checkpoint.directories import directories, fresh, key
 from parsl_freetrain.training.checkpoint.manifest import MARKER, is_committed
 
 _BLOCK = 65536

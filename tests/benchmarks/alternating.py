@@ -36,8 +36,8 @@ from parsl_freetrain.training.comm.sealed_store import SealedStore
 from parsl_freetrain.training.loop import checkpointer, training_loop
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.loop.parts import RankParts
-from parsl_freetrain.training.spec.order import RankPlace
+from parsl_freetrain.training.loop.rank_parts import RankParts
+from parsl_freetrain.training.spec.fragment_order import RankPlace
 from parsl_freetrain.training.steps.nonfinite import Watch
 from tests.benchmarks.workload import BATCH, data, network
 from tests.support.ranks import channel_pair, order

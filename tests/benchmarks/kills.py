@@ -33,9 +33,9 @@ from tests.benchmarks.versus.systems.ours import Ours
 NODES = 4
 KINDS = (RANK, NODE, BLOCK)
 LIMIT_S = 120.0
-GAP_S = 0.5, 1.5  # of training on all nodes before a blow
+GAP_S = 0.5, 1.5  # of training on all nodes before a kill
 _REST = 'the rest of a block killed'
-_STEADY = 10  # steps on all nodes before a blow
+_STEADY = 10  # steps on all nodes before a kill
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,8 +73,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def struck(folder: Path, times: int, chance: random.Random, ahead: bool) -> Run:
-    """Train on four nodes, of which the first two are one block, and strike each kind of blow so
-    many times. After each, all nodes come back.
+    """Train on four nodes, of which the first two are one block, and kill each so many
+    times. After each, all nodes come back.
 
     Raises
     ------

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from parsl_freetrain import Checkpoints, freetrain_app
-from parsl_freetrain.executor.block.executor import BlockExecutor
+from parsl_freetrain.executor.block.block_executor import BlockExecutor
 from parsl_freetrain.ledger.reader import Reader
 from tests.sites.slurm.conftest import slurm_site
 from tests.support.slurm import Cluster

@@ -25,9 +25,9 @@ from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.controller.throughput_profile import Profile
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 from parsl_freetrain.replay.idle import read_idle, synthetic
-from parsl_freetrain.replay.measuring import CurveLearning
 from parsl_freetrain.replay.result import ReplayResult
 from parsl_freetrain.replay.scenario import Scenario, constant_pool, replay
+from parsl_freetrain.replay.speed_measuring import CurveLearning
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer, read_trainers
 

@@ -34,7 +34,7 @@ def read_in_turns(ctx: FragmentContext, path: str, rounds: int) -> None:
     from parsl_freetrain.training.checkpoint.state import read_split
     from parsl_freetrain.training.comm.subgroup import ranks_of_node
     from parsl_freetrain.training.loop.node_reading import read_once
-    from parsl_freetrain.training.spec.order import RankPlace
+    from parsl_freetrain.training.spec.fragment_order import RankPlace
 
     node = ranks_of_node(RankPlace(ctx.rank, ctx.world_size, ctx.rank, 1, ''))
 

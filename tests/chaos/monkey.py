@@ -30,8 +30,8 @@ import torch
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint.export import same_weights
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
-from tests.chaos.blows import KINDS, ON_SMALL_DISK, strike
 from tests.chaos.disks import small_disk
+from tests.chaos.fault_kinds import KINDS, ON_SMALL_DISK, strike
 from tests.chaos.training import BATCH, MODE, NAME, SAMPLES, counted, orders_in
 from tests.support import template
 from tests.support.processes import victims
@@ -148,15 +148,15 @@ class Monkey:
         self.counts: Counter[str] = Counter()
         self.say = say
 
-    def rampage(self, fragments: int, blows: int, epochs: int) -> None:
-        """Strike until this number of fragments has run and this number of blows was dealt; the
+    def strike_until(self, fragments: int, faults: int, epochs: int) -> None:
+        """Strike until this number of fragments has run and this number of faults was caused; the
         trainer must recover from each fault before the next but one.
         """
         order = list(self.kinds)  # each kind once, then at random
         self.draw.shuffle(order)
         self.run.start(epochs)
         struck = 0
-        while self.run.fragments() < fragments or struck < blows or order:
+        while self.run.fragments() < fragments or struck < faults or order:
             struck += 1
             before, since = self.run.saved(), time.monotonic()
             time.sleep(self.draw.expovariate(1 / 0.5))
@@ -178,7 +178,7 @@ class Monkey:
                 self.say(
                     f'{took:.1f} s for {kind!r}; '
                     f'{self.run.fragments()} fragments, {self.run.saved()} samples, '
-                    f'blows: {dict(self.counts)}'
+                    f'faults: {dict(self.counts)}'
                 )
 
     def keep_going(self, epochs: int, since: float, kind: str) -> None:
@@ -208,7 +208,7 @@ class Monkey:
             raise Broken(
                 f'no progress any more for {LIMIT_S:g} s after {kind!r} at '
                 f'{time.time():.1f}; last fragments: {last}, '
-                f'nodes: {nodes}, blows: {dict(self.counts)}'
+                f'nodes: {nodes}, faults: {dict(self.counts)}'
             )
 
 
@@ -220,7 +220,7 @@ def final(folder: Path) -> Checkpoint:
 
 
 def to_the_end(run: Run, epochs: int) -> Checkpoint:
-    """Train without blows."""
+    """Train without faults."""
     run.start(epochs, faults=False)
     assert run.process is not None
     status = run.process.wait(LIMIT_S)
@@ -263,9 +263,9 @@ def chaos(
     folder: Path,
     say: Callable[[str], None] = print,
     kinds: Collection[str] = tuple(KINDS),
-    blows: int = 0,
+    faults: int = 0,
 ) -> Counter[str]:
-    """One run of chaos with blows of these kinds; what was done, by kind.
+    """One run of chaos with faults of these kinds; what was done, by kind.
 
     Raises
     ------
@@ -278,7 +278,7 @@ def chaos(
         possible = {kind for kind in kinds if disk or kind not in ON_SMALL_DISK}
         monkey = Monkey(run, seed, possible, say)
         try:
-            monkey.rampage(fragments, blows, 10**6)
+            monkey.strike_until(fragments, faults, 10**6)
             run.kill()
             epochs = run.saved() // SAMPLES + 2
             ended = to_the_end(run, epochs)
@@ -292,7 +292,7 @@ def chaos(
                 f'({dict(endings)}), {run.starts} starts of the workflow, '
                 f'{aside} damaged checkpoints set aside, {epochs} epochs of {SAMPLES} '
                 f'samples, {time.monotonic() - began:.0f} s; '
-                f'seed {seed}, {nodes} nodes, blows: {dict(monkey.counts)}.'
+                f'seed {seed}, {nodes} nodes, faults: {dict(monkey.counts)}.'
             )
             say(
                 'The weights are those of the undisturbed run, bit for bit; every sample '
@@ -310,7 +310,7 @@ def main() -> int:
         'undisturbed run.'
     )
     parser.add_argument('--fragments', type=int, default=200)
-    parser.add_argument('--blows', type=int, default=0, help='and at least this number of blows')
+    parser.add_argument('--faults', type=int, default=0, help='and at least this number of faults')
     parser.add_argument('--seed', type=int, default=1)
     parser.add_argument('--nodes', type=int, default=3)
     parser.add_argument(
@@ -334,7 +334,7 @@ def main() -> int:
                     given.faults_every,
                     folder,
                     lambda line: print(line, flush=True),
-                    blows=given.blows,
+                    faults=given.faults,
                 )
         except Broken as broken:
             print(f'BROKEN: {broken}')

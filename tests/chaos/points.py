@@ -1,4 +1,4 @@
-"""Blows inside a rank, at a point with a name, when they are wanted from outside.
+"""Faults inside a rank, at a point with a name, when they are wanted from outside.
 
 Who wants one makes a file with its name. The first rank that reaches the point removes the file,
 and is struck.
@@ -59,7 +59,7 @@ def _no_large_files() -> None:
     mend.start()
 
 
-BLOWS: dict[str, tuple[Point, Callable[[], None]]] = {
+FAULTS: dict[str, tuple[Point, Callable[[], None]]] = {
     'kill as the function begins': ('function begins', _kill),
     'kill when the state is restored': ('prepared', _kill),
     'kill in a step': ('step', _kill),
@@ -84,11 +84,11 @@ BLOWS: dict[str, tuple[Point, Callable[[], None]]] = {
 """The point and what happens there, by name."""
 
 
-def with_blows(function: Callable[..., Any], folder: Path) -> Callable[..., Any]:
-    """The function, struck by those of :data:`BLOWS` whose files are in ``folder``."""
+def with_ordered_faults(function: Callable[..., Any], folder: Path) -> Callable[..., Any]:
+    """The function, struck by those of :data:`FAULTS` whose files are in ``folder``."""
 
     def reached(point: str) -> None:
-        for name, (where, strike) in BLOWS.items():
+        for name, (where, strike) in FAULTS.items():
             if where == point:
                 try:
                     (folder / name).unlink()

@@ -1,5 +1,5 @@
 """Strikes a sharded training again and again, and compares its weights with those of an undisturbed
-run: ``python -m tests.chaos.sharded --blows 100 --seed 1``.
+run: ``python -m tests.chaos.sharded --faults 100 --seed 1``.
 
 Each fragment has another shape (1, 2 or 4 ranks, or two copies of 2). One of its ranks is killed at
 a step or at a stage of a save, or has a full disk; or the newest checkpoint loses a part or a bit
@@ -58,7 +58,7 @@ def train(ctx: FragmentContext) -> None:
         optimizer.step()
 
 
-def fault(draw: random.Random, world_size: int, fragment: int, step: int) -> tuple[str, Fault]:
+def next_fault(draw: random.Random, world_size: int, fragment: int, step: int) -> tuple[str, Fault]:
     """What breaks from within, and what it is called."""
     rank = draw.randrange(world_size)
     saves = draw.randrange(1, 4)
@@ -110,7 +110,7 @@ def run(
 
 
 def chaos(
-    fork_server: ForkClient, folder: Path, blows: int, seed: int, say: Callable[[str], None]
+    fork_server: ForkClient, folder: Path, faults: int, seed: int, say: Callable[[str], None]
 ) -> Counter[str]:
     """Strike this number of times, train to the end, and compare.
 
@@ -122,12 +122,12 @@ def chaos(
     draw, counts, number = random.Random(seed), Counter[str](), 0
     store = PosixCheckpointStore(folder / 'struck' / 'store', 'digits')
     reached = 0
-    while counts.total() < blows:
+    while counts.total() < faults:
         number += 1
         shape = draw.choice(DRAWN)
-        what, blow = fault(draw, shape.ranks, number, reached // BATCH)
+        what, injected = next_fault(draw, shape.ranks, number, reached // BATCH)
         strike = partial(run, fork_server, folder / 'struck', number, shape, 10**7)
-        outcomes = strike(with_faults(train, blow), 1e-9)
+        outcomes = strike(with_faults(train, injected), 1e-9)
         if any(outcome.how in ('finished', 'fenced') for outcome in outcomes):
             raise Broken(f'fragment {number}: {what} on {shape} ended with {outcomes}')
         counts[what] += 1
@@ -136,7 +136,7 @@ def chaos(
         newest = store.newest()
         reached = newest.samples if newest is not None else 0
         if counts.total() % 20 == 0:
-            say(f'{counts.total()} blows, {number} fragments, {reached} samples')
+            say(f'{counts.total()} faults, {number} fragments, {reached} samples')
     total = reached + 4 * BATCH
     for _ in range(3):  # a fragment that finds damage leaves it to the next one
         number += 1
@@ -148,21 +148,21 @@ def chaos(
     alone = run(fork_server, folder / 'alone', 1, SHAPES[1], total, train, 3600.0)
     if not same_weights(outcomes[0].path, alone[0].path):
         raise Broken('the weights differ from those of the undisturbed run')
-    say(f'{number} fragments, {total} samples, blows: {dict(counts)}; the weights are equal.')
+    say(f'{number} fragments, {total} samples, faults: {dict(counts)}; the weights are equal.')
     return counts
 
 
 def main() -> None:
     """As the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--blows', type=int, default=100)
+    parser.add_argument('--faults', type=int, default=100)
     parser.add_argument('--seed', type=int, default=1)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix='freetrain-chaos-') as temporary:
         folder = Path(temporary)
         with template.shared(folder / 'template.log'), running_fork_server(folder) as fork_server:
             chaos(
-                fork_server, folder, given.blows, given.seed, lambda line: print(line, flush=True)
+                fork_server, folder, given.faults, given.seed, lambda line: print(line, flush=True)
             )
 
 

@@ -9,13 +9,13 @@ import torch
 
 from parsl_freetrain.core.model.types import Checkpoint
 from tests.chaos import monkey
-from tests.chaos.blows import ON_SMALL_DISK
+from tests.chaos.fault_kinds import ON_SMALL_DISK
 from tests.chaos.training import BATCH, SAMPLES
 
 
 @pytest.mark.slow
-def test_blows_at_random_change_no_bit_and_count_no_sample_twice(tmp_path: Path) -> None:
-    """Each of these kinds of blow at least once; 'make chaos' has more."""
+def test_faults_at_random_change_no_bit_and_count_no_sample_twice(tmp_path: Path) -> None:
+    """Each of these kinds of fault at least once; 'make chaos' has more."""
     kinds = {
         'rank', 'stop rank', 'manager', 'block', 'submitting process', 'corrupt checkpoint',
         'half-written checkpoint', 'full disk', 'full inodes', 'damaged ledger',

@@ -1,4 +1,4 @@
-"""The short form of the random blows on a sharded training."""
+"""The short form of the random faults on a sharded training."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.support.ranks import running_fork_server
 
 
 @pytest.mark.slow
-def test_blows_on_a_sharded_training_change_no_bit(tmp_path: Path) -> None:
+def test_faults_on_a_sharded_training_change_no_bit(tmp_path: Path) -> None:
     said: list[str] = []
     with running_fork_server(tmp_path) as fork_server:
-        chaos(fork_server, tmp_path, blows=4, seed=3, say=said.append)
+        chaos(fork_server, tmp_path, faults=4, seed=3, say=said.append)
     assert 'the weights are equal' in said[-1]

@@ -43,11 +43,11 @@ from parsl_freetrain.testing import (
     with_faults,
 )
 from parsl_freetrain.testing.faults import Fault
-from tests.chaos.points import with_blows
+from tests.chaos.points import with_ordered_faults
 
 SAMPLES, BATCH = 64, 8
 SILENCES, PAUSE_S = ('scheduler silent', 'scheduler refuses'), 3.0
-"""Blows that the submitting process deals to itself, and for how long."""
+"""Faults that the submitting process causes in itself, and for how long."""
 
 NAME = 'chaos'
 HANG_S = 8.0
@@ -115,7 +115,7 @@ def faults(seed: int, every: int) -> list[Fault]:
 
 
 def orders_in(folder: str | Path) -> Path:
-    """Where files say which blows are wanted from within."""
+    """Where files say which faults are wanted from within."""
     return Path(folder) / 'orders'
 
 
@@ -126,7 +126,7 @@ def app(epochs: int, nodes: int, broken: tuple[Any, ...], orders: Path) -> Any:
         scaling=Scaling(rate={1: 1.0, 2: 1.9, 4: 3.5}, rescale_up_s=0.1, rescale_down_s=0.1),
         checkpoints=Checkpoints(every_s=0.2),
         mode=MODE,
-    )(with_blows(with_faults(counted, *broken), orders))
+    )(with_ordered_faults(with_faults(counted, *broken), orders))
 
 
 def watch_scheduler(provider: BackfillProvider, orders: Path) -> None:

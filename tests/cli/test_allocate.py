@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from parsl_freetrain.cli.main import main
-from parsl_freetrain.core.allocation.document import ProblemDocument, TrainerDocument
 from parsl_freetrain.core.allocation.objectives import FIELDS, METRICS
+from parsl_freetrain.core.allocation.problem_document import ProblemDocument, TrainerDocument
 from tests.support.waiting import LIMIT_S
 
 PROGRAM = [sys.executable, '-m', 'parsl_freetrain.cli.main', 'allocate']

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from parsl_freetrain import BadInput, Checkpoints, LocalSite, TrainingFuture, freetrain_app
-from parsl_freetrain.cli.live.liveness import life_of
-from parsl_freetrain.cli.live.snapshot import RunStatus
+from parsl_freetrain.cli.live.run_life import life_of
+from parsl_freetrain.cli.live.run_status import RunStatus
 from parsl_freetrain.cli.live.view import LiveView
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.executor.requests import Cancel
 from parsl_freetrain.ledger.rows import RunHistory, RunRow, TrainerRow
-from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.ledger.writer import Ledger
 from tests.support.ledgers import demo_ledger
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
@@ -176,7 +176,7 @@ def test_how_to_resume_a_run_says_from_what(samples: dict[str, int], said: str) 
 DIES = """
 import os, sys, time
 from parsl_freetrain.executor.ledger_writer import about_this_process
-from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.ledger.writer import Ledger
 ledger = Ledger(sys.argv[1])
 about = about_this_process('.')
 ledger.begin_run('r0', at=time.time(), parsl_run_dir='', command='python mine.py', about=about)

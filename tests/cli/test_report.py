@@ -19,8 +19,8 @@ from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.model.events import Action, StartFragment, StopFragment
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import FragmentRow, ProgressRow, RunHistory, TrainerRow
-from parsl_freetrain.ledger.store import Ledger
 from parsl_freetrain.ledger.timeline import node_seconds_of
+from parsl_freetrain.ledger.writer import Ledger
 from parsl_freetrain.replay.forecast import trainers_at
 from parsl_freetrain.report.axes import linear, logarithmic, seconds
 from parsl_freetrain.report.causes import causes

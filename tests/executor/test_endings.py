@@ -22,7 +22,7 @@ from parsl_freetrain import (
 )
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.sites.schedule import IdleInterval, Schedule
+from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, slowness, wait_until
 

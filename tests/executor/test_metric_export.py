@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from parsl_freetrain.executor.metric_export import MetricExport
-from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.ledger.writer import Ledger
 from tests.support.loggers import Recorder
 
 

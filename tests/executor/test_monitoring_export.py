@@ -15,7 +15,7 @@ from parsl_freetrain.executor import FreeTrainExecutor
 from parsl_freetrain.executor.monitoring_export import GROWING, MonitoringExport, copy, database_of
 from parsl_freetrain.executor.settings import Recording
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.ledger.writer import Ledger
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
 from tests.support.ledgers import demo_ledger

@@ -25,7 +25,7 @@ from parsl_freetrain import (
 )
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.summary import summary
-from parsl_freetrain.sites.schedule import Schedule
+from parsl_freetrain.sites.idle_schedule import Schedule
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S
 

@@ -43,7 +43,7 @@ from parsl_freetrain.executor.globus.protocol import (
 from parsl_freetrain.executor.globus.requirements import modules_needed
 from parsl_freetrain.executor.trainer.future import Progress
 from parsl_freetrain.host.backoff import Backoff
-from parsl_freetrain.remote.training import RemoteTraining
+from parsl_freetrain.remote.remote_future import RemoteTraining
 
 
 def train(ctx: Any) -> object:

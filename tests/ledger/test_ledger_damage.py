@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.ledger.writer import Ledger
 
 
 def half(path: Path) -> None:

@@ -8,7 +8,7 @@ from parsl_freetrain.core.model.events import StartFragment
 from parsl_freetrain.ledger.decision_rows import PROBLEMS_KEPT
 from parsl_freetrain.ledger.pending_rows import ALIVE_S
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.ledger.writer import Ledger
 
 START = StartFragment('a', 1, ('n',), None, 0)
 

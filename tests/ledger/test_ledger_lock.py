@@ -11,7 +11,7 @@ import pytest
 
 from parsl_freetrain.ledger import pending_rows
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.ledger.writer import Ledger
 
 READS = ('BEGIN', 'SELECT * FROM runs')
 WRITES = ('BEGIN EXCLUSIVE',)
@@ -90,7 +90,7 @@ def test_at_the_end_of_the_run_it_waits_longer(
 def test_what_could_not_be_written_to_the_end_is_said_once(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr('parsl_freetrain.ledger.store.LAST_S', 0.05)
+    monkeypatch.setattr('parsl_freetrain.ledger.writer.LAST_S', 0.05)
     with another(ledger.path, WRITES):
         ledger.event(at=1001, kind='lost')
         ledger.close()

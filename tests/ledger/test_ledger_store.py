@@ -20,7 +20,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.events import NodesJoined, StartFragment
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import DecisionSettings
-from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.ledger.writer import Ledger
 from tests.support.waiting import LIMIT_S
 
 ROOT = str(Path(__file__).parents[2])
@@ -251,7 +251,7 @@ def test_another_process_reads_while_the_writer_lives(tmp_path: Path) -> None:
 def test_after_kill_9_all_that_was_committed_is_there(tmp_path: Path) -> None:
     path = tmp_path / 'l.db'
     code = (
-        'import sys; from parsl_freetrain.ledger.store import Ledger\n'
+        'import sys; from parsl_freetrain.ledger.writer import Ledger\n'
         'ledger = Ledger(sys.argv[1])\n'
         'ledger.begin_run("r0", at=1.0, parsl_run_dir="", command="")\n'
         'i = 0\n'

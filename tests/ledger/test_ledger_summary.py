@@ -10,9 +10,9 @@ from parsl_freetrain.core.allocation.answer import Answer
 from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.store import Ledger
 from parsl_freetrain.ledger.summary import CachedAllocator, Efficiency, efficiency, summary
 from parsl_freetrain.ledger.timeline import node_seconds_of
+from parsl_freetrain.ledger.writer import Ledger
 from tests.support.ledgers import demo_ledger
 
 SPEC = {'min_nodes': 1, 'max_nodes': 4, 'curve': {'nodes': [0, 1, 2, 4], 'rate': [0, 10, 16, 24]}}

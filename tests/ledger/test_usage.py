@@ -15,8 +15,8 @@ from parsl_freetrain.core.model.events import (
     TrainerSubmitted,
 )
 from parsl_freetrain.core.model.types import BlockRequest, Trainer
-from parsl_freetrain.ledger.store import Ledger
 from parsl_freetrain.ledger.usage import charged, used_node_s
+from parsl_freetrain.ledger.writer import Ledger
 
 
 def test_fragments_of_all_runs_count_for_their_owners(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from parsl_freetrain.core.model.types import ScalingCurve
 from parsl_freetrain.replay.bound import most_samples
 from parsl_freetrain.replay.trace import Trace
-from tests.replay.test_engine import Interval, trace_of, trainer
+from tests.replay.test_virtual_clock import Interval, trace_of, trainer
 
 CURVES = (
     ScalingCurve((0, 1, 3), (0.0, 10.0, 24.0)),

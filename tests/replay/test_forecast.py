@@ -11,7 +11,7 @@ from parsl_freetrain.cli.main import main
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
-from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.ledger.writer import Ledger
 from parsl_freetrain.replay.forecast import ENDLESS, PlannedBlock, forecasts, trainers_at
 from parsl_freetrain.replay.trainers import ReplayTrainer
 from tests.support.batch_tests import Rehearsal

@@ -12,15 +12,15 @@ import pytest
 from parsl_freetrain import Checkpoints, LocalSite, Reproducible, freetrain_app
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.core.controller.controller import Controller
+from parsl_freetrain.core.controller.controller_state import Reply
 from parsl_freetrain.core.controller.settings import ControllerSettings
-from parsl_freetrain.core.controller.state import Reply
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 from parsl_freetrain.executor.ledger_writer import LedgerWriter
 from parsl_freetrain.executor.notices import Handled
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import DecisionSettings
-from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.ledger.writer import Ledger
 from parsl_freetrain.solver import allocator_named
 from tests.support.training import fit, freetrain
 from tests.support.waiting import wait_until

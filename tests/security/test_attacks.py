@@ -28,7 +28,7 @@ from parsl_freetrain.executor.fragment.control_channel import (
 from parsl_freetrain.executor.run_folders import keep_others_out
 from parsl_freetrain.host import ownership
 from parsl_freetrain.host.ownership import refuse_replaceable
-from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.ledger.writer import Ledger
 from parsl_freetrain.sites.packed_environment import PackedEnvironment
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.process.fork_client import ForkClient

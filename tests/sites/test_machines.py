@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.sites.batch.shape import Place, shape_for
+from parsl_freetrain.sites.batch.block_shape import Place, shape_for
 from parsl_freetrain.sites.batch.site import BatchSite
 from parsl_freetrain.sites.named import load_site_file, site_files
 from parsl_freetrain.sites.pbspro.script import render as of_pbs

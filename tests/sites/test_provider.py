@@ -10,9 +10,9 @@ from parsl.jobs.states import JobState, JobStatus
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import BlockRequest
+from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
-from parsl_freetrain.sites.schedule import IdleInterval, Schedule
 from tests.support.waiting import wait_until
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.sites.schedule import Floats, IdleInterval, Schedule
+from parsl_freetrain.sites.idle_schedule import Floats, IdleInterval, Schedule
 from parsl_freetrain.sites.synthetic_schedule import generate
 from tests.support.schedules import change_times, idle_at
 

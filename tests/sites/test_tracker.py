@@ -11,12 +11,12 @@ import pytest
 from parsl.jobs.states import JobState as ParslState
 
 from parsl_freetrain.sites.batch import tracker as tracking
+from parsl_freetrain.sites.batch.block_shape import Place
 from parsl_freetrain.sites.batch.block_table import BatchBlock
-from parsl_freetrain.sites.batch.commands import SchedulerSilent, own_name
-from parsl_freetrain.sites.batch.holes import Wanted
+from parsl_freetrain.sites.batch.node_windows import Wanted
 from parsl_freetrain.sites.batch.options import BatchOptions, options_from
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NodeReservation, Nodes
-from parsl_freetrain.sites.batch.shape import Place
+from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent, own_name
 from parsl_freetrain.sites.batch.tracker import BlockTracker
 from tests.support.waiting import LIMIT_S, wait_until
 

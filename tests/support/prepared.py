@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from parsl_freetrain.sites.schedule import write_schedule
+from parsl_freetrain.sites.idle_schedule import write_schedule
 from parsl_freetrain.sites.synthetic_schedule import generate
 from tests.support.ledgers import demo_ledger
 from tests.support.pages import all_blocks

@@ -37,6 +37,7 @@ from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.process.rank_process import RankProcess
 from parsl_freetrain.training.spec.codec import Decoder
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.messages import (
     Exit,
     FromRank,
@@ -45,7 +46,6 @@ from parsl_freetrain.training.spec.messages import (
     Rendezvous,
     ToRank,
 )
-from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.training import TrainingSpec
 from tests.support import template
 from tests.support.waiting import LIMIT_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from parsl_freetrain.sites.schedule import Schedule
+from parsl_freetrain.sites.idle_schedule import Schedule
 
 
 def idle_at(schedule: Schedule, at_s: float) -> tuple[str, ...]:

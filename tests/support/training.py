@@ -11,7 +11,7 @@ import parsl
 from parsl.config import Config
 
 from parsl_freetrain import FreeTrainExecutor, HtexOptions, Policy, Timeouts
-from parsl_freetrain.core.model.settings import Settings
+from parsl_freetrain.core.model.checked_settings import Settings
 from parsl_freetrain.sites.protocols import Site
 from parsl_freetrain.sites.provider import BackfillProvider
 from tests.support.fit import fit, weights

@@ -31,7 +31,7 @@ from parsl_freetrain.testing import (
     stop_at,
     with_faults,
 )
-from parsl_freetrain.training.checkpoint.layout import directories
+from parsl_freetrain.training.checkpoint.directories import directories
 from parsl_freetrain.training.checkpoint.manifest import is_committed
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.loop.context import FragmentContext

@@ -30,8 +30,8 @@ from parsl_freetrain.cli.live.cells import (
     trainer_cells,
     value_text,
 )
-from parsl_freetrain.cli.live.limits import in_words
-from parsl_freetrain.cli.live.snapshot import BlockNow, RunStatus, TrainerNow, snapshot
+from parsl_freetrain.cli.live.run_status import BlockNow, RunStatus, TrainerNow, snapshot
+from parsl_freetrain.cli.live.shares_and_budgets import in_words
 from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.ledger.reader import Reader

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from parsl_freetrain.cli.live.cells import block_cells, heading_words, trainer_cells
-from parsl_freetrain.cli.live.charts import charts
+from parsl_freetrain.cli.live.page_charts import charts
 from parsl_freetrain.cli.live.view import LiveView
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.report.document import resource
@@ -212,7 +212,7 @@ class Page:
     def close(self) -> None:
         """End all connections and stop listening."""
         self._site.closing.set()
-        # Connections end by themselves, some later than this. First of all, since another Ctrl-C may
+        # Connections end by themselves, some later than this. First, since another Ctrl-C may
         # interrupt the rest.
         self._site.feed.close()
         self._server.shutdown()

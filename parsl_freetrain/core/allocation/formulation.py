@@ -28,7 +28,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import Efficiency, ScalingCurve
 
 if TYPE_CHECKING:  # executors write documents and read none: they start without pydantic
-    from parsl_freetrain.core.allocation.document import ProblemDocument, TrainerDocument
+    from parsl_freetrain.core.allocation.problem_document import ProblemDocument, TrainerDocument
 
 T = TypeVar('T')
 

@@ -17,10 +17,10 @@ from parsl_freetrain.core.allocation.objectives import (
 )
 from parsl_freetrain.core.allocation.problem import Bid
 from parsl_freetrain.core.controller.class_profiles import speed_ratio
+from parsl_freetrain.core.controller.controller_state import ControllerState, TrainerState
 from parsl_freetrain.core.controller.node_pool import key_of
 from parsl_freetrain.core.controller.placement import Places
 from parsl_freetrain.core.controller.settings import ControllerSettings
-from parsl_freetrain.core.controller.state import ControllerState, TrainerState
 from parsl_freetrain.core.controller.throughput_profile import CAUTION
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer

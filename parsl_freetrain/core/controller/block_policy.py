@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from parsl_freetrain.core.allocation.constraints import OWNERS, reachable_sums
 from parsl_freetrain.core.controller.charges import affordable
 from parsl_freetrain.core.controller.class_profiles import speed_ratio
+from parsl_freetrain.core.controller.controller_state import ControllerState, TrainerState
 from parsl_freetrain.core.controller.settings import ControllerSettings
-from parsl_freetrain.core.controller.state import ControllerState, TrainerState
 from parsl_freetrain.core.model.events import Action, CloseBlock, OpenBlock
 from parsl_freetrain.core.model.types import BlockRequest, Hole, Trainer
 

@@ -15,13 +15,18 @@ from functools import singledispatchmethod
 from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.allocation.objectives import Metric
 from parsl_freetrain.core.controller.block_policy import blocks_to_open, charges_spent, idle_blocks
+from parsl_freetrain.core.controller.controller_state import (
+    BlockState,
+    ControllerState,
+    Reply,
+    TrainerState,
+)
 from parsl_freetrain.core.controller.dismissal import dismiss, dismiss_all, end_trainer, stop_spent
 from parsl_freetrain.core.controller.fragment_end import why_it_fails
 from parsl_freetrain.core.controller.giving_back import give_back, releases
 from parsl_freetrain.core.controller.node_pool import PoolNode
 from parsl_freetrain.core.controller.planner import Planner
 from parsl_freetrain.core.controller.settings import ControllerSettings
-from parsl_freetrain.core.controller.state import BlockState, ControllerState, Reply, TrainerState
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import DecisionFailed
 from parsl_freetrain.core.model.types import CORRECTED_S, BlockRequest

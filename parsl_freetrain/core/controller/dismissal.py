@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parsl_freetrain.core.controller.state import ControllerState, TrainerState
+from parsl_freetrain.core.controller.controller_state import ControllerState, TrainerState
 from parsl_freetrain.core.model import events as ev
 
 

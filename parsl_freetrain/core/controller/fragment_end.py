@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from parsl_freetrain.core.controller.controller_state import FragmentState, TrainerState
 from parsl_freetrain.core.controller.settings import ControllerSettings
-from parsl_freetrain.core.controller.state import FragmentState, TrainerState
 from parsl_freetrain.core.model.events import Ending, FragmentEnded
 from parsl_freetrain.core.model.types import Trainer
 

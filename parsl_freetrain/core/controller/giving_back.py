@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from parsl_freetrain.core.controller.controller_state import ControllerState, Yielded
 from parsl_freetrain.core.controller.node_pool import PoolNode
 from parsl_freetrain.core.controller.nodes_to_give import nodes_to_give
 from parsl_freetrain.core.controller.settings import ControllerSettings
-from parsl_freetrain.core.controller.state import ControllerState, Yielded
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.node_demand import in_need
 

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from parsl_freetrain.core.controller.node_pool import PoolNode
+from parsl_freetrain.core.model.checked_settings import Settings
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.settings import Settings
 
 AGES_S = (0.0, 60.0, 120.0, 180.0, 300.0, 600.0, 1200.0, 2400.0, 4800.0)
 """Where the bins of age begin, in seconds."""

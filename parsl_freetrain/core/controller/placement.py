@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from parsl_freetrain.core.allocation.problem import Block
+from parsl_freetrain.core.controller.controller_state import ControllerState
 from parsl_freetrain.core.controller.node_pool import Group, GroupKey
-from parsl_freetrain.core.controller.state import ControllerState
 
 EVERYWHERE = ''
 LASTING = 'lasting'

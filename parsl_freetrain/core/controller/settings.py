@@ -9,8 +9,8 @@ from msgspec import field
 from parsl_freetrain.core.allocation.constraints import EVERYBODY, OWNERS, check_keys
 from parsl_freetrain.core.allocation.objectives import objective_named
 from parsl_freetrain.core.controller.node_habits import NodeHabits
+from parsl_freetrain.core.model.checked_settings import Settings
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.settings import Settings
 
 
 class DecisionPolicy(Settings, frozen=True, kw_only=True):

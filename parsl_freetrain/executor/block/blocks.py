@@ -16,12 +16,12 @@ from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.executor import notices as no
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
+from parsl_freetrain.executor.block.block_record import BlockRecord
 from parsl_freetrain.executor.block.leaving_jobs import LeavingJobs
 from parsl_freetrain.executor.block.needs import nodes_needed
 from parsl_freetrain.executor.block.node_tasks import greeting
-from parsl_freetrain.executor.block.record import BlockRecord
 from parsl_freetrain.executor.commands import CommandInbox, GreetingReturned
-from parsl_freetrain.executor.fragment.node_agent import Greeting
+from parsl_freetrain.executor.fragment.worker_tasks import Greeting
 from parsl_freetrain.host.backoff import Backoff
 from parsl_freetrain.sites.batch.life import ran_out_of_memory
 from parsl_freetrain.sites.protocols import HoleGone, Yielding

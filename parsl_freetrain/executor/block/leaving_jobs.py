@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import Any
 
 from parsl_freetrain.core.model.errors import TrainerFailed
+from parsl_freetrain.executor.block.block_record import BlockRecord
 from parsl_freetrain.executor.block.node_tasks import leaving
-from parsl_freetrain.executor.block.record import BlockRecord
 from parsl_freetrain.host.backoff import Backoff
 from parsl_freetrain.sites.protocols import Yielding
 from parsl_freetrain.sites.provider import BackfillProvider

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from parsl_freetrain.core.model.events import NodesNeeded
 from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
-from parsl_freetrain.executor.block.record import BlockRecord
+from parsl_freetrain.executor.block.block_record import BlockRecord
 
 
 def nodes_needed(

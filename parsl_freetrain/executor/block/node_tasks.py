@@ -20,5 +20,5 @@ def leaving(manager: str) -> dict[str, Any]:
 
 
 def _task(manager: str, function: str, *arguments: Any) -> dict[str, Any]:
-    hook = {'f': f'parsl_freetrain.executor.fragment.node_agent.{function}', 'a': arguments}
+    hook = {'f': f'parsl_freetrain.executor.fragment.worker_tasks.{function}', 'a': arguments}
     return {'resource_spec': {PIN: manager}, 'task_executor': hook}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parsl_freetrain.core.model.events import Ending
-from parsl_freetrain.executor.fragment.state import FragmentResult, RunningFragment
+from parsl_freetrain.executor.fragment.fragment_state import FragmentResult, RunningFragment
+from parsl_freetrain.training.spec.fragment_order import Handover
 from parsl_freetrain.training.spec.messages import StateLeft
-from parsl_freetrain.training.spec.order import Handover
 
 Left = tuple[str, Handover]
 """A node, and the state in its memory."""

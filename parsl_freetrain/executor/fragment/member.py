@@ -27,6 +27,7 @@ from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.liveness import StopWatch
 from parsl_freetrain.training.process.node_agent import NOTICES, ignore_notices, listen_for_notices
 from parsl_freetrain.training.process.rank_process import RankProcess
+from parsl_freetrain.training.spec.fragment_order import RankPlace
 from parsl_freetrain.training.spec.messages import (
     LEAVING_S,
     Abandon,
@@ -48,7 +49,6 @@ from parsl_freetrain.training.spec.messages import (
     ToRank,
     Waiting,
 )
-from parsl_freetrain.training.spec.order import RankPlace
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parsl_freetrain.training.spec.order import FragmentOrder
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
-from parsl_freetrain.executor.fragment.state import RunningFragment
+from parsl_freetrain.executor.fragment.fragment_state import RunningFragment
 from parsl_freetrain.executor.settings import Timeouts
 from parsl_freetrain.training.spec.messages import (
     LEAVING_S,

@@ -15,16 +15,20 @@ from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor import notices as no
 from parsl_freetrain.executor.commands import MemberReturned
 from parsl_freetrain.executor.fragment.control_channel import ControlServer, MemberDisconnected
+from parsl_freetrain.executor.fragment.fragment_state import (
+    FragmentResult,
+    RunningFragment,
+    came_back,
+)
 from parsl_freetrain.executor.fragment.left_states import furthest
 from parsl_freetrain.executor.fragment.listener import Listener
 from parsl_freetrain.executor.fragment.members import Members
 from parsl_freetrain.executor.fragment.orders import ControlEndpoint, member_order
 from parsl_freetrain.executor.fragment.standby import StandbyLauncher
-from parsl_freetrain.executor.fragment.state import FragmentResult, RunningFragment, came_back
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S, GiveUp, NodeSilent, StopNow, Watchdog
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.executor.settings import Timeouts
-from parsl_freetrain.executor.trainer.record import TrainerRecord
+from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
 from parsl_freetrain.training.spec.messages import FromMember
 
 logger = logging.getLogger(__name__)
@@ -124,7 +128,7 @@ class FragmentRunner:
                 {
                     'resource_spec': {PIN: fragment.action.nodes[member]},
                     'task_executor': {
-                        'f': 'parsl_freetrain.executor.fragment.node_agent.run_member',
+                        'f': 'parsl_freetrain.executor.fragment.worker_tasks.run_member',
                         'a': (self._order(fragment, member), earlier),
                     },
                 },

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
+from parsl_freetrain.executor.fragment.fragment_state import RunningFragment, came_back
 from parsl_freetrain.executor.fragment.member_order import MemberOrder
-from parsl_freetrain.executor.fragment.state import RunningFragment, came_back
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.training.spec.messages import StartStandby
 
@@ -77,7 +77,7 @@ class StandbyLauncher:
                 {
                     'resource_spec': {PIN: node},
                     'task_executor': {
-                        'f': 'parsl_freetrain.executor.fragment.node_agent.run_member',
+                        'f': 'parsl_freetrain.executor.fragment.worker_tasks.run_member',
                         'a': (order(fragment, wait_s), None),
                     },
                 },

@@ -20,8 +20,8 @@ from globus_compute_endpoint.engines.base import GCExecutorFuture
 from globus_compute_endpoint.engines.globus_compute import GlobusComputeEngine
 from msgspec import structs
 
+from parsl_freetrain.core.model.checked_settings import Settings
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.settings import Settings
 from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.executor.globus.protocol import BAD_INPUT, ORDER, Answer, Order
 from parsl_freetrain.executor.globus.service import TrainerService

@@ -15,7 +15,7 @@ from parsl.serialize import pack_apply_message
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.executor import FreeTrainExecutor
-from parsl_freetrain.executor.fragment.node_agent import fragment_task
+from parsl_freetrain.executor.fragment.worker_tasks import fragment_task
 from parsl_freetrain.executor.globus.protocol import (
     BAD_INPUT,
     CANCEL,
@@ -35,7 +35,7 @@ from parsl_freetrain.executor.globus.protocol import (
     versions_here,
 )
 from parsl_freetrain.executor.trainer.future import TrainingFuture
-from parsl_freetrain.executor.trainer.record import TrainerRecord
+from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
 from parsl_freetrain.training.checkpoint.folder_claim import claim
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 

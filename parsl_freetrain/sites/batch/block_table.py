@@ -11,9 +11,9 @@ from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.model.types import CORRECTED_S
 from parsl_freetrain.sites.batch import life
+from parsl_freetrain.sites.batch.block_shape import Place
 from parsl_freetrain.sites.batch.life import BlockLife, Seen, life_of
 from parsl_freetrain.sites.batch.records import BatchJob, JobState
-from parsl_freetrain.sites.batch.shape import Place
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from parsl_freetrain.core.model.node_demand import NodeDemand
-from parsl_freetrain.sites.batch.holes import HOLDING
+from parsl_freetrain.sites.batch.block_shape import PREFIX
 from parsl_freetrain.sites.batch.node_calendar import NodeCalendar
+from parsl_freetrain.sites.batch.node_windows import HOLDING
 from parsl_freetrain.sites.batch.records import USABLE, BatchJob, JobState, NodeReservation, Nodes
-from parsl_freetrain.sites.batch.shape import PREFIX
 
 MOST_JOBS = 500
 """Maximum number of waiting jobs that are looked at, as Slurm's ``bf_max_job_test``. Only those

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from parsl_freetrain.core.model.errors import FreeTrainError
-from parsl_freetrain.sites.batch.commands import Commands
-from parsl_freetrain.sites.batch.holes import Wanted
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Place
+from parsl_freetrain.sites.batch.node_windows import Wanted
 from parsl_freetrain.sites.batch.records import (
     BatchJob,
     JobState,
@@ -16,7 +16,7 @@ from parsl_freetrain.sites.batch.records import (
     Nodes,
     Partition,
 )
-from parsl_freetrain.sites.batch.shape import BlockShape, Place
+from parsl_freetrain.sites.batch.scheduler_commands import Commands
 
 
 class NoHistory(FreeTrainError, RuntimeError):

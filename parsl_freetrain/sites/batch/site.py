@@ -15,18 +15,18 @@ from parsl.jobs.states import JobStatus
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
 from parsl_freetrain.core.model.types import BlockRequest, Hole
-from parsl_freetrain.sites.batch.adoption import block_from, found_from
+from parsl_freetrain.sites.batch.block_shape import BlockShape, is_block_of
 from parsl_freetrain.sites.batch.block_table import BatchBlock
 from parsl_freetrain.sites.batch.checks import check_classes, within
 from parsl_freetrain.sites.batch.demand import shortest_behind_s
-from parsl_freetrain.sites.batch.holes import OnTheWay, holes, windows
+from parsl_freetrain.sites.batch.earlier_jobs import block_from, found_from
+from parsl_freetrain.sites.batch.node_windows import OnTheWay, holes, windows
 from parsl_freetrain.sites.batch.options import BatchOptions, Mode, given_options
+from parsl_freetrain.sites.batch.queue_watch import QueueSnapshot
 from parsl_freetrain.sites.batch.records import BatchJob, Partition
 from parsl_freetrain.sites.batch.scheduler import Scheduler, Shrinking
-from parsl_freetrain.sites.batch.shape import BlockShape, is_block_of
 from parsl_freetrain.sites.batch.submission import Submitter
 from parsl_freetrain.sites.batch.tracker import BlockTracker
-from parsl_freetrain.sites.batch.watch import QueueSnapshot
 from parsl_freetrain.sites.protocols import FoundBlock, NodeOffer
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.host import files
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Place, job_name, shape_for
 from parsl_freetrain.sites.batch.block_table import BatchBlock
 from parsl_freetrain.sites.batch.checks import check_request
-from parsl_freetrain.sites.batch.commands import SchedulerRefused, SchedulerSilent
 from parsl_freetrain.sites.batch.options import BatchOptions
+from parsl_freetrain.sites.batch.queue_watch import NEVER
 from parsl_freetrain.sites.batch.records import Partition
 from parsl_freetrain.sites.batch.scheduler import Scheduler
-from parsl_freetrain.sites.batch.shape import BlockShape, Place, job_name, shape_for
-from parsl_freetrain.sites.batch.watch import NEVER
+from parsl_freetrain.sites.batch.scheduler_commands import SchedulerRefused, SchedulerSilent
 from parsl_freetrain.sites.protocols import HoleGone
 
 

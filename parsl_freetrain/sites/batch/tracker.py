@@ -14,17 +14,22 @@ from parsl.jobs.states import JobStatus
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.node_demand import NodeDemand
 from parsl_freetrain.host.backoff import Backoff
+from parsl_freetrain.sites.batch.block_shape import Place
 from parsl_freetrain.sites.batch.block_table import BatchBlock, BlockTable
-from parsl_freetrain.sites.batch.commands import SchedulerSilent, own_name
 from parsl_freetrain.sites.batch.demand import Needs, needs, reserved, waits
-from parsl_freetrain.sites.batch.holes import windows
+from parsl_freetrain.sites.batch.node_windows import windows
 from parsl_freetrain.sites.batch.offers import OfferLog
 from parsl_freetrain.sites.batch.options import BatchOptions
+from parsl_freetrain.sites.batch.queue_watch import (
+    NEVER,
+    RESERVATIONS_EVERY_S,
+    QueueSnapshot,
+    QueueWatch,
+)
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NotUnderstood
 from parsl_freetrain.sites.batch.scheduler import NoHistory, Scheduler, Shrinking
-from parsl_freetrain.sites.batch.shape import Place
+from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent, own_name
 from parsl_freetrain.sites.batch.stalled_jobs import StalledJobs
-from parsl_freetrain.sites.batch.watch import NEVER, RESERVATIONS_EVERY_S, QueueSnapshot, QueueWatch
 from parsl_freetrain.sites.protocols import NodeOffer
 
 logger = logging.getLogger(__name__)

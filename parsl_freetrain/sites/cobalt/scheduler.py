@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.sites.batch.commands import Commands, SchedulerRefused
-from parsl_freetrain.sites.batch.holes import Wanted
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Place
+from parsl_freetrain.sites.batch.node_windows import Wanted
 from parsl_freetrain.sites.batch.records import (
     BatchJob,
     JobState,
@@ -16,7 +16,7 @@ from parsl_freetrain.sites.batch.records import (
     Nodes,
     Partition,
 )
-from parsl_freetrain.sites.batch.shape import BlockShape, Place
+from parsl_freetrain.sites.batch.scheduler_commands import Commands, SchedulerRefused
 from parsl_freetrain.sites.cobalt import answers
 from parsl_freetrain.sites.cobalt.options import CobaltOptions
 from parsl_freetrain.sites.cobalt.script import log_of, render

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.sites.batch.shape import BlockShape, Place
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Place
 from parsl_freetrain.sites.batch.shell import batch_script, run_with_launcher, until_deadline
 from parsl_freetrain.sites.cobalt.options import CobaltOptions
 

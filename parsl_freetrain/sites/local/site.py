@@ -16,9 +16,9 @@ from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import BlockRequest, Hole
+from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule, check_class, read_schedule
 from parsl_freetrain.sites.local.jobs import SlotJobs
 from parsl_freetrain.sites.protocols import HoleGone, NodeOffer
-from parsl_freetrain.sites.schedule import IdleInterval, Schedule, check_class, read_schedule
 
 KILL, NOTICE, KNOWN, MIXED = 'kill', 'notice', 'known', 'mixed'
 TAKEN = (KILL, NOTICE, KNOWN, MIXED)
@@ -47,8 +47,8 @@ class LocalSite:
         order are used.
     schedule
         Idle intervals, or the CSV file that has them (see
-        :func:`~parsl_freetrain.sites.schedule.read_schedule`); None: every slot is always idle. Its
-        time 0 is when the executor starts.
+        :func:`~parsl_freetrain.sites.idle_schedule.read_schedule`); None: every slot is always
+        idle. Its time 0 is when the executor starts.
     time_factor
         Factor for all times of the schedule.
     taken

@@ -6,13 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.sites.batch.commands import (
-    Commands,
-    SchedulerRefused,
-    SchedulerSilent,
-    in_one_line,
-)
-from parsl_freetrain.sites.batch.holes import Wanted
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Place
+from parsl_freetrain.sites.batch.node_windows import Wanted
 from parsl_freetrain.sites.batch.options import Mode
 from parsl_freetrain.sites.batch.records import (
     BatchJob,
@@ -22,7 +17,12 @@ from parsl_freetrain.sites.batch.records import (
     Partition,
 )
 from parsl_freetrain.sites.batch.scheduler import NoHistory
-from parsl_freetrain.sites.batch.shape import BlockShape, Place
+from parsl_freetrain.sites.batch.scheduler_commands import (
+    Commands,
+    SchedulerRefused,
+    SchedulerSilent,
+    in_one_line,
+)
 from parsl_freetrain.sites.pbspro import answers
 from parsl_freetrain.sites.pbspro.options import PbsOptions
 from parsl_freetrain.sites.pbspro.script import render

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Place
 from parsl_freetrain.sites.batch.options import Mode
-from parsl_freetrain.sites.batch.shape import BlockShape, Place
 from parsl_freetrain.sites.batch.shell import batch_script, run_with_launcher, until_deadline
 from parsl_freetrain.sites.pbspro.options import PbsOptions
 from parsl_freetrain.sites.pbspro.task_manager import task_manager

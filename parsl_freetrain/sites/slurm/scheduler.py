@@ -12,14 +12,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.sites.batch.commands import (
-    Commands,
-    SchedulerRefused,
-    SchedulerSilent,
-    in_one_line,
-    own_name,
-)
-from parsl_freetrain.sites.batch.holes import Wanted
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Place
+from parsl_freetrain.sites.batch.node_windows import Wanted
 from parsl_freetrain.sites.batch.records import (
     BatchJob,
     JobState,
@@ -29,10 +23,16 @@ from parsl_freetrain.sites.batch.records import (
     Partition,
 )
 from parsl_freetrain.sites.batch.scheduler import NoHistory
-from parsl_freetrain.sites.batch.shape import BlockShape, Place
+from parsl_freetrain.sites.batch.scheduler_commands import (
+    Commands,
+    SchedulerRefused,
+    SchedulerSilent,
+    in_one_line,
+    own_name,
+)
 from parsl_freetrain.sites.slurm import answers_json, answers_text
-from parsl_freetrain.sites.slurm.checks import partition_for
 from parsl_freetrain.sites.slurm.options import Form, SlurmOptions
+from parsl_freetrain.sites.slurm.partition_checks import partition_for
 from parsl_freetrain.sites.slurm.script import render
 from parsl_freetrain.sites.slurm.states import end_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 
-from parsl_freetrain.sites.batch.shape import BlockShape, Place
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Place
 from parsl_freetrain.sites.batch.shell import batch_script, on_each_node
 from parsl_freetrain.sites.slurm.options import SlurmOptions
 

@@ -21,7 +21,7 @@ from typing import Any
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.host.files import sync_dir, write_new
-from parsl_freetrain.training.checkpoint.blocks import (
+from parsl_freetrain.training.checkpoint.block_digests import (
     DIGEST_BYTES,
     blocks_of,
     digest,

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint import blocks as hashing
+from parsl_freetrain.training.checkpoint import block_digests as hashing
 from parsl_freetrain.training.checkpoint import manifest
-from parsl_freetrain.training.checkpoint.blocks import digest
+from parsl_freetrain.training.checkpoint.block_digests import digest
 from parsl_freetrain.training.checkpoint.local_shard import Box
 from parsl_freetrain.training.checkpoint.manifest import Damaged, damage
 from parsl_freetrain.training.checkpoint.parts import STRUCTURE, Chunk, read_table

@@ -16,7 +16,11 @@ import torch
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.host.files import write_new
-from parsl_freetrain.training.checkpoint.blocks import blocks_of, digest_of_blocks, write_hashed
+from parsl_freetrain.training.checkpoint.block_digests import (
+    blocks_of,
+    digest_of_blocks,
+    write_hashed,
+)
 from parsl_freetrain.training.checkpoint.local_shard import Box
 from parsl_freetrain.training.checkpoint.safetensors_io import Layout, Piece, bytes_of, layout_of
 

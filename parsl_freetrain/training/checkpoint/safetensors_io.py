@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from parsl_freetrain.training.checkpoint.blocks import write_hashed
+from parsl_freetrain.training.checkpoint.block_digests import write_hashed
 
 # The format's own names; https://github.com/huggingface/safetensors, "Format".
 _NAMES = {

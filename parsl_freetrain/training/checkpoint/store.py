@@ -13,8 +13,7 @@ from typing import Protocol
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.host.files import make_dir, sync_dir, write_new
-from parsl_freetrain.training.checkpoint.identity import FENCES, refuse_open
-from parsl_freetrain.training.checkpoint.layout import (
+from parsl_freetrain.training.checkpoint.directories import (
     directories,
     fragments_in,
     fresh,
@@ -23,6 +22,7 @@ from parsl_freetrain.training.checkpoint.layout import (
     names,
     remove,
 )
+from parsl_freetrain.training.checkpoint.identity import FENCES, refuse_open
 from parsl_freetrain.training.checkpoint.manifest import (
     Damaged,
     Manifest,

@@ -17,9 +17,9 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.host.network import address_of, interface_with, is_loopback, own_address
+from parsl_freetrain.training.comm.device_faults import causes, device_fault
 from parsl_freetrain.training.comm.devices import GLOO, backend_for, kind_here
 from parsl_freetrain.training.comm.exchange_watch import exchanges
-from parsl_freetrain.training.comm.faults import causes, device_fault
 from parsl_freetrain.training.comm.in_place_exchange import complete_rows, on_cpu
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.peers import Alone, PeerLost, Peers
@@ -31,8 +31,8 @@ from parsl_freetrain.training.process.liveness import (
     end_connections,
     guard_connections,
 )
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.messages import Rendezvous, ToRank
-from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 # A peer that was killed is noticed at once. This limit is for a peer whose node is silent; the node

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from parsl_freetrain.core.model.errors import FreeTrainError
-from parsl_freetrain.training.checkpoint.blocks import digest_of_blocks
+from parsl_freetrain.training.checkpoint.block_digests import digest_of_blocks
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
 from parsl_freetrain.training.checkpoint.parts import (
     Blocks,

@@ -12,7 +12,7 @@ from parsl_freetrain.training.comm.collectives import as_peer_loss, broadcast_in
 from parsl_freetrain.training.comm.devices import GLOO
 from parsl_freetrain.training.comm.in_place_exchange import complete_rows, on_cpu
 from parsl_freetrain.training.comm.peers import Alone
-from parsl_freetrain.training.spec.order import RankPlace
+from parsl_freetrain.training.spec.fragment_order import RankPlace
 
 
 class Subgroup(Alone):

@@ -18,8 +18,8 @@ from parsl_freetrain.training.loop.epochs import Epochs
 from parsl_freetrain.training.loop.evaluation import EvaluationData, Measure, evaluate
 from parsl_freetrain.training.loop.fragment_view import FragmentView
 from parsl_freetrain.training.loop.hooks import Hooks, MovingAverage
-from parsl_freetrain.training.loop.parts import Model, RankParts
 from parsl_freetrain.training.loop.prepared_average import PreparedAverage
+from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.loop.training_loop import EvaluationStopped, TrainingLoop
 from parsl_freetrain.training.spec.mode import Reproducible
 

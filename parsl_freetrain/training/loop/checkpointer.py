@@ -20,6 +20,7 @@ from parsl_freetrain.training.comm.part_writers import PartWriters
 from parsl_freetrain.training.loop.background import Background
 from parsl_freetrain.training.loop.handover_send import Leaving, LeavingPart
 from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 from parsl_freetrain.training.spec.messages import (
     CheckpointSaved,
     Ending,
@@ -28,7 +29,6 @@ from parsl_freetrain.training.spec.messages import (
     SavingCheckpoint,
     ToRank,
 )
-from parsl_freetrain.training.spec.order import FragmentOrder
 
 log = logging.getLogger(__name__)
 

@@ -24,14 +24,14 @@ from parsl_freetrain.training.checkpoint.state import (
 from parsl_freetrain.training.checkpoint.trainables import check_schedulers, sort_out
 from parsl_freetrain.training.data.data_loaders import LoaderData, LoaderSettings
 from parsl_freetrain.training.data.loader import seed_alike, size_of
-from parsl_freetrain.training.data.order import GlobalOrder, epoch_size
+from parsl_freetrain.training.data.sample_order import GlobalOrder, epoch_size
 from parsl_freetrain.training.data.sampler import Sampler, order_name, sampled_order
 from parsl_freetrain.training.data.stream import ENDLESS, NumberedStream, is_stream
 from parsl_freetrain.training.loop import update_guard
 from parsl_freetrain.training.loop.around_loop import AroundTheLoop
 from parsl_freetrain.training.loop.epochs import PreparedLoader
 from parsl_freetrain.training.loop.loop_lengths import LoopLengths
-from parsl_freetrain.training.loop.parts import BatchSource, Model, RankParts
+from parsl_freetrain.training.loop.rank_parts import BatchSource, Model, RankParts
 from parsl_freetrain.training.loop.return_value import plain_text
 from parsl_freetrain.training.loop.training_loop import FragmentEnd, TrainingLoop
 from parsl_freetrain.training.spec.messages import (

@@ -19,8 +19,8 @@ from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.rank import parts_of, set_up
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.codec import Decoder
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.messages import FromRank, ToRank
-from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.training import TrainingSpec
 
 

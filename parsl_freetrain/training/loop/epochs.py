@@ -11,7 +11,7 @@ from parsl_freetrain.training.data.data_loaders import LoaderData
 from parsl_freetrain.training.data.loader import seed_alike
 from parsl_freetrain.training.data.stream import is_stream
 from parsl_freetrain.training.loop.last_step import around_models, changes_of
-from parsl_freetrain.training.loop.parts import LoopState, Model
+from parsl_freetrain.training.loop.rank_parts import LoopState, Model
 from parsl_freetrain.training.loop.training_loop import END_OF_EPOCH, EvaluationStopped
 from parsl_freetrain.training.spec.mode import Reproducible
 from parsl_freetrain.training.spec.on_nan import ROLLBACK

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from parsl_freetrain.core.model.shape import Shape
-from parsl_freetrain.training.loop.parts import LoopState, RankParts
+from parsl_freetrain.training.loop.rank_parts import LoopState, RankParts
 from parsl_freetrain.training.loop.reports import Reports
 from parsl_freetrain.training.spec.messages import StateUsed
 from parsl_freetrain.training.spec.retention import BEST

@@ -29,7 +29,7 @@ from parsl_freetrain.training.spec.fork_messages import (
     StateKept,
     StateWanted,
 )
-from parsl_freetrain.training.spec.order import Handover
+from parsl_freetrain.training.spec.fragment_order import Handover
 
 _ANSWER_S = 10.0
 

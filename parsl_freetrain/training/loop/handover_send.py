@@ -16,8 +16,8 @@ from parsl_freetrain.training.comm.peers import PeerLost, Peers
 from parsl_freetrain.training.loop.handover_receive import is_wanted, keep
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.fork_messages import OfferState
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 from parsl_freetrain.training.spec.messages import LeavingState, StateLeft, ToRank
-from parsl_freetrain.training.spec.order import FragmentOrder
 
 log = logging.getLogger(__name__)
 

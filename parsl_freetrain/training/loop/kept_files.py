@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from parsl_freetrain.training.checkpoint import blocks as hashing
-from parsl_freetrain.training.checkpoint.blocks import digest_of_blocks
+from parsl_freetrain.training.checkpoint import block_digests as hashing
+from parsl_freetrain.training.checkpoint.block_digests import digest_of_blocks
 from parsl_freetrain.training.checkpoint.memory_image import bytes_in
 from parsl_freetrain.training.checkpoint.part_reader import Block
 from parsl_freetrain.training.checkpoint.parts import holds_tensors

@@ -19,7 +19,7 @@ from parsl_freetrain.training.checkpoint.state import State
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.comm.devices import GLOO
 from parsl_freetrain.training.loop.handover_send import leave_behind
-from parsl_freetrain.training.loop.parts import LoopState, Model, RankParts
+from parsl_freetrain.training.loop.rank_parts import LoopState, Model, RankParts
 from parsl_freetrain.training.spec.messages import StateLeft
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.data.order import samples_in
+from parsl_freetrain.training.data.sample_order import samples_in
 from parsl_freetrain.training.spec.training import TrainingSpec
 
 

@@ -21,25 +21,25 @@ from parsl_freetrain.training.checkpoint.fault_hooks import saving
 from parsl_freetrain.training.checkpoint.manifest import Damaged
 from parsl_freetrain.training.checkpoint.store import Fenced, PosixCheckpointStore
 from parsl_freetrain.training.comm.collectives import is_peer_loss, join
+from parsl_freetrain.training.comm.device_faults import device_fault
 from parsl_freetrain.training.comm.devices import name_of, peak_memory, take_devices, visible_as
 from parsl_freetrain.training.comm.exchange_watch import RankLinks, exchanges
-from parsl_freetrain.training.comm.faults import device_fault
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.loader import seed_everything
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.handover_send import Leaving
-from parsl_freetrain.training.loop.parts import RankParts
+from parsl_freetrain.training.loop.rank_parts import RankParts
 from parsl_freetrain.training.loop.sharded_start import begin_sharded
 from parsl_freetrain.training.loop.standby_context import StandbyContext, StandbyPlace
 from parsl_freetrain.training.loop.start import start_of
 from parsl_freetrain.training.loop.training_loop import FragmentEnd
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.linux import keep_freed_memory
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.messages import Ending, Outcome, RankError, ToRank
 from parsl_freetrain.training.spec.mode import Reproducible
-from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
 from parsl_freetrain.training.steps.determinism import demand_determinism, explained
 
 _LARGEST_EXCEPTION = 1_000_000

@@ -10,7 +10,7 @@ import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.comm.variable_rows import gather_bytes
-from parsl_freetrain.training.loop.parts import Model, RankParts
+from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.steps.group_settings import plain_values
 
 

@@ -6,7 +6,7 @@ import json
 
 from parsl_freetrain.training.checkpoint.sharded_state import Opened
 from parsl_freetrain.training.checkpoint.state import read_state, restore
-from parsl_freetrain.training.loop.parts import LoopState, Model, RankParts
+from parsl_freetrain.training.loop.rank_parts import LoopState, Model, RankParts
 from parsl_freetrain.training.spec.mode import Reproducible
 from parsl_freetrain.training.spec.on_nan import ROLLBACK, NonFinitePolicy
 

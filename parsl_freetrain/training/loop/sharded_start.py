@@ -20,10 +20,10 @@ from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.handover_send import LeavingPart
 from parsl_freetrain.training.loop.kept_files import KeptFiles
-from parsl_freetrain.training.loop.parts import RankParts
+from parsl_freetrain.training.loop.rank_parts import RankParts
 from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.messages import ToRank
-from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
 
 _FEWEST_S = 1.0
 _TIMES = 10  # a part that takes this many times as long as any before is not waited for

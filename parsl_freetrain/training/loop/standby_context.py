@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.loop.parts import RankParts
+from parsl_freetrain.training.loop.rank_parts import RankParts
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.codec import Decoder
 from parsl_freetrain.training.spec.fork_messages import ForkRequest, Launch
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.messages import ToRank, Waiting
-from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
 
 _LARGEST_REQUEST = 1_000_000
 

@@ -14,7 +14,7 @@ from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.comm.subgroup import ranks_of_node
 from parsl_freetrain.training.loop.handover_receive import receive
 from parsl_freetrain.training.loop.node_reading import read_once
-from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 
 
 def start_of(

@@ -25,7 +25,7 @@ from parsl_freetrain.training.comm.consensus import (
 )
 from parsl_freetrain.training.data.loader import MicroBatch, seed_alike, seed_everything, to_device
 from parsl_freetrain.training.loop.last_step import LastStep, Surroundings, versions
-from parsl_freetrain.training.loop.parts import BatchSource, LoopState, Model, RankParts
+from parsl_freetrain.training.loop.rank_parts import BatchSource, LoopState, Model, RankParts
 from parsl_freetrain.training.loop.replicas import Replicas
 from parsl_freetrain.training.loop.rollback import Rollback
 from parsl_freetrain.training.loop.update_guard import UpdateGuard

@@ -1,3 +1,3 @@
-"""Networks that are divided among ranks: in space (parts of a sample on several ranks) and in
-pipelines (layers on several ranks).
+"""Networks that are divided among ranks: in space (parts of a sample), by parameters (sharding),
+and in pipelines (layers).
 """

@@ -32,8 +32,8 @@ from parsl_freetrain.training.spec.fork_messages import (
     Ready,
     Refused,
 )
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.messages import FromRank, RankPid
-from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
 
 T = TypeVar('T')
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.liveness import StopWatch
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 from parsl_freetrain.training.spec.messages import Exit
-from parsl_freetrain.training.spec.order import FragmentOrder
 
 
 @dataclass

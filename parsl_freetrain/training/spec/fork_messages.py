@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.messages import Count, Message, ProcessId, Seconds, Status
-from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
 
 
 class Launch(Message, frozen=True):

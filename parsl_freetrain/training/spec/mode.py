@@ -7,8 +7,8 @@ from typing import Any
 
 from msgspec import to_builtins
 
+from parsl_freetrain.core.model.checked_settings import Settings
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.settings import Settings
 from parsl_freetrain.training.spec.on_nan import POLICIES, STOP
 
 MEAN, ADASUM = 'mean', 'adasum'

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from parsl_freetrain.core.model.checked_settings import Settings
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.settings import Settings
 from parsl_freetrain.core.model.types import Checkpoint
 
 BEST = 'best'

@@ -9,8 +9,8 @@ from typing import Literal, TypeVar
 
 from msgspec import field, structs
 
+from parsl_freetrain.core.model.checked_settings import Settings
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.settings import Settings
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.core.model.types import ASSUMED_RESCALE_S, Efficiency, ScalingCurve, Trainer
 from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput

@@ -20,7 +20,7 @@ from parsl_freetrain.training.comm.collectives import broadcast_into
 from parsl_freetrain.training.comm.consensus import DIFFERENT, Agreement
 from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.loader import MicroBatch
-from parsl_freetrain.training.data.order import GlobalBatch, shard, split_for_ranks
+from parsl_freetrain.training.data.sample_order import GlobalBatch, shard, split_for_ranks
 from parsl_freetrain.training.steps import row_norm
 from parsl_freetrain.training.steps.accumulation import Accumulation, buckets, weigh
 from parsl_freetrain.training.steps.adasum import combine

@@ -15,7 +15,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.loader import MicroBatch
-from parsl_freetrain.training.data.order import GlobalBatch, shard, shards_of_rank
+from parsl_freetrain.training.data.sample_order import GlobalBatch, shard, shards_of_rank
 from parsl_freetrain.training.steps.buffers import Buffers
 from parsl_freetrain.training.steps.deferred import NO_SCALER, DeferredOptimizer, DeferredScheduler
 from parsl_freetrain.training.steps.gradient_guard import GradientGuard

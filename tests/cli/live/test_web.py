@@ -23,14 +23,14 @@ import pytest
 from parsl_freetrain.cli.live import web
 from parsl_freetrain.cli.live.cells import trainer_cells
 from parsl_freetrain.cli.live.curves import LiveCurves
-from parsl_freetrain.cli.live.snapshot import RunStatus
+from parsl_freetrain.cli.live.run_status import RunStatus
 from parsl_freetrain.cli.live.view import LiveView
 from parsl_freetrain.cli.live.web import Feed, Page
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.store import Ledger
+from parsl_freetrain.ledger.writer import Ledger
 from tests.support.browser import DESKTOP, PHONE, Browser
 from tests.support.browser import browser as browser  # a fixture
 from tests.support.ledgers import demo_ledger

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.core.controller.controller import Controller
+from parsl_freetrain.core.controller.controller_state import Reply
 from parsl_freetrain.core.controller.settings import ControllerSettings
-from parsl_freetrain.core.controller.state import Reply
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.events import Ending
 from parsl_freetrain.core.model.types import BlockRequest, Hole, ScalingCurve, Trainer

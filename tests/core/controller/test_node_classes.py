@@ -14,9 +14,9 @@ from parsl_freetrain.core.model.events import Ending, OpenBlock, StartFragment, 
 from parsl_freetrain.core.model.types import BlockRequest, Hole, ScalingCurve, Trainer
 from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.executor.settings import Policy, check_classes
+from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
-from parsl_freetrain.sites.schedule import IdleInterval, Schedule
 from parsl_freetrain.sites.slurm import SlurmSite
 from parsl_freetrain.training.spec.training import Scaling
 

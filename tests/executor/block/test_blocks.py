@@ -18,8 +18,8 @@ from parsl_freetrain.executor.block.adoption import AdoptedBlock
 from parsl_freetrain.executor.block.blocks import BlockManager
 from parsl_freetrain.executor.block.leaving_jobs import LeavingJobs
 from parsl_freetrain.executor.interchange import PIN
-from parsl_freetrain.sites.batch.commands import SchedulerSilent
 from parsl_freetrain.sites.batch.life import BlockLife, status_of
+from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent
 
 
 class Told:

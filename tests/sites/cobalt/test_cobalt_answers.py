@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Place, shape_for
 from parsl_freetrain.sites.batch.records import (
     BatchJob,
     JobState,
@@ -18,7 +19,6 @@ from parsl_freetrain.sites.batch.records import (
     NotUnderstood,
     Partition,
 )
-from parsl_freetrain.sites.batch.shape import BlockShape, Place, shape_for
 from parsl_freetrain.sites.cobalt import CobaltOptions, CobaltSite, answers
 from parsl_freetrain.sites.cobalt.script import render
 from parsl_freetrain.sites.named import load_site_file, site_files

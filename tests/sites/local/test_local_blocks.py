@@ -20,9 +20,9 @@ from parsl.jobs.states import JobState
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.host.processes import start_of
+from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
-from parsl_freetrain.sites.schedule import IdleInterval, Schedule
 from tests.support.processes import alive
 from tests.support.waiting import wait_until
 

@@ -9,9 +9,9 @@ import pytest
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import BlockRequest, Hole
+from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.protocols import HoleGone, NodeOffer
-from parsl_freetrain.sites.schedule import IdleInterval, Schedule
 
 BEGIN = 1_000_000.0
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.sites.batch.commands import Commands
-from parsl_freetrain.sites.batch.holes import Wanted
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Place
+from parsl_freetrain.sites.batch.node_windows import Wanted
 from parsl_freetrain.sites.batch.options import BatchOptions, Option, Word
 from parsl_freetrain.sites.batch.records import (
     BatchJob,
@@ -26,7 +26,7 @@ from parsl_freetrain.sites.batch.records import (
     Partition,
 )
 from parsl_freetrain.sites.batch.scheduler import NoHistory, Scheduler
-from parsl_freetrain.sites.batch.shape import BlockShape, Place
+from parsl_freetrain.sites.batch.scheduler_commands import Commands
 from parsl_freetrain.sites.batch.shell import batch_script, run_with_launcher, until_deadline
 from parsl_freetrain.sites.batch.site import BatchSite
 from parsl_freetrain.sites.registry import SiteType

@@ -19,7 +19,7 @@ from parsl.jobs.states import JobState
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import BlockRequest
-from parsl_freetrain.sites.batch.commands import SchedulerSilent
+from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent
 from parsl_freetrain.sites.pbspro import PbsSite
 from parsl_freetrain.sites.pbspro.scheduler import Pbs
 from tests.sites.batch_blocks import QUICK, Blocks

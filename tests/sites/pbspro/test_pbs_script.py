@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.sites.batch.shape import BlockShape, Place, shape_for
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Place, shape_for
 from parsl_freetrain.sites.pbspro import PbsOptions
 from parsl_freetrain.sites.pbspro.script import render
 from parsl_freetrain.sites.pbspro.task_manager import task_manager

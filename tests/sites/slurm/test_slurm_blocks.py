@@ -17,7 +17,7 @@ from parsl.jobs.states import JobState
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.node_demand import NodeDemand
 from parsl_freetrain.core.model.types import BlockRequest
-from parsl_freetrain.sites.batch import tracker, watch
+from parsl_freetrain.sites.batch import queue_watch, tracker
 from parsl_freetrain.sites.batch.records import NodeReservation
 from parsl_freetrain.sites.protocols import HoleGone
 from parsl_freetrain.sites.slurm.scheduler import Slurm
@@ -129,7 +129,7 @@ def test_a_block_that_does_not_start_is_withdrawn(slurm: Cluster, blocks: Make) 
 def test_a_block_that_is_longer_than_its_nodes_are_free_makes_room_for_a_shorter_one(
     slurm: Cluster, blocks: Make, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
-    for module in (tracker, watch):
+    for module in (tracker, queue_watch):
         monkeypatch.setattr(module, 'RESERVATIONS_EVERY_S', 1e6)
     mine = blocks(withdraw_s=1e6, start_s=1.0)
     assert [hole.until_s for hole in mine.holes()] == [None]
@@ -164,7 +164,7 @@ def set_aside(slurm: Cluster, nodes: str) -> None:
 def test_what_is_set_aside_with_the_first_job_that_waits_is_known_before_nodes_are_given(
     slurm: Cluster, blocks: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (tracker, watch):
+    for module in (tracker, queue_watch):
         monkeypatch.setattr(module, 'RESERVATIONS_EVERY_S', 1e6)
     ask = Slurm.reservations
 
@@ -445,7 +445,7 @@ def test_a_submission_without_an_answer_leaves_no_block_behind(
     slurm: Cluster, blocks: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """sbatch was heard, but its answer was lost: the job is found by its name and cancelled."""
-    from parsl_freetrain.sites.batch.commands import SchedulerSilent
+    from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent
 
     mine = blocks()
     submit = Slurm.submit

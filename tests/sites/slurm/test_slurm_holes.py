@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.types import Hole
-from parsl_freetrain.sites.batch.holes import OnTheWay, Wanted, holes, windows
+from parsl_freetrain.sites.batch.node_windows import OnTheWay, Wanted, holes, windows
 from parsl_freetrain.sites.batch.records import (
     BatchJob,
     JobState,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from parsl.jobs.states import JobState as ParslState
 
+from parsl_freetrain.sites.batch.block_shape import Place
 from parsl_freetrain.sites.batch.block_table import BatchBlock, BlockTable
 from parsl_freetrain.sites.batch.life import (
     BlockLife,
@@ -16,7 +17,6 @@ from parsl_freetrain.sites.batch.life import (
 )
 from parsl_freetrain.sites.batch.offers import OfferLog
 from parsl_freetrain.sites.batch.records import BatchJob, JobState
-from parsl_freetrain.sites.batch.shape import Place
 
 
 def job(state: JobState, job_id: str = '1', end_s: float | None = 500.0) -> BatchJob:

@@ -16,8 +16,14 @@ from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import BlockRequest
+from parsl_freetrain.sites.batch.block_shape import (
+    BlockShape,
+    Place,
+    is_block_of,
+    job_name,
+    shape_for,
+)
 from parsl_freetrain.sites.batch.records import Partition
-from parsl_freetrain.sites.batch.shape import BlockShape, Place, is_block_of, job_name, shape_for
 from parsl_freetrain.sites.named import site_in_table
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.slurm import Mode, SlurmOptions, SlurmSite

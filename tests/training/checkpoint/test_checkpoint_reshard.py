@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parsl_freetrain.core.model.errors import FreeTrainError
-from parsl_freetrain.training.checkpoint import blocks as hashing
+from parsl_freetrain.training.checkpoint import block_digests as hashing
 from parsl_freetrain.training.checkpoint.local_shard import Box
 from parsl_freetrain.training.checkpoint.manifest import Damaged, commit, verify, write_manifest
 from parsl_freetrain.training.checkpoint.part_reader import Block, PartReader

@@ -14,8 +14,8 @@ from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.host.network import is_loopback
 from parsl_freetrain.training.comm.collectives import join
 from parsl_freetrain.training.comm.inbox import Inbox
+from parsl_freetrain.training.spec.fragment_order import RankPlace
 from parsl_freetrain.training.spec.messages import Rendezvous
-from parsl_freetrain.training.spec.order import RankPlace
 from tests.support.computers import INTERFACE, computers
 from tests.support.ranks import order
 
@@ -33,7 +33,7 @@ socket.gethostbyname = lambda name: '127.0.1.1'  # as in /etc/hosts of many syst
 from parsl_freetrain.executor.fragment.control_channel import reachable
 from parsl_freetrain.host.network import own_address
 from parsl_freetrain.training.comm.collectives import _listens_at
-from parsl_freetrain.training.spec.order import RankPlace
+from parsl_freetrain.training.spec.fragment_order import RankPlace
 from tests.support.ranks import order
 from pathlib import Path
 _, seen = reachable(['10.99.0.1'], 5555)

@@ -31,7 +31,7 @@ from parsl_freetrain.training.comm.devices import (
 )
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.spec.order import RankPlace
+from parsl_freetrain.training.spec.fragment_order import RankPlace
 from tests.support.ranks import order, ranks
 
 VARIABLES = (*ROCM.variables, *XPU.variables)

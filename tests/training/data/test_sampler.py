@@ -29,7 +29,12 @@ from torch.utils.data import (
 from parsl_freetrain import BadInput, FragmentContext
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.comm.peers import Alone
-from parsl_freetrain.training.data.order import GlobalOrder, shard, shards_of_rank, split_for_ranks
+from parsl_freetrain.training.data.sample_order import (
+    GlobalOrder,
+    shard,
+    shards_of_rank,
+    split_for_ranks,
+)
 from parsl_freetrain.training.data.sampler import SampledOrder, order_name, sampled_order
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import order, ranks

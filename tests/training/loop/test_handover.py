@@ -51,6 +51,7 @@ from parsl_freetrain.training.process.standby_slots import (
     key_of,
 )
 from parsl_freetrain.training.spec.fork_messages import Launch
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder, Handover, RankPlace
 from parsl_freetrain.training.spec.messages import (
     FromRank,
     NodeStays,
@@ -61,7 +62,6 @@ from parsl_freetrain.training.spec.messages import (
     StopTraining,
     Waiting,
 )
-from parsl_freetrain.training.spec.order import FragmentOrder, Handover, RankPlace
 from tests.support.ranks import Ranks, channel_pair, order, ranks, running_fork_server
 from tests.support.waiting import LIMIT_S
 from tests.training.loop.test_shapes import BATCH, LAYERS, Net, Points

@@ -21,7 +21,7 @@ from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.comm import part_writers
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.spec.order import FragmentOrder
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 from tests.chaos.disks import small_disk
 from tests.support.ranks import KILLED, order, ranks
 

@@ -18,7 +18,7 @@ from parsl_freetrain.training.checkpoint.trainables import sort_out
 from parsl_freetrain.training.comm.peers import Alone
 from parsl_freetrain.training.loop.node_reading import read_once
 from parsl_freetrain.training.loop.start import start_of
-from parsl_freetrain.training.spec.order import RankPlace
+from parsl_freetrain.training.spec.fragment_order import RankPlace
 from parsl_freetrain.training.spec.retention import Retention
 from tests.support.ranks import order
 

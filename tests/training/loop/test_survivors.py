@@ -21,22 +21,24 @@ from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
+from parsl_freetrain.training.spec.fragment_order import Handover
 from parsl_freetrain.training.spec.messages import Started, StateUsed
-from parsl_freetrain.training.spec.order import Handover
 from tests.support.ranks import KILLED, order, ranks, running_fork_server
 from tests.support.waiting import LIMIT_S
 from tests.training.loop.test_handover import equal
 
 BATCH, TOTAL, EPOCH = 8, 96, 48
-Blow = tuple[int, int, str]  # rank, samples at the beginning of its step, and where in it
+Fault = tuple[int, int, str]  # rank, samples at the beginning of its step, and where in it
 
 
-def train(ctx: FragmentContext, blows: dict[int, list[Blow]], remembers: bool = False) -> None:
-    """Every fragment is struck as ``blows`` says. What the loop sets before it fails, its batch
+def train(ctx: FragmentContext, faults: dict[int, list[Fault]], remembers: bool = False) -> None:
+    """Every fragment is struck as ``faults`` says. What the loop sets before it fails, its batch
     statistics and its settings, must not count twice.
     """
     mine = [
-        (samples, point) for rank, samples, point in blows.get(ctx.fragment, ()) if ctx.rank == rank
+        (samples, point)
+        for rank, samples, point in faults.get(ctx.fragment, ())
+        if ctx.rank == rank
     ]
 
     def struck(point: str) -> bool:
@@ -125,14 +127,14 @@ class Training:
         self.number = 0
 
     def fragment(
-        self, world_size: int, blows: dict[int, list[Blow]], **options: Any
+        self, world_size: int, faults: dict[int, list[Fault]], **options: Any
     ) -> tuple[int, list[Any]]:
         """The samples that the next fragment begins with, and its outcomes."""
         self.number += 1
         at, handover = self.left or (self.nodes, None)
         ordered = replace(self.order, fragment=self.number, handover=handover)
         places = [at[rank % len(at)] for rank in range(world_size)]
-        with ranks(places, ordered, world_size, self.folder, train, blows, **options) as gang:
+        with ranks(places, ordered, world_size, self.folder, train, faults, **options) as gang:
             outcomes = gang.run()
             self.gang = gang
             began = next(rank.said(Started)[0].samples for rank in gang.ranks if rank.said(Started))
@@ -167,7 +169,7 @@ def test_a_kill_anywhere_in_a_step_repeats_no_step_that_all_have_ended(
     nodes: list[ForkClient], tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
     """Each fragment begins where its survivors were, which none of them has written to disk."""
-    told: list[tuple[int, Blow, int]] = [  # ranks, blow, samples that the next one begins with
+    told: list[tuple[int, Fault, int]] = [  # ranks, fault, samples that the next one begins with
         (3, (1, 16, 'in the body'), 16),
         (2, (0, 24, 'in the exchange'), 24),
         (3, (0, 32, 'behind the exchange'), 40),
@@ -176,19 +178,19 @@ def test_a_kill_anywhere_in_a_step_repeats_no_step_that_all_have_ended(
         (3, (2, 56, 'behind the step'), 56),
         (2, (1, 64, 'in the exchange'), 64),
     ]
-    blows = {number: [blow] for number, (_, blow, _) in enumerate(told, 1)}
+    faults = {number: [fault] for number, (_, fault, _) in enumerate(told, 1)}
     training, begins = Training(nodes, tmp_path), 0
-    for count, blow, following in told:
-        began, outcomes = training.fragment(count, blows)
-        assert began == begins, blow
-        assert [o.how for i, o in enumerate(outcomes) if i != blow[0]] == ['peer-lost'] * (
+    for count, fault, following in told:
+        began, outcomes = training.fragment(count, faults)
+        assert began == begins, fault
+        assert [o.how for i, o in enumerate(outcomes) if i != fault[0]] == ['peer-lost'] * (
             count - 1
         )
         # One copy for each node, although all ranks are as far.
         assert 1 <= sum(o.left is not None for o in outcomes) <= 2
         assert training.left is not None
         begins = following
-        assert training.left[1].samples == following, blow
+        assert training.left[1].samples == following, fault
     began, outcomes = training.fragment(2, {})
     assert began == begins
     assert {o.how for o in outcomes} == {'finished'}
@@ -198,7 +200,7 @@ def test_a_kill_anywhere_in_a_step_repeats_no_step_that_all_have_ended(
 def test_a_kill_while_it_is_saved_or_left_costs_no_more(
     nodes: list[ForkClient], tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
-    told: list[tuple[int, list[Blow], range]] = [
+    told: list[tuple[int, list[Fault], range]] = [
         (3, [(1, 16, 'in the body')], range(16, 17)),
         # A survivor dies while it leaves its state. There is that of the other node.
         (3, [(0, 32, 'in the body'), (2, 0, 'while it leaves')], range(32, 33)),
@@ -207,11 +209,11 @@ def test_a_kill_while_it_is_saved_or_left_costs_no_more(
         # It writes what it was handed over after its first step, and rank 0 dies of it.
         (3, [(0, 56, 'while it saves')], range(40, 57)),
     ]
-    blows = {number: struck for number, (_, struck, _) in enumerate(told, 1)}
+    faults = {number: struck for number, (_, struck, _) in enumerate(told, 1)}
     training, begins = Training(nodes, tmp_path), 0
     for count, struck, following in told:
         before = training.left
-        began, _ = training.fragment(count, blows)
+        began, _ = training.fragment(count, faults)
         assert began == begins, struck
         training.left = training.left or before
         assert training.left is not None

@@ -30,7 +30,7 @@ PEER = """
 import sys, time, torch
 from torch.distributed import TCPStore
 from parsl_freetrain import Samples
-from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.training import TrainingSpec
 from parsl_freetrain.training.comm.collectives import EXCHANGE_TIMEOUT, RankGroup
 from parsl_freetrain.training.comm.peers import PeerLost

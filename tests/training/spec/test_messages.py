@@ -30,8 +30,8 @@ from parsl_freetrain.training.process.rank_process import RankProcess
 from parsl_freetrain.training.spec import fork_messages as fm
 from parsl_freetrain.training.spec import messages as ms
 from parsl_freetrain.training.spec.codec import Decoder, encode
+from parsl_freetrain.training.spec.fragment_order import RankPlace
 from parsl_freetrain.training.spec.messages import FromMember, FromRank
-from parsl_freetrain.training.spec.order import RankPlace
 from tests.support.ranks import channel_pair, order
 from tests.support.waiting import LIMIT_S
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from parsl_freetrain import BadInput, FragmentContext, Scaled
-from parsl_freetrain.training.data.order import GlobalOrder
+from parsl_freetrain.training.data.sample_order import GlobalOrder
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import order, ranks
 

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.training.checkpoint.export import load_weights
-from parsl_freetrain.training.data.order import shards_of_rank
+from parsl_freetrain.training.data.sample_order import shards_of_rank
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.steps.reduction_tree import Node, ShardTree

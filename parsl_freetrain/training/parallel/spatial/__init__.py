@@ -5,7 +5,7 @@ from parsl_freetrain.training.parallel.spatial.grid import Axis, Grid
 from parsl_freetrain.training.parallel.spatial.normalisation import BatchNorm3d
 from parsl_freetrain.training.parallel.spatial.pooling import AvgPool3d, MaxPool3d
 from parsl_freetrain.training.parallel.spatial.rehearsal import check_division
-from parsl_freetrain.training.parallel.spatial.sharded import Sharded, concatenate, total
+from parsl_freetrain.training.parallel.spatial.sharded_volume import Sharded, concatenate, total
 from parsl_freetrain.training.parallel.spatial.volumes import ShardedVolumes
 
 __all__ = [

@@ -21,7 +21,7 @@ from parsl_freetrain.training.parallel.spatial.halo import (
     give_back,
     plan,
 )
-from parsl_freetrain.training.parallel.spatial.sharded import Sharded, shared
+from parsl_freetrain.training.parallel.spatial.sharded_volume import Sharded, shared
 
 Triple = tuple[int, ...]
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parsl_freetrain.training.parallel.spatial.grid import Axis
-from parsl_freetrain.training.parallel.spatial.sharded import Sharded, shared
+from parsl_freetrain.training.parallel.spatial.sharded_volume import Sharded, shared
 
 _OVER = (0, 2, 3, 4)
 

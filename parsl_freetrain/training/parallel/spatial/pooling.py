@@ -12,7 +12,7 @@ from torch import nn
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.parallel.spatial.geometry import Window
 from parsl_freetrain.training.parallel.spatial.halo import fetch, plan
-from parsl_freetrain.training.parallel.spatial.sharded import Sharded
+from parsl_freetrain.training.parallel.spatial.sharded_volume import Sharded
 
 
 class MaxPool3d(nn.MaxPool3d):

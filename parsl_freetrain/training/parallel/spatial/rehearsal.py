@@ -14,7 +14,7 @@ from torch import nn
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.parallel.spatial.grid import Grid
-from parsl_freetrain.training.parallel.spatial.sharded import Sharded
+from parsl_freetrain.training.parallel.spatial.sharded_volume import Sharded
 
 Extents = tuple[int, int, int]
 

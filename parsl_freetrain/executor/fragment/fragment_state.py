@@ -17,9 +17,9 @@ from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.events import Ending, StartFragment
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.fragment.rank_result import RankResult
-from parsl_freetrain.training.comm.faults import out_of_memory
+from parsl_freetrain.training.comm.device_faults import out_of_memory
+from parsl_freetrain.training.spec.fragment_order import Handover
 from parsl_freetrain.training.spec.messages import Outcome, RankError, Rendezvous
-from parsl_freetrain.training.spec.order import Handover
 
 FAULTY_NODES = 3
 """Number of nodes on which the same fault of a device is the function's."""

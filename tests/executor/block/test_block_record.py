@@ -6,7 +6,7 @@ from parsl.jobs.states import JobState, JobStatus
 
 from parsl_freetrain.core.model.events import BlockStarted
 from parsl_freetrain.core.model.types import BlockRequest
-from parsl_freetrain.executor.block.record import BlockRecord
+from parsl_freetrain.executor.block.block_record import BlockRecord
 
 
 def test_a_block_starts_once_and_not_before_it_was_last_seen_waiting() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.easy_reservation import NOTHING_RESERVED, Reservation, promises, reserve
-from parsl_freetrain.replay.jobs import JobTable
+from parsl_freetrain.replay.job_table import JobTable
 from parsl_freetrain.replay.trace import Floats, Ints, Trace
 
 # A waiting job that fits the idle nodes for longer than this is held back by something that the log

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parsl_freetrain.training.comm.collectives import is_peer_loss
-from parsl_freetrain.training.comm.faults import device_fault, out_of_memory
+from parsl_freetrain.training.comm.device_faults import device_fault, out_of_memory
 
 ECC = 'CUDA error: uncorrectable ECC error encountered'
 

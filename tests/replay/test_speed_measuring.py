@@ -10,8 +10,8 @@ from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 from parsl_freetrain.replay.idle import synthetic
-from parsl_freetrain.replay.measuring import CurveLearning
 from parsl_freetrain.replay.scenario import Scenario, constant_pool, replay
+from parsl_freetrain.replay.speed_measuring import CurveLearning
 from parsl_freetrain.replay.trainers import ReplayTrainer
 
 COUNTS = (1, 2, 4, 8, 16, 32)

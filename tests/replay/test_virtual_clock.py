@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
-from parsl_freetrain.replay.measuring import CurveLearning
 from parsl_freetrain.replay.result import Outcome
 from parsl_freetrain.replay.scenario import Scenario, constant_pool, replay
+from parsl_freetrain.replay.speed_measuring import CurveLearning
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer
 

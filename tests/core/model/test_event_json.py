@@ -12,14 +12,14 @@ from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.charge import Charge
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
-from parsl_freetrain.core.model.records import (
+from parsl_freetrain.core.model.event_json import (
     decode_actions,
     decode_events,
     encode,
     from_json,
     to_json,
 )
+from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
 from parsl_freetrain.core.model.types import BlockRequest, Efficiency, Hole, ScalingCurve, Trainer
 
 TRAINER = Trainer(

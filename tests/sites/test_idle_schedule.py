@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.sites.schedule import IdleInterval, Schedule, read_schedule, write_schedule
+from parsl_freetrain.sites.idle_schedule import (
+    IdleInterval,
+    Schedule,
+    read_schedule,
+    write_schedule,
+)
 from tests.support.schedules import change_times, idle_at
 
 SUMMIT = Path(__file__).resolve().parents[3] / 'shared/data/idle/summit-2021-02-week1.csv.gz'

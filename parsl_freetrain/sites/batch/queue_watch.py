@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from parsl_freetrain.host.backoff import Backoff
-from parsl_freetrain.sites.batch.commands import SchedulerSilent
 from parsl_freetrain.sites.batch.demand import waits
 from parsl_freetrain.sites.batch.options import BatchOptions
 from parsl_freetrain.sites.batch.records import BatchJob, NodeReservation, Nodes, NotUnderstood
 from parsl_freetrain.sites.batch.scheduler import Scheduler
+from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent
 
 logger = logging.getLogger(__name__)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from parsl_freetrain.sites.batch.block_shape import Place, class_in
 from parsl_freetrain.sites.batch.block_table import BatchBlock
 from parsl_freetrain.sites.batch.life import Seen
 from parsl_freetrain.sites.batch.options import BatchOptions
 from parsl_freetrain.sites.batch.records import BatchJob, JobState
-from parsl_freetrain.sites.batch.shape import Place, class_in
 from parsl_freetrain.sites.protocols import FoundBlock
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.records import to_json
+from parsl_freetrain.core.model.event_json import to_json
 from parsl_freetrain.ledger.connection import BUSY_S, open_for_writing, transaction, wait_at_most
 from parsl_freetrain.ledger.decision_rows import DecisionRows
 from parsl_freetrain.ledger.node_rows import NodeRows

@@ -7,9 +7,9 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsl_freetrain.core.allocation.document import check, decode
 from parsl_freetrain.core.allocation.formulation import MOST_POINTS, document_of, problem_of
 from parsl_freetrain.core.allocation.problem import Bid, Block, Limit, Problem
+from parsl_freetrain.core.allocation.problem_document import check, decode
 from parsl_freetrain.core.model.types import ScalingCurve
 from parsl_freetrain.solver import allocator_named
 

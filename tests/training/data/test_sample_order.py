@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.data.order import (
+from parsl_freetrain.training.data.sample_order import (
     GlobalBatch,
     GlobalOrder,
     samples_in,
@@ -213,7 +213,7 @@ def test_impossible_epochs_are_refused(epochs: float) -> None:
 
 def test_the_submitting_side_needs_no_torch() -> None:
     code = (
-        'import sys, parsl_freetrain.training.data.order as s; '
+        'import sys, parsl_freetrain.training.data.sample_order as s; '
         'import parsl_freetrain.training.checkpoint.store; '
         'assert s.samples_in(2, 5) == 10; sys.exit("torch" in sys.modules)'
     )

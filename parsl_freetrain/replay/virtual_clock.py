@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.replay.accounting import Accounts, RecordedJob
-from parsl_freetrain.replay.measuring import CurveLearning, Measuring
 from parsl_freetrain.replay.result import Outcome
+from parsl_freetrain.replay.speed_measuring import CurveLearning, Measuring
 from parsl_freetrain.replay.trace import PoolChange, Trace
 from parsl_freetrain.replay.world import World
 

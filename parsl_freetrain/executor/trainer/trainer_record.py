@@ -17,11 +17,11 @@ from msgspec import structs
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.events import Ending
 from parsl_freetrain.core.model.types import Checkpoint, Trainer
+from parsl_freetrain.executor.fragment.fragment_state import FragmentResult, RunningFragment
 from parsl_freetrain.executor.fragment.left_states import Left, left_states
 from parsl_freetrain.executor.fragment.rank_result import RankResult
-from parsl_freetrain.executor.fragment.state import FragmentResult, RunningFragment
 from parsl_freetrain.executor.trainer.future import TrainingFuture
-from parsl_freetrain.training.spec.order import Handover
+from parsl_freetrain.training.spec.fragment_order import Handover
 from parsl_freetrain.training.spec.training import TrainingSpec
 
 logger = logging.getLogger(__name__)

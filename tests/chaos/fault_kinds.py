@@ -1,4 +1,4 @@
-"""The kinds of blows of a chaos run, and how each is dealt."""
+"""The kinds of faults of a chaos run, and how each is caused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import psutil
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.testing import corrupt_checkpoint, full_disk, half_write_checkpoint
-from parsl_freetrain.training.checkpoint.layout import directories
+from parsl_freetrain.training.checkpoint.directories import directories
 from parsl_freetrain.training.checkpoint.manifest import MANIFEST, MARKER, is_committed
 from tests.chaos import points
 from tests.chaos.disks import full_inodes
@@ -26,9 +26,9 @@ from tests.support.waiting import LIMIT_S, looks
 if TYPE_CHECKING:
     from tests.chaos.monkey import Run
 
-PATIENCE_S = 15.0  # for a rank to reach a point where a blow waits for it
+PATIENCE_S = 15.0  # for a rank to reach a point where a fault waits for it
 
-Blow = Callable[['Run', random.Random], object]
+Fault = Callable[['Run', random.Random], object]
 
 
 def _one(run: Run, draw: random.Random, kind: str, number: signal.Signals) -> None:
@@ -82,12 +82,12 @@ def _full_inodes(run: Run, draw: random.Random) -> None:
 
 
 def _ordered(run: Run, draw: random.Random, kind: str) -> None:
-    """Leave a file for whoever deals the blow, and wait until it is taken. Nodes go, so that there
-    are fragments that begin and hand over their state.
+    """Leave a file for whoever causes the fault, and wait until it is taken. Nodes go, so that
+    there are fragments that begin and hand over their state.
     """
     order = run.orders / kind
     order.touch()
-    place = points.BLOWS[kind][0] if kind in points.BLOWS else ''
+    place = points.FAULTS[kind][0] if kind in points.FAULTS else ''
     if place in ('function begins', 'prepared', 'leaving'):
         _one(run, draw, 'block', signal.SIGKILL)
     for _ in looks(PATIENCE_S):
@@ -97,7 +97,7 @@ def _ordered(run: Run, draw: random.Random, kind: str) -> None:
 
 
 _KILL, _STOP = signal.SIGKILL, signal.SIGSTOP
-KINDS: dict[str, tuple[int, Blow]] = {
+KINDS: dict[str, tuple[int, Fault]] = {
     'rank': (8, partial(_one, kind='rank', number=_KILL)),
     'stop rank': (2, partial(_one, kind='rank', number=_STOP)),
     'notice': (2, partial(_one, kind='rank', number=signal.SIGTERM)),
@@ -131,15 +131,15 @@ KINDS: dict[str, tuple[int, Blow]] = {
         lambda run, draw: os.truncate(_ledger(run), _ledger(run).stat().st_size // 2),
     ),
     'ledger overwritten': (1, lambda run, draw: _ledger(run).write_bytes(b'x' * 5000)),
-    **{kind: (1, partial(_ordered, kind=kind)) for kind in (*SILENCES, *points.BLOWS)},
+    **{kind: (1, partial(_ordered, kind=kind)) for kind in (*SILENCES, *points.FAULTS)},
 }
-"""How often each kind is dealt relative to the others, and how."""
+"""How often each kind is caused relative to the others, and how."""
 
 ON_SMALL_DISK = ('full disk', 'full inodes')
 
 
 def strike(run: Run, draw: random.Random, kind: str) -> bool:
-    """Deal a blow; False if there was nothing to strike."""
+    """Cause a fault; False if there was nothing to strike."""
     try:
         KINDS[kind][1](run, draw)
     except (psutil.NoSuchProcess, FileNotFoundError, BadInput):

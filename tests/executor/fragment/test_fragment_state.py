@@ -15,14 +15,19 @@ from parsl_freetrain.core.model.events import Ending, StartFragment
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.event_loop import EventLoop
 from parsl_freetrain.executor.fragment.control_channel import MemberDisconnected
+from parsl_freetrain.executor.fragment.fragment_state import (
+    ANSWER_S,
+    LONE_ANSWER_S,
+    RunningFragment,
+)
 from parsl_freetrain.executor.fragment.left_states import furthest, left_states
 from parsl_freetrain.executor.fragment.listener import Listener
 from parsl_freetrain.executor.fragment.members import Members
 from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.executor.fragment.runner import FragmentRunner
-from parsl_freetrain.executor.fragment.state import ANSWER_S, LONE_ANSWER_S, RunningFragment
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S, GiveUp, NodeSilent, Watchdog
 from parsl_freetrain.executor.notices import Stream
+from parsl_freetrain.training.spec.fragment_order import Handover
 from parsl_freetrain.training.spec.messages import (
     Abandon,
     Alive,
@@ -39,7 +44,6 @@ from parsl_freetrain.training.spec.messages import (
     Stuck,
 )
 from parsl_freetrain.training.spec.messages import Ending as Ending_
-from parsl_freetrain.training.spec.order import Handover
 
 
 class Nobody:

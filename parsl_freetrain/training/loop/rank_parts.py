@@ -16,13 +16,13 @@ from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.data_loaders import LoaderData
 from parsl_freetrain.training.data.loader import MicroBatch, make_loader
-from parsl_freetrain.training.data.order import GlobalBatch, GlobalOrder
+from parsl_freetrain.training.data.sample_order import GlobalBatch, GlobalOrder
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.hooks import Hooks
 from parsl_freetrain.training.loop.reports import Reports
 from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.messages import ToRank
-from parsl_freetrain.training.spec.order import FragmentOrder, RankPlace
 from parsl_freetrain.training.steps.mesh import Division
 from parsl_freetrain.training.steps.modes import Steps
 from parsl_freetrain.training.steps.nonfinite import Watch
