@@ -1,4 +1,4 @@
-"""A plain PyTorch script: a small network learns scikit-learn's handwritten digits."""
+"""A small network learns scikit-learn's handwritten digits."""
 
 import parsl
 import torch
