@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.loop.rank_parts import LoopState, RankParts
 from parsl_freetrain.training.loop.reports import Reports
@@ -106,6 +107,11 @@ class FragmentView:
 
     @state.setter
     def state(self, value: dict[str, Any]) -> None:
+        if not isinstance(value, dict):
+            raise BadInput(
+                f'ctx.state was set to {value!r}; it is a dict: set its entries, as in '
+                "ctx.state['name'] = value."
+            )
         self._use_state()
         self._state.user = value
 
@@ -181,8 +187,8 @@ class FragmentView:
                 if isinstance(value, (str, bytes)):
                     raise TypeError
                 self._state.reports.put(name, float(value))
-            except (TypeError, ValueError, RuntimeError):
+            except (TypeError, ValueError, OverflowError, RuntimeError):
                 raise TypeError(
                     f'ctx.report was given {name}={value!r}, a {type(value).__name__}; '
-                    'it takes numbers.'
+                    'it takes numbers, as of float.'
                 ) from None

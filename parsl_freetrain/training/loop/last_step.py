@@ -5,7 +5,6 @@ what training can go on from.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,6 +57,7 @@ class _End:
     epoch_due: bool
     finishing: str
     user: str
+    state: dict[str, Any]
     around: Surroundings
     buffers: list[torch.Tensor]
     versions: list[int]
@@ -131,7 +131,8 @@ class LastStep:
         state = self._state
         state.samples, state.epoch_due, state.finishing = end.samples, end.epoch_due, end.finishing
         state.user.clear()
-        state.user.update(json.loads(end.user))
+        # Not by its text, in which keys are strings and tuples are lists.
+        state.user.update(copy.deepcopy(end.state))
         end.around.put_back(prepared)
         for buffer, kept in zip(_buffers(prepared), end.buffers, strict=True):
             buffer.copy_(kept)
@@ -145,6 +146,7 @@ def around_models(state: LoopState, prepared: Prepared) -> _End:
         state.epoch_due,
         state.finishing,
         state.user_text(),
+        copy.deepcopy(state.user),
         Surroundings.of(prepared),
         [buffer.clone() for buffer in _buffers(prepared)],
         versions((*prepared.models, *prepared.averages)),
@@ -158,9 +160,22 @@ def changes_of(before: _End, now: _End) -> str:
         return 'a parameter or a buffer of a model'
     if before.user != now.user:
         return 'ctx.state'
-    if before.around != now.around:
+    if not _same(vars(before.around), vars(now.around)):
         return 'a learning rate scheduler, or a setting of an optimizer,'
     return ''
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two states are equal; a comparison of tensors has no truth value."""
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
 
 
 def _groups(prepared: Prepared) -> Iterable[dict[str, Any]]:

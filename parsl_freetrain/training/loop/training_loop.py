@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -267,7 +267,8 @@ class TrainingLoop:
     def _end_epoch(self) -> Iterator[Any]:
         """Do what is to be done at the end of an epoch."""
         state, mode, hooks = self._state, self._order.spec.mode, self._hooks
-        before = json.loads(state.user_text())
+        state.user_text()  # raises BadInput if it cannot be saved
+        before = copy.deepcopy(state.user)
         around = Surroundings.of(self._prepared, averages=True)
         changes = versions(self._prepared.models)
         # Also where the ranks draw different numbers in the loop: what is decided or changed here

@@ -138,6 +138,10 @@ def keeps_an_object(ctx: FragmentContext) -> None:
     fit(ctx)
 
 
+def keeps_a_list(ctx: FragmentContext) -> None:
+    ctx.state = [1, 2]  # type: ignore[assignment]
+
+
 def empty_batch(ctx: FragmentContext) -> None:
     fit(ctx, batch_size=0)
 
@@ -177,6 +181,7 @@ def run(
         (has_a_generator, 'was given a generator, which can be read only once'),
         (has_sparse_gradients, 'sparse'),
         (keeps_an_object, 'ctx.state cannot be saved'),
+        (keeps_a_list, 'ctx.state was set to [1, 2]; it is a dict'),
         (empty_batch, 'batch size is 0'),
     ],
 )
@@ -189,13 +194,16 @@ def test_a_mistake_gets_a_sentence(
     assert '\n' not in outcome.error.message
 
 
-def test_reporting_something_else_than_a_number(fork_server: ForkClient, tmp_path: Path) -> None:
+@pytest.mark.parametrize('value', ['small', 10**400], ids=['text', 'beyond float'])
+def test_reporting_something_else_than_a_number(
+    fork_server: ForkClient, tmp_path: Path, value: Any
+) -> None:
     def report(ctx: FragmentContext) -> None:
-        ctx.report(loss='small')  # type: ignore[arg-type]
+        ctx.report(loss=value)
 
     (outcome,) = run(fork_server, tmp_path, report)
     assert outcome.error.type == 'TypeError'
-    assert "loss='small'" in outcome.error.message
+    assert f'loss={value!r}' in outcome.error.message
 
 
 @pytest.mark.parametrize(

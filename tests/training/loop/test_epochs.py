@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import time
@@ -19,7 +20,9 @@ from parsl_freetrain.training.checkpoint.state import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.reports import mean
+from parsl_freetrain.training.loop.training_loop import EvaluationStopped, FragmentEnd
 from parsl_freetrain.training.process.fork_client import ForkClient
+from tests.support.examples import in_this_process
 from tests.support.ranks import order, ranks
 from tests.support.waiting import wait_until
 
@@ -363,3 +366,56 @@ def test_means_are_exact() -> None:
     assert mean(parts) == mean(parts[::-1])
     assert mean([(0.3, 0.1), (0.7, 0.1)]) == 0.1
     assert mean([(0.5, float('inf')), (0.5, float('-inf'))]) != mean([(1.0, 1.0)])
+
+
+class Table:
+    """A schedule whose state has a tensor."""
+
+    def __init__(self) -> None:
+        self.factors = torch.linspace(1, 0.1, 20)
+
+    def __call__(self, epoch: int) -> float:
+        return float(self.factors[epoch])
+
+
+def test_a_scheduler_may_have_a_tensor_in_its_state() -> None:
+    def function(ctx: FragmentContext) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        decay = torch.optim.lr_scheduler.LambdaLR(optimizer, Table())
+        prepared: tuple[Any, ...] = ctx.prepare(model, optimizer, decay)
+        for _ in ctx.epochs():
+            for (x,) in ctx.loop(DATA, 8):
+                prepared[1].zero_grad()
+                prepared[0](x).sum().backward()
+                prepared[1].step()
+            prepared[2].step()
+        assert prepared[2].get_last_lr() == [pytest.approx(0.1 * Table()(2))]
+
+    assert in_this_process(function, total_epochs=2)[0].samples == 44
+
+
+def test_an_evaluation_that_is_stopped_leaves_ctx_state_as_it_was_with_its_types() -> None:
+    state: dict[Any, Any] = {'count': {0: 1}, 'pair': (1, 2)}
+
+    def function(ctx: FragmentContext) -> None:
+        model, optimizer, *_ = made(ctx)
+
+        def is_stopped() -> None:
+            ctx.state['pair'] = (3, 4)
+            raise EvaluationStopped
+
+        ctx.each_epoch(is_stopped)
+        ctx.state.update(copy.deepcopy(state))
+        try:
+            for (x,) in ctx.loop(DATA, 8):
+                model(x).sum().backward()
+                optimizer.step()
+        except FragmentEnd:
+            found.append(ctx.state)
+            raise
+
+    found: list[dict[Any, Any]] = []
+    with pytest.raises(FragmentEnd):
+        in_this_process(function, total_epochs=2, shards=1)
+    assert found == [state]

@@ -87,6 +87,8 @@ def train(ctx: FragmentContext, faults: dict[int, list[Fault]], remembers: bool 
 
         vars(handover_send)['pack'] = lambda state: os.kill(os.getpid(), signal.SIGKILL)
     seen: set[int] = set()
+    if remembers and ctx.is_main and ctx.samples:
+        assert ctx.state == {'seen': {ctx.samples - BATCH: (1, 2)}}  # with its types
     x = torch.randn(EPOCH, 4, generator=torch.Generator().manual_seed(5))
     for features, target in ctx.loop(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=BATCH):
         die('in the body')
@@ -97,7 +99,7 @@ def train(ctx: FragmentContext, faults: dict[int, list[Fault]], remembers: bool 
             for group in optimizer.param_groups:
                 group['weight_decay'] = group['weight_decay'] / 2 + 1e-3
         if remembers:
-            ctx.state['seen'] = ctx.samples
+            ctx.state['seen'] = {ctx.samples: (1, 2)}
         optimizer.zero_grad()
         ((model(features) - target) ** 2).mean().backward()
         optimizer.step()
