@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import subprocess
 import threading
 from collections import Counter
@@ -120,11 +121,14 @@ class Commands:
                 f'{command[0]} did not answer within {self._timeout_s:g} s'
             ) from None
 
-    def submit(self, command: Sequence[str], unreached: Collection[str] = ()) -> str:
-        """Run a command that submits the script in its last word; returns its standard output.
+    def submit(self, command: Sequence[str], job_id: str, unreached: Collection[str] = ()) -> str:
+        """Run a command that submits the script in its last word; returns the job id.
 
         Parameters
         ----------
+        job_id
+            Regular expression of the line that has the id, as its first group. Sites wrap these
+            commands in scripts that print more lines.
         unreached
             What standard error says if the scheduler could not be reached; in lower case.
 
@@ -133,7 +137,8 @@ class Commands:
         SchedulerRefused
             The scheduler said no; the message has its own words.
         SchedulerSilent
-            It was not reached, or took too long: the job may have been submitted all the same.
+            It was not reached, took too long, or gave no id: the job may have been submitted all
+            the same.
         """
         done = self.run(command)
         said = in_one_line(done.stderr, command[0])
@@ -143,7 +148,13 @@ class Commands:
             raise SchedulerRefused(
                 f'{command[0]} refused the script {command[-1]}: {said or "it gave no job id"}'
             )
-        return done.stdout.strip()
+        for line in reversed(done.stdout.splitlines()):
+            if found := re.fullmatch(job_id, line.strip()):
+                return found[1]
+        raise SchedulerSilent(
+            f'{command[0]} gave no job id for the script {command[-1]}, but said '
+            f'{in_one_line(done.stdout, command[0])[:200]!r}'
+        )
 
     def cancel(self, command: Sequence[str], over: Collection[str] = ()) -> None:
         """Run a command that ends jobs.

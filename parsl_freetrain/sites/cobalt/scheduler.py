@@ -16,7 +16,7 @@ from parsl_freetrain.sites.batch.records import (
     Nodes,
     Partition,
 )
-from parsl_freetrain.sites.batch.scheduler_commands import Commands, SchedulerRefused
+from parsl_freetrain.sites.batch.scheduler_commands import Commands
 from parsl_freetrain.sites.cobalt import answers
 from parsl_freetrain.sites.cobalt.options import CobaltOptions
 from parsl_freetrain.sites.cobalt.script import log_of, render
@@ -96,12 +96,7 @@ class Cobalt:
 
     def submit(self, script: Path) -> str:
         """``qsub``, whose options stand in the script."""
-        job_id = self.client.submit(('qsub', str(script)), _UNREACHED).split()[-1]
-        if not job_id.isdigit():
-            raise SchedulerRefused(
-                f'qsub refused the script {script}: it gave the job id {job_id!r}'
-            )
-        return job_id
+        return self.client.submit(('qsub', str(script)), r'(\d+)', _UNREACHED)
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         """``qdel``; jobs that it does not find are over."""

@@ -161,7 +161,7 @@ class Pbs:
     def submit(self, script: Path) -> str:
         """``qsub``."""
         command = ('qsub', '-f', str(script))  # -f: no process of it stays behind
-        return self.client.submit(command, _UNREACHED).splitlines()[-1]
+        return self.client.submit(command, r'(\d+(?:\.\S+)?)', _UNREACHED)
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         """``qdel``, which leaves stopped processes on a suspended job's first node: not without a

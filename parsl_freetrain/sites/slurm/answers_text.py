@@ -30,7 +30,7 @@ _NODE_FIELDS = '%R|%T|%G|%f|%N'
 # reservation or a fault keeps from it is looked at for each; Slurm's words on that may be old.
 _FOR_NODES = ('None', 'Resources', 'Priority', 'ReqNodeNotAvail', 'Nodes required for job are')
 _NOTHING = ('', '(null)', 'N/A')
-_UNLIMITED = ('UNLIMITED', 'INFINITE', 'infinite', 'NONE', 'N/A', '')
+_UNLIMITED = ('UNLIMITED', 'INFINITE', 'infinite', 'NONE', 'NOT_SET', 'N/A', '')
 _MARKS = '*~#!%$@^-+'
 
 # What is told of a job: see job_format.

@@ -181,7 +181,7 @@ class Slurm:
 
     def submit(self, script: Path) -> str:
         """``sbatch``."""
-        return self.client.submit(('sbatch', '--parsable', str(script))).split(';')[0]
+        return self.client.submit(('sbatch', '--parsable', str(script)), r'(\d+)(?:;\S+)?')
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         """``scancel``, which does not complain about jobs that are over."""

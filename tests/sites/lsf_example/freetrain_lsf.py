@@ -7,7 +7,6 @@ It follows LSF's documentation (10.1) and has not been run on a real machine.
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -165,11 +164,9 @@ class Lsf:
             if line.startswith('#BSUB ')
             for word in shlex.split(line.removeprefix('#BSUB '))
         ]
-        answer = self.client.submit(('bsub', *options, '/bin/bash', str(script)))
-        found = re.search(r'Job <(\d+)>', answer)
-        if found is None:
-            raise NotUnderstood(f'bsub answered {answer!r}, which has no job id')
-        return found[1]
+        return self.client.submit(
+            ('bsub', *options, '/bin/bash', str(script)), r'Job <(\d+)> is submitted.*'
+        )
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         """``bkill``."""

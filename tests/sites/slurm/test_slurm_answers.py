@@ -419,6 +419,7 @@ def test_a_job_that_sigterm_has_ended_has_not_failed(code: object, state: JobSta
         ('30', 1800),
         ('1-12', 129600),
         ('UNLIMITED', None),
+        ('NOT_SET', None),
     ],
 )
 def test_durations(written: str, seconds: float | None) -> None:
