@@ -30,6 +30,7 @@ from parsl_freetrain.executor.fragment.control_channel import ControlServer, Mem
 from parsl_freetrain.executor.fragment.runner import FragmentRunner
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S
 from parsl_freetrain.executor.request_handler import RequestHandler
+from parsl_freetrain.host.clock_steps import ClockSteps
 from parsl_freetrain.sites.protocols import Site, Yielding
 from parsl_freetrain.training.spec.messages import FromMember, Notice
 
@@ -99,6 +100,7 @@ class EventLoop:
         self._asked_at = 0.0
         self._polled_early_at = 0.0  # since a node has disconnected
         self._begun_at = clock()
+        self._steps = ClockSteps(clock)
         self._ended = ''
         self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._run, name='FreeTrain-EventLoop', daemon=True)
@@ -136,13 +138,13 @@ class EventLoop:
 
     def _round(self) -> None:
         """Wait for events and handle them."""
-        now = self._clock()
+        now = self._now()
         pause = min(self._next_poll, self._next_look) - now
         if self._blocks.starting() and not self._broken:
             self._guarded(self._blocks.greet_new)
             pause = min(pause, GREETING_POLL_S)
         items = gather(self._control, max(pause, 0.0), self._blocks.answering)
-        now = self._clock()
+        now = self._now()
         for item in items:
             self._guarded(self._take, item, now)
         for node, why in self._fragments.faulty().items():
@@ -174,6 +176,16 @@ class EventLoop:
         self._stream.flush()
         if self._quiet is not None and not self._fragments.running:
             self._quiet.set()
+
+    def _now(self) -> float:
+        """The time. If the clock was set back, everything that was due later is due now."""
+        back_s, now = self._steps.set_back_s(), self._clock()
+        if back_s:
+            logger.warning('The clock was set back by %.0f s', back_s)
+            self._next_poll = self._next_offers = self._next_look = now
+            self._asked_at, self._polled_early_at = now, 0.0
+            self._begun_at = min(self._begun_at, now)
+        return now
 
     def _guarded(self, step: Callable[..., None], *args: object) -> None:
         """Run a step. If it fails, log the error and continue, so that other trainers are not

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future
+from collections import Counter
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.executor import commands as co
 from parsl_freetrain.executor.event_gathering import gather
+from parsl_freetrain.executor.event_loop import EventLoop
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.ledger.reader import Reader
 from tests.support.training import fit, freetrain
@@ -216,3 +218,30 @@ def test_a_start_that_fails_leaves_nothing_behind(
         lambda: before >= {process.pid for process in psutil.Process().children(recursive=True)},
         'a process was left',
     )
+
+
+def test_a_clock_that_was_set_back_holds_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are asked about as before, and what waits for a time does not wait an hour longer."""
+    site, now, back_s = LocalSite(nodes=1, poll_s=0.2), time.time, 0.0
+    statuses, asked = site.statuses, Counter[float]()
+
+    def counted(job_ids: Any) -> Any:
+        asked[back_s] += 1
+        return statuses(job_ids)
+
+    def clock() -> float:
+        return now() - back_s
+
+    monkeypatch.setattr(site, 'statuses', counted)
+    monkeypatch.setattr(time, 'time', clock)  # Parsl's own, too
+    monkeypatch.setattr(EventLoop.__init__, '__defaults__', (clock,))
+    with freetrain(tmp_path, site):
+        future = freetrain_app(max_nodes=1, total_epochs=10**6)(fit)(pause_s=0.1)
+        wait_until(lambda: future.progress().samples > 0)
+        back_s = 3600.0
+        wait_until(lambda: asked[back_s] > 5)
+        future.cancel()
+        with pytest.raises(CancelledError):
+            future.result(LIMIT_S)

@@ -149,3 +149,25 @@ def test_a_job_that_cannot_be_cancelled_is_tried_less_and_less_often(
     scheduler.cancels = True
     assert len(look(1)) == 1
     assert not unanswered
+
+
+def test_a_clock_that_was_set_back_makes_no_pause(
+    scheduler: Scripted, tracker: BlockTracker
+) -> None:
+    """The times of the last answers are still to come then, and those of the next tries."""
+
+    def asked() -> int:
+        scheduler.asked.clear()
+        for _ in range(20):
+            scheduler.now += 10
+            tracker.statuses(['1'])
+        return len(scheduler.asked)
+
+    name = BLOCK.place.name
+    scheduler.now = 10_000.0
+    scheduler.queue = (BatchJob('1', JobState.PENDING, 'batch', 1, user=own_name(), name=name),)
+    before = asked()
+    scheduler.now -= 3600
+    tries = len(scheduler.cancelled)
+    assert asked() == before >= 10
+    assert len(scheduler.cancelled) > tries

@@ -112,6 +112,7 @@ class BlockExecutor(HighThroughputExecutor):
             self.set_bad_state_and_fail_all(TrainerFailed(f'{why}.'))
 
     def _ask_statuses(self) -> dict[str, JobStatus]:
+        self._last_poll_time = 0.0  # Parsl compares clocks, and this one may have been set back
         self.poll_facade()
         return {
             block: status

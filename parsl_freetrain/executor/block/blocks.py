@@ -92,7 +92,7 @@ class BlockManager:
         """Submit a block. After a refusal nothing is submitted for a while, twice as long each
         time.
         """
-        if at < self._not_before:
+        if at < self._not_before <= at + LONGEST_BACKOFF_S:  # unless the clock was set back
             return
         request = replace(request, avoid=tuple(sorted(self._avoided_at(at))))
         try:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from parsl_freetrain.host.backoff import Backoff
+from parsl_freetrain.host.clock_steps import ClockSteps
 from parsl_freetrain.sites.batch.demand import waits
 from parsl_freetrain.sites.batch.options import BatchOptions
 from parsl_freetrain.sites.batch.records import BatchJob, NodeReservation, Nodes, NotUnderstood
@@ -89,6 +90,7 @@ class QueueWatch:
         self._snapshot = QueueSnapshot()
         self._jobs_answered = self._nodes_answered = NEVER
         self._not_before = NEVER
+        self._steps = ClockSteps(clock)
         self._backoff = Backoff(options.poll_s, options.longest_backoff_s)
         self.error = ''
         self.poll_s = options.poll_s
@@ -139,6 +141,8 @@ class QueueWatch:
             answer.
         """
         with self._lock:
+            if self._steps.set_back_s():  # the times of all answers are still to come
+                self._jobs_answered = self._nodes_answered = self._not_before = NEVER
             if (
                 self._thread is not None
                 or self._clock() < self._not_before

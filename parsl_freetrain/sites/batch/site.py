@@ -164,7 +164,7 @@ class BatchSite(ABC):
         snapshot = self._tracker.snapshot()
         waiting = self._tracker.waiting()
         may_wait = min(self.options.max_waiting, partition.most_waiting or self.options.max_waiting)
-        if snapshot is None or len(waiting) >= may_wait or self._clock() < self._submitter.next_s:
+        if snapshot is None or len(waiting) >= may_wait or self._submitter.wait_s():
             return ()
         if self._tracker.needs(snapshot).served:
             return ()  # it is their turn, and the scheduler chooses the nodes

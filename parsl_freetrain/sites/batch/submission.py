@@ -35,8 +35,6 @@ class Submitter:
     ----------
     run
         Names this run's jobs.
-    next_s
-        When the next submission is allowed, in seconds of ``time.time()``.
     unanswered
         Names of submissions that the scheduler did not answer; it may have accepted them.
     """
@@ -48,8 +46,14 @@ class Submitter:
         self._options = options
         self._clock = clock
         self.run = run
-        self.next_s = NEVER
+        self._next_s = NEVER
         self.unanswered: set[str] = set()
+
+    def wait_s(self) -> float:
+        """Seconds until the next submission is allowed; 0: it is now."""
+        left_s = self._next_s - self._clock()
+        # More is left than there ever was if the clock was set back.
+        return left_s if 0 < left_s <= self._options.submit_every_s else 0.0
 
     def check(self, partition: Partition) -> None:
         """Ask whether the smallest block would be accepted.
@@ -127,15 +131,15 @@ class Submitter:
         """
         now = self._clock()
         shape, place, text = self.preview(request, partition, folder, block, command, worker_init)
-        if now < self.next_s:
+        if wait_s := self.wait_s():
             raise HoleGone(
                 f'{self._scheduler.label}: one submission at a time, the next in '
-                f'{self.next_s - now:.1f} s; look at the holes again.'
+                f'{wait_s:.1f} s; look at the holes again.'
             )
         script = self._write(folder, place, text)
         for path in (place.stdout, place.stderr):
             files.replace(Path(path), b'', durable=False)
-        self.next_s = now + self._options.submit_every_s
+        self._next_s = now + self._options.submit_every_s
         try:
             job_id = self._scheduler.submit(script)
         except SchedulerSilent:

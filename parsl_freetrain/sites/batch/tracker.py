@@ -14,6 +14,7 @@ from parsl.jobs.states import JobStatus
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.node_demand import NodeDemand
 from parsl_freetrain.host.backoff import Backoff
+from parsl_freetrain.host.clock_steps import ClockSteps
 from parsl_freetrain.sites.batch.block_shape import Place
 from parsl_freetrain.sites.batch.block_table import BatchBlock, BlockTable
 from parsl_freetrain.sites.batch.demand import Needs, needs, reserved, waits
@@ -84,6 +85,7 @@ class BlockTracker:
         self._next_history = NEVER
         self._history: threading.Thread | None = None
         self._next_cancel = NEVER
+        self._steps = ClockSteps(clock)
         self._backoff = Backoff(options.poll_s, LONGEST_CANCEL_S)
 
     def add(self, blocks: Collection[BatchBlock]) -> None:
@@ -242,8 +244,11 @@ class BlockTracker:
 
     def _look(self, with_nodes: bool) -> QueueSnapshot:
         self._looked.add(with_nodes)
+        if self._steps.set_back_s():
+            self._changed = min(self._changed, self._clock())
+            self._next_history = self._next_cancel = NEVER
         snapshot = self._watch.look(with_nodes, self._changed)
-        if snapshot.jobs_at > self._taken_in:
+        if snapshot.jobs_at not in (NEVER, self._taken_in):
             self._taken_in = snapshot.jobs_at
             with self._lock:
                 self._blocks.take_in(snapshot.jobs, snapshot.jobs_at)

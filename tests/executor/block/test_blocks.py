@@ -104,21 +104,26 @@ def test_nodes_of_others_are_told_to_end_as_soon_as_nothing_of_them_is_awaited()
     assert sent[1:] == sent[:1]
 
 
-def test_a_job_whose_nodes_have_all_joined_has_a_second_to_end_by_itself() -> None:
-    nobody = cast(Any, None)
+@pytest.mark.parametrize('back_s', [0.0, 3600.0])
+def test_a_job_whose_nodes_have_all_joined_has_a_second_to_end_by_itself(back_s: float) -> None:
+    """And no hour more if the clock is set back."""
+    nobody, now = cast(Any, None), 2.0
     site = Shared()
     provider = BackfillProvider(site)
     provider._jobs |= dict.fromkeys('78', None)
     blocks = BlockManager(provider, no.Stream([]), nobody, '', nobody, list, nobody, nobody)
-    blocks.leaving = LeavingJobs(provider, lambda *_: nobody)
+    blocks.leaving = LeavingJobs(provider, lambda *_: nobody, lambda: now)
     for name, job in (('joined', '7'), ('starting', '8')):
         blocks.adopt(AdoptedBlock(name, job, BlockRequest(1, 60.0)), 0.0)
     blocks.blocks['joined'].nodes['n1'] = 'node01'
-    blocks.close(['joined', 'starting'], 2.0)
+    blocks.close(['joined', 'starting'], now)
     assert (site.told, site.cancelled) == (['7'], ['8'])
-    blocks.leaving.cancel(2.5)
+    now += 0.5
+    blocks.leaving.cancel(now)
     assert site.cancelled == ['8']
-    blocks.leaving.cancel(3.0)
+    now += 0.5 - back_s
+    blocks.leaving.cancel(now)
+    assert site.cancelled == ['8', '7']
     blocks.leaving.cancel(math.inf)
     assert site.cancelled == ['8', '7']
 
