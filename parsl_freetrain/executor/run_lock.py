@@ -8,11 +8,12 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.executor import notices as no
-from parsl_freetrain.host.files import make_dir
+from parsl_freetrain.host.files import make_dir, write_new
 from parsl_freetrain.training.process.block_lease import (
     Holder,
     read_holder,
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 FILE = 'run.json'
 BEAT_S = 20.0
 """Seconds between two signs of life of a run."""
+CLAIM_S = 10.0
+"""Maximum seconds for which a run waits for another one that begins in the same folder."""
+LOOK_S = 0.1
 SILENT_S = 90.0
 """Seconds without one after which a run on another computer counts as dead."""
 
@@ -53,8 +57,9 @@ class RunLock:
         """
         try:
             make_dir(self._path.parent)
-            refuse_live(self._path.parent)
-            write_holder(self._path, this_process(self._run))
+            with _alone(self._path):
+                refuse_live(self._path.parent)
+                write_holder(self._path, this_process(self._run))
         except OSError as error:
             raise BadInput(
                 f'checkpoint_dir {self._path.parent} cannot be written ({error.strerror}): name a '
@@ -70,13 +75,35 @@ class RunLock:
 
     def take(self, notice: no.Notice) -> None:
         """Touch the file now and then."""
-        if isinstance(notice, no.OffersSeen) and notice.at - self._touched_at >= BEAT_S:
+        if isinstance(notice, no.OffersSeen) and not (0 <= notice.at - self._touched_at < BEAT_S):
             self._touched_at = notice.at
             with contextlib.suppress(OSError):
                 os.utime(self._path)
 
     def flush(self) -> None:
         """Nothing is ever pending."""
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Between two runs that look at the file and write it, one waits for the other."""
+    claim = path.with_name(f'.{path.name}.claim')
+    for _ in range(round(CLAIM_S / LOOK_S)):
+        try:
+            write_new(claim, b'', durable=False)
+        except FileExistsError:
+            time.sleep(LOOK_S)
+        else:
+            break
+    else:
+        claim.unlink(missing_ok=True)
+        raise BadInput(
+            f'Another run begins in {path.parent}, or was killed as it began; try again.'
+        )
+    try:
+        yield
+    finally:
+        claim.unlink(missing_ok=True)
 
 
 def refuse_live(folder: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import pytest
 
 from parsl_freetrain import BadInput, LocalSite
 from parsl_freetrain.cli.main import main
+from parsl_freetrain.executor import run_lock
+from parsl_freetrain.executor.notices import OffersSeen
 from parsl_freetrain.executor.run_lock import FILE, SILENT_S, RunLock
 from parsl_freetrain.training.process.block_lease import Holder, write_holder
 from tests.support.training import freetrain
@@ -64,6 +67,60 @@ def test_a_run_on_another_computer_lives_as_long_as_it_touches_its_file(tmp_path
         RunLock(tmp_path, 'mine').take_folder()
     long_ago = time.time() - 2 * SILENT_S
     os.utime(tmp_path / FILE, (long_ago, long_ago))
+    mine = RunLock(tmp_path, 'mine')
+    mine.take_folder()
+    mine.free_folder()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_clock_that_was_set_back_ends_no_signs_of_life(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path, 'mine')
+    lock.take_folder()
+    lock.take(OffersSeen(1_000_000.0, ()))
+    os.utime(tmp_path / FILE, (1, 1))
+    lock.take(OffersSeen(1_000_000.0 - 3600.0, ()))
+    assert (tmp_path / FILE).stat().st_mtime > 1
+    lock.free_folder()
+
+
+def test_of_two_runs_that_begin_together_one_has_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one looks when the first has looked and not yet written."""
+    said: list[str] = []
+
+    def begin(name: str) -> None:
+        try:
+            RunLock(tmp_path, name).take_folder()
+        except BadInput as error:
+            said.append(str(error))
+        else:
+            said.append('has it')
+
+    second = threading.Thread(target=begin, args=('second',))
+
+    def meanwhile(path: Path, holder: Holder) -> None:
+        if holder.run == 'first':
+            second.start()
+            second.join(1.0)
+        write_holder(path, holder)
+
+    monkeypatch.setattr(run_lock, 'write_holder', meanwhile)
+    begin('first')
+    second.join()
+    assert sorted(text.partition(':')[0].partition(' checkpoint_dir')[0] for text in said) == [
+        'A run with the',
+        'has it',
+    ]
+
+
+def test_a_run_that_was_killed_as_it_began_costs_one_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock, 'CLAIM_S', 0.3)
+    (tmp_path / f'.{FILE}.claim').touch()
+    with pytest.raises(BadInput, match='or was killed as it began; try again'):
+        RunLock(tmp_path, 'mine').take_folder()
     mine = RunLock(tmp_path, 'mine')
     mine.take_folder()
     mine.free_folder()
