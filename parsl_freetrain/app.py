@@ -96,6 +96,7 @@ class FreeTrainApp:
             executor.names.free(name)
             raise
         future = TrainingFuture(name)
+        executor.await_arguments(future)
         _when_done(
             [a for a in (*args, *kwargs.values()) if isinstance(a, Future)],
             functools.partial(
@@ -167,13 +168,13 @@ class FreeTrainApp:
         no caller left to raise to.
         """
         if future.done():
+            executor.names.free(future.name)
             return
         try:
             start()
         except Exception as error:
             executor.names.free(future.name)
-            future.state = 'failed'
-            future.set_exception(error)
+            future._settle_failed(error)
 
     def _start(
         self,
@@ -277,7 +278,8 @@ def _when_done(futures: list[Future[Any]], then: Callable[[], None]) -> None:
             left -= 1
             last = left == 0
         if last:
-            then()
+            # Not here: this may be the event loop, and arguments may be large.
+            threading.Thread(target=then, name='FreeTrain-start', daemon=True).start()
 
     for future in futures:
         future.add_done_callback(one_done)

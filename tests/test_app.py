@@ -45,6 +45,7 @@ from parsl_freetrain import (
     Scaling,
     Shape,
     Throughput,
+    TrainerFailed,
     TrainingFuture,
     freetrain_app,
 )
@@ -52,7 +53,7 @@ from parsl_freetrain.executor.settings import check_trainer
 from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule, read_schedule
 from parsl_freetrain.training.checkpoint.folder_claim import claim
 from tests.support.training import fit, freetrain
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, wait_until
 
 
 def app(**settings: Any) -> FreeTrainApp:
@@ -466,6 +467,45 @@ def test_a_trainer_that_cannot_start_when_its_arguments_are_there(
     with pytest.raises(BadInput) as caught:
         app()(Future(), trainer_name='unjudged')
     assert_sentence(caught.value, "'unjudged' has no remaining_samples")
+
+
+def test_a_trainer_that_is_cancelled_while_its_arguments_are_serialised_does_not_start(
+    executor: FreeTrainExecutor,
+) -> None:
+    """And whoever settles the argument, the event loop for instance, does not wait for that."""
+    serialises, go = threading.Event(), threading.Event()
+
+    class Large:
+        def __reduce__(self) -> tuple[Any, ...]:
+            serialises.set()
+            go.wait(20.0)
+            return int, ()
+
+    coming: Future[Any] = Future()
+    future = app()(coming, trainer_name='large')
+    coming.set_result(Large())
+    assert not go.is_set() and serialises.wait(LIMIT_S)
+    assert future.cancel() and future.state == 'cancelled'
+    assert not future.cancel()
+    go.set()
+
+    def name_is_free() -> bool:
+        try:
+            return bool(app()(trainer_name='large').cancel())
+        except BadInput:
+            return False
+
+    wait_until(name_is_free, 'the trainer was submitted', 60.0)
+    assert future.cancelled() and future.state == 'cancelled'
+
+
+def test_a_trainer_that_waits_for_an_argument_fails_with_its_executor(tmp_path: Path) -> None:
+    with freetrain(tmp_path, LocalSite(nodes=1)):
+        future = app()(Future(), trainer_name='patient')
+        assert future.state == 'waiting'
+    with pytest.raises(TrainerFailed, match="'patient' was not started: its arguments were not"):
+        future.result(0)
+    assert future.state == 'failed'
 
 
 @pytest.mark.parametrize('below', ['file', 'proc'])

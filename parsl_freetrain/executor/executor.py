@@ -18,7 +18,7 @@ from parsl.executors.high_throughput.executor import HTEXFuture
 from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.model.checked_settings import checked_arguments
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
 from parsl_freetrain.executor.block.adoption import Adoption
 from parsl_freetrain.executor.block.block_executor import BlockExecutor
 from parsl_freetrain.executor.block.blocks import BlockManager
@@ -55,6 +55,7 @@ from parsl_freetrain.executor.settings import (
     check_solver,
     check_trainer,
 )
+from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.executor.trainer.trainer_record import TrainerNames, TrainerRecord
 from parsl_freetrain.executor.trainer.updates import FutureUpdater
 from parsl_freetrain.host.processes import allow_open_files
@@ -157,6 +158,7 @@ class FreeTrainExecutor(BlockExecutor):
         self._template: ForkClient | None = None
         self._lock: RunLock | None = None
         self.names, self.monitoring_export = TrainerNames(), MonitoringExport()
+        self._waiting: set[TrainingFuture] = set()  # for arguments
         self._metrics = MetricExport(recording.loggers)
 
     @property
@@ -286,6 +288,13 @@ class FreeTrainExecutor(BlockExecutor):
         finally:
             self.max_workers_per_node = ordinary
 
+    def await_arguments(self, future: TrainingFuture) -> None:
+        """A trainer will be submitted when its arguments are there; it fails if this executor is
+        shut down before.
+        """
+        self._waiting.add(future)
+        future.add_done_callback(lambda _: self._waiting.discard(future))
+
     def submit_trainer(self, record: TrainerRecord) -> None:
         """Pass a trainer to the event loop. Its future reports everything else.
 
@@ -303,8 +312,12 @@ class FreeTrainExecutor(BlockExecutor):
         check_trainer(record.trainer, self.policy.metric, record.checkpoint.samples, time.time())
         assert isinstance(self.provider, BackfillProvider)
         check_classes(record.trainer, self.provider.site)
-        record.future._on_cancel = lambda: self._post(CancelTrainer(record.trainer.name))
-        self._loop.post(SubmitTrainer(record))
+        loop, name = self._loop, record.trainer.name
+        if not record.future._submitted(
+            lambda: loop.post(SubmitTrainer(record)), lambda: self._post(CancelTrainer(name))
+        ):
+            self.names.free(name)
+        self._waiting.discard(record.future)
 
     def submit_payload(self, context: dict[str, Any], buffer: bytes) -> HTEXFuture:
         """Send an ordinary task to the interchange, and a fragment to the event loop, which sends
@@ -358,6 +371,9 @@ class FreeTrainExecutor(BlockExecutor):
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.stop(timeout)
+        for future in list(self._waiting):
+            why = 'its arguments were not there when its executor was shut down'
+            future._settle_failed(TrainerFailed(f'Trainer {future.name!r} was not started: {why}.'))
         self.monitoring_export.stop()
         self._metrics.stop()
         close_allocator(self.allocator)

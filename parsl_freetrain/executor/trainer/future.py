@@ -68,7 +68,8 @@ class TrainingFuture(Future[Checkpoint]):
         self._progress = Progress()
         self._losses: list[tuple[int, float]] = []
         self._on_cancel: Callable[[], None] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._withdrawn = False  # cancelled before it was submitted
 
     def progress(self) -> Progress:
         """The progress of the training, as of now."""
@@ -110,10 +111,22 @@ class TrainingFuture(Future[Checkpoint]):
             if self.done():
                 return False
             on_cancel = self._on_cancel
+            self._withdrawn = on_cancel is None
         if on_cancel is None:
             self._settle_cancelled()
         else:
             on_cancel()
+        return True
+
+    def _submitted(self, submit: Callable[[], None], on_cancel: Callable[[], None]) -> bool:
+        """Submit the trainer, unless it was cancelled meanwhile; from now on ``on_cancel`` cancels
+        it. Returns whether it was submitted.
+        """
+        with self._lock:
+            if self._withdrawn or self.done():
+                return False
+            submit()
+            self._on_cancel = on_cancel
         return True
 
     def _settle_cancelled(self) -> None:
@@ -122,8 +135,9 @@ class TrainingFuture(Future[Checkpoint]):
             self.set_running_or_notify_cancel()
 
     def _settle_failed(self, error: BaseException) -> None:
-        self.state = 'failed'
-        self.set_exception(error)
+        if not self.done():  # cancelled
+            self.state = 'failed'
+            self.set_exception(error)
 
     def __repr__(self) -> str:
         progress = self._progress
