@@ -51,11 +51,24 @@ def run(
         f'The ledger is {ledger}; elsewhere, freetrain watch --ledger {ledger} shows what goes on.',
         file=sys.stderr,
     )
+    before = None
+    with contextlib.suppress(BadInput):  # the run replaces a ledger that cannot be read
+        before = _newest(ledger)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         status = _called(main, config, workflow)
-    if ledger.is_file():
-        _close(ledger, as_json)
+    if (run := _newest(ledger)) != before and run is not None:
+        _close(ledger, run, as_json)
     return status
+
+
+def _newest(ledger: Path) -> str | None:
+    """The name of the newest run in a ledger."""
+    from parsl_freetrain.ledger.reader import Reader
+
+    if not ledger.is_file():
+        return None
+    with Reader(ledger) as reader:
+        return next((run.name for run in reversed(reader.history().runs)), None)
 
 
 def _called(main: Any, config: Any, workflow: str) -> int:
@@ -85,7 +98,7 @@ def _called(main: Any, config: Any, workflow: str) -> int:
     return int(bool(result)) if isinstance(result, int) else 0
 
 
-def _close(ledger: Any, as_json: bool) -> None:
+def _close(ledger: Path, run: str, as_json: bool) -> None:
     from rich.console import Console
 
     from parsl_freetrain.cli.live.view import closing_table
@@ -93,12 +106,9 @@ def _close(ledger: Any, as_json: bool) -> None:
     from parsl_freetrain.ledger.summary import summary
 
     with Reader(ledger) as reader:
-        runs = reader.history().runs
-        if not runs:
-            return
-        found = summary(reader, run=runs[-1].name)
+        found = summary(reader, run=run)
     if as_json:
-        print(json.dumps({'ledger': str(ledger), 'run': runs[-1].name, **found}))
+        print(json.dumps({'ledger': str(ledger), 'run': run, **found}))
     else:
         Console().print(closing_table(found))
 

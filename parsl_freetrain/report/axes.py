@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MOST_TICKS = 5
+LARGEST = 1e300
+"""Of larger values, the difference may be infinite."""
 _SECONDS = (
     1,
     2,
@@ -46,6 +48,11 @@ class Scale:
             else (self.low, self.high, value)
         )
         return min(1.0, max(0.0, (value - low) / (high - low)))
+
+
+def drawable(value: float) -> bool:
+    """Whether a chart can show a value: it is a number, and not beyond all measure."""
+    return abs(value) <= LARGEST
 
 
 def linear(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from parsl_freetrain.ledger.clock import Clock
 from parsl_freetrain.ledger.rows import ProgressRow, RunHistory
 from parsl_freetrain.ledger.timeline import ending_of
+from parsl_freetrain.report.axes import drawable
 
 MOST_POINTS = 400
 """Maximum number of points of one trainer."""
@@ -41,11 +41,11 @@ class Loss:
 
 
 def losses(history: RunHistory, progress: Iterable[ProgressRow], clock: Clock) -> dict[str, Loss]:
-    """By trainer; only finite values of the reported ``loss`` count."""
+    """By trainer; only those values of the reported ``loss`` count that can be drawn."""
     lines: dict[tuple[int, str, int], list[LossPoint]] = defaultdict(list)
     for report in progress:
         value = report.metrics.get('loss')
-        if isinstance(value, int | float) and math.isfinite(value):
+        if isinstance(value, int | float) and drawable(value):
             key = report.run, report.trainer, report.fragment
             lines[key].append(
                 LossPoint(report.samples, clock.of(report.run, report.at), float(value))

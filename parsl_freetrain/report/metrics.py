@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.ledger.clock import Clock
 from parsl_freetrain.ledger.kept_metrics import KeptMetrics, MetricPoint, began_in
 from parsl_freetrain.ledger.rows import ProgressRow, RunHistory, TrainerRow
+from parsl_freetrain.report.axes import drawable
 
 AXES = ('samples', 'epochs', 'seconds')
 MOST_POINTS = 400
@@ -117,7 +117,7 @@ def curves_of(
             at = clock.of(point.run, point.at)
             done = point.samples / in_epoch if in_epoch else None
             for metric, value in point.metrics.items():
-                if math.isfinite(value):
+                if drawable(value):
                     curve = found.setdefault(metric, {}).setdefault(name, [])
                     curve.append(CurvePoint(point.samples, done, at, value))
     return {

@@ -82,6 +82,10 @@ def test_a_workflow_runs_on_the_site_that_is_named(folder: Path) -> None:
         found['trainers']['train']['samples'] == 64
         and found['trainers']['train']['state'] == 'finished'
     )
+    # A workflow that has begun no run has none to tell of.
+    (folder / 'broken.py').write_text('def main(config):\n    return 1 / 0\n')
+    failed = freetrain_run(folder, 'broken.py', '--site', 'site.py', '--json')
+    assert (failed.returncode, failed.stdout) == (1, '')
 
 
 @pytest.mark.slow
