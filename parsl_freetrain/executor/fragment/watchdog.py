@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from parsl_freetrain.executor.fragment.fragment_state import RunningFragment
 from parsl_freetrain.executor.fragment.standby import overdue
 from parsl_freetrain.executor.settings import Timeouts
+from parsl_freetrain.host.clock_steps import LEAST_S as SET_BACK_S
 
 LOOK_S = 1.0
 """Maximum seconds between two checks."""
@@ -60,6 +61,10 @@ class Watchdog:
     ) -> list[GiveUp | StopNow | NodeSilent]:
         """What to do about fragments and nodes that exceed a limit at ``at``."""
         fragments = list(fragments)
+        if self._looked_at is not None and at < self._looked_at - SET_BACK_S:
+            for fragment in fragments:
+                _set_back(fragment, self._looked_at - at)
+            self._looked_at = at
         away_s = 0.0 if self._looked_at is None else at - self._looked_at - self._again_s
         late = away_s > self._again_s
         self._looked_at = at
@@ -107,3 +112,15 @@ class Watchdog:
                 f'see "freetrain logs {fragment.name}"'
             )
         return ''
+
+
+def _set_back(fragment: RunningFragment, seconds: float) -> None:
+    """By the clock's new time, all that has happened was so much earlier."""
+    fragment.nobody_listened(-seconds)
+    fragment.decided_at -= seconds
+    fragment.stop_at -= seconds
+    if fragment.started_at is not None:
+        fragment.started_at -= seconds
+    if fragment.trouble_at is not None:
+        fragment.trouble_at -= seconds
+    fragment.stuck = {rank: (where, at - seconds) for rank, (where, at) in fragment.stuck.items()}
