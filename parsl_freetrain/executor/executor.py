@@ -268,8 +268,8 @@ class FreeTrainExecutor(BlockExecutor):
             blocks,
             fragments,
             self._ask_statuses,
-            self._trouble,
-            self._fail_all,
+            lambda: lock.lost or self._trouble(),
+            lambda why: None if lock.lost else self._fail_all(why),  # ordinary apps go on
             RequestHandler(requests, fragments, stream),
         )
         for block in adopted:

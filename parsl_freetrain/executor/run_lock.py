@@ -44,12 +44,18 @@ class RunLock:
         The checkpoint folder.
     run
         Unlike every other run.
+
+    Attributes
+    ----------
+    lost
+        Why this run must end: another one has the folder. Empty while it has not.
     """
 
     def __init__(self, folder: Path, run: str) -> None:
         self._path = folder.absolute() / FILE
         self._run = run
         self._touched_at = 0.0
+        self.lost = ''
 
     def take_folder(self) -> None:
         """Claim the folder. Raises BadInput if another live run has it, or the folder cannot be
@@ -77,8 +83,18 @@ class RunLock:
         """Touch the file now and then."""
         if isinstance(notice, no.OffersSeen) and not (0 <= notice.at - self._touched_at < BEAT_S):
             self._touched_at = notice.at
-            with contextlib.suppress(OSError):
-                os.utime(self._path)
+            with contextlib.suppress(OSError, BadInput):
+                self._give_a_sign()
+
+    def _give_a_sign(self) -> None:
+        other = read_holder(self._path)
+        if other is None or other.run == self._run:
+            os.utime(self._path)
+        elif not self.lost:
+            self.lost = (
+                f'process {other.pid} on {other.host} has taken the checkpoint_dir '
+                f'{self._path.parent}, as this run gave no sign of life for {SILENT_S:g} s'
+            )
 
     def flush(self) -> None:
         """Nothing is ever pending."""

@@ -12,19 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from parsl_freetrain import BadInput, LocalSite
+from parsl_freetrain import BadInput, LocalSite, TrainerFailed, freetrain_app
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.executor import run_lock
 from parsl_freetrain.executor.notices import OffersSeen
 from parsl_freetrain.executor.run_lock import FILE, SILENT_S, RunLock
 from parsl_freetrain.training.process.block_lease import Holder, write_holder
-from tests.support.training import freetrain
+from tests.support.training import fit, freetrain
+from tests.support.waiting import LIMIT_S, wait_until
 
 LIVES = """
 import sys
 from pathlib import Path
 from parsl_freetrain import LocalSite
-from tests.support.training import freetrain
+from tests.support.training import fit, freetrain
+from tests.support.waiting import LIMIT_S, wait_until
 with freetrain(Path(sys.argv[1]), LocalSite(nodes=1)):
     print('begun', flush=True)
     sys.stdin.read()
@@ -125,3 +127,18 @@ def test_a_run_that_was_killed_as_it_began_costs_one_try(
     mine.take_folder()
     mine.free_folder()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_trainers_of_a_run_whose_folder_another_one_has_taken_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was stopped for minutes, for instance, and the other one is on another computer."""
+    monkeypatch.setattr(run_lock, 'BEAT_S', 0.0)
+    file = tmp_path / 'checkpoints' / FILE
+    with freetrain(tmp_path, LocalSite(nodes=1, poll_s=0.2)):
+        future = freetrain_app(max_nodes=1, total_epochs=10**6)(fit)(pause_s=0.1)
+        wait_until(lambda: future.progress().samples > 0)
+        write_holder(file, Holder('theirs', 'elsewhere', 1, '1'))
+        with pytest.raises(TrainerFailed, match='process 1 on elsewhere has taken the checkpoint'):
+            future.result(LIMIT_S)
+    assert file.exists()  # it is the other one's
