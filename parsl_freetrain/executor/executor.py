@@ -259,6 +259,7 @@ class FreeTrainExecutor(BlockExecutor):
             self._end_manager,
             self._submit_inner,
             template,
+            self.timeouts.join_s,
         )
         self._loop = EventLoop(
             Controller(self.allocator, settings),

@@ -90,6 +90,9 @@ class Timeouts(Settings, frozen=True, kw_only=True):
         the fragment; at least 2. A long training step does not count as a hang.
     step_s
         From one training step of a fragment to the next. A longer step counts as an endless loop.
+    join_s
+        From the start of a block to the first sign of one of its nodes. Then the block is given
+        back, and another one is asked for later.
     peer_s
         From the first failed rank of a fragment to the end of its last rank.
     stop_grace_s
@@ -108,6 +111,7 @@ class Timeouts(Settings, frozen=True, kw_only=True):
     stop_s: float = 120.0
     hang_s: float = 15.0
     step_s: float = 1800.0
+    join_s: float = 600.0
     peer_s: float = 5.0
     stop_grace_s: float = 6.0
     adopt_s: float = 300.0

@@ -163,7 +163,7 @@ def main(folder: str, epochs: str, nodes: str, every: str, seed: str) -> None:
         provider=provider,
         checkpoint_dir=f'{folder}/checkpoints',
         policy=Policy(horizon_s=20.0, retries=10_000),
-        timeouts=Timeouts(hang_s=HANG_S, stop_grace_s=2.0),
+        timeouts=Timeouts(hang_s=HANG_S, stop_grace_s=2.0, join_s=60.0),
         htex=HtexOptions(heartbeat_period=1, heartbeat_threshold=4),
         max_workers_per_node=0,
     )

@@ -36,6 +36,8 @@ class BlockRecord:
         When it was last known to wait for its nodes.
     started
         Whether it has nodes now.
+    started_at
+        When it was first known to have them.
     """
 
     job_id: str
@@ -50,6 +52,7 @@ class BlockRecord:
     managers: dict[str, str] = field(default_factory=dict)
     waited_at: float = 0.0
     started: bool = False
+    started_at: float = 0.0
 
     def complete(self) -> bool:
         return len(self.nodes) + len(self.unusable) >= self.request.nodes
@@ -69,8 +72,15 @@ class BlockRecord:
 
     def start(self, name: str, at: float) -> list[BlockStarted]:
         """Note that it has nodes; return the events to emit under its ``name``."""
-        before, self.started = self.started, True
-        return [] if before else [BlockStarted(at, name, self.waited_at)]
+        if self.started:
+            return []
+        self.started, self.started_at = True, at
+        return [BlockStarted(at, name, self.waited_at)]
+
+    def silent_s(self, at: float) -> float:
+        """Seconds since its start, if nothing was ever heard of its nodes; else 0."""
+        heard = self.greeted or self.unusable or self.managers
+        return at - self.started_at if self.started and not heard else 0.0
 
     def look(self, name: str, status: JobStatus | None, at: float) -> list[BlockStarted]:
         """Note whether it waits, by the batch system's answer; otherwise as :meth:`start`."""

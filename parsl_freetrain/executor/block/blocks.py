@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -69,6 +70,7 @@ class BlockManager:
         end_manager: Callable[[str], None],
         submit: Callable[[dict[str, Any], bytes], Future[Any]],
         template: str | None = None,
+        join_s: float = math.inf,
     ) -> None:
         self._provider = provider
         self._stream = stream
@@ -79,6 +81,7 @@ class BlockManager:
         self._end_manager = end_manager
         self._submit = submit
         self._template = template
+        self._join_s = join_s
         self.blocks: dict[str, BlockRecord] = {}
         self.leaving = LeavingJobs(provider, submit)
         self._not_before = 0.0
@@ -268,6 +271,9 @@ class BlockManager:
             if status is not None and status.terminal:
                 self._over(block_id, status, at)
                 continue
+            if block.silent_s(at) > self._join_s:
+                self._give_up(block_id, at)
+                continue
             if (
                 status is not None
                 and status.state in (JobState.PENDING, JobState.HELD)
@@ -309,6 +315,18 @@ class BlockManager:
             nodes = self.blocks[block_id].request.nodes
             self._stream.emit(no.BlockRefused(at, nodes, self._not_before - at, why))
             logger.error('%s', why)
+
+    def _give_up(self, block_id: str, at: float) -> None:
+        """Give a block back that runs and whose nodes say nothing: nobody could use them."""
+        self._not_before = at + self._backoff.failed()
+        why = (
+            f'no node of block {block_id} has joined within {self._join_s:g} s of its start, so it '
+            f'was given back; what its nodes have printed is in {self._provider.script_dir}'
+        )
+        logger.error('%s', why)
+        nodes = self.blocks[block_id].request.nodes
+        self._stream.emit(no.BlockRefused(at, nodes, self._not_before - at, why))
+        self.close([block_id], at)
 
     def _requeued(self, block_id: str, at: float) -> None:
         """Handle a block that is queued again: its nodes are gone, and others will come."""

@@ -159,3 +159,36 @@ def test_a_cancellation_that_fails_is_repeated_until_the_scheduler_answers() -> 
     assert provider._jobs.keys() == {'7', '8'} and None not in provider._jobs.values()
     blocks.leaving.cancel(math.inf)
     assert sorted(site.cancelled) == ['7', '8']
+
+
+@pytest.mark.parametrize('heard', ['nothing', 'greeted', 'unusable', 'lost'])
+def test_a_block_whose_nodes_say_nothing_is_given_back(heard: str) -> None:
+    """Its first process hangs, or a firewall is between: the nodes would be idle to its end."""
+    told, nobody, site = Told(), cast(Any, None), Shared()
+    provider = BackfillProvider(site)
+    provider._jobs['7'] = None
+    blocks = BlockManager(
+        provider, no.Stream([told]), nobody, '', nobody, list, nobody, nobody, join_s=60.0
+    )
+    blocks.adopt(AdoptedBlock('b1', '7', BlockRequest(1, 600.0)), 0.0)
+    block = blocks.blocks['b1']
+    waits, runs = JobStatus(JobState.PENDING), JobStatus(JobState.RUNNING)
+    blocks.poll({'b1': waits}, 100.0)
+    blocks.poll({'b1': runs}, 200.0)
+    if heard == 'greeted':
+        block.greeted.add('n1')
+    elif heard == 'unusable':
+        block.unusable.add('n1')
+        block.greeted.add('n1')
+    elif heard == 'lost':
+        block.managers['node01'] = 'n1'
+    blocks.poll({'b1': runs}, 260.0)
+    assert 'b1' in blocks.blocks
+    blocks.poll({'b1': runs}, 261.0)
+    assert ('b1' in blocks.blocks) == (heard != 'nothing')
+    refused = [notice.error for notice in told.notices if isinstance(notice, no.BlockRefused)]
+    if heard == 'nothing':
+        assert site.cancelled == ['7']
+        assert refused and 'no node of block b1 has joined within 60 s of its start' in refused[0]
+    else:
+        assert not site.cancelled and not refused
