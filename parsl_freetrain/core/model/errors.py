@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from parsl_freetrain.core.model.events import Action
@@ -16,6 +16,18 @@ class BadInput(FreeTrainError, ValueError):
     """Something that the user gave cannot be used; raised before anything is submitted
     or started.
     """
+
+
+def refuse(what: str, value: object, must: str) -> NoReturn:
+    """Refuse a value with the sentence ``what is value; it must be must.``
+
+    Raises
+    ------
+    BadInput
+        Always: ``refuse('Ranks: per_node', 0, 'at least 1')`` says "Ranks: per_node is 0; it must
+        be at least 1."
+    """
+    raise BadInput(f'{what} is {value!r}; it must be {must}.')
 
 
 class TrainerFailed(FreeTrainError, RuntimeError):
