@@ -1,6 +1,6 @@
 """The basic words: hole, block request, scaling curve, shape, trainer, checkpoint.
 
-Frozen dataclasses that every other room uses; docs/concepts explains the words.
+Frozen dataclasses that every other room uses; docs/glossary.md explains the words.
 """
 
 from __future__ import annotations
