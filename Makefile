@@ -16,11 +16,12 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 LOWEST := .venv-lowest
 
-.PHONY: help venv demo test test-lowest lint docs bench chaos delay storm kills versus decisions evidence gpu clean
+.PHONY: help venv system-packages demo test test-lowest lint docs bench chaos delay storm kills versus decisions evidence gpu clean
 
 help:
 	@echo 'make demo    train two networks in the holes of this computer (options: DEMO_ARGS; 3 to 15 minutes)'
 	@echo 'make test    run all tests (options: TEST_ARGS)'
+	@echo 'make system-packages  install what tests need beside Python, as root on Debian: Slurm, a browser, what OpenPBS needs'
 	@echo 'make test-lowest  a part of the tests with the lowest versions that pyproject.toml allows'
 	@echo 'make lint    ruff, mypy --strict, import-linter'
 	@echo 'make docs    build the documentation into docs/_build/html'
@@ -48,8 +49,13 @@ $(INSTALLED): pyproject.toml .ci/constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/python -m workflows.digits $(DEMO_ARGS)
 
+# What is not there is said, and the tests that need it are skipped.
+system-packages:
+	@.ci/system-packages
+
 # Many tests wait more than they compute, hence more of them at a time than there are processors.
 test: $(INSTALLED)
+	@.ci/system-packages || true
 	$(BIN)/python -m pytest $(or $(strip $(TEST_ARGS)),--workers 9 --durations=10)
 
 # The lowest version of each package that we import.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Hold the lock, for instance for apt-get or to look for free ports."""
+    """Hold the lock, for instance to look for free ports."""
     with Path(tempfile.gettempdir(), f'ft-alone-{os.getuid()}.lock').open('w') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

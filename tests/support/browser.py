@@ -1,6 +1,6 @@
 """A real browser for tests: headless Chromium, controlled over a pipe with the DevTools protocol.
 
-It is installed with apt-get if possible, and started once for each test session. Protocol:
+``make system-packages`` installs it, and it is started once for each test session. Protocol:
 https://chromedevtools.github.io/devtools-protocol/
 """
 
@@ -24,24 +24,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.alone import alone
 from tests.support.waiting import LIMIT_S
 
-# Debian's name first, which is installed if none of them exists.
 PROGRAMS = ('chromium-headless-shell', 'chromium', 'chromium-browser', 'google-chrome')
-INSTALL = [
-    'apt-get',
-    'install',
-    '-y',
-    '--no-install-recommends',
-    '-o',
-    'DPkg::Lock::Timeout=300',
-    '-o',
-    'Acquire::Retries=3',
-    'chromium-headless-shell',
-    'fonts-dejavu-core',
-]
-INSTALL_S = 600.0
 
 # Chromium reads from 3 and writes to 4; both pipes are moved out of the way first. Chromium
 # outlives the first test that needs it and starts children at any time, so it must not be a
@@ -276,34 +261,9 @@ class Page:
 
 
 def program() -> str:
-    """The browser's program, installed if necessary; skips the test if it cannot be installed."""
+    """The browser's program; skips the test if there is none."""
     found = next((path for name in PROGRAMS if (path := shutil.which(name))), None)
-    if found is not None:
-        return found
-    if os.getuid() != 0 or shutil.which('apt-get') is None:
-        pytest.skip(
-            f'needs a browser: none of {", ".join(PROGRAMS)} is found, and only root on '
-            'Debian can install one here'
-        )
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith('FREETRAIN_TEST')
-    }
-    with alone():
-        for command in (INSTALL, ['apt-get', 'update'], INSTALL):
-            if (path := shutil.which(PROGRAMS[0])) is not None:
-                return path
-            done = subprocess.run(
-                command,
-                env={**kept, 'DEBIAN_FRONTEND': 'noninteractive'},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=INSTALL_S,
-                check=False,
-            )
-    if (path := shutil.which(PROGRAMS[0])) is not None:
-        return path
-    pytest.skip(f'needs a browser, which cannot be installed here: {done.stderr.strip()[-300:]}')
+    return found or pytest.skip('needs a browser, which make system-packages installs')
 
 
 @pytest.fixture(scope='session')
