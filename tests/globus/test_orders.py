@@ -27,7 +27,8 @@ from parsl_freetrain import (
     TrainerFailed,
     freetrain_app,
 )
-from parsl_freetrain.cli.doctor.endpoint import ask_endpoint, of_endpoint
+from parsl_freetrain.cli.doctor.asking import ask_endpoint
+from parsl_freetrain.cli.doctor.checks import findings
 from parsl_freetrain.executor.fragment.payload import pack
 from parsl_freetrain.executor.globus import protocol as orders
 from parsl_freetrain.executor.globus.protocol import (
@@ -190,7 +191,7 @@ def test_versions_fit_if_what_matters_is_the_same() -> None:
 
 def test_the_doctor_says_what_keeps_an_endpoint_from_being_asked(tmp_path: Path) -> None:
     if importlib.util.find_spec('globus_compute_sdk') is None:
-        found = of_endpoint(ask_endpoint('x', None))
+        [found] = findings({'endpoint': ask_endpoint('x', None)})
         assert found.state == 'bad'
         assert 'Globus Compute SDK, which is not installed here: pip install' in found.says
     (tmp_path / 'options.json').write_text('[1]')

@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,9 @@ from parsl_freetrain import __version__
 from parsl_freetrain.cli.where import JsonOption
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host import files
+
+if TYPE_CHECKING:
+    from parsl_freetrain.cli.doctor.checks import Finding
 
 PORTS = {'54000-55000': (54000, 55000), '55000-56000': (55000, 56000)}
 """The executor's default ranges: for workers, and for its interchange and control channel."""
@@ -75,10 +78,8 @@ def doctor(
     With --site, every queue that the site's file states is compared with the scheduler's, and the
     line of the file that is out of date is named. Nothing is submitted unless --nodes is given.
     """
-    from parsl_freetrain.cli.doctor.findings import (
-        Finding,
-        findings,
-    )  # imported here, so that --help is fast
+    # Imported here, so that --help is fast.
+    from parsl_freetrain.cli.doctor.checks import findings
 
     if not checkpoints.is_dir() or not os.access(checkpoints, os.W_OK):
         raise BadInput(
@@ -86,25 +87,30 @@ def doctor(
         )
     if nodes < 0 or (nodes and not site):
         raise BadInput('--nodes is the number of nodes of a job at a site; name one with --site.')
-    of_site: list[Finding] = []
+    folder, of_site = checkpoints.absolute(), []
     if site:
         from parsl_freetrain.cli.doctor.site import examine
 
-        of_site = examine(site, checkpoints.absolute(), nodes, wait)
-    facts = _facts(checkpoints.absolute(), through)
+        of_site = examine(site, folder, nodes, wait)
+    facts = _facts(folder, through)
     found = findings(facts) + of_site
+    more: dict[str, Any] = {}
     if environment:
-        from parsl_freetrain.cli.doctor.imports import measure, of_imports
+        from parsl_freetrain.cli.doctor.measuring import imports
 
-        facts['imports'] = measure(Path(sys.prefix), checkpoints.absolute())
-        found.append(of_imports(facts['imports']))
+        more['imports'] = imports(Path(sys.prefix), folder)
     if endpoint:
-        from parsl_freetrain.cli.doctor.endpoint import ask_endpoint, of_endpoint
+        from parsl_freetrain.cli.doctor.asking import ask_endpoint
 
-        facts['endpoint'] = ask_endpoint(endpoint, endpoint_options)
-        found.append(of_endpoint(facts['endpoint']))
-    document = {**facts, 'findings': [vars(finding) for finding in found]}
-    _write(out, document)
+        more['endpoint'] = ask_endpoint(endpoint, endpoint_options)
+    found += findings(more)
+    document = {**facts, **more, 'findings': [vars(finding) for finding in found]}
+    try:
+        files.replace(out, json.dumps(document, indent=1).encode())
+    except OSError as error:
+        raise BadInput(
+            f'The file {out} cannot be written ({error.strerror}); name another one with --out.'
+        ) from error
     if as_json:
         print(json.dumps(document))
     else:
@@ -116,13 +122,8 @@ def doctor(
 def _facts(folder: Path, through: str) -> dict[str, Any]:
     from parsl.addresses import get_all_addresses
 
-    from parsl_freetrain.cli.doctor.measuring import (
-        ask_here,
-        ask_there,
-        file_system,
-        free_ports,
-        programs,
-    )
+    from parsl_freetrain.cli.doctor.asking import ask_here, ask_there
+    from parsl_freetrain.cli.doctor.measuring import file_system, free_ports, programs
     from parsl_freetrain.sites.registry import site_types
 
     try:
@@ -146,34 +147,21 @@ def _facts(folder: Path, through: str) -> dict[str, Any]:
         },
     }
     if command:
-        facts['node'] = ask_there(
-            command, folder, [a for a in addresses if not a.startswith('127.')] or addresses
-        )
+        outside = [a for a in addresses if not a.startswith('127.')]
+        facts['node'] = ask_there(command, folder, outside or addresses)
     return facts
 
 
-def _write(out: Path, document: dict[str, Any]) -> None:
-    try:
-        files.replace(out, json.dumps(document, indent=1).encode())
-    except OSError as error:
-        raise BadInput(
-            f'The file {out} cannot be written ({error.strerror}); name another one with --out.'
-        ) from error
-
-
-def _show(found: list[Any]) -> None:
+def _show(found: list[Finding]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from parsl_freetrain.cli.live.cells import clean
 
-    console = Console()
     table = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(3):
         table.add_column(overflow='fold')
-    for finding in found:
-        table.add_row(
-            Text(finding.state, STYLES[finding.state]), finding.what, Text(clean(finding.says))
-        )
-    console.print(table)
+    for one in found:
+        table.add_row(Text(one.state, STYLES[one.state]), one.what, Text(clean(one.says)))
+    Console().print(table)

@@ -1,9 +1,8 @@
-"""Measurements for ``freetrain doctor``: file system, programs, ports, and another computer."""
+"""Measurements for ``freetrain doctor`` on this computer: programs, file system, ports, imports."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import socket
@@ -19,15 +18,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host.files import sync_dir, write_new
+from parsl_freetrain.sites.packed_environment import pack
 from parsl_freetrain.sites.registry import SiteType
-from parsl_freetrain.training.process.probe import RACES, appears, race
+from parsl_freetrain.training.process.probe import RACES, race
 
 EXTRA_PROGRAMS = ('sacct', 'srun', 'mpiexec')
 PROGRAM_S = 10.0
 WRITES = 20
 RACERS = 8
 NODE_S = 300.0
+MODULES = ('torch', 'torch.distributed', 'parsl', 'parsl_freetrain')
+"""What a node imports before its first training step."""
 
 
 def programs(types: Collection[SiteType]) -> dict[str, dict[str, str]]:
@@ -67,15 +70,9 @@ def file_system(folder: Path) -> dict[str, Any]:
     }
     with private_folder(folder) as here:
         content = os.urandom(65536)
-        times = []
-        for number in range(WRITES):
-            begun = time.perf_counter()
-            write_new(here / f'w{number}', content)
-            times.append(time.perf_counter() - begun)
+        times = [_seconds(write_new, here / f'w{n}', content) for n in range(WRITES)]
         found['fsync_ms'] = round(1000 * statistics.median(times), 3)
-        begun = time.perf_counter()
-        sync_dir(here)
-        found['fsync_dir_ms'] = round(1000 * (time.perf_counter() - begun), 3)
+        found['fsync_dir_ms'] = round(1000 * _seconds(sync_dir, here), 3)
         found['mtime_skew_s'] = round(_skew(here / 'clock'), 3)
         (here / 'a').mkdir()
         (here / 'a').rename(here / 'b')
@@ -83,6 +80,12 @@ def file_system(folder: Path) -> dict[str, Any]:
         found['race'] = _local_race(here / 'race')
         found['sqlite'] = _sqlite(here / 'ledger.sqlite')
     return found
+
+
+def _seconds(call: Any, *arguments: Any, **named: Any) -> float:
+    begun = time.perf_counter()
+    call(*arguments, **named)
+    return time.perf_counter() - begun
 
 
 def _mount(folder: Path) -> dict[str, str]:
@@ -150,82 +153,65 @@ def free_ports(first: int, last: int) -> int:
     """The number of ports of a range that can be listened on now."""
     free = 0
     for port in range(first, last + 1):
-        with socket.socket() as one:
-            try:
-                one.bind(('', port))
-                free += 1
-            except OSError:
-                pass
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(('', port))
+            free += 1
     return free
 
 
-def ask_here() -> dict[str, Any]:
-    """The probe's answer on this computer, from a child process."""
-    return _probe([], {})
+def imports(prefix: Path, folder: Path, modules: tuple[str, ...] = MODULES) -> dict[str, Any]:
+    """How long a node's imports take: from an environment where it is, and from a packed copy on
+    this computer's own disk.
 
+    Parameters
+    ----------
+    prefix
+        The environment.
+    folder
+        Where it is packed; on a shared file system. All that is made is removed again.
 
-def ask_there(command: Sequence[str], folder: Path, addresses: Sequence[str]) -> dict[str, Any]:
-    """The probe's answer on another computer, which ``command`` reaches.
-
-    Adds to the probe's own answer ``clock_skew_s`` (the certain part of the seconds by which its
-    clock is ahead) and ``race`` (see :func:`once_each`; None: the two did not see each other's
-    files). Without an answer there is only ``error``.
+    Returns
+    -------
+    dict
+        ``prefix``, ``local`` (the folder on the own disk), ``bytes`` of the archive, and in seconds
+        ``shared_s``, ``unpack_s``, ``local_s``; or only ``error``.
     """
-    with private_folder(folder) as shared, socket.create_server(('', 0), backlog=8) as server:
-        question = {
-            'folder': str(shared),
-            'addresses': list(addresses),
-            'port': server.getsockname()[1],
-        }
-        raced: dict[str, Any] = {}
-        other = threading.Thread(target=_meet, args=(shared, raced), name='doctor-race')
-        other.start()
-        begun = time.time()
-        answer = _probe(command, question)
-        ended = time.time()
-        (shared / 'ready').touch()  # in case it never came
-        other.join()
-    if 'error' in answer:
-        return answer
-    answer['race'] = (
-        once_each([answer['race'], raced['race']]) if 'race' in answer and 'race' in raced else None
-    )
-    # It read its clock at some time between these two, so only a larger difference is certain.
-    answer['clock_skew_s'] = round(
-        max(0.0, answer['clock'] - ended) + min(0.0, answer['clock'] - begun), 3
-    )
-    return answer
-
-
-def _meet(shared: Path, raced: dict[str, Any]) -> None:
-    if appears(shared / 'ready', NODE_S) is not None:
-        with contextlib.suppress(OSError):
-            (shared / 'go').touch()
-            raced['race'] = race(shared)
-
-
-def _probe(command: Sequence[str], question: dict[str, Any]) -> dict[str, Any]:
-    whole = [*command, sys.executable, '-P', '-m', 'parsl_freetrain.training.process.probe']
     try:
-        done = subprocess.run(
-            whole,
-            input=json.dumps(question),
-            capture_output=True,
-            text=True,
-            timeout=NODE_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return {'error': f'{type(error).__name__}: {error}'}
-    for line in reversed(done.stdout.splitlines()):
-        with contextlib.suppress(ValueError):
-            answer = json.loads(line)
-            if isinstance(answer, dict):
-                return answer
-    return {
-        'error': f'{" ".join(whole)!r} ended with status {done.returncode} and no answer: '
-        f'{done.stderr.strip()[-500:]}'
-    }
+        with private_folder(folder) as packed, tempfile.TemporaryDirectory() as local:
+            archive = pack(prefix, packed / 'environment.tar')
+            _forget(prefix)
+            shared_s = _import_s(prefix, modules)
+            _forget(packed)
+            unpack = ['tar', '-xf', str(archive), '-C', local]
+            unpack_s = _seconds(subprocess.run, unpack, check=True, capture_output=True)
+            return {
+                'prefix': str(prefix),
+                'local': str(Path(local).parent),
+                'bytes': archive.stat().st_size,
+                'shared_s': round(shared_s, 3),
+                'unpack_s': round(unpack_s, 3),
+                'local_s': round(_import_s(Path(local), modules), 3),
+            }
+    except subprocess.CalledProcessError as error:
+        return {'error': f'{error.cmd[0]} has failed: {error.stderr.decode()[-300:]}'}
+    except (BadInput, OSError, subprocess.TimeoutExpired) as error:
+        return {'error': str(error)}
+
+
+def _forget(folder: Path) -> None:
+    """Drop what this computer has cached of the files in a folder."""
+    for path in folder.rglob('*'):
+        if path.is_file() and not path.is_symlink():
+            with path.open('rb') as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _import_s(prefix: Path, modules: tuple[str, ...]) -> float:
+    environment = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
+    command = [prefix / 'bin' / 'python3', '-P', '-c', f'import {", ".join(modules)}']
+    return _seconds(
+        subprocess.run, command, env=environment, check=True, capture_output=True, timeout=NODE_S
+    )
 
 
 @contextlib.contextmanager

@@ -1,31 +1,53 @@
-"""Asks a site's scheduler, and the nodes of one job, whether what its file claims is true."""
+"""Compares what a site's file claims with what its scheduler says, and with what the nodes of one
+job see.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import json
+import re
 import secrets
 import shlex
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from parsl.jobs.states import TERMINAL_STATES
 
-from parsl_freetrain.cli.doctor.claims import SiteFile, of_nodes, of_options, of_queue
-from parsl_freetrain.cli.doctor.findings import Finding
+from parsl_freetrain.cli.doctor.checks import Finding, judged
 from parsl_freetrain.cli.doctor.measuring import private_folder
 from parsl_freetrain.cli.sites import file_of, provider_of
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.sites.batch.limits import QueueLimits
+from parsl_freetrain.sites.batch.options import BatchOptions
+from parsl_freetrain.sites.batch.records import Partition
 from parsl_freetrain.sites.batch.site import BatchSite
 from parsl_freetrain.sites.named import load_site_file
 from parsl_freetrain.sites.provider import BackfillProvider
 
 JOB_S = 300.0
 POLL_S = 1.0
+SLOW_IMPORT_S = 60.0
+
+
+class SiteFile:
+    """A site's file, and which line of it says what."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lines = path.read_text().splitlines()
+
+    def line(self, *words: str) -> str:
+        """The place of the first line that has one of the words, the first word first."""
+        for word in words:
+            for number, text in enumerate(self._lines, 1):
+                if re.search(rf'(?<![\w-]){re.escape(word)}(?![\w-])', text.split('#')[0]):
+                    return f'{self.path}, line {number}'
+        return str(self.path)
 
 
 def examine(given: str, folder: Path, nodes: int, wait_s: float) -> list[Finding]:
@@ -87,6 +109,55 @@ def _queues(path: Path, site: BatchSite) -> list[tuple[str, QueueLimits | None, 
     return [(name, limits, module.site(queue=name, **given)) for name, limits in stated.items()]
 
 
+def of_queue(
+    file: SiteFile, name: str, limits: QueueLimits, told: Partition, *, whole: bool = True
+) -> list[Finding]:
+    """A machine's queue as the file states it. What the scheduler does not limit is not compared,
+    since the centre may refuse jobs by other means. ``whole``: whether the file states the limits
+    of the whole queue; otherwise those of a part of it (a QOS, or jobs of some sizes), which may be
+    narrower.
+    """
+    # What, as the file has it, as the scheduler has it, and whether larger claims are refused.
+    compared = (
+        ('maximum number of nodes', limits.nodes[1], told.most_nodes, True),
+        ('maximum walltime in s', limits.walltime_s[1], told.longest_s, True),
+        ('maximum number of waiting jobs', limits.jobs, told.most_waiting, True),
+        ('minimum number of nodes', limits.nodes[0], told.least_nodes or None, False),
+        ('minimum walltime in s', limits.walltime_s[0], told.shortest_s or None, False),
+    )
+    where, found = file.line(repr(name), f'"{name}"'), []
+    for what, claimed, said, most in compared:
+        if said is None or said == claimed:
+            continue
+        refused = (said < claimed) == most
+        if refused or whole:
+            says = (
+                f'{where} is out of date: {what} is {claimed:g} there, and {said:g} to the '
+                'scheduler'
+            )
+            found.append(Finding(f'queue {name}', 'bad' if refused else 'note', says))
+    return found or [Finding(f'queue {name}', 'ok', 'exists, with limits as stated')]
+
+
+def of_options(file: SiteFile, options: BatchOptions, told: Partition) -> list[Finding]:
+    """The settings of the site itself: each must be within what the queue allows."""
+    found = []
+    for name, limit in (
+        ('most_nodes', told.most_nodes),
+        ('least_nodes', told.most_nodes),
+        ('longest_s', told.longest_s),
+        ('max_waiting', told.most_waiting),
+    ):
+        value = getattr(options, name) if name in options.model_fields_set else None
+        if value is not None and limit is not None and value > limit:
+            says = (
+                f'{file.line(name)} is out of date: {name} is {value:g}, and the queue '
+                f'{told.name!r} takes at most {limit:g}'
+            )
+            found.append(Finding(f'setting {name}', 'bad', says))
+    return found or [Finding('settings of the site', 'ok', f'fit the queue {told.name!r}')]
+
+
 def _on_nodes(
     file: SiteFile,
     provider: BackfillProvider,
@@ -119,13 +190,57 @@ def _on_nodes(
                 provider.cancel([job])
         seen = [json.loads(one.read_bytes()) for one in sorted(shared.glob('*.node'))]
         reached = [json.loads(one.read_bytes()) for one in sorted(shared.glob('*.reached'))]
-        found = of_nodes(file, site.options, seen, reached, nodes)
-        return found + ([] if len(seen) == nodes else _said(shared))
+        found = list(of_nodes(file, site.options, seen, reached, nodes))
+        return found + ([] if len(seen) == nodes else _last_lines(shared))
 
 
-def _said(shared: Path) -> list[Finding]:
+def of_nodes(
+    file: SiteFile,
+    options: BatchOptions,
+    seen: Sequence[Mapping[str, Any]],
+    reached: Sequence[tuple[str, Sequence[str]]],
+    asked: int,
+) -> Iterator[Finding]:
+    """What the nodes of a job saw; see :mod:`parsl_freetrain.training.process.node_check`."""
+    if len(seen) < asked:
+        init = f'{file.line("worker_init")} must make Python ready with parsl-freetrain'
+        yield Finding('nodes', 'bad', f'{len(seen)} of {asked} nodes have answered; {init}')
+    for node in seen:
+        yield from _of_node(file, options, node)
+    lost = '; '.join(
+        f'{one} does not reach {", ".join(others)}' for one, others in reached if others
+    )
+    says = f'all {len(seen)} reach each other'
+    bad = f'{lost}; see {file.line("interface")}' if lost else ''
+    yield judged('ports between nodes', says, bad=bad)
+
+
+def _of_node(file: SiteFile, options: BatchOptions, node: Mapping[str, Any]) -> Iterator[Finding]:
+    what, torch, tmpdir = f'node {node["node"]}', node['torch'], node['tmpdir']
+    if 'error' in torch:
+        init = f'{file.line("worker_init")} must make it ready'
+        yield Finding(what, 'bad', f'torch cannot be used: {torch["error"]}; {init}')
+        return
+    count, claimed = node['accelerators'], options.gpus_per_node
+    wrong = {
+        f'{file.line("gpus_per_node")} is out of date: gpus_per_node is {claimed}, and torch sees '
+        f'{count}': claimed and count != claimed,
+        f'no socket can be made in TMPDIR={tmpdir["folder"]} ({tmpdir["error"]}): '
+        f'{file.line("TMPDIR", "worker_init")} must set a short one, as by '
+        '"export TMPDIR=/tmp"': tmpdir['error'],
+        f'{file.line("interface")} is out of date: {node.get("address_error")}': (
+            'address_error' in node
+        ),
+    }
+    yield from (Finding(what, 'bad', says) for says, holds in wrong.items() if holds)
+    import_s = torch['import_s']
+    says = f'{count} accelerators, torch {torch["version"]} imported in {import_s:.1f} s'
+    yield judged(what, says, note=import_s > SLOW_IMPORT_S)
+
+
+def _last_lines(shared: Path) -> list[Finding]:
     """The last lines that the job wrote."""
-    lines: list[Any] = [
+    lines = [
         line
         for path in sorted(shared.glob('*.std*')) + sorted(shared.glob('*.err'))
         for line in path.read_text(errors='replace').splitlines()[-3:]

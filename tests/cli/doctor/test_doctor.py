@@ -13,9 +13,14 @@ from typing import Any
 
 import pytest
 
-from parsl_freetrain.cli.doctor.findings import findings
-from parsl_freetrain.cli.doctor.imports import measure, of_imports
-from parsl_freetrain.cli.doctor.measuring import free_ports, once_each, private_folder, programs
+from parsl_freetrain.cli.doctor.checks import findings
+from parsl_freetrain.cli.doctor.measuring import (
+    free_ports,
+    imports,
+    once_each,
+    private_folder,
+    programs,
+)
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.sites.registry import site_types
 from parsl_freetrain.training.process.probe import RACES
@@ -195,7 +200,7 @@ def test_bad_input_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[s
 )
 def test_when_to_pack_the_environment(facts: dict[str, Any], state: str, says: str) -> None:
     measured = {'prefix': '/p', 'local': '/l', 'bytes': 2**30, 'unpack_s': 5.0, 'local_s': 4.5}
-    found = of_imports({**measured, **facts})
+    [found] = findings({'imports': {**measured, **facts}})
     assert found.state == state
     assert says in found.says
 
@@ -204,9 +209,9 @@ def test_imports_are_measured_in_both_places(tmp_path: Path) -> None:
     pytest.importorskip('venv_pack')
     made = tmp_path / 'an environment'
     venv.create(made, symlinks=True)
-    found = measure(made, tmp_path, modules=('json',))
+    found = imports(made, tmp_path, modules=('json',))
     assert found['bytes'] > 0
     assert min(found['shared_s'], found['unpack_s'], found['local_s']) > 0
-    assert 'No module named' in measure(made, tmp_path, modules=('parsl',))['error']
-    assert 'is no virtual environment' in measure(tmp_path, tmp_path)['error']
+    assert 'No module named' in imports(made, tmp_path, modules=('parsl',))['error']
+    assert 'is no virtual environment' in imports(tmp_path, tmp_path)['error']
     assert [path.name for path in tmp_path.iterdir()] == ['an environment']

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from parsl_freetrain.cli.doctor.claims import SiteFile, of_nodes, of_queue
-from parsl_freetrain.cli.doctor.site import examine
+from parsl_freetrain.cli.doctor.site import SiteFile, examine, of_nodes, of_queue
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.sites.batch.limits import QueueLimits
 from parsl_freetrain.sites.batch.records import Partition

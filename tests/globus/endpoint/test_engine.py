@@ -32,7 +32,8 @@ from parsl_freetrain import (
     freetrain_app,
     same_weights,
 )
-from parsl_freetrain.cli.doctor.endpoint import ask_endpoint, of_endpoint
+from parsl_freetrain.cli.doctor.asking import ask_endpoint
+from parsl_freetrain.cli.doctor.checks import findings
 from parsl_freetrain.executor.globus import protocol as orders
 from parsl_freetrain.executor.globus.engine import FreeTrainEngine
 from parsl_freetrain.ledger.reader import Reader
@@ -139,9 +140,11 @@ def test_what_goes_wrong_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Monke
             ):
                 remote.submit(trainer(), trainer_name='old').result(LIMIT_S)
             assert [c.name for c in remote.compare_versions() if not c.fits] == ['python', 'dill']
-            assert of_endpoint(ask_endpoint('far', None, sdk)).state == 'bad'
+            [found] = findings({'endpoint': ask_endpoint('far', None, sdk)})
+            assert found.state == 'bad'
         assert all(c.fits for c in remote.compare_versions())
-        assert of_endpoint(ask_endpoint('far', None, sdk)).state == 'ok'
+        [found] = findings({'endpoint': ask_endpoint('far', None, sdk)})
+        assert found.state == 'ok'
         assert remote.trainers().keys() == {'failing'}
 
 
