@@ -261,7 +261,7 @@ class Trainer:
             if one is not None:
                 if self.ctx.local_rank == 0:
                     one.prepare_data()
-                self.ctx._peers.largest((0,))()
+                self.ctx._peers.all_reduce_max((0,))()
                 one.setup(stage=stage)
         for callback in self.callbacks:
             callback.setup(self, model, stage=stage)

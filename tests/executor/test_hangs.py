@@ -341,7 +341,7 @@ def leaves_an_exchange_out(ctx: FragmentContext) -> None:
 
         def report(self, **numbers: float) -> None:
             if ctx.samples >= 32 and ctx.rank == 0:
-                ctx._peers.receive(torch.zeros(1), 1)
+                ctx._peers.recv(torch.zeros(1), 1)
 
     fit(Wrong())  # type: ignore[arg-type]
 
@@ -355,7 +355,7 @@ def test_ranks_that_wait_for_each_other_for_ever_are_ended_and_named(tmp_path: P
         wait_until(lambda: any(f.ending for f in fragments(executor)), 'the fragment does not end')
         first = fragments(executor)[0]
         assert first.ending == 'preempted'
-        words = r'all of its ranks waited for each other, rank 0 in receive, rank 1 in \w+'
+        words = r'all of its ranks waited for each other, rank 0 in recv, rank 1 in \w+'
         assert re.search(words, first.error), first.error
         logs = sorted(tmp_path.rglob('fragment-000001-rank-*.log'))
         assert len(logs) == 2

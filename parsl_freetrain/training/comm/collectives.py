@@ -75,22 +75,22 @@ class RankGroup:
     def _agree_on_backend(self, gpu: str) -> str:
         with as_peer_loss():
             self._texts.set(f'gpu/{self.rank}', gpu)
-        return self.tell(
+        return self.broadcast_object(
             'backend',
             lambda: backend_for(
                 [self._texts.get(f'gpu/{rank}') for rank in range(self.world_size)], kind_here()
             ),
         )
 
-    def tell(self, what: str, value: Callable[[], str]) -> str:
+    def broadcast_object(self, key: str, value: Callable[[], str]) -> str:
         with as_peer_loss():
             if self.rank == 0:
                 said = value()
-                self._texts.set(f'told/{what}', said)
+                self._texts.set(f'told/{key}', said)
                 return said
-            return self._texts.get(f'told/{what}')
+            return self._texts.get(f'told/{key}')
 
-    def gather(self, row: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
         sent = row.cpu() if self._gathers_on_cpu else row
         rows = sent.new_empty(self.world_size, len(sent))
         with as_peer_loss():
@@ -103,7 +103,7 @@ class RankGroup:
         with as_peer_loss(), on_cpu(into, self._gathers_on_cpu) as got:
             dist.all_to_all_single(got, row.to(got.device), list(received), list(sent))
 
-    def complete(self, rows: torch.Tensor) -> None:
+    def all_gather_into_tensor(self, rows: torch.Tensor) -> None:
         with as_peer_loss(), on_cpu(rows, self._gathers_on_cpu) as here:
             complete_rows(here, self.rank)
 
@@ -112,7 +112,7 @@ class RankGroup:
             for tensor in tensors:
                 broadcast_into(tensor, src=0)
 
-    def largest(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
+    def all_reduce_max(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
         shared = torch.tensor(numbers, dtype=torch.int64, device='cpu')
         with as_peer_loss():
             work = dist.all_reduce(shared, op=dist.ReduceOp.MAX, async_op=True)
@@ -128,7 +128,7 @@ class RankGroup:
 
         return wait
 
-    def swap(self, row: torch.Tensor, partner: int) -> torch.Tensor:
+    def sendrecv(self, row: torch.Tensor, partner: int) -> torch.Tensor:
         sent = row.cpu() if self._gathers_on_cpu else row
         got = torch.empty_like(sent)
         with as_peer_loss():
@@ -142,7 +142,7 @@ class RankGroup:
         with as_peer_loss():
             dist.send(tensor, to)
 
-    def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+    def recv(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         with as_peer_loss():
             dist.recv(tensor, source)
         return tensor
@@ -153,7 +153,7 @@ class RankGroup:
         guard_connections(self._hang_s)
         return store
 
-    def leave(self) -> bool:
+    def barrier(self) -> bool:
         # The process group is not destroyed. If it were, models wrapped in DDP would own it last,
         # and would wait for gloo's threads with Python's lock held when they are freed. Such a
         # thread may wait for that lock to drop a tensor: the rank would never end. The kernel
@@ -167,7 +167,7 @@ class RankGroup:
             return False
         return True
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         # Otherwise a rank that waits for this one would wait until this process ends.
         end_connections(self._connections)
 

@@ -83,6 +83,6 @@ class Agreement:
             now = self._clock()
             between = steps_between((now - self._since) / self._steps, time_left())
             same = self._same()
-            self._answer = self._peers.largest((wish(), -between, same, -same))
+            self._answer = self._peers.all_reduce_max((wish(), -between, same, -same))
             self._steps, self._since = 0, now
         return GO_ON

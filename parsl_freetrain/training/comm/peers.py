@@ -23,14 +23,14 @@ class Peers(Protocol):
     rank: int
     world_size: int
 
-    def tell(self, what: str, value: Callable[[], str]) -> str:
-        """The text that rank 0 gives to all ranks under the key ``what``.
+    def broadcast_object(self, key: str, value: Callable[[], str]) -> str:
+        """The text that rank 0 gives to all ranks under a key.
 
         ``value`` is called on rank 0 only.
         """
         ...
 
-    def gather(self, row: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks, in order of rank, as one tensor (ranks, length). Rows are flat
         tensors of the same length and type.
         """
@@ -44,7 +44,7 @@ class Peers(Protocol):
         """
         ...
 
-    def complete(self, rows: torch.Tensor) -> None:
+    def all_gather_into_tensor(self, rows: torch.Tensor) -> None:
         """Fill in the rows of the other ranks, in order of rank, of a tensor (ranks, length) in
         which each rank has filled in its own.
         """
@@ -54,14 +54,14 @@ class Peers(Protocol):
         """Overwrite tensors with those of rank 0."""
         ...
 
-    def largest(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
+    def all_reduce_max(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
         """Begin to find the maximum over all ranks of each number.
 
         Returns a function that waits for the result.
         """
         ...
 
-    def swap(self, row: torch.Tensor, partner: int) -> torch.Tensor:
+    def sendrecv(self, row: torch.Tensor, partner: int) -> torch.Tensor:
         """Exchange rows with another rank, which calls this too.
 
         Both rows are flat and of the same length and type.
@@ -69,12 +69,12 @@ class Peers(Protocol):
         ...
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Send a tensor to another rank, which calls :meth:`receive` with one of the same size and
+        """Send a tensor to another rank, which calls :meth:`recv` with one of the same size and
         type. The other ranks call nothing.
         """
         ...
 
-    def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+    def recv(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Overwrite a tensor with what another rank sends, and return it."""
         ...
 
@@ -84,11 +84,11 @@ class Peers(Protocol):
         """
         ...
 
-    def leave(self) -> bool:
+    def barrier(self) -> bool:
         """Wait for all ranks before the process ends; False if one of them is gone."""
         ...
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """Have the others notice at once that this rank does not go on, whatever it still does."""
         ...
 
@@ -103,10 +103,10 @@ class Alone:
     rank = 0
     world_size = 1
 
-    def tell(self, what: str, value: Callable[[], str]) -> str:
+    def broadcast_object(self, key: str, value: Callable[[], str]) -> str:
         return value()
 
-    def gather(self, row: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
         return row[None]
 
     def all_to_all(
@@ -114,31 +114,31 @@ class Alone:
     ) -> None:
         into.copy_(row)
 
-    def complete(self, rows: torch.Tensor) -> None:
+    def all_gather_into_tensor(self, rows: torch.Tensor) -> None:
         pass
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         pass
 
-    def largest(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
+    def all_reduce_max(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
         return lambda: tuple(numbers)
 
-    def swap(self, row: torch.Tensor, partner: int) -> torch.Tensor:
+    def sendrecv(self, row: torch.Tensor, partner: int) -> torch.Tensor:
         raise ValueError('There is no other rank.')
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         raise ValueError('There is no other rank.')
 
-    def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+    def recv(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         raise ValueError('There is no other rank.')
 
     def store(self) -> SealedStore | None:
         return None
 
-    def leave(self) -> bool:
+    def barrier(self) -> bool:
         return True
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         pass
 
     def broken(self) -> bool:

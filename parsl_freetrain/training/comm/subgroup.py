@@ -16,15 +16,15 @@ from parsl_freetrain.training.spec.fragment_order import RankPlace
 
 
 class Subgroup(Alone):
-    """The ranks of a process group, numbered as in the group. Only :meth:`gather`,
-    :meth:`all_to_all`, :meth:`complete` and :meth:`broadcast` exchange.
+    """The ranks of a process group, numbered as in the group. Only :meth:`all_gather`,
+    :meth:`all_to_all`, :meth:`all_gather_into_tensor` and :meth:`broadcast` exchange.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
-    def gather(self, row: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
         sent = row.cpu() if dist.get_backend(self._group) == GLOO else row
         rows = sent.new_empty(self.world_size, len(sent))
         dist.all_gather(list(rows), sent, group=self._group)
@@ -37,7 +37,7 @@ class Subgroup(Alone):
             own = row.to(got.device)
             dist.all_to_all_single(got, own, list(received), list(sent), group=self._group)
 
-    def complete(self, rows: torch.Tensor) -> None:
+    def all_gather_into_tensor(self, rows: torch.Tensor) -> None:
         with self._on_cpu(rows) as here:
             complete_rows(here, self.rank, self._group)
 

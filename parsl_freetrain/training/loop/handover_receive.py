@@ -99,9 +99,9 @@ def receive(handover: Handover, trainer: str, peers: Peers) -> Saved | None:
         return '0' if data is None else str(data.numel())
 
     def all_have(what: object) -> bool:
-        return not peers.largest((what is None,))()[0]
+        return not peers.all_reduce_max((what is None,))()[0]
 
-    size = int(peers.tell('handover', look))
+    size = int(peers.broadcast_object('handover', look))
     if not size:
         return None
     if data is None:

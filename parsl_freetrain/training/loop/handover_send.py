@@ -54,7 +54,7 @@ class Leaving:
         standing, ranks = self._inbox.standing(), self._peers.world_size
         try:
             # Prefer a node known to stay to one that may stay, and then the lowest rank.
-            self._answer = self._peers.largest(
+            self._answer = self._peers.all_reduce_max(
                 (standing * ranks + ranks - 1 - self._peers.rank, standing == GOES)
             )
         except PeerLost:
@@ -78,7 +78,7 @@ class Leaving:
         """
         if self._peers.rank == 0 or self._receiver() != self._peers.rank:
             return
-        size = int(self._peers.receive(torch.zeros(1, dtype=torch.int64), 0))
+        size = int(self._peers.recv(torch.zeros(1, dtype=torch.int64), 0))
         if not size:
             return
         fd = os.memfd_create('freetrain-state', os.MFD_CLOEXEC)
@@ -86,7 +86,7 @@ class Leaving:
             data = _room(fd, size)
             self._peers.send(torch.tensor([int(data is not None)]), 0)
             if data is not None:
-                digest = digest_of(self._peers.receive(data, 0))
+                digest = digest_of(self._peers.recv(data, 0))
                 if self._kept(fd, digest):
                     self.left = StateLeft(digest, samples, here=True)
                 self._peers.send(torch.tensor([int(self.left is not None)]), 0)
@@ -137,10 +137,10 @@ class Leaving:
 
     def _send(self, data: torch.Tensor, receiver: int) -> bool:
         self._announce(data.numel(), receiver)
-        if not int(self._peers.receive(torch.zeros(1, dtype=torch.int64), receiver)):
+        if not int(self._peers.recv(torch.zeros(1, dtype=torch.int64), receiver)):
             return False
         self._peers.send(data, receiver)
-        return bool(self._peers.receive(torch.zeros(1, dtype=torch.int64), receiver))
+        return bool(self._peers.recv(torch.zeros(1, dtype=torch.int64), receiver))
 
 
 class LeavingPart:

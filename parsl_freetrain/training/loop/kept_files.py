@@ -64,7 +64,7 @@ class KeptFiles:
         except (OSError, EOFError, ValueError) as error:
             print(f'Nothing of the checkpoint could be had from memory: {error}')
         row = torch.tensor([name in self._here for name in self._files], dtype=torch.uint8)
-        held = peers.gather(row).bool() if self._files else row[None]
+        held = peers.all_gather(row).bool() if self._files else row[None]
         self._holders = {
             name: held[:, i].nonzero().flatten().tolist() for i, name in enumerate(self._files)
         }
@@ -82,7 +82,7 @@ class KeptFiles:
         if not blocks:
             return
         mine = [block in needed and block[0] not in self._here for block in blocks]
-        wanted = self._peers.gather(torch.tensor(mine, dtype=torch.uint8))
+        wanted = self._peers.all_gather(torch.tensor(mine, dtype=torch.uint8))
         for i, block in enumerate(blocks):
             holders = self._holders[block[0]]
             receivers = wanted[:, i].nonzero().flatten().tolist()
@@ -131,7 +131,7 @@ class KeptFiles:
                 self._peers.send(part, receiver)
         elif self._peers.rank in sending.receivers:
             size = min(hashing.BLOCK, self._files[name][0] - number * hashing.BLOCK)
-            return self._peers.receive(torch.empty(size, dtype=torch.uint8), sending.sender)
+            return self._peers.recv(torch.empty(size, dtype=torch.uint8), sending.sender)
         return None
 
     def _part(self, block: Block) -> torch.Tensor:

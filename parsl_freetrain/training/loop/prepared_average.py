@@ -75,7 +75,7 @@ class PreparedAverage:
     def after_step(self) -> None:
         """Call after each step, on all ranks."""
         if not self._agreed:  # a rank may have had no micro-batch in the first batch
-            self._each_step = bool(self._peers.largest((bool(self._each_step),))()[0])
+            self._each_step = bool(self._peers.all_reduce_max((bool(self._each_step),))()[0])
             self._agreed = True
         if self._each_step:
             self._update(self._source)

@@ -127,7 +127,7 @@ def run_rank(
         how = _ending(raised, context, place)
         if how not in ('stopped', 'finished'):
             if peers is not None:
-                peers.break_off()
+                peers.abort()
             _log_error()
             error = _described(explained(raised))
             if how == 'device-fault':
@@ -135,7 +135,7 @@ def run_rank(
     if (
         how in ('finished', 'stopped')
         and peers is not None
-        and not peers.leave()
+        and not peers.barrier()
         and place.rank > 0
     ):
         # Rank 0 has not come this far, so it is unknown whether the state is saved.

@@ -48,7 +48,7 @@ class Replicas:
             return
         packed = msgspec.msgpack.encode(self._held())
         digest = int.from_bytes(hashlib.blake2b(packed, digest_size=7).digest(), 'big')
-        largest, smallest = self._peers.largest((digest, -digest))()
+        largest, smallest = self._peers.all_reduce_max((digest, -digest))()
         if largest != -smallest:
             self._refuse([msgspec.msgpack.decode(one) for one in gather_bytes(self._peers, packed)])
 

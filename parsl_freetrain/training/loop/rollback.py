@@ -45,7 +45,7 @@ class Rollback:
         that all can name the rank at fault.
         """
         looks = self._policy.policy == ROLLBACK or not self._checks_each_step
-        return looks and bool(self._peers.largest((self._watch.spoilt(),))()[0])
+        return looks and bool(self._peers.all_reduce_max((self._watch.spoilt(),))()[0])
 
     def go_back(self) -> None:
         """Go back to the last checkpoint, on all ranks."""
@@ -58,7 +58,7 @@ class Rollback:
                 [last.path if last is not None else '', state.metrics.get('rollbacks', 0)]
             )
 
-        path, before = json.loads(self._peers.tell(f'back-{self._times}', what))
+        path, before = json.loads(self._peers.broadcast_object(f'back-{self._times}', what))
         self._policy.go_back(self.fine_at, state.samples, int(before), path, self._steps.culprit())
         print(
             f'Going back from {state.samples} samples to checkpoint {path}: numbers were not finite'

@@ -65,7 +65,7 @@ class SharedCheckpoint:
             f'Of the state, {kept.bytes_here} bytes were in memory here, {kept.bytes_from_others} '
             f'came from other ranks, and {self._opened.bytes_read} were read'
         )
-        if not self._peers.largest((saved is None,))()[0] and saved is not None:
+        if not self._peers.all_reduce_max((saved is None,))()[0] and saved is not None:
             kept.forget()
             return saved
         raise Damaged(
@@ -93,12 +93,12 @@ def begin_sharded(
         return latest.path if latest is not None else ''
 
     attempt, opened = 0, None
-    while path := peers.tell(f'checkpoint-{attempt}', find):
+    while path := peers.broadcast_object(f'checkpoint-{attempt}', find):
         try:
             opened = Opened(path)
         except Damaged as error:
             store.put_aside(Path(path), str(error))
-        if not peers.largest((opened is None,))()[0]:
+        if not peers.all_reduce_max((opened is None,))()[0]:
             print(f'Going on from checkpoint {path}')
             break
         attempt, opened = attempt + 1, None

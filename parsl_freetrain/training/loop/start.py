@@ -55,7 +55,7 @@ def start_of(
 
     # Rank 0 verifies what it reads, and chooses; the ranks might choose differently if each looked
     # for itself.
-    path, digest = json.loads(peers.tell('checkpoint', find))
+    path, digest = json.loads(peers.broadcast_object('checkpoint', find))
     if in_memory and handed is not None and not handed.path:
         print(f'Going on from the state in memory, with {handed.samples} samples')
     elif path and in_memory:

@@ -295,7 +295,7 @@ class TrainingLoop:
         self._draw_for_itself()
         state.epoch_due = False
         self.report_progress(wait=False)
-        finishing, checkpoint = self._peers.largest(
+        finishing, checkpoint = self._peers.all_reduce_max(
             (bool(state.finishing), state.wants_checkpoint)
         )()
         state.finished_early, state.wants_checkpoint = bool(finishing), bool(checkpoint)

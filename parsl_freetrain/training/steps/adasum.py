@@ -46,7 +46,7 @@ def combine(
     sizes: Sequence[int],
     rank: int,
     world_size: int,
-    swap: Callable[[torch.Tensor, int], torch.Tensor],
+    sendrecv: Callable[[torch.Tensor, int], torch.Tensor],
 ) -> torch.Tensor:
     """Adasum over all ranks. Every rank calls it and gets the same result.
 
@@ -56,7 +56,7 @@ def combine(
         This rank's gradients, flat.
     sizes
         Number of elements of each tensor in it.
-    swap
+    sendrecv
         Sends a row to another rank and returns that rank's row; both call it.
 
     Notes
@@ -66,18 +66,18 @@ def combine(
     """
     core = 1 << (world_size.bit_length() - 1)
     if rank >= core:
-        swap(own, rank - core)
-        return swap(own, rank - core)
+        sendrecv(own, rank - core)
+        return sendrecv(own, rank - core)
     extra = rank + core if rank + core < world_size else None
     if extra is not None:
-        own = pair_all(own, swap(own, extra), sizes)
+        own = pair_all(own, sendrecv(own, extra), sizes)
     distance = 1
     while distance < core:
         partner = rank ^ distance
-        other = swap(own, partner)
+        other = sendrecv(own, partner)
         # In the same order on both, so that both get the same bits.
         own = pair_all(own, other, sizes) if rank < partner else pair_all(other, own, sizes)
         distance *= 2
     if extra is not None:
-        swap(own, extra)
+        sendrecv(own, extra)
     return own

@@ -231,7 +231,7 @@ class ThroughputSteps:
         """The rank whose gradient was not finite first, as part of a sentence. All ranks must call
         this.
         """
-        steps = [int(row) for row in self._peers.gather(self._non_finite.first())]
+        steps = [int(row) for row in self._peers.all_gather(self._non_finite.first())]
         self._non_finite.forget()
         culprits = [str(rank) for rank, step in enumerate(steps) if step == min(steps) < NEVER]
         return f', on rank {", ".join(culprits)}' if culprits else ''
@@ -240,7 +240,7 @@ class ThroughputSteps:
         """Whether a gradient is not finite on any rank; with parts of gradients, a rank sees only
         its own.
         """
-        return bad if self._mean is None else bool(self._peers.largest((bad,))()[0])
+        return bad if self._mean is None else bool(self._peers.all_reduce_max((bad,))()[0])
 
     def _count_gradients(self, weight: float) -> None:
         """Weight this rank's gradient by its number of samples, if the ranks have different
@@ -337,7 +337,9 @@ class ThroughputSteps:
         """Add up the gradients of all copies of the model, or combine them by Adasum."""
         if self._division.shape.data == 1 or self._mean is not None:
             return
-        used = self._peers.largest([parameter.grad is not None for parameter in parameters])()
+        used = self._peers.all_reduce_max(
+            [parameter.grad is not None for parameter in parameters]
+        )()
         gradients = []
         for parameter, anywhere in zip(parameters, used, strict=True):
             if anywhere and parameter.grad is None:
@@ -349,7 +351,7 @@ class ThroughputSteps:
             sizes = [gradient.numel() for gradient in bucket]
             if self._adasum:
                 row = combine(
-                    row, sizes, self._peers.rank, self._peers.world_size, self._peers.swap
+                    row, sizes, self._peers.rank, self._peers.world_size, self._peers.sendrecv
                 )
             else:
                 dist.all_reduce(row, group=self._division.data_group)
@@ -361,7 +363,11 @@ class ThroughputSteps:
         sizes = [gradient.numel() for gradient in bucket.gradients()]
         done.set_result(
             combine(
-                bucket.buffer(), sizes, self._peers.rank, self._peers.world_size, self._peers.swap
+                bucket.buffer(),
+                sizes,
+                self._peers.rank,
+                self._peers.world_size,
+                self._peers.sendrecv,
             )
         )
         return done

@@ -272,7 +272,7 @@ class ReproducibleSteps:
         firsts = self._layout.firsts_of([mine[node] for node in nodes[self._peers.rank][:1]])
         head = [wish, bad, *self._settings.digest()]
         row = torch.cat([firsts.new_tensor(head), firsts])
-        rows = self._peers.gather(row)
+        rows = self._peers.all_gather(row)
         self._compare(rows[:, 2 : len(head)], self._peers)
         into, *others = mine.values() if mine else [self._layout.empty()]
         self._ranks.add_up(

@@ -74,7 +74,7 @@ class ShardedReproducibleSteps(ReproducibleSteps):
         # Sums may overflow where no term is infinite, and only on the rank that has the parameter.
         bad = bad or self._sum.saw_bad()
         own = [wish, not self._layout.is_finite(total), bad, *self._settings.digest()]
-        said = self._all.gather(torch.tensor(own, dtype=torch.uint8, device=self._device))
+        said = self._all.all_gather(torch.tensor(own, dtype=torch.uint8, device=self._device))
         self._compare(said[:, 3:], self._all)
         rows = said.tolist()
         spoilt = any(row[1] or row[2] for row in rows)

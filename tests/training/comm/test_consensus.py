@@ -29,7 +29,7 @@ class Pair(Alone):
         self.other = (GO_ON, -10_000, 7, -7)
         self.asked = 0
 
-    def largest(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
+    def all_reduce_max(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
         self.asked += 1
         other = self.other
         return lambda: tuple(map(max, numbers, other))

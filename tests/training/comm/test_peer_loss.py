@@ -59,7 +59,7 @@ def test_a_rank_that_waits_for_one_that_has_lost_another_notices_it_at_once(
         if ctx.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
-            ctx._peers.receive(torch.zeros(1), ctx.rank - 1)
+            ctx._peers.recv(torch.zeros(1), ctx.rank - 1)
         finally:
             if ctx.rank == 2:
                 noticed.touch()

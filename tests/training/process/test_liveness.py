@@ -50,7 +50,7 @@ exchanges.start(RankLinks(rank, print, group.broken, end))
 print('met', flush=True)
 try:
     for step in range(steps or 1_000_000):
-        rows = group.gather(torch.full((100_000,), float(rank)))
+        rows = group.all_gather(torch.full((100_000,), float(rank)))
         assert [row[0].item() for row in rows] == list(range(count)), rows
         if rank == 0:
             time.sleep(wait_s)

@@ -99,11 +99,11 @@ def test_every_rank_gets_the_tree_over_all(world_size: int) -> None:
     }
 
     def run(rank: int) -> torch.Tensor:
-        def swap(row: torch.Tensor, partner: int) -> torch.Tensor:
+        def sendrecv(row: torch.Tensor, partner: int) -> torch.Tensor:
             wires[rank, partner].put(row.clone())
             return wires[partner, rank].get(timeout=LIMIT_S)
 
-        return combine(parts[rank], [parts[rank].numel()], rank, world_size, swap)
+        return combine(parts[rank], [parts[rank].numel()], rank, world_size, sendrecv)
 
     with ThreadPoolExecutor(world_size) as pool:
         got = list(pool.map(run, range(world_size)))
