@@ -10,8 +10,7 @@ import pytest
 from parsl_freetrain.sites.batch.options import options_from
 from parsl_freetrain.sites.batch.scheduler import Scheduler
 from parsl_freetrain.sites.batch.scheduler_commands import SchedulerRefused, SchedulerSilent
-from parsl_freetrain.sites.cobalt.options import CobaltOptions
-from parsl_freetrain.sites.cobalt.scheduler import Cobalt
+from parsl_freetrain.sites.cobalt import Cobalt, CobaltOptions
 from parsl_freetrain.sites.pbspro.options import PbsOptions
 from parsl_freetrain.sites.pbspro.scheduler import Pbs
 from parsl_freetrain.sites.slurm.options import SlurmOptions

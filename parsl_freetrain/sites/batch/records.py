@@ -5,6 +5,8 @@ Times are in seconds of ``time.time()``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -219,3 +221,25 @@ class Partition:
 
 class NotUnderstood(ValueError):
     """An answer that is not as documented."""
+
+
+@contextmanager
+def as_documented(command: str, answer: object = '') -> Iterator[None]:
+    """Raise NotUnderstood for whatever is missing in a command's answer, or is of another kind."""
+    try:
+        yield
+    except NotUnderstood:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        said = f' {str(answer)[:300]}' if answer else ''
+        raise NotUnderstood(
+            f'the answer of {command}{said} is not as documented: {type(error).__name__} {error}'
+        ) from error
+
+
+def seconds_of(duration: str | float) -> float:
+    """Seconds of ``HH:MM:SS``, ``MM:SS`` or a number. Raises ValueError if it is neither."""
+    total = 0.0
+    for part in str(duration).split(':'):
+        total = 60 * total + float(part)
+    return total

@@ -19,6 +19,8 @@ from parsl_freetrain.sites.batch.records import (
     Nodes,
     NotUnderstood,
     Partition,
+    as_documented,
+    seconds_of,
 )
 from parsl_freetrain.sites.pbspro.documents import document
 
@@ -96,7 +98,7 @@ def parse_jobs(
         It is not such a document.
     """
     said = document(answer, 'qstat')
-    try:
+    with as_documented('qstat'):
         now = float(said.get('timestamp', time.time()))
         return tuple(
             BatchJob(job_id, JobState.UNKNOWN, pool, 1)
@@ -105,10 +107,6 @@ def parse_jobs(
             for job_id, job in said.get('Jobs', {}).items()
             if job is None or 'job_state' in job
         )
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise NotUnderstood(
-            f'the document of qstat is not as expected: {type(error).__name__} {error}'
-        ) from error
 
 
 def _job(
@@ -128,7 +126,7 @@ def _job(
             start_s, planned = planned_s, _hosts(estimate.get('exec_vnode', ''))
     elif state in _WITH_NODES and 'stime' in job:
         start_s = _time(job['stime'])
-        end_s = start_s + seconds(resources['walltime']) if 'walltime' in resources else None
+        end_s = start_s + seconds_of(resources['walltime']) if 'walltime' in resources else None
     names = _hosts(job.get('exec_vnode', '')) if state in _WITH_NODES else ()
     return BatchJob(
         job_id,
@@ -143,7 +141,7 @@ def _job(
         comment,
         str(job.get('Job_Name', '')),
         int(job.get('run_count', 0)),
-        seconds(resources['walltime']) if 'walltime' in resources else None,
+        seconds_of(resources['walltime']) if 'walltime' in resources else None,
         priority=_RANK * ranks.get(job.get('queue', ''), 0) + _count(job.get('Priority', 0)),
         blocked=_BLOCKED.match(comment) is not None,
         tasks=int(tasks[1]) if tasks else 1,
@@ -205,10 +203,10 @@ def parse_nodes(
         It is not such a document.
     """
     hosts: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    try:
+    alike: dict[tuple[str, int, str, tuple[str, ...]], list[str]] = defaultdict(list)
+    with as_documented('pbsnodes'):
         for name, vnode in document(answer, 'pbsnodes')['nodes'].items():
             hosts[_host(name)].append(vnode)
-        alike: dict[tuple[str, int, str, tuple[str, ...]], list[str]] = defaultdict(list)
         words = [resource for resource, value in resources.items() if _amount(value) is None]
         for name, vnodes in hosts.items():
             # The natural vnode of a host that is divided into several has nothing to give.
@@ -229,10 +227,6 @@ def parse_nodes(
                 }
                 key = _node_state(useful), gpus, node_class, tuple(sorted(features))
                 alike[key].append(name)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise NotUnderstood(
-            f'the document of pbsnodes is not as expected: {type(error).__name__} {error}'
-        ) from error
     return tuple(
         Nodes(queue, tuple(names), state, features=features, gpus=gpus, node_class=node_class)
         for (state, gpus, node_class, features), names in alike.items()
@@ -312,7 +306,7 @@ def limits(name: str, queue: Mapping[str, Any]) -> Partition:
     limit is not as documented.
     """
     least, most = queue.get('resources_min', {}), queue.get('resources_max', {})
-    try:
+    with as_documented(f'qstat -Q about {name}'):
         waiting = [
             int(count)
             for count in re.findall(
@@ -322,14 +316,12 @@ def limits(name: str, queue: Mapping[str, Any]) -> Partition:
         return Partition(
             name,
             queue.get('started', 'True') == 'True',
-            seconds(most['walltime']) if 'walltime' in most else None,
+            seconds_of(most['walltime']) if 'walltime' in most else None,
             int(least.get('nodect', 0)),
             int(most['nodect']) if 'nodect' in most else None,
-            shortest_s=seconds(least.get('walltime', 0)),
+            shortest_s=seconds_of(least.get('walltime', 0)),
             most_waiting=min(waiting, default=None),
         )
-    except (ValueError, TypeError) as error:
-        raise NotUnderstood(f'a limit of the queue {name!r} is not as expected: {error}') from error
 
 
 def parse_reservations(answer: str) -> tuple[NodeReservation, ...]:
@@ -340,23 +332,11 @@ def parse_reservations(answer: str) -> tuple[NodeReservation, ...]:
     for text in re.split(r'^Resv ID: ', answer, flags=re.MULTILINE)[1:]:
         name, _, rest = text.partition('\n')
         fields = dict(re.findall(r'^\s*(\w+) = (.*)$', rest.replace('\n\t', ''), re.MULTILINE))
-        try:
+        with as_documented(f'pbs_rstat about {name[:80]!r}'):
             start_s, end_s = _time(fields['reserve_start']), _time(fields['reserve_end'])
-        except (KeyError, ValueError) as error:
-            raise NotUnderstood(
-                f'pbs_rstat answered for {name[:80]!r} without times: {error}'
-            ) from error
         if nodes := _hosts(fields.get('resv_nodes', '')):
             found.append(NodeReservation(name.strip(), start_s, end_s, nodes))
     return tuple(found)
-
-
-def seconds(duration: str | float) -> float:
-    """Seconds of ``HH:MM:SS``, ``MM:SS`` or a number. Raises ValueError if it is neither."""
-    total = 0.0
-    for part in str(duration).split(':'):
-        total = 60 * total + float(part)
-    return total
 
 
 def _time(text: str | float) -> float:

@@ -11,7 +11,7 @@ import json
 from collections import defaultdict
 from typing import Any
 
-from parsl_freetrain.sites.batch.records import BatchJob, Nodes, NotUnderstood
+from parsl_freetrain.sites.batch.records import BatchJob, Nodes, NotUnderstood, as_documented
 from parsl_freetrain.sites.slurm.answers_text import (
     choices_of,
     features_of,
@@ -40,12 +40,8 @@ def parse_jobs(answer: str) -> tuple[BatchJob, ...]:
     NotUnderstood
         It is not such a document, or it leaves out what holes are made from.
     """
-    try:
+    with as_documented('squeue --json'):
         return tuple(_job(job) for job in _document(answer, 'squeue --json')['jobs'])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise NotUnderstood(
-            f'the document of squeue --json is not as expected: {type(error).__name__} {error}'
-        ) from error
 
 
 def _job(job: dict[str, Any]) -> BatchJob:
@@ -100,14 +96,10 @@ def parse_nodes(answer: str) -> tuple[Nodes, ...]:
         It is not such a document.
     """
     document = _document(answer, 'sinfo --json')
-    try:
+    with as_documented('sinfo --json'):
         if 'sinfo' in document:
             return tuple(_group(group) for group in document['sinfo'])
         return _merged(document['nodes'])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise NotUnderstood(
-            f'the document of sinfo --json is not as expected: {type(error).__name__} {error}'
-        ) from error
 
 
 def _group(group: dict[str, Any]) -> Nodes:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.sites import cobalt as answers
 from parsl_freetrain.sites.batch.block_shape import BlockShape, Place, shape_for
 from parsl_freetrain.sites.batch.records import (
     BatchJob,
@@ -19,8 +20,7 @@ from parsl_freetrain.sites.batch.records import (
     NotUnderstood,
     Partition,
 )
-from parsl_freetrain.sites.cobalt import CobaltOptions, CobaltSite, answers
-from parsl_freetrain.sites.cobalt.script import render
+from parsl_freetrain.sites.cobalt import Cobalt, CobaltOptions, CobaltSite
 from parsl_freetrain.sites.named import load_site_file, site_files
 
 GOLDEN = Path(__file__).with_name('golden')
@@ -74,6 +74,7 @@ def test_jobs() -> None:
             'user1',
             'running',
             'N/A',
+            limit_s=7200.0,
         ),
         BatchJob(
             '104941',
@@ -87,10 +88,11 @@ def test_jobs() -> None:
             'user2',
             'dep_hold',
             'a: name',
+            limit_s=1200.0,
         ),
     )
     assert answers.parse_jobs('', 'pool') == ()
-    with pytest.raises(NotUnderstood, match='WallTime'):
+    with pytest.raises(NotUnderstood, match='StartTime'):
         answers.parse_jobs('JobID: 1\n    State : running\n', 'pool')
 
 
@@ -168,7 +170,7 @@ def test_the_script_of_theta_is_the_golden_one() -> None:
     )
     golden = GOLDEN / 'theta.sh'
     assert (
-        render(site.options, shape, PLACE, "process_worker_pool.py --cert_dir '/a b'")
+        Cobalt(site.options).render(shape, PLACE, "process_worker_pool.py --cert_dir '/a b'")
         == golden.read_text()
     )
     subprocess.run(['/bin/bash', '-n', str(golden)], check=True)
@@ -177,9 +179,6 @@ def test_the_script_of_theta_is_the_golden_one() -> None:
 @pytest.mark.parametrize('path', ['/a b', "/it's", '/a\\b'])
 def test_paths_that_directives_cannot_hold_are_refused(path: str) -> None:
     with pytest.raises(BadInput, match='another name'):
-        render(
-            CobaltOptions.model_validate({'queue': 'q'}),
-            BlockShape(1, 60, 60),
-            Place('n', path, '/e'),
-            'true',
+        Cobalt(CobaltOptions.model_validate({'queue': 'q'})).render(
+            BlockShape(1, 60, 60), Place('n', path, '/e'), 'true'
         )

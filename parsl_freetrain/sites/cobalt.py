@@ -1,0 +1,394 @@
+"""Cobalt, the scheduler of Theta: holes from the scheduler's own backfill windows, and blocks that
+fit them. All of it is here: settings, commands and their answers, batch scripts.
+
+Formats are as in Cobalt's source (``qstat``, ``showres``) and the user guide of Theta
+(``nodelist``).
+"""
+
+from __future__ import annotations
+
+import calendar
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.sites.batch.block_shape import BlockShape, Place
+from parsl_freetrain.sites.batch.node_windows import Wanted
+from parsl_freetrain.sites.batch.options import BatchOptions, Line, Option, Word
+from parsl_freetrain.sites.batch.records import (
+    BatchJob,
+    JobState,
+    NodeReservation,
+    Nodes,
+    NotUnderstood,
+    Partition,
+    as_documented,
+    seconds_of,
+)
+from parsl_freetrain.sites.batch.scheduler import Scheduler
+from parsl_freetrain.sites.batch.scheduler_commands import Commands
+from parsl_freetrain.sites.batch.shell import batch_script, run_with_launcher, until_deadline
+from parsl_freetrain.sites.batch.site import BatchSite
+from parsl_freetrain.sites.registry import SiteType
+
+_FIELDS = 'JobID:User:State:Nodes:Location:Queue:WallTime:StartTime:JobName'
+JOBS = ('qstat', '--header', _FIELDS, '-l')
+NODES = ('nodelist',)
+QUEUES = ('qstat', '-Q', '-l')
+RESERVATIONS = ('showres',)
+
+_STATES = {
+    'queued': JobState.PENDING,
+    'running': JobState.RUNNING,
+    'starting': JobState.STARTING,
+    'killing': JobState.ENDING,
+    'exiting': JobState.ENDING,
+}
+_UNREACHED = ('failed to connect', 'unable to connect', 'connection refused')
+_GRACE_S = 10.0
+_LIFETIME = """case $COBALT_ENDTIME in
+    ''|*[!0-9]*) left=$(({limit} - SECONDS)) ;;
+    *) left=$((COBALT_ENDTIME - $(date +%s))) ;;
+esac
+"""
+
+Attribute = Annotated[str, Field(pattern=r'^[^\s:=\x00-\x1f]+$')]
+
+
+class CobaltOptions(BatchOptions):
+    """One queue of a machine with Cobalt; see also BatchOptions.
+
+    Attributes
+    ----------
+    queue
+        Where blocks are submitted.
+    mcdram, numa
+        Memory mode of KNL nodes, such as 'cache' or 'flat' and 'quad'. Only nodes in this mode
+        count as part of a hole, since a change reboots them. None: any mode.
+    filesystems
+        As for ``--attrs filesystems=``.
+    attrs
+        More attributes of ``--attrs``.
+    cobalt_options, aprun_options
+        More options, each complete.
+    """
+
+    queue: Word
+    mcdram: Attribute | None = None
+    numa: Attribute | None = None
+    filesystems: tuple[Attribute, ...] = ()
+    attrs: dict[Attribute, Attribute] = Field(default_factory=dict)
+    cobalt_options: tuple[Option, ...] = ()
+    aprun_options: tuple[Line, ...] = ('-cc', 'none')
+
+    @field_validator('requeue')
+    @classmethod
+    def _never(cls, value: bool) -> bool:
+        if value:
+            raise ValueError('Cobalt does not put jobs back into its queue')
+        return value
+
+    def modes(self) -> dict[str, str]:
+        """Attributes that a node must have."""
+        modes = {'mcdram': self.mcdram, 'numa': self.numa}
+        return {name: value for name, value in modes.items() if value is not None}
+
+
+class Cobalt:
+    """Which command answers which question; a
+    :class:`~parsl_freetrain.sites.batch.scheduler.Scheduler`.
+    """
+
+    label = 'Cobalt'
+    step_s = 60
+    script_mode = 0o700  # Cobalt runs the script itself, and not a copy
+    history_every_s = 0.0  # it is in files of the block's own
+
+    def __init__(self, options: CobaltOptions, clock: Callable[[], float] = time.time) -> None:
+        self._options = options
+        self._clock = clock
+        self.client = Commands('Cobalt', options.command_s, meddling=('QSTAT_', 'COBALT_'))
+
+    def queue(self) -> Partition:
+        """The queue."""
+        queues = parse_queues(self.client.ask(QUEUES))
+        if self._options.queue not in queues:
+            raise BadInput(
+                f'Cobalt has no queue {self._options.queue!r}; it has '
+                f'{", ".join(sorted(queues)) or "none that you may see"}.'
+            )
+        return queues[self._options.queue]
+
+    def wanted(self) -> Wanted:
+        """Its nodes in the memory mode of the options."""
+        modes = frozenset(f'{name}={value}' for name, value in self._options.modes().items())
+        return Wanted(self._options.queue, (modes,) if modes else ())
+
+    def jobs(self) -> tuple[BatchJob, ...]:
+        """``qstat``."""
+        return parse_jobs(self.client.ask(JOBS), self._options.queue)
+
+    def nodes(self) -> tuple[Nodes, ...]:
+        """``nodelist``."""
+        return parse_nodes(self.client.ask(NODES), self._options.queue, self._clock())
+
+    def reservations(self) -> tuple[NodeReservation, ...]:
+        """``showres``."""
+        return parse_reservations(self.client.ask(RESERVATIONS))
+
+    def history(self, places: dict[str, Place]) -> dict[str, JobState]:
+        """What each job's own log says; Cobalt itself forgets a job that is over."""
+        found = {}
+        for job_id, place in places.items():
+            try:
+                log = Path(_log_of(place)).read_text(errors='replace') if place.stdout else ''
+            except OSError:
+                continue
+            if (state := ended(log)) is not None:
+                found[job_id] = state
+        return found
+
+    def needs_s(self, shape: BlockShape) -> int:
+        return shape.walltime_s
+
+    def render(self, shape: BlockShape, place: Place, command: str, worker_init: str = '') -> str:
+        """A script for qsub, which runs on a service node: aprun starts one process on each compute
+        node. Raises BadInput for a path that Cobalt's directives cannot hold.
+        """
+        launch = ['aprun', '-n', str(shape.nodes), '-N', '1', *self._options.aprun_options]
+        return batch_script(
+            (f'#COBALT {line}' for line in _directives(self._options, shape, place)),
+            self._options,
+            worker_init,
+            _LIFETIME.format(limit=shape.walltime_s) + until_deadline(shape.deadline),
+            run_with_launcher(launch, command, _GRACE_S),
+        )
+
+    def test(self, script: Path) -> None:
+        """Cobalt cannot be asked: qsub submits, or refuses."""
+
+    def submit(self, script: Path) -> str:
+        """``qsub``, whose options stand in the script."""
+        return self.client.submit(('qsub', str(script)), r'(\d+)', _UNREACHED)
+
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        """``qdel``; jobs that it does not find are over."""
+        self.client.cancel(('qdel', *job_ids), ('not found', 'no jobs'))
+
+
+class CobaltSite(BatchSite):
+    """One queue of a machine with Cobalt.
+
+    The parameters are those of :class:`~parsl_freetrain.sites.batch.site.BatchSite`, the settings
+    those of :class:`~parsl_freetrain.sites.cobalt.CobaltOptions`.
+    """
+
+    name = 'cobalt'
+    job_variable = 'COBALT_JOBID'
+    options_type = CobaltOptions
+    options: CobaltOptions
+
+    def scheduler(self, clock: Callable[[], float]) -> Scheduler:
+        return Cobalt(self.options, clock)
+
+
+SITE_TYPE = SiteType(
+    'cobalt',
+    'Cobalt',
+    CobaltSite,
+    CobaltOptions,
+    programs=('qsub', 'qstat', 'qdel', 'nodelist', 'showres'),
+    version=('qstat', '--version'),
+)
+
+
+def parse_jobs(answer: str, pool: str) -> tuple[BatchJob, ...]:
+    """Jobs in the answer to :data:`JOBS`. ``pool``: what is called the partition of every job:
+    queues share the nodes.
+    """
+    found = []
+    for job in _vertical(answer, 'JobID'):
+        with as_documented('qstat', job):
+            held = 'hold' in job['State'] or 'dep_' in job['State']
+            start_s = _time(job['StartTime']) if job['StartTime'] != 'N/A' else None
+            limit_s = seconds_of(job['WallTime'])
+            found.append(
+                BatchJob(
+                    job['JobID'],
+                    _STATES.get(job['State'], JobState.HELD if held else JobState.UNKNOWN),
+                    pool,
+                    int(job['Nodes']),
+                    start_s,
+                    None if start_s is None else start_s + limit_s,
+                    names=_nodes_in(job['Location']),
+                    user=job['User'],
+                    reason=job['State'],
+                    name=job['JobName'],
+                    limit_s=limit_s,
+                )
+            )
+    return tuple(found)
+
+
+def parse_nodes(answer: str, queue: str, now: float) -> tuple[Nodes, ...]:
+    """Nodes of a queue in the answer to :data:`NODES`, with the time until which the scheduler lets
+    jobs be backfilled there. ``now``: when it was asked, in seconds of ``time.time()``.
+    """
+    alike: dict[tuple[str, tuple[str, ...], float | None], list[str]] = defaultdict(list)
+    for row in _table(answer, 'Node_id'):
+        with as_documented('nodelist', row):
+            if queue not in row['Queues'].split(':'):
+                continue
+            features = tuple(
+                f'{name.lower()}={row[name]}'
+                for name in ('MCDRAM', 'NUMA')
+                if row.get(name, '-') != '-'
+            )
+            backfill = row.get('Backfill', '-')
+            # To the minute: two nodes that are drained for one job make one hole.
+            until_s = (now + seconds_of(backfill)) // 60 * 60 if ':' in backfill else None
+            name = f'nid{int(row["Node_id"].strip("[]")):05}'
+            alike[row['Status'], features, until_s].append(name)
+    return tuple(
+        Nodes(queue, tuple(names), state, '', features, until_s=until_s)
+        for (state, features, until_s), names in alike.items()
+    )
+
+
+def parse_queues(answer: str) -> dict[str, Partition]:
+    """Queues in the answer to :data:`QUEUES`, by name."""
+    found = {}
+    for queue in _vertical(answer, 'Name'):
+        limit = {name: value for name, value in queue.items() if value not in ('None', '-', '')}
+        with as_documented('qstat -Q', queue):
+            found[queue['Name']] = Partition(
+                queue['Name'],
+                queue.get('State') == 'running',
+                seconds_of(limit['MaxTime']) if 'MaxTime' in limit else None,
+                most_nodes=int(limit['MaxUserNodes']) if 'MaxUserNodes' in limit else None,
+                shortest_s=seconds_of(limit.get('MinTime', '0')),
+                most_waiting=int(limit['MaxQueued']) if 'MaxQueued' in limit else None,
+            )
+    return found
+
+
+def parse_reservations(answer: str) -> tuple[NodeReservation, ...]:
+    """Reservations in the answer to :data:`RESERVATIONS`, those without nodes left out."""
+    found = []
+    for row in _table(answer, 'Reservation'):
+        with as_documented('showres', row):
+            start_s = _time(row['Start'])
+            hours, minutes = row['Duration'].split(':')[:2]
+            if nodes := _nodes_in(row.get('Nodes', row.get('Partitions', ''))):
+                end_s = start_s + 3600 * int(hours) + 60 * int(minutes)
+                found.append(NodeReservation(row['Reservation'], start_s, end_s, nodes))
+    return tuple(found)
+
+
+def ended(log: str) -> JobState | None:
+    """How a job has ended, from its log; None where that does not tell."""
+    if 'maximum execution time exceeded' in log:
+        return JobState.TIMED_OUT
+    if re.search(r'user delete|delet(?:ed|ion) (?:by|requested)|qdel', log):
+        return JobState.CANCELLED
+    if codes := re.findall(r'task completed \w+ with an exit code of (-?\d+)', log):
+        return JobState.COMPLETED if codes[-1] == '0' else JobState.FAILED
+    return None
+
+
+def _nodes_in(location: str) -> tuple[str, ...]:
+    """Names of the nodes ``20-22,24``; empty if this is no list of node numbers."""
+    if not re.fullmatch(r'\d+(-\d+)?(,\d+(-\d+)?)*', location):
+        return ()
+    ranges = (part.partition('-') for part in location.split(','))
+    return tuple(
+        f'nid{number:05}'
+        for first, _, last in ranges
+        for number in range(int(first), int(last or first) + 1)
+    )
+
+
+def _time(text: str) -> float:
+    """Of ``Mon Nov 13 08:00:00 2017 +0000 (UTC)``; without a zone it is this computer's."""
+    found = re.match(r'(\w{3} \w{3} +\d+ \d\d:\d\d:\d\d \d{4})(?: ([+-])(\d\d)(\d\d))?', text)
+    if found is None:
+        raise ValueError(f'{text!r} is not a time')
+    parsed = time.strptime(found[1], '%a %b %d %H:%M:%S %Y')
+    if found[2] is None:
+        return time.mktime(parsed)
+    offset = (3600 * int(found[3]) + 60 * int(found[4])) * (1 if found[2] == '+' else -1)
+    return float(calendar.timegm(parsed) - offset)
+
+
+def _vertical(answer: str, first: str) -> Iterator[dict[str, str]]:
+    """Records of ``Field : value`` lines, each beginning with the field ``first``."""
+    record: dict[str, str] = {}
+    for line in answer.splitlines():
+        name, colon, value = line.partition(':')
+        if colon and name.strip() == first and record:
+            yield record
+            record = {}
+        if colon:
+            record[name.strip()] = value.strip()
+    if record:
+        yield record
+
+
+def _table(answer: str, first: str) -> Iterator[dict[str, str]]:
+    """Rows of a table whose columns begin where their heads do; a cell may have spaces."""
+    lines = answer.splitlines()
+    top = next((number for number, line in enumerate(lines) if line.startswith(first)), None)
+    if top is None:
+        if answer.strip():
+            raise NotUnderstood(
+                f'the answer {answer[:80]!r} is not a table with the column {first}'
+            )
+        return
+    heads = [(found.start(), found[0]) for found in re.finditer(r'\S+(?: \S+)*', lines[top])]
+    ends = [start for start, _ in heads[1:]] + [10_000]
+    for line in lines[top + 1 :]:
+        if line.strip() and not line.startswith('='):
+            cells = (line[start:end].strip() for (start, _), end in zip(heads, ends, strict=True))
+            yield dict(zip((name for _, name in heads), cells, strict=True))
+
+
+def _directives(options: CobaltOptions, shape: BlockShape, place: Place) -> list[str]:
+    attrs = {**options.modes(), **options.attrs}
+    if options.filesystems:
+        attrs['filesystems'] = ','.join(options.filesystems)
+    if shape.names:
+        attrs['location'] = ','.join(str(int(name.removeprefix('nid'))) for name in shape.names)
+    said = [
+        f'--jobname {place.name}',
+        f'-o {_path(place.stdout)}',
+        f'-e {_path(place.stderr)}',
+        f'--debuglog {_path(_log_of(place))}',
+        f'-q {options.queue}',
+        f'-n {shape.nodes}',
+        f'-t {shape.walltime_s // 60}',
+    ]
+    if options.account is not None:
+        said.append(f'-A {options.account}')
+    if attrs:
+        said.append('--attrs ' + ':'.join(f'{name}={value}' for name, value in attrs.items()))
+    return [*said, *options.cobalt_options]
+
+
+def _log_of(place: Place) -> str:
+    """Cobalt's own record of a job, which outlives it."""
+    return f'{place.stdout.removesuffix(".out")}.cobaltlog'
+
+
+def _path(path: str) -> str:
+    if re.search(r'[\s\'"\\]', path):
+        raise BadInput(
+            f'Cobalt cannot write to {path!r}, because of a space, a quote or a backslash in it; '
+            'use a folder with another name.'
+        )
+    return path
