@@ -32,8 +32,8 @@ help:
 	@echo 'make kills   kill ranks and nodes, 100 times each, and measure the next step (options: KILLS_ARGS)'
 	@echo 'make versus  other systems and this one under the same kills, in turns (options: VERSUS_ARGS; 20 minutes)'
 	@echo 'make decisions  the published optimiser and this one on recorded problems, where its code is at hand'
-	@echo 'make evidence  replay every row of docs/evidence-replay.md again, where the public records are at hand'
-	@echo 'make gpu     on a node with accelerators: what needs them, and a table for docs/measurements.md'
+	@echo 'make evidence  replay every row of docs/evidence/replay.md again, where the public records are at hand'
+	@echo 'make gpu     on a node with accelerators: what needs them, and a table for docs/evidence/measurements.md'
 	@echo 'make clean   remove what these made, .venv included'
 
 venv: $(INSTALLED)

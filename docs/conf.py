@@ -19,7 +19,7 @@ version = release = __version__
 extensions = ['myst_parser', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'sphinx.ext.viewcode']
 myst_enable_extensions = ['colon_fence', 'deflist']
 myst_heading_anchors = 3
-exclude_patterns = ['_build', 'examples', 'versus.md']
+exclude_patterns = ['_build', 'examples', 'evidence/versus.md']
 
 autodoc_member_order = 'bysource'
 autodoc_typehints = 'signature'
@@ -37,9 +37,7 @@ html_show_sourcelink = False
 
 
 def draw_zero_delay(app: Any, error: Exception | None) -> None:
-    """The picture of docs/slurm.md, from what was measured: the cluster itself is not needed for
-    it.
-    """
+    """The picture of docs/evidence/neighbours.md, from what was measured; it needs no cluster."""
     if error is None and app.builder.format == 'html':
         sys.path.insert(0, str(Path(__file__).resolve().parent))
         from zero_delay import draw
@@ -79,7 +77,7 @@ def draw_pipelines(app: Any, error: Exception | None) -> None:
 
 
 def draw_versus(app: Any, error: Exception | None) -> None:
-    """The picture of docs/versus.md, if the comparison has been measured."""
+    """The picture of docs/evidence/versus.md, if the comparison has been measured."""
     measured = Path(__file__).with_name('versus.json')
     if error is None and app.builder.format == 'html' and measured.exists():
         from tests.benchmarks.versus.tables import columns_of, picture

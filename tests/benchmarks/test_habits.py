@@ -29,7 +29,7 @@ from parsl_freetrain.replay.world import World
 
 DATA = Path(__file__).resolve().parents[3] / 'shared/data'
 LEARN_S, END_S = 72_743.0, 604_800.0
-# For how long a checkpoint of 210 MB holds training up (docs/measurements.md).
+# For how long a checkpoint of 210 MB holds training up (docs/evidence/measurements.md).
 PAUSE_S = 0.015
 
 

@@ -1,5 +1,5 @@
 """What needs an accelerator: ``make gpu`` runs it on a node with some, and prints a table for
-docs/measurements.md. Elsewhere it is skipped.
+docs/evidence/measurements.md. Elsewhere it is skipped.
 """
 
 from __future__ import annotations

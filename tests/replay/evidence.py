@@ -1,4 +1,4 @@
-"""Every row of docs/evidence-replay.md, done again: ``python -m tests.replay.evidence FOLDER``;
+"""Every row of docs/evidence/replay.md, done again: ``python -m tests.replay.evidence FOLDER``;
 what ``make evidence`` runs.
 """
 
@@ -17,7 +17,7 @@ from joblib import Parallel, delayed
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / 'shared' / 'data'
-PAGE = ROOT / 'docs' / 'evidence-replay.md'
+PAGE = ROOT / 'docs' / 'evidence' / 'replay.md'
 SUMMIT = ('--idle', str(DATA / 'idle' / 'summit-2021-02-week1.csv.gz'), '--from', '72743')
 THETA = ('--swf', str(DATA / 'theta-2022.swf.gz'))
 SHUFFLENET = 'hpo-shufflenet-1000'

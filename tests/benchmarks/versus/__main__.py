@@ -48,7 +48,11 @@ def arguments() -> argparse.Namespace:
     add('--gap', type=float, default=10.0, help='seconds between two events, at least')
     add('--limit', type=float, default=90.0, help='seconds to wait for a training to go on')
     add('--out', type=Path, default=Path('demo-out/versus'))
-    add('--docs', action='store_true', help='write docs/versus.md and docs/versus.json, too')
+    add(
+        '--docs',
+        action='store_true',
+        help='write docs/evidence/versus.md and docs/versus.json, too',
+    )
     add('--install', action='store_true', help='make .venv-versus, and no more')
     given = parser.parse_args()
     strange = set(given.systems.split(',')) - SYSTEMS.keys()
@@ -124,11 +128,11 @@ def write(columns: list[Column], facts: dict[str, object], given: argparse.Names
     picture(columns, given.out / 'versus.png')
     if given.docs:
         (ROOT / 'docs' / 'versus.json').write_text((given.out / 'versus.json').read_text())
-        (ROOT / 'docs' / 'versus.md').write_text(page(columns, facts))
+        (ROOT / 'docs' / 'evidence' / 'versus.md').write_text(page(columns, facts))
 
 
 def page(columns: list[Column], facts: dict[str, object]) -> str:
-    """The part of docs/comparison.md that is measured."""
+    """The part of docs/evidence/comparison.md that is measured."""
     words = (
         f'`{facts["command"]}` made this table on {facts["date"]} ({facts["machine"]}; load '
         f'average at the beginning {facts["load_at_begin"]:.1f}). Medians, with their ranges; '
@@ -136,7 +140,7 @@ def page(columns: list[Column], facts: dict[str, object]) -> str:
     )
     return (
         f'{textwrap.fill(words, 100, break_long_words=False)}\n\n{markdown(columns)}\n'
-        '<img src="_static/versus.png" alt="The same figures as bars" style="width: 100%">\n'
+        '<img src="../_static/versus.png" alt="The same figures as bars" style="width: 100%">\n'
     )
 
 
