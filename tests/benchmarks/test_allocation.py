@@ -123,7 +123,6 @@ def test_allocation_by_size() -> None:
         modelling.append(1e3 * (perf_counter() - began))
     print(f'     35 x   1000  modelling   {shown(modelling)}')
     print(f'     35 x   1000  MILP, HiGHS {shown(times(MilpAllocator, few))}')
-    print(f'     35 x   1000  MILP, CBC   {shown(times(lambda: MilpAllocator(solver="CBC"), few))}')
     for one in few[:5]:
         assert DpAllocator().allocate(one).objective == pytest.approx(
             MilpAllocator(60.0).allocate(one).objective, rel=1e-9
@@ -152,7 +151,6 @@ def test_allocation_of_recorded_decisions() -> None:
     )
     print(f'  dp           {shown(times(DpAllocator, decisions))}')
     print(f'  MILP, HiGHS  {shown(times(MilpAllocator, decisions[::6]))}')
-    print(f'  MILP, CBC    {shown(times(lambda: MilpAllocator(solver="CBC"), decisions[::6]))}')
 
 
 def test_allocation_with_ends() -> None:

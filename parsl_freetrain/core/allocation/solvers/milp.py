@@ -1,4 +1,4 @@
-"""The allocation as a mixed-integer linear programme (PuLP, with HiGHS or CBC): the reference.
+"""The allocation as a mixed-integer linear programme (PuLP and HiGHS): the reference.
 
 Its variables count nodes per trainer and block, because the nodes of a block are interchangeable.
 A binary variable for each count, in place of weights between points of a curve, stays exact for
@@ -21,8 +21,6 @@ from parsl_freetrain.core.model.errors import BadInput
 if TYPE_CHECKING:
     import pulp
 
-SOLVERS = ('HiGHS', 'CBC')
-
 
 class MilpAllocator:
     """Exact allocation by a MILP over node counts.
@@ -31,27 +29,20 @@ class MilpAllocator:
     ----------
     time_limit_s
         Seconds after which the best allocation found so far is taken, if it beats staying put.
-    solver
-        'HiGHS' or 'CBC'.
 
     Raises
     ------
     BadInput
-        If there is no such solver, or the limit is not a number of seconds.
+        If the limit is not a number of seconds.
     """
 
-    def __init__(self, time_limit_s: float = 10.0, solver: str = 'HiGHS') -> None:
-        if solver not in SOLVERS:
-            raise BadInput(
-                f'There is no MILP solver {solver!r}; choose one of {", ".join(SOLVERS)}.'
-            )
+    def __init__(self, time_limit_s: float = 10.0) -> None:
         if not math.isfinite(time_limit_s) or time_limit_s < 0:
             raise BadInput(
                 f'The time limit of the MILP is {time_limit_s}; it must be a number of '
                 'seconds, 0 or more.'
             )
         self.time_limit_s = time_limit_s
-        self.solver = solver
 
     def allocate(self, problem: Problem) -> Answer:
         """The optimum, or the best allocation found in time; never worse than staying put."""
@@ -63,13 +54,7 @@ class MilpAllocator:
 
         model = IntegerProgram(problem)
         left_s = max(self.time_limit_s - asked.seconds, 0.0)
-        if self.solver == 'HiGHS':
-            solver = pulp.HiGHS(msg=False, timeLimit=left_s, gapRel=0.0, gapAbs=0.0, threads=1)
-        else:
-            solver = pulp.PULP_CBC_CMD(
-                msg=False, timeLimit=max(left_s, 0.01), gapRel=0.0, gapAbs=0.0, threads=1
-            )
-        model.lp.solve(solver)
+        model.lp.solve(pulp.HiGHS(msg=False, timeLimit=left_s, gapRel=0.0, gapAbs=0.0, threads=1))
         if model.lp.sol_status == pulp.LpSolutionInfeasible:
             return Found('infeasible')
         if model.lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
@@ -123,10 +108,9 @@ class IntegerProgram:
         }
 
     def bound(self) -> float | None:
-        """HiGHS's upper bound of the objective, once it has run; None: it has none."""
-        info = getattr(self.lp.solverModel, 'getInfo', None)
+        """The upper bound of the objective, once it is solved; None: it has none."""
         # PuLP has HiGHS minimise the negative of the objective.
-        bound = math.inf if info is None else -float(info().mip_dual_bound) / self._scale
+        bound = -float(self.lp.solverModel.getInfo().mip_dual_bound) / self._scale
         return bound if math.isfinite(bound) else None
 
     def _in_one_block(self, j: int, bid: Bid) -> list[pulp.LpAffineExpression]:
