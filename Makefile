@@ -16,11 +16,12 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 LOWEST := .venv-lowest
 
-.PHONY: help venv system-packages demo test test-lowest lint docs bench chaos delay storm kills versus decisions evidence gpu clean
+.PHONY: help venv system-packages demo test test-long test-lowest lint docs bench chaos delay storm kills versus decisions evidence gpu clean
 
 help:
 	@echo 'make demo    train two networks in the holes of this computer (options: DEMO_ARGS; 3 to 15 minutes)'
-	@echo 'make test    run all tests (options: TEST_ARGS)'
+	@echo 'make test    all promises, in their short forms (options: TEST_ARGS; 6 minutes)'
+	@echo 'make test-long  the long forms: workloads, whole clusters, other environments (options: TEST_ARGS)'
 	@echo 'make system-packages  install what tests need beside Python, as root on Debian: Slurm, a browser, what OpenPBS needs'
 	@echo 'make test-lowest  a part of the tests with the lowest versions that pyproject.toml allows'
 	@echo 'make lint    ruff, mypy --strict, import-linter'
@@ -54,9 +55,14 @@ system-packages:
 	@.ci/system-packages
 
 # Many tests wait more than they compute, hence more of them at a time than there are processors.
+WORKERS := --workers 9 --durations=10
 test: $(INSTALLED)
 	@.ci/system-packages || true
-	$(BIN)/python -m pytest $(or $(strip $(TEST_ARGS)),--workers 9 --durations=10)
+	$(BIN)/python -m pytest $(or $(strip $(TEST_ARGS)),-m 'not long' $(WORKERS))
+
+test-long: $(INSTALLED)
+	@.ci/system-packages || true
+	$(BIN)/python -m pytest $(or $(strip $(TEST_ARGS)),-m long $(WORKERS))
 
 # The lowest version of each package that we import.
 LOWEST_TESTS := tests/cli/test_main.py tests/cli/test_allocate.py tests/core/allocation tests/ledger tests/executor/test_interchange.py \

@@ -622,7 +622,6 @@ def test_parsl_memoizes_what_follows_a_training(tmp_path: Path) -> None:
     assert calls == [8, 9]
 
 
-@pytest.mark.slow
 def test_other_executors_beside_ours_and_any_strategy(tmp_path: Path) -> None:
     """Parsl's own way of scaling leaves our blocks alone, and scales the other executor's."""
 

@@ -98,6 +98,36 @@ def faults(path: Path) -> Iterator[str]:
         yield 'evaluates its annotations'
 
 
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def test_the_house_stays_small() -> None:
+    """A number here may sink, and rises only where something that is kept is worth it."""
+    package, tests = modules('parsl_freetrain'), modules('tests')
+    assert sum(map(lines, package)) <= 63_400
+    assert sum(map(lines, tests)) <= 54_800
+    assert len(package) <= 456
+    long = [f'{path.relative_to(ROOT)}: {name}' for path in package for name in long_ones(path)]
+    assert len(long) <= 18, '\n'.join(long)
+
+
+def long_ones(path: Path, most: int = 60) -> Iterator[str]:
+    """Functions of more lines than ``most``, apart from their docstrings."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            said = node.body[0] if ast.get_docstring(node) else None
+            docstring = 0 if said is None else (said.end_lineno or 0) - said.lineno + 1
+            if (node.end_lineno or 0) - node.lineno + 1 - docstring > most:
+                yield node.name
+
+
+def test_tests_install_nothing_on_this_computer() -> None:
+    """``make system-packages`` does."""
+    programs = [*modules('tests'), *(ROOT / 'tests' / 'support').glob('*-cluster')]
+    assert not [path for path in programs if 'apt' + '-get' in path.read_text()]
+
+
 def test_files_that_are_begun_first_exist() -> None:
     assert not [file for file in LONG if not (ROOT / file).is_file()]
 
@@ -167,12 +197,12 @@ def test_constraints_pin_every_dependency() -> None:
 
 
 def test_make_commands_in_the_texts_exist() -> None:
-    targets = set(re.findall(r'^([a-z]+):', (ROOT / 'Makefile').read_text(), re.MULTILINE))
+    targets = set(re.findall(r'^([a-z-]+):', (ROOT / 'Makefile').read_text(), re.MULTILINE))
     texts = pages()
     named = {
         command
         for text in texts
-        for command in re.findall(r'(?:`|^ *|\$ )make ([a-z]+)', text.read_text(), re.MULTILINE)
+        for command in re.findall(r'(?:`|^ *|\$ )make ([a-z-]+)', text.read_text(), re.MULTILINE)
     }
     assert {'demo', 'test'} <= named <= targets
 
@@ -190,7 +220,15 @@ def test_links_between_the_texts_lead_somewhere() -> None:
 
 @pytest.mark.parametrize(
     ('statuses', 'status'),
-    [([0, 0], 0), ([0, 2, 0], 0), ([0, 2, 7], 7), ([3, 0], 3), ([3, 2, 0], 3), ([3, 2, 7], 7)],
+    [
+        ([0, 0, 0, 0], 0),
+        ([0, 0, 2, 0, 0], 0),
+        ([0, 0, 0, 2, 7], 7),
+        ([0, 3, 0, 0], 3),
+        ([4, 0, 0, 0], 4),
+        ([0, 3, 2, 2, 0], 3),
+        ([0, 3, 2, 0, 7], 7),
+    ],
 )
 def test_ci_checks_all_and_runs_what_failed_once_more(
     tmp_path: Path, statuses: list[int], status: int
@@ -212,9 +250,10 @@ def test_ci_checks_all_and_runs_what_failed_once_more(
         check=False,
     )
     assert done.returncode == status
-    checks, tests, *again = calls.read_text().splitlines()
-    assert checks.endswith(' lint docs') and tests == 'test'
-    assert len(again) == len(statuses) - 2
+    packages, checks, tests, long, *again = calls.read_text().splitlines()
+    assert (packages, tests, long) == ('system-packages', 'test', 'test-long')
+    assert checks.endswith(' lint docs')
+    assert len(again) == len(statuses) - 4
     assert all('TEST_ARGS=--last-failed --last-failed-no-failures none' in it for it in again)
 
 

@@ -17,11 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.support.waiting import LIMIT_S, looks, under_load
-
-pytestmark = pytest.mark.slow
 
 MARK = 'FREETRAIN_INTERRUPTION_TEST'
 CTRL_C_S = 10.0  # what the demonstration promises

@@ -26,7 +26,6 @@ def train(ctx: FragmentContext, nan_at: int | None = None) -> None:
     ctx.report(batch=sizes[0])
 
 
-@pytest.mark.slow
 def test_scaled_mode_and_the_policy_reach_the_ranks_and_the_folder_remembers(
     tmp_path: Path,
 ) -> None:
@@ -53,7 +52,6 @@ def test_scaled_mode_and_the_policy_reach_the_ranks_and_the_folder_remembers(
         freetrain_app(total_epochs=2, mode=Scaled())(train)()
 
 
-@pytest.mark.slow
 def test_a_loss_that_is_not_a_number_fails_its_trainer_with_a_sentence(tmp_path: Path) -> None:
     with freetrain(tmp_path, LocalSite(nodes=1)):
         future = freetrain_app(total_epochs=1)(train)(nan_at=8)

@@ -13,7 +13,6 @@ from tests.chaos.fault_kinds import ON_SMALL_DISK
 from tests.chaos.training import BATCH, SAMPLES
 
 
-@pytest.mark.slow
 def test_faults_at_random_change_no_bit_and_count_no_sample_twice(tmp_path: Path) -> None:
     """Each of these kinds of fault at least once; 'make chaos' has more."""
     kinds = {

@@ -14,7 +14,7 @@ from tests.support.pages import ROOT, blocks, commands
 from tests.support.slurm import Cluster
 from tests.support.waiting import LIMIT_S
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 GUIDE = ROOT / 'docs' / 'guides' / 'first-site.md'
 # The cluster of the tests is one computer, and starts a job within some two seconds.

@@ -167,18 +167,8 @@ def folder(run_dir: Path) -> Path:
     return run_dir
 
 
-SLOW = {'README.md'}  # trains on a Parsl configuration of its own
-
-
 @pytest.mark.parametrize(
-    'page',
-    [
-        pytest.param(
-            page, id=name_of(page), marks=[pytest.mark.slow] if name_of(page) in SLOW else []
-        )
-        for page in WITH_PYTHON
-        if name_of(page) not in TRAINING
-    ],
+    'page', [page for page in WITH_PYTHON if name_of(page) not in TRAINING], ids=name_of
 )
 def test_blocks_of_a_page_run(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {'__name__': '__main__'}
@@ -187,7 +177,6 @@ def test_blocks_of_a_page_run(page: Path, folder: Path, monkeypatch: pytest.Monk
     trained(name_of(page), names)
 
 
-@pytest.mark.slow
 def test_blocks_that_need_a_training_run(folder: Path) -> None:
     by_name = {name_of(page): page for page in WITH_PYTHON}
     with freetrain(folder, LocalSite(nodes=1, poll_s=0.2)):

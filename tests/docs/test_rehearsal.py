@@ -21,7 +21,6 @@ def trains(future: TrainingFuture, fragment: int) -> None:
     )
 
 
-@pytest.mark.slow
 def test_the_guide_does_what_it_shows(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     app = freetrain_app(max_nodes=1, total_epochs=100_000, checkpoints=Checkpoints(every_s=0.5))(
         fit

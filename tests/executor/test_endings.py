@@ -33,7 +33,6 @@ def until_training(future: TrainingFuture) -> None:
         threading.Event().wait(0.05)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('taken', ['known', 'notice'])
 def test_a_hole_whose_end_is_told_costs_no_work(tmp_path: Path, taken: str) -> None:
     """The fragment stops by itself before its node is killed; the next one, on another node,

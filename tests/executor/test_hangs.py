@@ -38,8 +38,6 @@ from tests.support.processes import Started, command_line, forks, victims
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
-pytestmark = pytest.mark.slow
-
 HANG_S = 6.0
 EVER = 100_000  # epochs
 

@@ -91,7 +91,6 @@ def test_only_sqlite_files_are_copied_into(tmp_path: Path) -> None:
     export.stop()
 
 
-@pytest.mark.slow
 def test_parsls_monitoring_has_our_blocks_and_fragments(tmp_path: Path) -> None:
     pytest.importorskip(
         'sqlalchemy', reason="needs Parsl's monitoring: pip install 'parsl[monitoring]'"

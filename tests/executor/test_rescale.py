@@ -62,7 +62,6 @@ def costs_bid(ledger: Path, name: str) -> tuple[float, float]:
     return trainer['rescale_up_s'], trainer['rescale_down_s']
 
 
-@pytest.mark.slow
 def test_a_trainer_moves_to_a_faster_class_and_uses_two_at_once_with_the_same_bits(
     tmp_path: Path,
 ) -> None:
@@ -112,7 +111,6 @@ def test_a_trainer_moves_to_a_faster_class_and_uses_two_at_once_with_the_same_bi
     assert sorted(class_of[node] for node in mixes[-1]) == ['fast', 'slow']
 
 
-@pytest.mark.slow
 def test_a_rescale_finds_the_next_ranks_ready_and_the_state_in_memory(tmp_path: Path) -> None:
     go, soon, later = (tmp_path / name for name in ('go', 'soon', 'later'))
     long = freetrain_app(

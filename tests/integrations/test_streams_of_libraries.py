@@ -51,7 +51,6 @@ def trains(
     function(ctx, files)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ('name', 'library'),
     [

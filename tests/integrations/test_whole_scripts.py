@@ -48,7 +48,6 @@ def struck(function: Callable[..., Any], folder: Path) -> Callable[[FragmentCont
     return train
 
 
-@pytest.mark.slow
 def test_killed_ranks_and_nodes_do_not_change_what_whole_scripts_train(run_dir: Path) -> None:
     for library in ('transformers', 'lightning'):
         pytest.importorskip(library, reason=f'needs the extra {library}')

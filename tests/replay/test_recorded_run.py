@@ -154,7 +154,6 @@ def test_bad_input_gets_a_sentence(
     assert "has no events of run 'r'" in refusal(capsys, '--ledger', str(empty.path))
 
 
-@pytest.mark.slow
 def test_every_decision_of_a_live_run_is_made_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,7 +93,6 @@ def judge(folder: Path, found: list[Checkpoint], undisturbed: list[Checkpoint]) 
     assert all(node.name.startswith(('node0', 'nid000')) for node in history.nodes)
 
 
-@pytest.mark.slow
 @pytest.mark.pbs
 def test_on_a_real_pbs(openpbs: PbsCluster, tmp_path: Path, undisturbed: list[Checkpoint]) -> None:
     """Its nodes are preempted, one of them crashes, and its server hangs and starts again."""
@@ -131,7 +130,6 @@ def test_on_a_real_pbs(openpbs: PbsCluster, tmp_path: Path, undisturbed: list[Ch
     assert {'taken', 'lost'} <= {node.how for node in history().nodes}
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures('nodes_share_a_template')
 def test_in_the_backfill_windows_of_cobalt(
     cobalt: Rehearsal, tmp_path: Path, undisturbed: list[Checkpoint]

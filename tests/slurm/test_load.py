@@ -16,7 +16,7 @@ from tests.sites.slurm.conftest import slurm_site
 from tests.support.slurm import Cluster
 from tests.support.training import fit, freetrain
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 POLL_S = 1.0
 WATCHED_S = 15.0

@@ -15,7 +15,7 @@ from tests.support import template
 from tests.support.slurm import Cluster
 from tests.support.waiting import under_load
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 NODES = 4
 # Half of the commands of 'make delay', which cost much of the test's processor time.

@@ -124,7 +124,6 @@ def test_what_cannot_be_searched_is_a_sentence(options: dict[str, Any], sentence
     assert sentence in str(refused.value)
 
 
-@pytest.mark.slow
 def test_dropped_trainers_give_back_their_nodes_and_the_best_setting_is_found(
     tmp_path: Path,
 ) -> None:

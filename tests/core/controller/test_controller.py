@@ -27,7 +27,7 @@ LINEAR = ScalingCurve.from_points({1: 10.0, 64: 640.0})
 CONCAVE = ScalingCurve.from_points({n: 10.0 * n**0.8 for n in range(1, 65)})
 
 
-class RunHistory:
+class ClockedController:
     """A controller with a clock; times in seconds, ``after`` since the event before."""
 
     def __init__(self, settings: ControllerSettings | None = None) -> None:
@@ -95,7 +95,7 @@ def counts(actions: tuple[ev.Action, ...]) -> dict[str, int]:
 
 
 def test_joining_nodes_start_a_fragment_and_the_checkpoint_carries_over() -> None:
-    history = RunHistory()
+    history = ClockedController()
     assert history.submit('net') == ()
     assert history.join('b', 'n1', 'n2') == (StartFragment('net', 1, ('n1', 'n2'), None, 0),)
     assert history.ended('net', 1, samples=300) == (
@@ -104,7 +104,7 @@ def test_joining_nodes_start_a_fragment_and_the_checkpoint_carries_over() -> Non
 
 
 def test_a_resumed_trainer_goes_on_counting() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.join('b', 'n1')
     assert history.submit('net', samples=500, fragments=7) == (
         StartFragment('net', 8, ('n1',), None, 500),
@@ -112,7 +112,7 @@ def test_a_resumed_trainer_goes_on_counting() -> None:
 
 
 def test_leaving_nodes_abandon_their_fragment_and_the_next_one_takes_what_is_left() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('net')
     history.join('b', 'n1', 'n2', 'n3')
     assert history.leave('n2') == (AbandonFragment('net', 1),)
@@ -122,7 +122,7 @@ def test_leaving_nodes_abandon_their_fragment_and_the_next_one_takes_what_is_lef
 
 
 def test_all_nodes_that_leave_at_once_are_gone() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('a', high=2)
     history.submit('b', high=2)
     history.join('x', 'n1', 'n2', 'n3', 'n4')
@@ -137,7 +137,7 @@ def test_all_nodes_that_leave_at_once_are_gone() -> None:
 
 
 def test_a_closed_block_takes_its_nodes_with_it() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('net')
     history.join('b', 'n1')
     history.join('c', 'm1')
@@ -147,7 +147,7 @@ def test_a_closed_block_takes_its_nodes_with_it() -> None:
 
 
 def test_names_that_begin_alike_are_different() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('t1', high=1)
     history.submit('t10', high=1)
     history.join('b1', 'x1')
@@ -174,7 +174,7 @@ def test_names_that_begin_alike_are_different() -> None:
 
 
 def test_fewer_nodes_than_the_minimum_wait() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('net', low=3)
     assert history.join('b', 'n1', 'n2') == ()
     assert starts(history.join('c', 'm1')) == {'net': {'n1', 'n2', 'm1'}}
@@ -183,7 +183,7 @@ def test_fewer_nodes_than_the_minimum_wait() -> None:
 
 
 def test_events_that_are_late_or_unknown_change_nothing() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('net')
     history.join('b', 'n1')
     history.ended('net', 1, samples=10)
@@ -206,7 +206,7 @@ def test_events_that_are_late_or_unknown_change_nothing() -> None:
 
 
 def test_what_is_heard_of_a_closed_block_comes_late() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('net')
     history.tell(ev.BlockClosed(0.0, 'b'))
     assert history.join('b', 'n1') == ()
@@ -215,7 +215,7 @@ def test_what_is_heard_of_a_closed_block_comes_late() -> None:
 
 
 def test_a_block_whose_opening_is_told_after_its_nodes_keeps_them() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('net')
     history.join('b', 'n1')
     history.tell(ev.BlockOpened(0.0, 'b', BlockRequest(4)))
@@ -226,7 +226,7 @@ def test_a_block_whose_opening_is_told_after_its_nodes_keeps_them() -> None:
 
 
 def test_a_finished_trainer_s_nodes_go_to_a_waiting_one_at_once() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('a', high=2)
     history.submit('b', low=2, high=2)
     history.join('x', 'n1', 'n2')
@@ -239,7 +239,7 @@ def test_a_finished_trainer_s_nodes_go_to_a_waiting_one_at_once() -> None:
 
 
 def test_a_finished_trainer_s_nodes_go_to_a_running_one_by_a_rescale() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('a')
     history.submit('b')
     assert counts(history.join('x', 'n1', 'n2', 'n3', 'n4')) == {'a': 2, 'b': 2}
@@ -251,7 +251,7 @@ def test_a_finished_trainer_s_nodes_go_to_a_running_one_by_a_rescale() -> None:
 
 
 def test_a_new_trainer_shares_what_there_is() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.join('x', 'n1', 'n2', 'n3', 'n4')
     history.submit('a')
     assert history.submit('b') == (StopFragment('a', 1, 'rescale from 4 to 2 nodes'),)
@@ -262,7 +262,7 @@ def test_a_new_trainer_shares_what_there_is() -> None:
 @pytest.mark.parametrize(('horizon_s', 'pays'), [(143.0, False), (145.0, True)])
 def test_rescaling_has_to_pay_within_the_horizon(horizon_s: float, pays: bool) -> None:
     # One more node is worth 10 samples/s and costs 18 s of the present 80: worth it after 144 s.
-    history = RunHistory(ControllerSettings(horizon_s=horizon_s))
+    history = ClockedController(ControllerSettings(horizon_s=horizon_s))
     history.submit('net', high=64, curve=LINEAR, up_s=18.0)
     history.join('b', *(f'n{i}' for i in range(8)))
     expected = (StopFragment('net', 1, 'rescale from 8 to 9 nodes'),) if pays else ()
@@ -274,7 +274,7 @@ def test_rescaling_has_to_pay_within_the_horizon(horizon_s: float, pays: bool) -
 
 
 def test_a_fragment_that_was_told_to_stop_is_not_told_again() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('net')
     history.join('b', 'n1')
     assert history.join('c', 'm1') == (StopFragment('net', 1, 'rescale from 1 to 2 nodes'),)
@@ -284,7 +284,7 @@ def test_a_fragment_that_was_told_to_stop_is_not_told_again() -> None:
 
 
 def test_only_so_many_trainers_at_a_time() -> None:
-    history = RunHistory(ControllerSettings(trainers_at_a_time=1))
+    history = ClockedController(ControllerSettings(trainers_at_a_time=1))
     history.submit('a', high=1)
     history.submit('b', high=1)
     assert starts(history.join('x', 'n1', 'n2')) == {'a': {'n1'}}
@@ -298,7 +298,7 @@ def test_by_speedup_trainers_of_unlike_sample_sizes_share() -> None:
     heavy = ScalingCurve(CONCAVE.nodes, tuple(rate / 1000 for rate in CONCAVE.rate))
     shares = {}
     for metric in ('throughput', 'speedup'):
-        history = RunHistory(ControllerSettings(metric=metric))
+        history = ClockedController(ControllerSettings(metric=metric))
         history.submit('light')
         history.submit('heavy', curve=heavy)
         shares[metric] = counts(history.join('x', 'n1', 'n2', 'n3', 'n4'))
@@ -306,7 +306,7 @@ def test_by_speedup_trainers_of_unlike_sample_sizes_share() -> None:
 
 
 def test_measured_speed_decides_where_none_was_stated() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('slow', curve=None)
     history.submit('fast', curve=None)
     history.join('x', 'n1', 'n2', 'n3', 'n4')
@@ -318,7 +318,7 @@ def test_measured_speed_decides_where_none_was_stated() -> None:
 
 
 def test_a_measured_rate_of_zero_does_not_cost_a_trainer_its_nodes() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('net', curve=None)
     history.join('x', 'n1')
     assert history.tell(ev.FragmentProgressed(1.0, 'net', 1, 0, 0.0)) == ()
@@ -327,7 +327,7 @@ def test_a_measured_rate_of_zero_does_not_cost_a_trainer_its_nodes() -> None:
 
 
 def test_when_the_solver_has_no_time_what_runs_goes_on() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('a')
     history.join('x', 'n1', 'n2', 'n3')
     history.allocator.time_limit_s = 0.0
@@ -337,7 +337,7 @@ def test_when_the_solver_has_no_time_what_runs_goes_on() -> None:
 
 
 def test_a_decision_says_what_was_seen_and_what_is_gained_and_is_not_repeated() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('net')
     actions = history.join('b', 'n1', 'n2')
     decision = history.reply.decision
@@ -352,7 +352,7 @@ def test_a_decision_says_what_was_seen_and_what_is_gained_and_is_not_repeated() 
 
 
 def test_where_blocks_cannot_talk_a_fragment_stays_within_one() -> None:
-    history = RunHistory(ControllerSettings(spans_blocks=False))
+    history = ClockedController(ControllerSettings(spans_blocks=False))
     history.submit('wide', high=6)
     history.join('b', 'n1', 'n2', 'n3', 'n4')
     assert history.join('c', 'm1', 'm2', 'm3', 'm4') == ()
@@ -363,7 +363,7 @@ def test_where_blocks_cannot_talk_a_fragment_stays_within_one() -> None:
 
 
 def test_where_blocks_cannot_talk_what_does_not_fit_beside_another_takes_what_is_left() -> None:
-    history = RunHistory(ControllerSettings(spans_blocks=False))
+    history = ClockedController(ControllerSettings(spans_blocks=False))
     history.submit('a', low=3, high=3)
     history.submit('b', low=3, high=3)
     history.submit('c', low=1, high=2)
@@ -388,7 +388,7 @@ def test_where_blocks_cannot_talk_what_does_not_fit_beside_another_takes_what_is
 def test_where_blocks_cannot_talk_everybody_keeps_to_the_block_meant_for_it() -> None:
     # 'one' beside a three fills the block of four; in the block of three it would leave no room for
     # the other three.
-    history = RunHistory(ControllerSettings(spans_blocks=False))
+    history = ClockedController(ControllerSettings(spans_blocks=False))
     history.controller.state.shutting_down = True  # so that all is decided at once
     history.submit('one', low=1, high=1)
     history.submit('three', low=3, high=3)
@@ -403,7 +403,7 @@ def test_where_blocks_cannot_talk_everybody_keeps_to_the_block_meant_for_it() ->
 
 
 def test_the_deadline_is_the_first_end_among_the_nodes() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.join('b', 'n1', until_s=100.0)
     history.join('c', 'm1', until_s=80.0)
     history.join('d', 'o1')
@@ -414,14 +414,14 @@ def test_the_deadline_is_the_first_end_among_the_nodes() -> None:
 
 
 def test_nodes_with_little_time_left_are_not_used() -> None:
-    history = RunHistory(ControllerSettings(min_hole_s=5.0))
+    history = ClockedController(ControllerSettings(min_hole_s=5.0))
     history.submit('net')
     assert history.join('b', 'n1', until_s=100.0, after=95.5) == ()
     assert history.join('c', 'm1', until_s=100.5) == (StartFragment('net', 1, ('m1',), 100.5, 0),)
 
 
 def test_a_fragment_about_to_end_by_itself_is_not_stopped() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.join('b', 'n1', until_s=100.0)
     history.submit('net')
     assert history.join('c', 'm1', 'm2', 'm3', 'm4', after=97) == ()
@@ -429,7 +429,7 @@ def test_a_fragment_about_to_end_by_itself_is_not_stopped() -> None:
 
 
 def test_a_notice_stops_the_fragments_of_that_block_once() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('a', high=1)
     history.submit('b', high=1)
     history.join('x', 'n1')
@@ -453,7 +453,7 @@ def test_a_notice_stops_the_fragments_of_that_block_once() -> None:
 
 
 def test_after_a_notice_the_time_left_is_used() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('net')
     history.join('b', 'n1')
     history.tell(ev.BlockEndKnown(10.0, 'b', 60.0))
@@ -463,7 +463,7 @@ def test_after_a_notice_the_time_left_is_used() -> None:
 
 
 def test_a_block_that_is_taken_before_a_node_has_joined_is_given_back_at_once() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('net')
     history.tell(ev.BlockOpened(0.0, 'b', BlockRequest(1)))
     assert history.tell(ev.BlockEndKnown(1.0, 'b', 300.0)) == ()
@@ -479,7 +479,7 @@ def test_a_block_that_is_taken_before_a_node_has_joined_is_given_back_at_once() 
 
 
 def test_a_node_that_joins_after_the_notice_goes_with_its_block() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.tell(ev.BlockOpened(0.0, 'b', BlockRequest(2)))
     history.tell(ev.BlockEndKnown(0.0, 'b', 60.0))
     history.join('b', 'n1')
@@ -496,7 +496,7 @@ def test_a_node_that_joins_after_the_notice_goes_with_its_block() -> None:
 
 
 def test_an_error_costs_a_retry_and_the_last_one_the_trainer() -> None:
-    history = RunHistory(ControllerSettings(retries=1))
+    history = ClockedController(ControllerSettings(retries=1))
     history.submit('net')
     history.join('b', 'n1')
     assert starts(history.ended('net', 1, Ending.FAILED, error='ValueError: a')) == {'net': {'n1'}}
@@ -507,7 +507,7 @@ def test_an_error_costs_a_retry_and_the_last_one_the_trainer() -> None:
 
 
 def test_preemptions_cost_nothing() -> None:
-    history = RunHistory(ControllerSettings(stalls=2))
+    history = ClockedController(ControllerSettings(stalls=2))
     history.submit('net')
     for i in range(1, 10):
         assert starts(history.join(f'b{i}', f'n{i}')) == {'net': {f'n{i}'}}
@@ -517,7 +517,7 @@ def test_preemptions_cost_nothing() -> None:
 
 
 def test_fragments_that_die_without_progress_on_sound_nodes_end_the_trainer() -> None:
-    history = RunHistory(ControllerSettings(stalls=2))
+    history = ClockedController(ControllerSettings(stalls=2))
     history.submit('net')
     history.join('b', 'n1')
     history.ended('net', 1, Ending.PREEMPTED)
@@ -535,7 +535,7 @@ def test_fragments_that_die_without_progress_on_sound_nodes_end_the_trainer() ->
 @pytest.mark.parametrize('ending', [Ending.PREEMPTED, Ending.FAILED])
 def test_failures_in_a_row_are_followed_by_growing_pauses(ending: Ending) -> None:
     """Whatever is wrong for some seconds, such as a full disk, does not end the trainer."""
-    history = RunHistory(ControllerSettings(stalls=100, retries=100, idle_block_s=1e6))
+    history = ClockedController(ControllerSettings(stalls=100, retries=100, idle_block_s=1e6))
     history.submit('net')
     history.join('b', 'n1')
     assert starts(history.ended('net', 1, ending)) == {'net': {'n1'}}  # it may be an accident
@@ -550,7 +550,7 @@ def test_failures_in_a_row_are_followed_by_growing_pauses(ending: Ending) -> Non
 
 
 def test_while_a_trainer_pauses_another_one_has_its_nodes_and_it_can_be_cancelled() -> None:
-    history = RunHistory(ControllerSettings(stalls=100, trainers_at_a_time=1))
+    history = ClockedController(ControllerSettings(stalls=100, trainers_at_a_time=1))
     history.submit('net')
     history.submit('next')
     history.join('b', 'n1')
@@ -562,7 +562,7 @@ def test_while_a_trainer_pauses_another_one_has_its_nodes_and_it_can_be_cancelle
 
 
 def test_steps_longer_than_the_holes_end_the_trainer_with_a_sentence() -> None:
-    history = RunHistory(ControllerSettings(stalls=1, idle_block_s=1e6))
+    history = ClockedController(ControllerSettings(stalls=1, idle_block_s=1e6))
     history.submit('net')
 
     def hole(number: int, lasts_s: float, samples: int) -> tuple[ev.Action, ...]:
@@ -586,7 +586,7 @@ def test_steps_longer_than_the_holes_end_the_trainer_with_a_sentence() -> None:
 
 
 def test_a_waiting_trainer_is_cancelled_at_once() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('net')
     assert history.tell(ev.TrainerCancelled(0.0, 'net')) == (EndTrainer('net', 'cancelled'),)
     assert history.join('b', 'n1') == ()
@@ -594,7 +594,7 @@ def test_a_waiting_trainer_is_cancelled_at_once() -> None:
 
 
 def test_a_running_trainer_is_cancelled_with_a_checkpoint_and_its_nodes_go_on() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('a', low=2)
     history.join('x', 'n1', 'n2')
     history.submit('b', low=2)
@@ -607,7 +607,7 @@ def test_a_running_trainer_is_cancelled_with_a_checkpoint_and_its_nodes_go_on() 
 
 
 def test_a_trainer_that_cannot_go_on_fails_with_the_reason_and_its_nodes_go_on() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('a', low=2)
     history.join('x', 'n1', 'n2')
     history.submit('b', low=2)
@@ -643,7 +643,7 @@ def test_what_follows_whatever_the_allocation_is_done_though_the_allocator_fails
 
 
 def test_nobody_is_stopped_for_nodes_that_a_cancelled_trainer_still_holds() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('a')
     history.submit('b')
     history.join('x', 'n1', 'n2', 'n3', 'n4')
@@ -655,7 +655,7 @@ def test_nobody_is_stopped_for_nodes_that_a_cancelled_trainer_still_holds() -> N
 
 
 def test_a_trainer_that_finishes_while_it_is_cancelled_has_finished() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('net')
     history.join('b', 'n1')
     history.tell(ev.TrainerCancelled(0.0, 'net'))
@@ -665,7 +665,7 @@ def test_a_trainer_that_finishes_while_it_is_cancelled_has_finished() -> None:
 
 
 def test_shutdown_stops_everything_with_a_checkpoint_and_starts_nothing() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('a', high=1)
     history.submit('b', high=1)
     history.join('x', 'n1', 'n2')
@@ -683,7 +683,7 @@ def test_shutdown_stops_everything_with_a_checkpoint_and_starts_nothing() -> Non
 
 
 def test_a_total_in_epochs_is_filled_in() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.tell(ev.TrainerSubmitted(0.0, Trainer('net', 1, 1)))
     history.tell(ev.TotalKnown(1.0, 'net', 1797))
     assert history.controller.state.trainers['net'].trainer == Trainer('net', 1, 1, 1797)
@@ -695,7 +695,7 @@ def test_a_total_in_epochs_is_filled_in() -> None:
 
 
 def test_a_name_that_runs_already_is_refused_and_changes_nothing() -> None:
-    history = RunHistory()
+    history = ClockedController()
     history.submit('net')
     history.join('b', 'n1')
     with pytest.raises(ValueError, match="'net' is running already"):
@@ -705,6 +705,6 @@ def test_a_name_that_runs_already_is_refused_and_changes_nothing() -> None:
 
 def test_an_unknown_event_and_an_unknown_metric_are_refused() -> None:
     with pytest.raises(TypeError, match='does not know the event'):
-        RunHistory().tell(ev.Event(0.0))
+        ClockedController().tell(ev.Event(0.0))
     with pytest.raises(BadInput, match="no metric 'loss'"):
-        RunHistory(ControllerSettings(metric='loss'))
+        ClockedController(ControllerSettings(metric='loss'))

@@ -33,7 +33,7 @@ class Counting:
         return self._allocator.allocate(problem)
 
 
-class RunHistory:
+class CountingController:
     def __init__(self, **settings: object) -> None:
         self.allocator = Counting()
         self.controller = Controller(self.allocator, ControllerSettings(**settings))  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def names(count: int, letter: str = 'n') -> tuple[str, ...]:
 
 
 def test_what_happens_at_once_is_decided_at_once() -> None:
-    history = RunHistory()
+    history = CountingController()
     history.submit('net')
     history.tell(ev.NodesJoined(0.0, 'b', names(8)))
     asked = len(history.allocator.asked)
@@ -76,7 +76,7 @@ def test_what_happens_at_once_is_decided_at_once() -> None:
 
 
 def test_a_plan_is_asked_for_anew_when_something_else_happens_before_it_is_carried_out() -> None:
-    history = RunHistory()
+    history = CountingController()
     history.submit('net')
     history.tell(ev.NodesJoined(0.0, 'b', names(2)))
     assert isinstance(history.tell(ev.NodesJoined(1.0, 'c', names(2, 'm')))[0], StopFragment)
@@ -88,7 +88,7 @@ def test_a_plan_is_asked_for_anew_when_something_else_happens_before_it_is_carri
 
 
 def test_who_is_rescaled_keeps_its_nodes() -> None:
-    history = RunHistory()
+    history = CountingController()
     history.submit('net', high=4)
     history.tell(ev.NodesJoined(0.0, 'b', names(3)))
     mine = set(history.held('net'))
@@ -103,7 +103,7 @@ def test_who_is_rescaled_keeps_its_nodes() -> None:
 
 
 def test_a_node_that_goes_is_worth_what_it_has_left() -> None:
-    history = RunHistory(horizon_s=120.0)
+    history = CountingController(horizon_s=120.0)
     history.submit('net', down_s=3.0)
     history.tell(ev.NodesJoined(0.0, 'b', names(8)))
     # One more node for 20 s: 200 samples; growing costs 2 x 80, and shrinking again 3 x 90.
@@ -122,7 +122,7 @@ def test_a_node_that_goes_is_worth_what_it_has_left() -> None:
 
 
 def test_a_trainer_is_left_alone_for_a_while_after_a_rescale_but_not_when_it_loses_nodes() -> None:
-    history = RunHistory(min_rescale_s=300.0)
+    history = CountingController(min_rescale_s=300.0)
     history.submit('net')
     history.tell(ev.NodesJoined(0.0, 'b', names(2)))
     assert isinstance(
@@ -145,11 +145,11 @@ def test_nodes_kept_free_and_the_cap_on_all() -> None:
         ({'max_nodes': 2}, 2),
         ({'keep_free': 7, 'max_nodes': 6}, 1),
     ):
-        history = RunHistory(**settings)
+        history = CountingController(**settings)
         history.submit('net')
         history.tell(ev.NodesJoined(0.0, 'b', names(8)))
         assert len(history.held('net')) == expected
-    history = RunHistory(max_nodes=2)
+    history = CountingController(max_nodes=2)
     history.submit('net')
     (opened,) = history.tell(ev.HolesSeen(0.0, (Hole(9),)))
     assert isinstance(opened, ev.OpenBlock)
@@ -179,7 +179,7 @@ def test_an_objective_of_its_own() -> None:
 
 
 def test_many_trainers_cost_nothing_where_nothing_changes() -> None:
-    history = RunHistory(trainers_at_a_time=300)
+    history = CountingController(trainers_at_a_time=300)
     for i in range(310):
         history.controller.handle_all(
             (ev.TrainerSubmitted(0.0, Trainer(f't{i}', 1, 1, 10**9, LINEAR)),)
@@ -206,18 +206,18 @@ PLENTY = 10**9
 SLOW = ScalingCurve.from_points({1: 1.0, 64: 64.0})
 
 
-def submitted(history: RunHistory, *trainers: Trainer, at: float = 0.0) -> None:
+def submitted(history: CountingController, *trainers: Trainer, at: float = 0.0) -> None:
     for trainer in trainers:
         history.tell(ev.TrainerSubmitted(at, trainer))
 
 
-def planned(history: RunHistory) -> dict[str, int]:
+def planned(history: CountingController) -> dict[str, int]:
     """What the last decision gives to whom."""
     return history.controller._planner._plan.answer.allocation  # type: ignore[union-attr]
 
 
 def test_only_allowed_counts_are_given() -> None:
-    history = RunHistory()
+    history = CountingController()
     submitted(history, Trainer('net', 2, 8, PLENTY, LINEAR, sizes=(2, 4, 8)))
     history.tell(ev.NodesJoined(0.0, 'b', names(1)))
     assert history.held('net') == ()
@@ -232,7 +232,7 @@ def test_only_allowed_counts_are_given() -> None:
 
 
 def test_users_and_groups_have_no_more_than_their_caps() -> None:
-    history = RunHistory(caps={'user anna': 3, 'group physics': 5, 'group empty': 0})
+    history = CountingController(caps={'user anna': 3, 'group physics': 5, 'group empty': 0})
     submitted(
         history,
         Trainer('a', 1, 64, PLENTY, LINEAR, user='anna', group='physics'),
@@ -251,7 +251,7 @@ def test_a_deadline_gets_the_nodes_that_it_takes_and_more_as_it_falls_behind() -
     """One node trains 1 sample a second; 300 in 100 s take 3 nodes, and 250 that are left in 50 s
     take 5.
     """
-    history = RunHistory(metric='deadline', horizon_s=40.0)
+    history = CountingController(metric='deadline', horizon_s=40.0)
     submitted(
         history,
         Trainer('urgent', 1, 8, 300, SLOW, 0.0, 0.0, finish_by_s=1100.0),
@@ -271,7 +271,7 @@ def test_a_deadline_gets_the_nodes_that_it_takes_and_more_as_it_falls_behind() -
 
 
 def test_a_formula_that_has_no_value_any_more_leaves_the_worth_as_it_was() -> None:
-    history = RunHistory(metric='rate / deadline_s', horizon_s=40.0)
+    history = CountingController(metric='rate / deadline_s', horizon_s=40.0)
     submitted(history, Trainer('a', 1, 8, 300, LINEAR, finish_by_s=100.0))
     history.tell(ev.NodesJoined(0.0, 'b', names(4)))
     history.tell(ev.NodesJoined(100.0, 'b', names(5)))
@@ -279,7 +279,7 @@ def test_a_formula_that_has_no_value_any_more_leaves_the_worth_as_it_was() -> No
 
 
 def test_efficiency_holds_back_the_trainer_whose_batches_grow_worthless() -> None:
-    history = RunHistory(metric='goodput')
+    history = CountingController(metric='goodput')
     submitted(
         history,
         Trainer('a', 1, 64, PLENTY, LINEAR, efficiency=Efficiency((1, 2, 3), (1.0, 1.0, 0.5))),
@@ -291,7 +291,7 @@ def test_efficiency_holds_back_the_trainer_whose_batches_grow_worthless() -> Non
 
 def test_who_waits_grows_in_worth() -> None:
     """One node, two trainers; b takes over when its wait weighs more than the change."""
-    history = RunHistory(metric='rate * (1 + waited_s / 10)', horizon_s=40.0)
+    history = CountingController(metric='rate * (1 + waited_s / 10)', horizon_s=40.0)
     submitted(history, Trainer('a', 1, 1, PLENTY, LINEAR), Trainer('b', 1, 1, PLENTY, LINEAR))
     history.tell(ev.NodesJoined(0.0, 'b', names(1)))
     first, second = ('a', 'b') if history.held('a') else ('b', 'a')

@@ -91,7 +91,6 @@ def shaped(ctx: FragmentContext, folder: str) -> None:
             Path(folder, 'tensor').touch()
 
 
-@pytest.mark.slow
 def test_shapes_are_tried_and_the_fastest_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,7 +126,6 @@ def test_shapes_are_tried_and_the_fastest_is_kept(
     assert 'GB per rank' in page
 
 
-@pytest.mark.slow
 def test_fragments_have_allowed_counts_and_shapes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -125,7 +125,6 @@ checkpoint.samples
 )
 
 
-@pytest.mark.slow
 def test_in_a_real_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ('IPYTHONDIR', 'JUPYTER_CONFIG_DIR', 'JUPYTER_DATA_DIR', 'JUPYTER_RUNTIME_DIR'):
         monkeypatch.setenv(variable, str(tmp_path / variable.lower()))

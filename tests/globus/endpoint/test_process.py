@@ -20,8 +20,6 @@ from tests.globus.endpoint.test_engine import trainer
 from tests.support.training import freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def short() -> Iterator[Path]:

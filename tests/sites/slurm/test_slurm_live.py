@@ -29,7 +29,6 @@ def until_training(future: TrainingFuture, samples: int = 0) -> None:
         threading.Event().wait(0.05)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures('nodes_share_a_template')
 def test_a_training_goes_on_while_the_scheduler_is_restarted(
     slurm: Cluster, tmp_path: Path
@@ -57,7 +56,6 @@ def test_a_training_goes_on_while_the_scheduler_is_restarted(
         }
 
 
-@pytest.mark.slow
 def test_a_preempted_block_loses_no_step(slurm: Cluster, tmp_path: Path) -> None:
     """A wide job takes the nodes; the fragment writes its checkpoint in the grace time, and the
     next one repeats nothing.
@@ -94,7 +92,6 @@ def held_fit(ctx: FragmentContext, go: str) -> None:
     fit(ctx, pause_s=0.02)
 
 
-@pytest.mark.slow
 def test_a_node_that_crashes_costs_no_more_than_the_work_since_the_last_checkpoint(
     slurm: Cluster, tmp_path: Path
 ) -> None:

@@ -105,7 +105,6 @@ def test_only_tcp_connections_are_guarded() -> None:
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('busy', [True, False], ids=['in-exchange', 'one-computes'])
 def test_a_cut_network_ends_all_ranks_in_time(busy: bool) -> None:
     """Packets vanish and no connection is closed; rank 1, which only waits, also notices."""
@@ -168,7 +167,6 @@ def test_a_long_step_is_no_hang(fork_server: ForkClient, tmp_path: Path) -> None
         assert [outcome.how for outcome in gang.run()] == ['finished'] * 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('bad', [False, True], ids=['good-line', 'bad-line'])
 def test_ranks_on_three_computers_go_on_after_a_short_cut(bad: bool) -> None:
     """Lost packets and an interruption shorter than the limit only take time."""
