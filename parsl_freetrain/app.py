@@ -17,6 +17,7 @@ from parsl.dataflow.dflow import DataFlowKernel, DataFlowKernelLoader
 from parsl.dataflow.memoization import id_for_memo
 
 from parsl_freetrain.core.model.checked_settings import checked_arguments, refuse_unknown
+from parsl_freetrain.core.model.checked_values import AtLeast1, Positive
 from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.executor import FreeTrainExecutor
@@ -297,11 +298,11 @@ def _when_done(futures: list[Future[Any]], then: Callable[[], None]) -> None:
 )
 def freetrain_app(
     *,
-    min_nodes: Optional[int] = None,
-    max_nodes: Optional[int] = None,
+    min_nodes: Optional[AtLeast1] = None,
+    max_nodes: Optional[AtLeast1] = None,
     sizes: Optional[Sizes] = None,
-    total_epochs: Optional[float] = None,
-    total_samples: Optional[int] = None,
+    total_epochs: Optional[Positive] = None,
+    total_samples: Optional[AtLeast1] = None,
     goal: Optional[Epochs | Samples] = None,
     mode: Reproducible | Throughput | Scaled = Reproducible(),
     checkpoints: Checkpoints = Checkpoints(),

@@ -18,6 +18,7 @@ from parsl.executors.high_throughput.executor import HTEXFuture
 from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.model.checked_settings import checked_arguments
+from parsl_freetrain.core.model.checked_values import Count
 from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
 from parsl_freetrain.executor.block.adoption import Adoption
 from parsl_freetrain.executor.block.block_executor import BlockExecutor
@@ -66,7 +67,7 @@ from parsl_freetrain.sites.packed_environment import prepared
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.solver import allocator_named, close_allocator
 from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.spec.retention import check_resume
+from parsl_freetrain.training.spec.retention import Resume
 
 logger = logging.getLogger(__name__)
 
@@ -126,15 +127,12 @@ class FreeTrainExecutor(BlockExecutor):
         policy: Policy = Policy(),
         timeouts: Timeouts = Timeouts(),
         htex: HtexOptions = HtexOptions(),
-        max_workers_per_node: int = 1,
-        resume: str = 'auto',
+        max_workers_per_node: Count = 1,
+        resume: Resume = 'auto',
         site: Optional[str] = None,
         account: Optional[str] = None,
         queue: Optional[str] = None,
     ) -> None:
-        if max_workers_per_node < 0:
-            raise BadInput(f'max_workers_per_node is {max_workers_per_node}; it must be 0 or more.')
-        check_resume(resume)
         provider = chosen_provider(provider, site, account, queue)
         check_solver(policy, provider.site)
         super().__init__(

@@ -6,9 +6,9 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import structs
+from msgspec import Meta, structs
 from parsl.data_provider.staging import Staging
 from parsl.executors.high_throughput.executor import DEFAULT_LAUNCH_CMD
 
@@ -19,6 +19,7 @@ from parsl_freetrain.core.controller.bids import candidate_of
 from parsl_freetrain.core.controller.settings import DecisionPolicy
 from parsl_freetrain.core.controller.throughput_profile import Profile
 from parsl_freetrain.core.model.checked_settings import Settings
+from parsl_freetrain.core.model.checked_values import MAX, PositiveSeconds, Seconds
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.host.network import address_of
@@ -56,15 +57,7 @@ class Policy(DecisionPolicy, frozen=True, kw_only=True):
     """
 
     solver: str | Allocator = 'auto'
-    solver_time_limit_s: float = 2.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.solver_time_limit_s < math.inf:
-            raise BadInput(
-                f'solver_time_limit_s is {self.solver_time_limit_s}; it must be a positive number '
-                'of seconds.'
-            )
+    solver_time_limit_s: PositiveSeconds = 2.0
 
     @property
     def solver_name(self) -> str | None:
@@ -107,22 +100,16 @@ class Timeouts(Settings, frozen=True, kw_only=True):
         If a value cannot be used.
     """
 
-    start_s: float = 120.0
-    stop_s: float = 120.0
-    hang_s: float = 15.0
-    step_s: float = 1800.0
-    join_s: float = 600.0
-    peer_s: float = 5.0
-    stop_grace_s: float = 6.0
-    adopt_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            seconds = getattr(self, name)
-            least = {'hang_s': 2, 'stop_grace_s': 0, 'adopt_s': 0}.get(name)
-            if not math.isfinite(seconds) or (seconds <= 0 if least is None else seconds < least):
-                right = 'more than 0' if least is None else f'{least} or more'
-                raise BadInput(f'{name} is {seconds}; it must be a number of seconds, {right}.')
+    start_s: PositiveSeconds = 120.0
+    stop_s: PositiveSeconds = 120.0
+    hang_s: Annotated[float, Meta(ge=2, le=MAX, description='a number of seconds, 2 or more')] = (
+        15.0
+    )
+    step_s: PositiveSeconds = 1800.0
+    join_s: PositiveSeconds = 600.0
+    peer_s: PositiveSeconds = 5.0
+    stop_grace_s: Seconds = 6.0
+    adopt_s: Seconds = 300.0
 
     @property
     def silence_s(self) -> float:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from parsl_freetrain.core.controller.node_pool import PoolNode
 from parsl_freetrain.core.model.checked_settings import Settings
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.checked_values import MAX, NotNegative, Share
+from parsl_freetrain.core.model.errors import BadInput, refuse
 
 AGES_S = (0.0, 60.0, 120.0, 180.0, 300.0, 600.0, 1200.0, 2400.0, 4800.0)
 """Where the bins of age begin, in seconds."""
@@ -47,29 +50,16 @@ class NodeHabits(Settings, frozen=True, kw_only=True):
     Raises
     ------
     BadInput
-        If there are more or fewer hazards than bins, one is negative or not finite, the position
-        is not between 0 and 1, or ``together`` is below 1.
+        If a value cannot be used, or there are more or fewer hazards than bins.
     """
 
-    hazard: tuple[float, ...]
-    position: float = 0.5
-    together: float = 1.0
+    hazard: tuple[NotNegative, ...]
+    position: Share = 0.5
+    together: Annotated[float, Meta(ge=1, le=MAX)] = 1.0
 
     def __post_init__(self) -> None:
-        if len(self.hazard) != len(AGES_S) or not all(0 <= h < float('inf') for h in self.hazard):
-            raise BadInput(
-                f'Habits of nodes: hazard is {list(self.hazard)}; it must be {len(AGES_S)} '
-                'numbers, 0 or more.'
-            )
-        if not 0 <= self.position <= 1:
-            raise BadInput(
-                f'Habits of nodes: position is {self.position}; it must be a number from 0 to 1.'
-            )
-        if not 1 <= self.together < float('inf'):
-            raise BadInput(
-                f'Habits of nodes: together is {self.together}; it must be a number of nodes, 1 or '
-                'more.'
-            )
+        if len(self.hazard) != len(AGES_S):
+            refuse('NodeHabits: hazard', list(self.hazard), f'{len(AGES_S)} numbers')
 
     def order(self, nodes: Iterable[PoolNode], at: float) -> list[str]:
         """The names of nodes, those first that are expected to stay longest. ``at``: the time, in

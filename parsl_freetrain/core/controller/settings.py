@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
 from msgspec import field
 
 from parsl_freetrain.core.allocation.constraints import EVERYBODY, OWNERS, check_keys
 from parsl_freetrain.core.allocation.objectives import objective_named
 from parsl_freetrain.core.controller.node_habits import NodeHabits
 from parsl_freetrain.core.model.checked_settings import Settings
+from parsl_freetrain.core.model.checked_values import (
+    AtLeast1,
+    Count,
+    NotNegative,
+    PositiveSeconds,
+    Seconds,
+    SecondsOrNever,
+)
 from parsl_freetrain.core.model.errors import BadInput
 
 
@@ -74,39 +80,23 @@ class DecisionPolicy(Settings, frozen=True, kw_only=True):
     """
 
     metric: str = 'throughput'
-    horizon_s: float = 120.0
-    trainers_at_a_time: int | None = None
-    min_rescale_s: float = 0.0
-    keep_free: int = 0
-    max_nodes: int | None = None
+    horizon_s: PositiveSeconds = 120.0
+    trainers_at_a_time: AtLeast1 | None = None
+    min_rescale_s: Seconds = 0.0
+    keep_free: Count = 0
+    max_nodes: AtLeast1 | None = None
     caps: dict[str, int] = field(default_factory=dict)
     min_shares: dict[str, int] = field(default_factory=dict)
     budgets: dict[str, float] = field(default_factory=dict)
-    charge_budget: float | None = None
-    max_price: float | None = None
+    charge_budget: NotNegative | None = None
+    max_price: NotNegative | None = None
     habits: NodeHabits | None = None
-    retries: int = 0
-    idle_block_s: float = 30.0
-    give_back_s: float = 30.0
+    retries: Count = 0
+    idle_block_s: SecondsOrNever = 30.0
+    give_back_s: Seconds = 30.0
 
     def __post_init__(self) -> None:
         objective_named(self.metric, 'metric')
-        if not 0 < self.horizon_s < math.inf:
-            raise BadInput(
-                f'The horizon horizon_s is {self.horizon_s}; it must be a number of '
-                'seconds above 0.'
-            )
-        self.at_least(
-            idle_block_s=0,
-            give_back_s=0,
-            retries=0,
-            trainers_at_a_time=1,
-            min_rescale_s=0,
-            keep_free=0,
-            max_nodes=1,
-            charge_budget=0,
-            max_price=0,
-        )
         check_keys(self.caps, 'cap', 'nodes')
         check_keys(self.min_shares, 'minimum share', 'nodes', ('trainer', *OWNERS))
         check_keys(self.budgets, 'budget', 'node-seconds', ('trainer', *OWNERS, EVERYBODY))
@@ -121,13 +111,6 @@ class DecisionPolicy(Settings, frozen=True, kw_only=True):
                     f'The minimum share of {key} is {share} nodes, above max_nodes, which is '
                     f'{self.max_nodes}; it must be at most that.'
                 )
-
-    def at_least(self, **least: float) -> None:
-        """Raise BadInput for a field with a value below its minimum; None passes."""
-        for name, minimum in least.items():
-            value = getattr(self, name)
-            if value is not None and not value >= minimum:
-                raise BadInput(f'The setting {name} is {value}; it must be at least {minimum}.')
 
 
 class ControllerSettings(DecisionPolicy, frozen=True, kw_only=True):
@@ -158,15 +141,14 @@ class ControllerSettings(DecisionPolicy, frozen=True, kw_only=True):
         If a value cannot be used.
     """
 
-    min_hole_s: float = 5.0
-    max_blocks: int = 32
+    min_hole_s: Seconds = 5.0
+    max_blocks: AtLeast1 = 32
     spans_blocks: bool = True
-    stalls: int = 5
-    workers_per_node: int = 1
+    stalls: AtLeast1 = 5
+    workers_per_node: AtLeast1 = 1
     used_before: dict[str, float] = field(default_factory=dict)
     charged_before: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.at_least(min_hole_s=0, max_blocks=1, stalls=1, workers_per_node=1)
         check_keys(self.used_before, 'use', 'node-seconds', ('trainer', *OWNERS, EVERYBODY))

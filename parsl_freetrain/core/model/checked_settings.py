@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from msgspec import Struct, StructMeta
 
+from parsl_freetrain.core.model.checked_values import check_value
 from parsl_freetrain.core.model.errors import BadInput
 
 P = ParamSpec('P')
@@ -27,7 +27,7 @@ class _Checking(StructMeta):
             names = self.__struct_fields__
             refuse_unknown(self.__name__, kwargs, names)
             for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
-                _check_type(self.__name__, name, value, _hints(self)[name])
+                check_value(f'{self.__name__}: {name}', value, hints_of(self)[name])
             return super().__call__(*args, **kwargs)
 
 
@@ -41,7 +41,7 @@ class Settings(
 ):
     """Base of a group of settings: arguments are attributes of the same name, and ``repr`` gives
     the call that makes an equal one. Raises BadInput for an unknown name, which is compared with
-    the known ones, or a value of another type.
+    the known ones, or a value of another type or beyond the bounds of its ``msgspec.Meta``.
     """
 
 
@@ -110,7 +110,7 @@ def checked_arguments(
             refuse_unknown(where, kwargs, known, elsewhere)
             for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
                 if name != 'self':
-                    _check_type(where, name, value, _hints(function)[name])
+                    check_value(f'{where}: {name}', value, hints_of(function)[name])
             return function(*args, **kwargs)
 
         return checked
@@ -118,53 +118,7 @@ def checked_arguments(
     return decorate
 
 
-def _check_type(where: str, name: str, value: object, hint: Any) -> None:
-    if type(value) is hint:
-        return
-    import typeguard  # ranks rarely come here, and its import would delay their last checkpoint
-
-    try:
-        typeguard.check_type(
-            value, hint, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS
-        )
-    except typeguard.TypeCheckError as error:
-        # For a choice of types it has many lines, one for each.
-        said = isinstance(value, (int, float, str)) or '\n' in str(error)
-        wrong = '' if said else f' ({error})'
-        raise BadInput(
-            f'{where}: {name} is {value!r}{wrong}; it must be {_in_words(hint)}.'
-        ) from None
-
-
 @functools.cache
-def _hints(of: Callable[..., Any]) -> dict[str, Any]:
-    return typing.get_type_hints(of)
-
-
-_WORDS: dict[Any, str] = {
-    float: 'a number',
-    int: 'a whole number',
-    str: 'a text',
-    bool: 'True or False',
-    type(None): 'None',
-}
-
-
-def _in_words(hint: Any) -> str:
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        return ' or '.join(_in_words(part) for part in typing.get_args(hint))
-    if origin in (Sequence, Mapping):
-        parts = [_in_words(part) for part in typing.get_args(hint)]
-        return (
-            f'a list (each {parts[0]})'
-            if len(parts) == 1
-            else f'a dict (from {" to ".join(parts)})'
-        )
-    if origin is typing.Literal:
-        return ' or '.join(map(repr, typing.get_args(hint)))
-    if hint in _WORDS:
-        return _WORDS[hint]
-    if typing.get_origin(hint) is None and isinstance(hint, type):
-        return f'a {hint.__name__}'
-    return str(hint).replace('typing.', '').replace('collections.abc.', '')
+def hints_of(of: Callable[..., Any]) -> dict[str, Any]:
+    """The types of a class's fields or a function's arguments, with their bounds."""
+    return typing.get_type_hints(of, include_extras=True)

@@ -15,11 +15,11 @@ from parsl_freetrain.training.checkpoint.identity import (
     record_or_compare,
 )
 from parsl_freetrain.training.checkpoint.store import BAD, PosixCheckpointStore
-from parsl_freetrain.training.spec.retention import check_resume
+from parsl_freetrain.training.spec.retention import Resume
 
 
 def claim(
-    folder: Path, trainer: str, identity: Mapping[str, JSON], resume: str
+    folder: Path, trainer: str, identity: Mapping[str, JSON], resume: Resume
 ) -> Checkpoint | None:
     """Check, before anything is submitted, that a trainer may use a folder. Returns the checkpoint
     to continue from.
@@ -40,11 +40,10 @@ def claim(
     Raises
     ------
     BadInput
-        If ``resume`` is none of these, or the folder cannot be used: it belongs to another trainer
+        If the folder cannot be used: it belongs to another trainer
         or user, is not writable, is neither empty nor a trainer's, or has no usable checkpoint
         although one is required.
     """
-    check_resume(resume)
     if resume == 'require' and not folder.is_dir():
         raise BadInput(
             f"Trainer {trainer!r}: resume is 'require', but there is no folder {folder}: "

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Final, Literal
 
 from msgspec import to_builtins
 
 from parsl_freetrain.core.model.checked_settings import Settings
+from parsl_freetrain.core.model.checked_values import AtLeast1, Count
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.spec.on_nan import POLICIES, STOP
+from parsl_freetrain.training.spec.on_nan import STOP, Policy
 
-MEAN, ADASUM = 'mean', 'adasum'
-_RULES = ('linear', 'sqrt', 'none')
+MEAN: Final = 'mean'
+ADASUM: Final = 'adasum'
 
 
 class Mode(Settings, frozen=True, kw_only=True, tag_field='mode', tag=str.lower):
@@ -34,13 +35,7 @@ class Mode(Settings, frozen=True, kw_only=True, tag_field='mode', tag=str.lower)
     """
 
     seed: int = 0
-    on_nan: str = STOP
-
-    def __post_init__(self) -> None:
-        if self.on_nan not in POLICIES:
-            raise BadInput(
-                f'on_nan is {self.on_nan!r}; it must be one of {", ".join(map(repr, POLICIES))}.'
-            )
+    on_nan: Policy = STOP
 
     def __str__(self) -> str:
         return type(self).__name__.lower()
@@ -67,13 +62,8 @@ class Reproducible(Mode, frozen=True, kw_only=True):
         As in :class:`Mode`.
     """
 
-    shards: int | None = None
+    shards: AtLeast1 | None = None
     warn_only: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.shards is not None and self.shards < 1:
-            raise BadInput(f'shards is {self.shards}; it must be at least 1.')
 
     def identity(self) -> dict[str, Any]:
         found = super().identity()
@@ -126,29 +116,12 @@ class Scaled(Mode, frozen=True, kw_only=True):
     et al. 2020 (arXiv 2006.02924).
     """
 
-    reference_ranks: int = 1
-    lr: str | None = None
-    warmup_samples: int = 0
-    combine: str = MEAN
+    reference_ranks: AtLeast1 = 1
+    lr: Literal['linear', 'sqrt', 'none'] | None = None
+    warmup_samples: Count = 0
+    combine: Literal['mean', 'adasum'] = MEAN
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.reference_ranks < 1:
-            raise BadInput(
-                f'Scaled: reference_ranks is {self.reference_ranks}; it must be at least 1.'
-            )
-        if self.warmup_samples < 0:
-            raise BadInput(
-                f'Scaled: warmup_samples is {self.warmup_samples}; it must be 0 or more.'
-            )
-        if self.combine not in (MEAN, ADASUM):
-            raise BadInput(
-                f'Scaled: combine is {self.combine!r}; it must be {MEAN!r} or {ADASUM!r}.'
-            )
-        if self.lr is not None and self.lr not in _RULES:
-            raise BadInput(
-                f'Scaled: lr is {self.lr!r}; it must be one of {", ".join(map(repr, _RULES))}.'
-            )
         if self.combine == ADASUM and self.lr not in (None, 'none'):
             raise BadInput(
                 f"Scaled: lr is {self.lr!r} with combine='adasum', which scales the step "

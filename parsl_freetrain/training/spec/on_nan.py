@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final, Literal
+
 from parsl_freetrain.core.model.errors import BadInput
 
-STOP, SKIP, ROLLBACK = 'stop', 'skip', 'rollback'
-POLICIES = (STOP, SKIP, ROLLBACK)
+STOP: Final = 'stop'
+SKIP: Final = 'skip'
+ROLLBACK: Final = 'rollback'
+Policy = Literal['stop', 'skip', 'rollback']
 MOST_ROLLBACKS = 3
 MOST_SKIPPED_IN_A_ROW = 20
 
@@ -16,7 +20,7 @@ class NonFinitePolicy:
     Parameters
     ----------
     policy
-        One of :data:`POLICIES`.
+        'stop', 'skip' or 'rollback'.
     where
         The beginning of messages: the trainer and the fragment.
     """

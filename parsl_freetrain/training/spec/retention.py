@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from parsl_freetrain.core.model.checked_settings import Settings
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.checked_values import AtLeast1, PositiveSeconds
 from parsl_freetrain.core.model.types import Checkpoint
 
 BEST = 'best'
 """The metric that ``ctx.checkpoint`` reports."""
-RESUME = ('auto', 'require', 'never')
-
-
-def check_resume(resume: str) -> None:
-    """Refuse an unknown value of ``resume``."""
-    if resume not in RESUME:
-        raise BadInput(f'resume is {resume!r}; it must be one of {", ".join(map(repr, RESUME))}.')
+Resume = Literal['auto', 'require', 'never']
 
 
 class Retention(Settings, frozen=True, kw_only=False):
@@ -42,17 +37,10 @@ class Retention(Settings, frozen=True, kw_only=False):
         If one of these is not as described.
     """
 
-    last: int = 3
-    every: int | None = None
+    last: AtLeast1 = 3
+    every: AtLeast1 | None = None
     best: str | None = None
-    mode: str = 'min'
-
-    def __post_init__(self) -> None:
-        for what, value in (('last', self.last), ('every', self.every)):
-            if value is not None and value < 1:
-                raise BadInput(f'Retention: {what} is {value}; it must be at least 1.')
-        if self.mode not in ('min', 'max'):
-            raise BadInput(f"Retention: mode is {self.mode!r}; it must be 'min' or 'max'.")
+    mode: Literal['min', 'max'] = 'min'
 
     def kept(self, checkpoints: Sequence[Checkpoint]) -> set[str]:
         """The paths to keep; ``checkpoints`` are ordered from the oldest to the newest."""
@@ -90,19 +78,9 @@ class Checkpoints(Settings, frozen=True, kw_only=True):
         If a value cannot be used.
     """
 
-    every_s: float = 30.0
-    keep: int | Retention = 3
-    resume: str | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.every_s < math.inf:
-            raise BadInput(
-                f'Checkpoints: every_s is {self.every_s}; it must be a positive number of seconds.'
-            )
-        if isinstance(self.keep, int) and self.keep < 1:
-            raise BadInput(f'Checkpoints: keep is {self.keep}; it must be at least 1.')
-        if self.resume is not None:
-            check_resume(self.resume)
+    every_s: PositiveSeconds = 30.0
+    keep: AtLeast1 | Retention = 3
+    resume: Resume | None = None
 
     @property
     def retention(self) -> Retention:

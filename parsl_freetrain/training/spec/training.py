@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 from msgspec import field, structs
 
 from parsl_freetrain.core.model.checked_settings import Settings
+from parsl_freetrain.core.model.checked_values import AtLeast1, Positive, Seconds
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.core.model.types import ASSUMED_RESCALE_S, Efficiency, ScalingCurve, Trainer
@@ -30,10 +31,7 @@ class Epochs(Settings, frozen=True, kw_only=False, tag=True):
         Number of epochs; may be a fraction.
     """
 
-    count: float
-
-    def __post_init__(self) -> None:
-        _check_total(self.count)
+    count: Positive
 
 
 class Samples(Settings, frozen=True, kw_only=False, tag=True):
@@ -48,11 +46,10 @@ class Samples(Settings, frozen=True, kw_only=False, tag=True):
         the epoch. The attribute is always in seconds.
     """
 
-    count: int
+    count: AtLeast1
     finish_by: datetime | float | None = None
 
     def __post_init__(self) -> None:
-        _check_total(self.count)
         if isinstance(self.finish_by, datetime):  # without a time zone: this computer's time zone
             structs.force_setattr(self, 'finish_by', self.finish_by.timestamp())
 
@@ -82,14 +79,9 @@ class Ranks(Settings, frozen=True, kw_only=True):
         the next fragment is made of these. By default there are some during a rescale only.
     """
 
-    per_node: int | None = None
-    threads: int = 1
+    per_node: AtLeast1 | None = None
+    threads: AtLeast1 = 1
     ahead: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ('per_node', 'threads'):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise BadInput(f'Ranks: {name} is {value}; it must be at least 1.')
 
 
 class Scaling(Settings, frozen=True, kw_only=True):
@@ -122,14 +114,10 @@ class Scaling(Settings, frozen=True, kw_only=True):
     class_rates: dict[str, dict[int, float]] | None = None
     mixed: bool = False
     efficiency: dict[int, float] | None = None
-    rescale_up_s: float | None = None
-    rescale_down_s: float | None = None
+    rescale_up_s: Seconds | None = None
+    rescale_down_s: Seconds | None = None
 
     def __post_init__(self) -> None:
-        for name in ('rescale_up_s', 'rescale_down_s'):
-            seconds = getattr(self, name)
-            if seconds is not None and not 0 <= seconds < math.inf:
-                raise BadInput(f'{name} is {seconds}; it must be a number of seconds, 0 or more.')
         if self.rate and self.class_rates:
             raise BadInput('Scaling has rate and class_rates; give one of them.')
         if self.class_rates is not None and not all([self.class_rates, *self.class_rates.values()]):
@@ -175,11 +163,7 @@ class Owner(Settings, frozen=True, kw_only=True):
 
     user: str = ''
     group: str = ''
-    priority: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.priority < math.inf:
-            raise BadInput(f'priority is {self.priority}; it must be a number above 0.')
+    priority: Positive = 1.0
 
 
 class TrainingSpec(Settings, frozen=True, kw_only=True):
@@ -377,8 +361,3 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         if all(curve.rate_at(n) <= limit for n, limit in limits.items()):
             return curve
         return ScalingCurve.from_points({n: min(curve.rate_at(n), limits[n]) for n in limits})
-
-
-def _check_total(count: float) -> None:
-    if not 0 < count < math.inf:
-        raise BadInput(f'the total to train is {count}; it must be more than 0.')

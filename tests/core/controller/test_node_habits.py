@@ -43,7 +43,7 @@ def test_the_hazard_and_the_order_of_a_record_are_learned() -> None:
     ('hazard', 'position'), [((1.0,), 0.5), (FLAT, 2.0), ((-1.0, *FLAT[1:]), 0)]
 )
 def test_habits_that_cannot_be_are_refused(hazard: tuple[float, ...], position: float) -> None:
-    with pytest.raises(BadInput, match='Habits of nodes'):
+    with pytest.raises(BadInput, match='NodeHabits'):
         NodeHabits(hazard=hazard, position=float(position))
     with pytest.raises(BadInput, match='together is 0.5'):
         NodeHabits(hazard=FLAT, together=0.5)

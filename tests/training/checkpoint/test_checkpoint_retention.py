@@ -53,7 +53,7 @@ def test_the_best_stays_and_of_equals_the_newest() -> None:
         (lambda: Retention(0), 'last is 0; it must be at least 1'),
         (lambda: Retention(every=0), 'every is 0; it must be at least 1'),
         (
-            lambda: Retention(best='loss', mode='smallest'),
+            lambda: Retention(best='loss', mode='smallest'),  # type: ignore[arg-type]
             "mode is 'smallest'; it must be 'min' or 'max'",
         ),
     ],

@@ -35,7 +35,7 @@ SIZE = 53  # no multiple of any batch below
         ('sqrt', 2, 1.0),
     ],
 )
-def test_learning_rates(rule: str | None, ranks_: int, factor: float) -> None:
+def test_learning_rates(rule: Any, ranks_: int, factor: float) -> None:
     assert Scaled(reference_ranks=2, lr=rule).lr_factor(ranks_, 0) == factor
 
 
