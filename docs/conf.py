@@ -49,7 +49,7 @@ def draw_zero_delay(app: Any, error: Exception | None) -> None:
 
 
 def draw_workloads(app: Any, error: Exception | None) -> None:
-    """The pictures of docs/cosmoflow.md, docs/unet3d.md, docs/chimera.md and docs/ffn.md, from what
+    """The pictures of docs/workloads, from what
     a run of each has found.
     """
     if error is None and app.builder.format == 'html':
