@@ -148,7 +148,6 @@ def blocks_for(provider: BackfillProvider, now: float) -> list[dict[str, Any]]:
     BadInput if the site has no batch scripts.
     """
     from parsl_freetrain.cli.sites import holes_of
-    from parsl_freetrain.sites.batch.options import Mode
     from parsl_freetrain.sites.batch.site import BatchSite
 
     where = provider.site
@@ -181,7 +180,7 @@ def blocks_for(provider: BackfillProvider, now: float) -> list[dict[str, Any]]:
                 'hole_s': hole_s,
                 'queue': hole['queue'],
                 'node_class': request.node_class,
-                'preemptible': where.options.mode is Mode.PREEMPTIBLE,
+                'preemptible': where.options.preemptible,
                 'exempt_s': where.options.exempt_s,
                 'cost': [
                     where.options.charge.cost(shape.nodes, lasts_s)

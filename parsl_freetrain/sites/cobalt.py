@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from msgspec import Meta, field
 
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, refuse
 from parsl_freetrain.sites.batch.block_shape import BlockShape, Place
 from parsl_freetrain.sites.batch.node_windows import Wanted
 from parsl_freetrain.sites.batch.options import BatchOptions, Line, Option, Word
@@ -58,10 +58,13 @@ _LIFETIME = """case $COBALT_ENDTIME in
 esac
 """
 
-Attribute = Annotated[str, Field(pattern=r'^[^\s:=\x00-\x1f]+$')]
+Attribute = Annotated[
+    str,
+    Meta(pattern=r'^[^\s:=\x00-\x1f]+\Z', description='a text without spaces and without : or ='),
+]
 
 
-class CobaltOptions(BatchOptions):
+class CobaltOptions(BatchOptions, frozen=True, kw_only=True):
     """One queue of a machine with Cobalt; see also BatchOptions.
 
     Attributes
@@ -83,16 +86,13 @@ class CobaltOptions(BatchOptions):
     mcdram: Attribute | None = None
     numa: Attribute | None = None
     filesystems: tuple[Attribute, ...] = ()
-    attrs: dict[Attribute, Attribute] = Field(default_factory=dict)
+    attrs: dict[Attribute, Attribute] = field(default_factory=dict)
     cobalt_options: tuple[Option, ...] = ()
     aprun_options: tuple[Line, ...] = ('-cc', 'none')
 
-    @field_validator('requeue')
-    @classmethod
-    def _never(cls, value: bool) -> bool:
-        if value:
-            raise ValueError('Cobalt does not put jobs back into its queue')
-        return value
+    def __post_init__(self) -> None:
+        if self.requeue:
+            refuse('requeue', True, 'False: Cobalt does not put jobs back into its queue')
 
     def modes(self) -> dict[str, str]:
         """Attributes that a node must have."""

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+from parsl_freetrain.core.model.checked_settings import read_settings
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
-from parsl_freetrain.sites.batch.options import options_from, read_table
+from parsl_freetrain.sites.batch.options import read_table
 from parsl_freetrain.sites.protocols import Site
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.registry import site_types
@@ -67,7 +68,7 @@ def site_in_table(path: Path) -> Site:
             f'the site, which is one of {", ".join(types)}.'
         )
     assert kind.options is not None
-    return kind.make(options_from(kind.options, f'The site file {path}', tables.get(name, values)))
+    return kind.make(read_settings(kind.options, f'The site file {path}', tables.get(name, values)))
 
 
 def chosen_provider(

@@ -84,8 +84,8 @@ def test_every_queue_of_a_machine_keeps_its_limits(machine: str) -> None:
     for queue, limits in load_site_file(site_files()[machine]).QUEUES.items():
         options = site_on(machine, account='my-project', queue=queue).options
         assert (options.least_nodes, options.most_nodes) == limits.nodes
-        assert limits.walltime_s[0] <= options.shortest_s <= options.longest_s
-        assert options.longest_s <= limits.walltime_s[1]
+        assert limits.walltime_s[0] <= options.shortest_s <= options.unplanned_s
+        assert options.unplanned_s <= limits.walltime_s[1]
         assert options.max_waiting <= limits.jobs
         assert (options.mode == 'preemptible') == limits.preemptible
         assert 'TMPDIR=/tmp' in options.worker_init
@@ -144,7 +144,7 @@ def test_walltimes_on_frontier_depend_on_the_number_of_nodes() -> None:
         site = site_on('frontier', account='p', queue=queue, longest_s=10**6)
         options = site.options
         assert (options.least_nodes, options.most_nodes) == nodes
-        assert options.longest_s == hours * 3600
+        assert options.unplanned_s == hours * 3600
         assert f'partition={queue.split()[0]!r}' in repr(site)
 
 

@@ -13,7 +13,7 @@ from parsl_freetrain.executor import FreeTrainExecutor
 from parsl_freetrain.sites.batch.limits import QueueLimits
 from parsl_freetrain.sites.cobalt import CobaltSite
 from parsl_freetrain.sites.named import site_files, site_in_table
-from parsl_freetrain.sites.pbspro import Mode, PbsSite
+from parsl_freetrain.sites.pbspro import PbsSite
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.slurm import SlurmSite
 from tests.support.batch_tests import Rehearsal
@@ -27,7 +27,7 @@ def test_an_executor_for_a_site_by_its_name() -> None:
     assert (options.queue, options.account, options.mode, options.most_nodes) == (
         'preemptable',
         'my-project',
-        Mode.PREEMPTIBLE,
+        'preemptible',
         10,
     )
     executor = FreeTrainExecutor(site='theta', account='my-project', queue='debug-flat-quad')
@@ -97,7 +97,7 @@ def test_tables(tmp_path: Path) -> None:
         assert type(site_in_table(file)) is kind
     file.write_text('[pbspro]\nqueu = "prod"\n')
     with pytest.raises(
-        BadInput, match=r'site\.toml: queue: Field required; queu: there is no such setting'
+        BadInput, match=r'site\.toml: queue is missing; queu: there is no such setting'
     ):
         site_in_table(file)
     file.write_text('[lfs]\nqueue = "normal"\n')

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from parsl_freetrain.sites.batch.options import options_from
 from parsl_freetrain.sites.batch.scheduler import Scheduler
 from parsl_freetrain.sites.batch.scheduler_commands import SchedulerRefused, SchedulerSilent
 from parsl_freetrain.sites.cobalt import Cobalt, CobaltOptions
@@ -16,9 +15,9 @@ from parsl_freetrain.sites.pbspro.scheduler import Pbs
 from parsl_freetrain.sites.slurm.options import SlurmOptions
 from parsl_freetrain.sites.slurm.scheduler import Slurm
 
-SLURM = Slurm(options_from(SlurmOptions, 'Slurm', {'partition': 'p'}))
-PBS = Pbs(options_from(PbsOptions, 'PBS', {'queue': 'q'}))
-COBALT = Cobalt(options_from(CobaltOptions, 'Cobalt', {'queue': 'q'}))
+SLURM = Slurm(SlurmOptions(partition='p'))
+PBS = Pbs(PbsOptions(queue='q'))
+COBALT = Cobalt(CobaltOptions(queue='q'))
 BANNER = '--- Welcome to the 2 partitions\n--> Verifying job request... OK\n'
 
 

@@ -14,7 +14,7 @@ from parsl_freetrain.sites.batch import tracker as tracking
 from parsl_freetrain.sites.batch.block_shape import Place
 from parsl_freetrain.sites.batch.block_table import BatchBlock
 from parsl_freetrain.sites.batch.node_windows import Wanted
-from parsl_freetrain.sites.batch.options import BatchOptions, options_from
+from parsl_freetrain.sites.batch.options import BatchOptions
 from parsl_freetrain.sites.batch.records import BatchJob, JobState, NodeReservation, Nodes
 from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent, own_name
 from parsl_freetrain.sites.batch.tracker import BlockTracker
@@ -78,7 +78,7 @@ def scheduler() -> Scripted:
 
 @pytest.fixture
 def tracker(scheduler: Scripted) -> BlockTracker:
-    options = options_from(BatchOptions, 'Scripted', {})
+    options = BatchOptions()
     made = BlockTracker(cast(Any, scheduler), options, scheduler.clock, set())
     made.add([BLOCK])
     return made
@@ -128,7 +128,7 @@ def test_a_job_that_cannot_be_cancelled_is_tried_less_and_less_often(
     """A block that has not started in time, or that comes from a submission without an answer: a
     try may take as long as ``command_s``, in which nothing else happens.
     """
-    options = options_from(BatchOptions, 'Scripted', {})
+    options = BatchOptions()
     unanswered = {'lost'} if stray else set()
     tracker = BlockTracker(cast(Any, scheduler), options, scheduler.clock, unanswered)
     tracker.add([] if stray else [BLOCK])

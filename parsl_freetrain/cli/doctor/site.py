@@ -20,6 +20,7 @@ from parsl.jobs.states import TERMINAL_STATES
 from parsl_freetrain.cli.doctor.checks import Finding, judged
 from parsl_freetrain.cli.doctor.measuring import private_folder
 from parsl_freetrain.cli.sites import file_of, provider_of
+from parsl_freetrain.core.model.checked_settings import given
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.sites.batch.limits import QueueLimits
@@ -148,7 +149,7 @@ def of_options(file: SiteFile, options: BatchOptions, told: Partition) -> list[F
         ('longest_s', told.longest_s),
         ('max_waiting', told.most_waiting),
     ):
-        value = getattr(options, name) if name in options.model_fields_set else None
+        value = given(options).get(name)
         if value is not None and limit is not None and value > limit:
             says = (
                 f'{file.line(name)} is out of date: {name} is {value:g}, and the queue '

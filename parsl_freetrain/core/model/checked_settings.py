@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from msgspec import Struct, StructMeta
+from msgspec import NODEFAULT, Struct, StructMeta, convert, structs
 
 from parsl_freetrain.core.model.checked_values import check_value
 from parsl_freetrain.core.model.errors import BadInput
@@ -43,6 +43,52 @@ class Settings(
     the call that makes an equal one. Raises BadInput for an unknown name, which is compared with
     the known ones, or a value of another type or beyond the bounds of its ``msgspec.Meta``.
     """
+
+
+S = TypeVar('S', bound=Settings)
+
+
+def read_settings(kind: type[S], where: str, values: Mapping[str, object]) -> S:
+    """Settings that were read from a file, where lists stand for tuples and texts for members of an
+    Enum.
+
+    Raises
+    ------
+    BadInput
+        With ``where``, and everything that cannot be used, in one sentence.
+    """
+    wrong = [
+        f'{each.name} is missing'
+        for each in structs.fields(kind)
+        if each.required and each.name not in values
+    ]
+    read, hints = {}, hints_of(kind)
+    for name, value in values.items():
+        if name not in hints:
+            known = ', '.join(sorted(kind.__struct_fields__))
+            wrong.append(f'{name}: there is no such setting (there are {known})')
+            continue
+        try:
+            check_value(name, value, hints[name], read=True)
+            read[name] = convert(value, hints[name])
+        except BadInput as error:
+            wrong.append(str(error).removesuffix('.'))
+    if wrong:
+        raise BadInput(f'{where}: {"; ".join(wrong)}.')
+    try:
+        return kind(**read)
+    except BadInput as error:
+        raise BadInput(f'{where}: {error}') from None
+
+
+def given(settings: Settings) -> dict[str, Any]:
+    """The settings that are not as by default."""
+    return {
+        each.name: value
+        for each in structs.fields(settings)
+        if (value := getattr(settings, each.name)) != each.default
+        and (each.default_factory is NODEFAULT or value != each.default_factory())
+    }
 
 
 def refuse_unknown(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from parsl_freetrain.sites.batch.options import BatchOptions, Mode
+from parsl_freetrain.sites.batch.options import BatchOptions
 
 PREFIX = 'freetrain'
 
@@ -80,13 +80,11 @@ def shape_for(
         The queue takes no shorter walltime, in seconds.
     """
     least = max(step_s, math.ceil(shortest_s / step_s) * step_s)
-    wanted = options.longest_s if hole_s is None else max(float(least), hole_s - options.start_s)
+    wanted = options.unplanned_s if hole_s is None else max(float(least), hole_s - options.start_s)
     walltime_s = max(
         least, math.floor(min(wanted, math.inf if limit_s is None else limit_s) / step_s) * step_s
     )
-    deadline = (
-        None if hole_s is None or options.mode is Mode.PREEMPTIBLE else math.floor(now + hole_s)
-    )
+    deadline = None if hole_s is None or options.preemptible else math.floor(now + hole_s)
     return BlockShape(
         nodes,
         walltime_s,

@@ -36,12 +36,12 @@ def within(queue: Partition, options: BatchOptions, step_s: int) -> Partition:
             f'{options.most_nodes or "any number of"}; name another queue.'
         )
     shortest_s = max(float(step_s), queue.shortest_s, options.shortest_s)
-    if shortest_s > (queue.longest_s or shortest_s) or shortest_s > options.longest_s:
+    if shortest_s > (queue.longest_s or shortest_s) or shortest_s > options.unplanned_s:
         limit = '' if queue.longest_s is None else f' and its time limit {queue.longest_s:g} s'
         raise BadInput(
             f'The shortest block in the queue {queue.name!r} is {shortest_s:g} s{limit}, '
             'and longest_s in the site config is '
-            f'{options.longest_s:g}; name another queue, or change shortest_s or longest_s.'
+            f'{options.unplanned_s:g}; name another queue, or change shortest_s or longest_s.'
         )
     return replace(queue, least_nodes=least, most_nodes=most, shortest_s=shortest_s)
 

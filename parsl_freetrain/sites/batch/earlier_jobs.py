@@ -19,7 +19,7 @@ def block_from(job: BatchJob, options: BatchOptions, now: float) -> BatchBlock:
     """
     start_by_s = now + options.withdraw_s
     running = job.state is JobState.RUNNING
-    latest_s = job.end_s if running and job.end_s is not None else start_by_s + options.longest_s
+    latest_s = job.end_s if running and job.end_s is not None else start_by_s + options.unplanned_s
     block = BatchBlock(job.job_id, job.nodes, now, start_by_s, latest_s, Place(job.name, '', ''))
     return replace(
         block,

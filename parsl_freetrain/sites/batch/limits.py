@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.sites.batch.options import Mode
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class QueueLimits:
             'shortest_s': self.walltime_s[0],
             'longest_s': min(longest_s, self.walltime_s[1]),
             'max_waiting': min(4, self.jobs),
-            'mode': Mode.PREEMPTIBLE if self.preemptible else Mode.BACKFILL,
+            'mode': 'preemptible' if self.preemptible else 'backfill',
             'exempt_s': self.exempt_s,
             'price': self.price,
             'least_charge_s': self.least_s,

@@ -3,43 +3,42 @@
 from __future__ import annotations
 
 import tomllib
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from msgspec import Meta
 
 from parsl_freetrain.core.model.charge import Charge
+from parsl_freetrain.core.model.checked_settings import Settings, read_settings
+from parsl_freetrain.core.model.checked_values import (
+    MAX,
+    AtLeast1,
+    Count,
+    NotNegative,
+    PositiveSeconds,
+    Seconds,
+)
 from parsl_freetrain.core.model.errors import BadInput
 
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Word = Annotated[str, Field(pattern=r'^[^\s\x00-\x1f]+$')]
-Line = Annotated[str, Field(pattern=r'^[^\n\r\x00]+$')]
+Word = Annotated[
+    str, Meta(pattern=r'^[^\s\x00-\x1f]+\Z', description='a text without spaces, not empty')
+]
+Line = Annotated[str, Meta(pattern=r'^[^\n\r\x00]+\Z', description='a line of text, not empty')]
+Option = Annotated[
+    str,
+    Meta(
+        pattern=r'^-[^\n\r\x00]*\Z',
+        description='an option, each as one text, such as "--licenses=scratch" or '
+        '"-l place=scatter"',
+    ),
+]
+ClassName = Annotated[
+    str, Meta(pattern=r'^[A-Za-z0-9][A-Za-z0-9_-]*\Z', description='a name of letters and digits')
+]
+Minute = Annotated[float, Meta(ge=60, le=MAX, description='a number of seconds, 60 or more')]
 
 
-def _whole(option: str) -> str:
-    if not option.startswith('-'):
-        raise ValueError(
-            'it is not an option; write each as one text, such as "--licenses=scratch" or '
-            '"-l place=scatter"'
-        )
-    return option
-
-
-Option = Annotated[Line, AfterValidator(_whole)]
-ClassName = Annotated[str, Field(pattern=r'^[A-Za-z0-9][A-Za-z0-9_-]*$')]
-
-
-class Mode(StrEnum):
-    BACKFILL = 'backfill'
-    PREEMPTIBLE = 'preemptible'
-
-
-def _longest_s(given: dict[str, object]) -> float:
-    return 3600.0 if given.get('mode') is Mode.PREEMPTIBLE else 300.0
-
-
-class BatchOptions(BaseModel):
+class BatchOptions(Settings, frozen=True, kw_only=True):
     """The settings of one queue that all batch schedulers share; times in seconds.
 
     Attributes
@@ -60,7 +59,7 @@ class BatchOptions(BaseModel):
     shortest_s
         Minimum walltime of a block.
     longest_s
-        Walltime of blocks where nothing is planned; default: 300 in backfill mode, where a job
+        Walltime of blocks where nothing is planned; None: 300 in backfill mode, where a job
         waits so long if this process cannot give nodes back, and 3600 in preemptible mode.
     least_nodes, most_nodes
         Minimum and maximum number of nodes of a block, in addition to the queue's limits.
@@ -107,36 +106,46 @@ class BatchOptions(BaseModel):
         submitting process.
     """
 
-    model_config = ConfigDict(extra='forbid', frozen=True)
-
-    mode: Mode = Mode.BACKFILL
+    mode: Literal['backfill', 'preemptible'] = 'backfill'
     account: Word | None = None
-    gpus_per_node: int = Field(0, ge=0)
+    gpus_per_node: Count = 0
     requeue: bool = False
     worker_init: str = ''
-    shrink: float = Field(0.5, gt=0, le=1)
-    shortest_s: float = Field(60.0, ge=1, allow_inf_nan=False)
-    least_nodes: int = Field(1, ge=1)
-    most_nodes: int | None = Field(None, ge=1)
-    longest_s: float = Field(default_factory=_longest_s, ge=60, allow_inf_nan=False)
+    shrink: Annotated[float, Meta(gt=0, le=1, description='a number above 0, at most 1')] = 0.5
+    shortest_s: Annotated[
+        float, Meta(ge=1, le=MAX, description='a number of seconds, 1 or more')
+    ] = 60.0
+    least_nodes: AtLeast1 = 1
+    most_nodes: AtLeast1 | None = None
+    longest_s: Minute | None = None
     margin_s: Seconds = 15.0
     ending_s: Seconds = 10.0
     start_s: Seconds = 30.0
     withdraw_s: Seconds = 120.0
-    max_waiting: int = Field(4, ge=1)
+    max_waiting: AtLeast1 = 4
     submit_every_s: Seconds = 2.0
-    poll_s: float = Field(10.0, gt=0, allow_inf_nan=False)
-    waiting_poll_s: float = Field(3.0, gt=0, allow_inf_nan=False)
-    longest_backoff_s: float = Field(300.0, gt=0, allow_inf_nan=False)
-    command_s: float = Field(10.0, gt=0, allow_inf_nan=False)
+    poll_s: PositiveSeconds = 10.0
+    waiting_poll_s: PositiveSeconds = 3.0
+    longest_backoff_s: PositiveSeconds = 300.0
+    command_s: PositiveSeconds = 10.0
     unreachable_s: Seconds = 60.0
     pin_nodes: bool = False
     spans_blocks: bool = True
     exempt_s: Seconds = 0.0
-    price: float = Field(1.0, ge=0, allow_inf_nan=False)
+    price: NotNegative = 1.0
     least_charge_s: Seconds = 0.0
-    least_charge_price: float = Field(0.0, ge=0, allow_inf_nan=False)
+    least_charge_price: NotNegative = 0.0
     interface: Word | None = None
+
+    @property
+    def preemptible(self) -> bool:
+        """Whether the scheduler may preempt blocks."""
+        return self.mode == 'preemptible'
+
+    @property
+    def unplanned_s(self) -> float:
+        """Walltime of blocks where nothing is planned."""
+        return self.longest_s or (3600.0 if self.preemptible else 300.0)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -155,30 +164,6 @@ class BatchOptions(BaseModel):
 
 
 Kind = TypeVar('Kind', bound=BatchOptions)
-
-
-def options_from(kind: type[Kind], where: str, values: dict[str, object]) -> Kind:
-    """Checked options.
-
-    Raises
-    ------
-    BadInput
-        With ``where`` and every setting that cannot be used, in one sentence.
-    """
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        known = ', '.join(sorted(kind.model_fields))
-        wrong = '; '.join(
-            f'{".".join(map(str, e["loc"]))}: '
-            + (
-                f'there is no such setting (there are {known})'
-                if e['type'] == 'extra_forbidden'
-                else f'{e["msg"]}' + ('' if e['type'] == 'missing' else f', and not {e["input"]!r}')
-            )
-            for e in error.errors()
-        )
-        raise BadInput(f'{where}: {wrong}.') from None
 
 
 def read_table(path: str | Path) -> dict[str, object]:
@@ -215,4 +200,4 @@ def given_options(
             f'{site} was given options and the settings {", ".join(settings)}; give one '
             'or the other.'
         )
-    return options_from(kind, site, settings) if options is None else options
+    return read_settings(kind, site, settings) if options is None else options

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from parsl.jobs.states import JobStatus
 
+from parsl_freetrain.core.model.checked_settings import given
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
 from parsl_freetrain.core.model.types import BlockRequest, Hole
@@ -21,7 +22,7 @@ from parsl_freetrain.sites.batch.checks import check_classes, within
 from parsl_freetrain.sites.batch.demand import shortest_behind_s
 from parsl_freetrain.sites.batch.earlier_jobs import block_from, found_from
 from parsl_freetrain.sites.batch.node_windows import OnTheWay, holes, windows
-from parsl_freetrain.sites.batch.options import BatchOptions, Mode, given_options
+from parsl_freetrain.sites.batch.options import BatchOptions, given_options
 from parsl_freetrain.sites.batch.queue_watch import QueueSnapshot
 from parsl_freetrain.sites.batch.records import BatchJob, Partition
 from parsl_freetrain.sites.batch.scheduler import Scheduler, Shrinking
@@ -89,10 +90,7 @@ class BatchSite(ABC):
         """What asks, submits and cancels, made from ``self.options``."""
 
     def __repr__(self) -> str:
-        said = ', '.join(
-            f'{name}={getattr(self.options, name)!r}'
-            for name in sorted(self.options.model_fields_set)
-        )
+        said = ', '.join(f'{name}={value!r}' for name, value in given(self.options).items())
         return f'{type(self).__name__}({said}, run={self.run!r})'
 
     @property
@@ -210,12 +208,12 @@ class BatchSite(ABC):
         )
         limit_s = math.inf if partition.longest_s is None else partition.longest_s
         behind_s = max(self.options.shortest_s, shortest_behind_s(snapshot.jobs, ours))
-        planned_s = limit_s if self.options.mode is Mode.PREEMPTIBLE else min(limit_s, behind_s)
+        planned_s = limit_s if self.options.preemptible else min(limit_s, behind_s)
         return tuple(
             replace(
                 hole,
                 charge=self.options.charge,
-                longest_s=min(limit_s, self.options.longest_s)
+                longest_s=min(limit_s, self.options.unplanned_s)
                 if hole.until_s is None
                 else planned_s,
                 exempt_s=self.options.exempt_s,

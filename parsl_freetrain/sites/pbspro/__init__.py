@@ -4,8 +4,7 @@ fit them.
 
 from __future__ import annotations
 
-from parsl_freetrain.sites.batch.options import Mode
 from parsl_freetrain.sites.pbspro.options import PALS, PbsOptions
 from parsl_freetrain.sites.pbspro.site import SITE_TYPE, PbsSite
 
-__all__ = ['PALS', 'SITE_TYPE', 'Mode', 'PbsOptions', 'PbsSite']
+__all__ = ['PALS', 'SITE_TYPE', 'PbsOptions', 'PbsSite']

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from msgspec import Meta, field
 
-from parsl_freetrain.sites.batch.options import BatchOptions, ClassName, Line, Option, Seconds, Word
+from parsl_freetrain.core.model.checked_values import AtLeast1, Seconds
+from parsl_freetrain.core.model.errors import refuse
+from parsl_freetrain.sites.batch.options import BatchOptions, ClassName, Line, Option, Word
 
 # Users may lower the priority of their jobs down to this (man qsub, -p).
 LOWEST = -1024
@@ -14,11 +16,19 @@ LOWEST = -1024
 PALS = ('mpiexec', '-n', '{nodes}', '--ppn', '1', '--cpu-bind', 'none')
 """HPE's launcher, for ``launch``; it starts processes on any HPE Cray machine with PBS."""
 
-Resource = Annotated[str, Field(pattern=r'^[A-Za-z_][\w.-]*$')]
-Value = Annotated[str, Field(pattern=r'^[^\s:+=,\x00-\x1f]+$')]
+Resource = Annotated[
+    str, Meta(pattern=r'^[A-Za-z_][\w.-]*\Z', description='the name of a resource of PBS')
+]
+Value = Annotated[
+    str,
+    Meta(
+        pattern=r'^[^\s:+=,\x00-\x1f]+\Z',
+        description='a value of a resource, without spaces and without : + = or ,',
+    ),
+]
 
 
-class PbsOptions(BatchOptions):
+class PbsOptions(BatchOptions, frozen=True, kw_only=True):
     """One queue of a machine with PBS Pro or OpenPBS; see also BatchOptions.
 
     Attributes
@@ -57,24 +67,23 @@ class PbsOptions(BatchOptions):
     """
 
     queue: Word
-    node_resources: dict[Resource, Value] = Field(default_factory=dict)
-    node_classes: dict[ClassName, dict[Resource, Value]] = Field(default_factory=dict)
-    ncpus: int | None = Field(None, ge=1)
+    node_resources: dict[Resource, Value] = field(default_factory=dict)
+    node_classes: dict[ClassName, dict[Resource, Value]] = field(default_factory=dict)
+    ncpus: AtLeast1 | None = None
     place: Word = 'scatter:excl'
     filesystems: tuple[Value, ...] = ()
-    priority: int | None = Field(LOWEST, ge=LOWEST, le=1023)
+    priority: Annotated[int, Meta(ge=LOWEST, le=1023)] | None = LOWEST
     withdraw_s: Seconds = 30.0
     grace_s: Seconds = 10.0
     launch: tuple[Line, ...] = ()
     shrink_blocks: bool = False
     pbs_options: tuple[Option, ...] = ()
 
-    @field_validator('pin_nodes')
-    @classmethod
-    def _by_number(cls, value: bool) -> bool:
-        if value:
-            raise ValueError('blocks on PBS ask for a number of nodes, and not for names')
-        return value
+    def __post_init__(self) -> None:
+        if self.pin_nodes:
+            refuse(
+                'pin_nodes', True, 'False: blocks on PBS ask for a number of nodes, not for names'
+            )
 
     @property
     def classes(self) -> tuple[str, ...]:

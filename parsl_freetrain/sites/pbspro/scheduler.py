@@ -8,7 +8,6 @@ from pathlib import Path
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.batch.block_shape import BlockShape, Place
 from parsl_freetrain.sites.batch.node_windows import Wanted
-from parsl_freetrain.sites.batch.options import Mode
 from parsl_freetrain.sites.batch.records import (
     BatchJob,
     JobState,
@@ -144,7 +143,7 @@ class Pbs:
 
     def _ended(self, job: BatchJob) -> JobState:
         deleted = job.state is JobState.CANCELLED and job.restarts > 0
-        preempted = deleted and self._options.mode is Mode.PREEMPTIBLE
+        preempted = deleted and self._options.preemptible
         return JobState.PREEMPTED if preempted else job.state
 
     def needs_s(self, shape: BlockShape) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.batch.block_shape import BlockShape, Place
-from parsl_freetrain.sites.batch.options import Mode
 from parsl_freetrain.sites.batch.shell import batch_script, run_with_launcher, until_deadline
 from parsl_freetrain.sites.pbspro.options import PbsOptions
 from parsl_freetrain.sites.pbspro.task_manager import task_manager
@@ -68,7 +67,7 @@ def _directives(options: PbsOptions, shape: BlockShape, place: Place) -> list[st
     if options.priority is not None:
         said.append(f'-p {options.priority}')
     # Where preemption means to requeue, a job that must not be requeued cannot be preempted.
-    again = options.requeue or options.mode is Mode.PREEMPTIBLE
+    again = options.requeue or options.preemptible
     return [*said, '-r y' if again else '-r n', *options.pbs_options]
 
 

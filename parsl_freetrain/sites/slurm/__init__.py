@@ -4,8 +4,7 @@ the blocks.
 
 from __future__ import annotations
 
-from parsl_freetrain.sites.batch.options import Mode
 from parsl_freetrain.sites.slurm.options import SlurmOptions
 from parsl_freetrain.sites.slurm.site import SITE_TYPE, SlurmSite
 
-__all__ = ['SITE_TYPE', 'Mode', 'SlurmOptions', 'SlurmSite']
+__all__ = ['SITE_TYPE', 'SlurmOptions', 'SlurmSite']

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from enum import StrEnum
-from typing import Self
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from msgspec import Meta, field
 
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.batch.options import BatchOptions, ClassName, Option, Word
 
 # --nice as low as Slurm accepts.
 LOWEST = 2_147_483_645
 
 
-class Form(StrEnum):
-    """The form of Slurm's answers.
+Features = Annotated[
+    str,
+    Meta(
+        pattern=r'^[\w.:+-]+([&|][\w.:+-]+)*\Z',
+        description='feature names joined by & or |, without brackets or counts',
+    ),
+]
+Form = Literal['auto', 'text', 'json']
 
-    AUTO is JSON if the documents of this version have all that is needed, and text otherwise.
-    """
 
-    AUTO = 'auto'
-    TEXT = 'text'
-    JSON = 'json'
-
-
-class SlurmOptions(BatchOptions):
+class SlurmOptions(BatchOptions, frozen=True, kw_only=True):
     """One partition of a machine with Slurm; see also BatchOptions.
 
     Attributes
@@ -57,46 +56,30 @@ class SlurmOptions(BatchOptions):
         of being given back as a whole. Slurm kills what runs there: only for clusters that track
         processes by control groups (``ProctrackType=proctrack/cgroup``).
     form
-        The form of Slurm's answers: 'auto', 'text' or 'json'.
+        The form of Slurm's answers: 'text', 'json', or 'auto': JSON if the documents of this
+        version have all that is needed, and text otherwise.
     """
 
     partition: Word
     qos: Word | None = None
-    constraint: Word | None = None
-    nice: int | None = Field(LOWEST, ge=0, le=LOWEST)
+    constraint: Features | None = None
+    nice: Annotated[int, Meta(ge=0, le=LOWEST)] | None = LOWEST
     exclusive: bool = True
     memory: Word | None = '0'
     signal: Word | None = None
     sbatch_options: tuple[Option, ...] = ()
     srun_options: tuple[Option, ...] = ()
-    node_classes: dict[ClassName, Word] = Field(default_factory=dict)
+    node_classes: dict[ClassName, Features] = field(default_factory=dict)
     shrink_blocks: bool = False
-    form: Form = Form.AUTO
+    form: Form = 'auto'
 
-    @field_validator('constraint')
-    @classmethod
-    def _simple(cls, value: str | None) -> str | None:
-        if value is not None:
-            _check_features(value)
-        return value
-
-    @field_validator('node_classes')
-    @classmethod
-    def _features_or_gpus(cls, value: dict[str, str]) -> dict[str, str]:
-        for wanted in value.values():
-            if not _GPUS.fullmatch(wanted):
-                _check_features(wanted)
-        return value
-
-    @model_validator(mode='after')
-    def _gpus_of_classes(self) -> Self:
+    def __post_init__(self) -> None:
         for name, wanted in self.node_classes.items():
             if _GPUS.fullmatch(wanted) and not self.gpus_per_node:
-                raise ValueError(
+                raise BadInput(
                     f'the node class {name!r} is a type of GPU ({wanted}), and gpus_per_node is 0; '
-                    'it must be at least 1'
+                    'it must be at least 1.'
                 )
-        return self
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -137,11 +120,6 @@ class SlurmOptions(BatchOptions):
 
 
 _GPUS = re.compile(r'gpu:[\w.-]+')
-
-
-def _check_features(value: str) -> None:
-    if not re.fullmatch(r'[\w.:+-]+([&|][\w.:+-]+)*', value):
-        raise ValueError('it must be feature names joined by & or |, without brackets or counts')
 
 
 def _choices(constraint: str) -> tuple[frozenset[str], ...]:

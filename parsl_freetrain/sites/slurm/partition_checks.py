@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.sites.batch.options import Mode
 from parsl_freetrain.sites.batch.records import Partition
 from parsl_freetrain.sites.slurm.options import SlurmOptions
 
@@ -46,15 +45,16 @@ def partition_for(options: SlurmOptions, partitions: Mapping[str, Partition]) ->
             'least one minute.'
         )
     if (
-        options.longest_s > (partition.longest_s or options.longest_s)
-        and 'longest_s' in options.model_fields_set
+        options.longest_s is not None
+        and partition.longest_s is not None
+        and options.longest_s > partition.longest_s
     ):
         raise BadInput(
             f'{where} has a time limit of {partition.longest_s:g} s, and longest_s is '
             f'{options.longest_s:g}; '
             f'it must not be more.'
         )
-    if options.mode is Mode.PREEMPTIBLE and partition.preempt_mode == 'OFF' and options.qos is None:
+    if options.preemptible and partition.preempt_mode == 'OFF' and options.qos is None:
         raise BadInput(
             f'{where} is not preemptible (its PreemptMode is OFF), and mode is '
             "'preemptible'; name a partition or a QOS "

@@ -61,7 +61,7 @@ class Slurm:
         self._options = options
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
         self.client = Commands('Slurm', options.command_s, {**kept, **_ENVIRONMENT}, _MEDDLING)
-        self._form: Form | None = None
+        self._form: Form = self._options.form
         self._user = own_name()
         self._exits: dict[str, int] = {}  # of failed jobs, as of wait
         self._tiers: dict[str, int] = {}  # of partitions
@@ -127,28 +127,26 @@ class Slurm:
         return tuple(replace(n, node_class=self._options.class_of(n.features)) for n in found)
 
     def _in_form(self, as_document: Callable[[], T], as_text: Callable[[], T]) -> T:
-        if self._form is None:
-            self._form = (
-                self._options.form if self._options.form is not Form.AUTO else self._best_form()
-            )
-        if self._form is Form.JSON:
+        if self._form == 'auto':
+            self._form = self._best_form()
+        if self._form == 'json':
             try:
                 return as_document()
             except (
                 NotUnderstood,
                 SchedulerSilent,
             ) as error:  # Slurm may have been built without JSON, too
-                if self._options.form is Form.JSON:
+                if self._options.form == 'json':
                     raise
                 answer = as_text()
                 logger.warning('Asking Slurm for text from now on: %s', error)
-                self._form = Form.TEXT
+                self._form = 'text'
                 return answer
         return as_text()
 
     def _best_form(self) -> Form:
         version = answers_text.parse_version(self.client.ask(answers_text.VERSION))
-        return Form.JSON if version >= answers_json.FIRST_COMPLETE else Form.TEXT
+        return 'json' if version >= answers_json.FIRST_COMPLETE else 'text'
 
     def reservations(self) -> tuple[NodeReservation, ...]:
         """All of them."""

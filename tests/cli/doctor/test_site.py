@@ -147,7 +147,7 @@ def test_what_nodes_see(
 ) -> None:
     file = tmp_path / 'site.toml'
     file.write_text('partition = "gpu"\ngpus_per_node = 4\ninterface = "hsn9"\n')
-    options = SlurmOptions.model_validate({'partition': 'gpu', 'gpus_per_node': 4})
+    options = SlurmOptions(partition='gpu', gpus_per_node=4)
     found = of_nodes(SiteFile(file), options, seen, reached, asked)
     said = [one.says for one in found if one.state == 'bad']
     assert len(said) == bool(bad)

@@ -179,6 +179,6 @@ def test_the_script_of_theta_is_the_golden_one() -> None:
 @pytest.mark.parametrize('path', ['/a b', "/it's", '/a\\b'])
 def test_paths_that_directives_cannot_hold_are_refused(path: str) -> None:
     with pytest.raises(BadInput, match='another name'):
-        Cobalt(CobaltOptions.model_validate({'queue': 'q'})).render(
+        Cobalt(CobaltOptions(queue='q')).render(
             BlockShape(1, 60, 60), Place('n', path, '/e'), 'true'
         )

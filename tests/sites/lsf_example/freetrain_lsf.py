@@ -53,7 +53,7 @@ HOSTS = ('bhosts', '-json', '-o', 'host_name status njobs')
 QUEUES = ('bqueues', '-json', '-o', 'queue_name status')
 
 
-class LsfOptions(BatchOptions):
+class LsfOptions(BatchOptions, frozen=True, kw_only=True):
     """One queue of a machine with LSF, whose hosts have one slot for each block.
 
     Attributes

@@ -487,7 +487,7 @@ def test_the_priority_of_its_queue_comes_before_that_of_a_job(
     Path(f'{qstat}.queues').write_text(json.dumps({'Queue': queues}))
     Path(f'{qstat}.jobs').write_text(json.dumps({'Jobs': waiting}))
     monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
-    pbs = Pbs(PbsOptions.model_validate({'queue': 'large'}))
+    pbs = Pbs(PbsOptions(queue='large'))
     pbs.queue()
     in_order = sorted(pbs.jobs(), key=lambda job: -job.priority)
     assert [job.job_id for job in in_order] == list('3421')

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from parsl_freetrain.core.model.checked_settings import read_settings
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.batch.block_shape import BlockShape, Place, shape_for
 from parsl_freetrain.sites.pbspro import PbsOptions
@@ -19,7 +20,7 @@ PLACE = Place('freetrain.r1.block-0', '/eagle/me/block-0.out', '/eagle/me/block-
 
 
 def options(**settings: object) -> PbsOptions:
-    return PbsOptions.model_validate({'queue': 'batch', **settings})
+    return read_settings(PbsOptions, 'PBS', {'queue': 'batch', **settings})
 
 
 def test_walltimes_are_in_seconds_and_fit_the_hole() -> None:

@@ -168,7 +168,7 @@ def test_nobody_else_sees_the_format_and_it_is_another_each_time(
     squeue.chmod(0o755)
     monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv('SQUEUE_FORMAT', '%i')
-    slurm = Slurm(SlurmOptions.model_validate({'partition': 'batch', 'form': 'text'}))
+    slurm = Slurm(SlurmOptions(partition='batch', form='text'))
     for _ in range(2):
         assert [(job.job_id, job.state) for job in slurm.jobs()] == [('7', JobState.RUNNING)]
     first, second = Path(f'{squeue}.asked').read_text().splitlines()

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slurm
 
 
 def jobs() -> dict[str, BatchJob]:
-    slurm = Slurm(SlurmOptions.model_validate({'partition': 'batch', 'form': 'text'}))
+    slurm = Slurm(SlurmOptions(partition='batch', form='text'))
     return {job.job_id: job for job in slurm.jobs()}
 
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parsl_freetrain.core.model.checked_settings import read_settings
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.sites.batch.block_shape import (
@@ -26,7 +27,7 @@ from parsl_freetrain.sites.batch.block_shape import (
 from parsl_freetrain.sites.batch.records import Partition
 from parsl_freetrain.sites.named import site_in_table
 from parsl_freetrain.sites.provider import BackfillProvider
-from parsl_freetrain.sites.slurm import Mode, SlurmOptions, SlurmSite
+from parsl_freetrain.sites.slurm import SlurmOptions, SlurmSite
 from parsl_freetrain.sites.slurm.script import render
 from tests.support.waiting import LIMIT_S
 
@@ -37,7 +38,7 @@ PLACE = Place('freetrain.r1.block-0', '/scratch/me/block-0.out', '/scratch/me/bl
 
 
 def options(**settings: object) -> SlurmOptions:
-    return SlurmOptions.model_validate({'partition': 'batch', **settings})
+    return read_settings(SlurmOptions, 'Slurm', {'partition': 'batch', **settings})
 
 
 def site_of(name: str) -> SlurmSite:
@@ -82,9 +83,9 @@ def test_the_script_of_a_site_config_is_the_golden_one() -> None:
         (60.0, {}, BlockShape(2, 60, 60, 1_800_000_060)),
         (149.9, {'shrink': 1.0}, BlockShape(2, 60, 60, 1_800_000_149)),
         (None, {}, BlockShape(2, 300, 120)),
-        (None, {'mode': Mode.PREEMPTIBLE}, BlockShape(2, 3600, 1800)),
+        (None, {'mode': 'preemptible'}, BlockShape(2, 3600, 1800)),
         (None, {'longest_s': 119.0}, BlockShape(2, 60, 60)),
-        (1000.0, {'mode': Mode.PREEMPTIBLE}, BlockShape(2, 960, 480)),
+        (1000.0, {'mode': 'preemptible'}, BlockShape(2, 960, 480)),
         (90000.0, {}, BlockShape(2, 36000, 18000, 1_800_090_000)),
     ],
 )
@@ -158,11 +159,11 @@ def test_jobs_are_known_by_their_run() -> None:
     ('text', 'sentence'),
     [
         ('partition = "batch"\nnise = 4', 'nise: there is no such setting'),
-        ('nice = 4', 'partition: Field required'),
-        ('partition = "a b"', "partition: .*'a b'"),
-        ('partition = "batch"\nlongest_s = 30', 'longest_s: .*60'),
+        ('nice = 4', 'partition is missing'),
+        ('partition = "a b"', "partition is 'a b'; it must be a text without spaces"),
+        ('partition = "batch"\nlongest_s = 30', 'longest_s is 30; it must be .* 60 or more'),
         ('partition = "batch"\nconstraint = "[a*2]"', 'without brackets'),
-        ('partition = "batch"\nsbatch_options = ["licenses=x"]', 'is not an option'),
+        ('partition = "batch"\nsbatch_options = ["licenses=x"]', 'must be an option'),
         ('partition = "batch"\nmode = "greedy"', 'backfill'),
         ('partition = ', 'is not TOML'),
     ],
