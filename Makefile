@@ -7,6 +7,8 @@ BENCH_ARGS ?=
 CHAOS_ARGS ?=
 VERSUS_ARGS ?=
 KILLS_ARGS ?=
+DEVICE ?=
+GPU_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,7 +36,7 @@ help:
 	@echo 'make versus  other systems and this one under the same kills, in turns (options: VERSUS_ARGS; 20 minutes)'
 	@echo 'make decisions  the published optimiser and this one on recorded problems, where its code is at hand'
 	@echo 'make evidence  replay every row of docs/evidence/replay.md again, where the public records are at hand'
-	@echo 'make gpu     on a node with accelerators: what needs them, and a table for docs/evidence/measurements.md'
+	@echo 'make gpu     on a node with accelerators: what needs them, and a table in demo-out/gpu.md (DEVICE=cpu: on any computer; options: GPU_ARGS)'
 	@echo 'make clean   remove what these made, .venv included'
 
 venv: $(INSTALLED)
@@ -108,7 +110,7 @@ evidence: $(INSTALLED)
 	$(BIN)/python -m tests.replay.evidence demo-out
 
 gpu: $(INSTALLED)
-	$(BIN)/python -m pytest -s -rs tests/gpu $(TEST_ARGS)
+	$(BIN)/python -m tests.gpu.run --device $(or $(DEVICE),accelerator) $(GPU_ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-versus $(LOWEST) docs/_build demo-out runinfo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
