@@ -17,7 +17,7 @@ from parsl_freetrain.core.model.errors import BadInput
 if TYPE_CHECKING:
     import pandas as pd
 
-    from parsl_freetrain.replay.request import ReplayRequest
+    from parsl_freetrain.replay.study import Study
 
 SHOWN = [
     'efficiency',
@@ -217,10 +217,10 @@ def replay(
         raise BadInput('--run is for a run of a ledger: give --ledger, too, or leave --run out.')
     if learn_habits is not None:
         from parsl_freetrain.replay.habits import write_habits
-        from parsl_freetrain.replay.request import TraceRequest
+        from parsl_freetrain.replay.study import Study
 
         del given['learn_habits']
-        write_habits(TraceRequest.alone(given, '--learn-habits').trace(), learn_habits)
+        write_habits(Study.of_trace(given, '--learn-habits').trace(), learn_habits)
         return
     if trainers is None:
         raise BadInput('Give --trainers with a trace, or --ledger with the ledger of a live run.')
@@ -244,7 +244,7 @@ def replay(
 def _recorded(given: dict[str, Any], ledger: Path, run: str | None, as_json: bool) -> None:
     from parsl_freetrain.ledger.reader import Reader
     from parsl_freetrain.replay.recorded_run import changed, replay_run
-    from parsl_freetrain.replay.request import option
+    from parsl_freetrain.replay.study import option
 
     for name in given:
         if name not in OF_A_LEDGER:
@@ -279,7 +279,7 @@ def _make(folder: Path) -> None:
         ) from None
 
 
-def _one(request: ReplayRequest, out: Path | None, pictures: Path | None, as_json: bool) -> None:
+def _one(request: Study, out: Path | None, pictures: Path | None, as_json: bool) -> None:
     from parsl_freetrain.replay.scenario import replay
 
     result = replay(request.scenario())
@@ -299,7 +299,7 @@ def _one(request: ReplayRequest, out: Path | None, pictures: Path | None, as_jso
 
 
 def _many(
-    asked: list[ReplayRequest],
+    asked: list[Study],
     swept: list[str],
     out: Path | None,
     pictures: Path | None,
@@ -328,7 +328,7 @@ def _many(
         draw(table, columns, pictures)
 
 
-def _with_a_bar(asked: list[ReplayRequest], swept: list[str], jobs: int) -> pd.DataFrame:
+def _with_a_bar(asked: list[Study], swept: list[str], jobs: int) -> pd.DataFrame:
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
-from msgspec import structs
+from msgspec import field, structs
 
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.model.checked_settings import Settings
+from parsl_freetrain.core.model.checked_values import NotNegative, PositiveSeconds, Seconds
 from parsl_freetrain.core.model.errors import BadInput, DecisionFailed
 from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.replay.accounting import RecordedJob
@@ -23,8 +25,7 @@ from parsl_freetrain.replay.virtual_clock import run
 from parsl_freetrain.solver import allocator_named
 
 
-@dataclass(frozen=True)
-class Scenario:
+class Scenario(Settings, frozen=True):
     """All inputs of a replay.
 
     Attributes
@@ -62,26 +63,15 @@ class Scenario:
     trainers: tuple[ReplayTrainer, ...]
     settings: ControllerSettings = field(default_factory=ControllerSettings)
     solver: str = 'auto'
-    time_limit_s: float = 10.0
+    time_limit_s: PositiveSeconds = 10.0
     known_ends: bool = False
-    rescale_cost: float = 1.0
-    rescale_up_s: float | None = None
-    rescale_down_s: float | None = None
+    rescale_cost: NotNegative = 1.0
+    rescale_up_s: Seconds | None = None
+    rescale_down_s: Seconds | None = None
     by_file: bool = True
     learning: CurveLearning | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rescale_cost < np.inf:
-            raise BadInput(
-                f'The rescale costs are multiplied by {self.rescale_cost:g}; that must '
-                'be a number, 0 or more.'
-            )
-        for what, seconds in (('up', self.rescale_up_s), ('down', self.rescale_down_s)):
-            if seconds is not None and not 0 <= seconds < np.inf:
-                raise BadInput(
-                    f'A rescale {what} costs {seconds:g} s; it must be a number of '
-                    'seconds, 0 or more.'
-                )
         if self.learning is not None and self.by_file:
             raise BadInput(
                 "With learned curves decisions do not know the objective of the trainers' file; "
@@ -145,7 +135,7 @@ def replay(scenario: Scenario) -> ReplayResult:
     work = compare_work(scenario.trainers, outcome, constant) if compared == 'samples' else None
     oracle = None
     if scenario.learning is not None:
-        told = _run(replace(scenario, learning=None), trace, scenario.known_ends)
+        told = _run(structs.replace(scenario, learning=None), trace, scenario.known_ends)
         oracle = Oracle(told.samples, *(_work(scenario.trainers, of) for of in (told, outcome)))
     bound = None
     costed = [scenario.costed(t.trainer) for t in scenario.trainers]

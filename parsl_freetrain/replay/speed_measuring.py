@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
 
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.checked_settings import Settings
+from parsl_freetrain.core.model.checked_values import Count, PositiveSeconds, Share
 from parsl_freetrain.replay.accounting import RecordedJob
 
 
-@dataclass(frozen=True)
-class CurveLearning:
+class CurveLearning(Settings, frozen=True, kw_only=True):
     """How curves are learned that the controller is not told.
 
     Attributes
@@ -34,22 +33,9 @@ class CurveLearning:
         If a number is out of range.
     """
 
-    noise: float = 0.0
-    measure_s: float = 10.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.noise <= 1:
-            raise BadInput(
-                f'The noise is {self.noise:g}; it must be from 0 to 1, such as 0.1 for 10 %.'
-            )
-        if not 0 < self.measure_s < math.inf:
-            raise BadInput(
-                f'Speeds are measured after {self.measure_s:g} s; it must be a number of seconds '
-                'above 0.'
-            )
-        if self.seed < 0:
-            raise BadInput(f'The seed is {self.seed}; it must be a whole number, 0 or more.')
+    noise: Share = 0.0
+    measure_s: PositiveSeconds = 10.0
+    seed: Count = 0
 
 
 class Measuring:

@@ -11,11 +11,11 @@ from joblib import Parallel, delayed
 from joblib.externals.loky import get_reusable_executor
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.replay.request import ReplayRequest, field_named, option
 from parsl_freetrain.replay.result import ReplayResult
 from parsl_freetrain.replay.scenario import Scenario, replay
+from parsl_freetrain.replay.study import Study, field_named, option
 from parsl_freetrain.replay.trace import Trace
-from parsl_freetrain.replay.trainers import ReplayTrainer, read_trainers
+from parsl_freetrain.replay.trainers import ReplayTrainer
 
 FORMATS = ('.csv', '.parquet')
 MOST_CASES = 10_000
@@ -41,9 +41,7 @@ def axes(texts: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def requests(
-    options: Mapping[str, object], swept: Mapping[str, Sequence[str]]
-) -> list[ReplayRequest]:
+def requests(options: Mapping[str, object], swept: Mapping[str, Sequence[object]]) -> list[Study]:
     """One request for every combination of the swept values; raises BadInput."""
     combinations = [
         dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())
@@ -52,27 +50,27 @@ def requests(
         raise BadInput(
             f'These sweeps ask for {len(combinations)} replays; {MOST_CASES} are the most at once.'
         )
-    return [ReplayRequest.of({**options, **combination}) for combination in combinations]
+    return [Study.of({**options, **combination}) for combination in combinations]
 
 
-def scenarios(asked: Sequence[ReplayRequest]) -> list[Scenario]:
+def scenarios(asked: Sequence[Study]) -> list[Scenario]:
     """The scenarios of the requests; a trace or file of trainers that several requests share is
     read once. Raises BadInput.
     """
     traces: dict[tuple[object, ...], Trace] = {}
-    trainers: dict[Path, tuple[ReplayTrainer, ...]] = {}
+    trainers: dict[Path | None, tuple[ReplayTrainer, ...]] = {}
     found = []
     for request in asked:
         if (key := request.trace_options()) not in traces:
             traces[key] = request.trace()
         if request.trainers not in trainers:
-            trainers[request.trainers] = read_trainers(request.trainers)
+            trainers[request.trainers] = request.read_trainers()
         found.append(request.scenario(traces[key], trainers[request.trainers]))
     return found
 
 
 def sweep(
-    asked: Sequence[ReplayRequest],
+    asked: Sequence[Study],
     swept: Sequence[str],
     *,
     jobs: int = 1,
@@ -122,7 +120,7 @@ def sweep(
     return pd.DataFrame(rows)
 
 
-def values(request: ReplayRequest, scenario: Scenario, swept: Sequence[str]) -> dict[str, object]:
+def values(request: Study, scenario: Scenario, swept: Sequence[str]) -> dict[str, object]:
     """The columns that identify a row of the table. ``max_trainers`` "all" becomes the number of
     trainers.
     """

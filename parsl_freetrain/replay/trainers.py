@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import gzip
-import math
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from parsl_freetrain.core.allocation.objectives import Metric
 from parsl_freetrain.core.controller.throughput_profile import Profile
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.checked_settings import Settings, read_settings
+from parsl_freetrain.core.model.checked_values import Name, Number
+from parsl_freetrain.core.model.errors import BadInput, refuse
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 
 _GZIP_MAGIC = b'\x1f\x8b'
@@ -54,27 +53,19 @@ def objectives_of(trainers: Iterable[ReplayTrainer]) -> Metric:
     return lambda candidate: stated[candidate.name] or candidate.curve
 
 
-_Points = Annotated[list[float], Field(min_length=1)]
-
-
-class _Row(BaseModel):
-    model_config = ConfigDict(extra='forbid', allow_inf_nan=False)
-
-    name: Annotated[str, Field(min_length=1)]
-    submit_s: float = 0.0
+class _Row(Settings, frozen=True, kw_only=True):
+    name: Name
+    submit_s: Number = 0.0
     min_nodes: int = 1
     max_nodes: int
     rescale_up_s: float = 0.0
     rescale_down_s: float = 0.0
     total_samples: float
-    nodes: Annotated[list[int], Field(min_length=1)]
-    samples_per_s: _Points | None = None
-    class_samples_per_s: dict[str, _Points] | None = None
-    objective: _Points | None = None
+    nodes: tuple[int, ...]
+    samples_per_s: tuple[float, ...] | None = None
+    class_samples_per_s: dict[str, tuple[float, ...]] | None = None
+    objective: tuple[float, ...] | None = None
     function: str = ''
-
-
-_ROWS = TypeAdapter(list[_Row])
 
 
 def read_trainers(path: str | Path) -> tuple[ReplayTrainer, ...]:
@@ -101,13 +92,18 @@ def read_trainers(path: str | Path) -> tuple[ReplayTrainer, ...]:
     except (OSError, EOFError, ValueError) as error:
         raise BadInput(f'{path} cannot be read ({error}); give a JSON list of trainers.') from None
     try:
-        rows = _ROWS.validate_json(data)
-    except ValidationError as error:
-        raise BadInput(_sentence(path, data, error)) from None
+        rows = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f'{path} is not JSON ({error}); give a list of trainers.') from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise BadInput(f'{path} is no list of objects; give a JSON list of trainers.')
     if not rows:
         raise BadInput(f'{path} has no trainer; give at least one.')
     trainers: dict[str, ReplayTrainer] = {}
-    for row in rows:
+    for number, raw in enumerate(rows, 1):
+        name = raw.get('name') or number
+        where = f'{path}: trainer {name!r}'
+        row = read_settings(_Row, where, raw)
         if row.name in trainers:
             raise BadInput(
                 f'{path}: two trainers are called {row.name!r}; each needs a name of its own.'
@@ -115,25 +111,24 @@ def read_trainers(path: str | Path) -> tuple[ReplayTrainer, ...]:
         try:
             trainers[row.name] = _trainer(row)
         except BadInput as error:
-            where = '' if repr(row.name) in str(error) else f'trainer {row.name!r}: '
-            raise BadInput(f'{path}: {where}{error}') from None
+            named = repr(row.name) in str(error)
+            raise BadInput(f'{path if named else where}: {error}') from None
     return tuple(trainers.values())
 
 
 def _trainer(row: _Row) -> ReplayTrainer:
-    if row.total_samples != math.floor(row.total_samples):
-        raise BadInput(f'total_samples is {row.total_samples:g}; it must be a whole number.')
+    if not row.total_samples.is_integer():
+        refuse('total_samples', row.total_samples, 'a whole number')
     if (row.samples_per_s is None) != bool(row.class_samples_per_s):
         raise BadInput('give either samples_per_s, or class_samples_per_s by node class.')
     if row.objective and row.class_samples_per_s:
         raise BadInput('objective does not go with class_samples_per_s; name one by --objective.')
-    nodes = tuple(row.nodes)
+    nodes = row.nodes
     on_class = {
-        name: ScalingCurve(nodes, tuple(rates))
-        for name, rates in (row.class_samples_per_s or {}).items()
+        name: ScalingCurve(nodes, rates) for name, rates in (row.class_samples_per_s or {}).items()
     }
-    curve = ScalingCurve(nodes, tuple(row.samples_per_s)) if row.samples_per_s else None
-    objective = ScalingCurve(nodes, tuple(row.objective)) if row.objective else curve
+    curve = ScalingCurve(nodes, row.samples_per_s) if row.samples_per_s else None
+    objective = ScalingCurve(nodes, row.objective) if row.objective else curve
     trainer = Trainer(
         row.name,
         row.min_nodes,
@@ -151,30 +146,3 @@ def _trainer(row: _Row) -> ReplayTrainer:
             f'so that it would never run; it must be above 0 at one of them.'
         )
     return ReplayTrainer(trainer, row.submit_s, objective)
-
-
-def _sentence(path: Path, data: bytes, error: ValidationError) -> str:
-    """A sentence about the first error."""
-    first = error.errors(include_url=False)[0]
-    if first['type'] == 'json_invalid':
-        return f'{path} is not JSON ({first["msg"]}); give a list of trainers.'
-    where, *field = first['loc'] or ('',)
-    if not isinstance(where, int):
-        return f'{path}: {first["msg"]}; give a JSON list of trainers.'
-    named = _name(data, where)
-    trainer = f'trainer {named!r}' if named else f'trainer {where + 1} of the list'
-    what = '.'.join(str(part) for part in field) or 'it'
-    return f'{path}: {trainer}: {what}: {first["msg"]}.'
-
-
-def _name(data: bytes, place: int) -> str:
-    """The name of an invalid trainer, if it has one."""
-    try:
-        return (
-            TypeAdapter(list[dict[str, object]])
-            .validate_json(data)[place]
-            .get('name', '')
-            .__str__()
-        )
-    except ValidationError:
-        return ''

@@ -17,8 +17,8 @@ import pytest
 
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.replay.request import ReplayRequest
 from parsl_freetrain.replay.scenario import replay
+from parsl_freetrain.replay.study import Study
 from parsl_freetrain.replay.sweep import axes, requests, row, scenarios, sweep
 from parsl_freetrain.replay.trace import Trace
 from tests.support.waiting import LIMIT_S
@@ -79,13 +79,13 @@ def test_every_combination_is_a_row_and_says_what_it_would_alone(
 
 def test_a_file_is_read_once(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[object] = []
-    whole = ReplayRequest.trace
+    whole = Study.trace
 
-    def watched(request: ReplayRequest) -> Trace:
+    def watched(request: Study) -> Trace:
         read.append(request.nodes)
         return whole(request)
 
-    monkeypatch.setattr(ReplayRequest, 'trace', watched)
+    monkeypatch.setattr(Study, 'trace', watched)
     scenarios(requests(options, axes(['nodes=1,2', 'horizon=1,2,3'])))
     assert read == [1, 2]
 
@@ -182,22 +182,22 @@ def test_several_processes_find_the_same_and_end_with_the_command(
 @pytest.mark.parametrize(
     ('more', 'sentence'),
     [
-        (['--sweep', 'luck=1,2'], "nothing called 'luck' to sweep; give one of idle, swf"),
+        (['--sweep', 'luck=1,2'], "A replay has no setting 'luck'; it has idle, swf"),
         (['--sweep', 'horizon'], "--sweep is 'horizon'; it must be a name and different values"),
         (['--sweep', 'horizon=1,,2'], 'different values'),
         (['--sweep', 'horizon=1,1'], 'different values'),
         (['--sweep', 'horizon=1', '--sweep', 'horizon=2'], '--sweep horizon is there twice'),
-        (['--sweep', 'horizon=1,soon'], '--horizon is soon; it must be a number'),
+        (['--sweep', 'horizon=1,soon'], "--horizon is 'soon'; it must be a number"),
         (['--sweep', 'horizon=60,0'], 'horizon'),
         (
             ['--sweep', 'max-trainers=1,many'],
-            '--max-trainers is many; it must be a whole number above 0, or all',
+            "--max-trainers is 'many'; it must be a whole number, at least 1 or 'all'",
         ),
-        (['--sweep', 'nodes=1,2.5'], '--nodes is 2.5; it must be a whole number'),
+        (['--sweep', 'nodes=1,2.5'], "--nodes is '2.5'; it must be a whole number"),
         (['--sweep', 'nodes=1,0'], 'The first 0 nodes'),
         (
             ['--sweep', 'solver=auto,magic'],
-            '--solver is magic; it must be auto, milp, dp or equal-share',
+            "--solver is 'magic'; it must be 'auto' or 'milp' or 'dp' or 'equal-share'",
         ),
         (['--sweep', 'known-ends=false,true'], 'Nothing is known of the ends'),
         (['--sweep', 'horizon=' + ','.join(map(str, range(1, 10002)))], 'ask for 10001 replays'),
@@ -231,4 +231,4 @@ def test_a_file_in_the_place_of_the_folder_for_pictures(
 
 def test_options_that_nobody_knows_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(BadInput, match='luck'):
-        ReplayRequest.of({**options, 'luck': 1})
+        Study.of({**options, 'luck': 1})

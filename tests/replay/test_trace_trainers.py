@@ -74,10 +74,10 @@ def test_a_trainer_with_all_it_can_have_and_one_with_what_it_must(tmp_path: Path
         ({'rescale_up_s': -1}, "Trainer 'a': rescale_up_s is -1"),
         ({'total_samples': 0.5}, "trainer 'a': total_samples is 0.5"),
         ({'total_samples': 0}, "Trainer 'a': the total to train is 0"),
-        ({'nodes': []}, "trainer 'a': nodes:"),
-        ({'max_nodes': 'many'}, "trainer 'a': max_nodes:"),
-        ({'maxnodes': 3}, "trainer 'a': maxnodes:"),
-        ({'name': ''}, 'trainer 1 of the list: name:'),
+        ({'nodes': []}, "trainer 'a': A scaling curve needs"),
+        ({'max_nodes': 'many'}, "trainer 'a': max_nodes is 'many'; it must be a whole number"),
+        ({'maxnodes': 3}, "trainer 'a': maxnodes: there is no such setting"),
+        ({'name': ''}, "trainer 1: name is ''; it must be a text that is not empty"),
     ],
 )
 def test_a_bad_trainer_gets_a_sentence_with_file_and_trainer(
