@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -52,6 +51,7 @@ from parsl_freetrain import (
 from parsl_freetrain.executor.settings import check_trainer
 from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule, read_schedule
 from parsl_freetrain.training.checkpoint.folder_claim import claim
+from tests.support.programs import run_to_end
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -580,7 +580,7 @@ def test_debugging_begins_with_the_function(tmp_path: Path) -> None:
         '    sys.exit("first line")\n'
         'train.debug()\n'
     )
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
+    ended = run_to_end([sys.executable, script], cwd=tmp_path)
     assert ended.returncode == 1 and 'first line' in ended.stderr
     assert ended.stdout.splitlines()[-1] == 'set() []'
 
@@ -772,9 +772,7 @@ def test_functions_of_a_script_and_of_a_notebook_cell(how: str, tmp_path: Path) 
             str(tmp_path),
         ]
     environment = {**os.environ, 'PYTHONPATH': os.getcwd()}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    done = run_to_end(command, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found['slope'], found['bonus']) == (3.5, 0.5)

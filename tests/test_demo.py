@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.programs import run_to_end
 from workflows.digits import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,12 +25,10 @@ def test_it_trains_in_holes_and_compares(tmp_path: Path) -> None:
     killed = ''.join(f'{start},{2 * start},a\n' for start in (15, 30, 60, 120, 240, 480, 960))
     schedule.write_text(f'start_s,end_s,node\n0,15,a\n{killed}0,1920,b\n5,1920,c\n')
     options = f'--idle {schedule} --nodes 3 --epochs {EPOCHS} --step-s 0.055'
-    done = subprocess.run(
+    done = run_to_end(
         [sys.executable, '-m', 'workflows.digits', '--out', tmp_path / 'out', *options.split()],
         cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+        timeout=None,
     )
     assert done.returncode == 0, done.stderr
     assert '\x1b' not in done.stdout  # no control characters into a pipe

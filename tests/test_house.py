@@ -17,6 +17,7 @@ import hypothesis
 import pytest
 
 from tests.support.pages import pages
+from tests.support.programs import run_to_end
 from tests.support.scheduling import LONG, PBS
 from tests.support.waiting import LIMIT_S
 
@@ -62,13 +63,7 @@ def git(*arguments: str) -> list[str]:
     if not (ROOT / '.git').exists():
         pytest.skip('needs the git repository')
     # The repository may belong to another user, in a container for instance.
-    done = subprocess.run(
-        ['git', '-c', f'safe.directory={ROOT}', *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_to_end(['git', '-c', f'safe.directory={ROOT}', *arguments], cwd=ROOT, check=True)
     return done.stdout.splitlines()
 
 
@@ -265,12 +260,8 @@ def test_make_says_which_python_it_needs(tmp_path: Path) -> None:
         'exec(sys.argv[1])" "$1"\n'
     )
     old.chmod(0o700)
-    done = subprocess.run(
-        ['make', '-C', str(ROOT), f'VENV={tmp_path / "venv"}', f'PYTHON={old}', 'venv'],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
+    done = run_to_end(
+        ['make', '-C', str(ROOT), f'VENV={tmp_path / "venv"}', f'PYTHON={old}', 'venv']
     )
     assert done.returncode != 0
     assert 'needs Python 3.11 or newer' in done.stderr

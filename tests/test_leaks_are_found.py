@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.waiting import LIMIT_S
+from tests.support.programs import run_to_end
 
 CONFTEST = Path(__file__).with_name('conftest.py')
 
@@ -57,7 +55,7 @@ def test_leaks_are_found(tmp_path: Path) -> None:
         re.sub(r'^PATIENCE_S = .*', 'PATIENCE_S = 1.0', text, flags=re.MULTILINE)
     )
     (tests / 'test_leaks.py').write_text(LEAKS)
-    done = subprocess.run(
+    done = run_to_end(
         [
             sys.executable,
             '-m',
@@ -70,11 +68,7 @@ def test_leaks_are_found(tmp_path: Path) -> None:
             str(tests),
         ],
         cwd=tmp_path,
-        env={**os.environ, 'COLUMNS': '200'},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
+        more_env={'COLUMNS': '200'},
     )
     blamed = dict(
         re.findall(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
 import sys
 from typing import Any
 
@@ -19,6 +18,7 @@ from parsl_freetrain import (
     Policy,
     Timeouts,
 )
+from tests.support.programs import run_to_end
 
 
 def test_import_is_lazy() -> None:
@@ -28,7 +28,7 @@ def test_import_is_lazy() -> None:
         'import parsl_freetrain.testing;'  # which every rank with a fault does
         'print([m for m in ("parsl", "torch") if m in sys.modules])'
     )
-    found = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+    found = run_to_end([sys.executable, '-c', code], check=True)
     assert found.stdout.split() == ['[]', '[]']
 
 

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import LIMIT_S
+from tests.support.programs import run_to_end
 
 CONFTEST = """
 from pathlib import Path
@@ -86,17 +85,13 @@ def test_after():
 
 def pytest_in(folder: Path, *options: str, **environment: str) -> str:
     """What a session with two workers says."""
-    done = subprocess.run(
+    done = run_to_end(
         [
             *(sys.executable, '-m', 'pytest', '-c', '/dev/null', '--rootdir', str(folder)),
             *('--workers', '2', '-rA', *options, str(folder)),
         ],
         cwd=folder,
-        env={**os.environ, 'COLUMNS': '200', 'PYTHONPATH': os.getcwd(), **environment},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
+        more_env={'COLUMNS': '200', 'PYTHONPATH': os.getcwd(), **environment},
     )
     return done.stdout + done.stderr
 

@@ -13,7 +13,6 @@ import os
 import platform
 import random
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,6 +33,7 @@ from parsl_freetrain.core.allocation.solvers.milp import IntegerProgram, MilpAll
 from parsl_freetrain.core.model.types import ScalingCurve
 from tests.support.allocation import recorded
 from tests.support.class_problems import class_problem
+from tests.support.programs import run_to_end
 
 MACHINE = f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}'
 POINTS = (1, 2, 4, 8, 16, 32, 64)
@@ -293,11 +293,8 @@ print(before, peak())
 def test_allocation_memory() -> None:
     print(f'\nPeak memory of one decision in a process of its own, MiB ({MACHINE})')
     for name, trainers, nodes in (('dp', 35, 1000), ('dp', 1000, 10000), ('milp', 35, 1000)):
-        done = subprocess.run(
-            [sys.executable, '-c', MEMORY, name, str(trainers), str(nodes)],
-            capture_output=True,
-            text=True,
-            check=True,
+        done = run_to_end(
+            [sys.executable, '-c', MEMORY, name, str(trainers), str(nodes)], check=True
         )
         before, after = map(float, done.stdout.split())
         print(f'  {name:5} {trainers:5} x {nodes:6}   before {before:6.0f}   peak {after:6.0f}')

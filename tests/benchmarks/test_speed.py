@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -32,6 +31,7 @@ from parsl_freetrain import (
 )
 from parsl_freetrain.ledger.reader import Reader
 from tests.benchmarks.workload import BATCH, data, network
+from tests.support.programs import run_to_end
 from tests.support.training import fit, freetrain
 
 RANKS = 2
@@ -60,7 +60,7 @@ def workload(ctx: FragmentContext) -> None:
 
 def under_torchrun(ranks: int, module: str, *args: object) -> dict[str, Any]:
     """What a module of this folder prints when it is run by torchrun."""
-    done = subprocess.run(
+    done = run_to_end(
         [
             sys.executable,
             '-m',
@@ -72,10 +72,8 @@ def under_torchrun(ranks: int, module: str, *args: object) -> dict[str, Any]:
             f'tests.benchmarks.{module}',
             *map(str, args),
         ],
-        capture_output=True,
-        text=True,
+        more_env={'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo'},
         check=True,
-        env={**os.environ, 'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo'},
     )
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer

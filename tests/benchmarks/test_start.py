@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -37,6 +36,7 @@ from parsl_freetrain.executor.fragment.standby import StandbyLauncher
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.benchmarks.workload import BATCH, data, network
+from tests.support.programs import run_to_end
 from tests.support.ranks import Ranks, order, running_fork_server
 from tests.support.training import freetrain
 
@@ -112,7 +112,7 @@ def warm_start(parent: ForkClient, folder: Path, fragment: int, ranks: int) -> l
 
 def cold_start(ranks: int, checkpoint: Path) -> list[float]:
     began = time.time()
-    done = subprocess.run(
+    done = run_to_end(
         [
             sys.executable,
             '-m',
@@ -124,10 +124,8 @@ def cold_start(ranks: int, checkpoint: Path) -> list[float]:
             'tests.benchmarks.cold_start',
             str(checkpoint),
         ],
-        capture_output=True,
-        text=True,
+        more_env={'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo'},
         check=True,
-        env={**os.environ, 'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo'},
     )
     return parts(began, json.loads(done.stdout.splitlines()[-1]))
 

@@ -18,6 +18,7 @@ import pytest
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.core.allocation.objectives import FIELDS, METRICS
 from parsl_freetrain.core.allocation.problem_document import ProblemDocument, TrainerDocument
+from tests.support.programs import run_to_end
 from tests.support.waiting import LIMIT_S
 
 PROGRAM = [sys.executable, '-m', 'parsl_freetrain.cli.main', 'allocate']
@@ -607,9 +608,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 
 def test_recorded_problems(recorded: tuple[Path, dict[str, float]]) -> None:
     path, optima = recorded
-    done = subprocess.run(
-        [*PROGRAM, str(path)], capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    done = run_to_end([*PROGRAM, str(path)])
     assert (done.returncode, done.stderr) == (0, '')
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(answers) == 313

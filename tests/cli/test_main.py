@@ -13,6 +13,7 @@ import pytest
 from parsl_freetrain import __version__
 from parsl_freetrain.cli import main as program
 from parsl_freetrain.cli.main import VERBS, main
+from tests.support.programs import run_to_end
 from tests.support.waiting import LIMIT_S
 
 HEAVY = ('torch', 'parsl', 'pandas', 'matplotlib', 'pulp', 'highspy')
@@ -24,13 +25,7 @@ def loaded_after(*arguments: str) -> set[str]:
         'import json, sys; from parsl_freetrain.cli.main import main; status = main(sys.argv[1:]); '
         'print(json.dumps([status, sorted({m.split(".")[0] for m in sys.modules})]))'
     )
-    done = subprocess.run(
-        [sys.executable, '-c', code, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=True,
-    )
+    done = run_to_end([sys.executable, '-c', code, *arguments], check=True)
     status, modules = json.loads(done.stdout.splitlines()[-1])
     assert status == 0, done.stdout
     return set(modules)

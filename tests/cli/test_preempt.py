@@ -11,18 +11,13 @@ from pathlib import Path
 
 from parsl_freetrain import Checkpoints, LocalSite, TrainingFuture, freetrain_app
 from parsl_freetrain.ledger.reader import Reader
+from tests.support.programs import run_to_end
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S
 
 
 def freetrain_preempt(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, '-m', 'parsl_freetrain.cli.main', 'preempt', *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    return run_to_end([sys.executable, '-m', 'parsl_freetrain.cli.main', 'preempt', *arguments])
 
 
 def wait_for(future: TrainingFuture, fragments: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from parsl_freetrain.cli.main import main
-from tests.support.waiting import LIMIT_S
+from tests.support.programs import run_to_end
 
 DATA = Path(__file__).resolve().parents[3] / 'shared' / 'data'
 NET = {
@@ -286,9 +285,7 @@ def test_help_needs_neither_torch_nor_parsl() -> None:
         "assert status == 0, status; assert not {'torch', 'parsl', 'pandas', 'highspy'} "
         '& set(sys.modules)'
     )
-    done = subprocess.run(
-        [sys.executable, '-c', code], capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    done = run_to_end([sys.executable, '-c', code])
     assert done.returncode == 0, done.stderr
     assert '--max-trainers' in done.stdout
 

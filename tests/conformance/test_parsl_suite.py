@@ -5,14 +5,13 @@ HighThroughputExecutor.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import xml.etree.ElementTree as Xml
 from pathlib import Path
 
 import parsl
 
-from tests.support.waiting import LIMIT_S
+from tests.support.programs import run_to_end
 
 HERE = Path(__file__).resolve().parent
 SUITE = Path(parsl.__file__).parent / 'tests'
@@ -59,15 +58,7 @@ def run_suite(config: str, folder: Path) -> dict[str, bool]:
         'FREETRAIN_CONFORMANCE_DIR': str(folder),
         'PYTHONPATH': str(HERE.parents[1]),
     }
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = run_to_end(command, cwd=folder, env=environment)
     assert report.exists(), done.stdout + done.stderr
     results: dict[str, bool] = {}
     for case in Xml.parse(report).iter('testcase'):

@@ -22,6 +22,7 @@ from parsl_freetrain.cli.live.web import Page as LivePage
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.ledger.reader import Reader
 from tests.support.browser import Browser, program
+from tests.support.programs import run_to_end
 
 SIZE = (1000, 760)
 PART = 0.5
@@ -79,12 +80,10 @@ def during(browser: Browser, demo: subprocess.Popen[bytes], folder: Path, out: P
             if trainers and all(t.total and t.samples > PART * t.total for t in trainers):
                 break
             time.sleep(0.2)
-        said = subprocess.run(
+        said = run_to_end(
             [sys.executable, '-m', 'parsl_freetrain.cli.main', 'status', '--ledger', str(ledger)],
-            capture_output=True,
-            text=True,
-            check=True,
             env={'COLUMNS': '110', 'PATH': ''},
+            check=True,
         ).stdout
         curves = LiveCurves(reader).document
         page = LivePage(Feed(view, 'checkpoints/ledger.sqlite', 1.0, curves=curves))

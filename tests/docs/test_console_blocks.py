@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import io
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import pytest
 from parsl_freetrain.cli.main import VERBS, main
 from tests.support.pages import Command, all_blocks, as_shown, commands, name_of, pages
 from tests.support.prepared import prepare
-from tests.support.waiting import LIMIT_S
+from tests.support.programs import run_to_end
 
 # Commands by their beginning, and why they are not run here.
 ELSEWHERE = {
@@ -101,9 +100,7 @@ def perform(
         said = capsys.readouterr()
         return status, said.out + said.err
     assert words[0] == 'python', words
-    done = subprocess.run(
-        [sys.executable, *words[1:]], capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    done = run_to_end([sys.executable, *words[1:]])
     return done.returncode, done.stdout + done.stderr
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,8 +9,8 @@ import pytest
 
 from parsl_freetrain.cli.main import main
 from tests.support.pages import ROOT, blocks, commands
+from tests.support.programs import run_to_end
 from tests.support.slurm import Cluster
-from tests.support.waiting import LIMIT_S
 
 pytestmark = pytest.mark.slurm
 
@@ -24,15 +22,10 @@ HERE = 'interface = "lo"\npoll_s = 0.5\nsubmit_every_s = 0\nstart_s = 3\n'
 def perform(words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """What a command says: ``freetrain run`` in a process of its own, the others in this one."""
     if words[1] == 'run':
-        done = subprocess.run(
+        done = run_to_end(
             [sys.executable, '-m', 'parsl_freetrain.cli.main', *words[1:]],
             cwd=folder,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, 'PYTHONPATH': str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
+            more_env={'PYTHONPATH': str(ROOT)},
         )
         assert done.returncode == 0, f'{words}\n{done.stdout}{done.stderr}'
         return done.stdout

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import run_to_end
 
 ROOT = Path(__file__).resolve().parents[2]
 ENDPOINT = Path(__file__).parent / 'endpoint'
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.timeout(0)
 
 
 def test_globus_compute(globus_python: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = run_to_end(
         [
             globus_python,
             '-m',
@@ -28,10 +29,7 @@ def test_globus_compute(globus_python: Path, tmp_path: Path) -> None:
             str(ENDPOINT),
         ],
         cwd=ROOT,
-        env={**os.environ, 'PATH': f'{globus_python.parent}:{os.environ["PATH"]}'},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
+        timeout=None,
+        more_env={'PATH': f'{globus_python.parent}:{os.environ["PATH"]}'},
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]

@@ -21,6 +21,7 @@ from parsl_freetrain.core.model.events import NodesJoined, StartFragment
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import DecisionSettings
 from parsl_freetrain.ledger.writer import Ledger
+from tests.support.programs import run_to_end
 from tests.support.waiting import LIMIT_S
 
 ROOT = str(Path(__file__).parents[2])
@@ -236,14 +237,7 @@ def test_another_process_reads_while_the_writer_lives(tmp_path: Path) -> None:
         'import sys; from parsl_freetrain.ledger.reader import Reader\n'
         'print([e["kind"] for e in Reader(sys.argv[1]).events()])'
     )
-    seen = subprocess.run(
-        [sys.executable, '-c', code, str(tmp_path / 'l.db')],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=True,
-    )
+    seen = run_to_end([sys.executable, '-c', code, str(tmp_path / 'l.db')], cwd=ROOT, check=True)
     assert seen.stdout == "['first']\n"
     ledger.close()
 

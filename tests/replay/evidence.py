@@ -8,12 +8,13 @@ import csv
 import gzip
 import json
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from joblib import Parallel, delayed
+
+from tests.support.programs import run_to_end
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / 'shared' / 'data'
@@ -78,16 +79,13 @@ def write_backlog(folder: Path) -> Path:
 
 def done_again(row: Row, backlog: Path) -> dict[str, object]:
     """What ``freetrain replay`` answers; RuntimeError with its words if it fails."""
-    done = subprocess.run(
+    done = run_to_end(
         [
             sys.executable,
             '-c',
             'import sys; from parsl_freetrain.cli.main import main; sys.exit(main(sys.argv[1:]))',
             *row.arguments(backlog),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
+        ]
     )
     if done.returncode:
         raise RuntimeError(f'{row}: {done.stderr}')

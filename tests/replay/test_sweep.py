@@ -5,9 +5,7 @@ before anything is replayed.
 from __future__ import annotations
 
 import json
-import os
 import stat
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from parsl_freetrain.replay.scenario import replay
 from parsl_freetrain.replay.study import Study
 from parsl_freetrain.replay.sweep import axes, requests, row, scenarios, sweep
 from parsl_freetrain.replay.trace import Trace
-from tests.support.waiting import LIMIT_S
+from tests.support.programs import run_to_end
 
 NET = {
     'name': 'net',
@@ -158,13 +156,9 @@ def test_several_processes_find_the_same_and_end_with_the_command(
         tmp_path / 'pictures',
         '--json',
     )
-    done = subprocess.run(
+    done = run_to_end(
         [sys.executable, '-m', 'parsl_freetrain.cli.main', *arguments(options, *more)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-        env={**os.environ, 'PYTHONPATH': str(Path(__file__).resolve().parents[2])},
+        more_env={'PYTHONPATH': str(Path(__file__).resolve().parents[2])},
     )
     assert (done.returncode, done.stderr) == (0, '')
     swept = axes(texts)

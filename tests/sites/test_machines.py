@@ -19,6 +19,7 @@ from parsl_freetrain.sites.batch.site import BatchSite
 from parsl_freetrain.sites.named import load_site_file, site_files
 from parsl_freetrain.sites.pbspro.script import render as of_pbs
 from parsl_freetrain.sites.slurm.script import render as of_slurm
+from tests.support.programs import run_to_end
 
 GOLDEN = Path(__file__).with_name('golden')
 NOW = 1_800_000_000.0
@@ -151,11 +152,9 @@ def test_walltimes_on_frontier_depend_on_the_number_of_nodes() -> None:
 def test_devices_on_frontier_are_hidden_by_one_variable_only(tmp_path: Path) -> None:
     """Slurm sets ROCR_VISIBLE_DEVICES."""
     lines = site_on('frontier', account='p', worker_init='').options.worker_init
-    done = subprocess.run(
+    done = run_to_end(
         ['/bin/bash', '-c', f'{lines}\nenv'],
         env={'CUDA_VISIBLE_DEVICES': '0', 'ROCR_VISIBLE_DEVICES': '0', 'PATH': os.environ['PATH']},
-        capture_output=True,
-        text=True,
         check=True,
     )
     assert [line for line in done.stdout.split() if 'VISIBLE' in line] == ['ROCR_VISIBLE_DEVICES=0']

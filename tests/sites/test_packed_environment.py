@@ -21,6 +21,7 @@ from parsl_freetrain import BadInput, FragmentContext, LocalSite, PackedEnvironm
 from parsl_freetrain.sites import packed_environment
 from parsl_freetrain.sites.packed_environment import SCRIPT, packer
 from tests.chaos.disks import DISK_MB, small_disk
+from tests.support.programs import run_to_end
 from tests.support.ranks import finish
 from tests.support.training import freetrain
 from tests.support.waiting import LIMIT_S
@@ -51,13 +52,7 @@ def run(command: str, local: Path) -> tuple[str, str]:
     """The environment in which a node's command runs, and what was said."""
     environment = {**os.environ, 'TMPDIR': str(local), 'PYTHONPATH': ''}
     tell = subprocess.list2cmdline(TELL)
-    done = subprocess.run(
-        ['/bin/bash', '-c', f'{command} {tell}'],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_to_end(['/bin/bash', '-c', f'{command} {tell}'], env=environment, check=True)
     return done.stdout.strip(), done.stderr
 
 
@@ -133,12 +128,9 @@ def test_a_node_that_cannot_unpack_it_says_why_and_uses_the_shared_one(
 
 def unpack_nothing(local: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """As a node does that cannot use the archive."""
-    return subprocess.run(
+    return run_to_end(
         ['/bin/bash', str(SCRIPT), '/nonexistent', 'digest', str(local), 'echo', 'goes on'],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
+        more_env=environment,
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import run_to_end
 
 SCRIPT = Path(__file__).resolve().parents[1] / 'support' / 'slurm-cluster'
 
@@ -17,10 +18,5 @@ def test_those_of_a_pbs_server_are_left_alone(base: int, taken: str) -> None:
     function = re.search(r'^free_ports\(\) .*?^}', SCRIPT.read_text(), re.MULTILINE | re.DOTALL)
     assert function is not None
     only = f'ss() {{ :; }}; shuf() {{ grep -x {base}; }}'  # nothing listens; one block is looked at
-    done = subprocess.run(
-        ['bash', '-c', f'{function[0]}\n{only}; free_ports 5'],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_to_end(['bash', '-c', f'{function[0]}\n{only}; free_ports 5'])
     assert (done.stdout, done.stderr) == (taken, '')

@@ -22,6 +22,7 @@ from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.solver.isolated import IsolatedAllocator
 from tests.support.allocation import bid
+from tests.support.programs import run_to_end
 from tests.support.solvers import Wayward, children
 from tests.support.waiting import LIMIT_S
 
@@ -170,12 +171,5 @@ def test_what_a_solver_prints_stays_out_of_the_answers() -> None:
         "a = allocator_named('milp')\n"
         "print(a.allocate(Problem(120.0, 8, (bid('x'),))).status)\n"
     )
-    done = subprocess.run(
-        [sys.executable, '-c', script],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=True,
-    )
+    done = run_to_end([sys.executable, '-c', script], cwd=ROOT, check=True)
     assert (done.stdout, done.stderr) == ('optimal\n', '')

@@ -24,6 +24,7 @@ import pytest
 
 from parsl_freetrain.training.process.node_agent import TEMPLATE_VARIABLE
 from tests.support.alone import alone
+from tests.support.programs import run_to_end
 from tests.support.waiting import LIMIT_S, looks
 
 PROGRAM = Path(__file__).with_name('pbs-cluster')
@@ -77,15 +78,7 @@ class PbsCluster:
 
     def run(self, *command: str) -> str:
         """Run a command of PBS; return its output."""
-        done = subprocess.run(
-            command,
-            env={**os.environ, **self.environment},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
+        done = run_to_end(command, more_env=self.environment)
         assert done.returncode == 0, f'{command}: {done.stdout}{done.stderr}'
         return done.stdout
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.alone import alone
+from tests.support.programs import run_to_end
 from tests.support.waiting import LIMIT_S, looks
 
 PROGRAM = Path(__file__).with_name('slurm-cluster')
@@ -59,16 +60,7 @@ class Cluster:
 
     def run(self, *command: str) -> str:
         """Run a Slurm command; return its output."""
-        done = subprocess.run(
-            command,
-            env={**os.environ, 'SLURM_CONF': str(self.conf)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-            cwd=self.folder,
-        )
+        done = run_to_end(command, cwd=self.folder, more_env={'SLURM_CONF': str(self.conf)})
         assert done.returncode == 0, f'{command}: {done.stdout}{done.stderr}'
         return done.stdout
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.benchmarks.versus.machine import PEERS, ROOT
+from tests.support.programs import run_to_end
 
 REQUIREMENTS = Path(__file__).with_name('requirements.txt')
 PYTHON = PEERS / 'bin' / 'python'
@@ -43,9 +44,7 @@ def why_not(module: str) -> str:
     """Why a module cannot be used; empty if it can, or if none is named."""
     if not module:
         return ''
-    done = subprocess.run(
-        [str(PYTHON), '-c', f'import {module}'], capture_output=True, text=True, check=False
-    )
+    done = run_to_end([str(PYTHON), '-c', f'import {module}'])
     if not done.returncode:
         return ''
     kept = [path for path in PEERS.glob('*.reason') if path.name.startswith(module)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from parsl_freetrain.app import freetrain_app
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.remote import FreeTrainClient
 from tests.globus.endpoint.cloud import OfflineExecutor
+from tests.support.programs import run_to_end
 from tests.support.training import fit
 from tests.support.waiting import LIMIT_S
 
@@ -132,7 +131,7 @@ def test_one_of_endpoint_and_executor_is_needed() -> None:
 
 def test_doctor_without_a_login_says_how_to_log_in(tmp_path: Path) -> None:
     """The real SDK, which asks for a login in words of its own."""
-    done = subprocess.run(
+    done = run_to_end(
         [
             sys.executable,
             '-m',
@@ -142,13 +141,8 @@ def test_doctor_without_a_login_says_how_to_log_in(tmp_path: Path) -> None:
             '11111111-1111-1111-1111-111111111111',
             '--json',
         ],
-        env={**os.environ, 'HOME': str(tmp_path), 'PYTHONPATH': str(ROOT)},
         cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
+        more_env={'HOME': str(tmp_path), 'PYTHONPATH': str(ROOT)},
     )
     assert done.returncode == 1, done.stderr
     assert 'log in again by running python -c' in json.loads(done.stdout)['endpoint']['error']

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from parsl_freetrain import Checkpoints, FreeTrainClient, LocalSite, Reproducibl
 from parsl_freetrain.executor.globus.registration import FOLDER
 from tests.globus.endpoint.cloud import EndpointProcess, OfflineExecutor
 from tests.globus.endpoint.test_engine import trainer
+from tests.support.programs import run_to_end
 from tests.support.training import freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -87,13 +87,10 @@ def test_a_fresh_python_knows_the_engine_and_still_runs_a_sitecustomize_behind_i
         'print(getattr(e, "NoSuchEngine", None), e.FreeTrainEngine.__name__, hidden_one)'
     )
     begun = time.monotonic()
-    done = subprocess.run(
+    done = run_to_end(
         [sys.executable, '-c', program],
-        env={'PYTHONPATH': f'{FOLDER}:{tmp_path}', 'HOME': str(tmp_path)},
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
+        env={'PYTHONPATH': f'{FOLDER}:{tmp_path}', 'HOME': str(tmp_path)},
         check=True,
     )
     assert done.stdout.split() == ['None', 'FreeTrainEngine', 'True'], (

@@ -18,7 +18,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.executor.globus.engine import FreeTrainEngine
 from parsl_freetrain.executor.globus.registration import register
 from parsl_freetrain.sites.pbspro import PbsSite
-from tests.support.waiting import LIMIT_S
+from tests.support.programs import run_to_end
 
 TEMPLATE = Path(__file__).resolve().parents[3] / 'site_configs' / 'globus'
 RIGHT = {'account': 'climate', 'checkpoint_dir': '/eagle/climate/checkpoints'}
@@ -28,7 +28,7 @@ def render(
     folder: Path, options: dict[str, Any], template: Path = TEMPLATE
 ) -> subprocess.CompletedProcess[str]:
     (folder / 'options.json').write_text(json.dumps(options))
-    return subprocess.run(
+    return run_to_end(
         [
             Path(sys.executable).with_name('globus-compute-endpoint'),
             'render-user-config',
@@ -38,11 +38,7 @@ def render(
             template / 'user_config_schema.json',
             '-o',
             folder / 'options.json',
-        ],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
+        ]
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import stat
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from parsl_freetrain.sites.protocols import HoleGone
 from parsl_freetrain.sites.slurm.scheduler import Slurm
 from tests.sites.batch_blocks import Blocks
 from tests.sites.slurm.conftest import slurm_site
+from tests.support.programs import run_to_end
 from tests.support.slurm import Cluster
 
 pytestmark = pytest.mark.slurm
@@ -49,12 +49,10 @@ def test_a_block_fits_between_the_jobs_of_others(slurm: Cluster, blocks: Make) -
     job = mine.open(hole.nodes, hole.until_s - time.time(), lasts_s=hole.longest_s)
     slurm.wait(lambda: mine.status(job).state is JobState.RUNNING)
     limit = float(
-        subprocess.run(
+        run_to_end(
             ['squeue', '-h', '-j', job, '-o', '%e'],
-            env={**os.environ, 'SLURM_TIME_FORMAT': '%s'},
+            more_env={'SLURM_TIME_FORMAT': '%s'},
             check=True,
-            capture_output=True,
-            text=True,
         ).stdout
     )
     assert limit <= min(hole.until_s, time.time() + hole.longest_s)

@@ -17,6 +17,7 @@ from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.spec.fragment_order import RankPlace
 from parsl_freetrain.training.spec.messages import Rendezvous
 from tests.support.computers import INTERFACE, computers
+from tests.support.programs import run_to_end
 from tests.support.ranks import order
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,13 +51,7 @@ def test_rank_0_takes_the_address_by_which_its_node_reaches_the_executor() -> No
         ) as executor,
     ):
         assert executor.stdout is not None and executor.stdout.readline() == 'listens\n'
-        said = subprocess.run(
-            node.command([sys.executable, '-c', MEMBER]),
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+        said = run_to_end(node.command([sys.executable, '-c', MEMBER]), cwd=ROOT, check=True).stdout
     assert said.split() == ['127.0.1.1', node.address, INTERFACE]
 
 

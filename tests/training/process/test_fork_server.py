@@ -20,6 +20,7 @@ import pytest
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
+from tests.support.programs import run_to_end
 from tests.support.ranks import Ranks, order, ranks
 from tests.support.template import start_by_itself
 from tests.support.waiting import LIMIT_S, wait_until
@@ -253,13 +254,9 @@ print(parent.pid, stat[1], os.getpid(), flush=True)
 os._exit(0)
 """
     environment = {k: v for k, v in os.environ.items() if k != 'OF_THE_TEMPLATE'}
-    answer = subprocess.run(
+    answer = run_to_end(
         [sys.executable, '-c', program],
         cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
         env={
             **environment,
             'PYTHONPATH': str(Path(__file__).parents[3]),
@@ -363,7 +360,5 @@ def test_what_a_rank_needs_is_imported_before_the_rank_is_forked() -> None:
         'assert msgspec.json.decode(b"{}", type=Checkpoints).retention.last == 3\n'
         'print(*(set(sys.modules) - there))\n'
     )
-    done = subprocess.run(
-        [sys.executable, '-P', '-c', program], capture_output=True, text=True, check=True
-    )
+    done = run_to_end([sys.executable, '-P', '-c', program], check=True)
     assert done.stdout.split() == []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 from parsl_freetrain.training.loop.context import FragmentContext
+from tests.support.programs import run_to_end
 from tests.support.ranks import order, ranks, running_fork_server
 
 LATE = """
@@ -46,7 +46,7 @@ assert torch._dynamo is kept
 
 
 def test_the_compiler_comes_when_it_is_asked_for() -> None:
-    ran = subprocess.run([sys.executable, '-c', LATE], capture_output=True, text=True, check=False)
+    ran = run_to_end([sys.executable, '-c', LATE])
     assert ran.returncode == 0, ran.stderr
 
 
