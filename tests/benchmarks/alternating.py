@@ -39,7 +39,7 @@ from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.rank_parts import RankParts
 from parsl_freetrain.training.spec.fragment_order import RankPlace
 from parsl_freetrain.training.steps.nonfinite import Watch
-from tests.benchmarks.workload import BATCH, data, network
+from tests.benchmarks.workload import BATCH, data, network, optimizer_of
 from tests.support.ranks import channel_pair, order
 
 WARM_UP = 2
@@ -77,10 +77,6 @@ DEVICE = (
     else torch.device(_KIND.type, int(os.environ.get('LOCAL_RANK', 0)))
 )
 ON_CPU = DEVICE.type == 'cpu'
-
-
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
 def plain(width: int, sharded: bool) -> Iterator[None]:

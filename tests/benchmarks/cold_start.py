@@ -1,5 +1,5 @@
-"""A training that is started by torchrun and goes on from a checkpoint, as a plain script; each
-rank prints when it had come how far.
+"""A training that is started by torchrun and goes on from a checkpoint if one is named, as a plain
+script; each rank prints when it had come how far.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from tests.benchmarks.workload import BATCH, data, network  # noqa: E402
+from tests.benchmarks.workload import BATCH, data, network, optimizer_of  # noqa: E402
 
 
-def main(checkpoint: str) -> None:
+def main(checkpoint: str = '') -> None:
     times = {'interpreter': BEGAN, 'process': time.time()}
     torch.set_num_threads(1)
     dist.init_process_group('gloo')
     times['rendezvous'] = time.time()
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    saved = torch.load(checkpoint, weights_only=True)
-    model.load_state_dict(saved['model'])
-    optimizer.load_state_dict(saved['optimizer'])
+    optimizer = optimizer_of(model)
+    if checkpoint:
+        saved = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(saved['model'])
+        optimizer.load_state_dict(saved['optimizer'])
     wrapped = DistributedDataParallel(model)
     x, y = (part[: BATCH // dist.get_world_size()] for part in data())
     times['restore'] = time.time()
@@ -46,4 +47,4 @@ def main(checkpoint: str) -> None:
 
 
 if __name__ == '__main__':
-    main(sys.argv[1])
+    main(*sys.argv[1:])

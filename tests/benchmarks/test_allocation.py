@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import platform
 import random
 import statistics
 import sys
@@ -31,11 +30,11 @@ from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllo
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.milp import IntegerProgram, MilpAllocator
 from parsl_freetrain.core.model.types import ScalingCurve
+from tests.benchmarks.workload import MACHINE
 from tests.support.allocation import recorded
 from tests.support.class_problems import class_problem
 from tests.support.programs import run_to_end
 
-MACHINE = f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}'
 POINTS = (1, 2, 4, 8, 16, 32, 64)
 OUT = os.environ.get('ALLOCATION_OUT')
 

@@ -5,8 +5,6 @@ what Python and torch themselves need; run by ``make bench``.
 from __future__ import annotations
 
 import math
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -15,11 +13,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 
 from parsl_freetrain import Checkpoints, freetrain_app
 from parsl_freetrain.executor.block.block_executor import BlockExecutor
 from parsl_freetrain.ledger.reader import Reader
+from tests.benchmarks.workload import MACHINE
 from tests.sites.slurm.conftest import slurm_site
 from tests.support.slurm import Cluster
 from tests.support.training import fit, freetrain
@@ -32,10 +30,6 @@ AIM = 1.3
 # Until the block's first instruction; the log of Parsl's manager, which has been imported then; the
 # node's greeting, for which torch has been imported; the decision; the first training step.
 PARTS = ('scheduler', 'shell, Parsl', 'greeting', 'decision', 'first step')
-MACHINE = (
-    f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, '
-    f'torch {torch.__version__}'
-)
 PLAIN = {
     'import torch': 'import torch',
     'the same and an optimizer': (

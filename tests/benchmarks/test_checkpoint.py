@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import shutil
 import statistics
 import time
@@ -22,6 +20,7 @@ from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.spec.messages import CheckpointSaved
+from tests.benchmarks.workload import MACHINE, optimizer_of
 from tests.support.ranks import channel_pair, order
 
 ROUNDS = 9
@@ -29,17 +28,13 @@ WIDTH, LAYERS = (
     1024,
     25,
 )  # 25 x 1024 x 1024 numbers of 4 bytes: 105 MB, and as much again for the momentum
-MACHINE = (
-    f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, '
-    f'torch {torch.__version__}'
-)
 
 
 def things() -> tuple[Prepared, Callable[[], None]]:
     """A model with its optimizer, and a step of training it."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = optimizer_of(model)
     x = torch.randn(8, WIDTH)
 
     def step() -> None:

@@ -10,7 +10,6 @@ asserted here.
 from __future__ import annotations
 
 import os
-import platform
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,9 +29,9 @@ from parsl_freetrain.replay.scenario import Scenario, constant_pool, replay
 from parsl_freetrain.replay.speed_measuring import CurveLearning
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer, read_trainers
+from tests.benchmarks.workload import MACHINE
 
 DATA = Path(__file__).resolve().parents[3] / 'shared/data'
-MACHINE = f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}'
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 Curve = Callable[..., ScalingCurve]
 PLAIN = Profile.curve

@@ -6,8 +6,6 @@ takes twice as long. Nothing about speed is asserted here.
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from pathlib import Path
 from statistics import median
@@ -24,12 +22,11 @@ from parsl_freetrain import (
     freetrain_app,
     same_weights,
 )
-from tests.benchmarks.workload import data, network
+from tests.benchmarks.workload import MACHINE, data, network, optimizer_of
 from tests.support.training import freetrain
 from tests.support.waiting import LIMIT_S
 
 SAMPLE_S, BATCH, BATCHES, ROUNDS = 0.01, 48, 20, 2
-MACHINE = f'{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}'
 CLASSES = {'slot00': 'fast', 'slot01': 'slow'}
 RATES = {'fast': {1: 1.0, 2: 2.0}, 'slow': {1: 0.5, 2: 1.0}}
 
@@ -37,7 +34,7 @@ RATES = {'fast': {1: 1.0, 2: 2.0}, 'slow': {1: 0.5, 2: 1.0}}
 def workload(ctx: FragmentContext) -> None:
     torch.manual_seed(0)
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = optimizer_of(model)
     model, optimizer = ctx.prepare(model, optimizer)
     began, first, seen = 0.0, ctx.samples, 0
     for x, y in ctx.loop(TensorDataset(*data()), batch_size=BATCH):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from tests.benchmarks.test_speed import MACHINE, under_torchrun
+from tests.benchmarks.workload import MACHINE, under_torchrun
 
 ROUNDS = 6
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from parsl_freetrain.training.checkpoint.state import Position, collect, content
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import sort_out
 from parsl_freetrain.training.loop.context import FragmentContext
+from tests.benchmarks.workload import MACHINE, optimizer_of
 from tests.support import template
 from tests.support.ranks import order, ranks, running_fork_server
 
@@ -65,7 +64,7 @@ def read_in_turns(ctx: FragmentContext, path: str, rounds: int) -> None:
 
 def test_what_the_ranks_of_a_node_read(tmp_path: Path) -> None:
     model = nn.Linear(PARAMETERS // 1000, 1000, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = optimizer_of(model)
     optimizer.state[model.weight]['momentum_buffer'] = torch.zeros_like(model.weight)
     state = collect(content_of(sort_out((model, optimizer))), Position(8, 100, 7, 64, 8, 0))
     store = PosixCheckpointStore(tmp_path / 'store', 'digits')
@@ -79,10 +78,7 @@ def test_what_the_ranks_of_a_node_read(tmp_path: Path) -> None:
         ranks(fork_server, order(tmp_path), RANKS, tmp_path, read_in_turns, path, ROUNDS) as gang,
     ):
         found = json.loads(gang.run()[0].error.message)
-    print(
-        f'\nA state of 1 GB, {RANKS} ranks on one node ({os.cpu_count()} cores, '
-        f'{platform.machine()}, torch {torch.__version__}), median of {ROUNDS}, in turns'
-    )
+    print(f'\nA state of 1 GB, {RANKS} ranks on one node ({MACHINE}), median of {ROUNDS}, in turns')
     base = [statistics.median(column) for column in zip(*found['each'], strict=True)]
     for way, rows in found.items():
         middle = [statistics.median(column) for column in zip(*rows, strict=True)]

@@ -8,8 +8,6 @@ hand, a week of it comes after that.
 from __future__ import annotations
 
 import multiprocessing
-import os
-import platform
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +21,11 @@ from parsl_freetrain.replay.idle import read_idle, synthetic
 from parsl_freetrain.replay.scenario import Scenario, replay
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer
+from tests.benchmarks.workload import MACHINE
 
 SUMMIT = (
     Path(__file__).resolve().parents[3] / 'shared' / 'data' / 'idle' / 'summit-2021-02-week1.csv.gz'
 )
-MACHINE = f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}'
 CURVE = ScalingCurve((0, 1, 2, 4, 8, 16, 32, 64), (0.0, 1.0, 1.9, 3.6, 6.8, 12.6, 23.0, 41.0))
 CASES = ((256, 10), (1024, 10), (1024, 30), (4734, 10), (4734, 100), (4734, 1000))
 

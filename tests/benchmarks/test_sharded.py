@@ -18,7 +18,8 @@ from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.sharded_start import SharedCheckpoint
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import CheckpointSaved
-from tests.benchmarks.test_speed import MACHINE, RANKS, in_turns
+from tests.benchmarks.test_speed import RANKS, in_turns
+from tests.benchmarks.workload import MACHINE
 from tests.support.ranks import order, ranks, running_fork_server
 
 BLOCKS = int(os.environ.get('BENCH_BLOCKS', 100))

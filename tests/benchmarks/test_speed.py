@@ -1,4 +1,4 @@
-"""How fast fragments start, how fast they train, and what waiting costs; run by ``make bench``.
+"""How fast fragments start, how fast they train, what waiting costs; run by ``make bench``.
 
 Nothing here is asserted: machines differ, and a figure is only worth something beside another one
 of the same run.
@@ -6,84 +6,29 @@ of the same run.
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import statistics
-import sys
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-import torch
-from torch.utils.data import TensorDataset
 
-from parsl_freetrain import (
-    Checkpoints,
-    FragmentContext,
-    LocalSite,
-    Scaling,
-    Throughput,
-    freetrain_app,
-)
+from parsl_freetrain import Checkpoints, LocalSite, Scaling, freetrain_app
 from parsl_freetrain.ledger.reader import Reader
-from tests.benchmarks.workload import BATCH, data, network
-from tests.support.programs import run_to_end
+from tests.benchmarks.workload import MACHINE, under_torchrun
 from tests.support.training import fit, freetrain
 
 RANKS = 2
 ROUNDS = 3
 BLOCKS = 300
-MACHINE = (
-    f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, '
-    f'torch {torch.__version__}'
-)
 SCALING = {1: 1.0, 2: 1.9, 4: 3.5}
 
 
-def workload(ctx: FragmentContext) -> None:
-    torch.manual_seed(0)
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    model, optimizer = ctx.prepare(model, optimizer)
-    began, seen = 0.0, ctx.samples
-    for x, y in ctx.loop(TensorDataset(*data()), batch_size=BATCH):
-        began = began or time.monotonic()
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    ctx.report(rate=(ctx.samples - seen) / (time.monotonic() - began))
-
-
-def under_torchrun(ranks: int, module: str, *args: object) -> dict[str, Any]:
-    """What a module of this folder prints when it is run by torchrun."""
-    done = run_to_end(
-        [
-            sys.executable,
-            '-m',
-            'torch.distributed.run',
-            '--standalone',
-            '--nproc-per-node',
-            str(ranks),
-            '-m',
-            f'tests.benchmarks.{module}',
-            *map(str, args),
-        ],
-        more_env={'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo'},
-        check=True,
-    )
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
-
-
-def torchrun(total_samples: int, ranks: int) -> tuple[float, float]:
-    """Seconds from the command to the first step, and samples per second."""
+def cold_start(ranks: int) -> float:
+    """Seconds from the command to the first step."""
     began = time.time()
-    answer = under_torchrun(ranks, 'plain_ddp', total_samples)
-    return answer['first_step_at'] - began, answer['rate']
+    times: list[dict[str, float]] = under_torchrun(ranks, 'cold_start')
+    return max(each['restore'] for each in times) - began
 
 
 def fragment_starts(ledger: Path) -> list[float]:
@@ -94,37 +39,6 @@ def fragment_starts(ledger: Path) -> list[float]:
             for f in reader.history().fragments
             if f.started_at is not None
         ]
-
-
-def test_training_speed_inside_a_fragment(tmp_path: Path) -> None:
-    total = BATCH * 1500
-    plain, ours, ours_reproducible = [], [], []
-    with freetrain(tmp_path, LocalSite(nodes=RANKS, poll_s=0.5)):
-        threading.Event().wait(8)  # the nodes boot beside the first measurement otherwise
-        settings = {
-            'min_nodes': RANKS,
-            'max_nodes': RANKS,
-            'total_samples': total,
-            'checkpoints': Checkpoints(every_s=1000.0),
-        }
-        for _ in range(ROUNDS):
-            plain.append(torchrun(total, RANKS)[1])
-            ours.append(
-                freetrain_app(mode=Throughput(), **settings)(workload)().result().metrics['rate']  # type: ignore[arg-type]
-            )
-            ours_reproducible.append(freetrain_app(**settings)(workload)().result().metrics['rate'])  # type: ignore[arg-type]
-    print(f'\nTraining speed with {RANKS} ranks, samples/s, median of {ROUNDS} ({MACHINE})')
-    base = statistics.median(plain)
-    for name, rates in (
-        ('torchrun, DDP', plain),
-        ('fragment, throughput mode', ours),
-        ('fragment, reproducible mode', ours_reproducible),
-    ):
-        middle = statistics.median(rates)
-        print(
-            f'  {name:28} {middle:9.0f}  {middle / base:6.3f}  (from {min(rates):.0f} to '
-            f'{max(rates):.0f})'
-        )
 
 
 @pytest.mark.timeout(1200)
@@ -177,7 +91,7 @@ def test_start_of_a_fragment_on_warm_nodes(tmp_path: Path) -> None:
             for _ in range(8):
                 trainer().result()
         warm = fragment_starts(executor.ledger_path)[1:]
-        cold = [torchrun(BATCH, ranks)[0] for _ in range(ROUNDS)]
+        cold = [cold_start(ranks) for _ in range(ROUNDS)]
         if ranks == 1:
             print(
                 f'\nDecision to first step against a cold start by torchrun, s, median ({MACHINE})'

@@ -5,9 +5,6 @@ costs; run by ``make bench``.
 from __future__ import annotations
 
 import importlib
-import json
-import os
-import platform
 import statistics
 import sys
 import threading
@@ -35,17 +32,12 @@ from parsl_freetrain import (
 from parsl_freetrain.executor.fragment.standby import StandbyLauncher
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.benchmarks.workload import BATCH, data, network
-from tests.support.programs import run_to_end
+from tests.benchmarks.workload import BATCH, MACHINE, data, network, optimizer_of, under_torchrun
 from tests.support.ranks import Ranks, order, running_fork_server
 from tests.support.training import freetrain
 
 ROUNDS = 3
 PARTS = ('process', 'rendezvous', 'restore', 'first step')
-MACHINE = (
-    f'{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, '
-    f'torch {torch.__version__}'
-)
 
 
 class Timed:
@@ -82,7 +74,7 @@ def timing() -> Timed:
 
 def restored(ctx: FragmentContext, noted: Timed) -> None:
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = optimizer_of(model)
     model, optimizer = ctx.prepare(model, optimizer)
     for x, y in ctx.loop(TensorDataset(*data()), batch_size=BATCH):
         noted.times.setdefault('restore', time.time())
@@ -112,27 +104,12 @@ def warm_start(parent: ForkClient, folder: Path, fragment: int, ranks: int) -> l
 
 def cold_start(ranks: int, checkpoint: Path) -> list[float]:
     began = time.time()
-    done = run_to_end(
-        [
-            sys.executable,
-            '-m',
-            'torch.distributed.run',
-            '--standalone',
-            '--nproc-per-node',
-            str(ranks),
-            '-m',
-            'tests.benchmarks.cold_start',
-            str(checkpoint),
-        ],
-        more_env={'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo'},
-        check=True,
-    )
-    return parts(began, json.loads(done.stdout.splitlines()[-1]))
+    return parts(began, under_torchrun(ranks, 'cold_start', checkpoint))
 
 
 def test_of_what_a_start_consists(tmp_path: Path) -> None:
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = optimizer_of(model)
     nn.functional.cross_entropy(model(data()[0][:8]), data()[1][:8]).backward()
     optimizer.step()
     torch.save(
