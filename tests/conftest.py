@@ -25,10 +25,8 @@ import psutil
 import pytest
 
 from tests.support import scheduling, template, workers
-from tests.support.cobalt import cobalt  # noqa: F401 fixtures for every test
-from tests.support.lsf import lsf  # noqa: F401
-from tests.support.openpbs import openpbs, pbs_cluster  # noqa: F401
-from tests.support.pbs import pbs  # noqa: F401
+from tests.support.batch_tests import cobalt, lsf, pbs  # noqa: F401 fixtures for every test
+from tests.support.openpbs import openpbs, pbs_session  # noqa: F401
 from tests.support.slurm import slurm, slurm_cluster  # noqa: F401
 from tests.support.template import nodes_share_a_template  # noqa: F401
 
@@ -91,8 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
         'TORCHINDUCTOR_CACHE_DIR', str(Path(tempfile.gettempdir()) / 'torchinductor_tests')
     )
     # The list of fonts takes seconds to make; the home folder of the last session is gone.
-    cache = getattr(config, 'cache', None)  # absent with -p no:cacheprovider
-    os.environ['MPLCONFIGDIR'] = '' if cache is None else str(cache.mkdir('matplotlib'))
+    os.environ['MPLCONFIGDIR'] = str(Path(tempfile.gettempdir()) / 'matplotlib_tests')
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,6 +13,7 @@ import pytest
 from workflows import chimera_gpt
 
 
+@pytest.mark.long
 def test_it_learns_through_kills_and_in_other_shapes(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

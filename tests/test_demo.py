@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EPOCHS = 4
 
 
+@pytest.mark.long
 def test_it_trains_in_holes_and_compares(tmp_path: Path) -> None:
     """One node is killed again and again, the others stay; the summary has the promised shape, adds
     up, and the weights are equal.

@@ -54,12 +54,14 @@ def trained(workflow: ModuleType, out: Path, *options: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_cosmoflow(tmp_path: Path) -> None:
     found = trained(cosmoflow, tmp_path / 'out')
     scores = np.array([found[name]['explained'] for name in (divided.DIVIDED, divided.WHOLE)])
     assert (scores > 0.5).all() and abs(scores[0] - scores[1]).max() < 0.1, scores
 
 
+@pytest.mark.long
 def test_unet3d(tmp_path: Path) -> None:
     """On a site from a file, into a folder that is not empty: what is in it is kept."""
     site, mine = tmp_path / 'here.py', tmp_path / 'out' / 'mine'

@@ -19,6 +19,7 @@ from workflows import gpt_sharded
 TO_IMPORT = ('workflows.gpt_sharded', *fork_server._FOR_SHARDED)
 
 
+@pytest.mark.long
 def test_it_learns_through_kills_and_in_other_shapes_to_the_same_bits(run_dir: Path) -> None:
     out = run_dir / 'with a space'
     for name in ('hurry', 'summary.json', 'checkpoints/sharded/fence'):  # of an earlier run

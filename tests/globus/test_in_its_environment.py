@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ENDPOINT = Path(__file__).parent / 'endpoint'
 
 # The limit of a test holds for each test in there, of which there are many.
-pytestmark = pytest.mark.timeout(0)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(0)]
 
 
 def test_globus_compute(globus_python: Path, tmp_path: Path) -> None:

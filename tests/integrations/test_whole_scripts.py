@@ -48,6 +48,7 @@ def struck(function: Callable[..., Any], folder: Path) -> Callable[[FragmentCont
     return train
 
 
+@pytest.mark.long
 def test_killed_ranks_and_nodes_do_not_change_what_whole_scripts_train(run_dir: Path) -> None:
     for library in ('transformers', 'lightning'):
         pytest.importorskip(library, reason=f'needs the extra {library}')

@@ -15,7 +15,7 @@ from tests.slurm.mix import untidy
 from tests.support.openpbs import why_not
 from tests.support.waiting import under_load
 
-pytestmark = pytest.mark.pbs
+pytestmark = [pytest.mark.pbs, pytest.mark.long]
 
 NODES = 2
 MIX = replace(untidy(6, NODES, 6, 30.0, 10.0), reserved=None)  # which would take a minute more

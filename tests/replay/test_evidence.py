@@ -12,6 +12,7 @@ import pytest
 from tests.replay.evidence import DATA, PAGE, done_again, rows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     'options', ['--max-trainers 10 --rescale-cost 5', '--max-trainers 10 --horizon 10']
 )

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from parsl_freetrain.sites.slurm.hostlist import expand
 from tests.slurm.mix import Mix, Ordinary, Reserved
-from tests.support.slurm import Cluster, running_cluster
+from tests.support.slurm import Cluster
 from tests.support.waiting import LIMIT_S
 
 TICK_S = 2.0  # bf_interval of the cluster
@@ -328,7 +328,7 @@ def _watched(machine: Machine, mix: Mix, filler: Filler | None, blocks_first: bo
 @contextmanager
 def own_cluster(name: str, nodes: int) -> Iterator[Machine]:
     """A Slurm cluster for one of several runs."""
-    with running_cluster(nodes) as cluster:
+    with Cluster.running(nodes, within='/tmp') as cluster:
         yield SlurmMachine(cluster, nodes)
 
 

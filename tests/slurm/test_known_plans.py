@@ -11,7 +11,7 @@ from tests.slurm.experiment import MODES, ROUNDING_S, TICK_S, side_by_side
 from tests.slurm.mix import Mix, Ordinary
 from tests.support.slurm import Cluster
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 NODES = 4
 # Two nodes stay idle until the wide job's turn. The first job ends 5 s before its limit; nobody

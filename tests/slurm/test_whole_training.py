@@ -24,7 +24,7 @@ from tests.support import template
 from tests.support.slurm import Cluster
 from tests.support.waiting import LIMIT_S, wait_until
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 STORM = 'STORM' in os.environ  # as `make storm` sets it: longer
 SILENT_S = 60.0 if STORM else 10.0  # how long the scheduler does not answer

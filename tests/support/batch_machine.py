@@ -9,18 +9,22 @@ saves the state. Jobs of other users hold nodes but run nothing; blocks run unde
 from __future__ import annotations
 
 import fcntl
+import importlib
 import json
 import os
+import pwd
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK_PRIORITY = -1024
+LAUNCHERS = ('mpiexec', 'aprun', 'blaunch')  # they start what a job runs, and ask no scheduler
 WAITING, RUNNING, ENDING, OVER = 'waiting', 'running', 'ending', 'over'
 State = dict[str, Any]
 Job = dict[str, Any]
@@ -122,12 +126,7 @@ class Machine:
             if job['state'] in (RUNNING, ENDING):
                 self._progress(state, number, job, now)
         free = {name for name, node in state['nodes'].items() if node.get('up', True)}
-        free -= {
-            name
-            for job in state['jobs'].values()
-            if job['state'] in (RUNNING, ENDING)
-            for name in job['names']
-        }
+        free -= on_nodes(state).keys()
         windows = {
             name: min(
                 (
@@ -140,10 +139,7 @@ class Machine:
             for name in state['nodes']
         }
         busy = {
-            name: job['start'] + job['walltime_s']
-            for job in state['jobs'].values()
-            if job['state'] in (RUNNING, ENDING)
-            for name in job['names']
+            name: job['start'] + job['walltime_s'] for name, (_, job) in on_nodes(state).items()
         }
         for number in sorted(state['jobs'], key=lambda n: (-state['jobs'][n]['priority'], int(n))):
             job = state['jobs'][number]
@@ -280,33 +276,77 @@ class Machine:
         }
 
 
-def as_command(machine: Machine, name: str) -> int | None:
-    """Count the call and apply the configured fault. Return a status to end with, or None to
-    continue.
-    """
-    with machine.state() as state:
-        state['calls'][name] = state['calls'].get(name, 0) + 1
-        fault = state['faults'].get(name, state['faults'].get('all'))
-    if fault is None:
-        return None
-    if fault == 'hang':
-        time.sleep(3600)
-    print(fault['says'], file=sys.stderr)
-    status: int = fault['status']
+Command = Callable[[Machine, list[str]], int]
+
+
+def run_command(
+    folder: Path, name: str, arguments: Sequence[str], commands: Mapping[str, Command], login: str
+) -> int:
+    """Be one of the machine's commands: count the call, and apply the configured fault."""
+    if name == 'hostname':
+        print(os.environ.get('MACHINE_NODE', login))
+        return 0
+    machine = Machine(folder)
+    if name not in LAUNCHERS:
+        with machine.state() as state:
+            state['calls'][name] = state['calls'].get(name, 0) + 1
+            fault = state['faults'].get(name, state['faults'].get('all'))
+        if fault == 'hang':
+            time.sleep(3600)
+        if fault is not None:
+            return complain(fault['says'], fault['status'])
+    return commands[name](machine, list(arguments))
+
+
+def complain(words: str, status: int) -> int:
+    print(words, file=sys.stderr)
     return status
 
 
-def install(machine: Machine, module: str, names: tuple[str, ...]) -> Path:
-    """Write the machine's commands into its folder ``bin``."""
+def user() -> str:
+    return pwd.getpwuid(os.getuid()).pw_name
+
+
+def clock(seconds: float) -> str:
+    whole = int(seconds)
+    return f'{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}'
+
+
+def on_nodes(state: State) -> dict[str, tuple[str, Job]]:
+    """The number and the job that each busy node has."""
+    return {
+        name: (number, job)
+        for number, job in state['jobs'].items()
+        if job['state'] in (RUNNING, ENDING)
+        for name in job['names']
+    }
+
+
+def directives(script: str, prefix: str) -> list[str]:
+    """The words of the options in a batch script."""
+    lines = Path(script).read_text().splitlines()
+    return [
+        word
+        for line in lines
+        if line.startswith(prefix)
+        for word in shlex.split(line.removeprefix(prefix))
+    ]
+
+
+def install(machine: Machine, module: str) -> Path:
+    """Write the commands of a module beside this one into the machine's folder ``bin``."""
+    found = importlib.import_module(f'tests.support.{module}')
     folder = machine.folder / 'bin'
     folder.mkdir()
-    for name in names:
+    for name in (*found.COMMANDS, 'hostname'):
         program = folder / name
         program.write_text(
             f'#!{sys.executable} -E\nimport sys\nfrom pathlib import Path\nsys.path[:0] '
             f'= [{str(ROOT)!r}]\n'
-            f'from tests.support.{module} import main\n'
-            f'sys.exit(main(Path({str(machine.folder)!r}), {name!r}, sys.argv[1:]))\n'
+            f'from tests.support.{module} import COMMANDS, LOGIN\n'
+            f'from tests.support.batch_machine import run_command\n'
+            f'sys.exit(run_command(Path({str(machine.folder)!r}), {name!r}, sys.argv[1:], '
+            f'COMMANDS, LOGIN))\n'
         )
         program.chmod(0o700)
     return folder

@@ -1,5 +1,5 @@
-"""A test machine with the operations of tests: jobs of other users, faults, failing nodes, and the
-clock.
+"""Test machines with PBS, Cobalt and LSF, as fixtures: with jobs of other users, faults, failing
+nodes, and a clock that can be moved.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.batch_machine import OVER, RUNNING, Machine, install
+from tests.support.batch_machine import OVER, ROOT, RUNNING, Machine, install
 from tests.support.waiting import LIMIT_S
 
 Job = dict[str, Any]
@@ -109,13 +109,9 @@ class Rehearsal(Machine):
 
 
 def rehearsal(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    module: str,
-    names: tuple[str, ...],
-    nodes: dict[str, dict[str, Any]],
+    folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, nodes: dict[str, dict[str, Any]]
 ) -> Iterator[Rehearsal]:
-    """A machine whose commands come first in PATH."""
+    """A machine whose commands, those of a module here, come first in PATH."""
     machine = Rehearsal(folder)
     machine.create(
         nodes,
@@ -126,6 +122,31 @@ def rehearsal(
             'closed': {'enabled': 'False'},
         },
     )
-    monkeypatch.setenv('PATH', f'{install(machine, module, names)}{os.pathsep}{os.environ["PATH"]}')
+    monkeypatch.setenv('PATH', str(install(machine, module)), prepend=os.pathsep)
     yield machine
     machine.clear()
+
+
+@pytest.fixture
+def pbs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
+    """Four idle nodes with PBS."""
+    nodes = {
+        f'x{number:04}': {'has': {'ngpus': 2, 'system': 'rehearsal'}} for number in (1, 2, 3, 4)
+    }
+    yield from rehearsal(tmp_path / 'pbs', monkeypatch, 'pbs_commands', nodes)
+
+
+@pytest.fixture
+def cobalt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
+    """Four idle nodes with Cobalt."""
+    has = {'mcdram': 'cache', 'numa': 'quad'}
+    nodes = {f'nid{number:05}': {'has': dict(has)} for number in range(20, 24)}
+    yield from rehearsal(tmp_path / 'cobalt', monkeypatch, 'cobalt_commands', nodes)
+
+
+@pytest.fixture
+def lsf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
+    """Four idle hosts with LSF, and the package that adds LSF can be found as if installed."""
+    monkeypatch.syspath_prepend(str(ROOT / 'tests' / 'sites' / 'lsf_example'))
+    nodes: dict[str, dict[str, Any]] = {f'host{number}': {} for number in range(4)}
+    yield from rehearsal(tmp_path / 'lsf', monkeypatch, 'lsf_commands', nodes)

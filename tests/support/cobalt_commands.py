@@ -6,11 +6,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import pwd
-import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.support.batch_launch import launch
@@ -20,25 +17,18 @@ from tests.support.batch_machine import (
     OVER,
     RUNNING,
     WAITING,
+    Command,
     Job,
     Machine,
-    as_command,
+    clock,
+    complain,
+    directives,
+    on_nodes,
+    user,
 )
 
-NAMES = ('qsub', 'qstat', 'qdel', 'nodelist', 'showres', 'aprun', 'hostname')
+LOGIN = 'thetamom1'
 DATE = '%a %b %d %H:%M:%S %Y %z (%Z)'
-
-
-def main(folder: Path, name: str, arguments: Sequence[str]) -> int:
-    if name == 'hostname':
-        print(os.environ.get('MACHINE_NODE', 'thetamom1'))
-        return 0
-    if name == 'aprun':
-        return launch(os.environ['COBALT_NODEFILE'], arguments)
-    machine = Machine(folder)
-    if (status := as_command(machine, name)) is not None:
-        return status
-    return COMMANDS[name](machine, list(arguments))
 
 
 def qsub(machine: Machine, arguments: list[str]) -> int:
@@ -48,10 +38,7 @@ def qsub(machine: Machine, arguments: list[str]) -> int:
     parser = argparse.ArgumentParser()
     for option in ('--jobname', '-o', '-e', '--debuglog', '-q', '-n', '-t', '-A', '--attrs'):
         parser.add_argument(option)
-    lines = [
-        line[8:] for line in Path(script).read_text().splitlines() if line.startswith('#COBALT ')
-    ]
-    given = parser.parse_args([word for line in lines for word in shlex.split(line)])
+    given = parser.parse_args(directives(script, '#COBALT '))
     attrs = dict(part.split('=') for part in given.attrs.split(':')) if given.attrs else {}
     with machine.state() as state:
         queue = state['queues'].get(given.q)
@@ -64,7 +51,7 @@ def qsub(machine: Machine, arguments: list[str]) -> int:
         number = machine.submit(
             state,
             name=given.jobname,
-            user=pwd.getpwuid(os.getuid()).pw_name,
+            user=user(),
             queue=given.q,
             priority=BLOCK_PRIORITY,
             nodes=int(given.n),
@@ -82,16 +69,6 @@ def qsub(machine: Machine, arguments: list[str]) -> int:
     print('WARNING: no filesystems requested', file=sys.stderr)
     print(f'Job routed to queue "{given.q}".\n{number}')
     return 0
-
-
-def complain(words: str, status: int) -> int:
-    print(words, file=sys.stderr)
-    return status
-
-
-def clock(seconds: float) -> str:
-    whole = int(seconds)
-    return f'{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}'
 
 
 def vertical(records: list[dict[str, object]]) -> None:
@@ -193,12 +170,7 @@ def nodelist(machine: Machine, arguments: list[str]) -> int:
     assert not arguments
     now = machine.now()
     with machine.state() as state:
-        busy = {
-            name: job
-            for job in state['jobs'].values()
-            if job['state'] in (RUNNING, ENDING)
-            for name in job['names']
-        }
+        busy = on_nodes(state)
         drained = {
             name: job['planned']['start']
             for job in reversed(state['jobs'].values())
@@ -213,7 +185,7 @@ def nodelist(machine: Machine, arguments: list[str]) -> int:
                 if not node.get('up', True)
                 else 'idle'
                 if name not in busy
-                else ('cleanup-pending' if busy[name]['state'] == ENDING else 'busy')
+                else ('cleanup-pending' if busy[name][1]['state'] == ENDING else 'busy')
             )
             rows.append(
                 [
@@ -250,7 +222,12 @@ def showres(machine: Machine, arguments: list[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Machine, list[str]], int]] = {
+def aprun(machine: Machine, arguments: list[str]) -> int:
+    return launch(os.environ['COBALT_NODEFILE'], arguments)
+
+
+COMMANDS: dict[str, Command] = {
+    'aprun': aprun,
     'qsub': qsub,
     'qstat': qstat,
     'qdel': qdel,

@@ -5,10 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pwd
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from tests.support.batch_launch import launch
 from tests.support.batch_machine import (
@@ -17,12 +13,15 @@ from tests.support.batch_machine import (
     OVER,
     RUNNING,
     WAITING,
+    Command,
     Job,
     Machine,
-    as_command,
+    complain,
+    on_nodes,
+    user,
 )
 
-NAMES = ('bsub', 'bjobs', 'bkill', 'bhosts', 'bqueues', 'blaunch', 'hostname')
+LOGIN = 'login1'
 _REASONS = {
     'timeout': 'TERM_RUNLIMIT: job killed after reaching LSF run time limit',
     'preempted': 'TERM_PREEMPT: job killed after preemption',
@@ -30,23 +29,9 @@ _REASONS = {
 }
 
 
-def main(folder: Path, name: str, arguments: Sequence[str]) -> int:
-    if name == 'hostname':
-        print(os.environ.get('MACHINE_NODE', 'login1'))
-        return 0
-    if name == 'blaunch':
-        hosts = arguments[1].split()
-        return launch(os.environ['PBS_NODEFILE'], ['-n', str(len(hosts)), *arguments[2:]])
-    machine = Machine(folder)
-    if (status := as_command(machine, name)) is not None:
-        return status
-    return COMMANDS[name](machine, list(arguments))
-
-
 def bsub(machine: Machine, arguments: list[str]) -> int:
     if arguments == ['-V']:
-        print('IBM Spectrum LSF 10.1.0.14', file=sys.stderr)
-        return 0
+        return complain('IBM Spectrum LSF 10.1.0.14', 0)
     parser = argparse.ArgumentParser()
     for option in ('-J', '-o', '-e', '-q', '-n', '-R', '-W', '-P'):
         parser.add_argument(option)
@@ -56,12 +41,11 @@ def bsub(machine: Machine, arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     with machine.state() as state:
         if given.q not in state['queues']:
-            print(f'{given.q}: No such queue. Job not submitted.', file=sys.stderr)
-            return 255
+            return complain(f'{given.q}: No such queue. Job not submitted.', 255)
         number = machine.submit(
             state,
             name=given.J,
-            user=pwd.getpwuid(os.getuid()).pw_name,
+            user=user(),
             queue=given.q,
             priority=BLOCK_PRIORITY,
             nodes=int(given.n),
@@ -107,8 +91,7 @@ def bkill(machine: Machine, arguments: list[str]) -> int:
     with machine.state() as state:
         for number in arguments:
             if state['jobs'][number]['state'] == OVER:
-                print(f'Job <{number}>: Job has already finished', file=sys.stderr)
-                return 255
+                return complain(f'Job <{number}>: Job has already finished', 255)
             machine.end(state, number, 'deleted')
             print(f'Job <{number}> is being terminated')
     return 0
@@ -117,12 +100,7 @@ def bkill(machine: Machine, arguments: list[str]) -> int:
 def bhosts(machine: Machine, arguments: list[str]) -> int:
     assert '-json' in arguments
     with machine.state() as state:
-        busy = {
-            name
-            for job in state['jobs'].values()
-            if job['state'] in (RUNNING, ENDING)
-            for name in job['names']
-        }
+        busy = on_nodes(state)
         return answer(
             [
                 {
@@ -141,7 +119,13 @@ def bqueues(machine: Machine, arguments: list[str]) -> int:
         return answer([{'QUEUE_NAME': name, 'STATUS': 'Open:Active'} for name in state['queues']])
 
 
-COMMANDS: dict[str, Callable[[Machine, list[str]], int]] = {
+def blaunch(machine: Machine, arguments: list[str]) -> int:
+    hosts = arguments[1].split()
+    return launch(os.environ['PBS_NODEFILE'], ['-n', str(len(hosts)), *arguments[2:]])
+
+
+COMMANDS: dict[str, Command] = {
+    'blaunch': blaunch,
     'bsub': bsub,
     'bjobs': bjobs,
     'bkill': bkill,

@@ -1,7 +1,7 @@
 """A real OpenPBS server on this computer, for tests marked ``pbs``.
 
-Each test file that needs it starts it once and stops it at its end; PBS's ports are fixed, so there
-is one server at a time on a computer.
+It is started for the first test that needs it and stopped after the last one. PBS's ports are
+fixed, so there is one server at a time on a computer.
 """
 
 from __future__ import annotations
@@ -10,26 +10,21 @@ import fcntl
 import json
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from parsl_freetrain.training.process.node_agent import TEMPLATE_VARIABLE
-from tests.support.alone import alone
 from tests.support.programs import run_to_end
-from tests.support.waiting import LIMIT_S, looks
+from tests.support.real_cluster import NODES, RealCluster
 
-PROGRAM = Path(__file__).with_name('pbs-cluster')
-NODES = 4
-START_S = 120.0  # it starts in five seconds
 ADDRESS = '10.77.7.254'  # of this computer, as the nodes see it
 PREFIX = Path(os.environ.get('PBS_CLUSTER_PREFIX', '/opt/pbs'))
 # Quicker than a real machine would be, in seconds.
@@ -41,46 +36,25 @@ QUICK = {
 }
 
 
-class PbsCluster:
-    """One running server; ``node01`` to ``node04``, queues as :data:`PROGRAM` says."""
+class PbsCluster(RealCluster):
+    """One running server, with the queues that :data:`program` says."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.environment = {
-            'PBS_CONF_FILE': str(folder / 'pbs.conf'),
-            'PATH': f'{PREFIX}/bin:{os.environ["PATH"]}',
-        }
+    program = Path(__file__).with_name('pbs-cluster')
+    variable = 'PBS_CLUSTER_DIR'
+    hidden = ('PBS_CONF',)
+    settings = QUICK
 
-    def control(
-        self, *arguments: str, timeout_s: float = LIMIT_S, **settings: str
-    ) -> subprocess.CompletedProcess[str]:
-        """Run the cluster's own program."""
-        # Daemons belong to the whole file, so they must not carry the mark of a test's own
-        # processes.
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(('FREETRAIN_TEST', 'PBS_CONF'))
-        }
-        with tempfile.TemporaryFile('w+') as said:
-            # Not through a pipe, which daemons would keep open.
-            done = subprocess.run(
-                [str(PROGRAM), *arguments],
-                env={**kept, **QUICK, **settings, 'PBS_CLUSTER_DIR': str(self.folder)},
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-                timeout=timeout_s,
-                check=False,
-            )
-            said.seek(0)
-            return subprocess.CompletedProcess(done.args, done.returncode, said.read())
+    @property
+    def environment(self) -> dict[str, str]:
+        path = f'{PREFIX}/bin:{os.environ["PATH"]}'
+        return {'PBS_CONF_FILE': str(self.folder / 'pbs.conf'), 'PATH': path}
 
-    def run(self, *command: str) -> str:
-        """Run a command of PBS; return its output."""
-        done = run_to_end(command, more_env=self.environment)
-        assert done.returncode == 0, f'{command}: {done.stdout}{done.stderr}'
-        return done.stdout
+    def all(self) -> str:
+        """With the logs, which go with the server. What is said for minutes on end is said at the
+        beginning, too.
+        """
+        said = [line for job in self.run('qselect').split() for line in self.log_of(job)[:200]]
+        return self.run('qstat', '-ans1') + self.run('pbsnodes', '-aS') + '\n'.join(said)
 
     def manage(self, *lines: str) -> None:
         """Change the server's settings, as an administrator does."""
@@ -132,7 +106,7 @@ class PbsCluster:
 
     def processes(self, node: str) -> list[str]:
         """The command lines of what runs on a node beside PBS's own."""
-        lines = self.control('on', node, 'ps', '-eo', 'stat,args').stdout.splitlines()[1:]
+        lines = self.control('on', node, 'ps', '-eo', 'stat,args').splitlines()[1:]
         own = ('pbs_mom', 'pbs-cluster', 'sleep 3600', 'ps -eo')
         return [
             line for line in lines if not line.startswith('Z') and not any(w in line for w in own)
@@ -148,27 +122,14 @@ class PbsCluster:
             if f';{job_id};' in line
         ]
 
-    def wait(self, condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
-        for _ in looks(limit_s):
-            if condition():
-                return
-        # The logs go with the server. What is said for minutes on end is said at the beginning too.
-        said = [line for job in self.run('qselect').split() for line in self.log_of(job)[:200]]
-        raise AssertionError(
-            f'did not come true within {limit_s} s\n{self.run("qstat", "-ans1")}'
-            f'{self.run("pbsnodes", "-aS")}' + '\n'.join(said)
-        )
-
     @contextmanager
     def down(self) -> Iterator[None]:
         """The server is stopped; jobs go on."""
-        done = self.control('stop-server', 'quick')
-        assert done.returncode == 0, done.stdout
+        self.control('stop-server', 'quick')
         try:
             yield
         finally:
-            done = self.control('start-server')
-            assert done.returncode == 0, done.stdout
+            self.control('start-server')
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -183,13 +144,11 @@ class PbsCluster:
     @contextmanager
     def crashed(self, node: str) -> Iterator[None]:
         """A node is gone at once, with all of its processes; at the end it comes back."""
-        done = self.control('crash', node)
-        assert done.returncode == 0, done.stdout
+        self.control('crash', node)
         try:
             yield
         finally:
-            done = self.control('boot', node)
-            assert done.returncode == 0, done.stdout
+            self.control('boot', node)
 
     @contextmanager
     def templates(self) -> Iterator[str]:
@@ -208,7 +167,15 @@ class PbsCluster:
         kept = {name: os.environ[name] for name in ('PATH', 'HOME')}
         started = [
             subprocess.Popen(
-                [str(PROGRAM), 'on', f'node{number:02d}', sys.executable, '-P', '-c', template],
+                [
+                    str(self.program),
+                    'on',
+                    f'node{number:02d}',
+                    sys.executable,
+                    '-P',
+                    '-c',
+                    template,
+                ],
                 env={
                     **kept,
                     'OPENBLAS_NUM_THREADS': '1',
@@ -239,13 +206,7 @@ class PbsCluster:
         """
         lines = self.run('qstat').splitlines()[2:]
         if jobs := [line.split()[0] for line in lines]:
-            subprocess.run(
-                [str(PREFIX / 'bin' / 'qdel'), '-W', 'force', *jobs],
-                env={**os.environ, **self.environment},
-                capture_output=True,
-                timeout=LIMIT_S,
-                check=False,
-            )
+            run_to_end(['qdel', '-W', 'force', *jobs], more_env=self.environment)
 
         def empty() -> bool:
             if self.run('qstat').strip():
@@ -259,24 +220,27 @@ class PbsCluster:
         self.wait(empty)
 
 
+class _Session:
+    """The server that the tests of this process share, None as long as none needs it."""
+
+    server: PbsCluster | None = None
+    ending = ExitStack()
+
+    @classmethod
+    def end(cls) -> None:
+        cls.server = None
+        cls.ending.close()
+
+
 @contextmanager
 def running_pbs(nodes: int = NODES, **settings: str) -> Iterator[PbsCluster]:
-    """A new server."""
-    lock_path = Path(tempfile.gettempdir(), 'ft-openpbs.lock')
-    with lock_path.open('w') as lock:
+    """A new server. There is one at a time: that of the session is stopped first."""
+    _Session.end()
+    with Path(tempfile.gettempdir(), 'ft-openpbs.lock').open('w') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         # PBS refuses a folder under /tmp.
-        folder = Path(tempfile.mkdtemp(prefix='ft-pbs-', dir='/var/lib'))
-        cluster = PbsCluster(folder)
-        try:
-            with alone():
-                done = cluster.control('up', str(nodes), timeout_s=START_S, **settings)
-            assert done.returncode == 0, done.stdout
+        with PbsCluster.running(nodes, within='/var/lib', **settings) as cluster:
             yield cluster
-        finally:
-            stopped = cluster.control('down')
-            shutil.rmtree(folder, ignore_errors=True)
-            assert stopped.returncode == 0, stopped.stdout
 
 
 def why_not() -> str:
@@ -288,19 +252,21 @@ def why_not() -> str:
     return ''
 
 
-@pytest.fixture(scope='module')
-def pbs_cluster() -> Iterator[PbsCluster]:
-    """The file's server; skips the test where there can be none."""
+@pytest.fixture(scope='session')
+def pbs_session() -> Iterator[None]:
+    """Skips the test where there can be no server, and stops it at the end of the session."""
     if why := why_not():
         pytest.skip(why)
-    with running_pbs() as cluster:
-        yield cluster
+    yield
+    _Session.end()
 
 
 @pytest.fixture
-def openpbs(pbs_cluster: PbsCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[PbsCluster]:
-    """The server, without jobs, with PBS's commands configured for it."""
-    monkeypatch.setenv('PBS_CONF_FILE', str(pbs_cluster.folder / 'pbs.conf'))
+def openpbs(pbs_session: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PbsCluster]:
+    """The session's server, without jobs, with PBS's commands configured for it."""
+    if _Session.server is None:
+        _Session.server = _Session.ending.enter_context(running_pbs())
+    monkeypatch.setenv('PBS_CONF_FILE', str(_Session.server.folder / 'pbs.conf'))
     monkeypatch.setenv('PATH', f'{PREFIX}/bin', prepend=os.pathsep)
-    yield pbs_cluster
-    pbs_cluster.clear()
+    yield _Session.server
+    _Session.server.clear()

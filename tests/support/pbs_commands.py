@@ -7,11 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pwd
-import shlex
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +17,18 @@ from tests.support.batch_machine import (
     OVER,
     RUNNING,
     WAITING,
+    Command,
     Job,
     Machine,
     State,
-    as_command,
+    clock,
+    complain,
+    directives,
+    on_nodes,
+    user,
 )
 
-NAMES = ('qsub', 'qstat', 'qdel', 'pbsnodes', 'pbs_rstat', 'mpiexec', 'hostname')
-SERVER = 'pbs'
-
-
-def main(folder: Path, name: str, arguments: Sequence[str]) -> int:
-    if name == 'hostname':
-        print(os.environ.get('MACHINE_NODE', 'login1'))
-        return 0
-    if name == 'mpiexec':
-        return launch(os.environ['PBS_NODEFILE'], arguments)
-    machine = Machine(folder)
-    if (status := as_command(machine, name)) is not None:
-        return status
-    return COMMANDS[name](machine, list(arguments))
+LOGIN, SERVER = 'login1', 'pbs'
 
 
 def qsub(machine: Machine, arguments: list[str]) -> int:
@@ -49,8 +37,7 @@ def qsub(machine: Machine, arguments: list[str]) -> int:
     for option in ('-N', '-o', '-e', '-k', '-W', '-q', '-A', '-p', '-r'):
         parser.add_argument(option)
     parser.add_argument('-l', action='append', default=[])
-    lines = [line[5:] for line in Path(script).read_text().splitlines() if line.startswith('#PBS ')]
-    given = parser.parse_args([word for line in lines for word in shlex.split(line)])
+    given = parser.parse_args(directives(script, '#PBS '))
     resources: dict[str, str] = {}
     for text in given.l:
         for pair in [text] if text.startswith('select') else text.split(','):
@@ -71,7 +58,7 @@ def qsub(machine: Machine, arguments: list[str]) -> int:
         number = machine.submit(
             state,
             name=given.N,
-            user=pwd.getpwuid(os.getuid()).pw_name,
+            user=user(),
             queue=given.q,
             priority=int(given.p or 0),
             nodes=int(nodes),
@@ -99,19 +86,9 @@ def keep(machine: Machine, script: str) -> str:
     return str(copy)
 
 
-def complain(words: str, status: int) -> int:
-    print(words, file=sys.stderr)
-    return status
-
-
 def duration(text: str) -> float:
     hours, minutes, seconds = (int(part) for part in text.split(':'))
     return float(3600 * hours + 60 * minutes + seconds)
-
-
-def clock(seconds: float) -> str:
-    whole = int(seconds)
-    return f'{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}'
 
 
 def qstat(machine: Machine, arguments: list[str]) -> int:
@@ -265,11 +242,7 @@ def pbsnodes(machine: Machine, arguments: list[str]) -> int:
 
 
 def node_of(state: State, name: str, node: dict[str, Any]) -> dict[str, Any]:
-    jobs = [
-        f'{number}.{SERVER}'
-        for number, job in state['jobs'].items()
-        if job['state'] in (RUNNING, ENDING) and name in job['names']
-    ]
+    jobs = [f'{number}.{SERVER}' for busy, (number, _) in on_nodes(state).items() if busy == name]
     shown: dict[str, Any] = {
         'Mom': name,
         'ntype': 'PBS',
@@ -305,7 +278,12 @@ def pbs_rstat(machine: Machine, arguments: list[str]) -> int:
     return 0
 
 
-COMMANDS = {
+def mpiexec(machine: Machine, arguments: list[str]) -> int:
+    return launch(os.environ['PBS_NODEFILE'], arguments)
+
+
+COMMANDS: dict[str, Command] = {
+    'mpiexec': mpiexec,
     'qsub': qsub,
     'qstat': qstat,
     'qdel': qdel,

@@ -1,7 +1,6 @@
 """A real Slurm cluster on this computer, for tests marked ``slurm``.
 
-It is started for the first test that needs it and stopped after the last one. All its files are in
-one folder under /tmp.
+It is started for the first test that needs it and stopped after the last one.
 """
 
 from __future__ import annotations
@@ -10,59 +9,35 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.alone import alone
-from tests.support.programs import run_to_end
-from tests.support.waiting import LIMIT_S, looks
+from tests.support.real_cluster import NODES, RealCluster
+from tests.support.waiting import LIMIT_S
 
-PROGRAM = Path(__file__).with_name('slurm-cluster')
-NODES = 4
-START_S = 120.0  # it starts in a fraction of a second
 SBIN = '/usr/sbin:/sbin'
 
 
-class Cluster:
-    """One running cluster; ``node01`` to ``node04``, partitions batch, debug, scavenger and
-    requeue.
-    """
+class Cluster(RealCluster):
+    """One running cluster, with the partitions batch, debug, scavenger and requeue."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.conf = folder / 'slurm.conf'
+    program = Path(__file__).with_name('slurm-cluster')
+    variable = 'SLURM_CLUSTER_DIR'
+    hidden = 'SLURM_', 'SBATCH_'
 
-    def control(
-        self, *arguments: str, timeout_s: float = LIMIT_S
-    ) -> subprocess.CompletedProcess[str]:
-        """Run one of the cluster's own programs."""
-        # Daemons belong to the whole session, so they must not carry the mark of a test's own
-        # processes.
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(('FREETRAIN_TEST', 'SLURM_', 'SBATCH_'))
-        }
-        return subprocess.run(
-            [str(PROGRAM), *arguments],
-            env={**kept, 'SLURM_CLUSTER_DIR': str(self.folder)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+    @property
+    def conf(self) -> Path:
+        return self.folder / 'slurm.conf'
 
-    def run(self, *command: str) -> str:
-        """Run a Slurm command; return its output."""
-        done = run_to_end(command, cwd=self.folder, more_env={'SLURM_CONF': str(self.conf)})
-        assert done.returncode == 0, f'{command}: {done.stdout}{done.stderr}'
-        return done.stdout
+    @property
+    def environment(self) -> dict[str, str]:
+        return {'SLURM_CONF': str(self.conf)}
+
+    def all(self) -> str:
+        return self.run('squeue', '-a') + self.run('sinfo', '-a')
 
     def submit(self, *options: str, seconds: float | str = 600) -> str:
         """Submit an ordinary job of another user, on whole nodes, that takes so many seconds, or as
@@ -82,15 +57,6 @@ class Cluster:
         return self.run(
             'squeue', '--noheader', '--all', '--states=all', f'--jobs={job_id}', '--format=%T'
         ).strip()
-
-    def wait(self, condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
-        for _ in looks(limit_s):
-            if condition():
-                return
-        raise AssertionError(
-            f'did not come true within {limit_s} '
-            f's\n{self.run("squeue", "-a")}{self.run("sinfo", "-a")}'
-        )
 
     def scheduler(self) -> int:
         """Process id of slurmctld."""
@@ -122,13 +88,11 @@ class Cluster:
 
     def kill_node(self, name: str) -> None:
         """Kill a node with all its processes, as in a crash."""
-        done = self.control('kill-node', name, '--with-jobs')
-        assert done.returncode == 0, done.stderr
+        self.control('kill-node', name, '--with-jobs')
 
     def start_node(self, name: str, idle: bool = True) -> None:
         """Start a node again; with ``idle``, wait until every node is idle."""
-        done = self.control('start-node', name)
-        assert done.returncode == 0, done.stderr
+        self.control('start-node', name)
         if idle:
             self.wait(lambda: self.idle_nodes() == NODES)
 
@@ -169,24 +133,6 @@ class Cluster:
         self.wait(empty)
 
 
-@contextmanager
-def running_cluster(nodes: int = NODES) -> Iterator[Cluster]:
-    """A new cluster."""
-    # Sockets need short paths, so pytest's own folder cannot be used.
-    folder = Path(tempfile.mkdtemp(prefix='ft-slurm-', dir='/tmp'))
-    cluster = Cluster(folder)
-    try:
-        # Each cluster looks for free ports first.
-        with alone():
-            done = cluster.control('up', str(nodes), timeout_s=START_S)
-        assert done.returncode == 0, done.stderr
-        yield cluster
-    finally:
-        stopped = cluster.control('down')
-        assert stopped.returncode == 0, stopped.stderr
-        shutil.rmtree(folder)
-
-
 @pytest.fixture(scope='session')
 def slurm_cluster() -> Iterator[Cluster]:
     """The session's cluster; skips the test if there is no Slurm."""
@@ -194,7 +140,7 @@ def slurm_cluster() -> Iterator[Cluster]:
     programs = ('munged', 'slurmctld', 'slurmd', 'sinfo', 'srun')
     if missing := [name for name in programs if shutil.which(name, path=path) is None]:
         pytest.skip(f'needs Slurm, which make system-packages installs: no {", ".join(missing)}')
-    with running_cluster() as cluster:
+    with Cluster.running(within='/tmp') as cluster:
         yield cluster
 
 
