@@ -385,6 +385,7 @@ def test_a_batch_that_grows_with_the_nodes(
     assert len(curve) == 4 and curve[-1][1] < curve[0][1]
 
 
+@pytest.mark.long
 def test_through_kills_and_on_other_nodes(run_dir: Path) -> None:
     """As its user runs it with ``--small``; the network finds tubes that it has not been trained
     on.

@@ -12,9 +12,10 @@ from tests.chaos import monkey
 from tests.chaos.fault_kinds import ON_SMALL_DISK
 from tests.chaos.training import BATCH, SAMPLES
 
-SHORT = {'rank', 'block', 'submitting process', 'corrupt checkpoint'}
+SHORT = {'rank', 'block', 'corrupt checkpoint'}
 LONG = SHORT | {
-    'stop rank', 'manager', 'half-written checkpoint', 'full disk', 'full inodes', 'damaged ledger',
+    'stop rank', 'manager', 'submitting process', 'half-written checkpoint', 'full disk',
+    'full inodes', 'damaged ledger',
 }  # fmt: skip
 
 

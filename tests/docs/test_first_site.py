@@ -35,6 +35,7 @@ def perform(words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) 
     return said.out
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures('nodes_share_a_template')
 def test_the_guide_from_its_first_command_to_its_last(
     slurm: Cluster,
