@@ -26,7 +26,7 @@ import pytest
 
 from tests.support import scheduling, template, workers
 from tests.support.batch_tests import cobalt, lsf, pbs  # noqa: F401 fixtures for every test
-from tests.support.openpbs import openpbs, pbs_session  # noqa: F401
+from tests.support.openpbs import Shared, openpbs  # noqa: F401
 from tests.support.slurm import slurm, slurm_cluster  # noqa: F401
 from tests.support.template import nodes_share_a_template  # noqa: F401
 
@@ -110,6 +110,14 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         return None
     workers.run(session, scheduling.units(session.items, ROOT), count, _mark)
     return True
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Other sessions on this computer wait for the PBS server."""
+    of_pbs = {ROOT / file for file in scheduling.PBS}
+    if Shared.server is not None and getattr(nextitem, 'path', None) not in of_pbs:
+        Shared.end()
 
 
 @pytest.fixture(scope='session', autouse=True)

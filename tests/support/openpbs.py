@@ -1,7 +1,7 @@
 """A real OpenPBS server on this computer, for tests marked ``pbs``.
 
-It is started for the first test that needs it and stopped after the last one. PBS's ports are
-fixed, so there is one server at a time on a computer.
+It is started for the first test that needs it, and stopped behind the files that do. PBS's ports
+are fixed, so there is one server at a time on a computer.
 """
 
 from __future__ import annotations
@@ -220,22 +220,28 @@ class PbsCluster(RealCluster):
         self.wait(empty)
 
 
-class _Session:
+class Shared:
     """The server that the tests of this process share, None as long as none needs it."""
 
     server: PbsCluster | None = None
-    ending = ExitStack()
+    _ending = ExitStack()
+
+    @classmethod
+    def begin(cls) -> PbsCluster:
+        if cls.server is None:
+            cls.server = cls._ending.enter_context(running_pbs())
+        return cls.server
 
     @classmethod
     def end(cls) -> None:
         cls.server = None
-        cls.ending.close()
+        cls._ending.close()
 
 
 @contextmanager
 def running_pbs(nodes: int = NODES, **settings: str) -> Iterator[PbsCluster]:
-    """A new server. There is one at a time: that of the session is stopped first."""
-    _Session.end()
+    """A new server. There is one at a time: the shared one is stopped first."""
+    Shared.end()
     with Path(tempfile.gettempdir(), 'ft-openpbs.lock').open('w') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         # PBS refuses a folder under /tmp.
@@ -252,21 +258,15 @@ def why_not() -> str:
     return ''
 
 
-@pytest.fixture(scope='session')
-def pbs_session() -> Iterator[None]:
-    """Skips the test where there can be no server, and stops it at the end of the session."""
+@pytest.fixture
+def openpbs(monkeypatch: pytest.MonkeyPatch) -> Iterator[PbsCluster]:
+    """The shared server, without jobs, with PBS's commands configured for it. Skips the test where
+    there can be none.
+    """
     if why := why_not():
         pytest.skip(why)
-    yield
-    _Session.end()
-
-
-@pytest.fixture
-def openpbs(pbs_session: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PbsCluster]:
-    """The session's server, without jobs, with PBS's commands configured for it."""
-    if _Session.server is None:
-        _Session.server = _Session.ending.enter_context(running_pbs())
-    monkeypatch.setenv('PBS_CONF_FILE', str(_Session.server.folder / 'pbs.conf'))
+    server = Shared.begin()
+    monkeypatch.setenv('PBS_CONF_FILE', str(server.folder / 'pbs.conf'))
     monkeypatch.setenv('PATH', f'{PREFIX}/bin', prepend=os.pathsep)
-    yield _Session.server
-    _Session.server.clear()
+    yield server
+    server.clear()
