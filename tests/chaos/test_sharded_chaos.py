@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.chaos.sharded import chaos
 from tests.support.ranks import running_fork_server
 
 
-@pytest.mark.long
 def test_faults_on_a_sharded_training_change_no_bit(tmp_path: Path) -> None:
     said: list[str] = []
     with running_fork_server(tmp_path) as fork_server:
