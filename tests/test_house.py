@@ -101,7 +101,7 @@ def test_the_house_stays_small() -> None:
     """A number here may sink, and rises only where something that is kept is worth it."""
     package, tests = modules('parsl_freetrain'), modules('tests')
     assert sum(map(lines, package)) <= 63_400
-    assert sum(map(lines, tests)) <= 54_800
+    assert sum(map(lines, tests)) <= 55_300
     assert len(package) <= 456
     long = [f'{path.relative_to(ROOT)}: {name}' for path in package for name in long_ones(path)]
     assert len(long) <= 18, '\n'.join(long)
