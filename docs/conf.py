@@ -49,9 +49,7 @@ def draw_zero_delay(app: Any, error: Exception | None) -> None:
 
 
 def draw_workloads(app: Any, error: Exception | None) -> None:
-    """The pictures of docs/workloads, from what
-    a run of each has found.
-    """
+    """The pictures of docs/workloads, from what a run of each has found."""
     if error is None and app.builder.format == 'html':
         from workflows import chimera_gpt, cosmoflow, ffn, unet3d
 
