@@ -602,6 +602,7 @@ def test_parsl_memoizes_what_follows_a_training(tmp_path: Path) -> None:
     assert calls == [8, 9]
 
 
+@pytest.mark.long
 def test_other_executors_beside_ours_and_any_strategy(tmp_path: Path) -> None:
     """Parsl's own way of scaling leaves our blocks alone, and scales the other executor's."""
 
@@ -731,7 +732,7 @@ if __name__ == '__main__':
 """
 
 
-@pytest.mark.parametrize('how', ['script', 'notebook'])
+@pytest.mark.parametrize('how', ['script', pytest.param('notebook', marks=pytest.mark.long)])
 def test_functions_of_a_script_and_of_a_notebook_cell(how: str, tmp_path: Path) -> None:
     """A notebook's cells are executed in ``__main__`` without being in any file."""
     if how == 'script':

@@ -88,7 +88,7 @@ def test_a_workflow_runs_on_the_site_that_is_named(folder: Path) -> None:
     assert (failed.returncode, failed.stdout) == (1, '')
 
 
-@pytest.mark.parametrize('times', [1, 3])
+@pytest.mark.parametrize('times', [1, pytest.param(3, marks=pytest.mark.long)])
 def test_ctrl_c_stops_it_and_says_that_nothing_is_lost(folder: Path, times: int) -> None:
     workflow = folder / 'mine.py'
     workflow.write_text(TRAINS.replace('EPOCHS', '1_000_000'))

@@ -10,6 +10,7 @@ import xml.etree.ElementTree as Xml
 from pathlib import Path
 
 import parsl
+import pytest
 
 from tests.support.programs import run_to_end
 
@@ -71,6 +72,7 @@ def run_suite(config: str, folder: Path) -> dict[str, bool]:
     return results
 
 
+@pytest.mark.long
 def test_what_works_with_parsls_executor_works_with_ours(tmp_path: Path) -> None:
     ours = run_suite('freetrain_config.py', tmp_path / 'freetrain')
     failed = {name for name, passed in ours.items() if not passed}

@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -63,6 +64,7 @@ def over_both(history: RunHistory) -> int | None:
     return None
 
 
+@pytest.mark.long
 def test_a_node_that_is_cut_off_and_a_bad_line_change_no_bit(tmp_path: Path) -> None:
     with running_fork_server(tmp_path) as server:
         alone = order(tmp_path / 'alone', total_epochs=EPOCHS, shards=SHARDS, seed=SEED)

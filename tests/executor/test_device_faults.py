@@ -64,6 +64,7 @@ def train(ctx: FragmentContext, folder: Path) -> None:
     raise torch.AcceleratorError(f'{FAULT}\nCompile with TORCH_USE_CUDA_DSA')
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures('two_devices')
 def test_a_rank_for_each_device_and_a_broken_one_is_a_preemption_and_its_node_avoided(
     tmp_path: Path,

@@ -33,7 +33,7 @@ def until_training(future: TrainingFuture) -> None:
         threading.Event().wait(0.05)
 
 
-@pytest.mark.parametrize('taken', ['known', 'notice'])
+@pytest.mark.parametrize('taken', ['known', pytest.param('notice', marks=pytest.mark.long)])
 def test_a_hole_whose_end_is_told_costs_no_work(tmp_path: Path, taken: str) -> None:
     """The fragment stops by itself before its node is killed; the next one, on another node,
     repeats nothing.

@@ -62,6 +62,7 @@ def costs_bid(ledger: Path, name: str) -> tuple[float, float]:
     return trainer['rescale_up_s'], trainer['rescale_down_s']
 
 
+@pytest.mark.long
 def test_a_trainer_moves_to_a_faster_class_and_uses_two_at_once_with_the_same_bits(
     tmp_path: Path,
 ) -> None:

@@ -92,6 +92,7 @@ def held_fit(ctx: FragmentContext, go: str) -> None:
     fit(ctx, pause_s=0.02)
 
 
+@pytest.mark.long
 def test_a_node_that_crashes_costs_no_more_than_the_work_since_the_last_checkpoint(
     slurm: Cluster, tmp_path: Path
 ) -> None:

@@ -167,7 +167,9 @@ def test_a_long_step_is_no_hang(fork_server: ForkClient, tmp_path: Path) -> None
         assert [outcome.how for outcome in gang.run()] == ['finished'] * 2
 
 
-@pytest.mark.parametrize('bad', [False, True], ids=['good-line', 'bad-line'])
+@pytest.mark.parametrize(
+    'bad', [False, pytest.param(True, marks=pytest.mark.long)], ids=['good-line', 'bad-line']
+)
 def test_ranks_on_three_computers_go_on_after_a_short_cut(bad: bool) -> None:
     """Lost packets and an interruption shorter than the limit only take time."""
     with computers(3) as hosts:
