@@ -14,10 +14,9 @@ import typer
 
 from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.explain import explain
-from parsl_freetrain.core.allocation.formulation import problem_of
 from parsl_freetrain.core.allocation.objectives import FIELDS, METRICS, Metric, objective_named
 from parsl_freetrain.core.allocation.problem import Problem
-from parsl_freetrain.core.allocation.problem_document import check, decode
+from parsl_freetrain.core.allocation.problem_document import check, decode, problem_of
 from parsl_freetrain.core.allocation.solvers import SolverName
 from parsl_freetrain.core.model.errors import BadInput
 

@@ -235,11 +235,10 @@ def _reason(decision: dict[str, Any], trainer: str) -> Reason | None:
     if decision['problem'] is None:
         return None
     from parsl_freetrain.core.allocation.explain import explain
-    from parsl_freetrain.core.allocation.formulation import problem_of
-    from parsl_freetrain.core.allocation.problem_document import check
+    from parsl_freetrain.core.allocation.problem import problem_in
     from parsl_freetrain.solver import allocator_named
 
-    problem = problem_of(check(decision['problem']))
+    problem = problem_in(decision['problem'])
     allocator = allocator_named('auto', isolated=False)
     answer = allocator.allocate(problem)
     if answer.allocation.get(trainer) != decision['allocation'][trainer]:

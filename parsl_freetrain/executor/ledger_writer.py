@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from parsl_freetrain.core.allocation.formulation import document_of
+from parsl_freetrain.core.allocation.problem import record_of
 from parsl_freetrain.core.controller.controller_state import Decision
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.types import Trainer
@@ -130,7 +130,7 @@ class LedgerWriter:
             allocation=decision.answer.allocation,
             actions=decision.actions,
         )
-        document = document_of(decision.problem)
+        document = record_of(decision.problem)
         if document is not None:
             self._ledger.decisions.problem(document)
 

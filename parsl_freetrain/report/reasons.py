@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from parsl_freetrain.core.allocation.answer import relative_gap
-from parsl_freetrain.core.allocation.constraints import OWNERS
+from parsl_freetrain.core.allocation.constraints import KEPT_FREE
 from parsl_freetrain.core.allocation.explain import Reason
+from parsl_freetrain.core.allocation.problem import problem_in
 from parsl_freetrain.core.model.node_demand import in_need
 from parsl_freetrain.ledger.rows import FINAL_STATES, FragmentRow, RunHistory, RunRow, TrainerRow
 from parsl_freetrain.report.outcome import DecisionOutcome
@@ -207,25 +208,23 @@ def _limit(name: str, fewest: int, decision: Mapping[str, Any]) -> str | None:
     """The limit that keeps a trainer from free nodes; None: none, or the problem was not
     recorded.
     """
-    problem, given = decision['problem'] or {}, decision['allocation']
+    if decision['problem'] is None:
+        return None
+    problem, given = problem_in(decision['problem']), decision['allocation']
     used = sum(given.values())
     if used + fewest > decision['nodes']:
         return None
-    owners = {t['name']: t for t in problem.get('trainers', ())}
-    for what in OWNERS:
-        owner = owners.get(name, {}).get(what)
-        most = problem.get(f'{what}_nodes', {}).get(owner)
-        if (
-            most is not None
-            and sum(n for other, n in given.items() if owners.get(other, {}).get(what) == owner)
-            + fewest
-            > most
-        ):
-            return f'no more than {nodes(most)} may go to {what} {owner} at once'
-    if used + fewest > problem.get('max_nodes', decision['nodes']):
-        return f'the executor uses no more than {nodes(problem["max_nodes"])} at once'
-    if used + fewest > decision['nodes'] - problem.get('keep_free', 0):
-        return f"{nodes(problem['keep_free'])} of the pool's {decision['nodes']} are kept free"
+    for limit in problem.limits:
+        members = limit.members or tuple(given)
+        held = sum(given.get(other, 0) for other in members)
+        if limit.most is None or name not in members or held + fewest <= limit.most:
+            continue
+        if limit.why == KEPT_FREE:
+            free = nodes(problem.nodes - limit.most)
+            return f"{free} of the pool's {decision['nodes']} are kept free"
+        if limit.members:
+            return f'no more than {nodes(limit.most)} may go to {limit.why} at once'
+        return f'the executor uses no more than {nodes(limit.most)} at once'
     return None
 
 

@@ -76,7 +76,7 @@ def test_a_trainer_with_all_it_can_have_and_one_with_what_it_must(tmp_path: Path
         ({'total_samples': 0}, "Trainer 'a': the total to train is 0"),
         ({'nodes': []}, "trainer 'a': A scaling curve needs"),
         ({'max_nodes': 'many'}, "trainer 'a': max_nodes is 'many'; it must be a whole number"),
-        ({'maxnodes': 3}, "trainer 'a': maxnodes: there is no such setting"),
+        ({'maxnodes': 3}, "trainer 'a': there is no maxnodes"),
         ({'name': ''}, "trainer 1: name is ''; it must be a text that is not empty"),
     ],
 )

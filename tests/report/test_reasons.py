@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from parsl_freetrain.core.allocation.constraints import KEPT_FREE
 from parsl_freetrain.core.allocation.explain import Alternative, Reason
+from parsl_freetrain.core.allocation.problem import Limit, Problem, record_of
 from parsl_freetrain.ledger.rows import (
     BlockRow,
     FragmentRow,
@@ -25,14 +27,9 @@ NODE = NodeRow(1, 'b0/x', 'b0', 'x', 6.0)
 HERE = {'blocks': (BLOCK,), 'nodes': (NODE,)}
 
 
-def limited(nodes: int = 4, others: int = 1, **limits: Any) -> dict[str, Any]:
-    """A decision that gave this trainer nothing, with what its problem says of limits; all trainers
-    are Anna's.
-    """
-    problem = {
-        'trainers': [{'name': 'me', 'user': 'anna'}, {'name': 'you', 'user': 'anna'}],
-        **limits,
-    }
+def limited(*limits: Limit, nodes: int = 4, others: int = 1) -> dict[str, Any]:
+    """A decision that gave this trainer nothing, and whose problem had limits."""
+    problem = record_of(Problem(120.0, nodes, (), limits=limits))
     return decided(nodes=nodes, me=0, you=others) | {'problem': problem}
 
 
@@ -48,7 +45,7 @@ def decided(at: float = 50.0, nodes: int = 4, **allocation: int) -> dict[str, An
         'current': {'me': 0, 'you': 1},
         'allocation': allocation,
         'actions': (),
-        'problem': {'horizon_s': 120.0},
+        'problem': record_of(Problem(120.0, nodes, ())),
     }
 
 
@@ -74,15 +71,25 @@ def decided(at: float = 50.0, nodes: int = 4, **allocation: int) -> dict[str, An
         (HERE, [decided(me=0, you=1) | {'problem': None}], [], 'others do more'),
         (
             HERE,
-            [limited(user_nodes={'anna': 2})],
+            [limited(Limit(('me', 'you'), most=2, why='user anna'))],
             [],
             'no more than 2 nodes may go to user anna at once, and it needs 2 at least; '
             "now these have nodes: 'you' 1",
         ),
-        (HERE, [limited(user_nodes={'anna': 3, 'otto': 1})], [], 'others do more'),
-        (HERE, [limited(max_nodes=2)], [], 'the executor uses no more than 2 nodes at once'),
-        (HERE, [limited(keep_free=2)], [], "2 nodes of the pool's 4 are kept free"),
-        (HERE, [limited(others=3, keep_free=1)], [], 'others do more'),
+        (
+            HERE,
+            [limited(Limit(('me', 'you'), most=3), Limit(('it',), most=1))],
+            [],
+            'others do more',
+        ),
+        (
+            HERE,
+            [limited(Limit(most=2, why='max_nodes'))],
+            [],
+            'the executor uses no more than 2 nodes',
+        ),
+        (HERE, [limited(Limit(most=2, why=KEPT_FREE))], [], "2 nodes of the pool's 4"),
+        (HERE, [limited(Limit(most=3, why=KEPT_FREE), others=3)], [], 'others do more'),
     ],
 )
 def test_what_it_waits_for(

@@ -97,7 +97,7 @@ def test_tables(tmp_path: Path) -> None:
         assert type(site_in_table(file)) is kind
     file.write_text('[pbspro]\nqueu = "prod"\n')
     with pytest.raises(
-        BadInput, match=r'site\.toml: queue is missing; queu: there is no such setting'
+        BadInput, match=r'site\.toml: queue is missing; there is no queu'
     ):
         site_in_table(file)
     file.write_text('[lfs]\nqueue = "normal"\n')

@@ -10,6 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+
+from msgspec import convert, to_builtins
 
 from parsl_freetrain.core.allocation.mixing import mixed_rate
 from parsl_freetrain.core.model.types import ScalingCurve
@@ -348,3 +351,21 @@ class Problem:
                 else self.value(bid, nodes)
             )
         return worth
+
+
+MOST_POINTS = 20_000
+"""Problems whose curves have more points than this in all are not recorded."""
+
+
+def record_of(problem: Problem) -> dict[str, Any] | None:
+    """A problem as it is recorded; None if it is too large. :func:`problem_in` reads it."""
+    curves = [c for bid in problem.bids for _, c in (*bid.class_curves, ('', bid.curve))]
+    if sum(len(curve.nodes) for curve in curves) > MOST_POINTS:
+        return None
+    found: dict[str, Any] = to_builtins(problem)
+    return found
+
+
+def problem_in(record: dict[str, Any]) -> Problem:
+    """The problem that was recorded."""
+    return convert(record, Problem)

@@ -6,13 +6,13 @@ import difflib
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from msgspec import NODEFAULT, Struct, StructMeta, convert, structs
+from msgspec import NODEFAULT, Struct, StructMeta, ValidationError, convert, structs
 
-from parsl_freetrain.core.model.checked_values import check_value
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.checked_values import check_value, wrong_with
+from parsl_freetrain.core.model.errors import BadInput, shown
 
 P = ParamSpec('P')
 R = TypeVar('R')
@@ -48,37 +48,62 @@ class Settings(
 S = TypeVar('S', bound=Settings)
 
 
-def read_settings(kind: type[S], where: str, values: Mapping[str, object]) -> S:
-    """Settings that were read from a file, where lists stand for tuples and texts for members of an
-    Enum.
+def read_settings(kind: type[S], where: str, values: Mapping[str, Any]) -> S:
+    """Settings that were read from a file, where lists stand for tuples, texts for members of an
+    Enum, and tables for groups of settings.
 
     Raises
     ------
     BadInput
         With ``where``, and everything that cannot be used, in one sentence.
     """
-    wrong = [
-        f'{each.name} is missing'
-        for each in structs.fields(kind)
-        if each.required and each.name not in values
-    ]
-    read, hints = {}, hints_of(kind)
+    try:
+        return convert(values, kind)
+    except ValidationError as error:
+        wrong = '; '.join(_mistakes(kind, values)) or str(error).removesuffix('.')
+        raise BadInput(f'{where}: {wrong}.' if where else f'{wrong}.') from None
+
+
+def _mistakes(kind: type[Settings], values: Mapping[str, Any]) -> Iterator[str]:
+    hints = hints_of(kind)
+    for each in structs.fields(kind):
+        if each.required and each.name not in values:
+            yield f'{each.name} is missing'
     for name, value in values.items():
         if name not in hints:
-            known = ', '.join(sorted(kind.__struct_fields__))
-            wrong.append(f'{name}: there is no such setting (there are {known})')
-            continue
-        try:
-            check_value(name, value, hints[name], read=True)
-            read[name] = convert(value, hints[name])
-        except BadInput as error:
-            wrong.append(str(error).removesuffix('.'))
-    if wrong:
-        raise BadInput(f'{where}: {"; ".join(wrong)}.')
-    try:
-        return kind(**read)
-    except BadInput as error:
-        raise BadInput(f'{where}: {error}') from None
+            said = name if name.isprintable() else ascii(name)
+            yield f'there is no {said}; there are {", ".join(kind.__struct_fields__)}'
+        elif group := _group_in(hints[name]):
+            yield from _mistakes_in_group(name, value, hints[name], *group)
+        else:
+            try:
+                check_value(name, value, hints[name], read=True)
+            except BadInput as error:
+                yield str(error).removesuffix('.')
+
+
+def _group_in(hint: Any) -> tuple[type[Settings], bool] | None:
+    """The group of settings that a type has in it, and whether it is a list of them."""
+    if isinstance(hint, type) and issubclass(hint, Settings):
+        return hint, False
+    for part in typing.get_args(hint):
+        if found := _group_in(part):
+            return found[0], found[1] or typing.get_origin(hint) is tuple
+    return None
+
+
+def _mistakes_in_group(
+    name: str, value: object, hint: Any, group: type[Settings], several: bool
+) -> Iterator[str]:
+    for number, one in enumerate(value if several and isinstance(value, list) else [value], 1):
+        place = f'{name}[{number - 1}]' if several and one is not value else name
+        if isinstance(one, Mapping) and not (several and one is value):
+            called = one.get('name') or one.get('id')
+            title = f'{name.removesuffix("s")} {shown(called)}' if called else place
+            for mistake in _mistakes(group, one):
+                yield f'{title if several else name}: {mistake}'
+        elif wrong := wrong_with(one, group if one is not value else hint, read=True):
+            yield f'{place} is {shown(one)}; it must be {wrong.must}'
 
 
 def given(settings: Settings) -> dict[str, Any]:

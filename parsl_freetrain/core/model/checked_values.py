@@ -177,13 +177,7 @@ def _bounds_in_words(bounds: Meta) -> str:
         return bounds.description
     if bounds.ge is not None and bounds.le is not None:
         return f'from {bounds.ge} to {bounds.le}'
-    words = {
-        'at least': bounds.ge,
-        'above': bounds.gt,
-        'at most': bounds.le,
-        'below': bounds.lt,
-        'of this many parts at least:': bounds.min_length,
-        'of this many parts at most:': bounds.max_length,
-        'as the pattern': bounds.pattern,
-    }
+    words = {'at least': bounds.ge, 'above': bounds.gt, 'at most': bounds.le, 'below': bounds.lt}
+    if bounds.min_length:
+        return f'of at least {bounds.min_length} item{"s" if bounds.min_length > 1 else ""}'
     return ' and '.join(f'{word} {bound}' for word, bound in words.items() if bound is not None)

@@ -27,7 +27,13 @@ def refuse(what: str, value: object, must: str) -> NoReturn:
         Always: ``refuse('Ranks: per_node', 0, 'at least 1')`` says "Ranks: per_node is 0; it must
         be at least 1."
     """
-    raise BadInput(f'{what} is {value!r}; it must be {must}.')
+    raise BadInput(f'{what} is {shown(value)}; it must be {must}.')
+
+
+def shown(value: object) -> str:
+    """A value for a sentence, without control characters and not too long."""
+    text = repr(value)
+    return text if len(text) <= 200 else f'{text[:197]}...'
 
 
 class TrainerFailed(FreeTrainError, RuntimeError):

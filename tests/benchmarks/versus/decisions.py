@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parsl_freetrain.core.allocation.formulation import problem_of
 from parsl_freetrain.core.allocation.problem import Problem
-from parsl_freetrain.core.allocation.problem_document import check
+from parsl_freetrain.core.allocation.problem_document import check, problem_of
 from parsl_freetrain.solver.choice import allocator_named
 from tests.benchmarks.versus import bftrainer, environment
 from tests.support.allocation import DECISIONS

@@ -158,7 +158,7 @@ def test_jobs_are_known_by_their_run() -> None:
 @pytest.mark.parametrize(
     ('text', 'sentence'),
     [
-        ('partition = "batch"\nnise = 4', 'nise: there is no such setting'),
+        ('partition = "batch"\nnise = 4', 'there is no nise'),
         ('nice = 4', 'partition is missing'),
         ('partition = "a b"', "partition is 'a b'; it must be a text without spaces"),
         ('partition = "batch"\nlongest_s = 30', 'longest_s is 30; it must be .* 60 or more'),
@@ -193,7 +193,7 @@ def test_site_files(tmp_path: Path) -> None:
 def test_settings_and_options_exclude_each_other() -> None:
     with pytest.raises(BadInput, match='one or the other'):
         SlurmSite(options(), partition='batch')
-    with pytest.raises(BadInput, match='partiton: there is no such setting'):
+    with pytest.raises(BadInput, match='there is no partiton'):
         SlurmSite(partiton='batch')
 
 
