@@ -30,12 +30,18 @@ def read_in_turns(ctx: FragmentContext, path: str, rounds: int) -> None:
 
     import torch.distributed as dist
 
-    from parsl_freetrain.training.checkpoint.state import read_split
-    from parsl_freetrain.training.comm.subgroup import ranks_of_node
-    from parsl_freetrain.training.loop.node_reading import read_once
-    from parsl_freetrain.training.spec.fragment_order import RankPlace
+    from parsl_freetrain.training.checkpoint.parts import Contents
+    from parsl_freetrain.training.checkpoint.source import Opened, read_state
+    from parsl_freetrain.training.checkpoint.transport import Disk
+    from parsl_freetrain.training.checkpoint.transport_memory import NodeMemory
+    from parsl_freetrain.training.checkpoint.transport_peers import PeerTransport
 
-    node = ranks_of_node(RankPlace(ctx.rank, ctx.world_size, ctx.rank, 1, ''))
+    contents = Contents.read(Path(path))
+
+    def read_once() -> None:
+        memory, disk = NodeMemory('none', contents.files), Disk(Path(path), contents.files)
+        ways = PeerTransport(ctx._peers, memory, disk, contents.files, ctx.world_size)
+        Opened(path, contents, ways).load()
 
     def bytes_read() -> int:
         return int(Path('/proc/self/io').read_text().split()[1])
@@ -46,13 +52,9 @@ def read_in_turns(ctx: FragmentContext, path: str, rounds: int) -> None:
             dist.barrier()
             before = bytes_read(), time.process_time(), time.monotonic()
             if way == 'one':
-                read_once(node, lambda: read_split(path, verify=True))
-            else:  # rank 0 verifies first
-                if ctx.rank == 0:
-                    read_split(path, verify=True)
-                dist.barrier()
-                if ctx.rank:
-                    read_split(path)
+                read_once()
+            else:
+                read_state(path)
             dist.barrier()
             spent = torch.tensor(
                 [bytes_read() - before[0], time.process_time() - before[1]], dtype=torch.float64

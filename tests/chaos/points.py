@@ -98,17 +98,8 @@ def with_ordered_faults(function: Callable[..., Any], folder: Path) -> Callable[
 
     @functools.wraps(function)
     def struck(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        from parsl_freetrain.training.loop import handover_send  # not where there is no rank
-
         reached('function begins')
         fault_hooks.on_saving.append(reached)
-        pack: Any = vars(handover_send)['pack']
-
-        def leave(state: Any) -> Any:
-            reached('leaving')
-            return pack(state)
-
-        vars(handover_send)['pack'] = leave
         prepare, loop = ctx.prepare, ctx.loop
 
         def prepared(*given: Any, **options: Any) -> Any:

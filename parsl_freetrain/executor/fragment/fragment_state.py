@@ -59,6 +59,18 @@ class FragmentResult:
     out_of_memory: bool = False
 
 
+@dataclass(frozen=True)
+class LeftState:
+    """A state that is not committed, and of each of its parts the nodes that have it."""
+
+    handover: Handover
+    nodes: tuple[frozenset[str], ...]
+
+    def on(self, nodes: Collection[str]) -> bool:
+        """Whether these nodes have all of it."""
+        return all(not part.isdisjoint(nodes) for part in self.nodes)
+
+
 @dataclass
 class RunningFragment:
     """The members of one fragment.
@@ -88,7 +100,7 @@ class RunningFragment:
     goes_on: bool = False  # the trainer is expected to go on at once when it has stopped
     followed: bool = False  # the ranks of the next fragment are ready
     leaving: frozenset[str] = frozenset()  # nodes of it that are given back when it has stopped
-    begins_with: Handover | None = None  # the state that it finds in memory
+    begins_with: LeftState | None = None  # the state that it finds in memory
     keeps: bool = False  # its ranks leave their states in memory when one of them is lost
     uses_state: bool = False  # rank 0 has used ctx.state, which only its state has
     spare_s: float = 0.0  # that its ranks had for leaving their states when it was given up

@@ -5,65 +5,77 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parsl_freetrain.core.model.events import Ending
-from parsl_freetrain.executor.fragment.fragment_state import FragmentResult, RunningFragment
+from parsl_freetrain.executor.fragment.fragment_state import (
+    FragmentResult,
+    LeftState,
+    RunningFragment,
+)
 from parsl_freetrain.training.spec.fragment_order import Handover
-from parsl_freetrain.training.spec.messages import StateLeft
-
-Left = tuple[str, Handover]
-"""A node, and the state in its memory."""
+from parsl_freetrain.training.spec.messages import Outcome, StateLeft
 
 
-def left_states(fragment: RunningFragment, result: FragmentResult) -> tuple[Left, ...]:
-    """The states that the next fragment may go on from, the best first.
+def left_states(fragment: RunningFragment, result: FragmentResult) -> tuple[LeftState, ...]:
+    """The states that the next fragment may go on from, the best first. What is committed is found
+    by its digests.
 
-    After a stop it is the one that rank 0 has committed, or has left for the next fragment to
-    commit. After a loss it is the one that has seen the most samples: each rank leaves that of a
-    global batch which it has finished, and all ranks that have finished one hold the same.
+    After a stop it is the one that rank 0 has left for the next fragment to commit. After a loss it
+    is the one that has seen the most samples: each rank leaves that of a global batch which it has
+    finished, and all ranks that have finished one hold the same, or their parts of it.
     """
     if result.ending is Ending.STOPPED:
-        return tuple(_of_rank_0(fragment, result))
+        return tuple(_of_rank_0(fragment))
     if result.ending is not Ending.PREEMPTED:
         return ()
-    found = sorted(_kept(fragment), key=lambda left: -left[1].samples)
-    if fragment.begins_with is not None and not fragment.begins_with.path:
-        found.append((fragment.action.nodes[0], fragment.begins_with))
-    return tuple((node, left) for node, left in found if left.samples > result.checkpoint.samples)
+    found = sorted(_of_survivors(fragment), key=lambda left: -left.handover.samples)
+    if fragment.begins_with is not None:
+        found.append(fragment.begins_with)
+    return tuple(left for left in found if left.handover.samples > result.checkpoint.samples)
 
 
-def _of_rank_0(fragment: RunningFragment, result: FragmentResult) -> Iterator[Left]:
-    last, outcome = result.checkpoint, fragment.outcome()
-    if outcome is None or outcome.left is None:
+def _of_rank_0(fragment: RunningFragment) -> Iterator[LeftState]:
+    outcome = fragment.outcome()
+    if outcome is None or outcome.left is None or outcome.path is not None:
         return
     digest, samples = outcome.left.digest, outcome.left.samples
-    handover = Handover(digest, '', samples, fragment.number, outcome.metrics)
-    if outcome.path is not None:
-        if (samples, outcome.path) != (last.samples, last.path):
-            return
-        handover = Handover(digest, last.path, samples, last.fragment, last.metrics)
     kept = StateLeft(digest, samples, here=True)
-    for member in fragment.members:
-        for rank in fragment.results(member):
-            if rank.outcome is not None and rank.outcome.left == kept:
-                yield fragment.action.nodes[member], handover
-                return
+    nodes = frozenset(node for node, its, _ in _outcomes(fragment) if its.left == kept)
+    if nodes:
+        yield LeftState(Handover(((digest,),), samples, outcome.metrics), (nodes,))
 
 
-def _kept(fragment: RunningFragment) -> Iterator[Left]:
-    """Those of ranks that have lost another one."""
-    for member in fragment.members:
-        for rank in fragment.results(member):
-            if rank.outcome is None or rank.outcome.how != 'peer-lost':
-                continue
-            left = rank.outcome.left
-            if left is None or left.needs > fragment.checkpoint.samples:
-                continue  # a checkpoint that the user wants would be left out
-            if rank.rank > 0 and fragment.uses_state:
-                continue
-            metrics = {**rank.outcome.metrics, **fragment.metrics}
-            yield (
-                fragment.action.nodes[member],
-                Handover(left.digest, '', left.samples, fragment.number, metrics),
+def _of_survivors(fragment: RunningFragment) -> Iterator[LeftState]:
+    """Those of ranks that have lost another one; of a state in parts, if there is each of them."""
+    found: dict[int, list[tuple[str, StateLeft]]] = {}
+    metrics = dict(fragment.metrics)
+    for node, outcome, rank in _outcomes(fragment):
+        left = outcome.left
+        if outcome.how != 'peer-lost' or left is None:
+            continue
+        if left.needs > fragment.checkpoint.samples:
+            continue  # a checkpoint that the user wants would be left out
+        if left.parts == 1 and rank > 0 and fragment.uses_state:
+            continue
+        found.setdefault(left.samples, []).append((node, left))
+        metrics = {**outcome.metrics, **metrics}
+    for samples, those in found.items():
+        parts = [
+            [(node, left.digest) for node, left in those if left.part == part]
+            for part in range(those[0][1].parts)
+        ]
+        if all(parts):
+            yield LeftState(
+                Handover(
+                    tuple(tuple(digest for _, digest in part) for part in parts), samples, metrics
+                ),
+                tuple(frozenset(node for node, _ in part) for part in parts),
             )
+
+
+def _outcomes(fragment: RunningFragment) -> Iterator[tuple[str, Outcome, int]]:
+    for member in fragment.members:
+        for rank in fragment.results(member):
+            if rank.outcome is not None:
+                yield fragment.action.nodes[member], rank.outcome, rank.rank
 
 
 def furthest(fragment: RunningFragment) -> int:

@@ -49,7 +49,7 @@ def member_order(
         shape=shapes[fragment.action.shape] if shapes else None,
         interface=endpoint.interface,
         hang_s=hang_s,
-        handover=fragment.begins_with,
+        handover=fragment.begins_with.handover if fragment.begins_with is not None else None,
         samples=fragment.checkpoint.samples,
     )
     return MemberOrder(

@@ -82,15 +82,16 @@ class FragmentRunner:
     def start(self, action: ev.StartFragment, at: float) -> None:
         """Submit the fragment's Parsl task; it comes back through :meth:`arrived`."""
         record = self.records[action.trainer]
-        nodes, begins_with = record.resume(action.nodes)
-        action = replace(action, nodes=nodes)
+        nodes, begins_with = action.nodes, record.resume(action.nodes)
         name, number = action.trainer, action.fragment
         fragment = RunningFragment(
             action,
             at,
             record.checkpoint,
             ranks_per_node=record.ranks_on([self._devices.get(node, 0) for node in nodes]),
-            reached=max(record.checkpoint.samples, begins_with.samples if begins_with else 0),
+            reached=max(
+                record.checkpoint.samples, begins_with.handover.samples if begins_with else 0
+            ),
             begins_with=begins_with,
         )
         self.running[name, number] = fragment
@@ -258,7 +259,7 @@ class FragmentRunner:
         if result.ending is not Ending.FAILED:
             self._faulty |= {node: rank.fault for node, rank in faults.items()}
         record.pause(fragment, result)
-        kept = max([result.checkpoint.samples, *(left.samples for _, left in record.left)])
+        kept = max([result.checkpoint.samples, *(left.handover.samples for left in record.left)])
         reached = max(furthest(fragment), kept)
         started_at, last = fragment.started_at, fragment.outcome()
         start_s = None if started_at is None else started_at - fragment.decided_at

@@ -17,11 +17,14 @@ from msgspec import structs
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.events import Ending
 from parsl_freetrain.core.model.types import Checkpoint, Trainer
-from parsl_freetrain.executor.fragment.fragment_state import FragmentResult, RunningFragment
-from parsl_freetrain.executor.fragment.left_states import Left, left_states
+from parsl_freetrain.executor.fragment.fragment_state import (
+    FragmentResult,
+    LeftState,
+    RunningFragment,
+)
+from parsl_freetrain.executor.fragment.left_states import left_states
 from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.executor.trainer.future import TrainingFuture
-from parsl_freetrain.training.spec.fragment_order import Handover
 from parsl_freetrain.training.spec.training import TrainingSpec
 
 logger = logging.getLogger(__name__)
@@ -55,7 +58,9 @@ class TrainerRecord:
     fragments_before: int = 0
     task: Future[Checkpoint] | None = None
     last_good: Future[Checkpoint] | None = None
-    left: tuple[Left, ...] = ()  # the states that the last fragment left in memory, the best first
+    left: tuple[
+        LeftState, ...
+    ] = ()  # the states that the last fragment left in memory, the best first
     device_faults: dict[str, set[str]] = field(
         default_factory=dict
     )  # by message, the names of the nodes
@@ -106,15 +111,10 @@ class TrainerRecord:
             else None
         )
 
-    def resume(self, nodes: tuple[str, ...]) -> tuple[tuple[str, ...], Handover | None]:
-        """Put a node that has the trainer's state in memory first, so that it gets rank 0. Returns
-        the nodes in order and the state; None if no node has it.
-        """
+    def resume(self, nodes: tuple[str, ...]) -> LeftState | None:
+        """The best state that these nodes have in memory; None: they have none."""
         left, self.left = self.left, ()
-        for first, handover in left:
-            if first in nodes:
-                return (first, *(node for node in nodes if node != first)), handover
-        return nodes, None
+        return next((state for state in left if state.on(nodes)), None)
 
 
 def check_name(name: str) -> None:

@@ -1,11 +1,12 @@
-"""Digests of a file by blocks, made while it is written, so that a reader can verify the blocks
-that it reads.
+"""Files with a digest for each block, made while they are written, so that a reader can verify the
+blocks that it reads.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
@@ -15,6 +16,7 @@ from parsl_freetrain.host.files import create
 BLOCK = 64 * 2**20
 """Bytes of a block."""
 DIGEST_BYTES = 32
+_THREADS = 4
 
 
 def digest(content: bytes | memoryview) -> str:
@@ -31,6 +33,52 @@ def blocks_of(file: BinaryIO) -> tuple[str, ...]:
 def digest_of_blocks(blocks: Sequence[str]) -> str:
     """The digest of a file, from those of its blocks."""
     return digest(''.join(blocks).encode())
+
+
+class FileImage:
+    """The bytes of a file, in memory.
+
+    Attributes
+    ----------
+    content
+        The bytes.
+    fd
+        A file in memory that begins with them, which other processes can map; None: there is none.
+    """
+
+    def __init__(self, content: memoryview, fd: int | None = None) -> None:
+        self.content, self.fd = content, fd
+        self._blocks: tuple[str, ...] = ()
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The digest of each block."""
+        if not self._blocks:
+            self._blocks = self._of_each(lambda part, _: digest(part))
+        return self._blocks
+
+    def write(self, path: Path) -> None:
+        """Write a new, private (0600) file and make it durable. Raises FileExistsError if there is
+        one of this name.
+        """
+        with create(path) as file:
+
+            def write(part: memoryview, at: int) -> str:
+                found = self._blocks[at // BLOCK] if self._blocks else digest(part)
+                while part:
+                    wrote = os.pwrite(file.fileno(), part, at)
+                    part, at = part[wrote:], at + wrote
+                return found
+
+            self._blocks = self._of_each(write)
+            os.fsync(file.fileno())
+
+    def _of_each(self, do: Callable[[memoryview, int], str]) -> tuple[str, ...]:
+        # Hashing and writing release the interpreter lock.
+        starts = range(0, max(len(self.content), 1), BLOCK)
+        threads = min(_THREADS, len(starts), len(os.sched_getaffinity(0)))
+        with ThreadPoolExecutor(threads) as pool:
+            return tuple(pool.map(lambda at: do(self.content[at : at + BLOCK], at), starts))
 
 
 def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[str, ...]:

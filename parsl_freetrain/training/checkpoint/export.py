@@ -18,9 +18,11 @@ from parsl_freetrain.host.files import sync_dir, write_new
 from parsl_freetrain.training.checkpoint.identity import is_trainer_folder, refuse_open, trainer_of
 from parsl_freetrain.training.checkpoint.manifest import Damaged, is_committed, verify
 from parsl_freetrain.training.checkpoint.part_reader import PartReader
+from parsl_freetrain.training.checkpoint.parts import Contents
 from parsl_freetrain.training.checkpoint.safetensors_io import Piece, write_tensors
-from parsl_freetrain.training.checkpoint.state import read_state
+from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
+from parsl_freetrain.training.checkpoint.transport import Disk
 
 
 def load_weights(source: Checkpoint | str | os.PathLike[str]) -> dict[str, torch.Tensor]:
@@ -105,7 +107,9 @@ def export_weights(
         As :func:`load_weights`; and if a file cannot be written.
     """
     folder = _checkpoint_folder(Path(source.path if isinstance(source, Checkpoint) else source))
-    pieces, target = _pieces(PartReader(folder, verify=False)), Path(file)
+    contents = Contents.read(folder)
+    pieces = _pieces(PartReader(contents, Disk(folder, contents.files)))
+    target = Path(file)
     try:
         if shard_bytes is None:
             return _replace(target, lambda draft: write_tensors(draft, pieces))

@@ -14,8 +14,8 @@ SAVING_STAGES = (
     'before-commit',
     'committed',
 )
-"""The stages of saving a checkpoint, in order. If all ranks write it, each of them passes 'begin'
-and those of its part; otherwise there are no parts.
+"""The stages of saving a checkpoint, in order. Each rank that writes passes 'begin' and those of
+its part. There is also 'leaving': a rank begins to leave its state in memory.
 """
 
 on_saving: list[Callable[[str], None]] = []

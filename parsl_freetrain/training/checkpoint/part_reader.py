@@ -1,42 +1,24 @@
-"""Reading tensors, or parts of them, from a checkpoint that any number of ranks wrote."""
+"""Reading tensors, or parts of them, from a state that any number of ranks left."""
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint import block_digests as hashing
-from parsl_freetrain.training.checkpoint import manifest
-from parsl_freetrain.training.checkpoint.block_digests import digest
 from parsl_freetrain.training.checkpoint.local_shard import Box
-from parsl_freetrain.training.checkpoint.manifest import Damaged, damage
-from parsl_freetrain.training.checkpoint.parts import STRUCTURE, Chunk, read_table
+from parsl_freetrain.training.checkpoint.parts import Chunk, Contents
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
-
-Block = tuple[str, int]
-"""A file of a checkpoint, and the number of a block in it."""
+from parsl_freetrain.training.checkpoint.transport import Block, Transport
 
 
-class BlockSource(Protocol):
-    """Where blocks of a checkpoint's files may be had without reading them."""
-
-    def plan(self, needed: Set[Block]) -> None:
-        """Call once, with the blocks that will be asked for in order of file and number."""
-        ...
-
-    def block(self, block: Block) -> memoryview | None:
-        """A block's bytes, which are to be verified; None: it has to be read."""
-        ...
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Span:
     """Rows of a chunk, and the part of a wanted tensor that is in them."""
 
@@ -45,66 +27,56 @@ class _Span:
     rows: Box
     wanted: Box
     target: torch.Tensor
+    _bytes: memoryview | None = None
+    _read: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
     @property
-    def blocks(self) -> Iterator[Block]:
-        """Those that the rows are in."""
-        size = self.rows.numel * self.target.element_size()
-        if size:
-            last = (self.start + size - 1) // hashing.BLOCK
-            yield from ((self.file, n) for n in range(self.start // hashing.BLOCK, last + 1))
+    def size(self) -> int:
+        """Bytes of the rows."""
+        return self.rows.numel * self.target.element_size()
+
+    @property
+    def blocks(self) -> range:
+        """The numbers of the blocks that the rows are in."""
+        last = (self.start + self.size - 1) // hashing.BLOCK
+        return range(self.start // hashing.BLOCK, last + 1 if self.size else 0)
+
+    def take(self, number: int, content: memoryview) -> None:
+        """Take what is in a block; call with all of :attr:`blocks`, in order."""
+        part = self.wanted.overlap(self.rows)
+        assert part is not None
+        target = self.wanted.inside(self.target, part)
+        direct = part == self.rows and target.is_contiguous()
+        if self._bytes is None:
+            self._read = target if direct else torch.empty(self.rows.sizes, dtype=target.dtype)
+            self._bytes = bytes_of(self._read)
+        begins = number * hashing.BLOCK
+        first = max(self.start, begins)
+        end = min(self.start + self.size, begins + len(content))
+        self._bytes[first - self.start : end - self.start] = content[first - begins : end - begins]
+        if end == self.start + self.size:
+            if not direct:
+                target.copy_(self.rows.inside(self._read, part))
+            self._bytes, self._read = None, torch.empty(0)
 
 
 class PartReader:
-    """Reads the tensors of one checkpoint.
+    """Reads the tensors of one state."""
 
-    Parameters
-    ----------
-    folder
-        The checkpoint's directory.
-    verify
-        Whether to compare the digest of each block that is read with what was committed; False if
-        that has been done.
-
-    Attributes
-    ----------
-    files
-        If verified: of each file, its size in bytes and the digests of its blocks.
-    bytes_read
-        Number of bytes read so far.
-
-    Raises
-    ------
-    BadInput
-        If the format is another one.
-    Damaged
-        If the table is not what was committed, or a file is missing or has another length.
-    """
-
-    def __init__(self, folder: Path, *, verify: bool) -> None:
-        self._folder = folder
-        self.files: dict[str, tuple[int, tuple[str, ...]]] = {}
-        if verify:
-            self.files = manifest.verify(folder, blocks=False).blocks
-        self._held: tuple[str, int, memoryview] = ('', 0, memoryview(b''))
-        self._source: BlockSource | None = None
-        self.bytes_read = 0
-        try:
-            self._table = read_table(folder)
-        except OSError as error:
-            raise damage(error) from error
+    def __init__(self, contents: Contents, transport: Transport) -> None:
+        self._contents, self._transport = contents, transport
 
     def shapes(self, prefix: str = '') -> dict[str, tuple[int, ...]]:
         """The shapes of the whole tensors whose names begin with ``prefix``."""
         return {
             name: entry.shape
-            for name, entry in self._table.tensors.items()
+            for name, entry in self._contents.tensors.items()
             if name.startswith(prefix)
         }
 
     def dtype(self, name: str) -> torch.dtype:
         """The type of a tensor."""
-        dtype = self._table.tensors[name].dtype
+        dtype = self._contents.tensors[name].dtype
         found = getattr(torch, dtype, None)
         if not isinstance(found, torch.dtype):
             raise BadInput(
@@ -115,92 +87,32 @@ class PartReader:
 
     def structure(self) -> Any:
         """What was saved beside the tensors. No code of the file is run."""
-        file, start, size = self._table.objects[STRUCTURE].at
-        content = torch.empty(size, dtype=torch.uint8)
-        self._read(file, start, bytes_of(content))
-        return torch.load(io.BytesIO(bytes_of(content)), map_location='cpu', weights_only=True)
+        content = io.BytesIO(self._contents.structure)
+        return torch.load(content, map_location='cpu', weights_only=True)
 
-    def read(
-        self, wanted: Mapping[str, Box], source: BlockSource | None = None
-    ) -> dict[str, torch.Tensor]:
-        """The wanted parts, by name, on the CPU. Only the rows that they are in are read. Blocks
-        that ``source`` has are verified and not read. Raises Damaged if what is read is not what
-        was committed; OSError if the file system does not answer.
+    def read(self, wanted: Mapping[str, Box]) -> dict[str, torch.Tensor]:
+        """The wanted parts, by name, on the CPU. Only the blocks that they are in are fetched.
+        Raises Damaged if what is read is not what was left; OSError if the file system does not
+        answer.
         """
         found = {
             name: torch.empty(box.sizes, dtype=self.dtype(name)) for name, box in wanted.items()
         }
-        spans = [
-            span
-            for name, box in wanted.items()
-            for chunk in self._table.tensors[name].chunks
-            if (span := _span(chunk, box, found[name])) is not None
-        ]
-        if source is not None:
-            source.plan({block for span in spans for block in span.blocks})
-        self._source = source
-        for span in sorted(spans, key=lambda span: (span.file, span.start)):
-            self._fill(span)
-        self._source = None
+        spans: dict[Block, list[_Span]] = {}
+        for name, box in wanted.items():
+            for chunk in self._contents.tensors[name].chunks:
+                if (span := _span(chunk, box, found[name])) is not None:
+                    for number in span.blocks:
+                        spans.setdefault((span.file, number), []).append(span)
+        needed = sorted(spans)
+        for (file, number), content in zip(needed, self._transport.fetch(needed), strict=True):
+            for span in spans[file, number]:
+                span.take(number, content)
         return found
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole tensor."""
-        return self.read({name: Box.whole(self._table.tensors[name].shape)})[name]
-
-    def _fill(self, span: _Span) -> None:
-        part = span.wanted.overlap(span.rows)
-        assert part is not None
-        target = span.wanted.inside(span.target, part)
-        if part == span.rows and target.is_contiguous():
-            self._read(span.file, span.start, bytes_of(target))
-            return
-        rows = torch.empty(span.rows.sizes, dtype=span.target.dtype)
-        self._read(span.file, span.start, bytes_of(rows))
-        target.copy_(span.rows.inside(rows, part))
-
-    def _read(self, name: str, start: int, target: memoryview) -> None:
-        size, blocks = self.files.get(name, (0, ()))
-        try:
-            with (self._folder / name).open('rb', buffering=0) as file:
-                if not blocks:
-                    file.seek(start)
-                    self._take(file, name, target)
-                while blocks and target:
-                    number, begin = divmod(start, hashing.BLOCK)
-                    if self._held[:2] != (name, number):
-                        block = self._from_memory((name, number), blocks[number])
-                        if block is None:
-                            held_from = number * hashing.BLOCK
-                            block = memoryview(bytearray(min(hashing.BLOCK, size - held_from)))
-                            file.seek(held_from)
-                            self._take(file, name, block)
-                            if digest(block) != blocks[number]:
-                                raise Damaged(
-                                    f'block {number} of {name} does not have the digest that was '
-                                    'committed'
-                                )
-                        self._held = name, number, block
-                    got = self._held[2][begin : begin + len(target)]
-                    target[: len(got)] = got
-                    target, start = target[len(got) :], start + len(got)
-        except OSError as error:
-            raise damage(error) from error
-
-    def _from_memory(self, block: Block, expected: str) -> memoryview | None:
-        found = self._source.block(block) if self._source is not None else None
-        if found is not None and digest(found) != expected:
-            print(f'Block {block[1]} of {block[0]} in memory is not the one that was committed.')
-            return None
-        return found
-
-    def _take(self, file: Any, name: str, target: memoryview) -> None:
-        self.bytes_read += len(target)
-        while target:
-            got = file.readinto(target)
-            if not got:
-                raise Damaged(f'{name} is shorter than it was when it was committed')
-            target = target[got:]
+        return self.read({name: Box.whole(self._contents.tensors[name].shape)})[name]
 
 
 def _span(chunk: Chunk, wanted: Box, target: torch.Tensor) -> _Span | None:

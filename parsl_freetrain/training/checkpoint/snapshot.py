@@ -9,9 +9,11 @@ from collections.abc import Callable
 
 import torch
 
-from parsl_freetrain.training.checkpoint.memory_image import bytes_in
+from parsl_freetrain.training.checkpoint.block_digests import FileImage
 from parsl_freetrain.training.checkpoint.parts import placed
-from parsl_freetrain.training.checkpoint.state import FileImage, State
+from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
+from parsl_freetrain.training.checkpoint.state import State
+from parsl_freetrain.training.checkpoint.transport_memory import memory_file
 
 log = logging.getLogger(__name__)
 
@@ -21,13 +23,13 @@ class Snapshots:
     taken.
 
     The memory is one piece, and holds the bytes of the file that is written. It is page-locked if
-    tensors are on an accelerator, so that they are copied asynchronously. ``in_file``: whether it
-    is a file in memory, which can be handed to another process.
+    tensors are on an accelerator, so that they are copied asynchronously. It is a file in memory,
+    which can be handed to another process, if there is room for one; it lives as long as this
+    object.
     """
 
-    def __init__(self, *, in_file: bool = False) -> None:
+    def __init__(self) -> None:
         self._arena = torch.empty(0, dtype=torch.uint8)
-        self._in_file = in_file
         self._fd: int | None = None
         self._close: Callable[[], object] | None = None
         self._locked = False
@@ -48,14 +50,8 @@ class Snapshots:
             copies[name] = copy.copy_(tensor, non_blocking=True)
         for device in devices:
             torch.accelerator.synchronize(device)
-        image = FileImage(self._arena[:size], self._fd)
+        image = FileImage(bytes_of(self._arena[:size]), self._fd)
         return State(copies, state.structure, state.boxes, image)
-
-    def on_cpu(self, state: State) -> State:
-        """The state itself if all of it is on the CPU, else a copy as by :meth:`take`."""
-        if all(tensor.device.type == 'cpu' for tensor in state.tensors.values()):
-            return state
-        return self.take(state)
 
     def _replace_arena(self, size: int, *, locked: bool) -> None:
         if self._locked and torch.cuda.is_available():
@@ -72,14 +68,10 @@ class Snapshots:
         self._locked = locked
 
     def _memory(self, size: int) -> torch.Tensor:
-        if self._in_file:
-            try:
-                fd = os.memfd_create('freetrain-part', os.MFD_CLOEXEC)
-                self._close = weakref.finalize(self, os.close, fd)
-                # Without this, a lack of memory would end the process when it writes.
-                os.posix_fallocate(fd, 0, size)
-                self._fd = fd
-                return bytes_in(fd)
-            except OSError:
-                log.warning('The state cannot be left in memory', exc_info=True)
-        return torch.empty(size, dtype=torch.uint8, device='cpu')
+        try:
+            fd, content = memory_file(size)
+        except OSError:
+            log.warning('The state cannot be left in memory', exc_info=True)
+            return torch.empty(size, dtype=torch.uint8, device='cpu')
+        self._fd, self._close = fd, weakref.finalize(self, os.close, fd)
+        return torch.frombuffer(content, dtype=torch.uint8)

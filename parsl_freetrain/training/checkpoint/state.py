@@ -14,6 +14,7 @@ import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint import optimizer_state
+from parsl_freetrain.training.checkpoint.block_digests import FileImage
 from parsl_freetrain.training.checkpoint.flatten import put_together, take_apart
 from parsl_freetrain.training.checkpoint.local_shard import Box
 from parsl_freetrain.training.checkpoint.parameter_names import (
@@ -22,8 +23,13 @@ from parsl_freetrain.training.checkpoint.parameter_names import (
     is_by_name,
     parameter_names,
 )
-from parsl_freetrain.training.checkpoint.part_reader import PartReader
-from parsl_freetrain.training.checkpoint.parts import Blocks, Part, write_part, write_table
+from parsl_freetrain.training.checkpoint.parts import (
+    Blocks,
+    Contents,
+    Part,
+    write_part,
+    write_table,
+)
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 
 _KINDS = {
@@ -90,16 +96,6 @@ class Position:
 
 
 @dataclass(frozen=True)
-class FileImage:
-    """The bytes of a file of tensors, and the file in memory that begins with them; None: they are
-    in memory that cannot be handed to another process.
-    """
-
-    content: torch.Tensor
-    fd: int | None
-
-
-@dataclass(frozen=True)
 class State:
     """A state to save, split into tensors and the rest.
 
@@ -129,8 +125,12 @@ class State:
 
     def write_part(self, folder: Path, rank: int) -> Part:
         """Write this rank's part into a folder where the other ranks write theirs."""
-        image = None if self.image is None else self.image.content
-        return write_part(folder, rank, self.tensors, self.boxes, self.structure, image)
+        return write_part(folder, rank, self.tensors, self.boxes, self.structure, self.image)
+
+    def contents(self, rank: int) -> Contents:
+        """What :attr:`image` consists of."""
+        assert self.image is not None
+        return Contents.of(rank, self.tensors, self.boxes, self.structure, self.image)
 
 
 class Source(Protocol):
@@ -140,7 +140,7 @@ class Source(Protocol):
     def path(self) -> str: ...
     @property
     def position(self) -> Position: ...
-    def load(self, prepared: Prepared) -> Saved:
+    def load(self, prepared: Prepared | None = None) -> Saved:
         """Its content, divided as the prepared models are. All ranks call this together."""
         ...
 
@@ -161,7 +161,7 @@ class Saved:
     averages: list[dict[str, Any]] = field(default_factory=list)
     classes: dict[str, str] = field(default_factory=dict)
 
-    def load(self, prepared: Prepared) -> Saved:
+    def load(self, prepared: Prepared | None = None) -> Saved:
         """Itself: it is read already."""
         return self
 
@@ -201,21 +201,6 @@ def collect(content: Mapping[str, Any], position: Position) -> State:
             {**content, 'position': {**vars(position)}}, {'position': 'ctx.state', **called}
         )
     )
-
-
-def read_state(path: str, *, verify: bool = False) -> Saved:
-    """Read the checkpoint in the directory ``path``, as :func:`read_split` does."""
-    return assemble(path, read_split(path, verify=verify))
-
-
-def read_split(path: str, *, verify: bool = False) -> State:
-    """Read the checkpoint in the directory ``path``, as a split state. Tensors are on the CPU. No
-    code of the file is run. ``verify``: compare the digests of what is read. Raises BadInput if it
-    is not a checkpoint of this format; Damaged if what is read is not what was committed.
-    """
-    reader = PartReader(Path(path), verify=verify)
-    wanted = {name: Box.whole(shape) for name, shape in reader.shapes().items()}
-    return State(reader.read(wanted), reader.structure())
 
 
 def assemble(path: str, state: State) -> Saved:

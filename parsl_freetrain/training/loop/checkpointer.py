@@ -1,24 +1,23 @@
-"""When a fragment saves and when it must stop, based on measured times."""
+"""The checkpoints of one fragment."""
 
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
-from parsl_freetrain.core.controller.shortest_hole import FLOOR_S
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.training.checkpoint.part_writers import PartWriters
 from parsl_freetrain.training.checkpoint.snapshot import Snapshots
 from parsl_freetrain.training.checkpoint.state import State
 from parsl_freetrain.training.checkpoint.store import CheckpointStore
 from parsl_freetrain.training.comm.exchange_watch import exchanges
-from parsl_freetrain.training.comm.part_writers import PartWriters
 from parsl_freetrain.training.loop.background import Background
-from parsl_freetrain.training.loop.handover_send import Leaving, LeavingPart
+from parsl_freetrain.training.loop.handover import StateSender
+from parsl_freetrain.training.loop.save_timing import SaveTiming
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 from parsl_freetrain.training.spec.messages import (
@@ -27,42 +26,42 @@ from parsl_freetrain.training.spec.messages import (
     Outcome,
     RankError,
     SavingCheckpoint,
+    StateLeft,
     ToRank,
 )
 
 log = logging.getLogger(__name__)
 
-ASSUMED_BYTES_PER_S = (
-    200e6  # assumed for a trainer's first checkpoint; slower than most file systems
-)
-_STEPS = 8
-NEAR_END_S = 1.0
-"""Maximum age of the checkpoint before the last global batch, in seconds. The last checkpoint is
-written when the user's function returns; a kill before that repeats the work since this one.
-"""
-
-
+_FEWEST_S = 1.0
+_TIMES = 10  # a part that takes this many times as long as any before is not waited for
 LARGE_BYTES = 50_000_000
 """From this size on, a state that is left in memory is committed by the next fragment, if that is
 ready. Smaller ones take little time.
 """
+Collect = Callable[[], State | None]
+"""Returns the state, or this rank's part of it; None on ranks that do not write."""
 
 
 class Checkpointer:
-    """Decides when to save and when to stop, and saves the checkpoints of one fragment. Rank 0
-    writes them, or all ranks together.
+    """Saves the checkpoints of one fragment. Each rank that has a part of the state writes it: rank
+    0 all of a whole one.
 
     A checkpoint during training is a copy of the state, which a thread writes while training
     continues. There is one such thread at a time. Its errors are raised at the next step.
 
     Parameters
     ----------
-    leaving
-        Leaves the state in memory when the fragment stops; None: the state is not left there.
+    sender
+        Leaves the state in memory when the fragment stops; None: it is not left there.
     writers
         The ranks that write together; None: rank 0 writes alone.
-    leaving_part
-        Leaves this rank's part in memory when the fragment stops or another rank is lost.
+
+    Attributes
+    ----------
+    timing
+        When to save and to stop.
+    last
+        The last committed checkpoint, on rank 0.
     """
 
     def __init__(
@@ -71,147 +70,89 @@ class Checkpointer:
         order: FragmentOrder,
         channel: Channel[ToRank],
         last: Checkpoint | None,
-        leaving: Leaving | None = None,
+        sender: StateSender | None = None,
         writers: PartWriters | None = None,
-        leaving_part: LeavingPart | None = None,
     ) -> None:
-        self._store = store
-        self._order = order
-        self._channel = channel
+        self._store, self._order, self._channel = store, order, channel
+        self._sender = sender
+        self.timing = SaveTiming(order)
+        self._writers = writers or PartWriters(None, 0, 1, Path(order.store), self.patience_s)
         self._background = Background('checkpoint')
-        self._leaving = leaving
-        self._writers, self._leaving_part = writers, leaving_part
+        self._snapshots = Snapshots()
         self._save = 0
-        self._stepped_at = 0.0
-        self._snapshots = Snapshots(in_file=leaving_part is not None)
-        self._saved_at = time.monotonic()
-        self._asked = False
-        self._steps_s: deque[float] = deque(maxlen=_STEPS)
-        self._first_step_s = 0.0
-        self._expected_s = 0.0
-        self._size = 0
+        self._on_disk: State | None = None  # the copy that was written last
         self._begun_with_uncommitted = self._only_in_memory = False
-        self._longest_s = self._pause_s = 0.0
-        self._tidying_s = 0.0
         self.last = last
 
-    def expect(self, size: int, longest_s: float) -> None:
-        """Set the estimates that hold before the first checkpoint: the state's size in bytes, and
-        the longest writing time in earlier fragments in seconds (0: none).
-        """
-        self._size, self._expected_s = size, longest_s or size / ASSUMED_BYTES_PER_S
-
-    @property
-    def longest_s(self) -> float:
-        """Longest time to write a checkpoint in this fragment, or its estimate; in seconds."""
-        return self._longest_s or self._expected_s
-
-    def step_took(self, seconds: float) -> None:
-        """Record the duration of a global batch. The first one includes compilation and the set-up
-        of communicators, so it counts only until there is another.
-        """
-        if self._stepped_at:
-            self._steps_s.append(seconds)
-        else:
-            self._first_step_s = seconds
-        exchanges.step_took(seconds)
-        self._stepped_at = time.time()
+    def patience_s(self) -> float:
+        """Seconds that rank 0 waits for the other ranks' parts after its own is written."""
+        return _TIMES * max(self.timing.longest_s, _FEWEST_S)
 
     def outcome(
-        self, how: Ending, error: RankError | None, samples: int, metrics: Mapping[str, float]
+        self,
+        how: Ending,
+        error: RankError | None,
+        samples: int,
+        metrics: Mapping[str, float],
+        left: StateLeft | None = None,
     ) -> Outcome:
-        """The last message of the rank. Waits for a checkpoint that is being written."""
-        limit_s = None
-        if self._writers is not None and how not in ('finished', 'stopped'):
-            limit_s = self._writers.peer_lost()
-        last = self.settled(limit_s)
-        if self._leaving_part is not None and how in ('stopped', 'peer-lost'):
-            self._leaving_part.leave()
+        """The last message of the rank. Waits for a checkpoint that is being written. ``left``:
+        what this rank has left after the loss of another one.
+        """
+        last = self.settled(
+            None if how in ('finished', 'stopped') else self._writers.peer_lost(self.patience_s())
+        )
+        if self._sender is not None and how == 'peer-lost' and left is None:
+            self._sender.keep(self._on_disk)
+        if self._sender is not None and how == 'stopped':
+            left = self._sender.left
         return Outcome(
             how,
             samples,
             path=last.path if last is not None and not self._only_in_memory else None,
             metrics=dict(metrics),
             error=error,
-            stepped_at=self._stepped_at,
-            step_s=max(self._steps_s, default=0.0),
-            checkpoint_s=self._longest_s,
-            left=self._leaving.left if self._leaving is not None else None,
+            stepped_at=self.timing.stepped_at,
+            step_s=self.timing.step_s,
+            checkpoint_s=self.timing.measured_s,
+            left=left,
         )
-
-    def time_left(self) -> float:
-        """Seconds until the nodes are taken away; infinite if unknown."""
-        return math.inf if self._order.deadline is None else self._order.deadline - time.time()
 
     def must_stop(self, steps_ahead: int) -> bool:
         """Whether there may be too little time to save after ``steps_ahead`` more batches."""
-        step_s = max(self._steps_s, default=self._first_step_s)
-        margin_s = 2 * self.longest_s + steps_ahead * step_s + FLOOR_S
-        if self._background.busy:
-            margin_s += self.longest_s + self._tidying_s  # the last checkpoint has to wait for it
-        return self.time_left() < margin_s
+        return self.timing.must_stop(steps_ahead, writing=self._background.busy)
 
     def wants_to_save(self, *, near_end: bool = False) -> bool:
-        """Whether it is time for a periodic checkpoint: True once for each, and never while another
-        is being written. ``near_end``: one that is not older than :data:`NEAR_END_S` is wanted.
-        Raises FreeTrainError if the previous checkpoint could not be written.
+        """Whether it is time for a periodic checkpoint, as :meth:`SaveTiming.due`; never while
+        another is being written. Raises FreeTrainError if the previous checkpoint could not be
+        written.
         """
         if self._background.busy:
             return False
         self._background.check()
-        every_s = min(self._order.spec.checkpoints.every_s, self._best_interval_s())
-        if near_end or self._exemption_ends():
-            every_s = min(every_s, NEAR_END_S)
-        if self._asked or time.monotonic() - self._saved_at < every_s:
-            return False
-        self._asked = True
-        return True
-
-    def _best_interval_s(self) -> float:
-        """Seconds between checkpoints for which they hold training up as much as interruptions are
-        expected to cost (J. W. Young, Communications of the ACM 17(9), 1974), but so that nothing
-        is written for half of the time; infinite where it is not known how often those come.
-        """
-        per_s = self._order.interruptions_per_s
-        if not per_s:
-            return math.inf
-        cost_s = self._pause_s or self.longest_s
-        return max(math.sqrt(2 * cost_s / per_s), 2 * self.longest_s, NEAR_END_S)
-
-    def _exemption_ends(self) -> bool:
-        """Whether the nodes may be preempted as soon as a checkpoint can have been written."""
-        until = self._order.exempt_until
-        margin_s = 2 * self.longest_s + max(self._steps_s, default=self._first_step_s) + FLOOR_S
-        return until is not None and 0 < until - time.time() < margin_s
+        return self.timing.due(near_end=near_end)
 
     def save_soon(self) -> None:
         """Want a checkpoint at the first opportunity: the state is newer than the last one."""
-        self._saved_at, self._begun_with_uncommitted = -math.inf, True
+        self.timing.want_soon()
+        self._begun_with_uncommitted = True
 
-    def went_back(self) -> None:
-        """Record that the state is that of the last checkpoint again."""
-        self._count_from_here()
-
-    def save_beside(
-        self, collect: Callable[[], State | None], samples: int, metrics: Mapping[str, float]
-    ) -> None:
+    def save_beside(self, collect: Collect, samples: int, metrics: Mapping[str, float]) -> None:
         """Copy the state, and commit it as a checkpoint while training continues. Otherwise as
         :meth:`save_now`.
         """
         began = time.monotonic()
         state, numbers = self._collected(collect), dict(metrics)
         if state is not None:
-            copied = self._snapshots.take(state)
-            pause_s, save = time.monotonic() - began, self._save
-            self._pause_s = pause_s
+            copied, save = self._copied(state), self._save
+            pause_s = time.monotonic() - began
+            self.timing.paused(pause_s)
             self._background.start(
                 lambda: self._commit(copied, save, samples, numbers, lambda: pause_s)
             )
-        self._count_from_here()
+        self.timing.count_from_here()
 
-    def save_now(
-        self, collect: Callable[[], State | None], samples: int, metrics: Mapping[str, float]
-    ) -> None:
+    def save_now(self, collect: Collect, samples: int, metrics: Mapping[str, float]) -> None:
         """Commit a checkpoint, report it to the node agent, and delete old ones.
 
         Parameters
@@ -232,57 +173,44 @@ class Checkpointer:
         state = self._collected(collect)
         if state is not None:
             self._commit(state, self._save, samples, metrics, lambda: time.monotonic() - began)
-        self._count_from_here()
+        self.timing.count_from_here()
 
     def save_and_stop(
-        self,
-        collect: Callable[[], State | None],
-        samples: int,
-        metrics: Mapping[str, float],
-        *,
-        wanted: bool = False,
+        self, collect: Collect, samples: int, metrics: Mapping[str, float], *, wanted: bool = False
     ) -> None:
         """Commit the fragment's last checkpoint, and also leave the state in memory. Otherwise as
         :meth:`save_now`.
 
         All ranks call it together. Deleting old checkpoints takes time, so it is left to the next
-        fragment. If that is ready, committing a large state is left to it too: until then the
-        checkpoint before is what a kill leaves. Not if the user wants this checkpoint (``wanted``,
-        or that of every nth fragment), and not if what this fragment began with is not committed.
+        fragment. If that is ready, committing a large state is left to it too: a kill before that
+        falls back to the previous checkpoint. Not if the user wants this checkpoint (``wanted``, or
+        that of every nth fragment), and not if what this fragment began with is not committed.
         """
-        began, leaving = time.monotonic(), self._leaving
-        if leaving is not None:
-            leaving.agree()
-        state = self._collected(collect)
+        began, sender = time.monotonic(), self._sender
+        if sender is not None:
+            sender.agree()
+        state, by_next = self._collected(collect), False
         if state is not None:
-            if self._leaving_part is not None and self._leaving_part.possible():
-                state = self._snapshots.take(state)
-            else:
-                state = self._snapshots.on_cpu(state)  # once for both
+            state = self._copied(state)
             by_next = (
-                leaving is not None
-                and self._size >= LARGE_BYTES
+                sender is not None
+                and self._writers.alone
+                and self.timing.size >= LARGE_BYTES
                 and not (wanted or self._begun_with_uncommitted)
                 and self._order.spec.checkpoints.retention.every is None
-                and leaving.followed()
+                and sender.followed()
             )
-            if leaving is not None:
-                self._background.start(partial(leaving.leave, state, samples))
-                if by_next:
-                    self._background.wait()
-                    self._only_in_memory = leaving.left is not None
-            if not self._only_in_memory:
-                self._commit(
-                    state,
-                    self._save,
-                    samples,
-                    metrics,
-                    lambda: time.monotonic() - began,
-                    tidy=False,
-                )
-            self._background.wait()
-        if leaving is not None:
-            leaving.take(samples)
+        if sender is not None:
+            if state is not None and state.image is not None:
+                _ = state.image.blocks  # known before both ways need them
+            self._background.start(partial(sender.leave, state, samples, uncommitted=by_next))
+            if by_next:
+                self._background.wait()
+                self._only_in_memory = sender.left is not None
+        if state is not None and not self._only_in_memory:
+            pause_s = partial(_since, began)
+            self._commit(state, self._save, samples, metrics, pause_s, tidy=False)
+        self._background.wait()
 
     def settled(self, limit_s: float | None = None) -> Checkpoint | None:
         """The last checkpoint, after waiting for one that is being written, at most ``limit_s``
@@ -294,24 +222,19 @@ class Checkpointer:
             log.exception('The last checkpoint was not written')
         return self.last
 
-    def _collected(self, collect: Callable[[], State | None]) -> State | None:
+    def _copied(self, state: State) -> State:
+        self._on_disk = None
+        return self._snapshots.take(state)
+
+    def _collected(self, collect: Collect) -> State | None:
         self._background.wait()
         with exchanges.not_followed():
-            return self._collect(collect)
-
-    def _collect(self, collect: Callable[[], State | None]) -> State | None:
-        if self._writers is None:
-            return collect()
-        self._save = self._writers.begin()
-        try:
-            return collect()
-        except BaseException as error:
-            self._writers.refuse(self._save, error)
-            raise
-
-    def _count_from_here(self) -> None:
-        self._saved_at = time.monotonic()
-        self._asked = False
+            self._save = self._writers.begin()
+            try:
+                return collect()
+            except BaseException as error:
+                self._writers.refuse(self._save, error)
+                raise
 
     def _commit(
         self,
@@ -325,33 +248,30 @@ class Checkpointer:
     ) -> None:
         began, writers = time.monotonic(), self._writers
         try:
-            if writers is not None and writers.rank > 0:
+            if writers.rank > 0:
                 writers.follow(save, state)
-                self._longest_s = max(self._longest_s, time.monotonic() - began)
+                self._on_disk = state
+                self.timing.wrote(time.monotonic() - began)
                 return  # rank 0 commits and tells
             self._channel.send(SavingCheckpoint())
             self.last = self._store.save(
-                state.write
-                if writers is None
-                else lambda folder: writers.lead(save, folder, state),
+                lambda folder: writers.lead(save, folder, state),
                 samples=samples,
                 fragment=self._order.fragment,
                 metrics=metrics,
             )
-        except OSError as error:
-            if writers is not None:
-                writers.refuse(save, error)
-            raise FreeTrainError(
-                f'The checkpoint of trainer {self._order.trainer!r} at {samples} samples '
-                'cannot be written to '
-                f'{self._order.store} ({error.strerror or error}); the one before is still there.'
-            ) from error
         except BaseException as error:
-            if writers is not None:
-                writers.refuse(save, error)
+            writers.refuse(save, error)
+            if isinstance(error, OSError):
+                raise FreeTrainError(
+                    f'The checkpoint of trainer {self._order.trainer!r} at {samples} samples '
+                    f'cannot be written to {self._order.store} ({error.strerror or error}); the '
+                    'one before is still there.'
+                ) from error
             raise
         seconds = time.monotonic() - began
-        self._longest_s, self._begun_with_uncommitted = max(self._longest_s, seconds), False
+        self._on_disk, self._begun_with_uncommitted = state, False
+        self.timing.wrote(seconds)
         self._channel.send(
             CheckpointSaved(
                 self.last.path,
@@ -363,10 +283,17 @@ class Checkpointer:
             )
         )
         if tidy:
-            try:
-                self._store.prune(self._order.spec.checkpoints.retention)
-            except OSError:
-                log.warning(
-                    'Old checkpoints in %s could not be removed', self._order.store, exc_info=True
-                )
-            self._tidying_s = max(self._tidying_s, time.monotonic() - began - seconds)
+            self._tidy()
+            self.timing.wrote(seconds, time.monotonic() - began - seconds)
+
+    def _tidy(self) -> None:
+        try:
+            self._store.prune(self._order.spec.checkpoints.retention)
+        except OSError:
+            log.warning(
+                'Old checkpoints in %s could not be removed', self._order.store, exc_info=True
+            )
+
+
+def _since(began: float) -> float:
+    return time.monotonic() - began

@@ -167,7 +167,7 @@ class FragmentContext(AroundTheLoop):
         self._model = Model(prepared, self._division, steps, watch, self._hooks)
         for average in prepared.averages:
             self._take_average(average)
-        self._checkpointer.expect(
+        self._checkpointer.timing.expect(
             3 * sum(local(tensor).nbytes for tensor in prepared.tensors()),
             self._saved.position.checkpoint_s if self._saved is not None else 0.0,
         )
@@ -385,9 +385,7 @@ class FragmentContext(AroundTheLoop):
     def outcome(self, how: Ending, error: RankError | None) -> Outcome:
         """The last message of this rank."""
         left = self._leave() if how == 'peer-lost' else None
-        outcome = self._checkpointer.outcome(how, error, self.samples, self._state.metrics)
-        if how == 'peer-lost':
-            return structs.replace(outcome, left=left)
+        outcome = self._checkpointer.outcome(how, error, self.samples, self._state.metrics, left)
         return structs.replace(outcome, result=self._state.result) if how == 'finished' else outcome
 
     def _leave(self) -> StateLeft | None:

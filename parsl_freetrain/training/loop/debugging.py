@@ -16,7 +16,8 @@ from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.peers import Alone
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.loop.rank import parts_of, set_up
+from parsl_freetrain.training.loop.rank import set_up
+from parsl_freetrain.training.loop.start import begin
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.codec import Decoder
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
@@ -52,9 +53,7 @@ def train_here(
             order = FragmentOrder(name, 1, str(Path(folder, name)), spec.with_ranks(1), None)
             place = RankPlace(0, 1, 0, 1, '')
             device = set_up(order, place)
-            context = FragmentContext(
-                parts_of(order, place, Alone(), channel, Inbox(channel), device)
-            )
+            context = FragmentContext(begin(order, place, Alone(), channel, Inbox(channel), device))
             context.finish(function(context, *args, **kwargs))
             outcome = context.outcome('finished', None)
     finally:

@@ -144,7 +144,7 @@ class FragmentView:
 
     def time_left(self) -> float:
         """Seconds until the nodes are taken away; infinite if unknown."""
-        return self._checkpointer.time_left()
+        return self._checkpointer.timing.time_left()
 
     def should_stop(self) -> bool:
         """Whether this rank knows of a reason to stop. The loop stops by itself; only long work

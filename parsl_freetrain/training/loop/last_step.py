@@ -17,7 +17,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.state import State
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.comm.devices import GLOO
-from parsl_freetrain.training.loop.handover_send import leave_behind
+from parsl_freetrain.training.loop.handover import leave_behind
 from parsl_freetrain.training.loop.rank_parts import LoopState, Model, RankParts
 from parsl_freetrain.training.spec.messages import StateLeft
 
@@ -74,22 +74,25 @@ class LastStep:
     Attributes
     ----------
     possible
-        Whether a rank can tell: it holds the complete state, and a failed exchange raises an error
-        before its result is used. The latter is not known of other backends than gloo.
+        Whether a rank can tell, and others hold what is lost: a failed exchange raises an error
+        before its result is used, which is not known of other backends than gloo.
     needs
         Samples of the last checkpoint that the user has asked for; 0: there is none.
     """
 
     def __init__(self, parts: RankParts, model: Model, state: LoopState) -> None:
         division, self._parts, self._model, self._state = model.division, parts, model, state
-        self.possible = (
-            parts.place.world_size > 1
-            and not (division.sharded or division.pipelined)
-            and dist.get_backend() == GLOO
-        )
+        copies = division.shape.data if division.sharded else parts.place.world_size
+        self.possible = copies > 1 and not division.pipelined and dist.get_backend() == GLOO
         self.needs = 0
         self._end: _End | None = None
         self._in_batch = False
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether this rank has what is not a tensor: of ctx.state, what rank 0 has counts."""
+        used = self._state.used or (self._end is not None and self._end.user != '{}')
+        return self._parts.place.rank == 0 or not used
 
     def begin_batch(self) -> None:
         """Call when a global batch begins."""
@@ -117,15 +120,16 @@ class LastStep:
         if not self._put_back() or self._model.watch.spoilt():
             return None
         parts, samples = self._parts, self._state.samples
-        return leave_behind(parts.order, parts.channel, samples, self.needs, state)
+        rank, part = parts.place.rank, self._model.division.part
+        return leave_behind(parts.order, parts.channel, rank, part, samples, self.needs, state)
 
     @torch.no_grad()
     def _put_back(self) -> bool:
         end, prepared = self._end, self._model.prepared
         if end is None or (self._in_batch and self._model.steps.changed):
             return False
-        if self._parts.place.rank > 0 and (self._state.used or end.user != '{}'):
-            return False  # rank 0's counts
+        if not (self.knows_all or self._model.division.sharded):
+            return False  # what rank 0 has in ctx.state counts
         if end.versions != versions((*prepared.models, *prepared.averages)):
             return False
         state = self._state

@@ -7,7 +7,6 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 
 import cloudpickle
@@ -16,10 +15,8 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.fault_hooks import saving
 from parsl_freetrain.training.checkpoint.manifest import Damaged
-from parsl_freetrain.training.checkpoint.store import Fenced, PosixCheckpointStore
+from parsl_freetrain.training.checkpoint.store import Fenced
 from parsl_freetrain.training.comm.collectives import is_peer_loss, join
 from parsl_freetrain.training.comm.device_faults import device_fault
 from parsl_freetrain.training.comm.devices import name_of, peak_memory, take_devices, visible_as
@@ -27,13 +24,10 @@ from parsl_freetrain.training.comm.exchange_watch import RankLinks, exchanges
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.loader import seed_everything
-from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.loop.handover_send import Leaving
 from parsl_freetrain.training.loop.rank_parts import RankParts
-from parsl_freetrain.training.loop.sharded_start import begin_sharded
 from parsl_freetrain.training.loop.standby_context import StandbyContext, StandbyPlace
-from parsl_freetrain.training.loop.start import start_of
+from parsl_freetrain.training.loop.start import begin as begin_fragment
 from parsl_freetrain.training.loop.training_loop import FragmentEnd
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.linux import keep_freed_memory
@@ -102,7 +96,7 @@ def run_rank(
         if place.world_size > 1:
             exchanges.start(RankLinks(place.rank, channel.send, peers.broken, end_in))
             print(f'Tensors are exchanged by {dist.get_backend()}')
-        return parts_of(order, place, peers, channel, inbox, device)
+        return begin_fragment(order, place, peers, channel, inbox, device)
 
     try:
         device = set_up(order, place)
@@ -167,32 +161,6 @@ def set_up(order: FragmentOrder, place: RankPlace) -> torch.device:
     # What the function draws before its loop (initial weights) must be the same on all ranks.
     seed_everything(order.spec.mode.seed)
     return device
-
-
-def parts_of(
-    order: FragmentOrder,
-    place: RankPlace,
-    peers: Peers,
-    channel: Channel[ToRank],
-    inbox: Inbox,
-    device: torch.device,
-) -> RankParts:
-    """What the rank trains with: its checkpoints, and the state that it continues from."""
-    store = PosixCheckpointStore(Path(order.store), order.trainer, hook=saving)
-    if place.rank == 0 and order.samples and not store.last_fragment():
-        raise BadInput(
-            f'Folder {store.folder}, with a checkpoint at {order.samples} samples, was deleted or '
-            'moved while its trainer was running: put it back, or call the trainer in a new run '
-            'to start anew.'
-        )
-    if order.spec.sharded:
-        return begin_sharded(order, place, peers, channel, inbox, device, store)
-    latest, saved = start_of(order, place, store, peers)
-    leaving = Leaving(order.trainer, peers, inbox)
-    checkpointer = Checkpointer(store, order, channel, latest, leaving)
-    if saved is not None and (latest is None or saved.position.samples > latest.samples):
-        checkpointer.save_soon()
-    return RankParts(order, place, peers, channel, inbox, checkpointer, device, saved)
 
 
 def _ending(raised: BaseException, context: FragmentContext | None, place: RankPlace) -> Ending:

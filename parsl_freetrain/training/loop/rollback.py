@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from parsl_freetrain.training.checkpoint.sharded_state import Opened
-from parsl_freetrain.training.checkpoint.state import read_state, restore
+from parsl_freetrain.training.checkpoint.source import open_checkpoint
+from parsl_freetrain.training.checkpoint.state import restore
 from parsl_freetrain.training.loop.rank_parts import LoopState, Model, RankParts
 from parsl_freetrain.training.spec.mode import Reproducible
 from parsl_freetrain.training.spec.on_nan import ROLLBACK, NonFinitePolicy
@@ -63,7 +63,7 @@ class Rollback:
         print(
             f'Going back from {state.samples} samples to checkpoint {path}: numbers were not finite'
         )
-        saved = Opened(path).load(self._prepared) if self._division.sharded else read_state(path)
+        saved = open_checkpoint(path).load(self._prepared if self._division.sharded else None)
         restore(self._prepared, saved, parts=self._division.pipelined)
         state.user.clear()
         state.user.update(saved.position.user)
@@ -71,4 +71,4 @@ class Rollback:
         state.reports.forget()
         state.metrics['rollbacks'] = before
         state.count('rollbacks')
-        self._checkpointer.went_back()
+        self._checkpointer.timing.count_from_here()

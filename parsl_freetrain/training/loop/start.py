@@ -1,75 +1,229 @@
-"""The state that a fragment continues from: left in memory, or read from the newest checkpoint."""
+"""The beginning of a fragment: the state that it continues from, left in memory or read from the
+newest checkpoint.
+"""
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
+import msgspec
+import torch
+
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.training.checkpoint.manifest import Damaged, check_chosen, manifest_digest
-from parsl_freetrain.training.checkpoint.state import Saved, State, assemble, read_split
-from parsl_freetrain.training.checkpoint.store import CheckpointStore
+from parsl_freetrain.training.checkpoint.block_digests import blocks_of, digest, digest_of_blocks
+from parsl_freetrain.training.checkpoint.fault_hooks import saving
+from parsl_freetrain.training.checkpoint.manifest import Damaged
+from parsl_freetrain.training.checkpoint.part_writers import PartWriters
+from parsl_freetrain.training.checkpoint.parts import Contents
+from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
+from parsl_freetrain.training.checkpoint.source import Opened
+from parsl_freetrain.training.checkpoint.state import Saved, Source
+from parsl_freetrain.training.checkpoint.store import CheckpointStore, PosixCheckpointStore
+from parsl_freetrain.training.checkpoint.trainables import Prepared
+from parsl_freetrain.training.checkpoint.transport import Disk
+from parsl_freetrain.training.checkpoint.transport_memory import NodeMemory
+from parsl_freetrain.training.checkpoint.transport_peers import PeerTransport
+from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.peers import Peers
-from parsl_freetrain.training.comm.subgroup import ranks_of_node
-from parsl_freetrain.training.loop.handover_receive import receive
-from parsl_freetrain.training.loop.node_reading import read_once
-from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
+from parsl_freetrain.training.comm.variable_rows import gather_bytes
+from parsl_freetrain.training.loop.checkpointer import Checkpointer
+from parsl_freetrain.training.loop.handover import StateSender
+from parsl_freetrain.training.loop.rank_parts import RankParts
+from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder, Handover, RankPlace
+from parsl_freetrain.training.spec.messages import ToRank
 
 
-def start_of(
-    order: FragmentOrder, place: RankPlace, store: CheckpointStore, peers: Peers
-) -> tuple[Checkpoint | None, Saved | None]:
-    """Fence earlier fragments, and give all ranks the state to continue from. All ranks call this
-    together. On each node, one of them reads.
-
-    Returns
-    -------
-    tuple
-        The checkpoint, known to rank 0 only, and its content; None where training begins.
+def begin(
+    order: FragmentOrder,
+    place: RankPlace,
+    peers: Peers,
+    channel: Channel[ToRank],
+    inbox: Inbox,
+    device: torch.device,
+) -> RankParts:
+    """Fence earlier fragments, and find what the rank trains with: its checkpoints, and the state
+    that it continues from. All ranks call this together.
     """
+    store = PosixCheckpointStore(Path(order.store), order.trainer, hook=saving)
+    if place.rank == 0:
+        if order.samples and not store.last_fragment():
+            raise BadInput(
+                f'Folder {store.folder}, with a checkpoint at {order.samples} samples, was deleted '
+                'or moved while its trainer was running: put it back, or call the trainer in a new '
+                'run to start anew.'
+            )
+        store.fence(order.fragment)
+    latest, saved = find_start(order, place, store, peers)
+    sharded, world_size = order.spec.sharded, place.world_size
+    sender = StateSender(order.trainer, peers, inbox, range(world_size if sharded else 1))
+    checkpointer: Checkpointer
+    writers = PartWriters(
+        peers.store() if sharded else None,
+        place.rank,
+        world_size if sharded else 1,
+        store.folder,
+        lambda: checkpointer.patience_s(),
+    )
+    checkpointer = Checkpointer(store, order, channel, latest, sender, writers)
+    if saved is not None and saved.position.samples > (latest.samples if latest else 0):
+        checkpointer.save_soon()
+    return RankParts(order, place, peers, channel, inbox, checkpointer, device, saved)
+
+
+def find_start(
+    order: FragmentOrder, place: RankPlace, store: CheckpointStore, peers: Peers
+) -> tuple[Checkpoint | None, Source | None]:
+    """The newest checkpoint, known to rank 0 only, and the state to continue from; None where
+    training begins. All ranks call this together.
+    """
+    per_node = place.world_size // place.nodes
     handed = order.handover
-    saved = receive(handed, order.trainer, peers) if handed is not None else None
-    in_memory = saved is not None
+    contents = left_in_memory(handed, order.trainer, peers) if handed is not None else None
+    if contents is not None and handed is not None:
+        found = SharedState('in memory', contents, order.trainer, store, peers, per_node)
+        if found.complete:
+            print(f'Going on from the state in memory, with {handed.samples} samples')
+            # Rank 0 alone knows what to go back to.
+            latest = store.newest() if place.rank == 0 else None
+            with_metrics = latest and replace(latest, metrics=dict(handed.metrics))
+            try:
+                return with_metrics, found if order.spec.sharded else found.load()
+            except Damaged as damage:
+                print(f'{damage} The checkpoint is used.')
+    for attempt in count():
+        latest, contents, path = newest(store, peers, attempt)
+        if contents is None:
+            return latest, None
+        found = SharedState(path, contents, order.trainer, store, peers, per_node)
+        print(f'Going on from checkpoint {path}')
+        if order.spec.sharded:
+            return latest, found
+        try:
+            return latest, found.load()
+        except Damaged as damage:
+            print(damage)
+    raise AssertionError('unreachable')
+
+
+class SharedState:
+    """A state that all ranks get together: each what it needs, from wherever it is nearest.
+
+    Attributes
+    ----------
+    path, position
+        As in :class:`~parsl_freetrain.training.checkpoint.state.Saved`.
+    complete
+        Whether all of it is there.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        contents: Contents,
+        trainer: str,
+        store: CheckpointStore,
+        peers: Peers,
+        per_node: int,
+    ) -> None:
+        self._store, self._peers = store, peers
+        self._committed = Path(path).is_absolute()
+        self._disk = Disk(Path(path), contents.files) if self._committed else None
+        self._memory = NodeMemory(trainer, contents.files)
+        self._ways = PeerTransport(peers, self._memory, self._disk, contents.files, per_node)
+        self._opened = Opened(path, contents, self._ways)
+        self.path, self.position = path, self._opened.position
+        self.complete = all(map(self._ways.has, contents.files))
+
+    def load(self, prepared: Prepared | None = None) -> Saved:
+        """Its content, divided as the prepared models are. All ranks call this together.
+
+        Raises
+        ------
+        BadInput
+            If the models are others.
+        Damaged
+            On all ranks, if one of them has found damage. A checkpoint is set aside then.
+        """
+        damage, saved = '', None
+        try:
+            saved = self._opened.load(prepared)
+        except Damaged as error:
+            damage = str(error)
+            if self._committed:
+                self._store.put_aside(Path(self.path), damage)
+        read = self._disk.bytes_read if self._disk is not None else 0
+        print(
+            f'Of the state, {self._ways.bytes_here} bytes were in memory here, '
+            f'{self._ways.bytes_from_others} came from other ranks, and {read} were read'
+        )
+        said = [text.decode() for text in gather_bytes(self._peers, damage.encode())]
+        if self._committed or any(said):  # else it may be needed once more
+            self._memory.forget()
+        if saved is None or any(said):
+            raise Damaged(f'The state {self.path} is damaged ({max(said)}).')
+        return saved
+
+
+def newest(
+    store: CheckpointStore, peers: Peers, attempt: int
+) -> tuple[Checkpoint | None, Contents | None, str]:
+    """The newest checkpoint (on rank 0), what it consists of, and its path. The ranks might choose
+    differently if each looked for itself.
+    """
     latest: Checkpoint | None = None
-    read: State | None = None
+    packed = b''
 
     def find() -> str:
-        nonlocal latest, read
-        digest = ''
-        store.fence(order.fragment)
-        if saved is not None and handed is not None:
-            if handed.path:
-                latest = Checkpoint(order.trainer, handed.path, handed.samples, handed.fragment)
-            else:
-                latest = store.newest()  # what to go back to
-            latest = latest and replace(latest, metrics=dict(handed.metrics))
-        else:
-            while read is None and (latest := store.newest()) is not None:
-                try:
-                    digest = manifest_digest(Path(latest.path))
-                    read = read_split(latest.path, verify=True)
-                except Damaged as damage:
-                    store.put_aside(Path(latest.path), str(damage))
-        return json.dumps([latest.path if latest is not None else '', digest])
+        nonlocal latest, packed
+        while (latest := store.newest()) is not None:
+            try:
+                packed = Contents.read(Path(latest.path)).packed
+            except Damaged as damage:
+                store.put_aside(Path(latest.path), str(damage))
+                continue
+            return json.dumps([latest.path, digest(packed), len(packed)])
+        return ''
 
-    # Rank 0 verifies what it reads, and chooses; the ranks might choose differently if each looked
-    # for itself.
-    path, digest = json.loads(peers.broadcast_object('checkpoint', find))
-    if in_memory and handed is not None and not handed.path:
-        print(f'Going on from the state in memory, with {handed.samples} samples')
-    elif path and in_memory:
-        print(f'Going on from checkpoint {path}, as it is in memory')
+    told = peers.broadcast_object(f'checkpoint-{attempt}', find)
+    if not told:
+        return latest, None, ''
+    path, expected, size = json.loads(told)
+    data = torch.frombuffer(bytearray(packed or bytes(size)), dtype=torch.uint8)
+    peers.broadcast([data])
+    if digest(bytes_of(data)) != expected:
+        raise FreeTrainError(f'What rank 0 sent of checkpoint {path} is not what has arrived.')
+    return latest, Contents.unpacked(bytes_of(data)), path
 
-    def read_here() -> State:
-        if read is not None:
-            return read
-        check_chosen(Path(path), Path(order.store), digest)
-        return read_split(path)
 
-    if saved is None and path:
-        node = ranks_of_node(place)
-        reader = f', which rank {place.rank - node.rank} reads for this node' if node.rank else ''
-        print(f'Going on from checkpoint {path}{reader}')
-        saved = assemble(path, read_once(node, read_here))
-    return latest, saved
+def left_in_memory(handover: Handover, trainer: str, peers: Peers) -> Contents | None:
+    """What consists the state of that ranks have left; None on all ranks if a part is missing."""
+    memory, digests = NodeMemory(trainer), [one for part in handover.parts for one in part]
+    here = {one: memory.map(one) for one in digests}
+    row = torch.tensor([here[one] is not None for one in digests], dtype=torch.uint8)
+    held = peers.all_gather(row)
+    first = {one: held[:, i].nonzero().flatten().tolist()[:1] for i, one in enumerate(digests)}
+    chosen = [next((one for one in part if first[one]), '') for part in handover.parts]
+    if not all(chosen):
+        return None
+    mine = [bytes(here[one] or b'') for one in chosen if first[one] == [peers.rank]]
+    said = gather_bytes(peers, msgspec.msgpack.encode(mine))
+    packed = [one for of_rank in said for one in msgspec.msgpack.decode(of_rank)]
+    return _united(packed, chosen, peers)
+
+
+def _united(packed: Sequence[bytes], digests: Sequence[str], peers: Peers) -> Contents | None:
+    contents = None
+    if {digest_of_blocks(blocks_of(io.BytesIO(one))) for one in packed} == set(digests):
+        try:
+            contents = Contents.united([Contents.unpacked(one) for one in packed])
+        except (FreeTrainError, msgspec.DecodeError) as error:
+            print(error)
+    (missing,) = peers.all_reduce_max((contents is None,))()
+    return None if missing else contents

@@ -12,7 +12,7 @@ from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host.slot_speed import wait_as_slow
-from parsl_freetrain.training.checkpoint.sharded_state import divided
+from parsl_freetrain.training.checkpoint.source import divided, held
 from parsl_freetrain.training.checkpoint.state import Position, State, collect, content_of
 from parsl_freetrain.training.comm.consensus import (
     FINISH,
@@ -33,6 +33,7 @@ from parsl_freetrain.training.spec.messages import Progress, Started, StateLeft
 from parsl_freetrain.training.spec.mode import Reproducible
 from parsl_freetrain.training.spec.on_nan import ROLLBACK, NonFinitePolicy
 from parsl_freetrain.training.steps.determinism import demand_determinism
+from parsl_freetrain.training.steps.fsdp_modules import put_parts_back
 
 PROGRESS_EVERY_S = 0.5
 END_OF_EPOCH, NEXT_EPOCH = object(), object()
@@ -177,7 +178,7 @@ class TrainingLoop:
             self._near_end = (state.total_samples is not None and soon >= state.total_samples) or (
                 by_epochs and data.epochs_before(soon) > batch.epoch
             )
-            decision = self._steps.end(self._wish, self._checkpointer.time_left)
+            decision = self._steps.end(self._wish, self._checkpointer.timing.time_left)
             if self._steps.kept_back:
                 self._policy.kept_back(state.samples, state.reached, self._steps.culprit())
                 state.count('skipped_steps')
@@ -189,7 +190,7 @@ class TrainingLoop:
                     seed_alike(state.samples, seed, 'after step')
                 self._hooks.run(self._hooks.after_step)
             now = time.monotonic()
-            self._checkpointer.step_took(now - batch_began_at)
+            self._checkpointer.timing.step_took(now - batch_began_at)
             self._rate = (state.samples - began_with) / (now - began_at)
             at_end = self._at_end = state.samples == data.end
             state.epoch_due = self._hooks.at_epochs and data.ends_epoch(state.samples)
@@ -342,7 +343,7 @@ class TrainingLoop:
         def look() -> None:
             if time.monotonic() - self._reported_at >= BUSY_EVERY_S:
                 self.report_progress(wait=False)
-            if agreement.after_step(wish, self._checkpointer.time_left) == STOP:
+            if agreement.after_step(wish, self._checkpointer.timing.time_left) == STOP:
                 raise EvaluationStopped
 
         return look
@@ -367,15 +368,22 @@ class TrainingLoop:
         """After the loss of another rank: leave the state at the end of the last global batch in
         memory for the next fragment; None if this rank does not.
         """
-        content = partial(content_of, self._prepared, named=self._division.stated)
-        return self._last.leave(lambda: self._state_of(content()))
+
+        def state() -> State:
+            put_parts_back(self._prepared.models)
+            found = self._state_of(content_of(self._prepared, named=self._division.stated))
+            if not self._division.sharded:
+                return found
+            return held(found if self._last.knows_all else replace(found, structure=None))
+
+        return self._last.leave(state)
 
     def _state_of(self, content: Mapping[str, Any]) -> State:
         state = self._state
         position = replace(
             self._position,
             samples=state.samples,
-            checkpoint_s=self._checkpointer.longest_s,
+            checkpoint_s=self._checkpointer.timing.longest_s,
             user=state.user if self._is_main else {},
             epoch=self._data.epochs_before(state.samples) if self._data else self._epochs_ended,
             epoch_due=state.epoch_due,

@@ -38,7 +38,7 @@ ALONE_S = 180.0
 """Seconds after which standby ranks end whose trainer has no rank on the node."""
 
 _Name = tuple[str, str]
-"""A trainer, and a file of its checkpoint; empty: the whole state."""
+"""A trainer, and a file of its state."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,14 @@ class _Kept:
 
 
 class StandbySlots:
-    """Standby ranks, one per key, and states, one per trainer, or one per file of a checkpoint."""
+    """Standby ranks, one per key, and files of states, by trainer and name."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, StandbyRank] = {}  # by pidfd
         self._states: dict[_Name, _Kept] = {}
         self._alone_since: dict[str, float] = {}  # by trainer of standby ranks
-        self._offers: dict[str, tuple[int, int]] = {}  # the best by trainer: fragment, samples
+        # the best by trainer and part: fragment, samples
+        self._offers: dict[tuple[str, int], tuple[int, int]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._ranks or self._states)
@@ -130,18 +131,21 @@ class StandbySlots:
         """Whether no state as good has been offered by another rank of this node, so that only one
         of them makes a copy.
         """
-        if _rank_of(offer) <= self._offers.get(offer.trainer, (-1, -1)):
+        if _rank_of(offer) <= self._best(offer):
             return False
-        self._offers[offer.trainer] = _rank_of(offer)
+        self._offers[offer.trainer, offer.part] = _rank_of(offer)
         return True
 
+    def _best(self, offer: OfferState) -> tuple[int, int]:
+        return self._offers.get((offer.trainer, offer.part), (-1, -1))
+
     def keep(self, request: KeepState, channel: Channel[Any]) -> bool:
-        """Keep a state in memory, in place of an earlier one of its trainer."""
+        """Keep a file in memory, in place of an earlier one of its trainer and name."""
         _, fd = channel.recv_fd(wait=False)
         if fd is None:
             return False
-        offer, best = request.offer, self._offers.get(request.trainer, (-1, -1))
-        if offer is not None and _rank_of(offer) < best:
+        offer = request.offer
+        if offer is not None and _rank_of(offer) < self._best(offer):
             os.close(fd)
             return False
         name = request.trainer, request.file
@@ -150,15 +154,15 @@ class StandbySlots:
         return True
 
     def give(self, request: FetchState, channel: Channel[Any]) -> None:
-        """Send a state to the client, and stop keeping it unless it is to be kept."""
-        name = request.trainer, request.file
-        kept = self._states.get(name)
-        if kept is not None and kept.digest == request.digest:
-            channel.send_fd(kept.fd, wait=False)
-            if request.keep:
-                self._states[name] = replace(kept, until=time.monotonic() + KEPT_S)
-            else:
-                self._drop(name)
+        """Send a file to the client, and stop keeping it unless it is to be kept."""
+        for name, kept in list(self._states.items()):
+            if name[0] == request.trainer and kept.digest == request.digest:
+                channel.send_fd(kept.fd, wait=False)
+                if request.keep:
+                    self._states[name] = replace(kept, until=time.monotonic() + KEPT_S)
+                else:
+                    self._drop(name)
+                return
 
     def drop_old_states(self) -> None:
         """Drop states that have been kept for too long."""

@@ -74,36 +74,36 @@ class Quit(Message, frozen=True):
 
 
 class OfferState(Message, frozen=True):
-    """A rank that has lost another one can leave its state. :class:`StateWanted` is the answer if
-    no rank of this node has offered as much; otherwise the connection is closed.
+    """A rank that has lost another one can leave its ``part`` of the state. :class:`StateWanted` is
+    the answer if no rank of this node has offered as much of it; otherwise the connection is
+    closed.
     """
 
     trainer: str
     fragment: Count
     samples: Count
+    part: Count = 0
 
 
 class KeepState(Message, frozen=True):
-    """Keep a trainer's state in memory; its file descriptor follows. ``offer``: what was wanted
-    before, if anything; it is not kept if a better offer has been made since. ``file``: it is only
-    this file of a checkpoint; empty: the whole state.
+    """Keep a ``file`` of a trainer's state in memory; its file descriptor follows. ``offer``: what
+    was wanted before, if anything; it is not kept if a better offer has been made since.
     """
 
     trainer: str
     digest: str
-    offer: OfferState | None = None
-    file: str = ''
+    offer: OfferState | None
+    file: str
 
 
 class FetchState(Message, frozen=True):
-    """Send the state with this digest, or the ``file`` of a checkpoint; the answer is its file
-    descriptor. ``keep``: it is wanted another time.
+    """Send the file with this digest; the answer is its file descriptor. ``keep``: it is wanted
+    another time.
     """
 
     trainer: str
     digest: str
-    keep: bool = False
-    file: str = ''
+    keep: bool
 
 
 ForkRequest = (

@@ -11,22 +11,19 @@ from parsl_freetrain.training.spec.training import TrainingSpec
 
 @dataclass(frozen=True)
 class Handover:
-    """A state that an earlier fragment left in the memory of the node that has rank 0 now.
+    """A state that an earlier fragment left in the memory of nodes and has not committed.
 
     Attributes
     ----------
-    digest
-        Digest of its bytes; see :mod:`parsl_freetrain.training.loop.handover_receive`.
-    path, samples, fragment, metrics
-        The checkpoint of the same state, with the fields of
-        :class:`~parsl_freetrain.core.model.types.Checkpoint`. An empty path: it has not been
-        committed; ranks have left it when another one was lost.
+    parts
+        Of each of its parts, the digests of what ranks have left of it, each of which will do; see
+        :mod:`parsl_freetrain.training.loop.handover`.
+    samples, metrics
+        As in :class:`~parsl_freetrain.core.model.types.Checkpoint`.
     """
 
-    digest: str
-    path: str
+    parts: tuple[tuple[str, ...], ...]
     samples: int
-    fragment: int
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 

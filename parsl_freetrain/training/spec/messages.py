@@ -129,13 +129,15 @@ class StateLeft(msgspec.Struct, frozen=True):
     """A state in memory for the next fragment, ``here`` (on the rank's node) or on another node.
 
     ``needs``: samples of a checkpoint that was asked for before it, and has to be committed; 0:
-    there is none.
+    there is none. ``part``: which of its ``parts`` it is, from 0; a whole state is one part of one.
     """
 
     digest: str
     samples: Count
     here: bool
     needs: Count = 0
+    part: Count = 0
+    parts: Annotated[int, Meta(ge=1)] = 1
 
 
 LEAVING_S = 10.0

@@ -20,3 +20,13 @@ def fsdp_modules(models: Iterable[torch.nn.Module]) -> list[FSDPModule]:
     if fsdp is None:
         return []
     return [m for model in models for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
+
+
+def put_parts_back(models: Iterable[torch.nn.Module]) -> None:
+    """Have modules hold their parts of the parameters again, after a pass that has failed while
+    they held whole ones. Nothing is exchanged.
+    """
+    for module in fsdp_modules(models):
+        group = module._get_fsdp_state()._fsdp_param_group
+        for parameter in group.fsdp_params if group is not None else ():
+            parameter.to_sharded()

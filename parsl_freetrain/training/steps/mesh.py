@@ -4,6 +4,7 @@ the same parameters.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterable
 from functools import cached_property
@@ -18,8 +19,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.shape import MESH, Shape
 from parsl_freetrain.training.checkpoint.flatten import put_together, take_apart
 from parsl_freetrain.training.checkpoint.local_shard import is_divided
-from parsl_freetrain.training.checkpoint.memory_image import pack, unpack
-from parsl_freetrain.training.checkpoint.state import State
+from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
 from parsl_freetrain.training.comm.collectives import broadcast_into
 from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.process import lazy_dynamo
@@ -80,6 +80,12 @@ class Division:
         """
         return self.sharded or self._rank < self.shape.pipeline
 
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which part of how many this rank holds of the state; a whole one is one of one."""
+        parts = self.shape.ranks // self.shape.data if self.sharded else 1
+        return self._rank % parts, parts
+
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The ranks as a mesh with the dimensions :data:`~parsl_freetrain.core.model.types.MESH`.
@@ -134,8 +140,9 @@ class Division:
 
 
 def _send(content: dict[str, Any], group: ProcessGroup) -> None:
-    fd, data = pack(State(*take_apart(content, {})))
-    os.close(fd)
+    packed = io.BytesIO()
+    torch.save(take_apart(content, {}), packed)
+    data = torch.frombuffer(packed.getbuffer(), dtype=torch.uint8)
     for part in (torch.tensor([data.numel()], device='cpu'), data):
         dist.send(part, group=group, group_dst=0)
 
@@ -145,9 +152,8 @@ def _receive(stage: int, group: ProcessGroup) -> dict[str, Any]:
     dist.recv(size, group=group, group_src=stage)
     data = torch.empty(int(size), dtype=torch.uint8, device='cpu')
     dist.recv(data, group=group, group_src=stage)
-    state = unpack(data)
-    assert state.structure is not None
-    return put_together(state.tensors, state.structure)
+    packed = io.BytesIO(bytes_of(data))
+    return put_together(*torch.load(packed, map_location='cpu', weights_only=True))
 
 
 def _united(first: Any, second: Any) -> Any:

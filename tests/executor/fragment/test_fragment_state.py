@@ -18,6 +18,7 @@ from parsl_freetrain.executor.fragment.control_channel import MemberDisconnected
 from parsl_freetrain.executor.fragment.fragment_state import (
     ANSWER_S,
     LONE_ANSWER_S,
+    LeftState,
     RunningFragment,
 )
 from parsl_freetrain.executor.fragment.left_states import furthest, left_states
@@ -119,10 +120,8 @@ def test_a_checkpoint_keeps_the_number_of_the_fragment_that_wrote_it() -> None:
     """Also where a later one had nothing to train."""
     fragment = running_fragment(1)
     fragment.checkpoint = Checkpoint('cnn', '/c/8', 800, 6)
-    left = StateLeft('d', 800, here=True)
-    fragment.settled = {0: [outcome(0, 'stopped', path='/c/8', samples=800, left=left)]}
+    fragment.settled = {0: [outcome(0, 'stopped', path='/c/8', samples=800)]}
     assert fragment.result().checkpoint == fragment.checkpoint == Checkpoint('cnn', '/c/8', 800, 6)
-    assert left_states(fragment, fragment.result()) == (('n0', Handover('d', '/c/8', 800, 6)),)
 
 
 def test_without_rank_0s_word_a_fragment_is_not_finished() -> None:
@@ -368,19 +367,8 @@ def test_ranks_that_ended_without_their_task_coming_back_tell_of_a_manager_that_
     assert 'manager' in fragment.silent(113.5, 12.0, 120.0)['n0']
 
 
-@pytest.mark.parametrize(
-    ('how', 'samples', 'goes_on'),
-    [('stopped', 900, True), ('stopped', 800, False), ('finished', 900, False)],
-)
-def test_what_is_left_in_memory_counts_if_it_is_what_was_committed_at_the_end(
-    how: Ending_, samples: int, goes_on: bool
-) -> None:
-    fragment = running_fragment(1)
-    left = StateLeft('d', samples, here=True)
-    fragment.settled = {0: [outcome(0, how, path='/c/9', samples=900, left=left)]}
-    assert left_states(fragment, fragment.result()) == (
-        (('n0', Handover('d', '/c/9', 900, 7)),) if goes_on else ()
-    )
+def whole(node: str, digest: str, samples: int) -> LeftState:
+    return LeftState(Handover(((digest,),), samples), (frozenset({node}),))
 
 
 def test_what_is_left_uncommitted_counts_although_the_checkpoint_is_an_older_one() -> None:
@@ -392,7 +380,7 @@ def test_what_is_left_uncommitted_counts_although_the_checkpoint_is_an_older_one
     }
     verdict = fragment.result()
     assert (verdict.ending, verdict.checkpoint.path) == (Ending.STOPPED, '/c/8')
-    assert left_states(fragment, verdict) == (('n1', Handover('d', '', 900, 7)),)
+    assert left_states(fragment, verdict) == (whole('n1', 'd', 900),)
 
 
 @pytest.mark.parametrize(
@@ -415,11 +403,12 @@ def test_what_rank_0_has_sent_is_handed_over_where_just_that_was_kept(
     ]
     fragment.settled = {
         1: [outcome(1, 'stopped', path=None, samples=900, left=there)],
-        0: [outcome(0, 'stopped', path='/c/9', samples=900, left=here)],
+        0: [outcome(0, 'stopped', path=None, samples=900, left=here)],
     }
-    assert left_states(fragment, fragment.result()) == (
-        ((node, Handover('d', '/c/9', 900, 7)),) if node else ()
-    )
+    left = left_states(fragment, fragment.result())
+    assert left == ((whole(node, 'd', 900),) if node else ())
+    fragment.settled[0] = [outcome(0, 'stopped', path='/c/9', samples=900, left=here)]
+    assert left_states(fragment, fragment.result()) == ()  # it is committed
 
 
 def test_after_a_loss_the_newest_state_of_a_survivor_is_handed_over() -> None:
@@ -440,13 +429,14 @@ def test_after_a_loss_the_newest_state_of_a_survivor_is_handed_over() -> None:
     fragment.lost = {3}
 
     def found() -> list[tuple[str, str, int]]:
-        left = left_states(fragment, fragment.result())
-        assert all(one.path == '' and one.fragment == 7 for _, one in left)
-        return [(node, one.digest, one.samples) for node, one in left]
+        return [
+            (*one.nodes[0], *one.handover.parts[0], one.handover.samples)
+            for one in left_states(fragment, fragment.result())
+        ]
 
     assert found() == [('n1', 'e', 916), ('n0', 'd', 900)]
     assert furthest(fragment) == 932
-    assert left_states(fragment, fragment.result())[0][1].metrics == {
+    assert left_states(fragment, fragment.result())[0].handover.metrics == {
         'loss': 0.5,
         'skipped_steps': 1.0,
     }
@@ -464,9 +454,34 @@ def test_after_a_loss_the_newest_state_of_a_survivor_is_handed_over() -> None:
 def test_where_nobody_survives_what_the_fragment_began_with_is_used_again() -> None:
     fragment = running_fragment(2)
     fragment.settled = {0: [result(0, status=-9)], 1: [result(1, status=-9)]}
-    fragment.begins_with = Handover('d', '', 900, 6)
-    assert left_states(fragment, fragment.result()) == (('n0', fragment.begins_with),)
-    fragment.begins_with = Handover('d', '/c/9', 900, 6)  # it has been dropped; there is the file
+    fragment.begins_with = whole('n0', 'd', 900)
+    assert left_states(fragment, fragment.result()) == (fragment.begins_with,)
+
+
+def test_parts_of_a_state_are_handed_over_if_all_are_there_and_of_the_same_step() -> None:
+    """Two copies of two parts; the second node of one of them is lost."""
+    fragment = running_fragment(4)
+    fragment.checkpoint = Checkpoint('cnn', '/c/8', 800, 7)
+    fragment.lost = {3}
+
+    def lefts(*samples: int) -> None:
+        fragment.settled = {
+            member: [
+                outcome(
+                    member,
+                    'peer-lost',
+                    left=StateLeft(f'd{member}', at, here=True, part=member % 2, parts=2),
+                )
+            ]
+            for member, at in enumerate(samples)
+        }
+
+    lefts(900, 900, 900)
+    (left,) = left_states(fragment, fragment.result())
+    assert left.handover == Handover((('d0', 'd2'), ('d1',)), 900)
+    assert left.on({'n1', 'n2', 'n5'})
+    assert not left.on({'n0', 'n2'})
+    lefts(900, 884, 900)  # there is no whole state
     assert left_states(fragment, fragment.result()) == ()
 
 

@@ -20,19 +20,14 @@ from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.training.checkpoint import fault_hooks
 from parsl_freetrain.training.checkpoint.local_shard import Box
 from parsl_freetrain.training.checkpoint.manifest import read_manifest
+from parsl_freetrain.training.checkpoint.part_writers import PartWriters
 from parsl_freetrain.training.checkpoint.snapshot import Snapshots
-from parsl_freetrain.training.checkpoint.state import (
-    Position,
-    State,
-    collect,
-    content_of,
-    read_state,
-)
+from parsl_freetrain.training.checkpoint.source import read_state
+from parsl_freetrain.training.checkpoint.state import Position, State, collect, content_of
 from parsl_freetrain.training.checkpoint.store import Fenced, PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
-from parsl_freetrain.training.comm.part_writers import PartWriters
 from parsl_freetrain.training.comm.sealed_store import SealedStore
-from parsl_freetrain.training.loop import checkpointer
+from parsl_freetrain.training.loop import checkpointer, save_timing
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.channel import Channel
@@ -93,7 +88,7 @@ def keeper(
     folder: Path,
     channel: Channel[ToRank],
     hook: Callable[[str], None] | None = None,
-    leaving: Any = None,
+    sender: Any = None,
     **changes: Any,
 ) -> Checkpointer:
     changes.setdefault('checkpoint_every_s', 1e-9)
@@ -103,7 +98,7 @@ def keeper(
         ordered,
         channel,
         None,
-        leaving,
+        sender,
     )
 
 
@@ -172,7 +167,7 @@ def test_checkpoints_are_as_frequent_as_interruptions_ask_for(
     now = 0.0
     monkeypatch.setattr(time, 'monotonic', lambda: now)
     kept = keeper(tmp_path, channels[0], checkpoint_every_s=30.0, interruptions_per_s=per_s)
-    kept.expect(0, checkpoint_s)
+    kept.timing.expect(0, checkpoint_s)
     now = after_s - 0.01
     assert not kept.wants_to_save()
     now = after_s + 0.01
@@ -193,7 +188,7 @@ def test_what_counts_is_how_long_checkpoints_hold_training_up(
 
     monkeypatch.setattr(time, 'monotonic', lambda: now)
     kept = keeper(tmp_path, channels[0], checkpoint_every_s=30.0, interruptions_per_s=0.04)
-    kept.expect(0, 2.0)  # a checkpoint every 10 s
+    kept.timing.expect(0, 2.0)  # a checkpoint every 10 s
     kept.save_beside(slowly, 10, {})
     assert kept.settled() is not None
     now = 5.49
@@ -221,7 +216,7 @@ def test_a_stop_allows_for_the_one_that_is_being_written(
 ) -> None:
     gate, prepared = Gate('begin'), things()
     kept = keeper(tmp_path, channels[0], gate, deadline=time.time() + 250.0)
-    kept.expect(0, 100.0)  # two times that and a bit are left
+    kept.timing.expect(0, 100.0)  # two times that and a bit are left
     assert not kept.must_stop(1)
     kept.save_beside(state_of(prepared), 10, {})
     assert gate.reached.wait(LIMIT_S)
@@ -271,10 +266,7 @@ def test_snapshots_use_the_same_memory_again_and_follow_what_changes() -> None:
     assert third.tensors.keys() == {'x', 'y'} and third.tensors['x'].shape == (2, 3)
 
 
-@pytest.mark.parametrize('in_file', [False, True])
-def test_a_snapshot_is_one_piece_of_memory_the_file_that_is_written(
-    tmp_path: Path, in_file: bool
-) -> None:
+def test_a_snapshot_is_one_piece_of_memory_the_file_that_is_written(tmp_path: Path) -> None:
     tensors = {
         'number': torch.tensor(7),
         'none': torch.zeros(0, 3, dtype=torch.float64),
@@ -283,7 +275,7 @@ def test_a_snapshot_is_one_piece_of_memory_the_file_that_is_written(
         'complex': torch.randn(4, dtype=torch.complex128)[::2].conj(),
         'last': torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
     }
-    snapshots = Snapshots(in_file=in_file)
+    snapshots = Snapshots()
     taken = snapshots.take(State(tensors, {}))
     copy = taken.tensors
     assert all(torch.equal(copy[name], tensors[name]) for name in tensors)
@@ -294,39 +286,37 @@ def test_a_snapshot_is_one_piece_of_memory_the_file_that_is_written(
     assert file == (tmp_path / 'rank-1.safetensors').read_bytes()
     assert copy['last'].untyped_storage().nbytes() == len(file)
     assert taken.image is not None
-    assert (taken.image.fd is not None) == in_file
-    if taken.image.fd is not None:
-        assert os.pread(taken.image.fd, len(file) + 1, 0) == file
-    assert Snapshots().on_cpu(state := State(tensors, {})) is state
+    assert taken.image.fd is not None
+    assert os.pread(taken.image.fd, len(file) + 1, 0) == file
 
 
-def test_at_a_stop_a_state_is_copied_off_its_device_once(
+def test_at_a_stop_a_state_is_copied_once(
     tmp_path: Path,
     channels: tuple[Channel[ToRank], Channel[FromRank]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There is no device here, so what is on the CPU after the copy has values of its own."""
+    """The copy is written, and it is left."""
     copies: list[State] = []
     left: list[State] = []
+    take = Snapshots.take
 
-    def on_cpu(_: Snapshots, state: State) -> State:
-        tensors = {name: tensor + 1 for name, tensor in state.tensors.items()}
-        copies.append(State(tensors, state.structure, state.boxes))
+    def taken(snapshots: Snapshots, state: State) -> State:
+        copies.append(take(snapshots, state))
         return copies[-1]
 
     class Leaves:
+        left = None
         agree = staticmethod(lambda: None)
-        leave = staticmethod(lambda state, samples: left.append(state))
-        take = staticmethod(lambda samples: None)
+        leave = staticmethod(lambda state, samples, uncommitted: left.append(state))
 
     leaves: Any = Leaves()
-    monkeypatch.setattr(Snapshots, 'on_cpu', on_cpu)
-    kept = keeper(tmp_path, channels[0], leaving=leaves)
+    monkeypatch.setattr(Snapshots, 'take', taken)
+    kept = keeper(tmp_path, channels[0], sender=leaves)
     kept.save_and_stop(state_of(things()), 10, {})
     assert len(copies) == 1
     assert left == copies
     read, own = read_state(saved(channels[1]).path).models[0], things().models[0].state_dict()
-    assert all(torch.equal(read[name], own[name] + 1) for name in own)
+    assert all(torch.equal(read[name], own[name]) for name in own)
 
 
 def test_the_first_step_is_no_measure_of_the_others(
@@ -334,10 +324,10 @@ def test_the_first_step_is_no_measure_of_the_others(
 ) -> None:
     """It includes compilation, and the connections of the ranks."""
     kept = keeper(tmp_path, channels[0], deadline=time.time() + 3000.0)
-    kept.step_took(10_000.0)
+    kept.timing.step_took(10_000.0)
     assert kept.must_stop(1)  # nothing else is known
     assert kept.outcome('stopped', None, 0, {}).step_s == 0.0
-    kept.step_took(0.5)
+    kept.timing.step_took(0.5)
     assert not kept.must_stop(1)
     assert kept.outcome('stopped', None, 0, {}).step_s == 0.5
 
@@ -362,6 +352,7 @@ def test_the_deadline_margin_uses_the_slowest_rank(
     """The other rank needs 100 seconds for its part, rank 0 none for its own."""
     clock, shared = Clock(), HashStore()
     monkeypatch.setattr(checkpointer, 'time', clock)
+    monkeypatch.setattr(save_timing, 'time', clock)
 
     def reached(stage: str) -> None:
         if stage == 'part-begun' and threading.current_thread() is other:
@@ -385,14 +376,14 @@ def test_the_deadline_margin_uses_the_slowest_rank(
         None,
         writers=writers(0),
     )
-    kept.step_took(1.0)
+    kept.timing.step_took(1.0)
     follower = writers(1)
     other = threading.Thread(target=lambda: follower.follow(follower.begin(), half(1)))
     other.start()
     assert not kept.must_stop(1)
     kept.save_now(lambda: half(0), 10, {})
     other.join()
-    assert kept.longest_s == 100.0
+    assert kept.timing.longest_s == 100.0
     assert kept.must_stop(1)
 
 

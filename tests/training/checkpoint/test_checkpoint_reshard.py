@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Set
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,16 @@ from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.training.checkpoint import block_digests as hashing
 from parsl_freetrain.training.checkpoint.local_shard import Box
 from parsl_freetrain.training.checkpoint.manifest import Damaged, commit, verify, write_manifest
-from parsl_freetrain.training.checkpoint.part_reader import Block, PartReader
+from parsl_freetrain.training.checkpoint.part_reader import PartReader
 from parsl_freetrain.training.checkpoint.parts import (
+    Contents,
     Part,
     read_table_of_part,
     write_part,
     write_table,
     write_table_of_part,
 )
+from parsl_freetrain.training.checkpoint.transport import Disk
 
 SHAPES = {'rows': (13, 5), 'cube': (6, 7, 4), 'bias': (9,), 'number': (), 'none': (0, 3)}
 BLOCK = 100
@@ -72,6 +73,12 @@ def written(folder: Path, writers: int, parts: tuple[int, ...] = (2, 2)) -> dict
     return full
 
 
+def reader_of(folder: Path) -> tuple[PartReader, Disk]:
+    contents = Contents.read(folder)
+    disk = Disk(folder, contents.files)
+    return PartReader(contents, disk), disk
+
+
 @pytest.mark.parametrize('writers', [1, 4])
 @pytest.mark.parametrize('parts', [(1,), (2,), (8,), (3, 2), (1, 3, 2)], ids=str)
 def test_any_parts_are_read_whoever_wrote_them(
@@ -81,20 +88,17 @@ def test_any_parts_are_read_whoever_wrote_them(
     assert verify(tmp_path).blocks.keys() >= {'rank-0.safetensors', 'rank-0-0.pt'}
     for name, tensor in full.items():
         for box in boxes(SHAPES[name], parts):
-            reader = PartReader(tmp_path, verify=True)
+            reader = reader_of(tmp_path)[0]
             found = reader.read({name: box})[name]
             assert torch.equal(found, Box.whole(box.shape).inside(tensor, box)), (name, box)
-    assert PartReader(tmp_path, verify=True).structure() == {'a': 1}
+    assert reader_of(tmp_path)[0].structure() == {'a': 1}
 
 
 def test_a_reader_reads_the_rows_that_it_needs(tmp_path: Path) -> None:
     written(tmp_path, 1)
-    reader = PartReader(tmp_path, verify=False)
+    reader, disk = reader_of(tmp_path)
     reader.read({'cube': Box((6, 7, 4), (2, 0, 0), (1, 7, 4))})
-    assert reader.bytes_read == 7 * 4 * 4
-    reader = PartReader(tmp_path, verify=True)
-    reader.read({'cube': Box((6, 7, 4), (2, 0, 0), (1, 7, 4))})
-    assert reader.bytes_read <= 3 * BLOCK
+    assert 0 < disk.bytes_read <= 3 * BLOCK
 
 
 def test_a_flipped_byte_is_found_by_who_reads_its_block_and_by_nobody_else(tmp_path: Path) -> None:
@@ -103,7 +107,7 @@ def test_a_flipped_byte_is_found_by_who_reads_its_block_and_by_nobody_else(tmp_p
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    reader = PartReader(tmp_path, verify=True)
+    reader = reader_of(tmp_path)[0]
     assert torch.equal(reader.whole('rows'), full['rows'])
     last = (len(content) - 1) // BLOCK
     names = [name for name in SHAPES if name not in ('rows', 'none')]
@@ -119,10 +123,10 @@ def test_a_lost_or_cut_file_is_damage(tmp_path: Path) -> None:
     file = tmp_path / 'rank-2.safetensors'
     file.write_bytes(file.read_bytes()[:50])
     with pytest.raises(Damaged, match=r'rank-2\.safetensors has 50 bytes, '):
-        PartReader(tmp_path, verify=True).whole('rows')
+        reader_of(tmp_path)[0].whole('rows')
     file.unlink()
     with pytest.raises(Damaged, match=r'rank-2\.safetensors cannot be read'):
-        PartReader(tmp_path, verify=True).whole('rows')
+        reader_of(tmp_path)[0].whole('rows')
 
 
 def test_parts_that_do_not_make_up_a_tensor_are_refused(tmp_path: Path) -> None:
@@ -138,36 +142,3 @@ def test_a_table_that_is_not_what_was_written_is_refused(tmp_path: Path) -> None
     (tmp_path / 'rank-1.json').write_bytes(b'{}')
     with pytest.raises(FreeTrainError, match=r'rank-1\.json is not what rank 1 wrote'):
         read_table_of_part(tmp_path, 1, digest)
-
-
-class Memory:
-    """Has every block, as it was written or spoilt."""
-
-    def __init__(self, folder: Path, *, spoilt: bool) -> None:
-        self._folder, self._spoilt = folder, spoilt
-        self.planned: list[Block] = []
-        self.asked: list[Block] = []
-
-    def plan(self, needed: Set[Block]) -> None:
-        self.planned = sorted(needed)
-
-    def block(self, block: Block) -> memoryview | None:
-        self.asked.append(block)
-        name, number = block
-        content = bytearray((self._folder / name).read_bytes())[number * BLOCK :][:BLOCK]
-        content[0] ^= self._spoilt
-        return memoryview(content)
-
-
-@pytest.mark.parametrize('spoilt', [False, True])
-def test_blocks_in_memory_are_verified_and_used_in_place_of_the_file(
-    tmp_path: Path, spoilt: bool
-) -> None:
-    full = written(tmp_path, 4)
-    reader, memory = PartReader(tmp_path, verify=True), Memory(tmp_path, spoilt=spoilt)
-    box = boxes(SHAPES['cube'], (2,))[1]
-    found = reader.read({'cube': box, 'rows': Box.whole(SHAPES['rows'])}, memory)
-    assert torch.equal(found['cube'], Box.whole(box.shape).inside(full['cube'], box))
-    assert torch.equal(found['rows'], full['rows'])
-    assert memory.asked == memory.planned != []  # each once, in order
-    assert (reader.bytes_read > 0) == spoilt

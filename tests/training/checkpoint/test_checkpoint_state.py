@@ -18,17 +18,13 @@ from torch.utils.data import TensorDataset
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.flatten import put_together, take_apart
-from parsl_freetrain.training.checkpoint.manifest import Damaged
+from parsl_freetrain.training.checkpoint.manifest import Damaged, commit, write_manifest
 from parsl_freetrain.training.checkpoint.part_reader import PartReader
-from parsl_freetrain.training.checkpoint.state import (
-    Position,
-    State,
-    collect,
-    content_of,
-    read_state,
-    restore,
-)
+from parsl_freetrain.training.checkpoint.parts import Contents
+from parsl_freetrain.training.checkpoint.source import read_state
+from parsl_freetrain.training.checkpoint.state import Position, State, collect, content_of, restore
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
+from parsl_freetrain.training.checkpoint.transport import Disk
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import order, ranks
@@ -75,11 +71,27 @@ def same(one: Any, other: Any) -> bool:
 
 
 def round_trip(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    folder.mkdir()
     tensors, structure = take_apart(state, {})
-    State(tensors, structure).write(folder)
-    reader = PartReader(folder, verify=False)
+    committed(folder, State(tensors, structure))
+    reader = reader_of(folder)
     return put_together({name: reader.whole(name) for name in tensors}, reader.structure())
+
+
+def committed(folder: Path, state: State, **table: Any) -> str:
+    """A checkpoint with this state; ``table``: what its table says otherwise."""
+    folder.mkdir(exist_ok=True)
+    hashed = state.write(folder)
+    if table:
+        told = json.loads((folder / 'tensors.json').read_text())
+        (folder / 'tensors.json').write_text(json.dumps({**told, **table}))
+    write_manifest(folder, trainer='t', samples=1, fragment=1, metrics={}, hashed=hashed)
+    commit(folder)
+    return str(folder)
+
+
+def reader_of(folder: Path) -> PartReader:
+    contents = Contents.read(folder)
+    return PartReader(contents, Disk(folder, contents.files))
 
 
 def test_tensors_of_all_kinds_come_back_to_the_bit(tmp_path: Path) -> None:
@@ -151,15 +163,15 @@ class Attack:
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
-    State({'x': torch.ones(2)}, {'a': 1}).write(tmp_path)
-    torch.save(Attack(tmp_path / 'owned'), tmp_path / 'rank-0-0.pt')
-    table = json.loads((tmp_path / 'tensors.json').read_text())
-    table['objects']['structure']['at'][2] = (tmp_path / 'rank-0-0.pt').stat().st_size
-    (tmp_path / 'tensors.json').write_text(json.dumps(table))
+    attack = Attack(tmp_path / 'owned')
+    folder = tmp_path / 'c'
+    committed(folder, State({'x': torch.ones(2)}, attack))  # type: ignore[arg-type]
     with pytest.raises(Exception, match='[Ww]eights.only'):
-        PartReader(tmp_path, verify=False).structure()
+        reader_of(folder).structure()
     assert not (tmp_path / 'owned').exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+    assert sorted(path.name for path in folder.iterdir()) == [
+        'COMMITTED',
+        'manifest.json',
         'rank-0-0.pt',
         'rank-0.safetensors',
         'tensors.json',
@@ -167,21 +179,20 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
 
 
 def test_another_format_is_named(tmp_path: Path) -> None:
-    State({'x': torch.ones(1)}, {}).write(tmp_path)
-    table = json.loads((tmp_path / 'tensors.json').read_text())
-    (tmp_path / 'tensors.json').write_text(json.dumps({**table, 'format': 9}))
+    committed(tmp_path, State({'x': torch.ones(1)}, {}), format=9)
     with pytest.raises(
-        BadInput, match=r'format 9, and this version reads format 1: use the version that wrote it'
+        BadInput, match=r'format 9, and this version reads format 2: use the version that wrote it'
     ):
-        PartReader(tmp_path, verify=False)
+        reader_of(tmp_path)
 
 
-def test_a_cut_off_file_is_an_error(tmp_path: Path) -> None:
-    State({'x': torch.ones(100)}, {}).write(tmp_path)
+def test_a_file_that_is_cut_off_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    committed(tmp_path, State({'x': torch.ones(100)}, {}))
+    reader = reader_of(tmp_path)
     with (tmp_path / 'rank-0.safetensors').open('r+b') as file:
         file.truncate(200)
     with pytest.raises(Damaged, match=r'rank-0\.safetensors is shorter than it was'):
-        PartReader(tmp_path, verify=False).whole('x')
+        reader.whole('x')
 
 
 def net(width: int = 4, **more: nn.Module) -> nn.Module:
@@ -193,9 +204,7 @@ def prepared(model: nn.Module, *more: Any, optimizer: Any = torch.optim.SGD) -> 
 
 
 def written(folder: Path, things: Prepared) -> str:
-    folder.mkdir()
-    collect(content_of(things), Position(10, 100, 0, 50, 10, 0)).write(folder)
-    return str(folder)
+    return committed(folder, collect(content_of(things), Position(10, 100, 0, 50, 10, 0)))
 
 
 def refusal(now: Prepared, path: str) -> str:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,28 +16,18 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from msgspec import structs
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from parsl_freetrain import Samples
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.shape import Shape
-from parsl_freetrain.training.checkpoint import fault_hooks, memory_image
+from parsl_freetrain.training.checkpoint import fault_hooks
 from parsl_freetrain.training.checkpoint.export import load_weights
-from parsl_freetrain.training.checkpoint.memory_image import digest_of, pack, unpack
-from parsl_freetrain.training.checkpoint.state import (
-    Position,
-    State,
-    collect,
-    content_of,
-    read_state,
-)
+from parsl_freetrain.training.checkpoint.parts import Contents
+from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
-from parsl_freetrain.training.checkpoint.trainables import sort_out
-from parsl_freetrain.training.comm.peers import Alone
+from parsl_freetrain.training.checkpoint.transport_memory import NodeMemory, image_of
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.loop.handover_receive import fetch, keep, receive
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.fork_address import address_of
 from parsl_freetrain.training.process.fork_client import ForkClient
@@ -140,13 +128,13 @@ def running_ahead(
             channel.close()
 
 
-def stopped_and_left(
+def stopped(
     gang: Ranks, heir: int = 0, goes: int | None = None, *, followed: bool = False
-) -> Handover:
-    """Let a fragment train a while, and stop it for the next one; what it left at rank ``heir``.
+) -> list[Any]:
+    """Let a fragment train a while, and stop it for the next one; the outcomes.
 
-    The ranks from there on are told that they stay; or else rank ``goes`` is told that it goes, and
-    the others nothing.
+    The ranks from ``heir`` on are told that they stay; or else rank ``goes`` is told that it goes,
+    and the others nothing.
     """
     gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
     for rank in gang.ranks[heir:] if goes is None else ():
@@ -155,17 +143,33 @@ def stopped_and_left(
         rank.process.send(StopTraining('test', node_leaves=i == goes, followed=followed))
     outcomes = gang.run()
     assert {outcome.how for outcome in outcomes} == {'stopped'}
+    assert outcomes[0].samples > 0
+    return outcomes
+
+
+def left_uncommitted(gang: Ranks, heir: int = 0) -> Handover:
+    """As :func:`stopped`, of a large state that the next fragment is to commit."""
+    outcomes = stopped(gang, heir, followed=True)
     sent = outcomes[0].left
     assert sent, gang.ranks[0].log.read_text()
-    assert sent.samples == outcomes[0].samples > 0
-    assert sent.here == (heir == 0)
-    assert [
-        i
-        for i, outcome in enumerate(outcomes)
-        if outcome.left == StateLeft(sent.digest, sent.samples, here=True)
-    ] == [heir]
+    assert outcomes[0].path is None
+    assert (sent.samples, sent.here) == (outcomes[0].samples, heir == 0)
+    kept = StateLeft(sent.digest, sent.samples, here=True)
+    assert [i for i, outcome in enumerate(outcomes) if outcome.left == kept] == [heir]
     assert all(outcome.left is None for i, outcome in enumerate(outcomes) if i not in (0, heir))
-    return Handover(sent.digest, outcomes[0].path or '', sent.samples, 1, outcomes[0].metrics)
+    return Handover(((sent.digest,),), sent.samples, outcomes[0].metrics)
+
+
+def spoil(path: str) -> None:
+    """Whoever reads the tensors of this checkpoint from the disk notices."""
+    file = Path(path, 'rank-0.safetensors')
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def read_nothing(gang: Ranks) -> bool:
+    return all(', and 0 were read' in rank.log.read_text() for rank in gang.ranks)
 
 
 @pytest.fixture(scope='module')
@@ -202,47 +206,51 @@ def test_ranks_that_ran_ahead_go_on_with_the_state_in_memory(
             fork_server, ordered, after, tmp_path, at_prepare=mark, endless=1
         ) as asked:
             assert all(channel.poll(LIMIT_S) and channel.recv() == Waiting() for channel in asked)
-        left = stopped_and_left(gang)
+        last = stopped(gang)[0]
         first = {rank.process.pid for rank in gang.ranks}
     waiting = {int(path.suffix[1:]) for path in tmp_path.glob('prepared.*')} - first
     assert len(waiting) == after
-    shutil.move(left.path, tmp_path / 'elsewhere')  # so it cannot be read
-    following = replace(ordered, fragment=2, handover=left)
+    spoil(last.path)
+    following = replace(ordered, fragment=2)
     with ranks(
         fork_server, following, after, tmp_path / 'logs', train, at_prepare=mark, endless=1
     ) as gang:
         assert {outcome.how for outcome in gang.run()} == {'finished'}
         assert {rank.process.pid for rank in gang.ranks} == waiting
-        assert gang.ranks[0].said(Started)[0].samples == left.samples
-        assert 'as it is in memory' in gang.ranks[-1].log.read_text()
+        assert gang.ranks[0].said(Started)[0].samples == last.samples
+        assert read_nothing(gang)
     assert equal(final(tmp_path), undisturbed)
     assert not list(tmp_path.glob('ahead-*.log'))
 
 
-@pytest.mark.parametrize('victim', ['digest', 'memory'])
+@pytest.mark.parametrize('victim', ['gone', 'short', 'spoilt'])
 def test_without_the_right_state_in_memory_the_checkpoint_is_used(
-    fork_server: ForkClient, tmp_path: Path, victim: str, undisturbed: dict[str, torch.Tensor]
+    fork_server: ForkClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    victim: str,
+    undisturbed: dict[str, torch.Tensor],
 ) -> None:
     ordered = order(tmp_path, total_samples=TOTAL)
     with ranks(fork_server, ordered, 2, tmp_path, train, endless=1) as gang:
-        left = stopped_and_left(gang)
-    if victim == 'memory':  # somebody else had it
-        other = replace(
-            ordered,
-            fragment=2,
-            handover=left,
-            store=str(tmp_path / 'other'),
-            spec=structs.replace(ordered.spec, goal=Samples(left.samples)),
-        )
-        with ranks(fork_server, other, 1, tmp_path / 'other', train) as gang:
-            gang.run()
-    wrong = replace(left, digest='0' * 64) if victim == 'digest' else left
-    with ranks(
-        fork_server, replace(ordered, fragment=3, handover=wrong), 2, tmp_path / 'logs', train
-    ) as gang:
+        last = stopped(gang)[0]
+    monkeypatch.setenv(FORK_SERVER_VARIABLE, address_of(fork_server.name)[1:].decode())
+    files = Contents.read(Path(last.path)).files
+    memory = NodeMemory(ordered.trainer, files)
+    (file,) = files
+    assert memory.has(file)
+    if victim == 'gone':
+        memory.forget()
+    else:
+        size = files[file][0] // 2 if victim == 'short' else files[file][0]
+        image = image_of(bytes(size))
+        image._blocks = files[file][1]  # which it has not
+        assert memory.put(file, image)
+        os.close(image.fd or 0)
+    with ranks(fork_server, replace(ordered, fragment=3), 2, tmp_path / 'logs', train) as gang:
         assert {outcome.how for outcome in gang.run()} == {'finished'}
-        assert gang.ranks[0].said(Started)[0].samples == left.samples
-        assert 'in memory' not in gang.ranks[0].log.read_text()
+        assert gang.ranks[0].said(Started)[0].samples == last.samples
+        assert not read_nothing(gang)
     assert equal(final(tmp_path), undisturbed)
 
 
@@ -251,21 +259,21 @@ def test_a_kill_while_the_state_is_handed_over_loses_nothing(
 ) -> None:
     ordered = order(tmp_path, total_samples=TOTAL)
     with ranks(fork_server, ordered, 2, tmp_path, train, endless=1) as gang:
-        left = stopped_and_left(gang)
+        last = stopped(gang)[0]
     # The fragment that has fetched it dies at its first step; the state has been given away by
     # then.
     with ranks(
         fork_server,
-        replace(ordered, fragment=2, handover=left),
+        replace(ordered, fragment=2),
         3,
         tmp_path / '2',
         train,
-        kill=(2, 0, left.samples),
+        kill=(2, 0, last.samples),
     ) as gang:
         assert [outcome.how for outcome in gang.run()] == [None, 'peer-lost', 'peer-lost']
     with ranks(fork_server, replace(ordered, fragment=3), 2, tmp_path / '3', train) as gang:
         assert {outcome.how for outcome in gang.run()} == {'finished'}
-        assert gang.ranks[0].said(Started)[0].samples == left.samples
+        assert gang.ranks[0].said(Started)[0].samples == last.samples
     assert equal(final(tmp_path), undisturbed)
 
 
@@ -281,14 +289,12 @@ def test_the_state_comes_from_a_node_that_stays_where_that_of_rank_0_goes(
     with ranks(
         [fork_server, neighbour, fork_server], ordered, 3, tmp_path, train, endless=1
     ) as gang:
-        left = stopped_and_left(gang, heir=1, goes=goes)
-    shutil.move(left.path, tmp_path / 'elsewhere')  # so it cannot be read
-    with ranks(
-        [neighbour, fork_server], replace(ordered, fragment=2, handover=left), 2, tmp_path, train
-    ) as gang:
+        last = stopped(gang, heir=1, goes=goes)[0]
+    spoil(last.path)
+    with ranks([neighbour], replace(ordered, fragment=2), 2, tmp_path, train) as gang:
         assert {outcome.how for outcome in gang.run()} == {'finished'}
-        assert gang.ranks[0].said(Started)[0].samples == left.samples
-        assert all('as it is in memory' in rank.log.read_text() for rank in gang.ranks)
+        assert gang.ranks[0].said(Started)[0].samples == last.samples
+        assert read_nothing(gang)
     assert equal(final(tmp_path), undisturbed)
 
 
@@ -330,8 +336,8 @@ def test_a_large_state_is_committed_by_the_next_fragment_whatever_happens_to_tha
     ordered = order(tmp_path, total_samples=TOTAL)
     store = PosixCheckpointStore(tmp_path / 'store', 'digits')
     with ranks([fork_server, neighbour], ordered, 2, tmp_path, large, fault) as gang:
-        left = stopped_and_left(gang, heir=1, followed=True)
-    assert left.path == '' and store.latest() is None
+        left = left_uncommitted(gang, heir=1)
+    assert store.latest() is None
     again: Handover | None = left
     if ends:
         following = replace(ordered, fragment=2, handover=left)
@@ -361,49 +367,32 @@ def test_a_fragment_commits_what_it_began_with_before_it_leaves_more_in_memory(
 ) -> None:
     ordered = order(tmp_path, total_samples=TOTAL)
     with ranks(fork_server, ordered, 1, tmp_path, large) as gang:
-        left = stopped_and_left(gang, followed=True)
+        left = left_uncommitted(gang)
     following = replace(ordered, fragment=2, handover=left)
     with ranks(fork_server, following, 1, tmp_path, large, endless=2) as gang:
-        assert stopped_and_left(gang, followed=True).samples > left.samples
+        assert stopped(gang, followed=True)[0].samples > left.samples
     latest = PosixCheckpointStore(tmp_path / 'store', 'digits').latest()
     assert latest is not None and latest.samples >= left.samples
-
-
-def test_nothing_is_left_where_no_node_is_known_to_stay(
-    fork_server: ForkClient, tmp_path: Path
-) -> None:
-    with ranks(
-        fork_server, order(tmp_path, total_samples=TOTAL), 2, tmp_path, train, endless=1
-    ) as gang:
-        gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
-        for rank in gang.ranks:
-            rank.process.send(StopTraining('test'))
-        assert [(outcome.how, outcome.left) for outcome in gang.run()] == [('stopped', None)] * 2
 
 
 def sabotaged(ctx: FragmentContext, fault: str) -> None:
     import resource
 
-    from parsl_freetrain.training.loop import checkpointer, handover_send
+    from parsl_freetrain.training.checkpoint import transport_peers
+    from parsl_freetrain.training.loop import checkpointer
 
-    def too_large(state: State) -> tuple[int, torch.Tensor]:
-        return pack(
-            replace(state, tensors={'x': torch.zeros(1).expand(1 << 50)})
-        )  # a copy of it has no room anywhere
-
-    def dies(*_: object) -> None:
-        os.kill(os.getpid(), 9)
+    def dies(what: object) -> None:
+        if what == 'leaving' or isinstance(what, int):
+            os.kill(os.getpid(), 9)
 
     vars(checkpointer)['LARGE_BYTES'] = 0
     match fault, ctx.rank:
         case 'the heir has no memory', 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))  # of its files in memory, too
-        case 'rank 0 has no memory', 0:
-            vars(handover_send)['pack'] = too_large
         case 'the heir dies', 1:
-            vars(handover_send)['_room'] = dies
+            vars(transport_peers)['memory_file'] = dies
         case 'rank 0 dies', 0:
-            vars(handover_send)['pack'] = dies
+            fault_hooks.on_saving.append(dies)
     train(ctx, endless=1)
 
 
@@ -411,12 +400,6 @@ def sabotaged(ctx: FragmentContext, fault: str) -> None:
     ('fault', 'ends', 'who', 'says'),
     [
         ('the heir has no memory', ['stopped', 'stopped'], 1, 'There is no memory for a state of'),
-        (
-            'rank 0 has no memory',
-            ['stopped', 'stopped'],
-            0,
-            'The state could not be left in memory',
-        ),
         ('the heir dies', ['stopped', None], 0, 'The state could not be left in memory'),
         ('rank 0 dies', [None, 'peer-lost'], 1, 'PeerLost'),
     ],
@@ -453,50 +436,6 @@ def test_what_goes_wrong_on_the_way_to_another_node_costs_no_checkpoint(
         assert latest.samples > 0
 
 
-@pytest.mark.parametrize(('size', 'who'), [(1 << 50, 0), (256 << 20, 1)])
-def test_where_memory_is_too_short_for_the_state_the_checkpoint_is_used(
-    fork_server: ForkClient,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    undisturbed: dict[str, torch.Tensor],
-    size: int,
-    who: int,
-) -> None:
-    mark = str(tmp_path / 'prepared')
-    ordered = order(tmp_path, total_samples=TOTAL)
-    with ranks(fork_server, ordered, 2, tmp_path, train, endless=1) as gang:
-        left = stopped_and_left(gang)
-    large = replace(left, digest='0' * 64)
-    monkeypatch.setenv(FORK_SERVER_VARIABLE, address_of(fork_server.name)[1:].decode())
-    fd = os.memfd_create('state')
-    os.ftruncate(fd, size)  # takes no memory until it is read
-    assert keep(ordered.trainer, fd, large.digest)
-    os.close(fd)
-    with running_ahead(fork_server, ordered, 2, tmp_path, at_prepare=mark) as asked:
-        assert all(channel.poll(LIMIT_S) for channel in asked)
-    for pid in (int(path.suffix[1:]) for path in tmp_path.glob('prepared.*')):
-        if os.readlink(f'/proc/{pid}/fd/1') == str(tmp_path / 'ahead-1.log'):
-            has = int(Path(f'/proc/{pid}/statm').read_text().split()[0]) * os.sysconf(
-                'SC_PAGE_SIZE'
-            )
-            resource.prlimit(pid, resource.RLIMIT_AS, (has + (160 << 20),) * 2)
-    with ranks(
-        fork_server,
-        replace(ordered, fragment=2, handover=large),
-        2,
-        tmp_path / 'logs',
-        train,
-        at_prepare=mark,
-    ) as gang:
-        assert {outcome.how for outcome in gang.run()} == {'finished'}
-        assert gang.ranks[0].said(Started)[0].samples == left.samples
-        assert ['could not be had from memory' in rank.log.read_text() for rank in gang.ranks] == [
-            who == 0,
-            who == 1,
-        ]
-    assert equal(final(tmp_path), undisturbed)
-
-
 def keeps_what_it_got(ctx: FragmentContext, got: str) -> None:
     """Trains in any shape; what it begins its second fragment with goes into a file."""
     model = Net(ctx, 0.0)
@@ -520,19 +459,19 @@ def test_another_shape_goes_on_with_the_state_in_memory(
     got = str(tmp_path / 'got')
     cloudpickle.register_pickle_by_value(sys.modules[Net.__module__])
     with ranks([fork_server, neighbour], ordered, 2, tmp_path, keeps_what_it_got, got) as gang:
-        left = stopped_and_left(gang, heir=1)
-    committed = read_state(left.path)
-    shutil.move(left.path, tmp_path / 'elsewhere')
+        last = stopped(gang, heir=1)[0]
+    committed = read_state(last.path)
+    spoil(last.path)
     with ranks(
-        [neighbour, fork_server],
-        replace(ordered, fragment=2, shape=Shape(data=2), handover=left),
+        [neighbour],
+        replace(ordered, fragment=2, shape=Shape(data=2)),
         2,
         tmp_path,
         keeps_what_it_got,
         got,
     ) as gang:
         assert {outcome.how for outcome in gang.run()} == {'finished'}
-        assert all('as it is in memory' in rank.log.read_text() for rank in gang.ranks)
+        assert read_nothing(gang)
     for rank in range(2):
         model, optimizer = torch.load(f'{got}-2-{rank}', weights_only=True)
         assert equal(model, committed.models[0])
@@ -750,8 +689,8 @@ def test_a_rank_ahead_that_fails_ends_and_the_fragment_starts_plainly(
                 asked.recv()
         first, ahead = (tmp_path / 'tried').read_text().split()
         assert is_true(lambda: not Path(f'/proc/{ahead}').exists())
-        left = stopped_and_left(gang)
-    following = replace(ordered, fragment=2, handover=left)
+        stopped(gang)
+    following = replace(ordered, fragment=2)
     with ranks(fork_server, following, 1, tmp_path, locks, **given) as gang:
         assert [outcome.how for outcome in gang.run()] == ['finished']
         assert gang.ranks[0].process.pid not in (int(first), int(ahead))
@@ -773,58 +712,3 @@ def test_what_goes_wrong_ahead_goes_wrong_again_in_the_fragment(
     with ranks(fork_server, order(tmp_path), 1, tmp_path, fails_before) as gang:
         (outcome,) = gang.run()
     assert (outcome.how, outcome.error.message) == ('error', 'not there')
-
-
-def test_a_state_is_the_same_when_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_image, '_BLOCK', 32)  # the digest is one of several blocks
-    tensors = {
-        'a': torch.randn(3, 5),
-        'b': torch.tensor(7),
-        'c': torch.randn(4, dtype=torch.float64)[::2].to(torch.complex64).conj(),
-        'd': torch.zeros(0, 2, dtype=torch.bfloat16),
-        'e': torch.tensor([True, False]),
-    }
-    structure = {'rest': {'x': [1, (2, None)], 3: {'y': 1.5}}, 'paths': {'a': ('x', 1)}}
-    fd, packed = pack(State(tensors, structure))
-    with os.fdopen(fd, 'rb') as file:
-        file.seek(0)
-        data = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
-    digest = digest_of(packed)
-    assert digest_of(data) == digest
-    again = unpack(data)
-    assert again.structure == structure
-    assert equal(again.tensors, {name: tensor.resolve_conj() for name, tensor in tensors.items()})
-    data[-1] ^= 1
-    assert digest_of(data) != digest
-
-
-class Flipping(Alone):
-    """A network that changes a bit."""
-
-    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            tensor[-1] ^= 1
-
-
-@pytest.mark.parametrize('peers', [Alone(), Flipping()])
-def test_what_the_network_has_changed_is_not_used(
-    fork_server: ForkClient, monkeypatch: pytest.MonkeyPatch, peers: Alone
-) -> None:
-    monkeypatch.setenv(FORK_SERVER_VARIABLE, address_of(fork_server.name)[1:].decode())
-    model = nn.Linear(3, 2)
-    prepared = sort_out((model, torch.optim.SGD(model.parameters(), lr=0.1)))
-    fd, data = pack(collect(content_of(prepared), Position(8, 16, 7, 64, 8, 0)))
-    digest = digest_of(data)
-    assert keep('net', fd, digest)
-    os.close(fd)
-    own = fetch('net', digest, again=True)
-    assert own is not None
-    own.zero_()  # what is kept stays as it is
-    saved = receive(Handover(digest, '/c/8', 8, 1), 'net', peers)
-    if type(peers) is Flipping:
-        assert saved is None
-    else:
-        assert saved is not None
-        assert (saved.path, saved.position.samples) == ('/c/8', 8)
-        assert equal(saved.models[0], model.state_dict())
-    assert receive(Handover(digest, '/c/8', 8, 1), 'net', Alone()) is None  # it is given away once

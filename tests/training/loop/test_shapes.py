@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from parsl_freetrain.core.model.shape import MESH, Shape
-from parsl_freetrain.training.checkpoint.state import Saved, read_state
+from parsl_freetrain.training.checkpoint.source import read_state
+from parsl_freetrain.training.checkpoint.state import Saved
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.ranks import order, ranks

@@ -15,10 +15,9 @@ from torch.utils.data import TensorDataset
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.testing import disk_full_at, full_disk, kill_between, with_faults
 from parsl_freetrain.testing.faults import Fault
-from parsl_freetrain.training.checkpoint import fault_hooks
-from parsl_freetrain.training.checkpoint.state import read_state
+from parsl_freetrain.training.checkpoint import fault_hooks, part_writers
+from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
-from parsl_freetrain.training.comm import part_writers
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ from torch import nn
 
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint import manifest
-from parsl_freetrain.training.checkpoint.state import Position, collect, content_of, read_split
+from parsl_freetrain.training.checkpoint.state import Position, collect, content_of
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import sort_out
 from parsl_freetrain.training.comm.peers import Alone
-from parsl_freetrain.training.loop.node_reading import read_once
-from parsl_freetrain.training.loop.start import start_of
+from parsl_freetrain.training.loop.start import find_start
 from parsl_freetrain.training.spec.fragment_order import RankPlace
 from parsl_freetrain.training.spec.retention import Retention
 from tests.support.ranks import order
@@ -36,32 +34,6 @@ def save(store: PosixCheckpointStore, samples: int) -> Checkpoint:
     return store.save(state.write, samples=samples, fragment=1, metrics={})
 
 
-class OfTwo(Alone):
-    """One of two ranks of a node; what the first sends is kept for the second."""
-
-    world_size = 2
-
-    def __init__(self, rank: int, sent: list[torch.Tensor]) -> None:
-        self.rank, self._sent = rank, sent
-
-    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            if self.rank == 0:
-                self._sent.append(tensor.clone())
-            else:
-                tensor.copy_(self._sent.pop(0))
-
-
-def test_one_rank_of_a_node_reads_for_all(store: PosixCheckpointStore) -> None:
-    path, sent = save(store, 8).path, list[torch.Tensor]()
-    first = read_once(OfTwo(0, sent), lambda: read_split(path, verify=True))
-    second = read_once(OfTwo(1, sent), lambda: pytest.fail('it reads'))
-    assert not sent
-    assert first.structure == second.structure
-    assert first.tensors.keys() == second.tensors.keys()
-    assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
-
-
 @pytest.mark.parametrize('file', ['rank-0.safetensors', 'rank-0-0.pt', 'tensors.json'])
 def test_a_damaged_file_is_found_while_it_is_read(
     tmp_path: Path, store: PosixCheckpointStore, file: str
@@ -70,7 +42,7 @@ def test_a_damaged_file_is_found_while_it_is_read(
     content = bytearray((path := Path(newest.path, file)).read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    latest, saved = start_of(order(tmp_path, 2), RankPlace(0, 1, 0, 1, ''), store, Alone())
+    latest, saved = find_start(order(tmp_path, 2), RankPlace(0, 1, 0, 1, ''), store, Alone())
     assert saved is not None
     assert (latest, saved.position.samples) == (before, 8)
     assert len(store.set_aside) == 1

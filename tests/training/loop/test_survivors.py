@@ -83,9 +83,7 @@ def train(ctx: FragmentContext, faults: dict[int, list[Fault]], remembers: bool 
     if any(point == 'while it saves' for _, point in mine):
         fault_hooks.on_saving.append(lambda stage: os.kill(os.getpid(), signal.SIGKILL))
     if any(point == 'while it leaves' for _, point in mine):
-        from parsl_freetrain.training.loop import handover_send
-
-        vars(handover_send)['pack'] = lambda state: os.kill(os.getpid(), signal.SIGKILL)
+        fault_hooks.on_saving.append(lambda stage: stage == 'leaving' and die('while it leaves'))
     seen: set[int] = set()
     if remembers and ctx.is_main and ctx.samples:
         assert ctx.state == {'seen': {ctx.samples - BATCH: (1, 2)}}  # with its types
@@ -147,7 +145,7 @@ class Training:
             kept = outcomes[best].left
             home = places[best]
             others = [node for node in self.nodes if node is not home]
-            self.left = [home, *others], Handover(kept.digest, '', kept.samples, self.number)
+            self.left = [home, *others], Handover(((kept.digest,),), kept.samples)
         return began, outcomes
 
     def weights(self) -> dict[str, torch.Tensor]:

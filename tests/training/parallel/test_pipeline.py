@@ -21,7 +21,8 @@ from torch.utils.data import TensorDataset
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.shape import Shape
-from parsl_freetrain.training.checkpoint.state import Saved, read_state
+from parsl_freetrain.training.checkpoint.source import read_state
+from parsl_freetrain.training.checkpoint.state import Saved
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.parallel.pipeline import Pipeline, activations
 from parsl_freetrain.training.parallel.pipeline.micro_batches import MicroBatches

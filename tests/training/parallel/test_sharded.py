@@ -21,7 +21,8 @@ from torch.utils.data import Subset, TensorDataset
 
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.checkpoint.manifest import verify
-from parsl_freetrain.training.checkpoint.state import Saved, read_state
+from parsl_freetrain.training.checkpoint.source import read_state
+from parsl_freetrain.training.checkpoint.state import Saved
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.steps.fsdp_modules import fsdp_modules

@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from parsl_freetrain import BadInput, FragmentContext, Reproducible, Scaled, Throughput
-from parsl_freetrain.training.checkpoint.state import Saved, read_state
+from parsl_freetrain.training.checkpoint.source import read_state
+from parsl_freetrain.training.checkpoint.state import Saved
 from parsl_freetrain.training.loop.debugging import train_here
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.training import Samples, TrainingSpec

@@ -1,4 +1,5 @@
-"""All ranks write a checkpoint together, in their threads beside training.
+"""Those ranks that have a part of the state write a checkpoint together, in their threads beside
+training.
 
 They coordinate by keys of the store, never by the process groups that training uses, and nothing is
 planned together: each rank knows what it writes. Rank 0 names the folder; each rank writes its part
@@ -10,18 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from parsl_freetrain.core.model.errors import FreeTrainError
-from parsl_freetrain.training.checkpoint.block_digests import digest_of_blocks
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
 from parsl_freetrain.training.checkpoint.parts import (
     Blocks,
-    Part,
-    file_of,
     read_table_of_part,
     write_table,
     write_table_of_part,
@@ -33,7 +30,7 @@ from parsl_freetrain.training.comm.sealed_store import SealedStore
 
 _POLL_S = (0.005, 0.1)
 _LEAST_S = 60.0
-_LOST = 10  # without a rank, the others are waited for so many times less long
+_LOST = 10  # Divide the time limit by this once a rank is lost.
 _SHOWN = 5
 _NOTHING = b'-'
 
@@ -45,33 +42,17 @@ class _Report(msgspec.Struct, frozen=True):
     error: str = ''
 
 
-@dataclass(frozen=True)
-class WrittenPart:
-    """A file of tensors of a checkpoint: its name, its digest, and a file in memory that begins
-    with its bytes until the next save.
-    """
-
-    file: str
-    digest: str
-    fd: int
-
-
 class PartWriters:
     """The ranks that write together, as one of them sees it.
 
     Parameters
     ----------
     store
-        A connection of its own, since the waits are in a thread; None: this rank is alone.
+        A connection of its own, since the waits are in a thread; None: this rank writes alone.
     folder
         The trainer's folder.
     limit_s
         Seconds that rank 0 waits for the other ranks' parts after its own is written.
-
-    Attributes
-    ----------
-    written
-        This rank's part of the last save, once it is on disk, if its bytes are in memory too.
     """
 
     def __init__(
@@ -86,19 +67,25 @@ class PartWriters:
         self.rank, self._world_size = rank, world_size
         self._saves = 0
         self._until: float | None = None
-        self.written: WrittenPart | None = None
 
     def begin(self) -> int:
         """The number of a save. All ranks call this at the same point of the training."""
-        self._saves, self.written = self._saves + 1, None
+        self._saves += 1
         return self._saves
 
-    def peer_lost(self) -> float:
+    @property
+    def alone(self) -> bool:
+        """Whether this rank writes all."""
+        return self._store is None
+
+    def peer_lost(self, patience_s: float) -> float | None:
         """A rank is gone: wait only as long as the others may still need for their parts. Returns
-        the number of seconds in which a save ends now.
+        the number of seconds in which a save ends now; None: this rank waits for nobody.
         """
-        self._until = time.monotonic() + self._limit_s() / _LOST
-        return 2 * self._limit_s() / _LOST
+        if self.alone:
+            return None
+        self._until = time.monotonic() + patience_s / _LOST
+        return 2 * patience_s / _LOST
 
     def lead(self, save: int, folder: Path, state: State) -> Blocks:
         """On rank 0: write its part and the table of all parts into an empty folder. Returns the
@@ -111,7 +98,7 @@ class PartWriters:
         """
         self._set(f'{save}/folder', folder.name.encode())
         saving('part-begun')
-        parts = [self._write(folder, state)]
+        parts = [state.write_part(folder, self.rank)]
         saving('part-data')
         saving('part-written')
         for rank, report in self._reports(save).items():
@@ -138,7 +125,7 @@ class PartWriters:
         try:
             saving('begin')
             saving('part-begun')
-            part = self._write(folder, state)
+            part = state.write_part(folder, self.rank)
             saving('part-data')
             digest = write_table_of_part(folder, self.rank, part)
             self._set(f'{save}/{self.rank}', msgspec.json.encode(_Report(digest)))
@@ -146,13 +133,6 @@ class PartWriters:
             self.refuse(save, error)
             raise
         saving('part-written')
-
-    def _write(self, folder: Path, state: State) -> Part:
-        part = state.write_part(folder, self.rank)
-        file = file_of(self.rank)
-        if state.image is not None and state.image.fd is not None and file in part.blocks:
-            self.written = WrittenPart(file, digest_of_blocks(part.blocks[file]), state.image.fd)
-        return part
 
     def refuse(self, save: int, error: BaseException) -> None:
         """Tell the others that this rank has no part to give; on rank 0: that nothing is saved."""

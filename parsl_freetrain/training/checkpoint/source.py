@@ -1,8 +1,7 @@
-"""The state of models whose parameters are divided among ranks: what each rank writes and reads."""
+"""The state that training continues from: what each rank writes of it, and what each reads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,9 +12,11 @@ from parsl_freetrain.training.checkpoint.local_shard import (
     box_of,
     divided_like,
     holders,
+    is_divided,
     local,
 )
-from parsl_freetrain.training.checkpoint.part_reader import BlockSource, PartReader
+from parsl_freetrain.training.checkpoint.part_reader import PartReader
+from parsl_freetrain.training.checkpoint.parts import Contents
 from parsl_freetrain.training.checkpoint.state import (
     Position,
     Saved,
@@ -26,6 +27,7 @@ from parsl_freetrain.training.checkpoint.state import (
     shapes_of,
 )
 from parsl_freetrain.training.checkpoint.trainables import Prepared
+from parsl_freetrain.training.checkpoint.transport import Disk, Transport
 
 
 def divided(state: State, mesh: DeviceMesh, rank: int) -> State:
@@ -40,45 +42,55 @@ def divided(state: State, mesh: DeviceMesh, rank: int) -> State:
     return State(tensors, state.structure if rank == 0 else None, boxes)
 
 
+def held(state: State) -> State:
+    """All that this rank holds of a state."""
+    boxes = {name: box_of(tensor) for name, tensor in state.tensors.items()}
+    here = {name for name, box in boxes.items() if box.numel or box.sizes == box.shape}
+    tensors = {name: local(state.tensors[name]) for name in here}
+    return State(tensors, state.structure, {name: boxes[name] for name in here})
+
+
 class Opened:
-    """A checkpoint of which only the structure has been read. Each rank reads its own parts of the
-    tensors, once it has the models.
+    """A state of which all but the tensors has been read.
 
     Attributes
     ----------
     path, position
         As in :class:`Saved`.
-
-    Raises
-    ------
-    BadInput
-        If it is not a checkpoint of this format.
-    Damaged
-        If it is not what was committed.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, contents: Contents, transport: Transport) -> None:
         self.path = path
-        self._reader = PartReader(Path(path), verify=True)
+        self._reader = PartReader(contents, transport)
         self._structure = self._reader.structure()
         self.position = Position(**self._structure['rest']['position'])
 
-    @property
-    def files(self) -> Mapping[str, tuple[int, tuple[str, ...]]]:
-        """Of each file, its size in bytes and the digests of its blocks."""
-        return self._reader.files
-
-    @property
-    def bytes_read(self) -> int:
-        """Number of bytes read so far."""
-        return self._reader.bytes_read
-
-    def load(self, prepared: Prepared, source: BlockSource | None = None) -> Saved:
-        """Read what belongs to models and optimizers, divided as they are; blocks that ``source``
-        has are not read. Raises BadInput if the models are others; Damaged if what is read is not
-        what was committed.
+    def load(self, prepared: Prepared | None = None) -> Saved:
+        """Read the tensors: what belongs to models and optimizers is divided as they are, if they
+        are given. Raises BadInput if the models are others; Damaged if what is read is not what was
+        committed.
         """
-        shapes, paths = self._reader.shapes(), self._structure['paths']
+        shapes = self._reader.shapes()
+        like = self._like(prepared, shapes) if prepared is not None else {}
+        parts = self._reader.read(
+            {
+                name: box_of(like[name]) if name in like else Box.whole(shape)
+                for name, shape in shapes.items()
+            }
+        )
+        tensors = {
+            name: divided_like(part.to(like[name].device), like[name]) if name in like else part
+            for name, part in parts.items()
+        }
+        return assemble(self.path, State(tensors, self._structure))
+
+    def _like(
+        self, prepared: Prepared, shapes: dict[str, tuple[int, ...]]
+    ) -> dict[str, torch.Tensor]:
+        """The divided tensors of models, and parameters for what optimizers keep of them, by names
+        in the state.
+        """
+        paths = self._structure['paths']
         models = {
             name: model.state_dict()
             for name, model in zip(names_of('model'), prepared.models, strict=False)
@@ -107,20 +119,28 @@ class Opened:
                     found = numbered.get((optimizer, number))
                 case _:
                     found = None
-            if isinstance(found, torch.Tensor) and tuple(found.shape) == shapes[name]:
+            if (
+                isinstance(found, torch.Tensor)
+                and is_divided(found)
+                and tuple(found.shape) == shapes[name]
+            ):
                 like[name] = found
         for number, (name, state) in enumerate(models.items()):
             there = {path[1]: shapes[key] for key, path in paths.items() if path[0] == name}
             check_shapes(shapes_of(state), there, number, self.path)
-        parts = self._reader.read(
-            {
-                name: box_of(like[name]) if name in like else Box.whole(shape)
-                for name, shape in shapes.items()
-            },
-            source,
-        )
-        tensors = {
-            name: divided_like(part.to(like[name].device), like[name]) if name in like else part
-            for name, part in parts.items()
-        }
-        return assemble(self.path, State(tensors, self._structure))
+        return like
+
+
+def open_checkpoint(path: str) -> Opened:
+    """A checkpoint, which is read from its directory. Raises BadInput if it is not of this format;
+    Damaged if it is not what was committed.
+    """
+    contents = Contents.read(Path(path))
+    return Opened(path, contents, Disk(Path(path), contents.files))
+
+
+def read_state(path: str) -> Saved:
+    """All of the checkpoint in the directory ``path``, verified. Tensors are on the CPU. No code of
+    the file is run. Raises as :func:`open_checkpoint` and :meth:`Opened.load`.
+    """
+    return open_checkpoint(path).load()

@@ -1,0 +1,101 @@
+"""Where the files of a state are kept, and from where they are got: the checkpoint's directory, the
+memory of a node (:mod:`.transport_memory`), another rank (:mod:`.transport_peers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from parsl_freetrain.training.checkpoint import block_digests as hashing
+from parsl_freetrain.training.checkpoint.block_digests import FileImage, digest
+from parsl_freetrain.training.checkpoint.manifest import Damaged, damage
+from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
+
+Block = tuple[str, int]
+"""A file, and the number of a block in it."""
+Files = Mapping[str, tuple[int, tuple[str, ...]]]
+"""By name, the size of a file in bytes, and the digests of its blocks."""
+_RECENT = 2
+
+
+class Transport(Protocol):
+    """One of the ways from a fragment to the next."""
+
+    def put(self, file: str, image: FileImage) -> bool:
+        """Keep a file. False: it is not kept, and an earlier state is what counts."""
+        ...
+
+    def has(self, file: str) -> bool:
+        """Whether it has all of a file."""
+        ...
+
+    def fetch(self, blocks: Sequence[Block]) -> Iterator[memoryview]:
+        """The bytes of blocks, in order. All have the digests of the state.
+
+        Raises
+        ------
+        Damaged
+            If one has another digest, or is missing.
+        OSError
+            If the file system does not answer.
+        """
+        ...
+
+
+class Disk:
+    """The directory of a checkpoint. ``bytes_read``: number of bytes read so far."""
+
+    def __init__(self, folder: Path, files: Files | None = None) -> None:
+        self._folder, self._files = folder, files or {}
+        self._recent: dict[Block, memoryview] = {}
+        self.bytes_read = 0
+
+    def put(self, file: str, image: FileImage) -> bool:
+        image.write(self._folder / file)
+        return True
+
+    def has(self, file: str) -> bool:
+        return (self._folder / file).exists()
+
+    def fetch(self, blocks: Sequence[Block]) -> Iterator[memoryview]:
+        return map(self.get, blocks)
+
+    def get(self, block: Block) -> memoryview:
+        """The bytes of a block. The last ones are remembered."""
+        if block not in self._recent:
+            content = bytes_of(torch.empty(size_of(block, self._files), dtype=torch.uint8))
+            self._read(block, content)
+            if not is_right(block, content, self._files):
+                raise Damaged(
+                    f'block {block[1]} of {block[0]} does not have the digest that was committed'
+                )
+            self._recent = dict([*self._recent.items(), (block, content)][-_RECENT:])
+        return self._recent[block]
+
+    def _read(self, block: Block, target: memoryview) -> None:
+        name, number = block
+        try:
+            with (self._folder / name).open('rb', buffering=0) as file:
+                file.seek(number * hashing.BLOCK)
+                while target:
+                    got = file.readinto(target)
+                    if not got:
+                        raise Damaged(f'{name} is shorter than it was when it was committed')
+                    self.bytes_read += got
+                    target = target[got:]
+        except OSError as error:
+            raise damage(error) from error
+
+
+def size_of(block: Block, files: Files) -> int:
+    """Number of bytes of a block."""
+    return min(hashing.BLOCK, files[block[0]][0] - block[1] * hashing.BLOCK)
+
+
+def is_right(block: Block, content: memoryview, files: Files) -> bool:
+    """Whether a block has its digest."""
+    return digest(content) == files[block[0]][1][block[1]]

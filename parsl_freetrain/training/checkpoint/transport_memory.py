@@ -1,0 +1,161 @@
+"""The memory of a node: its fork server keeps files in memory for the trainer's next fragment."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+
+import torch
+
+from parsl_freetrain.training.checkpoint import block_digests as hashing
+from parsl_freetrain.training.checkpoint.block_digests import FileImage, digest_of_blocks
+from parsl_freetrain.training.checkpoint.manifest import Damaged
+from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
+from parsl_freetrain.training.checkpoint.transport import Block, Files, is_right
+from parsl_freetrain.training.process.channel import Channel, is_ours
+from parsl_freetrain.training.process.standby_slots import FORK_SERVER_VARIABLE
+from parsl_freetrain.training.spec.codec import Decoder
+from parsl_freetrain.training.spec.fork_messages import (
+    FetchState,
+    ForkAnswer,
+    KeepState,
+    OfferState,
+    StateKept,
+    StateWanted,
+)
+
+log = logging.getLogger(__name__)
+
+_ANSWER_S = 10.0
+
+
+class NodeMemory:
+    """What this node's fork server keeps for a trainer.
+
+    Parameters
+    ----------
+    files
+        Those that are asked for.
+    offer
+        What was offered before, and is wanted; see :meth:`wants`.
+    """
+
+    def __init__(
+        self, trainer: str, files: Files | None = None, offer: OfferState | None = None
+    ) -> None:
+        self._trainer, self._files, self._offer = trainer, files or {}, offer
+        self._mapped: dict[str, memoryview | None] = {}
+
+    def put(self, file: str, image: FileImage) -> bool:
+        if image.fd is None:
+            return False
+        request = KeepState(self._trainer, digest_of_blocks(image.blocks), self._offer, file)
+        try:
+            with closing(_fork_server()) as channel:
+                if not channel.send(request):
+                    return False
+                channel.send_fd(image.fd)
+                return channel.poll(_ANSWER_S) and isinstance(channel.recv(), StateKept)
+        except (OSError, EOFError):  # the next fragment reads the checkpoint
+            log.warning('%s could not be left in memory', file, exc_info=True)
+            return False
+
+    def has(self, file: str) -> bool:
+        if file not in self._mapped:
+            size, blocks = self._files[file]
+            self._mapped[file] = self.map(digest_of_blocks(blocks), size)
+        return self._mapped[file] is not None
+
+    def fetch(self, blocks: Sequence[Block]) -> Iterator[memoryview]:
+        for block in blocks:
+            content = self.get(block)
+            if content is None or not is_right(block, content, self._files):
+                raise Damaged(f'block {block[1]} of {block[0]} is not in memory')
+            yield content
+
+    def get(self, block: Block) -> memoryview | None:
+        """The bytes of a block, not verified; None: the file is not here."""
+        content = self._mapped[block[0]] if self.has(block[0]) else None
+        start = block[1] * hashing.BLOCK
+        return None if content is None else content[start : start + hashing.BLOCK]
+
+    def map(self, digest: str, size: int | None = None) -> memoryview | None:
+        """The bytes of a file; None: the file with this digest is not here."""
+        try:
+            fd = self._fetch_fd(digest, keep=True)
+            if fd is None:
+                return None
+            with os.fdopen(fd):
+                # Changes stay in this process.
+                length = os.fstat(fd).st_size if size is None else size
+                mapped = mmap.mmap(fd, length, flags=mmap.MAP_PRIVATE)
+                return bytes_of(torch.frombuffer(mapped, dtype=torch.uint8))
+        except (OSError, EOFError, ValueError) as error:
+            print(f'Nothing could be had from the memory of this node: {error}')
+            return None
+
+    def forget(self) -> None:
+        """Release the memory that this node keeps of the files."""
+        for file, content in self._mapped.items():
+            if content is not None:
+                fd = self._fetch_fd(digest_of_blocks(self._files[file][1]), keep=False)
+                if fd is not None:
+                    os.close(fd)
+        self._mapped.clear()
+
+    def _fetch_fd(self, digest: str, *, keep: bool) -> int | None:
+        with closing(_fork_server()) as channel:
+            request = FetchState(self._trainer, digest, keep)
+            if not channel.send(request) or not channel.poll(_ANSWER_S):
+                return None
+            return channel.recv_fd()[1]
+
+
+def is_wanted(offer: OfferState) -> bool:
+    """Whether this node's fork server wants a state; no other rank here has offered as much."""
+    with closing(_fork_server()) as channel:
+        try:
+            return (
+                channel.send(offer)
+                and channel.poll(_ANSWER_S)
+                and isinstance(channel.recv(), StateWanted)
+            )
+        except EOFError:
+            return False
+
+
+def image_of(content: bytes) -> FileImage:
+    """A file in memory with these bytes. Its owner closes ``fd``."""
+    fd, mapped = memory_file(len(content))
+    mapped[:] = content
+    return FileImage(mapped, fd)
+
+
+def memory_file(size: int) -> tuple[int, memoryview]:
+    """A new file in memory, and its bytes. The caller closes the file descriptor. Raises OSError if
+    there is too little memory.
+    """
+    fd = os.memfd_create('freetrain-state', os.MFD_CLOEXEC)
+    try:
+        # Without this, a lack of memory would end the process when it writes.
+        os.posix_fallocate(fd, 0, size)
+        return fd, bytes_of(torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _fork_server() -> Channel[ForkAnswer]:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.connect(b'\0' + os.environ.get(FORK_SERVER_VARIABLE, '').encode())
+        if not is_ours(sock):
+            raise PermissionError('another user listens where the fork server should')
+    except OSError:
+        sock.close()
+        raise
+    return Channel(sock, Decoder(ForkAnswer, 'the fork server'))

@@ -1,0 +1,215 @@
+"""From rank to rank: what a node has in memory, or one rank of a node reads, goes to the ranks that
+need it, block by block.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+import torch
+
+from parsl_freetrain.training.checkpoint.block_digests import FileImage, digest_of_blocks
+from parsl_freetrain.training.checkpoint.manifest import Damaged
+from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
+from parsl_freetrain.training.checkpoint.transport import Block, Disk, Files, is_right, size_of
+from parsl_freetrain.training.checkpoint.transport_memory import NodeMemory, memory_file
+from parsl_freetrain.training.comm.peers import Peers
+
+log = logging.getLogger(__name__)
+
+
+class _File(msgspec.Struct, frozen=True):
+    """A file that comes: its name, its size in bytes, and the digests of its blocks."""
+
+    name: str
+    size: int
+    blocks: tuple[str, ...]
+
+
+class PeerTransport:
+    """The ranks of a fragment. All of them make one together, and call :meth:`put` and
+    :meth:`fetch` together.
+
+    Parameters
+    ----------
+    memory, disk
+        Those of this rank's node. Without a disk, blocks come from memory only.
+    files
+        Those of the state that is fetched.
+    per_node
+        Number of ranks on each node; one of them reads from the disk for the others.
+    heirs
+        For :meth:`put`: by rank, the one whose node keeps its file.
+
+    Attributes
+    ----------
+    bytes_here, bytes_from_others
+        What this rank has used, from its own node's memory and from other ranks.
+    taken
+        By name, the digests of the files of other ranks that this rank's node keeps.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        memory: NodeMemory,
+        disk: Disk | None = None,
+        files: Files | None = None,
+        per_node: int = 1,
+        heirs: Mapping[int, int] | None = None,
+    ) -> None:
+        self._peers, self._memory, self._disk = peers, memory, disk
+        self._files = files or {}
+        self._per_node, self._heirs = per_node, heirs or {}
+        self.bytes_here = self.bytes_from_others = 0
+        self.taken: dict[str, str] = {}
+        self._damage: Damaged | None = None
+        self._holders: dict[str, list[int]] = {}
+        if self._files:
+            row = torch.tensor([memory.has(name) for name in self._files], dtype=torch.uint8)
+            held = peers.all_gather(row)
+            self._holders = {
+                name: held[:, i].nonzero().flatten().tolist() for i, name in enumerate(self._files)
+            }
+
+    def put(self, file: str, image: FileImage | None) -> bool:
+        """Keep each rank's file on its heir's node. None: this rank has no file. Returns whether
+        this rank's file is kept.
+        """
+        kept = False
+        for source, heir in sorted(self._heirs.items()):
+            if self._peers.rank == source == heir:
+                kept = image is not None and self._memory.put(file, image)
+            elif self._peers.rank == source:
+                kept = self._send_file(file, image, heir)
+            elif self._peers.rank == heir:
+                self._take_file(source)
+        return kept
+
+    def has(self, file: str) -> bool:
+        return self._disk is not None or bool(self._holders.get(file))
+
+    def fetch(self, blocks: Sequence[Block]) -> Iterator[memoryview]:
+        needed, rank = set(blocks), self._peers.rank
+        for block, sendings in self._plan(needed):
+            content = self._memory.get(block)
+            here, read = content is not None, False
+            for ranks in sendings:
+                if rank in ranks:
+                    if rank == ranks[0] and not here:
+                        content, read = self._read(block), True
+                    content = self._spread(block, ranks, content)
+            if block not in needed:
+                continue
+            if content is not None and here:
+                self.bytes_here += len(content)
+            if content is None or not (read or is_right(block, content, self._files)):
+                content = self._read(block)
+            yield content
+        if self._damage is not None:
+            raise self._damage
+
+    def _plan(self, needed: set[Block]) -> Iterator[tuple[Block, list[list[int]]]]:
+        """All blocks that ranks need, in order, and the groups of ranks in which each is sent. The
+        first one of a group has it or reads it.
+        """
+        every = [
+            (name, number)
+            for name, (_, digests) in self._files.items()
+            for number in range(len(digests))
+        ]
+        if not every:
+            return
+        row = torch.tensor([block in needed for block in every], dtype=torch.uint8)
+        wanted = self._peers.all_gather(row)
+        for i, block in enumerate(every):
+            ranks = wanted[:, i].nonzero().flatten().tolist()
+            groups: dict[int, list[int]] = {}
+            if holders := self._holders[block[0]]:
+                sender = holders[block[1] % len(holders)]
+                groups[0] = [sender, *(one for one in ranks if one not in holders)]
+            else:
+                for one in ranks:
+                    groups.setdefault(one // self._per_node, []).append(one)
+            yield block, [group for group in groups.values() if len(group) > 1]
+
+    def _read(self, block: Block) -> memoryview:
+        """A block from the disk. If it is damaged, that is raised at the end: others still need
+        what this rank has.
+        """
+        try:
+            if self._disk is None:
+                raise Damaged(f'block {block[1]} of {block[0]} is not in memory as it was left')
+            return self._disk.get(block)
+        except Damaged as error:
+            self._damage = error
+            return self._room(block)
+
+    def _room(self, block: Block) -> memoryview:
+        return bytes_of(torch.zeros(size_of(block, self._files), dtype=torch.uint8))
+
+    def _spread(
+        self, block: Block, ranks: Sequence[int], content: memoryview | None
+    ) -> memoryview | None:
+        """Send a block along a tree, from the first of the ranks to all of them."""
+        rank = self._peers.rank
+        while len(ranks) > 1:
+            middle = (len(ranks) + 1) // 2
+            near, far = ranks[:middle], ranks[middle:]
+            if rank == ranks[0] and content is not None:
+                self._send(content, far[0])
+            elif rank == far[0]:
+                content = self._recv(self._room(block), ranks[0])
+                self.bytes_from_others += len(content)
+            ranks = near if rank in near else far
+        return content
+
+    def _send_file(self, file: str, image: FileImage | None, to: int) -> bool:
+        if image is None:
+            self._say(to, 0)
+            return False
+        about = msgspec.msgpack.encode(_File(file, len(image.content), image.blocks))
+        self._say(to, len(about))
+        self._send(memoryview(bytearray(about)), to)
+        if not self._hear(to):
+            return False
+        self._send(image.content, to)
+        return bool(self._hear(to))
+
+    def _take_file(self, source: int) -> None:
+        length = self._hear(source)
+        if not length:
+            return
+        about = self._recv(memoryview(bytearray(length)), source)
+        file = msgspec.msgpack.decode(about, type=_File)
+        try:
+            fd, content = memory_file(file.size)
+        except OSError:
+            log.warning('There is no memory for a state of %d bytes', file.size, exc_info=True)
+            self._say(source, 0)
+            return
+        try:
+            self._say(source, 1)
+            image = FileImage(self._recv(content, source), fd)
+            kept = image.blocks == file.blocks and self._memory.put(file.name, image)
+            if kept:
+                self.taken[file.name] = digest_of_blocks(file.blocks)
+            self._say(source, kept)
+        finally:
+            os.close(fd)
+
+    def _send(self, content: memoryview, to: int) -> None:
+        self._peers.send(torch.frombuffer(content, dtype=torch.uint8), to)
+
+    def _recv(self, into: memoryview, source: int) -> memoryview:
+        self._peers.recv(torch.frombuffer(into, dtype=torch.uint8), source)
+        return into
+
+    def _say(self, to: int, number: int) -> None:
+        self._peers.send(torch.tensor([number], dtype=torch.int64), to)
+
+    def _hear(self, source: int) -> int:
+        return int(self._peers.recv(torch.zeros(1, dtype=torch.int64), source))

@@ -1,0 +1,145 @@
+"""Leaving a state in the memory of nodes for the next fragment.
+
+It is only a shortcut: the same state has been committed as a checkpoint, or an older checkpoint
+would do. A state that is not committed is used only if it has the digest in the next fragment's
+order, which came over the executor's own channel.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from parsl_freetrain.training.checkpoint.block_digests import digest_of_blocks
+from parsl_freetrain.training.checkpoint.fault_hooks import saving
+from parsl_freetrain.training.checkpoint.parts import contents_of, file_of
+from parsl_freetrain.training.checkpoint.snapshot import Snapshots
+from parsl_freetrain.training.checkpoint.state import State
+from parsl_freetrain.training.checkpoint.transport_memory import NodeMemory, image_of, is_wanted
+from parsl_freetrain.training.checkpoint.transport_peers import PeerTransport
+from parsl_freetrain.training.comm.inbox import GOES, Inbox
+from parsl_freetrain.training.comm.peers import PeerLost, Peers
+from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.spec.fork_messages import OfferState
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder
+from parsl_freetrain.training.spec.messages import LeavingState, StateLeft, ToRank
+
+log = logging.getLogger(__name__)
+
+
+class StateSender:
+    """One rank's share in leaving the state of a stopping fragment on nodes that stay.
+
+    Each rank that has a part (``owners``) leaves it on its own node, or sends it to another one. A
+    node stays if it was told so; if none was, those count that are not known to be taken away.
+
+    Attributes
+    ----------
+    left
+        The state that is not committed: its digest, its number of samples, and whether it is
+        ``here``, with this node's fork server; None: this rank has left none. An owner states what
+        it has sent, which must be equal to what the receiver has.
+    """
+
+    def __init__(self, trainer: str, peers: Peers, inbox: Inbox, owners: Sequence[int]) -> None:
+        self._trainer, self._peers, self._inbox = trainer, peers, inbox
+        self._owners = owners
+        self._answer: Callable[[], tuple[int, ...]] | None = None
+        self.left: StateLeft | None = None
+
+    def agree(self) -> None:
+        """Begin to find out which nodes stay, once the fragment is to stop. All ranks call this; it
+        does not wait.
+        """
+        standings = [-1] * self._peers.world_size
+        standings[self._peers.rank] = self._inbox.standing()
+        try:
+            self._answer = self._peers.all_reduce_max(standings)
+        except PeerLost:
+            log.warning('The state is not left in memory: another rank is gone')
+
+    def followed(self) -> bool:
+        """Whether the next fragment is ready to go on from a state in memory."""
+        return self._inbox.followed()
+
+    def leave(self, state: State | None, samples: int, *, uncommitted: bool) -> None:
+        """Leave this rank's part, and keep what others send; None: this rank has no part. All ranks
+        call this together. If that fails, the next fragment reads the checkpoint.
+        """
+        try:
+            self._leave(state, samples, uncommitted)
+        except Exception:  # the checkpoint is there in any case
+            log.warning(
+                'The state could not be left in memory for the next fragment', exc_info=True
+            )
+
+    def keep(self, state: State | None) -> None:
+        """Leave this rank's part of the last checkpoint on its node, unless that is taken away."""
+        if state is not None and state.image is not None and self._inbox.standing() != GOES:
+            NodeMemory(self._trainer).put(file_of(self._peers.rank), state.image)
+
+    def _leave(self, state: State | None, samples: int, uncommitted: bool) -> None:
+        heirs, rank = self._heirs(), self._peers.rank
+        if rank not in (*heirs, *heirs.values()):
+            return
+        saving('leaving')
+        image = state.image if state is not None else None
+        ways = PeerTransport(self._peers, NodeMemory(self._trainer), heirs=heirs)
+        kept = ways.put(file_of(rank), image)
+        contents = (
+            image_of(state.contents(rank).packed)
+            if uncommitted and kept and state is not None
+            else None
+        )
+        kept = ways.put(contents_of(rank), contents)
+        if contents is not None and contents.fd is not None:
+            os.close(contents.fd)
+            if kept:
+                digest = digest_of_blocks(contents.blocks)
+                self.left = StateLeft(digest, samples, here=heirs[rank] == rank)
+        for owner in self._owners:
+            if (digest := ways.taken.get(contents_of(owner), '')) != '':
+                self.left = StateLeft(digest, samples, here=True)
+
+    def _heirs(self) -> dict[int, int]:
+        """By owner, the rank whose node keeps its part."""
+        standings = self._answer() if self._answer is not None else ()
+        best = max(standings, default=GOES)
+        if best == GOES:
+            return {}
+        stay = [rank for rank, standing in enumerate(standings) if standing == best]
+        return {
+            owner: owner if owner in stay else stay[i % len(stay)]
+            for i, owner in enumerate(self._owners)
+        }
+
+
+def leave_behind(
+    order: FragmentOrder,
+    channel: Channel[ToRank],
+    rank: int,
+    part: tuple[int, int],
+    samples: int,
+    needs: int,
+    state: Callable[[], State],
+) -> StateLeft | None:
+    """After the loss of another rank: leave all that this rank holds in the memory of its node.
+    ``part``: which part of how many that is. None if there is a checkpoint as new, or another rank
+    of the node leaves the same.
+    """
+    offer = OfferState(order.trainer, order.fragment, samples, part[0])
+    if samples <= order.samples or not is_wanted(offer):
+        return None
+    channel.send(LeavingState())
+    saving('leaving')
+    snapshots, memory = Snapshots(), NodeMemory(order.trainer, offer=offer)
+    taken = snapshots.take(state())
+    assert taken.image is not None
+    contents = image_of(taken.contents(rank).packed)
+    with suppress(OSError):
+        if memory.put(file_of(rank), taken.image) and memory.put(contents_of(rank), contents):
+            digest = digest_of_blocks(contents.blocks)
+            return StateLeft(digest, samples, here=True, needs=needs, part=part[0], parts=part[1])
+    return None

@@ -1,0 +1,133 @@
+"""When a fragment saves and when it must stop, based on measured times."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+
+from parsl_freetrain.core.controller.shortest_hole import FLOOR_S
+from parsl_freetrain.training.comm.exchange_watch import exchanges
+from parsl_freetrain.training.spec.fragment_order import FragmentOrder
+
+ASSUMED_BYTES_PER_S = (
+    200e6  # assumed for a trainer's first checkpoint; slower than most file systems
+)
+_STEPS = 8
+NEAR_END_S = 1.0
+"""Minimum age of the checkpoint before the last global batch, in seconds, for which another one is
+written there. The last checkpoint is written when the user's function returns; a kill before that
+repeats the work since this one.
+"""
+
+
+class SaveTiming:
+    """Measures steps and checkpoints.
+
+    Attributes
+    ----------
+    size
+        The state's size in bytes.
+    stepped_at
+        End of the last step in seconds since the epoch; 0: there was none.
+    measured_s
+        Longest time to write a checkpoint in this fragment; 0: none was written.
+    """
+
+    def __init__(self, order: FragmentOrder) -> None:
+        self._order = order
+        self._steps_s: deque[float] = deque(maxlen=_STEPS)
+        self._first_step_s = 0.0
+        self._expected_s = self._pause_s = self._tidying_s = 0.0
+        self._saved_at, self._asked = time.monotonic(), False
+        self.size, self.stepped_at, self.measured_s = 0, 0.0, 0.0
+
+    def expect(self, size: int, longest_s: float) -> None:
+        """Set the estimates that hold before the first checkpoint: the state's size in bytes, and
+        the longest writing time in earlier fragments in seconds (0: none).
+        """
+        self.size, self._expected_s = size, longest_s or size / ASSUMED_BYTES_PER_S
+
+    @property
+    def longest_s(self) -> float:
+        """Longest time to write a checkpoint in this fragment, or its estimate; in seconds."""
+        return self.measured_s or self._expected_s
+
+    @property
+    def step_s(self) -> float:
+        """The longest of the last steps, in seconds; 0: unknown."""
+        return max(self._steps_s, default=0.0)
+
+    def step_took(self, seconds: float) -> None:
+        """Record the duration of a global batch. The first one includes compilation and the set-up
+        of communicators, so it counts only until there is another.
+        """
+        if self.stepped_at:
+            self._steps_s.append(seconds)
+        else:
+            self._first_step_s = seconds
+        exchanges.step_took(seconds)
+        self.stepped_at = time.time()
+
+    def paused(self, seconds: float) -> None:
+        """Record how long a copy of the state has held up training."""
+        self._pause_s = seconds
+
+    def wrote(self, seconds: float, tidying_s: float = 0.0) -> None:
+        """Record the duration of a save, and of what was removed after it."""
+        self.measured_s = max(self.measured_s, seconds)
+        self._tidying_s = max(self._tidying_s, tidying_s)
+
+    def time_left(self) -> float:
+        """Seconds until the nodes are taken away; infinite if unknown."""
+        return math.inf if self._order.deadline is None else self._order.deadline - time.time()
+
+    def must_stop(self, steps_ahead: int, *, writing: bool) -> bool:
+        """Whether there may be too little time to save after ``steps_ahead`` more batches, where
+        the last checkpoint may have to wait for one that is being written.
+        """
+        step_s = max(self._steps_s, default=self._first_step_s)
+        margin_s = 2 * self.longest_s + steps_ahead * step_s + FLOOR_S
+        if writing:
+            margin_s += self.longest_s + self._tidying_s
+        return self.time_left() < margin_s
+
+    def due(self, *, near_end: bool) -> bool:
+        """Whether it is time for a periodic checkpoint: True once for each. ``near_end``: one is
+        wanted if a kill before the last one would cost more than it does.
+        """
+        every_s = min(self._order.spec.checkpoints.every_s, self._best_interval_s())
+        if near_end:
+            # The last one waits until it is written.
+            every_s = min(every_s, max(NEAR_END_S, self._pause_s + self.longest_s))
+        if self._exemption_ends():
+            every_s = min(every_s, NEAR_END_S)
+        if self._asked or time.monotonic() - self._saved_at < every_s:
+            return False
+        self._asked = True
+        return True
+
+    def count_from_here(self) -> None:
+        """Record that the state is that of the last checkpoint."""
+        self._saved_at, self._asked = time.monotonic(), False
+
+    def want_soon(self) -> None:
+        """Want a checkpoint at the first opportunity: the state is newer than the last one."""
+        self._saved_at = -math.inf
+
+    def _best_interval_s(self) -> float:
+        """Seconds between checkpoints for which they hold training up as much as interruptions are
+        expected to cost (J. W. Young, Communications of the ACM 17(9), 1974), but so that nothing
+        is written for half of the time; infinite where it is not known how often those come.
+        """
+        per_s = self._order.interruptions_per_s
+        if not per_s:
+            return math.inf
+        cost_s = self._pause_s or self.longest_s
+        return max(math.sqrt(2 * cost_s / per_s), 2 * self.longest_s, NEAR_END_S)
+
+    def _exemption_ends(self) -> bool:
+        """Whether the nodes may be preempted as soon as a checkpoint can have been written."""
+        until = self._order.exempt_until
+        margin_s = 2 * self.longest_s + max(self._steps_s, default=self._first_step_s) + FLOOR_S
+        return until is not None and 0 < until - time.time() < margin_s
