@@ -15,7 +15,7 @@ from torch import nn
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.checkpoint import fault_hooks
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.loop.sharded_start import SharedCheckpoint
+from parsl_freetrain.training.loop.start import SharedState
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import CheckpointSaved
 from tests.benchmarks.test_speed import RANKS, in_turns
@@ -47,7 +47,7 @@ def train(ctx: FragmentContext) -> None:
     model = ctx.shard(model, blocks=(nn.Linear,))
     began, saved, used = time.monotonic(), ctx._saved, time.process_time()
     model, optimizer = ctx.prepare(model, torch.optim.Adam(model.parameters()))
-    bytes_read = saved._opened.bytes_read if isinstance(saved, SharedCheckpoint) else 0
+    bytes_read = saved.bytes_read if isinstance(saved, SharedState) else 0
     print(f'CPU seconds for reading: {time.process_time() - used:.3f}')
     ctx.report(read_s=time.monotonic() - began, read_gb=bytes_read / 1e9)
     for x in ctx.loop(list(torch.ones(16, WIDTH)), 8):

@@ -1,4 +1,4 @@
-"""Some of the ranks of a fragment: those of one process group, or of one node."""
+"""Some of the ranks of a fragment: those of one process group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from parsl_freetrain.training.comm.collectives import as_peer_loss, broadcast_in
 from parsl_freetrain.training.comm.devices import GLOO
 from parsl_freetrain.training.comm.in_place_exchange import complete_rows, on_cpu
 from parsl_freetrain.training.comm.peers import Alone
-from parsl_freetrain.training.spec.fragment_order import RankPlace
 
 
 class Subgroup(Alone):
@@ -49,17 +48,3 @@ class Subgroup(Alone):
             for tensor in tensors:
                 source = dist.get_global_rank(self._group, 0)
                 broadcast_into(tensor, src=source, group=self._group)
-
-
-def ranks_of_node(place: RankPlace) -> Alone:
-    """The ranks of this node, which call this together; they exchange tensors on the CPU."""
-    each = place.world_size // place.nodes
-    if each == 1:
-        return Alone()
-    first = place.rank - place.rank % each
-    with as_peer_loss():
-        group = dist.new_group(
-            list(range(first, first + each)), backend=GLOO, use_local_synchronization=True
-        )
-    assert isinstance(group, dist.ProcessGroup)
-    return Subgroup(group)

@@ -141,6 +141,11 @@ class SharedState:
         self.path, self.position = path, self._opened.position
         self.complete = all(map(self._ways.has, contents.files))
 
+    @property
+    def bytes_read(self) -> int:
+        """Number of bytes that this rank has read from the disk."""
+        return self._disk.bytes_read if self._disk is not None else 0
+
     def load(self, prepared: Prepared | None = None) -> Saved:
         """Its content, divided as the prepared models are. All ranks call this together.
 
@@ -158,10 +163,9 @@ class SharedState:
             damage = str(error)
             if self._committed:
                 self._store.put_aside(Path(self.path), damage)
-        read = self._disk.bytes_read if self._disk is not None else 0
         print(
             f'Of the state, {self._ways.bytes_here} bytes were in memory here, '
-            f'{self._ways.bytes_from_others} came from other ranks, and {read} were read'
+            f'{self._ways.bytes_from_others} came from other ranks, and {self.bytes_read} were read'
         )
         said = [text.decode() for text in gather_bytes(self._peers, damage.encode())]
         if self._committed or any(said):  # else it may be needed once more

@@ -430,7 +430,7 @@ def test_after_a_loss_the_newest_state_of_a_survivor_is_handed_over() -> None:
 
     def found() -> list[tuple[str, str, int]]:
         return [
-            (*one.nodes[0], *one.handover.parts[0], one.handover.samples)
+            (min(one.nodes[0]), one.handover.parts[0][0], one.handover.samples)
             for one in left_states(fragment, fragment.result())
         ]
 

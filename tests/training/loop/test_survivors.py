@@ -83,7 +83,12 @@ def train(ctx: FragmentContext, faults: dict[int, list[Fault]], remembers: bool 
     if any(point == 'while it saves' for _, point in mine):
         fault_hooks.on_saving.append(lambda stage: os.kill(os.getpid(), signal.SIGKILL))
     if any(point == 'while it leaves' for _, point in mine):
-        fault_hooks.on_saving.append(lambda stage: stage == 'leaving' and die('while it leaves'))
+
+        def leaves(stage: str) -> None:
+            if stage == 'leaving':
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        fault_hooks.on_saving.append(leaves)
     seen: set[int] = set()
     if remembers and ctx.is_main and ctx.samples:
         assert ctx.state == {'seen': {ctx.samples - BATCH: (1, 2)}}  # with its types

@@ -80,8 +80,8 @@ REQUESTS = [
     fm.Ping(),
     fm.Quit(),
     fm.OfferState('t', 2, 10),
-    fm.KeepState('t', 'digest', fm.OfferState('t', 2, 10)),
-    fm.FetchState('t', 'digest'),
+    fm.KeepState('t', 'digest', fm.OfferState('t', 2, 10), 'rank-0.safetensors'),
+    fm.FetchState('t', 'digest', keep=True),
 ]
 ANSWERS = [
     fm.Ready(17),
