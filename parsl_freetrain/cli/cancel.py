@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from parsl_freetrain.cli.where import JsonOption, LedgerOption, ledger_at, trainer_named
+from parsl_freetrain.cli.where import JsonOption, LedgerOption, ledger_at
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.report.names import trainer_named
 
 
 def cancel(
@@ -28,10 +29,10 @@ def cancel(
     run again goes on from them.
     """
     # Parsl is slow to import, and the list of verbs does not need it.
-    from parsl_freetrain.cli.live.run_life import check_live
     from parsl_freetrain.executor.requests import Cancel, ask
     from parsl_freetrain.ledger.reader import Reader
     from parsl_freetrain.ledger.rows import FINAL_STATES
+    from parsl_freetrain.report.life import check_live
 
     if every == (trainer is not None):
         raise BadInput('Name one trainer, or give --all.')

@@ -13,8 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from parsl_freetrain.cli.where import JsonOption, LedgerOption, ledger_at, trainer_named
+from parsl_freetrain.cli.where import JsonOption, LedgerOption, ledger_at
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.report.names import trainer_named
 
 FOLLOW_S = 0.5
 """Seconds between two reads of growing files."""
@@ -121,8 +122,8 @@ def _chosen(
 
 
 def _over(reader: Any, trainer: str) -> bool:
-    from parsl_freetrain.cli.live.run_life import life_of
     from parsl_freetrain.ledger.rows import FINAL_STATES
+    from parsl_freetrain.report.life import life_of
 
     history = reader.history()
     run = history.runs[-1]

@@ -70,11 +70,11 @@ def plan(
         if not 0 <= seconds < math.inf:
             raise BadInput(f'{name} is {seconds:g}; it must be a number of seconds, 0 or more.')
     # Imported here, so that --help needs neither Parsl nor numpy.
-    from parsl_freetrain.cli.live.cells import clean
     from parsl_freetrain.cli.sites import provider_of
     from parsl_freetrain.core.controller.settings import ControllerSettings
     from parsl_freetrain.executor.settings import check_classes
     from parsl_freetrain.replay.forecast import PlannedBlock, forecasts, trainers_at
+    from parsl_freetrain.report.cells import clean
     from parsl_freetrain.sites.protocols import Yielding
 
     who = [] if trainers is None else trainers_at(trainers)

@@ -30,9 +30,9 @@ def preempt(
     Works from any computer that sees the run's file system.
     """
     # Parsl is slow to import, and the list of verbs does not need it.
-    from parsl_freetrain.cli.live.run_life import check_live
     from parsl_freetrain.executor.requests import Preempt, ask
     from parsl_freetrain.ledger.reader import Reader
+    from parsl_freetrain.report.life import check_live
 
     if not 0 <= grace < float('inf'):
         raise BadInput(f'--grace is {grace:g}; it must be a number of seconds, 0 or more.')

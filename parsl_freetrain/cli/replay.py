@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from parsl_freetrain.cli.replay_text import described, of_a_run
-from parsl_freetrain.cli.where import RunOption, ledger_at, run_named
+from parsl_freetrain.cli.where import RunOption, ledger_at
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.report.names import run_named
 
 if TYPE_CHECKING:
     import pandas as pd

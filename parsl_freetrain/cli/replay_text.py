@@ -13,7 +13,7 @@ MOST_DIFFERENCES = 20
 
 def of_a_run(found: RunReplay) -> list[str]:
     """The lines of text about a replay of a recorded run."""
-    from parsl_freetrain.cli.live.cells import clean
+    from parsl_freetrain.report.cells import clean
 
     settings = found.settings
 

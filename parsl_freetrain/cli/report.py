@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
-from parsl_freetrain.cli.where import JsonOption, LedgerOption, ledger_at, run_named
+from parsl_freetrain.cli.where import JsonOption, LedgerOption, ledger_at
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host import files
+from parsl_freetrain.report.names import run_named
 
 
 def report(
@@ -45,10 +46,10 @@ def report(
     predictions and what came true.
     """
     # Imported here, so that --help is fast.
-    from parsl_freetrain.cli.live.run_life import life_of
     from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
     from parsl_freetrain.ledger.reader import Reader
     from parsl_freetrain.report.figures import as_document, figures
+    from parsl_freetrain.report.life import life_of
     from parsl_freetrain.report.metrics import MetricView
     from parsl_freetrain.report.page import report_page
 

@@ -17,17 +17,17 @@ def status(ledger: LedgerOption = None, run: RunOption = None, as_json: JsonOpti
     # Imported here, so that --help is fast.
     from rich.console import Console
 
-    from parsl_freetrain.cli.live.curves import LiveCurves
     from parsl_freetrain.cli.live.metric_lines import metric_table
-    from parsl_freetrain.cli.live.run_status import as_document
     from parsl_freetrain.cli.live.view import LiveView, screen
     from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
     from parsl_freetrain.ledger.reader import Reader
+    from parsl_freetrain.report.metrics import metrics_document
+    from parsl_freetrain.report.status import as_document
 
     path = ledger_at(ledger)
     with Reader(path) as reader:
         seen = LiveView(reader, DpAllocator(), run).snapshot(time.time())
-        metrics = LiveCurves(reader, seen.run).document()
+        metrics = metrics_document(reader, [t.name for t in seen.trainers], time.time())
     if as_json:
         print(json.dumps({'ledger': str(path), **as_document(seen), 'metrics': metrics}))
         return

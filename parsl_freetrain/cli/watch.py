@@ -19,15 +19,17 @@ from parsl_freetrain.core.model.errors import BadInput
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from parsl_freetrain.cli.live.run_status import RunStatus
     from parsl_freetrain.cli.live.view import LiveView
-    from parsl_freetrain.ledger.reader import Reader
+    from parsl_freetrain.report.status import RunStatus
 
 PLAIN_S = 10.0
 """Default seconds between two updates if the output is not a terminal."""
 
 WAIT_S = 0.5
 """Seconds between two looks for a run that has not begun."""
+
+PAGE_S = 5.0
+"""Least default seconds between two versions of the page."""
 
 TERMINAL_S = 1.0
 """Default seconds between two updates on a terminal."""
@@ -40,7 +42,7 @@ def watch(
         float,
         typer.Option(
             metavar='S',
-            help='Seconds between two updates; 0 chooses 1 on a terminal, 10 elsewhere.',
+            help='Seconds between two updates. Default: 1 on a terminal, 5 with --web, else 10.',
         ),
     ] = 0.0,
     as_json: Annotated[
@@ -78,13 +80,13 @@ def watch(
         path = _awaited(ledger)
     except KeyboardInterrupt:
         return
+    console = Console()
+    pause = threading.Event()  # an interruptible sleep
     with Reader(path) as reader:
         view = LiveView(reader, DpAllocator(), run)
-        console = Console()
-        pause = threading.Event()  # an interruptible sleep
         try:
             if web:
-                _serve(view, reader, run, every or TERMINAL_S, port, as_json, pause)
+                _serve(path, run, every or PAGE_S, port, as_json, pause)
             elif as_json:
                 _follow(view, lambda seen: _print_json(path, seen), every or PLAIN_S, pause)
             elif not console.is_terminal:
@@ -138,20 +140,12 @@ def _draw(view: LiveView, console: Console, every_s: float, pause: threading.Eve
 
 
 def _serve(
-    view: LiveView,
-    reader: Reader,
-    run: str | None,
-    every_s: float,
-    port: int,
-    as_json: bool,
-    pause: threading.Event,
+    path: Path, run: str | None, every_s: float, port: int, as_json: bool, pause: threading.Event
 ) -> None:
-    from parsl_freetrain.cli.live.curves import LiveCurves
-    from parsl_freetrain.cli.live.web import Feed, Page
+    from parsl_freetrain.cli.live.page import LivePage
+    from parsl_freetrain.cli.live.web import Page
 
-    view.snapshot(time.time())  # raises here if there is no such run
-    curves = LiveCurves(reader, run).document
-    page = Page(Feed(view, str(reader.path), every_s, curves=curves), port)
+    page = Page(LivePage(path, run, every_s).newest, port)
     try:
         said = (
             json.dumps({'address': page.address})
@@ -165,7 +159,7 @@ def _serve(
 
 
 def _print_json(path: Path, seen: RunStatus) -> None:
-    from parsl_freetrain.cli.live.run_status import as_document
+    from parsl_freetrain.report.status import as_document
 
     print(json.dumps({'ledger': str(path), **as_document(seen)}), flush=True)
 

@@ -9,15 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parsl_freetrain.cli.where import (
-    JsonOption,
-    LedgerOption,
-    RunOption,
-    ledger_at,
-    run_named,
-    trainer_named,
-)
+from parsl_freetrain.cli.where import JsonOption, LedgerOption, RunOption, ledger_at
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.report.names import run_named, trainer_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -44,8 +38,8 @@ def why(
 
     For each: what was known, what was decided, and what the alternative was.
     """
-    from parsl_freetrain.cli.live.cells import clean  # imported here, so that --help is fast
     from parsl_freetrain.ledger.reader import Reader
+    from parsl_freetrain.report.cells import clean  # imported here, so that --help is fast
 
     if last < 0:
         raise BadInput(f'--last is {last}; it must be a number of decisions, 0 or more.')
@@ -63,9 +57,9 @@ def explanation(
     """The output of ``freetrain why`` as data. Raises BadInput if there is no such run, or no such
     trainer in it.
     """
-    from parsl_freetrain.cli.live.run_life import life_of
     from parsl_freetrain.ledger.rows import FINAL_STATES
     from parsl_freetrain.report.costs import MEASURED
+    from parsl_freetrain.report.life import life_of
     from parsl_freetrain.report.outcome import outcomes
     from parsl_freetrain.report.reasons import decision_about, running_fragment, waits_for
     from parsl_freetrain.report.shape_speeds import USED, shape_of, shapes_tried

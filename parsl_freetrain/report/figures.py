@@ -18,6 +18,7 @@ from parsl_freetrain.report.losses import Loss, losses
 from parsl_freetrain.report.metrics import Curves, metric_curves
 from parsl_freetrain.report.outcome import DecisionOutcome, outcomes
 from parsl_freetrain.report.shape_speeds import USED, ShapeTried, shapes_tried
+from parsl_freetrain.report.status import RunStatus, snapshot
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Figures:
         Outcomes of decisions that changed a trainer's node count.
     errors
         (trainer, fragment, error) of failed fragments, newest first.
+    status
+        The newest of the runs at this time.
     """
 
     title: str
@@ -67,6 +70,7 @@ class Figures:
     outcomes: tuple[DecisionOutcome, ...]
     shapes: list[ShapeTried]
     errors: tuple[tuple[str, int, str], ...]
+    status: RunStatus
 
 
 def figures(reader: Reader, run: str | None, now: float, allocator: Allocator | None) -> Figures:
@@ -119,6 +123,7 @@ def figures(reader: Reader, run: str | None, now: float, allocator: Allocator | 
             for f in reversed(history.fragments)
             if f.error and f.ending == 'failed'
         ),
+        status=snapshot(reader, now, named=history.runs[-1].name),
     )
 
 

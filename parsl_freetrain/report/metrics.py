@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.ledger.clock import Clock
 from parsl_freetrain.ledger.kept_metrics import KeptMetrics, MetricPoint, began_in
+from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import ProgressRow, RunHistory, TrainerRow
 from parsl_freetrain.report.axes import drawable
 
 AXES = ('samples', 'epochs', 'seconds')
 MOST_POINTS = 400
 """Maximum number of points of one trainer in a chart."""
+
+MOST_TRAINERS, MOST_METRICS = 8, 12
+"""Maximum numbers of trainers and metrics of :func:`metrics_document`."""
 
 
 @dataclass(frozen=True)
@@ -136,3 +141,21 @@ def thinned(curve: Sequence[CurvePoint], most: int = MOST_POINTS) -> tuple[Curve
         part = range(start, min(start + every, len(curve)))
         chosen |= {min(part, key=lambda i: curve[i].value), max(part, key=lambda i: curve[i].value)}
     return tuple(curve[i] for i in sorted(chosen))
+
+
+def metrics_document(reader: Reader, trainers: Sequence[str], now: float) -> dict[str, Any]:
+    """The metrics of the first of these trainers, for ``freetrain status``: by metric and trainer,
+    points as [samples, epochs or null, seconds, value].
+    """
+    history = reader.history()
+    found = metric_curves(history, reader.progress(), Clock(history, now))
+    shown = set(trainers[:MOST_TRAINERS])
+    document = {
+        metric: {
+            name: [astuple(point) for point in thinned(curve, MOST_POINTS // 2)]
+            for name, curve in curves.items()
+            if name in shown
+        }
+        for metric, curves in found.items()
+    }
+    return dict([item for item in document.items() if item[1]][:MOST_METRICS])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -10,15 +11,21 @@ from markupsafe import Markup
 from parsl_freetrain import __version__
 from parsl_freetrain.report import charts
 from parsl_freetrain.report.axes import number
+from parsl_freetrain.report.cells import block_cells, trainer_cells
 from parsl_freetrain.report.document import clipped, percent, resource, source_of, template
 from parsl_freetrain.report.figures import Figures, state_of
 from parsl_freetrain.report.learned import Scaling
+from parsl_freetrain.report.limits import in_words
 from parsl_freetrain.report.metrics import MetricView
+from parsl_freetrain.report.status import RunStatus
 
 MOST_CARDS = 24
 """Maximum number of trainers with charts; all are in the table."""
 
 MOST_ERRORS = 20
+
+MOST_BLOCKS = 48
+"""Maximum number of open blocks to list."""
 
 MOST_METRICS = 24
 """Maximum number of metrics with a chart."""
@@ -42,6 +49,7 @@ def report_page(found: Figures, view: MetricView = AS_REPORTED) -> str:
         "base-uri 'none'; form-action 'none'",
         ended=_ended(found),
         tiles=_tiles(found),
+        **_at_present(found.status),
         **_node_hours(found),
         nodes_over_time=charts.nodes_over_time(found),
         nodes_one_by_one=charts.nodes_one_by_one(found),
@@ -68,13 +76,6 @@ def report_page(found: Figures, view: MetricView = AS_REPORTED) -> str:
     )
 
 
-def live_charts(found: Figures) -> str:
-    """The chart of nodes over time of the live page, as HTML."""
-    return template('live.html').render(
-        nodes_over_time=charts.nodes_over_time(found), trainer_kinds=_trainer_kinds(found)
-    )
-
-
 def _ended(found: Figures) -> str:
     last = found.history.runs[-1]
     if found.history.alive(last):
@@ -94,6 +95,34 @@ def _tiles(found: Figures) -> dict[str, str]:
         'samples trained and kept': number(sum(t['samples'] for t in trainers)),
         'preemptions survived': str(sum(t['preempted'] for t in trainers)),
     }
+
+
+def _at_present(status: RunStatus) -> dict[str, Any]:
+    """The trainers and blocks of a run that goes on, as :mod:`parsl_freetrain.cli.status` has
+    them, but for U: that is in the table of all trainers.
+    """
+    if status.life.state not in ('running', 'silent'):
+        return {'said_now': None}
+    trainers = [
+        {'trainer': clipped(t.name, 60), 'state': t.state, **trainer_cells(t)}
+        for t in status.trainers
+    ]
+    for cells in trainers:
+        del cells['U']
+    blocks = [block_cells(block) for block in status.blocks]
+    more = len(blocks) - MOST_BLOCKS
+    return {
+        'trainers_now': _table(trainers),
+        'blocks_now': _table(blocks[:MOST_BLOCKS]),
+        'said_now': [
+            *([f'And {more} more blocks.'] if more > 0 else []),
+            *map(in_words, status.limits),
+        ],
+    }
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> tuple[list[str], list[list[str]]] | None:
+    return (list(rows[0]), [list(row.values()) for row in rows]) if rows else None
 
 
 def _node_hours(found: Figures) -> dict[str, Any]:

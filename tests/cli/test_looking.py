@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from parsl_freetrain import BadInput, Checkpoints, LocalSite, TrainingFuture, freetrain_app
-from parsl_freetrain.cli.live.run_life import life_of
-from parsl_freetrain.cli.live.run_status import RunStatus
 from parsl_freetrain.cli.live.view import LiveView
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.executor.requests import Cancel
 from parsl_freetrain.ledger.rows import RunHistory, RunRow, TrainerRow
 from parsl_freetrain.ledger.writer import Ledger
+from parsl_freetrain.report.life import life_of
+from parsl_freetrain.report.status import RunStatus
 from tests.support.ledgers import demo_ledger
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until

@@ -10,31 +10,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 from PIL import Image
+from playwright.sync_api import Browser
 
-from parsl_freetrain.cli.live.curves import LiveCurves
+from parsl_freetrain.cli.live.page import LivePage
 from parsl_freetrain.cli.live.view import LiveView
-from parsl_freetrain.cli.live.web import Feed
-from parsl_freetrain.cli.live.web import Page as LivePage
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.ledger.reader import Reader
-from tests.support.browser import Browser, program
+from tests.support.browser import launched, tab
 from tests.support.programs import run_to_end
 
 SIZE = (1000, 760)
 PART = 0.5
 """Part of the total that each trainer has when the run's pictures are taken."""
 
-BEFORE_THE_COSTS = """(() => {
+BEFORE = """(() => {{
   document.querySelector('code').parentElement.remove();  // paths of this computer
-  const from = [...document.querySelectorAll('h2')].find(h => h.textContent.startsWith('What'));
+  const from = [...document.querySelectorAll('h2')].find(h => h.textContent.startsWith('{}'));
   while (from.nextSibling) from.nextSibling.remove();
   from.remove();
-})()"""
-"""Leaves the first half of the report."""
+}})()"""
+BEFORE_THE_COSTS, BEFORE_THE_CARDS = BEFORE.format('What'), BEFORE.format('Loss and speed')
+"""Leave the first part of the page."""
 
 TERMINAL = """<!DOCTYPE html><meta charset="utf-8"><style>
 body {{ margin: 0; background: #1d1f21; color: #e8e8e8; }}
@@ -45,9 +44,8 @@ pre {{ margin: 0; padding: 16px; font: 14px 'DejaVu Sans Mono', monospace; }}
 
 def main(out: Path) -> None:
     """Run the demonstration and write status.png, live.png and report.png to a folder."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, launched(Path(name) / 'browser') as browser:
         folder = Path(name)
-        browser = Browser(program(), folder / 'browser')
         demo = subprocess.Popen(
             [sys.executable, '-m', 'workflows.digits', '--epochs', '60', '--out', f'{folder}/run'],
             stdout=subprocess.DEVNULL,
@@ -57,15 +55,19 @@ def main(out: Path) -> None:
             if demo.wait():
                 sys.exit(f'The demonstration ended with status {demo.returncode}.')
             report = folder / 'run' / 'report.html'
-            tab = browser.page(report.as_uri(), SIZE)
-            tab.look(BEFORE_THE_COSTS)
-            tab.picture(out / 'report.png')
-            for picture in ('status', 'live', 'report'):
-                file = out / f'{picture}.png'
-                Image.open(file).convert('RGB').quantize(48).save(file, optimize=True)
+            picture(browser, report, out / 'report.png', SIZE, BEFORE_THE_COSTS)
         finally:
             demo.kill()
-            browser.close()
+
+
+def picture(
+    browser: Browser, html: Path, out: Path, size: tuple[int, int], script: str = 'null'
+) -> None:
+    """The whole page, after a script has changed it, with few colours."""
+    with tab(browser, html.as_uri(), size) as seen:
+        seen.page.evaluate(script)
+        seen.page.screenshot(path=out, full_page=True)
+    Image.open(out).convert('RGB').quantize(48).save(out, optimize=True)
 
 
 def during(browser: Browser, demo: subprocess.Popen[bytes], folder: Path, out: Path) -> None:
@@ -85,17 +87,10 @@ def during(browser: Browser, demo: subprocess.Popen[bytes], folder: Path, out: P
             env={'COLUMNS': '110', 'PATH': ''},
             check=True,
         ).stdout
-        curves = LiveCurves(reader).document
-        page = LivePage(Feed(view, 'checkpoints/ledger.sqlite', 1.0, curves=curves))
-        try:
-            tab = browser.page(page.address, SIZE)
-            for part in ('#charts', '#metrics'):
-                tab.wait(partial(tab.look, f'document.querySelector("{part} svg") !== null'))
-            tab.picture(out / 'live.png')
-        finally:
-            page.close()
+    (folder / 'live.html').write_text(LivePage(ledger, None, 1.0).newest()[0])
+    picture(browser, folder / 'live.html', out / 'live.png', SIZE, BEFORE_THE_CARDS)
     (folder / 'status.html').write_text(TERMINAL.format(html.escape(said)))
-    browser.page((folder / 'status.html').as_uri(), (940, 190)).picture(out / 'status.png')
+    picture(browser, folder / 'status.html', out / 'status.png', (940, 190))
 
 
 if __name__ == '__main__':

@@ -157,7 +157,7 @@ def _show(found: list[Finding]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from parsl_freetrain.cli.live.cells import clean
+    from parsl_freetrain.report.cells import clean
 
     table = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(3):

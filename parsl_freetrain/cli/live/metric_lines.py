@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from parsl_freetrain.cli.live.cells import clean
+from parsl_freetrain.report.cells import clean
 
 WIDTH = 24
 MOST_LINES = 16
@@ -17,7 +17,7 @@ BARS = '▁▂▃▄▅▆▇█'
 
 def metric_table(curves: Mapping[str, Mapping[str, Sequence[Any]]]) -> Table:
     """One line for each metric and trainer: how it went over the samples, and the last value.
-    ``curves``: as of :meth:`~parsl_freetrain.cli.live.curves.LiveCurves.document`.
+    ``curves``: as of :func:`~parsl_freetrain.report.metrics.metrics_document`.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style='dim')
     for title in ('metric', 'trainer', 'over samples', 'now', 'smallest', 'largest'):

@@ -15,7 +15,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from parsl_freetrain.cli.live.cells import (
+from parsl_freetrain.core.allocation.answer import Allocator
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.ledger.summary import CachedAllocator
+from parsl_freetrain.report.cells import (
     CELLS,
     block_cells,
     clean,
@@ -30,12 +34,8 @@ from parsl_freetrain.cli.live.cells import (
     trainer_cells,
     value_text,
 )
-from parsl_freetrain.cli.live.run_status import BlockNow, RunStatus, TrainerNow, snapshot
-from parsl_freetrain.cli.live.shares_and_budgets import in_words
-from parsl_freetrain.core.allocation.answer import Allocator
-from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.summary import CachedAllocator
+from parsl_freetrain.report.limits import in_words
+from parsl_freetrain.report.status import BlockNow, RunStatus, TrainerNow, snapshot
 
 MOST_BLOCKS = 12
 """Maximum number of open blocks to list; the others are counted."""

@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console, RenderableType
 
 from parsl_freetrain.cli.live.metric_lines import metric_table, sparkline
-from parsl_freetrain.cli.live.run_status import DecisionNow
 from parsl_freetrain.cli.live.view import LiveView, closing_table, run_live
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.summary import summary
 from parsl_freetrain.ledger.writer import Ledger
+from parsl_freetrain.report.status import DecisionNow
 from tests.support.ledgers import demo_ledger
 from tests.support.waiting import LIMIT_S
 

@@ -1,17 +1,16 @@
-"""``freetrain watch --web``: access to the page, and its contents in a real browser during a
-run.
-"""
+"""``freetrain watch --web``: access to the page, and the page in a real browser during a run."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import math
+import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -19,21 +18,16 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from playwright.sync_api import Browser, expect
 
 from parsl_freetrain.cli.live import web
-from parsl_freetrain.cli.live.cells import trainer_cells
-from parsl_freetrain.cli.live.curves import LiveCurves
-from parsl_freetrain.cli.live.run_status import RunStatus
-from parsl_freetrain.cli.live.view import LiveView
-from parsl_freetrain.cli.live.web import Feed, Page
+from parsl_freetrain.cli.live.page import LivePage
+from parsl_freetrain.cli.live.web import Page
 from parsl_freetrain.cli.main import main
-from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
-from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
-from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.ledger.writer import Ledger
-from tests.support.browser import DESKTOP, PHONE, Browser
+from tests.support.browser import PHONE, tab
 from tests.support.browser import browser as browser  # a fixture
-from tests.support.ledgers import demo_ledger
 from tests.support.waiting import LIMIT_S
 
 HOSTILE = '<img src=x onerror="document.title=\'broken\'">'
@@ -79,327 +73,222 @@ def live_run(folder: Path) -> Iterator[Ledger]:
 
 
 @contextmanager
-def served(path: Path, every_s: float = 0.05) -> Iterator[Page]:
-    with Reader(path) as reader:
-        view, curves = LiveView(reader, DpAllocator()), LiveCurves(reader).document
-        page = Page(Feed(view, str(path), every_s, curves=curves))
-        try:
-            yield page
-        finally:
-            page.close()
+def served(path: Path) -> Iterator[Page]:
+    page = Page(LivePage(path, None, 0.5).newest)
+    try:
+        yield page
+    finally:
+        page.close()
 
 
 @pytest.fixture
-def page(tmp_path: Path) -> Iterator[Page]:
-    with live_run(tmp_path), served(tmp_path / 'ledger.sqlite') as page:
+def page() -> Iterator[Page]:
+    page = Page(lambda: ('<p>the page', 7))
+    try:
         yield page
+    finally:
+        page.close()
 
 
 def ask(
     page: Page, path: str, method: str = 'GET', **headers: str
 ) -> tuple[int, dict[str, str], str]:
-    """Status, headers and text of an answer; a Host header of None's place is the right one."""
-    with closing(http.client.HTTPConnection(web.HOST, page.port, timeout=LIMIT_S)) as connection:
-        connection.request(
-            method, path, headers={name.replace('_', '-'): value for name, value in headers.items()}
-        )
+    """Status, headers and text of an answer."""
+    with closing(
+        http.client.HTTPConnection(web.HOST, page.server_port, timeout=LIMIT_S)
+    ) as connection:
+        connection.request(method, path, headers=headers)
         answer = connection.getresponse()
         return answer.status, dict(answer.getheaders()), answer.read().decode()
 
 
 def cookie_of(page: Page) -> str:
-    status, headers, _ = ask(page, f'/?{urlsplit(page.address).query}')
+    status, headers, _ = ask(page, f'/?token={page.token}')
     assert (status, headers['Location']) == (303, '/')
     return headers['Set-Cookie']
 
 
 def test_only_who_has_the_token_gets_anything(page: Page) -> None:
-    token = urlsplit(page.address).query.removeprefix('token=')
-    assert len(token) >= 40
+    token = page.token
+    assert len(token) >= 40 and page.address.endswith(f'/?token={token}')
     cookie = cookie_of(page)
     assert 'HttpOnly' in cookie and 'SameSite' in cookie and token in cookie
     name = cookie.partition('=')[0]
-    for path in ('/', '/page.js', '/style.css', '/events', '/absent'):
-        for given in (
-            '',
-            f'{name}=',
-            f'{name}={token[:-1]}',
-            f'other={token}',
-            f'{name}={token}x',
-            '\xff;;=',
-            f'{name}="',
-        ):
-            status, headers, text = ask(page, path, Cookie=given)
-            assert status == 403 and token not in str(headers) + text and 'cnn' not in text
-        assert ask(page, f'{path}?token={token[:-1]}')[0] == 403
-        assert ask(page, f'{path}?token=%ff%fe')[0] == 403
-    assert (
-        ask(page, f'/events?token={token}')[0] == 403
-    )  # only the first page takes it from the address
-    for path, kind in (
-        ('/', 'text/html'),
-        ('/page.js', 'text/javascript'),
-        ('/style.css', 'text/css'),
+    for given in (
+        '',
+        f'{name}=',
+        f'{name}={token[:-1]}',
+        f'other={token}',
+        f'{name}={token}x',
+        '\xff;;=',
+        f'{name}="',
     ):
-        status, headers, text = ask(page, path, Cookie=cookie)
-        assert status == 200 and headers['Content-Type'].startswith(kind) and token not in text
-        assert (
-            "default-src 'none'" in headers['Content-Security-Policy']
-            and headers['Cache-Control'] == 'no-store'
-        )
+        status, headers, text = ask(page, '/', Cookie=given)
+        assert status == 403 and token not in str(headers) + text and 'the page' not in text
+    status, headers, text = ask(page, '/', Cookie=cookie)
+    assert (status, text, headers['Refresh']) == (200, '<p>the page', '7')
+    assert headers['Content-Type'].startswith('text/html') and token not in str(headers)
+    assert headers['Cache-Control'] == 'no-store'
+    # What the address says counts, whatever cookies there are.
+    assert ask(page, f'/?token={token}', Cookie=f'{name}=old')[0] == 303
+    for wrong in (token[:-1], '%ff%fe'):
+        assert ask(page, f'/?token={wrong}', Cookie=cookie)[0] == 403
+    assert ask(page, '/absent')[0] == 403
     assert ask(page, '/../web.py', Cookie=cookie)[0] == 404
     assert ask(page, '/', 'POST', Cookie=cookie)[0] == 501
 
 
 def test_a_name_that_is_not_this_computers_is_refused(page: Page) -> None:
-    cookie = cookie_of(page)
+    cookie, port = cookie_of(page), page.server_port
     for host in (
         'evil.example',
-        f'evil.example:{page.port}',
+        f'evil.example:{port}',
         '127.0.0.1.evil.example',
         '',
         'localhost.evil:80',
         '10.0.0.1',
     ):
         assert ask(page, '/', Cookie=cookie, Host=host)[0] == 421, host
-        assert ask(page, f'/?{urlsplit(page.address).query}', Host=host)[0] == 421, host
-    for host in (
-        'localhost',
-        'localhost:8080',
-        f'127.0.0.1:{page.port}',
-        '[::1]:7',
-    ):  # a tunnel has another port
+        assert ask(page, f'/?token={page.token}', Host=host)[0] == 421, host
+    # A tunnel has another port.
+    for host in ('localhost', 'localhost:8080', f'127.0.0.1:{port}', '[::1]:7'):
         assert ask(page, '/', Cookie=cookie, Host=host)[0] == 200, host
 
 
-def test_it_listens_to_this_computer_only_and_ports_that_are_taken_are_said(
-    page: Page, tmp_path: Path
-) -> None:
+def test_it_listens_to_this_computer_only_and_ports_that_are_taken_are_said(page: Page) -> None:
     with closing(socket.socket()) as outside:
         outside.settimeout(5)
-        assert outside.connect_ex(('127.0.0.2', page.port)) != 0  # bound to one address, not to all
-    with Reader(tmp_path / 'ledger.sqlite') as reader:
-        feed = Feed(LiveView(reader), '', 1.0)
-        for port in (page.port, 99999):
-            with pytest.raises(BadInput, match=f'Port {port} of this computer cannot be used'):
-                Page(feed, port)
+        # It is bound to one address, not to all.
+        assert outside.connect_ex(('127.0.0.2', page.server_port)) != 0
+    for port in (page.server_port, 99999):
+        with pytest.raises(BadInput, match=f'Port {port} of this computer cannot be used'):
+            Page(page.newest, port)
 
 
-def test_idle_connections_do_not_keep_others_out_for_good(
-    page: Page, monkeypatch: pytest.MonkeyPatch
+ASK = """
+import os, socket, sys
+if len(sys.argv) > 2:
+    os.setuid(int(sys.argv[2]))
+with socket.socket() as one:
+    try:
+        one.connect(('127.0.0.1', int(sys.argv[1])))
+        one.sendall(b'GET / HTTP/1.0\\r\\nHost: localhost\\r\\n\\r\\n')
+        print(one.recv(12).decode())
+    except ConnectionError:
+        pass
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason='only root can become another user')
+def test_other_users_get_nothing_at_all(page: Page) -> None:
+    said = [
+        subprocess.run(
+            [sys.executable, '-c', ASK, str(page.server_port), *user],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for user in ([], ['65534'])
+    ]
+    assert said == ['HTTP/1.0 403', '']
+
+
+@pytest.mark.parametrize('sends', [b'', b'GET / HTTP/1.1\r\nX: '])
+def test_slow_requests_keep_nobody_out(
+    page: Page, monkeypatch: pytest.MonkeyPatch, sends: bytes
 ) -> None:
-    monkeypatch.setattr(web._Handler, 'timeout', 0.5)
-    silent = [
-        socket.create_connection((web.HOST, page.port), timeout=LIMIT_S)
+    """Each is ended after a time for the whole of it, however often it sends a little."""
+    monkeypatch.setattr(web, 'REQUEST_S', 1.0)
+    slow = [
+        socket.create_connection((web.HOST, page.server_port), timeout=LIMIT_S)
         for _ in range(web.MOST_CONNECTIONS + 8)
     ]
-    try:
-        for one in silent:
-            one.settimeout(LIMIT_S)
-            assert one.recv(1) == b''  # none of them is kept: too many, or nothing asked
-    finally:
-        for one in silent:
-            one.close()
+    waiting = set(slow)
+    end = time.monotonic() + LIMIT_S
+    for one in slow:
+        one.settimeout(0.05)
+    while waiting:
+        assert time.monotonic() < end
+        for one in list(waiting):
+            try:
+                one.sendall(sends and b'x')
+                if one.recv(1) == b'':
+                    waiting.remove(one)
+            except TimeoutError:
+                pass
+            except ConnectionError:
+                waiting.remove(one)
+    for one in slow:
+        one.close()
     assert ask(page, '/')[0] == 403
 
 
-def test_the_feed_reads_once_for_everybody(tmp_path: Path) -> None:
-    now = time.time()
-    with live_run(tmp_path), Reader(tmp_path / 'ledger.sqlite') as reader:
-        times = iter([now, now + 0.5, now + 1.5])
-        feed = Feed(LiveView(reader), 'x', 1.0, clock=lambda: next(times))
-        first, second, third = feed.document(), feed.document(), feed.document()
-    assert first is second and third is not second
-    assert (first['state'], first['over'], first['heading'], first['ledger']) == (
-        'running',
-        False,
-        'FreeTrain: run-1',
-        'x',
-    )
-
-
-def test_a_page_that_closes_waits_for_the_reading_of_its_ledger(tmp_path: Path) -> None:
-    """SQLite crashes the process if a connection is closed while it is read from."""
-    reading, go_on = threading.Event(), threading.Event()
-
-    class Slow(LiveView):
-        def snapshot(self, now: float) -> RunStatus:
-            reading.set()
-            assert go_on.wait(LIMIT_S)
-            return super().snapshot(now)
-
-    with live_run(tmp_path), Reader(tmp_path / 'ledger.sqlite') as reader:
-        feed = Feed(Slow(reader), 'x', 1.0)
-        page = Page(feed)
-        with closing(
-            http.client.HTTPConnection(web.HOST, page.port, timeout=LIMIT_S)
-        ) as connection:
-            connection.request('GET', '/events', headers={'Cookie': cookie_of(page)})
-            assert reading.wait(LIMIT_S)
-            end = threading.Thread(target=page.close)
-            end.start()
-            end.join(1.0)
-            assert end.is_alive()
-            go_on.set()
-            end.join()
-            for read in (feed.document, feed.charts, feed.curves):
-                with pytest.raises(FreeTrainError, match='not served any more'):
-                    read()
-
-
-def test_a_second_ctrl_c_while_a_page_closes_leaves_nobody_who_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with live_run(tmp_path), Reader(tmp_path / 'ledger.sqlite') as reader:
-        feed = Feed(LiveView(reader), 'x', 1.0)
-        page = Page(feed)
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(page._server, 'shutdown', lambda: signal.raise_signal(signal.SIGINT))
-            page.close()
-        with pytest.raises(FreeTrainError, match='not served any more'):
-            feed.document()
-        page.close()
-
-
-@pytest.mark.parametrize('size', [DESKTOP, PHONE], ids=['desktop', 'phone'])
-@pytest.mark.parametrize('dark', [False, True], ids=['light', 'dark'])
-def test_the_page_follows_the_run(
-    tmp_path: Path, browser: Browser, size: tuple[int, int], dark: bool
-) -> None:
-    with live_run(tmp_path) as ledger, served(tmp_path / 'ledger.sqlite') as page:
-        tab = browser.page(page.address, size, dark)
-        tab.wait(lambda: tab.look('document.querySelectorAll("[data-trainer]").length') == 2)
-        assert 'token' not in tab.look('location.href') and page.address.split('=')[
-            1
-        ] not in tab.look('document.cookie')
-        tab.wait(lambda: tab.look('document.querySelectorAll("#charts svg.plot").length') == 1)
-        tab.wait(lambda: tab.look('document.querySelector("[data-metric=loss] svg") !== null'))
-        # Each metric is drawn once.
-        assert tab.look("document.querySelectorAll('svg[aria-label*=loss]').length") == 1
-        assert tab.overflowing() == []
-        tab.picture(tmp_path / 'page.png')
-        text = tab.text()
-        assert (
-            HOSTILE in text
-            and 'run-1' in text
-            and 'b0' in text
-            and '12.3k/20k' in text
-            and '137/s' in text
-        )
-        with Reader(tmp_path / 'ledger.sqlite') as reader:
-            [cnn, _] = LiveView(reader, DpAllocator()).snapshot(time.time()).trainers
-        shown = tab.look(
-            'Object.fromEntries([...document.querySelectorAll("[data-trainer=cnn] .figures div")]'
-            '.map(d => [d.children[0].textContent, d.children[1].textContent]))'
-        )
-        same = {web.WORDS.get(key, key): value for key, value in trainer_cells(cnn).items()}
-        for moving in ('done in', 'efficiency U'):
-            del shown[moving], same[moving]
-        assert shown == same
-        assert tab.look('document.querySelector("[data-trainer=cnn] progress").value') == 12_345
+def test_the_page_follows_the_run(tmp_path: Path, browser: Browser) -> None:
+    with (
+        live_run(tmp_path) as ledger,
+        served(tmp_path / 'ledger.sqlite') as page,
+        tab(browser, page.address, PHONE) as seen,
+    ):
+        body, where = seen.page.locator('body'), f'http://127.0.0.1:{page.server_port}/'
+        expect(body).to_contain_text('12.3k/20k')
+        assert seen.page.url == where and page.token not in seen.page.evaluate('document.cookie')
+        text = seen.text()
+        assert all(word in text for word in (HOSTILE, 'run-1', 'b0', '137/s', 'starting'))
+        assert seen.page.locator("svg[aria-label='loss of cnn over samples']").count() == 1
 
         # What happens next shows by itself; a loss that is no number breaks nothing.
         ledger.trainers.fragment_progress(
             'cnn', 1, at=time.time(), samples=15_000, rate=140.0, metrics={'loss': math.nan}
         )
         ledger.commit()
-        tab.wait(lambda: '15k/20k' in tab.text() and 'nan' in tab.text())
+        expect(body).to_contain_text('15k/20k')
         ledger.trainers.state(HOSTILE, at=time.time(), state='failed', why=HOSTILE + ' broke')
         ledger.end_run('run-1', at=time.time(), how='done')
-        tab.wait(lambda: tab.look('document.body.dataset.over') == 'yes')
-        assert (
-            'ended: done' in tab.text()
-            and HOSTILE + ' broke' in tab.text()
-            and 'No block is open' in tab.text()
-        )
-        assert tab.look('document.title') == 'FreeTrain: ended'
-        assert tab.look('document.querySelectorAll("img").length') == 0
-        assert tab.complaints() == [] and tab.overflowing() == []
-        where = f'http://127.0.0.1:{page.port}/'
-        assert tab.asked_for() == {
-            page.address,
-            where,
-            where + 'page.js',
-            where + 'style.css',
-            where + 'events',
-            where + 'curves',
-        }
-        tab.close()
+        expect(body).to_contain_text(re.compile('ended: done'))
+        assert HOSTILE + ' broke' in seen.text() and 'At present' not in seen.text()
+        assert seen.page.locator('img, script').count() == 0
+        assert seen.complaints == [] and seen.overflowing() == []
+        assert seen.asked_for - {'data:,'} == {page.address, where}
 
 
-def test_metrics_are_drawn_over_the_chosen_axis(tmp_path: Path, browser: Browser) -> None:
-    demo_ledger(tmp_path / 'ledger.sqlite', runs=2, seconds=60.0)
-    with served(tmp_path / 'ledger.sqlite') as page:
-        tab = browser.page(page.address)
-        tab.wait(lambda: tab.look('document.querySelectorAll("[data-metric] .line").length') > 1)
-        lines = 'document.querySelectorAll("[data-metric=loss] .line").length'
-        label = 'document.querySelector("[data-metric=loss] svg").getAttribute("aria-label")'
-        assert (tab.look(lines), tab.look(label)) == (2, 'loss over samples')
-        assert {'cnn', 'mlp'} <= set(
-            tab.look('document.querySelector("#legend").innerText').split()
-        )
-        tab.look('place("axis").value = "seconds"; place("smooth").value = 0.9; showCurves()')
-        assert (tab.look(lines), tab.look(label)) == (4, 'loss over seconds')
-        assert tab.look('document.querySelectorAll("[data-metric=loss] .raw").length') == 2
-        tab.picture(tmp_path / 'metrics.png')
-        tab.look('place("axis").value = "epochs"; showCurves()')
-        assert 'No trainer has a total in epochs' in tab.text()
-        assert tab.complaints() == [] and tab.overflowing() == []
-        tab.close()
-
-
-def test_the_page_says_when_nobody_serves_it_any_more(tmp_path: Path, browser: Browser) -> None:
-    with live_run(tmp_path), served(tmp_path / 'ledger.sqlite') as page:
-        tab = browser.page(page.address)
-        tab.wait(lambda: 'cnn' in tab.text())
-    tab.wait(lambda: 'No connection to freetrain watch --web' in tab.text())
-    assert 'cnn' in tab.text()
-    tab.close()
-
-
-def test_a_ledger_without_a_run_yet_gets_its_first_one(tmp_path: Path, browser: Browser) -> None:
-    ledger = Ledger(tmp_path / 'ledger.sqlite')
-    with served(tmp_path / 'ledger.sqlite') as page:
-        tab = browser.page(page.address)
-        tab.wait(lambda: 'no run yet' in tab.text())
-        ledger.begin_run('first', at=time.time(), parsl_run_dir='', command='')
-        ledger.commit()
-        tab.wait(lambda: 'FreeTrain: first' in tab.text())
-        tab.close()
-    ledger.close()
+def test_the_last_page_is_not_asked_for_again_and_damage_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr('parsl_freetrain.cli.live.page.SHARE', 0)
+    path = tmp_path / 'ledger.sqlite'
+    with live_run(tmp_path) as ledger:
+        live = LivePage(path, None, 0.0)
+        assert live.newest()[1] == 1
+        path.rename(tmp_path / 'away')
+        text, again_s = live.newest()
+        assert text.startswith('The ledger cannot be read now: ') and again_s == 5
+        (tmp_path / 'away').rename(path)
+        ledger.end_run('run-1', at=time.time(), how='done')
+        text, again_s = live.newest()
+        assert 'ended: done' in text and again_s is None
+    path.unlink()
+    assert live.newest() == (text, None)
 
 
 def test_the_verb_prints_the_address_and_ends_with_ctrl_c(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with live_run(tmp_path):
-        command = [
-            sys.executable,
-            '-m',
-            'parsl_freetrain.cli.main',
-            'watch',
-            '--web',
-            '--ledger',
-            str(tmp_path),
-        ]
+        command = [sys.executable, '-m', 'parsl_freetrain.cli.main', 'watch', '--web']
         with subprocess.Popen(
-            [*command, '--json'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*command, '--json', '--ledger', str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         ) as watching:
             assert watching.stdout is not None and watching.stderr is not None
             address = urlsplit(json.loads(watching.stdout.readline())['address'])
-            with closing(
-                http.client.HTTPConnection(
-                    address.hostname or '', address.port or 0, timeout=LIMIT_S
-                )
-            ) as connection:
+            with closing(http.client.HTTPConnection(address.netloc, timeout=LIMIT_S)) as connection:
                 connection.request('GET', f'/?{address.query}')
                 assert connection.getresponse().status == 303
             watching.send_signal(signal.SIGINT)
-            assert (watching.wait(LIMIT_S), watching.stdout.read(), watching.stderr.read()) == (
-                0,
-                '',
-                '',
-            )
+            said = watching.wait(LIMIT_S), watching.stdout.read(), watching.stderr.read()
+            assert said == (0, '', '')
         for arguments, words in (
             (['--port', '80'], '--port says where --web'),
             (['--web', '--run', 'x'], "no run 'x'"),

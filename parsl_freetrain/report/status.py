@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from parsl_freetrain.cli.live.run_life import Liveness, life_of
-from parsl_freetrain.cli.live.shares_and_budgets import LimitNow, limits_of
-from parsl_freetrain.cli.where import run_named
 from parsl_freetrain.core.allocation.answer import Allocator, relative_gap
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import FINAL_STATES, FragmentRow, RunHistory, RunRow, TrainerRow
 from parsl_freetrain.ledger.summary import efficiency
 from parsl_freetrain.ledger.timeline import ending_of
+from parsl_freetrain.report.life import Liveness, life_of
+from parsl_freetrain.report.limits import LimitNow, limits_of
+from parsl_freetrain.report.names import run_named
 from parsl_freetrain.report.shape_speeds import USED, shape_of
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from parsl_freetrain.cli.live.run_status import as_document
-from parsl_freetrain.cli.live.shares_and_budgets import LimitNow
 from parsl_freetrain.cli.live.view import LiveView
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.events import TrainerSubmitted
@@ -17,6 +15,8 @@ from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import DecisionSettings
 from parsl_freetrain.ledger.writer import Ledger
+from parsl_freetrain.report.limits import LimitNow
+from parsl_freetrain.report.status import as_document
 
 
 def test_status_shows_budgets_over_restarts_and_minimum_shares(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parsl_freetrain.cli.live.run_status import BlockNow, RunStatus, TrainerNow
+from parsl_freetrain.report.status import BlockNow, RunStatus, TrainerNow
 
 LEAST_GAP = 1e-4
 """A decision that is at most this share of its worth off the best one counts as the best."""

@@ -1,0 +1,63 @@
+"""The report of a run as a page that is written anew while the run goes on."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import threading
+import time
+from html import escape
+from pathlib import Path
+
+from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.report.figures import figures
+from parsl_freetrain.report.names import run_named
+from parsl_freetrain.report.page import report_page
+
+SHARE = 10
+"""Of the time, at most one part in so many goes into writing the page."""
+
+
+class LivePage:
+    """The newest page about a run, for all browsers.
+
+    Parameters
+    ----------
+    path
+        The ledger.
+    run
+        The beginning of a run's name; None: the newest run.
+    every_s
+        Least number of seconds between two writings; more if they take long.
+    """
+
+    def __init__(self, path: Path, run: str | None, every_s: float) -> None:
+        self._path, self._run, self._every_s = path, run, every_s
+        self._lock = threading.Lock()
+        self._next, self._text, self._over = -math.inf, '', False
+        self._write()
+
+    def newest(self) -> tuple[str, int | None]:
+        """The page, and in how many seconds there will be another one; None: there will be none.
+        What keeps it from being written is said in its place.
+        """
+        with self._lock:
+            if not self._over and time.monotonic() >= self._next:
+                try:
+                    self._write()
+                except (BadInput, OSError, sqlite3.Error) as error:
+                    return escape(f'The ledger cannot be read now: {error}'), 5
+            wait_s = max(1, math.ceil(self._next - time.monotonic()))
+            return self._text, None if self._over else wait_s
+
+    def _write(self) -> None:
+        begun = time.monotonic()
+        with Reader(self._path) as reader:
+            names = [run.name for run in reader.history().runs]
+            name = run_named(names, self._run) or names[-1]
+            found = figures(reader, name, time.time(), DpAllocator())
+        self._text = report_page(found)
+        self._over = found.status.life.state in ('ended', 'died')
+        self._next = begun + max(self._every_s, SHARE * (time.monotonic() - begun))

@@ -1,0 +1,58 @@
+"""Finds runs and trainers by their names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from parsl_freetrain.core.model.errors import BadInput
+
+MOST_NAMES = 8
+
+
+def run_named(names: Sequence[str], given: str | None) -> str | None:
+    """The run whose name begins with ``given``; None for the newest run. Raises BadInput if there
+    is none, or more than one.
+    """
+    if given is None or given in names:
+        return given
+    found = [name for name in names if name.startswith(given)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise BadInput(
+            f'{len(found)} runs have names that begin with {given!r}: {_list(found)}; '
+            'give more of the name.'
+        )
+    raise BadInput(
+        f'There is no run {given!r} in this ledger; it has '
+        f'{_list(nearest(given, reversed(names))) or "none"}.'
+    )
+
+
+def trainer_named(names: Iterable[str], given: str) -> str:
+    """The trainer of this name. Raises BadInput if there is none; the message lists the existing
+    ones, the most similar first.
+    """
+    known = list(names)
+    if given not in known:
+        raise BadInput(
+            f'There is no trainer {given!r} in this run; it has '
+            f'{_list(nearest(given, known)) or "none"}.'
+        )
+    return given
+
+
+def nearest(given: str, names: Iterable[str]) -> list[str]:
+    """The names, the most similar to ``given`` first, then the others in their order."""
+    return sorted(
+        names,
+        key=lambda name: (
+            -round(difflib.SequenceMatcher(None, given.lower(), name.lower()).ratio(), 2)
+        ),
+    )
+
+
+def _list(names: Sequence[str]) -> str:
+    shown = ', '.join(map(repr, names[:MOST_NAMES]))
+    return f'{shown} and {len(names) - MOST_NAMES} more' if len(names) > MOST_NAMES else shown
