@@ -2,7 +2,7 @@
 and carries out the decision.
 
 Only this thread uses the controller, the blocks, the fragments and the control channel. Every event
-goes through one :class:`~parsl_freetrain.executor.notices.Stream`.
+goes through one :class:`~parsl_freetrain.executor.stream.Stream`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from parsl_freetrain.core.controller.controller_state import Reply
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import DecisionFailed, TrainerFailed
 from parsl_freetrain.executor import commands as co
-from parsl_freetrain.executor import notices as no
 from parsl_freetrain.executor.block.blocks import BlockManager
 from parsl_freetrain.executor.event_gathering import gather
 from parsl_freetrain.executor.fragment.control_channel import ControlServer, MemberDisconnected
+from parsl_freetrain.executor.fragment.listener import THINNED, THINNED_S
 from parsl_freetrain.executor.fragment.runner import FragmentRunner
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S
+from parsl_freetrain.executor.offer_changes import OfferChanges
 from parsl_freetrain.executor.request_handler import RequestHandler
+from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.host.clock_steps import ClockSteps
 from parsl_freetrain.sites.protocols import Site, Yielding
 from parsl_freetrain.training.spec.messages import FromMember, Notice
@@ -68,7 +70,7 @@ class EventLoop:
         self,
         controller: Controller,
         control: ControlServer,
-        stream: no.Stream,
+        stream: Stream,
         site: Site,
         blocks: BlockManager,
         fragments: FragmentRunner,
@@ -100,6 +102,8 @@ class EventLoop:
         self._asked_at = 0.0
         self._polled_early_at = 0.0  # since a node has disconnected
         self._begun_at = clock()
+        self._kept_problem_at = 0.0
+        self._offers = OfferChanges(OFFERS_PERIOD_S + 2 * site.poll_s)
         self._steps = ClockSteps(clock)
         self._ended = ''
         self._ending = threading.Lock()
@@ -245,10 +249,14 @@ class EventLoop:
         record = command.record
         self._fragments.records[name] = record
         self._stream.emit(
-            no.TrainerAccepted(now, record),
             ev.TrainerSubmitted(
-                now, record.trainer, record.checkpoint.samples, record.fragments_before
-            ),
+                now,
+                record.trainer,
+                record.checkpoint.samples,
+                record.fragments_before,
+                str(record.spec.mode),
+                record.spec.total_epochs,
+            )
         )
         if self._broken:
             self._stream.emit(ev.TrainerAborted(now, name, self._broken))
@@ -294,7 +302,7 @@ class EventLoop:
         while events := self._stream.next_batch():
             reply = Reply()
             try:
-                reply = self._controller.handle_all(events)
+                reply = self._controller.handle_all(events, now)
                 self._failures = 0
             except DecisionFailed as failed:  # the next event asks the allocator again
                 logger.exception('No decision could be made')
@@ -303,7 +311,7 @@ class EventLoop:
                 if self._failures >= MOST_FAILURES:
                     raise
             finally:
-                self._stream.emit(no.Handled(now, events, reply))
+                self._stream.emit(self._decided(reply, now))
             closing = [action for action in reply.actions if isinstance(action, ev.CloseBlock)]
             for action in reply.actions:
                 self._guarded(self._carry_out, action, now)
@@ -311,6 +319,18 @@ class EventLoop:
                 self._guarded(self._blocks.close, [action.block for action in closing], now)
             if any(isinstance(event, _URGENT) for event in events):
                 self._fragments.hurry(now)
+
+    def _decided(self, reply: Reply, now: float) -> ev.Decided:
+        """The event that the controller has handled a batch. Most problems are like the one before,
+        and large: of decisions that change nothing, few are kept.
+        """
+        if reply.decision is None:
+            return ev.Decided(now, reply.actions)
+        age_s, since_s = now - self._begun_at, now - self._kept_problem_at
+        keep = bool(reply.actions) or not 0 <= since_s < min(THINNED_S, THINNED * age_s)
+        if keep:
+            self._kept_problem_at = now
+        return reply.decision.event(now, reply.actions, keep_problem=keep)
 
     def _carry_out(self, action: ev.Action, now: float) -> None:
         match action:
@@ -330,9 +350,10 @@ class EventLoop:
             case ev.EndTrainer():
                 pass  # its future is settled by a subscriber
 
-    def _note_offers(self, now: float) -> None:
+    def _note_offers(self, now: float, last: bool = False) -> None:
         since = max(self._begun_at, now - OFFERS_BACK_S)
-        self._stream.emit(no.OffersSeen(now, self._site.offers(since, now)))
+        offers = self._site.offers(since, now)
+        self._stream.emit(ev.OffersSeen(now, self._offers.new(offers, now, last=last)))
 
     def _finish(self, why: str, how: str) -> None:
         """Give back all blocks, and settle everything that other threads wait for."""
@@ -344,13 +365,13 @@ class EventLoop:
                     f'because {why}; its checkpoints are in {record.store}, and the same '
                     'call continues from there.'
                 )
-                self._guarded(self._stream.emit, no.TrainerInterrupted(now, name, sentence))
+                self._guarded(self._stream.emit, ev.TrainerInterrupted(now, name, sentence))
         # After the futures: nodes that are given back now make no preemption there.
         self._guarded(self._blocks.close, list(self._blocks.blocks), now)
         self._guarded(self._blocks.leaving.cancel, math.inf)
-        self._guarded(self._note_offers, now)
+        self._guarded(self._note_offers, now, True)
         self._guarded(self._fragments.end, why)
-        self._stream.emit(no.RunEnded(now, how))
+        self._stream.emit(ev.RunEnded(now, how))
         with self._ending:
             self._ended = why
         for item in self._control.posted():

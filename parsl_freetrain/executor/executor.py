@@ -17,6 +17,8 @@ from parsl.executors.high_throughput.executor import HTEXFuture
 
 from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.controller.controller import Controller
+from parsl_freetrain.core.controller.settings import DecisionSettings
+from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.checked_settings import checked_arguments
 from parsl_freetrain.core.model.checked_values import Count
 from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
@@ -41,7 +43,6 @@ from parsl_freetrain.executor.fragment.runner import FRAGMENT, FragmentRunner
 from parsl_freetrain.executor.ledger_writer import LedgerWriter, about_this_process
 from parsl_freetrain.executor.metric_export import MetricExport
 from parsl_freetrain.executor.monitoring_export import MonitoringExport
-from parsl_freetrain.executor.notices import Stream
 from parsl_freetrain.executor.progress_line import ProgressLine
 from parsl_freetrain.executor.request_handler import RequestHandler
 from parsl_freetrain.executor.requests import Requests, requests_folder
@@ -56,11 +57,12 @@ from parsl_freetrain.executor.settings import (
     check_solver,
     check_trainer,
 )
+from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.executor.trainer.future import TrainingFuture
 from parsl_freetrain.executor.trainer.trainer_record import TrainerNames, TrainerRecord
 from parsl_freetrain.executor.trainer.updates import FutureUpdater
 from parsl_freetrain.host.processes import allow_open_files
-from parsl_freetrain.ledger.rows import DecisionSettings
+from parsl_freetrain.journal.append import JournalWriter
 from parsl_freetrain.ledger.writer import Ledger
 from parsl_freetrain.sites.named import chosen_provider
 from parsl_freetrain.sites.packed_environment import prepared
@@ -216,6 +218,21 @@ class FreeTrainExecutor(BlockExecutor):
             ),
         )
         undo.callback(lambda: ledger.end_run(run, at=time.time(), how='not started'))
+        journal = JournalWriter(self.ledger_path.with_suffix('.journal'))
+        undo.callback(journal.close)
+        journal.begin_run(
+            ev.RunBegan(
+                time.time(),
+                run,
+                str(self.run_dir),
+                shlex.join(sys.orig_argv),
+                **about_this_process(self.checkpoint_dir),
+                settings=DecisionSettings(
+                    settings, self.policy.solver_name, self.policy.solver_time_limit_s
+                ).plain(),
+            )
+        )
+        undo.callback(lambda: journal.take(ev.RunEnded(time.time(), 'not started')))
         undo.callback(self.shutdown)
         self._environment_command = prepared(provider.environment, self.checkpoint_dir)
         log_dir = str(Path(self.checkpoint_dir).absolute() / 'logs')
@@ -230,8 +247,10 @@ class FreeTrainExecutor(BlockExecutor):
         adopted = self._adoption.take_over(self._register)
         control = ControlServer(self.cert_dir, self.address, self.htex.interchange_port_range)
         undo.callback(control.close)
-        shown = ProgressLine(sys.stderr, self.ledger_path)
-        stream = Stream([LedgerWriter(ledger, run), FutureUpdater(), lock, shown])
+        records: dict[str, TrainerRecord] = {}
+        shown = ProgressLine(sys.stderr, records, self.ledger_path)
+        old = LedgerWriter(ledger, run, records)
+        stream = Stream([FutureUpdater(records), lock, shown], [journal, old])
         fragments = FragmentRunner(
             control,
             stream,
@@ -245,6 +264,7 @@ class FreeTrainExecutor(BlockExecutor):
             ),
             self.timeouts,
             self._submit_inner,
+            records,
         )
         stream.subscribers.append(fragments)
         blocks = BlockManager(

@@ -12,11 +12,8 @@ from typing import Any
 
 import psutil
 
-from parsl_freetrain.core.allocation.problem import record_of
-from parsl_freetrain.core.controller.controller_state import Decision
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.types import Trainer
-from parsl_freetrain.executor import notices as no
 from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
 from parsl_freetrain.ledger.writer import Ledger
 from parsl_freetrain.training.spec.shapes import Shapes
@@ -43,55 +40,79 @@ class LedgerWriter:
     of the run, as in :meth:`Ledger.begin_run`.
     """
 
-    def __init__(self, ledger: Ledger, run: str) -> None:
+    def __init__(self, ledger: Ledger, run: str, records: Mapping[str, TrainerRecord]) -> None:
         self._ledger = ledger
         self._run = run
+        self._records = records
         self._shapes: dict[str, Mapping[int, Shapes]] = {}  # of trainers that have shapes
         self._over: set[str] = set()  # trainers that have ended; their state is final
+        self._batch: list[ev.Event] = []
+        self._nodes: dict[str, str] = {}
 
     def flush(self) -> None:
         """Commit pending rows."""
         self._ledger.commit()
 
-    def take(self, notice: no.Notice) -> None:
-        """Record one notice."""
-        match notice:
-            case no.Handled():
-                self._handled(notice)
-            case no.TrainerAccepted(record=record):
-                self._trainer(record, notice.at)
-            case no.TrainerInterrupted(trainer=trainer):
-                self._state(trainer, 'interrupted', notice.at)
+    def take(self, event: ev.Event) -> None:
+        """Record one event."""
+        if not isinstance(event, ev.NOTES):
+            self._batch.append(event)
+        match event:
+            case ev.Decided():
+                self._handled(event)
+            case ev.TrainerSubmitted():
+                if record := self._records.get(event.trainer.name):
+                    self._trainer(record, event.at)
+                else:
+                    self._ledger.trainers.submitted(
+                        name=event.trainer.name,
+                        at=event.at,
+                        spec={},
+                        total_samples=event.trainer.total_samples,
+                        samples=event.samples,
+                    )
+            case ev.TrainerInterrupted(trainer=trainer):
+                self._state(trainer, 'interrupted', event.at)
                 self._over.add(trainer)
-            case no.OffersSeen(offers=offers):
+            case ev.OffersSeen(offers=offers):
                 self._ledger.nodes.offered((o.node, o.start, o.end) for o in offers)
-                self._ledger.alive(notice.at)
-            case no.RunEnded(how=how):
-                self._ledger.end_run(self._run, at=notice.at, how=how)
+                self._ledger.alive(event.at)
+            case ev.RunEnded(how=how):
+                self._ledger.end_run(self._run, at=event.at, how=how)
                 self._ledger.close()
             case _:
-                self._block_or_node(notice)
-                self._fragment(notice)
+                self._block_or_node(event)
+                self._fragment(event)
 
-    def _handled(self, handled: no.Handled) -> None:
-        self._ledger.decisions.batch(handled.at, handled.events)
-        for event in handled.events:
+    def _handled(self, decided: ev.Decided) -> None:
+        self._ledger.decisions.batch(decided.at, self._batch)
+        for event in self._batch:
             self._event(event)
             match event:
                 case ev.BlockEndKnown(block=block, until_s=until_s):
                     self._ledger.nodes.block_until(block, until=until_s)
                 case ev.TotalKnown(trainer=trainer, total_samples=total_samples):
                     self._ledger.trainers.total(trainer, total_samples)
-        if handled.reply.decision is not None:
-            self._decision(handled.reply.decision)
-        for action in handled.reply.actions:
+                case ev.FragmentEnded():
+                    names = ('start_s', 'step_s', 'checkpoint_s', 'memory')
+                    self._ledger.event(
+                        at=event.at,
+                        kind='FragmentTimed',
+                        trainer=event.trainer,
+                        fragment=event.fragment,
+                        detail={name: getattr(event, name) for name in names},
+                    )
+        self._batch.clear()
+        if decided.trigger:
+            self._decision(decided)
+        for action in decided.actions:
             match action:
                 case ev.EndTrainer():
-                    self._state(action.trainer, action.state, handled.at, action.why)
+                    self._state(action.trainer, action.state, decided.at, action.why)
                     self._over.add(action.trainer)
                 case ev.StartFragment() if shapes := self._shapes.get(action.trainer):
                     self._ledger.event(
-                        at=handled.at,
+                        at=decided.at,
                         kind='ShapeUsed',
                         trainer=action.trainer,
                         fragment=action.fragment,
@@ -102,7 +123,7 @@ class LedgerWriter:
         """Write a row for an event that may matter to an explanation."""
         if isinstance(event, UNRECORDED):
             return
-        detail = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
+        detail = {name: getattr(event, name) for name in event.__struct_fields__}
         known = {key: detail.pop(key, None) for key in ('trainer', 'fragment', 'block')}
         if isinstance(known['trainer'], Trainer):
             known['trainer'] = known['trainer'].name
@@ -114,24 +135,23 @@ class LedgerWriter:
             **known,
         )
 
-    def _decision(self, decision: Decision) -> None:
+    def _decision(self, decided: ev.Decided) -> None:
         """Write what a decision was based on, the decision, and its expected gain."""
         self._ledger.decisions.decision(
-            at=decision.at,
-            trigger=decision.trigger,
-            nodes=decision.nodes,
-            status=decision.answer.status,
-            solver=decision.answer.solver,
-            objective=decision.answer.objective,
-            seconds=decision.answer.seconds,
-            bound=decision.answer.bound,
-            staying=decision.staying,
-            current=decision.current,
-            allocation=decision.answer.allocation,
-            actions=decision.actions,
+            at=decided.at,
+            trigger=decided.trigger,
+            nodes=decided.nodes,
+            status=decided.status,
+            solver=decided.solver,
+            objective=decided.objective,
+            seconds=decided.seconds,
+            bound=decided.bound,
+            staying=decided.staying,
+            current=decided.current,
+            allocation=decided.allocation,
+            actions=decided.actions,
         )
-        document = record_of(decision.problem)
-        if document is not None:
+        if (document := decided.document) is not None:
             self._ledger.decisions.problem(document)
 
     def _trainer(self, record: TrainerRecord, at: float) -> None:
@@ -169,10 +189,10 @@ class LedgerWriter:
         if trainer not in self._over:
             self._ledger.trainers.state(trainer, at=at, state=state, why=why)
 
-    def _block_or_node(self, notice: no.Notice) -> None:
-        at = notice.at
-        match notice:
-            case no.BlockSubmitted(block=block, job_id=job_id, request=request):
+    def _block_or_node(self, event: ev.Event) -> None:
+        at = event.at
+        match event:
+            case ev.BlockOpened(block=block, job_id=job_id, request=request):
                 self._ledger.nodes.block_opened(
                     block,
                     at=at,
@@ -182,68 +202,71 @@ class LedgerWriter:
                     names=request.names,
                     node_class=request.node_class,
                 )
-            case no.BlockRefused(nodes=nodes, next_try_s=next_try_s, error=error):
+            case ev.BlockRefused(nodes=nodes, next_try_s=next_try_s, error=error):
                 detail = {'nodes': nodes, 'next_try_s': next_try_s, 'error': error}
                 self._ledger.event(at=at, kind='BlockRefused', detail=detail)
-            case no.BlockGone(block=block, how=how):
+            case ev.BlockClosed(block=block, how=how):
                 self._ledger.nodes.block_closed(block, at=at, how=how)
-            case no.NodeReady(block=block, node=node, name=name):
-                self._ledger.nodes.joined(node, at=at, block=block, name=name)
-            case no.NodeUnusable(block=block, node=node, error=error):
+            case ev.NodesJoined(block=block, nodes=nodes, hosts=hosts):
+                for node, name in zip(nodes, hosts or nodes, strict=True):
+                    self._ledger.nodes.joined(node, at=at, block=block, name=name)
+            case ev.NodeUnusable(block=block, node=node, error=error):
                 self._ledger.event(
                     at=at, kind='NodeUnusable', block=block, node=node, detail={'error': error}
                 )
-            case no.NodeGone(node=node, how=how):
-                self._ledger.nodes.left(node, at=at, how=how)
+            case ev.NodesLeft(nodes=nodes, how=how):
+                for node in nodes:
+                    self._ledger.nodes.left(node, at=at, how=how)
 
-    def _fragment(self, notice: no.Notice) -> None:
-        at = notice.at
-        match notice:
-            case no.FragmentLaunched(trainer=trainer, fragment=fragment):
+    def _fragment(self, event: ev.Event) -> None:
+        at = event.at
+        match event:
+            case ev.FragmentLaunched(trainer=trainer, fragment=fragment):
                 self._ledger.trainers.fragment_decided(
                     trainer,
                     fragment,
                     at=at,
-                    task_id=notice.task_id,
-                    nodes=notice.nodes,
-                    deadline=notice.deadline_s,
-                    from_samples=notice.samples,
+                    task_id=event.task,
+                    nodes=event.nodes,
+                    deadline=event.deadline_s,
+                    from_samples=event.samples,
                 )
-                if notice.task is not None:
+                if not event.failed:
                     self._state(trainer, 'running', at)
-            case no.FragmentStarted(trainer=trainer, fragment=fragment, samples=samples):
+            case ev.FragmentStarted(trainer=trainer, fragment=fragment, samples=samples):
                 self._ledger.trainers.fragment_started(trainer, fragment, at=at, samples=samples)
-            case no.MetricsReported(trainer=trainer, fragment=fragment):
+            case ev.FragmentProgressed(trainer=trainer, fragment=fragment):
                 self._ledger.trainers.fragment_progress(
                     trainer,
                     fragment,
                     at=at,
-                    samples=notice.samples,
-                    rate=notice.rate,
-                    metrics=notice.metrics,
+                    samples=event.samples,
+                    rate=event.rate,
+                    metrics=event.metrics,
                 )
-            case no.CheckpointWritten(checkpoint=checkpoint, seconds=seconds, pause_s=pause_s):
+            case ev.CheckpointSaved(checkpoint=checkpoint):
                 self._ledger.trainers.checkpoint(
                     checkpoint.trainer,
                     checkpoint.fragment,
                     at=at,
                     samples=checkpoint.samples,
                     path=checkpoint.path,
-                    seconds=seconds,
-                    pause_s=pause_s,
+                    seconds=checkpoint.seconds,
+                    pause_s=checkpoint.pause_s,
                     metrics=checkpoint.metrics,
                 )
-            case no.FragmentConcluded(trainer=trainer, fragment=fragment, result=result):
+            case ev.FragmentEnded(trainer=trainer, fragment=fragment):
                 self._state(trainer, 'queued', at)
+                samples = event.samples
                 self._ledger.trainers.fragment_ended(
                     trainer,
                     fragment,
                     at=at,
-                    ending=result.ending.value,
-                    samples=notice.kept,
-                    reached=notice.reached,
-                    committed=result.checkpoint.samples,
-                    error=result.error,
+                    ending=event.ending.value,
+                    samples=samples,
+                    reached=samples if event.reached is None else event.reached,
+                    committed=event.committed,
+                    error=event.error,
                 )
 
 

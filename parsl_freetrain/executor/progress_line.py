@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from parsl_freetrain.executor import notices as no
+from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.executor.trainer.future import TrainingFuture
+from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
 
 EVERY_S = 0.5
 MOST_TRAINERS = 3
@@ -21,6 +22,8 @@ class ProgressLine:
 
     Parameters
     ----------
+    records
+        All trainers of the run, by name.
     ledger
         Named once, for ``freetrain watch``.
     clock
@@ -28,23 +31,27 @@ class ProgressLine:
     """
 
     def __init__(
-        self, out: TextIO, ledger: Path, clock: Callable[[], float] = time.monotonic
+        self,
+        out: TextIO,
+        records: Mapping[str, TrainerRecord],
+        ledger: Path,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._out = out
         self._on = out.isatty()
-        self._ledger = ledger
+        self._records, self._ledger = records, ledger
         self._clock = clock
         self._futures: list[TrainingFuture] = []
         self._shown_at = -EVERY_S
 
-    def take(self, notice: no.Notice) -> None:
+    def take(self, event: ev.Event) -> None:
         """Note a trainer; end the line with the run."""
-        match notice:
-            case no.TrainerAccepted(record=record):
+        match event:
+            case ev.TrainerSubmitted(trainer=trainer) if record := self._records.get(trainer.name):
                 if self._on and not self._futures:
                     self._out.write(f'freetrain watch --ledger {self._ledger} shows more.\n')
                 self._futures.append(record.future)
-            case no.RunEnded() if self._on and self._futures:
+            case ev.RunEnded() if self._on and self._futures:
                 self._out.write(_CLEAR + self._line() + '\n')
                 self._out.flush()
                 self._on = False

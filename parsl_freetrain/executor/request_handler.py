@@ -5,8 +5,8 @@ from __future__ import annotations
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.executor.fragment.runner import FragmentRunner
-from parsl_freetrain.executor.notices import Stream
 from parsl_freetrain.executor.requests import Answer, Cancel, Preempt, Request, Requests
+from parsl_freetrain.executor.stream import Stream
 
 
 class RequestHandler:

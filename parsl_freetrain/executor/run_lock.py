@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.executor import notices as no
 from parsl_freetrain.host.files import make_dir, write_new
 from parsl_freetrain.training.process.block_lease import (
     Holder,
@@ -79,10 +79,10 @@ class RunLock:
         """This run has ended."""
         release(self._path, self._run)
 
-    def take(self, notice: no.Notice) -> None:
+    def take(self, event: ev.Event) -> None:
         """Touch the file now and then."""
-        if isinstance(notice, no.OffersSeen) and not (0 <= notice.at - self._touched_at < BEAT_S):
-            self._touched_at = notice.at
+        if isinstance(event, ev.OffersSeen) and not (0 <= event.at - self._touched_at < BEAT_S):
+            self._touched_at = event.at
             with contextlib.suppress(OSError, BadInput):
                 self._give_a_sign()
 

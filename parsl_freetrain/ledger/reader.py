@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
+from parsl_freetrain.core.controller.settings import DecisionSettings
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.event_json import decode_actions, decode_events, from_json
 from parsl_freetrain.ledger import schema
@@ -19,7 +20,6 @@ from parsl_freetrain.ledger.rows import (
     Batch,
     BlockRow,
     CheckpointRow,
-    DecisionSettings,
     FragmentRow,
     NodeRow,
     Offer,

@@ -5,28 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.controller.settings import DecisionSettings
 from parsl_freetrain.core.model.events import Event
 
 FINAL_STATES = frozenset({'finished', 'failed', 'cancelled'})
 """States that a trainer does not leave within a run."""
-
-
-@dataclass(frozen=True)
-class DecisionSettings:
-    """How a run decides: all that it takes to rebuild its controller.
-
-    Attributes
-    ----------
-    solver
-        The name of the solver; None: an allocator that has no name.
-    time_limit_s
-        How long the solver may take over one decision, in seconds.
-    """
-
-    controller: ControllerSettings
-    solver: str | None
-    time_limit_s: float
 
 
 @dataclass(frozen=True)

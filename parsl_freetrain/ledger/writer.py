@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from parsl_freetrain.core.controller.settings import DecisionSettings
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.event_json import to_json
 from parsl_freetrain.ledger.connection import BUSY_S, open_for_writing, transaction, wait_at_most
 from parsl_freetrain.ledger.decision_rows import DecisionRows
 from parsl_freetrain.ledger.node_rows import NodeRows
 from parsl_freetrain.ledger.pending_rows import LAST_S, PendingRows, as_int, as_json
-from parsl_freetrain.ledger.rows import DecisionSettings
 from parsl_freetrain.ledger.trainer_rows import TrainerRows
 
 

@@ -10,7 +10,7 @@ from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
-from parsl_freetrain.core.model.types import BlockRequest, Hole
+from parsl_freetrain.core.model.types import BlockRequest, Hole, NodeOffer
 
 
 class HoleGone(FreeTrainError, RuntimeError):
@@ -18,15 +18,6 @@ class HoleGone(FreeTrainError, RuntimeError):
 
     Look at the holes again.
     """
-
-
-@dataclass(frozen=True)
-class NodeOffer:
-    """A node was idle for us from ``start`` to ``end``, in seconds of ``time.time()``."""
-
-    node: str
-    start: float
-    end: float
 
 
 class HoleSource(Protocol):

@@ -14,8 +14,8 @@ import pytest
 
 from parsl_freetrain import BadInput, LocalSite, TrainerFailed, freetrain_app
 from parsl_freetrain.cli.main import main
+from parsl_freetrain.core.model.events import OffersSeen
 from parsl_freetrain.executor import run_lock
-from parsl_freetrain.executor.notices import OffersSeen
 from parsl_freetrain.executor.run_lock import FILE, SILENT_S, RunLock
 from parsl_freetrain.training.process.block_lease import Holder, write_holder
 from tests.support.training import fit, freetrain

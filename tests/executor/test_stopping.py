@@ -15,7 +15,7 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.executor.fragment.orders import ControlEndpoint
 from parsl_freetrain.executor.fragment.runner import FRAGMENT, FragmentRunner
-from parsl_freetrain.executor.notices import Stream
+from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
 from parsl_freetrain.training.spec.messages import FromMember, Started
 from tests.support.training import fit

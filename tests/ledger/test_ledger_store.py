@@ -15,11 +15,10 @@ from typing import cast
 import numpy as np
 import pytest
 
-from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.controller.settings import ControllerSettings, DecisionSettings
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.events import NodesJoined, StartFragment
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.rows import DecisionSettings
 from parsl_freetrain.ledger.writer import Ledger
 from tests.support.programs import run_to_end
 from tests.support.waiting import LIMIT_S

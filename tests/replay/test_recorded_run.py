@@ -13,13 +13,11 @@ from parsl_freetrain import Checkpoints, LocalSite, Reproducible, freetrain_app
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.controller_state import Reply
-from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.controller.settings import ControllerSettings, DecisionSettings
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 from parsl_freetrain.executor.ledger_writer import LedgerWriter
-from parsl_freetrain.executor.notices import Handled
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.rows import DecisionSettings
 from parsl_freetrain.ledger.writer import Ledger
 from parsl_freetrain.solver import allocator_named
 from tests.support.training import fit, freetrain
@@ -48,7 +46,7 @@ def recorded(path: Path, settings: DecisionSettings | None = SETTINGS) -> Path:
     """Trainer a runs on two nodes; two more join when a rescale would cost 2 s; then b comes."""
     ledger = Ledger(path)
     ledger.begin_run('by-hand', at=1000.0, parsl_run_dir='', command='', settings=settings)
-    writer = LedgerWriter(ledger, 'by-hand')
+    writer = LedgerWriter(ledger, 'by-hand', {})
     decides = settings or SETTINGS
     controller = Controller(allocator_named('auto', isolated=False), decides.controller)
     batches: tuple[tuple[ev.Event, ...], ...] = (
@@ -66,7 +64,14 @@ def recorded(path: Path, settings: DecisionSettings | None = SETTINGS) -> Path:
             reply = controller.handle_all(batch)
         except ValueError:
             reply = Reply()
-        writer.take(Handled(batch[0].at, batch, reply))
+        for event in batch:
+            writer.take(event)
+        at, decision = batch[0].at, reply.decision
+        writer.take(
+            ev.Decided(at, reply.actions)
+            if decision is None
+            else decision.event(at, decision.actions, keep_problem=True)
+        )
     ledger.end_run('by-hand', at=1040.0, how='shutdown')
     ledger.close()
     return path

@@ -9,11 +9,10 @@ import pytest
 from rich.console import Console
 
 from parsl_freetrain.cli.live.view import LiveView
-from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.controller.settings import ControllerSettings, DecisionSettings
 from parsl_freetrain.core.model.events import TrainerSubmitted
 from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.rows import DecisionSettings
 from parsl_freetrain.ledger.writer import Ledger
 from parsl_freetrain.report.limits import LimitNow
 from parsl_freetrain.report.status import as_document

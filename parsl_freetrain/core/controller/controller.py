@@ -85,11 +85,11 @@ class Controller:
         """
         return self.handle_all((event,))
 
-    def handle_all(self, events: Sequence[ev.Event]) -> Reply:
+    def handle_all(self, events: Sequence[ev.Event], at: float | None = None) -> Reply:
         """Process all events of one instant, in this order, and decide once.
 
         Then no decision uses nodes that are known to leave, or overlooks nodes that are known to
-        join. All events have the same time. Otherwise as :meth:`handle`.
+        join. ``at``: the time; default: that of the last event. Otherwise as :meth:`handle`.
 
         Raises
         ------
@@ -98,7 +98,7 @@ class Controller:
         """
         if not events:
             return Reply()
-        at = events[-1].at
+        at = events[-1].at if at is None else at
         actions: list[ev.Action] = []
         triggers: dict[str, None] = {}
         for event in events:
@@ -299,16 +299,12 @@ class Controller:
         return [], False
 
     @_take_in.register
-    def _(self, event: ev.FragmentTimed) -> tuple[list[ev.Action], bool]:
-        if trainer := self.state.trainers.get(event.trainer):
+    def _(self, event: ev.FragmentEnded) -> tuple[list[ev.Action], bool]:
+        trainer = self.state.trainers.get(event.trainer)
+        if trainer is not None:
             trainer.measured.timed(event.start_s, event.step_s, event.checkpoint_s)
             self.state.changed[event.trainer] = None
             self.state.timed()
-        return [], False
-
-    @_take_in.register
-    def _(self, event: ev.FragmentEnded) -> tuple[list[ev.Action], bool]:
-        trainer = self.state.trainers.get(event.trainer)
         if trainer is None or trainer.running is None or trainer.running.number != event.fragment:
             return [], False
         ended = self.state.end(event.trainer, trainer, event.at)

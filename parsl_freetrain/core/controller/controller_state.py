@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from parsl_freetrain.core.allocation.answer import Answer
-from parsl_freetrain.core.allocation.problem import Problem
+from parsl_freetrain.core.allocation.problem import Problem, record_of
 from parsl_freetrain.core.controller.budgets import Budgets
 from parsl_freetrain.core.controller.charges import Charges
 from parsl_freetrain.core.controller.class_profiles import ClassProfiles
@@ -16,7 +16,7 @@ from parsl_freetrain.core.controller.overheads import Measured
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.controller.shape_choice import ShapeChoice
 from parsl_freetrain.core.controller.throughput_profile import Profile
-from parsl_freetrain.core.model.events import Action, EndTrainer
+from parsl_freetrain.core.model.events import Action, Decided, EndTrainer, packed
 from parsl_freetrain.core.model.types import BlockRequest, Trainer
 
 
@@ -355,6 +355,25 @@ class Decision:
     answer: Answer
     problem: Problem
     actions: tuple[Action, ...]
+
+    def event(self, at: float, actions: tuple[Action, ...], *, keep_problem: bool) -> Decided:
+        """The event that this was decided, with all actions of the reply."""
+        answer = self.answer
+        return Decided(
+            at,
+            actions,
+            self.trigger,
+            self.nodes,
+            answer.status,
+            answer.solver,
+            answer.objective,
+            answer.bound,
+            self.staying,
+            answer.seconds,
+            dict(self.current),
+            dict(answer.allocation),
+            packed(record_of(self.problem)) if keep_problem else b'',
+        )
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 from msgspec import field
 
 from parsl_freetrain.core.allocation.constraints import EVERYBODY, OWNERS, check_keys
@@ -17,6 +21,7 @@ from parsl_freetrain.core.model.checked_values import (
     SecondsOrNever,
 )
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.events import RunBegan
 
 
 class DecisionPolicy(Settings, frozen=True, kw_only=True):
@@ -152,3 +157,33 @@ class ControllerSettings(DecisionPolicy, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_keys(self.used_before, 'use', 'node-seconds', ('trainer', *OWNERS, EVERYBODY))
+
+
+@dataclass(frozen=True)
+class DecisionSettings:
+    """How a run decides: all that it takes to rebuild its controller.
+
+    Attributes
+    ----------
+    solver
+        The name of the solver; None: an allocator that has no name.
+    time_limit_s
+        How long the solver may take over one decision, in seconds.
+    """
+
+    controller: ControllerSettings
+    solver: str | None
+    time_limit_s: float
+
+    @classmethod
+    def of(cls, began: RunBegan) -> DecisionSettings | None:
+        """Those of a recorded run; None: it has none. Raises BadInput if they cannot be read."""
+        try:
+            return msgspec.convert(began.settings, cls) if began.settings else None
+        except ValueError as error:
+            raise BadInput(f'The settings of run {began.name!r} cannot be read: {error}.') from None
+
+    def plain(self) -> dict[str, Any]:
+        """As :class:`~parsl_freetrain.core.model.events.RunBegan` keeps them."""
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain

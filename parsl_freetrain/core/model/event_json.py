@@ -20,9 +20,7 @@ T = TypeVar('T')
 
 def encode(items: Iterable[ev.Event | ev.Action]) -> str:
     """A JSON list of events or actions. Infinity is written as ``Infinity``, as Python reads it."""
-    return json.dumps(
-        [{'type': type(item).__name__, **_fields(item)} for item in items], separators=(',', ':')
-    )
+    return json.dumps([_fields(item) for item in items], separators=(',', ':'))
 
 
 def decode_events(text: str) -> tuple[ev.Event, ...]:

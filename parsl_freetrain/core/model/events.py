@@ -1,4 +1,8 @@
-"""The controller's inputs (events) and outputs (actions).
+"""Every fact of a run, and the controller's actions.
+
+An event is one class from where it is seen to where it is read: a rank or a node sends it, the
+controller handles it, the journal keeps it, and reports, command line and replay read it back.
+:mod:`parsl_freetrain.core.model.fold` makes a run's state of them.
 
 Every event carries ``at``, the time at which it was seen, in seconds of one clock per run; the
 controller has no other clock. Node names are unique within a run: a node that comes back in
@@ -7,11 +11,22 @@ another block has another name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, msgpack
 
 from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
-from parsl_freetrain.core.model.types import BlockRequest, Hole, Trainer
+from parsl_freetrain.core.model.types import BlockRequest, Checkpoint, Hole, NodeOffer, Trainer
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
+"""A duration or a time since the epoch; Meta's bounds also refuse what is not finite."""
+Rate = Annotated[float, Meta(ge=0.0, le=1e15)]
+Metrics = Mapping[str, float]
+"""Metrics reported by the user; they need not be finite."""
 
 
 class Ending(StrEnum):
@@ -23,39 +38,47 @@ class Ending(StrEnum):
     FAILED = 'failed'  # the user's code raised
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(Struct, frozen=True, tag=True):
+    """Something that happened at ``at``."""
+
     at: float
 
 
-@dataclass(frozen=True)
-class HolesSeen(Event):
+class HolesSeen(Event, frozen=True):
     """What the site offers beyond the blocks that are open already."""
 
     holes: tuple[Hole, ...]
 
 
-@dataclass(frozen=True)
-class BlockOpened(Event):
-    """A block was submitted; ``request`` is what the controller asked for."""
+class BlockOpened(Event, frozen=True):
+    """A block was submitted as the batch system's job ``job_id``, or adopted from an earlier run;
+    ``request`` is what the controller asked for.
+    """
 
     block: str
     request: BlockRequest
+    job_id: str = ''
 
 
-@dataclass(frozen=True)
-class BlockStarted(Event):
+class BlockRefused(Event, frozen=True):
+    """The site refused a block; the next one is submitted ``next_try_s`` seconds later."""
+
+    nodes: int
+    next_try_s: float
+    error: str
+
+
+class BlockStarted(Event, frozen=True):
     """A block has got its nodes, at ``since_s`` at the earliest."""
 
     block: str
     since_s: float
 
 
-@dataclass(frozen=True)
-class NodesJoined(Event):
+class NodesJoined(Event, frozen=True):
     """Nodes of a block are ready for fragments; ``until_s``: when the block ends, None
     if unknown; ``node_class``: their kind; ``hosts``: the hosts that they are on, by default of
-    their own names.
+    their own names; ``devices``: the number of accelerators of each, where that is known.
     """
 
     block: str
@@ -63,18 +86,25 @@ class NodesJoined(Event):
     until_s: float | None = None
     node_class: str = ''
     hosts: tuple[str, ...] = ()
+    devices: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class BlockEndKnown(Event):
+class NodeUnusable(Event, frozen=True):
+    """A node's first task failed, or a device of it is broken."""
+
+    block: str
+    node: str
+    error: str
+
+
+class BlockEndKnown(Event, frozen=True):
     """The end of a block became known or moved (a notice, an administrator)."""
 
     block: str
     until_s: float | None
 
 
-@dataclass(frozen=True)
-class NodesNeeded(Event):
+class NodesNeeded(Event, frozen=True):
     """Waiting jobs of others would start now on nodes of our blocks.
 
     Together they can all be served. A name in ``demands`` and ``blocks`` is that of a node which
@@ -85,56 +115,101 @@ class NodesNeeded(Event):
     blocks: tuple[BlockNodes, ...]
 
 
-@dataclass(frozen=True)
-class NodesLeft(Event):
-    """Nodes are gone; fragments on them cannot go on."""
+class NodesLeft(Event, frozen=True):
+    """Nodes are gone; fragments on them cannot go on.
+
+    ``how``: 'lost' while their block continues, or as in :class:`BlockClosed`.
+    """
 
     nodes: tuple[str, ...]
+    how: str = 'lost'
 
 
-@dataclass(frozen=True)
-class BlockRequeued(Event):
+class BlockRequeued(Event, frozen=True):
     """A block waits for nodes again; the ones that it had have left."""
 
     block: str
 
 
-@dataclass(frozen=True)
-class BlockClosed(Event):
-    """A block is over, with whatever nodes it still had."""
+OUT_OF_MEMORY = 'out of memory'
+
+
+class BlockClosed(Event, frozen=True):
+    """A block is over, with whatever nodes it still had: 'taken', 'expired', 'returned',
+    'cancelled' or :data:`OUT_OF_MEMORY`.
+    """
 
     block: str
+    how: str = 'returned'
 
 
-@dataclass(frozen=True)
-class TrainerSubmitted(Event):
+class OffersSeen(Event, frozen=True):
+    """What the site has offered: spells that have begun or ended since the last such event."""
+
+    offers: tuple[NodeOffer, ...] = ()
+
+
+class TrainerSubmitted(Event, frozen=True):
+    """A trainer waits for nodes; ``samples`` were trained and ``fragments`` were run already, when
+    it is resumed; ``total_epochs``: where it is measured in them.
+    """
+
     trainer: Trainer
-    samples: int = 0  # already trained, when resumed
-    fragments: int = 0  # already run, when resumed
+    samples: int = 0
+    fragments: int = 0
+    mode: str = ''
+    total_epochs: float | None = None
 
 
-@dataclass(frozen=True)
-class TotalKnown(Event):
+class TotalKnown(Event, frozen=True):
     """A trainer that is measured in epochs has seen its data: its total in samples."""
 
     trainer: str
-    total_samples: int
+    total_samples: Count
 
 
-@dataclass(frozen=True)
-class FragmentProgressed(Event):
-    """``samples`` trained in total; ``rate`` in samples per second since the fragment's first step,
-    None if unknown.
+class FragmentLaunched(Event, frozen=True):
+    """A fragment was submitted to Parsl; ``nodes[0]`` has rank 0, ``samples`` is where it goes on
+    from, and ``task`` is Parsl's id of the task, None if that failed.
     """
 
     trainer: str
     fragment: int
+    nodes: tuple[str, ...]
+    deadline_s: float | None
     samples: int
-    rate: float | None = None
+    shape: int = 0
+    task: int | None = None
+    failed: bool = False
 
 
-@dataclass(frozen=True)
-class Rescaled(Event):
+class FragmentStarted(Event, frozen=True):
+    """Rank 0 of a fragment begins its first training step."""
+
+    trainer: str
+    fragment: int
+    samples: Count
+
+
+class FragmentProgressed(Event, frozen=True):
+    """``samples`` trained in total; ``rate`` in samples per second since the fragment's first step,
+    None if unknown; ``metrics``: the last ones that were reported.
+    """
+
+    trainer: str
+    fragment: int
+    samples: Count
+    rate: Rate | None = None
+    metrics: Metrics = {}
+
+
+class CheckpointSaved(Event, frozen=True):
+    """A checkpoint has been committed."""
+
+    checkpoint: Checkpoint
+
+
+class Rescaled(Event, frozen=True):
     """A trainer goes on with ``after`` nodes in place of ``before``; for ``seconds`` no step was
     trained.
     """
@@ -146,25 +221,22 @@ class Rescaled(Event):
     seconds: float
 
 
-@dataclass(frozen=True)
-class FragmentTimed(Event):
-    """What a fragment took, in seconds: from the decision to its first step, a global batch, a
-    checkpoint; None: it had none. ``memory``: the most memory that a rank needed, in bytes; 0:
-    unknown.
-    """
+class FragmentEnded(Event, frozen=True):
+    """All members of a fragment are over, its nodes are free.
 
-    trainer: str
-    fragment: int
-    start_s: float | None
-    step_s: float | None
-    checkpoint_s: float | None
-    memory: int = 0
-
-
-@dataclass(frozen=True)
-class FragmentEnded(Event):
-    """All members of a fragment are over, its nodes are free; ``samples`` is the last
-    checkpoint's. ``out_of_memory``: it failed because a rank had too little memory.
+    Attributes
+    ----------
+    samples
+        Where the next fragment can go on from, by the checkpoint or in memory.
+    out_of_memory
+        Whether it failed because a rank had too little memory.
+    committed, reached
+        The samples of the last checkpoint, and the largest number trained; None: as ``samples``.
+    start_s, step_s, checkpoint_s
+        What it took, in seconds: from the decision to its first step, a global batch, a checkpoint;
+        None: it had none.
+    memory
+        The most memory that a rank needed, in bytes; 0: unknown.
     """
 
     trainer: str
@@ -173,51 +245,85 @@ class FragmentEnded(Event):
     ending: Ending
     error: str = ''
     out_of_memory: bool = False
+    committed: int | None = None
+    reached: int | None = None
+    start_s: float | None = None
+    step_s: float | None = None
+    checkpoint_s: float | None = None
+    memory: int = 0
 
 
-@dataclass(frozen=True)
-class TrainerCancelled(Event):
+class TrainerCancelled(Event, frozen=True):
     trainer: str
 
 
-@dataclass(frozen=True)
-class TrainerAborted(Event):
+class TrainerAborted(Event, frozen=True):
     """A trainer cannot go on, whatever nodes it gets; ``why`` says of what it fails."""
 
     trainer: str
     why: str
 
 
-@dataclass(frozen=True)
-class OrdinaryWork(Event):
+class TrainerInterrupted(Event, frozen=True):
+    """The run ends before the trainer; ``why`` is a sentence that says how to continue."""
+
+    trainer: str
+    why: str
+
+
+class OrdinaryWork(Event, frozen=True):
     """Number of ordinary Parsl tasks that wait or run; while there are any, a block stays open."""
 
     outstanding: int
 
 
-@dataclass(frozen=True)
-class Tick(Event):
+class Tick(Event, frozen=True):
     """Time passed; nothing else happened."""
 
 
-@dataclass(frozen=True)
-class ShutdownRequested(Event):
+class ShutdownRequested(Event, frozen=True):
     """Stop every fragment with a checkpoint and start nothing more."""
 
 
-@dataclass(frozen=True)
-class OpenBlock:
+class RunBegan(Event, frozen=True):
+    """A run begins, or the resume of one: Parsl's id of it, who runs it where, and how it decides.
+
+    Attributes
+    ----------
+    started
+        When the process started, in seconds since the epoch; 0: unknown.
+    settings
+        Its :class:`~parsl_freetrain.core.controller.settings.DecisionSettings` as plain values;
+        empty: it cannot be replayed.
+    """
+
+    name: str
+    parsl_run_dir: str = ''
+    command: str = ''
+    host: str = ''
+    pid: int = 0
+    started: float = 0.0
+    folder: str = ''
+    checkpoint_dir: str = ''
+    settings: dict[str, Any] = {}
+
+
+class RunEnded(Event, frozen=True):
+    """The run has ended: 'shutdown', or 'error' if the event loop broke down."""
+
+    how: str
+
+
+class OpenBlock(Struct, frozen=True, tag=True):
     request: BlockRequest
 
 
-@dataclass(frozen=True)
-class CloseBlock:
+class CloseBlock(Struct, frozen=True, tag=True):
     block: str
     why: str
 
 
-@dataclass(frozen=True)
-class ReleaseNodes:
+class ReleaseNodes(Struct, frozen=True, tag=True):
     """Give some nodes of a block back; the block goes on with the others."""
 
     block: str
@@ -225,8 +331,7 @@ class ReleaseNodes:
     why: str
 
 
-@dataclass(frozen=True)
-class StartFragment:
+class StartFragment(Struct, frozen=True, tag=True):
     """Start a fragment of ``trainer`` on ``nodes``; ``deadline_s``: when the first of them goes,
     None if unknown; ``shape``: its place among the trainer's shapes of this node count;
     ``exempt_until_s``: nothing preempts it before, None if something may; ``speeds``: how fast each
@@ -246,8 +351,7 @@ class StartFragment:
     interruptions_per_s: float | None = None
 
 
-@dataclass(frozen=True)
-class StopFragment:
+class StopFragment(Struct, frozen=True, tag=True, eq=False):
     """Ask a fragment to write a checkpoint at its next step boundary and stop.
 
     ``then``: nodes on which the trainer is expected to go on at once, as far as they are known: its
@@ -258,12 +362,21 @@ class StopFragment:
     trainer: str
     fragment: int
     why: str
-    then: tuple[str, ...] = field(default=(), compare=False)
-    leaving: tuple[str, ...] = field(default=(), compare=False)
+    then: tuple[str, ...] = ()
+    leaving: tuple[str, ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it stops the same fragment for the same reason."""
+        return isinstance(other, StopFragment) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[str, int, str]:
+        return self.trainer, self.fragment, self.why
 
 
-@dataclass(frozen=True)
-class AbandonFragment:
+class AbandonFragment(Struct, frozen=True, tag=True):
     """Some of the fragment's nodes are gone: end what is left of it at once, there is nothing to
     save.
     """
@@ -272,8 +385,7 @@ class AbandonFragment:
     fragment: int
 
 
-@dataclass(frozen=True)
-class EndTrainer:
+class EndTrainer(Struct, frozen=True, tag=True):
     """The trainer is over: 'finished', 'failed' (``why`` says of what) or 'cancelled'."""
 
     trainer: str
@@ -290,3 +402,64 @@ Action = (
     | AbandonFragment
     | EndTrainer
 )
+
+
+class Decided(Event, frozen=True):
+    """The controller has handled the events before this one, back to the last of its kind.
+
+    Attributes
+    ----------
+    actions
+        What is done next, in order.
+    trigger
+        The names of the classes of the events that led to a decision; empty: there was none, and
+        nothing of what follows is known.
+    nodes
+        Number of nodes to distribute.
+    status, solver, objective, bound, seconds
+        The allocator's answer.
+    staying
+        The objective of leaving the running fragments as they are.
+    current, allocation
+        Nodes by trainer before and after.
+    problem
+        The document of the problem, packed; empty: it was not kept. Use :attr:`document`.
+    """
+
+    actions: tuple[Action, ...] = ()
+    trigger: str = ''
+    nodes: int = 0
+    status: str = ''
+    solver: str = ''
+    objective: float = 0.0
+    bound: float | None = None
+    staying: float = 0.0
+    seconds: float = 0.0
+    current: dict[str, int] = {}
+    allocation: dict[str, int] = {}
+    problem: bytes = b''
+
+    @property
+    def document(self) -> dict[str, Any] | None:
+        """The problem, as ``core.allocation.problem.problem_in`` reads it; None if it was not kept."""
+        return msgpack.decode(zlib.decompress(self.problem)) if self.problem else None
+
+
+def packed(document: Mapping[str, Any] | None) -> bytes:
+    """A document as :class:`Decided` keeps it."""
+    return b'' if document is None else zlib.compress(msgpack.encode(document))
+
+
+NOTES = (
+    BlockRefused, NodeUnusable, OffersSeen, FragmentLaunched, FragmentStarted, CheckpointSaved,
+    TrainerInterrupted, RunBegan, RunEnded, Decided,
+)  # fmt: skip
+"""Events that do not concern the controller."""
+
+AnyEvent = (
+    HolesSeen | BlockOpened | BlockRefused | BlockStarted | NodesJoined | NodeUnusable
+    | BlockEndKnown | NodesNeeded | NodesLeft | BlockRequeued | BlockClosed | OffersSeen
+    | TrainerSubmitted | TotalKnown | FragmentLaunched | FragmentStarted | FragmentProgressed
+    | CheckpointSaved | Rescaled | FragmentEnded | TrainerCancelled | TrainerAborted
+    | TrainerInterrupted | OrdinaryWork | Tick | ShutdownRequested | RunBegan | RunEnded | Decided
+)  # fmt: skip

@@ -323,6 +323,17 @@ class Trainer:
 
 
 @dataclass(frozen=True)
+class NodeOffer:
+    """A node was idle for us from ``start`` to ``end``, in seconds since the epoch; infinite: it
+    still is.
+    """
+
+    node: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A handle to a committed state of a trainer; never the tensors themselves.
 
@@ -340,6 +351,13 @@ class Checkpoint:
         The last values given to ``ctx.report``.
     result
         What the function returned at the end of the training, as JSON knows it; else None.
+    at
+        When it was committed, in seconds since the epoch; 0: unknown, as what follows.
+    seconds
+        How long writing it took, as long as a stop may take.
+    pause_s
+        For how long training stood still for it, in seconds: copying the state, where it was
+        written beside training, else collecting and writing it.
     """
 
     trainer: str
@@ -348,3 +366,14 @@ class Checkpoint:
     fragment: int
     metrics: dict[str, float] = field(default_factory=dict, compare=False)
     result: Any = field(default=None, compare=False)
+    at: float = field(default=0.0, compare=False)
+    seconds: float = field(default=0.0, compare=False)
+    pause_s: float = field(default=0.0, compare=False)
+
+    @property
+    def pause(self) -> tuple[float, float]:
+        """When training stood still for it: at the end of writing if it had to wait for that, else
+        before.
+        """
+        until = self.at if self.pause_s >= self.seconds else self.at - self.seconds
+        return until - self.pause_s, until

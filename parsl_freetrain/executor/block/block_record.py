@@ -57,10 +57,12 @@ class BlockRecord:
     def complete(self) -> bool:
         return len(self.nodes) + len(self.unusable) >= self.request.nodes
 
-    def joined(self, at: float, name: str, nodes: tuple[str, ...]) -> NodesJoined:
+    def joined(
+        self, at: float, name: str, nodes: tuple[str, ...], devices: tuple[int, ...] = ()
+    ) -> NodesJoined:
         """The event that these nodes of it, which it has under its ``name``, are ready."""
         hosts = tuple(self.nodes[node] for node in nodes)
-        return NodesJoined(at, name, nodes, self.until_s, self.request.node_class, hosts)
+        return NodesJoined(at, name, nodes, self.until_s, self.request.node_class, hosts, devices)
 
     def requeue(self) -> None:
         """It waits in the queue again: its nodes are gone, and others will come."""

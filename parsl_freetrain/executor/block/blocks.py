@@ -15,7 +15,6 @@ from parsl.jobs.states import JobState, JobStatus
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.types import BlockRequest
-from parsl_freetrain.executor import notices as no
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
 from parsl_freetrain.executor.block.block_record import BlockRecord
 from parsl_freetrain.executor.block.leaving_jobs import LeavingJobs
@@ -23,6 +22,7 @@ from parsl_freetrain.executor.block.needs import nodes_needed
 from parsl_freetrain.executor.block.node_tasks import greeting
 from parsl_freetrain.executor.commands import CommandInbox, GreetingReturned
 from parsl_freetrain.executor.fragment.worker_tasks import Greeting
+from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.host.backoff import Backoff
 from parsl_freetrain.sites.batch.life import ran_out_of_memory
 from parsl_freetrain.sites.protocols import HoleGone, Yielding
@@ -62,7 +62,7 @@ class BlockManager:
     def __init__(
         self,
         provider: BackfillProvider,
-        stream: no.Stream,
+        stream: Stream,
         inbox: CommandInbox,
         node_log_dir: str,
         launch: Callable[[BlockRequest], tuple[str, str]],
@@ -111,7 +111,7 @@ class BlockManager:
                 next_try_s,
                 error,
             )
-            self._stream.emit(no.BlockRefused(at, request.nodes, next_try_s, str(error)))
+            self._stream.emit(ev.BlockRefused(at, request.nodes, next_try_s, str(error)))
             return
         self.adopt(AdoptedBlock(block, job_id, request), at)
 
@@ -119,10 +119,7 @@ class BlockManager:
         """Register a block that was just submitted or left by an earlier run."""
         block, request = adopted.block, adopted.request
         self.blocks[block] = BlockRecord(adopted.job_id, request, waited_at=at)
-        self._stream.emit(
-            no.BlockSubmitted(at, block, adopted.job_id, request),
-            ev.BlockOpened(at, block, request),
-        )
+        self._stream.emit(ev.BlockOpened(at, block, request, adopted.job_id))
 
     def close(self, names: Iterable[str], at: float) -> None:
         """Give blocks back, all at once."""
@@ -157,7 +154,7 @@ class BlockManager:
             self._provider.release(block.job_id, leave)
         except FreeTrainError as error:
             logger.warning('Block %s keeps its nodes: %s', block_id, error)
-            self._stream.emit(ev.NodesLeft(at, gone), block.joined(at, block_id, gone))
+            self._stream.emit(ev.NodesLeft(at, gone, 'returned'), block.joined(at, block_id, gone))
             return
         block.request = replace(block.request, nodes=block.request.nodes - len(leave))
         for node in gone:
@@ -232,9 +229,7 @@ class BlockManager:
         if not block.noticed:
             block.until_s = self._provider.end_of(block.job_id)
         self._stream.emit(
-            *block.start(block_id, at),
-            no.NodeReady(at, block_id, manager, name, node.devices),
-            block.joined(at, block_id, (manager,)),
+            *block.start(block_id, at), block.joined(at, block_id, (manager,), (node.devices,))
         )
         return ''
 
@@ -242,7 +237,7 @@ class BlockManager:
         block = self.blocks[block_id]
         block.unusable.add(manager)
         logger.warning('Node %s of block %s cannot be used: %s', manager, block_id, error)
-        self._stream.emit(no.NodeUnusable(at, block_id, manager, str(error)))
+        self._stream.emit(ev.NodeUnusable(at, block_id, manager, str(error)))
         self._refusals.append(f'{type(error).__name__}: {error}')
         if block.complete() and not block.nodes:
             # the next block of this site would probably fail too
@@ -293,7 +288,7 @@ class BlockManager:
             self._not_before = at + self._backoff.failed()
             how = 'cancelled'
         elif ran_out_of_memory(status) and block.nodes:
-            how = no.OUT_OF_MEMORY
+            how = ev.OUT_OF_MEMORY
         else:
             if status.state in (JobState.FAILED, JobState.COMPLETED) and not block.nodes:
                 # The block was not taken but ended by itself; another one would not help.
@@ -313,7 +308,7 @@ class BlockManager:
                 f'was ready; the reason is in the output of the last one: {status.message}'
             )
             nodes = self.blocks[block_id].request.nodes
-            self._stream.emit(no.BlockRefused(at, nodes, self._not_before - at, why))
+            self._stream.emit(ev.BlockRefused(at, nodes, self._not_before - at, why))
             logger.error('%s', why)
 
     def _give_up(self, block_id: str, at: float) -> None:
@@ -325,7 +320,7 @@ class BlockManager:
         )
         logger.error('%s', why)
         nodes = self.blocks[block_id].request.nodes
-        self._stream.emit(no.BlockRefused(at, nodes, self._not_before - at, why))
+        self._stream.emit(ev.BlockRefused(at, nodes, self._not_before - at, why))
         self.close([block_id], at)
 
     def _requeued(self, block_id: str, at: float) -> None:
@@ -363,7 +358,7 @@ class BlockManager:
                 self._avoided[block.nodes[node]] = at + AVOID_S, why
                 logger.warning('Node %s is not used for %g s: %s', node, AVOID_S, why)
                 self.lose({node}, at)
-                self._stream.emit(no.NodeUnusable(at, block_id, node, why))
+                self._stream.emit(ev.NodeUnusable(at, block_id, node, why))
                 if block.complete() and not block.nodes:
                     self.close([block_id], at)
                 return
@@ -374,15 +369,13 @@ class BlockManager:
     def _emit_gone(self, nodes: tuple[str, ...], how: str, at: float) -> None:
         # The controller must hear of lost nodes before it hears of the ends of their fragments.
         if nodes:
-            self._stream.emit(ev.NodesLeft(at, nodes))
-            self._stream.emit(*(no.NodeGone(at, node, how) for node in nodes))
+            self._stream.emit(ev.NodesLeft(at, nodes, how))
 
     def _ended(self, block_id: str, how: str, at: float) -> None:
         block = self.blocks.pop(block_id)
         self._provider.site.gone(block.job_id)
-        self._stream.emit(ev.BlockClosed(at, block_id))
-        self._stream.emit(*(no.NodeGone(at, node, how) for node in block.nodes))
-        self._stream.emit(no.BlockGone(at, block_id, how))
+        self._emit_gone(tuple(block.nodes), how, at)
+        self._stream.emit(ev.BlockClosed(at, block_id, how))
         self._end_managers(block.greeted)
 
     def _end_managers(self, names: Collection[str]) -> None:

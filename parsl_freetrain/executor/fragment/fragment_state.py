@@ -14,7 +14,7 @@ import tblib
 from parsl.app.errors import RemoteExceptionWrapper
 
 from parsl_freetrain.core.model.errors import FreeTrainError
-from parsl_freetrain.core.model.events import Ending, StartFragment
+from parsl_freetrain.core.model.events import Ending, FragmentProgressed, StartFragment
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.training.comm.device_faults import out_of_memory
@@ -86,6 +86,8 @@ class RunningFragment:
     started_at: float | None = None
     ranks_per_node: int = 1
     reached: int = 0
+    recorded_at: float = 0.0  # when its last report was recorded
+    unrecorded: FragmentProgressed | None = None  # the last report, if it was not recorded
     metrics: Mapping[str, float] = field(default_factory=dict)  # what rank 0 said last
     stop: str = ''  # why it was asked to stop
     stop_at: float = 0.0

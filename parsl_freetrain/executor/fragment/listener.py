@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.executor import notices as no
 from parsl_freetrain.executor.fragment.fragment_state import RunningFragment
 from parsl_freetrain.executor.fragment.members import Members
+from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
 from parsl_freetrain.training.spec.messages import (
     CheckpointSaved,
@@ -29,10 +31,16 @@ sooner.
 """
 
 
+THINNED_S, THINNED = 20.0, 0.02
+"""Least time between two reports that are recorded: in seconds, or, where that is less, relative to
+the time since the fragment was decided.
+"""
+
+
 class Listener:
     """Handles messages from members of running fragments."""
 
-    def __init__(self, members: Members, stream: no.Stream) -> None:
+    def __init__(self, members: Members, stream: Stream) -> None:
         self._members = members
         self._stream = stream
 
@@ -65,9 +73,8 @@ class Listener:
                 fragment.stepped_at = at
                 fragment.stuck.clear()
                 fragment.reached, fragment.metrics = max(fragment.reached, samples), metrics
-                self._stream.emit(
-                    no.MetricsReported(then, name, number, samples, rate, metrics),
-                    ev.FragmentProgressed(at, name, number, samples, rate),
+                self._progressed(
+                    ev.FragmentProgressed(then, name, number, samples, rate, metrics), fragment
                 )
             case Stuck(rank, exchange):
                 fragment.stuck[rank] = exchange, at
@@ -75,12 +82,13 @@ class Listener:
                 fragment.saving = True
             case CheckpointSaved() as saved:
                 fragment.stepped_at, fragment.saving = at, False
-                record.checkpoint = fragment.note_checkpoint(
-                    saved.path, saved.samples, saved.metrics
+                noted = fragment.note_checkpoint(saved.path, saved.samples, saved.metrics)
+                record.checkpoint = replace(
+                    noted, at=saved.at, seconds=saved.seconds, pause_s=saved.pause_s
                 )
-                self._stream.emit(
-                    no.CheckpointWritten(saved.at, record.checkpoint, saved.seconds, saved.pause_s)
-                )
+                last, fragment.unrecorded = fragment.unrecorded, None
+                self._stream.emit(*([last] if last else []))
+                self._stream.emit(ev.CheckpointSaved(saved.at, record.checkpoint))
             case StandbyReady() if member in fragment.awaited:
                 fragment.awaited.discard(member)
                 if not fragment.awaited:
@@ -94,6 +102,18 @@ class Listener:
             # The others cannot train on. A checkpoint that is being written is worth the wait.
             self._members.give_up(fragment, 'one of its ranks died', spare=True)
 
+    def _progressed(self, event: ev.FragmentProgressed, fragment: RunningFragment) -> None:
+        """Pass a report on. They are most of a run's events: the longer a fragment trains, the
+        fewer are recorded and decided about.
+        """
+        age_s = event.at - fragment.decided_at
+        if 0 <= event.at - fragment.recorded_at < min(THINNED_S, THINNED * age_s):
+            fragment.unrecorded = event
+            self._stream.pass_by(event)
+        else:
+            fragment.recorded_at, fragment.unrecorded = event.at, None
+            self._stream.emit(event)
+
     def _started(
         self, started: Started, fragment: RunningFragment, record: TrainerRecord, at: float
     ) -> None:
@@ -104,7 +124,7 @@ class Listener:
         fragment.started_at, fragment.stepped_at = started.at, at
         # It may not have got the state in memory that it was to go on from.
         fragment.reached = max(fragment.checkpoint.samples, started.samples)
-        self._stream.emit(no.FragmentStarted(started.at, name, number, started.samples))
+        self._stream.emit(ev.FragmentStarted(started.at, name, number, started.samples))
         paused, record.paused = record.paused, None
         nodes = len(fragment.members)
         if paused is not None and paused[0] != nodes:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
 from parsl_freetrain.core.model.events import Ending
 from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.executor import notices as no
 from parsl_freetrain.executor.commands import MemberReturned
 from parsl_freetrain.executor.fragment.control_channel import ControlServer, MemberDisconnected
 from parsl_freetrain.executor.fragment.fragment_state import (
@@ -28,6 +28,7 @@ from parsl_freetrain.executor.fragment.standby import StandbyLauncher
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S, GiveUp, NodeSilent, StopNow, Watchdog
 from parsl_freetrain.executor.interchange import PIN
 from parsl_freetrain.executor.settings import Timeouts
+from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
 from parsl_freetrain.training.spec.messages import FromMember
 
@@ -57,10 +58,11 @@ class FragmentRunner:
     def __init__(
         self,
         control: ControlServer,
-        stream: no.Stream,
+        stream: Stream,
         endpoint: ControlEndpoint,
         timeouts: Timeouts,
         submit: Callable[[dict[str, Any], bytes], Future[Any]],
+        records: dict[str, TrainerRecord] | None = None,
     ) -> None:
         self._control = control
         self._stream = stream
@@ -72,7 +74,7 @@ class FragmentRunner:
         self._standby = StandbyLauncher(control, submit)
         self._watchdog = Watchdog(timeouts)
         self.running: dict[tuple[str, int], RunningFragment] = {}
-        self.records: dict[str, TrainerRecord] = {}
+        self.records = {} if records is None else records
         # Results of fragments that ended before Parsl passed on their tasks.
         self._early: dict[tuple[str, int], FragmentResult] = {}
         self._silent: dict[str, str] = {}  # nodes that were given up, with reasons
@@ -105,7 +107,17 @@ class FragmentRunner:
             fragment.lost = set(fragment.members)
             fragment.abandoned = f'it could not be submitted: {error}'
         self._stream.emit(
-            no.FragmentLaunched(at, name, number, nodes, action.deadline_s, action.samples, task)
+            ev.FragmentLaunched(
+                at,
+                name,
+                number,
+                nodes,
+                action.deadline_s,
+                action.samples,
+                action.shape,
+                _id_of(task),
+                failed=task is None,
+            )
         )
         if task is None:
             self._conclude(fragment, at)
@@ -221,18 +233,18 @@ class FragmentRunner:
         fragment = self.running.get((name, number))
         return fragment.action.nodes[member] if fragment else None
 
-    def take(self, notice: no.Notice) -> None:
-        """Handle a notice: end the members on nodes that are gone."""
-        if isinstance(notice, no.NodeReady):
-            self._devices[notice.node] = notice.devices
-        if isinstance(notice, no.NodeGone):
-            self._devices.pop(notice.node, None)
+    def take(self, event: ev.Event) -> None:
+        """End the members on nodes that are gone."""
+        if isinstance(event, ev.NodesJoined):
+            self._devices.update(zip(event.nodes, event.devices, strict=False))
+        if isinstance(event, ev.NodesLeft):
             for fragment in list(self.running.values()):
-                fragment.lose({notice.node}, self._silent)
-                if notice.how == no.OUT_OF_MEMORY:
-                    fragment.job_out_of_memory(notice.node)
+                fragment.lose(set(event.nodes), self._silent)
+                if event.how == ev.OUT_OF_MEMORY:
+                    for node in event.nodes:
+                        fragment.job_out_of_memory(node)
                 if fragment.over():
-                    self._conclude(fragment, notice.at)
+                    self._conclude(fragment, event.at)
 
     def flush(self) -> None:
         """Nothing is ever pending."""
@@ -252,6 +264,7 @@ class FragmentRunner:
         record = self.records[fragment.name]
         result = fragment.result(record.device_faults)
         name, number = fragment.name, fragment.number
+        self._stream.emit(*([fragment.unrecorded] if fragment.unrecorded else []))
         del self.running[name, number]
         self._members.forget(fragment)
         faults = fragment.device_faults()
@@ -266,11 +279,21 @@ class FragmentRunner:
         step_s = (last and last.step_s) or None
         checkpoint_s = (last and last.checkpoint_s) or None
         self._stream.emit(
-            no.FragmentConcluded(at, name, number, result, kept, reached),
-            ev.FragmentTimed(at, name, number, start_s, step_s, checkpoint_s, fragment.memory()),
             ev.FragmentEnded(
-                at, name, number, kept, result.ending, result.error, result.out_of_memory
-            ),
+                at,
+                name,
+                number,
+                kept,
+                result.ending,
+                result.error,
+                result.out_of_memory,
+                result.checkpoint.samples,
+                reached,
+                start_s,
+                step_s,
+                checkpoint_s,
+                fragment.memory(),
+            )
         )
         if fragment.outer is not None:
             _resolve(fragment.outer, result, '')
@@ -321,6 +344,12 @@ class FragmentRunner:
                 fragment.outer.set_exception(
                     TrainerFailed(f'Fragment {fragment.number} of {fragment.name!r} ended: {why}.')
                 )
+
+
+def _id_of(task: Future[Checkpoint] | None) -> int | None:
+    """Parsl's id of a fragment's task."""
+    record = getattr(task, 'task_record', None)
+    return None if record is None else record['id']
 
 
 def _resolve(outer: Future[Checkpoint], result: FragmentResult | None, unknown: str) -> None:

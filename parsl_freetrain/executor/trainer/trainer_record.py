@@ -58,6 +58,7 @@ class TrainerRecord:
     fragments_before: int = 0
     task: Future[Checkpoint] | None = None
     last_good: Future[Checkpoint] | None = None
+    failure: BaseException | None = None  # the last exception of the user's code
     left: tuple[
         LeftState, ...
     ] = ()  # the states that the last fragment left in memory, the best first
@@ -95,6 +96,7 @@ class TrainerRecord:
             self.device_faults.setdefault(rank.fault, set()).add(rank.node)
         if result.checkpoint.path:
             self.checkpoint = result.checkpoint
+        self.failure = result.exception or self.failure
         if result.ending is not Ending.FAILED:
             self.last_good = self.task
 

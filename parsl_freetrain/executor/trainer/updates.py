@@ -2,128 +2,114 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import TrainerFailed
-from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.executor import notices as no
-from parsl_freetrain.executor.trainer.future import TrainingFuture
-
-
-@dataclass
-class _Open:
-    """A trainer that has not ended."""
-
-    future: TrainingFuture
-    checkpoint: Checkpoint
-    last_nodes: int = 0
-    failure: BaseException | None = None  # the last exception of the user's code
-
-    def show(self, state: str | None = None, **changes: Any) -> None:
-        if state:
-            self.future.state = state
-        self.future._progress = replace(self.future._progress, **changes)
-
-    def has(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.path:
-            self.checkpoint = self.future.checkpoint = checkpoint
+from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
 
 
 class FutureUpdater:
-    """A subscriber that updates the futures' progress and settles the futures."""
+    """A subscriber that updates the futures' progress and settles the futures.
 
-    def __init__(self) -> None:
-        self._open: dict[str, _Open] = {}
+    ``records``: all trainers of the run, by name.
+    """
+
+    def __init__(self, records: Mapping[str, TrainerRecord]) -> None:
+        self._records = records
+        self._nodes: dict[str, int] = {}  # of the last fragment of each trainer
 
     def flush(self) -> None:
         """Nothing is ever pending."""
 
-    def take(self, notice: no.Notice) -> None:
-        """Handle one notice."""
-        match notice:
-            case no.TrainerAccepted(record=record):
-                trainer, checkpoint = record.trainer, record.checkpoint
-                self._open[trainer.name] = accepted = _Open(record.future, checkpoint)
-                accepted.has(checkpoint)
-                accepted.show(
-                    'queued', samples=checkpoint.samples, total_samples=trainer.total_samples
-                )
-            case no.Handled(events=events, reply=reply):
-                self._handled(events, reply.actions)
-            case no.TrainerInterrupted(trainer=trainer, why=why):
-                self._settle(trainer, 'failed', TrainerFailed(why))
+    def take(self, event: ev.Event) -> None:
+        """Handle one event."""
+        match event:
+            case ev.TrainerSubmitted(trainer=trainer):
+                self._accepted(trainer.name, event.samples, trainer.total_samples)
+            case ev.Decided(actions=actions):
+                for action in actions:
+                    if isinstance(action, ev.EndTrainer):
+                        error = TrainerFailed(f'Trainer {action.trainer!r} failed: {action.why}.')
+                        self._settle(action.trainer, action.state, error)
+            case ev.TrainerInterrupted(trainer=name, why=why):
+                self._settle(name, 'failed', TrainerFailed(why))
+            case ev.CheckpointSaved(checkpoint=checkpoint):
+                self._progressed(checkpoint.trainer, event)
             case (
-                no.FragmentLaunched()
-                | no.MetricsReported()
-                | no.FragmentConcluded()
-                | no.CheckpointWritten()
+                ev.TotalKnown(trainer=name)
+                | ev.TrainerAborted(trainer=name)
+                | ev.FragmentLaunched(trainer=name)
+                | ev.FragmentProgressed(trainer=name)
+                | ev.FragmentEnded(trainer=name)
             ):
-                self._progressed(notice)
+                self._progressed(name, event)
 
-    def _handled(self, events: tuple[ev.Event, ...], actions: tuple[ev.Action, ...]) -> None:
-        for event in events:
-            match event:
-                case ev.TotalKnown(trainer=name) if name in self._open:
-                    self._open[name].show(total_samples=event.total_samples)
-                case ev.TrainerAborted(trainer=name) if name in self._open:
-                    self._open[name].failure = None  # the trainer survived that one
-        for action in actions:
-            if isinstance(action, ev.EndTrainer):
-                error = TrainerFailed(f'Trainer {action.trainer!r} failed: {action.why}.')
-                self._settle(action.trainer, action.state, error)
+    def _open(self, name: str) -> TrainerRecord | None:
+        """A trainer that has not ended."""
+        record = self._records.get(name)
+        return None if record is None or record.future.done() else record
 
-    def _progressed(
-        self,
-        notice: no.FragmentLaunched
-        | no.MetricsReported
-        | no.FragmentConcluded
-        | no.CheckpointWritten,
-    ) -> None:
-        name = (
-            notice.checkpoint.trainer
-            if isinstance(notice, no.CheckpointWritten)
-            else notice.trainer
-        )
-        trainer = self._open.get(name)
-        if trainer is None:
+    def _accepted(self, name: str, samples: int, total_samples: int | None) -> None:
+        if record := self._open(name):
+            _has_checkpoint(record)
+            _show(record, 'queued', samples=samples, total_samples=total_samples)
+
+    def _progressed(self, name: str, event: ev.Event) -> None:
+        record = self._open(name)
+        if record is None:
             return
-        progress = trainer.future.progress()
-        match notice:
-            case no.FragmentLaunched(task=task) if task is not None:
-                nodes = len(notice.nodes)
-                rescaled = progress.rescaled + (trainer.last_nodes not in (0, nodes))
-                trainer.last_nodes = nodes
-                trainer.future.checkpoints.append(task)
-                trainer.show(
-                    'running', nodes=nodes, fragments=progress.fragments + 1, rescaled=rescaled
-                )
-            case no.MetricsReported(samples=samples, metrics=metrics):
-                trainer.show(samples=samples, metrics={**progress.metrics, **metrics})
-                trainer.future._progressed(samples, metrics)
-            case no.CheckpointWritten(checkpoint=checkpoint):
-                trainer.has(checkpoint)
-            case no.FragmentConcluded(result=result):
-                trainer.has(result.checkpoint)
-                trainer.failure = result.exception or trainer.failure
-                trainer.show(
+        progress = record.future.progress()
+        match event:
+            case ev.TotalKnown(total_samples=total_samples):
+                _show(record, total_samples=total_samples)
+            case ev.TrainerAborted():
+                record.failure = None  # the trainer survived that one
+            case ev.FragmentLaunched(failed=False) if record.task is not None:
+                nodes = len(event.nodes)
+                rescaled = progress.rescaled + (self._nodes.get(name, nodes) != nodes)
+                self._nodes[name] = nodes
+                record.future.checkpoints.append(record.task)
+                fragments = progress.fragments + 1
+                _show(record, 'running', nodes=nodes, fragments=fragments, rescaled=rescaled)
+            case ev.FragmentProgressed(samples=samples, metrics=metrics):
+                _show(record, samples=samples, metrics={**progress.metrics, **metrics})
+                record.future._progressed(samples, metrics)
+            case ev.CheckpointSaved():
+                _has_checkpoint(record)
+            case ev.FragmentEnded(ending=ending):
+                _has_checkpoint(record)
+                _show(
+                    record,
                     'queued',
                     nodes=0,
-                    preempted=progress.preempted + (result.ending is ev.Ending.PREEMPTED),
-                    samples=result.checkpoint.samples,
-                    metrics={**progress.metrics, **result.checkpoint.metrics},
+                    preempted=progress.preempted + (ending is ev.Ending.PREEMPTED),
+                    samples=record.checkpoint.samples,
+                    metrics={**progress.metrics, **record.checkpoint.metrics},
                 )
 
     def _settle(self, name: str, state: str, error: TrainerFailed) -> None:
         """Settle the future of a trainer that has ended."""
-        trainer = self._open.pop(name, None)
-        if trainer is None or trainer.future.done():
+        record = self._open(name)
+        if record is None:
             return
         if state == 'cancelled':
-            trainer.future._settle_cancelled()
+            record.future._settle_cancelled()
         elif state == 'failed':
-            trainer.future._settle_failed(trainer.failure or error)
+            record.future._settle_failed(record.failure or error)
         else:
-            trainer.future.state = state
-            trainer.future.set_result(trainer.checkpoint)
+            record.future.state = state
+            record.future.set_result(record.checkpoint)
+
+
+def _show(record: TrainerRecord, state: str | None = None, **changes: Any) -> None:
+    if state:
+        record.future.state = state
+    record.future._progress = replace(record.future._progress, **changes)
+
+
+def _has_checkpoint(record: TrainerRecord) -> None:
+    if record.checkpoint.path:
+        record.future.checkpoint = record.checkpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from parsl_freetrain.sites.protocols import NodeOffer
+from parsl_freetrain.core.model.types import NodeOffer
 
 
 class OfferLog:

@@ -15,7 +15,7 @@ from parsl.jobs.states import JobStatus
 from parsl_freetrain.core.model.checked_settings import given
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
-from parsl_freetrain.core.model.types import BlockRequest, Hole
+from parsl_freetrain.core.model.types import BlockRequest, Hole, NodeOffer
 from parsl_freetrain.sites.batch.block_shape import BlockShape, is_block_of
 from parsl_freetrain.sites.batch.block_table import BatchBlock
 from parsl_freetrain.sites.batch.checks import check_classes, within
@@ -28,7 +28,7 @@ from parsl_freetrain.sites.batch.records import BatchJob, Partition
 from parsl_freetrain.sites.batch.scheduler import Scheduler, Shrinking
 from parsl_freetrain.sites.batch.submission import Submitter
 from parsl_freetrain.sites.batch.tracker import BlockTracker
-from parsl_freetrain.sites.protocols import FoundBlock, NodeOffer
+from parsl_freetrain.sites.protocols import FoundBlock
 
 
 class BatchSite(ABC):

@@ -13,6 +13,7 @@ from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.node_demand import NodeDemand
+from parsl_freetrain.core.model.types import NodeOffer
 from parsl_freetrain.host.backoff import Backoff
 from parsl_freetrain.host.clock_steps import ClockSteps
 from parsl_freetrain.sites.batch.block_shape import Place
@@ -31,7 +32,6 @@ from parsl_freetrain.sites.batch.records import BatchJob, JobState, NotUnderstoo
 from parsl_freetrain.sites.batch.scheduler import NoHistory, Scheduler, Shrinking
 from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent, own_name
 from parsl_freetrain.sites.batch.stalled_jobs import StalledJobs
-from parsl_freetrain.sites.protocols import NodeOffer
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.types import BlockRequest, Hole
+from parsl_freetrain.core.model.types import BlockRequest, Hole, NodeOffer
 from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule, check_class, read_schedule
 from parsl_freetrain.sites.local.jobs import SlotJobs
-from parsl_freetrain.sites.protocols import HoleGone, NodeOffer
+from parsl_freetrain.sites.protocols import HoleGone
 
 KILL, NOTICE, KNOWN, MIXED = 'kill', 'notice', 'known', 'mixed'
 TAKEN = (KILL, NOTICE, KNOWN, MIXED)

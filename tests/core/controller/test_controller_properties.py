@@ -12,6 +12,7 @@ from typing import TypeVar
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec import structs
 
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.core.controller.controller import Controller
@@ -328,7 +329,7 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.stale)
     @rule(index=st.integers(0, 99))
     def late_or_twice(self, index: int) -> None:
-        event = replace(pick(self.stale, index), at=self.at)
+        event = structs.replace(pick(self.stale, index), at=self.at)
         before = {name: t.running for name, t in self.trainings.items()}
         self.tell(event)
         assert all(t.running is before[name] for name, t in self.trainings.items() if before[name])

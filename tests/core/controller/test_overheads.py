@@ -77,6 +77,22 @@ def test_longer_times_count_at_once_and_shorter_ones_by_halves() -> None:
     assert (measured.start_s, measured.step_s, measured.checkpoint_s) == (2.0, None, 0.5)
 
 
+def timed(
+    at: float, name: str, fragment: int, start_s: float, step_s: float, checkpoint_s: float | None
+) -> ev.FragmentEnded:
+    """A fragment took so long."""
+    return ev.FragmentEnded(
+        at,
+        name,
+        fragment,
+        0,
+        ev.Ending.PREEMPTED,
+        start_s=start_s,
+        step_s=step_s,
+        checkpoint_s=checkpoint_s,
+    )
+
+
 def opened(controller: Controller, at: float, seconds: float) -> list[float | None]:
     reply = controller.handle(ev.HolesSeen(at, (Hole(1, at + seconds),)))
     return [
@@ -88,9 +104,9 @@ def test_a_hole_is_used_if_start_step_and_checkpoint_fit_and_not_otherwise() -> 
     controller = Controller(Asked(), ControllerSettings(min_hole_s=5.0))
     controller.handle(ev.TrainerSubmitted(0.0, Trainer('net', 1, 1, curve=CURVE)))
     assert opened(controller, 0.0, 4.9) == []
-    controller.handle(ev.FragmentTimed(1.0, 'net', 1, 0.3, 0.2, None))
+    controller.handle(timed(1.0, 'net', 1, 0.3, 0.2, None))
     assert opened(controller, 1.0, 4.9) == []  # not everything is known
-    controller.handle(ev.FragmentTimed(2.0, 'net', 2, 0.3, 0.2, 0.1))
+    controller.handle(timed(2.0, 'net', 2, 0.3, 0.2, 0.1))
     assert controller.state.shortest_s == pytest.approx(0.3 + 0.2 + 2 * 0.1 + 0.5)
     assert opened(controller, 2.0, 1.1) == []
     assert opened(controller, 2.0, 1.3) == [pytest.approx(1.3)]
@@ -98,8 +114,7 @@ def test_a_hole_is_used_if_start_step_and_checkpoint_fit_and_not_otherwise() -> 
     reply = controller.handle(ev.NodesJoined(3.0, 'b', ('n1',), 4.4))
     assert [type(action) for action in reply.actions] == [ev.StartFragment]
     # Slow steps make it longer than min_hole_s, and nothing is started in less.
-    controller.handle(ev.FragmentTimed(4.0, 'net', 1, 0.3, 30.0, 0.1))
-    controller.handle(ev.FragmentEnded(4.0, 'net', 1, 0, ev.Ending.PREEMPTED))
+    controller.handle(timed(4.0, 'net', 1, 0.3, 30.0, 0.1))
     assert opened(controller, 4.0, 29.0) == []
     assert controller.handle(ev.NodesJoined(4.0, 'c', ('n2',), 33.0)).actions == ()
     assert [
@@ -120,7 +135,7 @@ def test_what_a_trainer_that_is_over_could_use_does_not_count() -> None:
     controller = Controller(Asked(), ControllerSettings(min_hole_s=5.0))
     for name in ('quick', 'new'):
         controller.handle(ev.TrainerSubmitted(0.0, Trainer(name, 1, 1, curve=CURVE)))
-    controller.handle(ev.FragmentTimed(1.0, 'quick', 1, 0.3, 0.2, 0.1))
+    controller.handle(timed(1.0, 'quick', 1, 0.3, 0.2, 0.1))
     assert opened(controller, 1.0, 1.3) == [pytest.approx(1.3)]
     controller.handle(ev.TrainerCancelled(2.0, 'quick'))
     assert controller.state.shortest_s == 5.0
@@ -130,11 +145,11 @@ def test_what_a_trainer_that_is_over_could_use_does_not_count() -> None:
 def test_nothing_is_started_in_a_hole_that_is_too_short_for_it() -> None:
     controller = Controller(Asked(), ControllerSettings(min_hole_s=5.0))
     controller.handle(ev.TrainerSubmitted(0.0, Trainer('slow', 1, 1, curve=CURVE)))
-    controller.handle(ev.FragmentTimed(1.0, 'slow', 1, 1.0, 20.0, 0.5))
+    controller.handle(timed(1.0, 'slow', 1, 1.0, 20.0, 0.5))
     controller.handle(
         ev.TrainerSubmitted(1.0, Trainer('quick', 1, 1, curve=ScalingCurve((1,), (1.0,))))
     )
-    controller.handle(ev.FragmentTimed(1.0, 'quick', 1, 0.3, 0.2, 0.1))
+    controller.handle(timed(1.0, 'quick', 1, 0.3, 0.2, 0.1))
     assert opened(controller, 1.0, 1.3) == [pytest.approx(1.3)]
     assert started(controller, ev.NodesJoined(2.0, 'b', ('n1',), 12.0)) == [
         ('quick', ('n1',))
@@ -145,7 +160,7 @@ def test_nothing_is_started_in_a_hole_that_is_too_short_for_it() -> None:
 def test_a_trainer_that_runs_is_not_stopped_for_nodes_that_it_cannot_start_on() -> None:
     controller = Controller(Asked(), ControllerSettings(min_hole_s=5.0))
     controller.handle(ev.TrainerSubmitted(0.0, Trainer('slow', 1, 2, curve=CURVE)))
-    controller.handle(ev.FragmentTimed(1.0, 'slow', 1, 1.0, 20.0, 0.5))
+    controller.handle(timed(1.0, 'slow', 1, 1.0, 20.0, 0.5))
     assert started(controller, ev.NodesJoined(2.0, 'b', ('n1',), 60.0)) == [('slow', ('n1',))]
     assert controller.handle(ev.NodesJoined(3.0, 'c', ('n2',), 25.0)).actions == ()
     # Its own nodes end in less by now: it goes on with them.
@@ -158,6 +173,6 @@ def test_a_trainer_that_runs_is_not_stopped_for_nodes_that_it_cannot_start_on() 
 def test_what_takes_longer_than_the_horizon_is_not_begun_on_nodes_that_go_before() -> None:
     controller = Controller(Asked(), ControllerSettings(horizon_s=10.0))
     controller.handle(ev.TrainerSubmitted(0.0, Trainer('slow', 1, 2, curve=CURVE)))
-    controller.handle(ev.FragmentTimed(1.0, 'slow', 1, 1.0, 20.0, 0.5))
+    controller.handle(timed(1.0, 'slow', 1, 1.0, 20.0, 0.5))
     assert started(controller, ev.NodesJoined(2.0, 'b', ('n1',), 22.0)) == []
     assert started(controller, ev.NodesJoined(3.0, 'c', ('n2',), 30.0)) == [('slow', ('n2',))]

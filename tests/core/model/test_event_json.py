@@ -42,7 +42,6 @@ EVENTS: tuple[ev.Event, ...] = (
     ev.TotalKnown(7.0, 'a', 1000),
     ev.FragmentProgressed(8.0, 'a', 1, 64, 1 / 3),
     ev.Rescaled(9.0, 'a', 1, 1, 2, 0.7),
-    ev.FragmentTimed(10.0, 'a', 1, None, 0.1, None, 2**40),
     ev.FragmentEnded(11.0, 'a', 1, 64, ev.Ending.FAILED, 'a bad name \udcff', True),
     ev.TrainerCancelled(12.0, 'a'),
     ev.TrainerAborted(12.5, 'net', 'no node can be used'),
@@ -66,7 +65,7 @@ ACTIONS: tuple[ev.Action, ...] = (
 
 
 def test_every_event_and_action_comes_back_as_it_was() -> None:
-    assert {type(event) for event in EVENTS} == set(ev.Event.__subclasses__())
+    assert {type(event) for event in EVENTS} == set(ev.Event.__subclasses__()) - set(ev.NOTES)
     assert {type(action) for action in ACTIONS} == set(get_args(ev.Action))
     assert decode_events(encode(EVENTS)) == EVENTS
     back = decode_actions(encode(ACTIONS))

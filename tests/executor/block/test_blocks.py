@@ -11,13 +11,14 @@ import pytest
 from parsl.jobs.states import JobState, JobStatus
 
 from parsl_freetrain import BackfillProvider, LocalSite
+from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
 from parsl_freetrain.core.model.types import BlockRequest
-from parsl_freetrain.executor import notices as no
 from parsl_freetrain.executor.block.adoption import AdoptedBlock
 from parsl_freetrain.executor.block.blocks import BlockManager
 from parsl_freetrain.executor.block.leaving_jobs import LeavingJobs
 from parsl_freetrain.executor.interchange import PIN
+from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.sites.batch.life import BlockLife, status_of
 from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent
 
@@ -26,28 +27,28 @@ class Told:
     """A subscriber that remembers."""
 
     def __init__(self) -> None:
-        self.notices: list[no.Notice] = []
+        self.events: list[ev.Event] = []
 
-    def take(self, notice: no.Notice) -> None:
-        self.notices.append(notice)
+    def take(self, event: ev.Event) -> None:
+        self.events.append(event)
 
     def flush(self) -> None:
         pass
 
 
 @pytest.mark.parametrize(
-    ('life', 'how'), [(BlockLife.OUT_OF_MEMORY, no.OUT_OF_MEMORY), (BlockLife.PREEMPTED, 'taken')]
+    ('life', 'how'), [(BlockLife.OUT_OF_MEMORY, ev.OUT_OF_MEMORY), (BlockLife.PREEMPTED, 'taken')]
 )
 def test_the_nodes_of_a_job_that_ran_out_of_memory_are_gone_for_that_reason(
     life: BlockLife, how: str
 ) -> None:
     told, nobody = Told(), cast(Any, None)
     provider = BackfillProvider(LocalSite(nodes=1))
-    blocks = BlockManager(provider, no.Stream([told]), nobody, '', nobody, list, nobody, nobody)
+    blocks = BlockManager(provider, Stream([told]), nobody, '', nobody, list, nobody, nobody)
     blocks.adopt(AdoptedBlock('b1', '7', BlockRequest(1, 60.0)), 0.0)
     blocks.blocks['b1'].nodes['n1'] = 'node01'
     blocks.poll({'b1': status_of('7', life)}, 1.0)
-    assert [notice.how for notice in told.notices if isinstance(notice, no.NodeGone)] == [how]
+    assert [event.how for event in told.events if isinstance(event, ev.NodesLeft)] == [how]
 
 
 class Shared(LocalSite):
@@ -90,7 +91,7 @@ def test_nodes_of_others_are_told_to_end_as_soon_as_nothing_of_them_is_awaited()
         sent.append(context)
 
     provider = BackfillProvider(Shared())
-    blocks = BlockManager(provider, no.Stream([]), nobody, '', nobody, list, nobody, submit)
+    blocks = BlockManager(provider, Stream([]), nobody, '', nobody, list, nobody, submit)
     blocks.adopt(AdoptedBlock('b1', '7', BlockRequest(1, 60.0)), 0.0)
     blocks.blocks['b1'].greeted.add('n1')
     blocks.blocks['b1'].nodes['n1'] = 'node01'
@@ -111,7 +112,7 @@ def test_a_job_whose_nodes_have_all_joined_has_a_second_to_end_by_itself(back_s:
     site = Shared()
     provider = BackfillProvider(site)
     provider._jobs |= dict.fromkeys('78', None)
-    blocks = BlockManager(provider, no.Stream([]), nobody, '', nobody, list, nobody, nobody)
+    blocks = BlockManager(provider, Stream([]), nobody, '', nobody, list, nobody, nobody)
     blocks.leaving = LeavingJobs(provider, lambda *_: nobody, lambda: now)
     for name, job in (('joined', '7'), ('starting', '8')):
         blocks.adopt(AdoptedBlock(name, job, BlockRequest(1, 60.0)), 0.0)
@@ -134,7 +135,7 @@ def test_a_cancellation_that_fails_is_repeated_until_the_scheduler_answers() -> 
     site = Shared()
     provider = BackfillProvider(site, max_blocks=2)
     provider._jobs |= dict.fromkeys('78', None)
-    blocks = BlockManager(provider, no.Stream([]), nobody, '', nobody, list, nobody, nobody)
+    blocks = BlockManager(provider, Stream([]), nobody, '', nobody, list, nobody, nobody)
     blocks.leaving = LeavingJobs(provider, lambda *_: nobody, lambda: now)
     for name, job in (('joined', '7'), ('starting', '8')):
         blocks.adopt(AdoptedBlock(name, job, BlockRequest(1, 60.0)), 0.0)
@@ -168,7 +169,7 @@ def test_a_block_whose_nodes_say_nothing_is_given_back(heard: str) -> None:
     provider = BackfillProvider(site)
     provider._jobs['7'] = None
     blocks = BlockManager(
-        provider, no.Stream([told]), nobody, '', nobody, list, nobody, nobody, join_s=60.0
+        provider, Stream([told]), nobody, '', nobody, list, nobody, nobody, join_s=60.0
     )
     blocks.adopt(AdoptedBlock('b1', '7', BlockRequest(1, 600.0)), 0.0)
     block = blocks.blocks['b1']
@@ -186,7 +187,7 @@ def test_a_block_whose_nodes_say_nothing_is_given_back(heard: str) -> None:
     assert 'b1' in blocks.blocks
     blocks.poll({'b1': runs}, 261.0)
     assert ('b1' in blocks.blocks) == (heard != 'nothing')
-    refused = [notice.error for notice in told.notices if isinstance(notice, no.BlockRefused)]
+    refused = [event.error for event in told.events if isinstance(event, ev.BlockRefused)]
     if heard == 'nothing':
         assert site.cancelled == ['7']
         assert refused and 'no node of block b1 has joined within 60 s of its start' in refused[0]

@@ -27,7 +27,7 @@ from parsl_freetrain.executor.fragment.members import Members
 from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.executor.fragment.runner import FragmentRunner
 from parsl_freetrain.executor.fragment.watchdog import LOOK_S, GiveUp, NodeSilent, Watchdog
-from parsl_freetrain.executor.notices import Stream
+from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.training.spec.fragment_order import Handover
 from parsl_freetrain.training.spec.messages import (
     Abandon,

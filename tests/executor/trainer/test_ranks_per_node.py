@@ -20,11 +20,10 @@ from parsl_freetrain import (
     freetrain_app,
 )
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.executor import notices as no
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.executor.fragment.orders import ControlEndpoint
 from parsl_freetrain.executor.fragment.runner import FRAGMENT, FragmentRunner
-from parsl_freetrain.executor.notices import Stream
+from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
 from parsl_freetrain.training.checkpoint.identity import record_or_compare
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
@@ -92,7 +91,7 @@ def test_the_first_nodes_determine_the_shards(
 ) -> None:
     runner, sent = orders
     for node, devices in (('a', 2), ('b', 4), ('c', 4), ('d', 1)):
-        runner.take(no.NodeReady(0.0, 'block', node, node, devices))
+        runner.take(ev.NodesJoined(0.0, 'block', (node,), devices=(devices,)))
     for number, nodes in enumerate((('a',), ('b', 'c'), ('b', 'd')), start=1):
         runner.start(ev.StartFragment('fit', number, nodes, None, 0), 0.0)
         runner.arrived({'resource_spec': {FRAGMENT: f'fit/{number}'}}, b'', Future())

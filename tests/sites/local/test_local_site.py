@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.types import BlockRequest, Hole
+from parsl_freetrain.core.model.types import BlockRequest, Hole, NodeOffer
 from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule
 from parsl_freetrain.sites.local import LocalSite
-from parsl_freetrain.sites.protocols import HoleGone, NodeOffer
+from parsl_freetrain.sites.protocols import HoleGone
 
 BEGIN = 1_000_000.0
 

@@ -1,0 +1,222 @@
+"""From events to the state of runs. It has no effects outside the state.
+
+Events that come twice, or concern something unknown, change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from msgspec import structs
+
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.state import (
+    PROBLEMS_KEPT,
+    Block,
+    Fragment,
+    History,
+    Node,
+    RunState,
+    Training,
+)
+
+
+def fold(history: History, events: Iterable[ev.Event], keep_progress: bool = True) -> History:
+    """Take in the events that follow; returns the same history.
+
+    Parameters
+    ----------
+    keep_progress
+        Whether fragments of runs that begin keep all of their reports, not only the last.
+    """
+    runs = history.runs
+    run = runs[-1] if runs else None
+    for event in events:
+        kind = type(event)
+        if kind is ev.RunBegan:
+            assert isinstance(event, ev.RunBegan)
+            number = 1 + (runs[-1].id if runs else 0)
+            run = RunState(number, event, event.at, keeps_progress=keep_progress)
+            runs.append(run)
+            history.latest = number
+        elif run is not None:
+            if event.at > run.last_at:
+                run.last_at = event.at
+            if (step := _STEPS.get(kind)) is not None:
+                step(run, event)
+    return history
+
+
+def _block_opened(run: RunState, event: ev.BlockOpened) -> None:
+    lasts_s = event.request.walltime_s
+    run.blocks[event.block] = Block(
+        run.id, event, until=None if lasts_s is None else event.at + lasts_s
+    )
+
+
+def _block_started(run: RunState, event: ev.BlockStarted) -> None:
+    if block := run.blocks.get(event.block):
+        block.begun = event.since_s
+
+
+def _block_requeued(run: RunState, event: ev.BlockRequeued) -> None:
+    if block := run.blocks.get(event.block):
+        block.used.append((block.begun, event.at))
+        block.begun = None
+
+
+def _block_end_known(run: RunState, event: ev.BlockEndKnown) -> None:
+    if block := run.blocks.get(event.block):
+        block.until = event.until_s
+
+
+def _block_closed(run: RunState, event: ev.BlockClosed) -> None:
+    if (block := run.blocks.get(event.block)) and block.closed_at is None:
+        block.closed_at, block.how = event.at, event.how
+
+
+def _nodes_joined(run: RunState, event: ev.NodesJoined) -> None:
+    for node, name in zip(event.nodes, event.hosts or event.nodes, strict=True):
+        if (known := run.nodes.get(node)) is not None:  # it is back
+            known.left_at = known.how = None
+        else:
+            run.nodes[node] = Node(run.id, node, event.block, name, event.at)
+
+
+def _nodes_left(run: RunState, event: ev.NodesLeft) -> None:
+    for name in event.nodes:
+        if (node := run.nodes.get(name)) and node.left_at is None:
+            node.left_at, node.how = event.at, event.how
+
+
+def _offers_seen(run: RunState, event: ev.OffersSeen) -> None:
+    for offer in event.offers:
+        run.offers[offer.node, offer.start] = offer
+
+
+def _submitted(run: RunState, event: ev.TrainerSubmitted) -> None:
+    trainer = event.trainer
+    run.trainers[trainer.name] = Training(run.id, trainer, event, event.samples, 'queued', event.at)
+
+
+def _total_known(run: RunState, event: ev.TotalKnown) -> None:
+    if training := run.trainers.get(event.trainer):
+        training.trainer = replace(training.trainer, total_samples=event.total_samples)
+
+
+def _launched(run: RunState, event: ev.FragmentLaunched) -> None:
+    training = run.trainers.get(event.trainer)
+    if training is None:
+        return
+    names = dict(training.trainer.shapes).get(len(event.nodes), ())
+    shape = names[event.shape] if event.shape < len(names) else ''
+    fragment = Fragment(run.id, event, shape)
+    before = run.fragments.get((event.trainer, event.fragment))
+    run.fragments[event.trainer, event.fragment] = fragment
+    if before is not None:  # its number was given again
+        training.fragments.remove(before)
+    training.fragments.append(fragment)
+    if not event.failed:
+        _change(run, event.trainer, 'running', event.at)
+
+
+def _started(run: RunState, event: ev.FragmentStarted) -> None:
+    if fragment := run.fragments.get((event.trainer, event.fragment)):
+        fragment.started_at, fragment.started_samples = event.at, event.samples
+
+
+def _progressed(run: RunState, event: ev.FragmentProgressed) -> None:
+    fragment = run.fragments.get((event.trainer, event.fragment))
+    if fragment is not None:
+        fragment.seen = event
+        if run.keeps_progress:
+            fragment.progress.append(event)
+
+
+def _saved(run: RunState, event: ev.CheckpointSaved) -> None:
+    saved = event.checkpoint
+    run.checkpoints.append(saved)
+    if fragment := run.fragments.get((saved.trainer, saved.fragment)):
+        fragment.checkpoints.append(saved)
+    if training := run.trainers.get(saved.trainer):
+        training.samples = saved.samples
+
+
+def _rescaled(run: RunState, event: ev.Rescaled) -> None:
+    if training := run.trainers.get(event.trainer):
+        training.rescaled.append(event)
+
+
+def _fragment_ended(run: RunState, event: ev.FragmentEnded) -> None:
+    fragment = run.fragments.get((event.trainer, event.fragment))
+    if fragment is not None:
+        fragment.ended = event
+    _change(run, event.trainer, 'queued', event.at)
+    if training := run.trainers.get(event.trainer):
+        training.samples = event.samples if event.committed is None else event.committed
+
+
+def _interrupted(run: RunState, event: ev.TrainerInterrupted) -> None:
+    _change(run, event.trainer, 'interrupted', event.at)
+
+
+def _change(run: RunState, trainer: str, state: str, at: float, why: str = '') -> None:
+    training = run.trainers.get(trainer)
+    if training is not None and not training.over:
+        training.state, training.state_at, training.why = state, at, why
+
+
+def _decided(run: RunState, event: ev.Decided) -> None:
+    for action in event.actions:
+        if type(action) is ev.EndTrainer:
+            _change(run, action.trainer, action.state, event.at, action.why)
+    if event.trigger:
+        run.decisions.append(event)
+        if len(run.decisions) > PROBLEMS_KEPT:
+            late = -1 - PROBLEMS_KEPT
+            if run.decisions[late].problem:
+                run.decisions[late] = structs.replace(run.decisions[late], problem=b'')
+
+
+def _refused(run: RunState, event: ev.BlockRefused) -> None:
+    run.refused.append(event)
+
+
+def _unusable(run: RunState, event: ev.NodeUnusable) -> None:
+    run.unusable.append(event)
+
+
+def _needed(run: RunState, event: ev.NodesNeeded) -> None:
+    run.needed = event
+
+
+def _ended(run: RunState, event: ev.RunEnded) -> None:
+    run.ended = event
+
+
+_STEPS: dict[type[ev.Event], Callable[[RunState, Any], None]] = {
+    ev.BlockOpened: _block_opened,
+    ev.BlockStarted: _block_started,
+    ev.BlockRequeued: _block_requeued,
+    ev.BlockEndKnown: _block_end_known,
+    ev.BlockClosed: _block_closed,
+    ev.BlockRefused: _refused,
+    ev.NodesJoined: _nodes_joined,
+    ev.NodesLeft: _nodes_left,
+    ev.NodeUnusable: _unusable,
+    ev.NodesNeeded: _needed,
+    ev.OffersSeen: _offers_seen,
+    ev.TrainerSubmitted: _submitted,
+    ev.TotalKnown: _total_known,
+    ev.FragmentLaunched: _launched,
+    ev.FragmentStarted: _started,
+    ev.FragmentProgressed: _progressed,
+    ev.CheckpointSaved: _saved,
+    ev.Rescaled: _rescaled,
+    ev.FragmentEnded: _fragment_ended,
+    ev.TrainerInterrupted: _interrupted,
+    ev.Decided: _decided,
+    ev.RunEnded: _ended,
+}

@@ -1,0 +1,319 @@
+"""What has become of runs, as :mod:`parsl_freetrain.core.model.fold` makes it of their events.
+
+Times are in seconds since the epoch. ``run`` counts the runs of a journal from 1: a workflow that
+is resumed appends to the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import Checkpoint, NodeOffer, Trainer
+
+T = TypeVar('T')
+
+FINAL_STATES = frozenset({'finished', 'failed', 'cancelled'})
+"""States that a trainer does not leave within a run."""
+
+PROBLEMS_KEPT = 20
+"""Number of newest decisions of a run of which the whole problem is kept."""
+
+
+@dataclass(slots=True)
+class Block:
+    """A batch job of ours.
+
+    Attributes
+    ----------
+    opened
+        Its request and the batch system's id.
+    until
+        Its expected end; None if unknown.
+    begun
+        When it got its nodes, at the earliest; None: it waits.
+    used
+        Its earlier spells on nodes, until it was queued again: (begun, end) each.
+    how
+        How it ended, as in :class:`~parsl_freetrain.core.model.events.BlockClosed`.
+    """
+
+    run: int
+    opened: ev.BlockOpened
+    until: float | None = None
+    begun: float | None = None
+    used: list[tuple[float | None, float]] = field(default_factory=list)
+    closed_at: float | None = None
+    how: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Its id within the run."""
+        return self.opened.block
+
+    @property
+    def opened_at(self) -> float:
+        return self.opened.at
+
+
+@dataclass(slots=True)
+class Node:
+    """A node's stay in one block; ``node`` is unique within the run, ``name`` is the machine's."""
+
+    run: int
+    node: str
+    block: str
+    name: str
+    joined_at: float
+    left_at: float | None = None
+    how: str | None = None
+
+
+@dataclass(slots=True)
+class Fragment:
+    """A bounded run of a trainer on some nodes.
+
+    Attributes
+    ----------
+    launched
+        Its nodes, its deadline, and where it goes on from.
+    shape
+        The name of its shape, where its trainer has several to try.
+    started_at, started_samples
+        Its first training step, None before it.
+    seen
+        Its last report; None before the first.
+    progress
+        All reports, in order of time, where they are kept.
+    checkpoints
+        In order of time.
+    ended
+        Its result; None before its end.
+    """
+
+    run: int
+    launched: ev.FragmentLaunched
+    shape: str = ''
+    started_at: float | None = None
+    started_samples: int | None = None
+    seen: ev.FragmentProgressed | None = None
+    progress: list[ev.FragmentProgressed] = field(default_factory=list)
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    ended: ev.FragmentEnded | None = None
+
+    @property
+    def key(self) -> tuple[int, str, int]:
+        """What identifies it in a journal: run, trainer, number."""
+        return self.run, self.launched.trainer, self.launched.fragment
+
+    @property
+    def trainer(self) -> str:
+        return self.launched.trainer
+
+    @property
+    def number(self) -> int:
+        return self.launched.fragment
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return self.launched.nodes
+
+    @property
+    def decided_at(self) -> float:
+        return self.launched.at
+
+    @property
+    def from_samples(self) -> int:
+        return self.launched.samples
+
+    @property
+    def ended_at(self) -> float | None:
+        return None if self.ended is None else self.ended.at
+
+    @property
+    def ending(self) -> str | None:
+        return None if self.ended is None else str(self.ended.ending)
+
+    @property
+    def samples(self) -> int | None:
+        """What the next one can go on from; None until it has ended."""
+        return None if self.ended is None else self.ended.samples
+
+    @property
+    def reached(self) -> int | None:
+        """The largest number of samples trained; None until it has ended."""
+        if self.ended is None:
+            return None
+        return self.ended.samples if self.ended.reached is None else self.ended.reached
+
+
+@dataclass(slots=True)
+class Training:
+    """A trainer within one run.
+
+    Attributes
+    ----------
+    trainer
+        As its user described it, with its total when that is known.
+    submitted
+        When and how it was submitted, and resumed.
+    samples
+        The last checkpoint's.
+    state
+        'queued', 'running', 'interrupted', or one of :data:`FINAL_STATES`; ``state_at``: since
+        when; ``why``: of what it failed.
+    fragments
+        In order.
+    rescaled
+        Its changes of the node count, as measured.
+    """
+
+    run: int
+    trainer: Trainer
+    submitted: ev.TrainerSubmitted
+    samples: int
+    state: str
+    state_at: float
+    why: str = ''
+    fragments: list[Fragment] = field(default_factory=list)
+    rescaled: list[ev.Rescaled] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.trainer.name
+
+    @property
+    def submitted_at(self) -> float:
+        return self.submitted.at
+
+    @property
+    def first_samples(self) -> int:
+        """What it was resumed with."""
+        return self.submitted.samples
+
+    @property
+    def over(self) -> bool:
+        """Whether it can get no more nodes in this run."""
+        return self.state in FINAL_STATES or self.state == 'interrupted'
+
+    def last(self) -> Fragment | None:
+        """Its newest fragment."""
+        return self.fragments[-1] if self.fragments else None
+
+
+@dataclass(slots=True)
+class RunState:
+    """One run.
+
+    Attributes
+    ----------
+    id
+        Its number in the journal, from 1.
+    last_at
+        When anything was noted last.
+    ended
+        None: nobody has ended it.
+    offers
+        By node and start.
+    decisions
+        Those with an answer of the allocator. Of the newest :data:`PROBLEMS_KEPT`, the problem is
+        kept.
+    refused, unusable
+        Blocks that the site refused, and nodes that could not be used.
+    needed
+        What others' jobs needed last.
+    keeps_progress
+        Whether fragments keep all reports.
+    """
+
+    id: int
+    began: ev.RunBegan
+    last_at: float
+    ended: ev.RunEnded | None = None
+    blocks: dict[str, Block] = field(default_factory=dict)
+    nodes: dict[str, Node] = field(default_factory=dict)
+    trainers: dict[str, Training] = field(default_factory=dict)
+    fragments: dict[tuple[str, int], Fragment] = field(default_factory=dict)
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    offers: dict[tuple[str, float], NodeOffer] = field(default_factory=dict)
+    decisions: list[ev.Decided] = field(default_factory=list)
+    refused: list[ev.BlockRefused] = field(default_factory=list)
+    unusable: list[ev.NodeUnusable] = field(default_factory=list)
+    needed: ev.NodesNeeded | None = None
+    keeps_progress: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.began.name
+
+    @property
+    def begun_at(self) -> float:
+        return self.began.at
+
+    @property
+    def ended_at(self) -> float | None:
+        return None if self.ended is None else self.ended.at
+
+    @property
+    def how(self) -> str | None:
+        return None if self.ended is None else self.ended.how
+
+
+@dataclass
+class History:
+    """The runs of one journal.
+
+    Attributes
+    ----------
+    latest
+        The number of the newest run of the journal, whether or not it is among ``runs``: the only
+        one that may be alive. None: that one is known to be dead.
+    damage
+        Sentences about places in the file that could not be read.
+    """
+
+    runs: list[RunState] = field(default_factory=list)
+    latest: int | None = None
+    damage: list[str] = field(default_factory=list)
+
+    def of(self, name: str | None) -> History:
+        """The history of one run, or all; raises BadInput if there is no run of this name."""
+        if name is None:
+            return self
+        chosen = [run for run in self.runs if run.name == name]
+        if not chosen:
+            known = ', '.join(run.name for run in self.runs[-5:]) or 'none'
+            raise BadInput(f'The ledger has no run {name!r}; its last runs are: {known}.')
+        return History(chosen, self.latest, self.damage)
+
+    @property
+    def trainings(self) -> Iterator[Training]:
+        """All, run after run, in order of submission; as the following."""
+        return (one for run in self.runs for one in run.trainers.values())
+
+    @property
+    def fragments(self) -> Iterator[Fragment]:
+        return (one for run in self.runs for one in run.fragments.values())
+
+    @property
+    def blocks(self) -> Iterator[Block]:
+        return (one for run in self.runs for one in run.blocks.values())
+
+    @property
+    def nodes(self) -> Iterator[Node]:
+        return (one for run in self.runs for one in run.nodes.values())
+
+    def alive(self, run: RunState) -> bool:
+        """Whether the run may still go on: nobody ended it and no other has begun since."""
+        return run.ended is None and run.id == self.latest
+
+    def until(self, run: RunState, now: float | None = None) -> float:
+        """When the account of the run ends: at its end, ``now`` if it is alive, else at its last
+        entry.
+        """
+        if run.ended is not None:
+            return max(run.begun_at, run.ended.at)
+        return max(run.last_at, now) if now is not None and self.alive(run) else run.last_at

@@ -1,0 +1,78 @@
+"""The stream of all events of a run, and its subscribers.
+
+Emitters (blocks, fragments, requests, the event loop itself) emit events. Each is appended to the
+journal and published at once. Those that concern the controller are also kept until the event loop
+gives them to it in one batch; :class:`~parsl_freetrain.core.model.events.Decided` follows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from parsl_freetrain.core.model import events as ev
+
+logger = logging.getLogger(__name__)
+
+
+class Subscriber(Protocol):
+    """Follows the events of a run. Only the event loop's thread calls it."""
+
+    def take(self, event: ev.Event) -> None:
+        """Handle one event; ignore those of no interest."""
+        ...
+
+    def flush(self) -> None:
+        """Write down what is pending, since no more events are known now."""
+        ...
+
+
+class Stream:
+    """Publishes events, and keeps those for the controller in order.
+
+    Parameters
+    ----------
+    subscribers
+        Get every event, in this order.
+    recorders
+        Get every event before them, but those of :meth:`pass_by`.
+    """
+
+    def __init__(
+        self, subscribers: Sequence[Subscriber], recorders: Sequence[Subscriber] = ()
+    ) -> None:
+        self.subscribers, self._recorders = list(subscribers), tuple(recorders)
+        self._batch: list[ev.Event] = []
+
+    def emit(self, *events: ev.Event) -> None:
+        """Record and publish events; keep what concerns the controller for the next batch."""
+        for event in events:
+            if not isinstance(event, ev.NOTES):
+                self._batch.append(event)
+            _publish(event, [*self._recorders, *self.subscribers])
+
+    def pass_by(self, event: ev.Event) -> None:
+        """Publish an event that is neither recorded nor decided about."""
+        _publish(event, self.subscribers)
+
+    def next_batch(self) -> tuple[ev.Event, ...]:
+        """The controller's events that were emitted since the last call."""
+        events, self._batch = tuple(self._batch), []
+        return events
+
+    def flush(self) -> None:
+        """Have every subscriber write down what is pending."""
+        for subscriber in (*self._recorders, *self.subscribers):
+            try:
+                subscriber.flush()
+            except Exception:
+                logger.exception('%s could not write', type(subscriber).__name__)
+
+
+def _publish(event: ev.Event, subscribers: Sequence[Subscriber]) -> None:
+    for subscriber in subscribers:
+        try:
+            subscriber.take(event)
+        except BaseException:  # callbacks of users' futures run here and may raise anything
+            logger.exception('%s could not take in %.300r', type(subscriber).__name__, event)

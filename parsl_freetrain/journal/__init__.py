@@ -1,0 +1,1 @@
+"""The journal of runs: every event, in the order in which it happened, in one file."""

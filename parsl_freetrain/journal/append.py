@@ -1,0 +1,308 @@
+"""The writing side of a journal."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import stat
+import threading
+from itertools import count
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import msgspec
+from msgspec import structs
+
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.host import files
+from parsl_freetrain.host.ownership import is_ours, refuse_foreign
+from parsl_freetrain.journal.records import HEAD, check_head, record, scan
+
+log = logging.getLogger(__name__)
+
+SYNC_S = 5.0
+"""Maximum seconds until what was written is on disk, so that other computers see it, too."""
+ALIVE_S = 30.0
+"""Seconds after which a run that has nothing to write notes that it is alive."""
+MOST_HELD = 100_000
+"""Number of events that wait at most for a file that cannot be written."""
+FLEETING = (ev.Tick, ev.HolesSeen, ev.FragmentProgressed, ev.OrdinaryWork, ev.NodesNeeded)
+"""Events without which reports lack only details."""
+
+
+class JournalWriter:
+    """The one writer of a journal.
+
+    Events are kept in memory until :meth:`flush`, which writes them as one record: a reader never
+    sees half of a round of the event loop. After kill -9 of the writer, the file holds everything
+    up to the last one. Nothing that happens to the file ends or holds up the run.
+
+    Parameters
+    ----------
+    path
+        The file; created, with its missing parents, for the user alone (0600 in 0700). An existing
+        journal is appended to.
+
+    Raises
+    ------
+    BadInput
+        ``path`` cannot be written, is no journal, or is one of another version.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        self._pending: list[ev.Event] = []
+        self._run: list[ev.Event] = []  # what a new file needs of this run
+        self._begun_at_byte = 0  # where this run begins in the file
+        self._written_at = self._synced_at = -ALIVE_S
+        self._complained = False
+        self._thin_at = MOST_HELD
+        self._fd, self._size, self._names = _open(self.path)
+
+    def begin_run(self, began: ev.RunBegan) -> None:
+        """Start a run (or a resume); written at once. Raises BadInput if the journal has a run of
+        this name, or cannot be written.
+        """
+        if began.name in self._names:
+            raise BadInput(
+                f'The ledger {self.path} has a run {began.name!r} already; each run needs a name '
+                'of its own.'
+            )
+        self._begun_at_byte = self._size
+        self.take(began)
+        self.flush()
+        if self._pending:
+            raise BadInput(f'The ledger {self.path} cannot be written; give a path that can.')
+
+    def take(self, event: ev.Event) -> None:
+        """Append an event to the run that was begun; of an end of the run, write it at once."""
+        if isinstance(event, ev.OffersSeen) and not event.offers:
+            if 0 <= event.at - self._written_at < ALIVE_S:
+                return
+        elif not isinstance(event, FLEETING):
+            self._keep(event)
+        self._written_at = event.at
+        self._pending.append(event)
+        if len(self._pending) > self._thin_at:
+            self._thin()
+        if isinstance(event, ev.RunEnded):
+            self.close()
+
+    def _keep(self, event: ev.Event) -> None:
+        if isinstance(event, ev.Decided):
+            if not any(isinstance(action, ev.EndTrainer) for action in event.actions):
+                return
+            event = structs.replace(event, problem=b'')
+        self._run.append(event)
+
+    def flush(self) -> None:
+        """Write what is pending. If that cannot be done now, it stays pending, and a warning is
+        logged once. A damaged file is set aside, and a new one takes its place. After
+        :meth:`close` there is nothing to write.
+        """
+        with self._lock:
+            self._flush()
+
+    def close(self) -> None:
+        """Write the rest and close the file; calling it again does nothing."""
+        with self._lock:
+            if self._fd < 0:
+                return
+            self._flush()
+            if self._pending:
+                log.warning('The ledger %s lacks its last events: it cannot be written.', self.path)
+            self._pending.clear()
+            with contextlib.suppress(OSError):
+                os.fsync(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _flush(self) -> None:
+        if not self._pending or self._fd < 0:
+            return
+        data = record(_encoded(self._pending, self.path))
+        try:
+            if why := self._damage():
+                self._begin_anew(why)
+            else:
+                self._write(data)
+        except (OSError, BadInput) as error:
+            if not self._complained:
+                log.warning(
+                    'The ledger %s cannot be written now (%s); its events are kept in memory, and '
+                    'writing is tried again.',
+                    self.path,
+                    error,
+                )
+            self._complained = True
+            return
+        self._pending.clear()
+        self._complained, self._thin_at = False, MOST_HELD
+        if monotonic() - self._synced_at >= SYNC_S:
+            self._synced_at = monotonic()
+            with contextlib.suppress(OSError):
+                os.fdatasync(self._fd)
+
+    def _write(self, data: bytes) -> None:
+        try:
+            if (written := os.write(self._fd, data)) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._size)
+            raise
+        self._size += written
+
+    def _damage(self) -> str:
+        """Why the file is no longer the one that was written; empty: it is."""
+        mine = os.fstat(self._fd)
+        try:
+            there = self.path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return 'it is gone'
+        if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
+            return 'another file has its name'
+        if mine.st_size > self._size and self._complained:
+            os.ftruncate(self._fd, self._size)  # the rest of what could not be written
+        elif mine.st_size != self._size:
+            return f'it has {mine.st_size} bytes and should have {self._size}'
+        return ''
+
+    def _begin_anew(self, why: str) -> None:
+        """Put a new file in the place of a damaged one, with what can still be read of earlier
+        runs, and what matters of this one.
+        """
+        with os.fdopen(os.dup(self._fd), 'rb') as old:
+            before = [
+                record(piece.content)
+                for piece in scan(old, len(HEAD))
+                if piece.content is not None and piece.end <= self._begun_at_byte
+            ]
+        draft = self.path.with_name(f'.{self.path.name}.part')
+        draft.unlink(missing_ok=True)
+        begun_at = len(HEAD) + sum(map(len, before))
+        content = b''.join([HEAD, *before, record(_encoded(self._run, self.path))])
+        try:
+            files.write_new(draft, content)
+            aside = _set_aside(self.path)
+            draft.rename(self.path)
+        finally:
+            draft.unlink(missing_ok=True)
+        os.close(self._fd)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
+        self._size, self._begun_at_byte = len(content), begun_at
+        log.warning(
+            'The ledger %s was damaged while it was written: %s. It is %s, and the run goes on '
+            'with a new file of this name. Reports may lack something of the time before.',
+            self.path,
+            why,
+            'gone' if aside is None else f'kept as {aside}',
+        )
+
+    def _thin(self) -> None:
+        """Leave out what reports need least."""
+        before = len(self._pending)
+        self._pending = [event for event in self._pending if not isinstance(event, FLEETING)]
+        self._thin_at = max(MOST_HELD, 2 * len(self._pending))
+        log.warning(
+            'The ledger %s could not be written for long. %d events are left out, so reports will '
+            'lack something of this time.',
+            self.path,
+            before - len(self._pending),
+        )
+
+
+def _open(path: Path) -> tuple[int, int, set[str]]:
+    """A descriptor that appends, the size of the file, and the names of its runs."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # What can replace the file can change what is in it.
+        refuse_foreign(path.parent, 'folder of the ledger')
+        with contextlib.suppress(FileExistsError):
+            files.write_new(path, HEAD)
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode):
+            raise BadInput(
+                f'{path} is not a regular file; name a ledger, or a file that does not exist yet.'
+            )
+        if not is_ours(found.st_uid, path.parent):
+            raise BadInput(
+                f'The ledger {path} belongs to another user (id {found.st_uid}); name a file of '
+                'your own.'
+            )
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
+    except OSError as error:
+        raise BadInput(
+            f'The ledger {path} cannot be written ({error.strerror}); give a path that can.'
+        ) from error
+    try:
+        if found.st_mode & 0o077:
+            os.fchmod(fd, files.PRIVATE)
+        names, end = set[str](), len(HEAD)
+        with os.fdopen(os.dup(fd), 'rb') as file:
+            if found.st_size == 0:
+                os.write(fd, HEAD)
+            check_head(file, path)
+            for piece in scan(file, len(HEAD)):
+                end = piece.end
+                # Nearly all records have none: they need not be decoded.
+                if piece.content is not None and b'RunBegan' in piece.content:
+                    with contextlib.suppress(ValueError):
+                        names |= {e.name for e in piece.events() if isinstance(e, ev.RunBegan)}
+        os.ftruncate(fd, end)  # a record that its writer has not completed
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, end, names
+
+
+def _set_aside(path: Path) -> Path | None:
+    aside = next(
+        aside
+        for n in count(1)
+        if not (aside := path.with_name(f'{path.name}.damaged-{n}')).exists()
+    )
+    try:
+        return path.rename(aside)
+    except FileNotFoundError:
+        return None
+
+
+def _plain(value: Any) -> object:
+    return value.item()  # a number of numpy or torch
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+
+
+def _encoded(events: list[ev.Event], path: Path) -> bytes:
+    try:
+        return _encoder.encode(events)
+    except (UnicodeError, OverflowError, TypeError, AttributeError):
+        pass
+    kept = []
+    for event in events:
+        try:
+            # A lone surrogate, such as of a file's name in an error text, is no Unicode.
+            plain = _clean(msgspec.to_builtins(event, builtin_types=(bytes,), enc_hook=_plain))
+            _encoder.encode(plain)
+            kept.append(plain)
+        except (UnicodeError, OverflowError, TypeError, AttributeError) as error:
+            log.warning('The ledger %s leaves out %.300r (%s)', path, event, error)
+    return _encoder.encode(kept)
+
+
+def _clean(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode('utf-8', 'replace').decode()
+        case dict():
+            return {_clean(key): _clean(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_clean(each) for each in value]
+    return value

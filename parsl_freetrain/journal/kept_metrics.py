@@ -1,0 +1,153 @@
+"""The metrics of a trainer along the training that was kept: each position once, although fragments
+were preempted and repeated.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from parsl_freetrain.core.model.events import FragmentProgressed
+from parsl_freetrain.core.model.state import Fragment, History
+from parsl_freetrain.core.model.types import Checkpoint
+
+
+@dataclass(frozen=True)
+class MetricPoint:
+    """Metrics at a number of samples.
+
+    Attributes
+    ----------
+    run, at
+        When they were reported: number of the run, epoch seconds.
+    metrics
+        Those that differ from the point before.
+    mark
+        Where to go on from in another process: samples, and the number of the report.
+    """
+
+    samples: int
+    run: int
+    at: float
+    metrics: dict[str, float]
+    mark: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class _Report:
+    number: int
+    fragment: Fragment
+    event: FragmentProgressed
+
+    @property
+    def samples(self) -> int:
+        return self.event.samples
+
+
+def began_in(history: History, trainer: str, run: int) -> int:
+    """The run in which the training that run number ``run`` goes on with began at 0 samples."""
+    began = run
+    for one in reversed(history.runs):
+        training = one.trainers.get(trainer)
+        if training is not None and one.id <= run:
+            began = one.id
+            if training.first_samples == 0:
+                break
+    return began
+
+
+class KeptMetrics:
+    """The metrics of one trainer, from its progress reports as these come in.
+
+    A point counts when a checkpoint has it behind it. What was trained and lost never appears.
+
+    Parameters
+    ----------
+    began
+        The number of the run to begin with, from :func:`began_in`.
+    mark
+        That of the last point which is known already.
+    """
+
+    def __init__(self, trainer: str, began: int, mark: tuple[int, int] = (-1, 0)) -> None:
+        self.trainer, self.began = trainer, began
+        self._mark = mark
+        self._number = 0  # of the last report that was taken
+        self._fragment = self._in_it = 0  # the fragment of the next report, and its place in it
+        self._last: _Report | None = None
+        self._pending: deque[_Report] = deque()
+        self._values: dict[str, float] = {}
+
+    def new(self, history: History) -> list[MetricPoint]:
+        """The points that count since the last call, in order of samples."""
+        fragments = [
+            fragment
+            for run in history.runs
+            if run.id >= self.began and self.trainer in run.trainers
+            for fragment in run.trainers[self.trainer].fragments
+        ]
+        own = [saved for fragment in fragments for saved in fragment.checkpoints]
+        points: list[MetricPoint] = []
+        for report in self._reports(fragments):
+            self._take(report, own)
+        if self._last is not None and fragments[-1] is not self._last.fragment:
+            self._go_back(fragments[-1].from_samples)  # it has not reported yet
+        self._settle(max((saved.samples for saved in own), default=0), points)
+        return points
+
+    def rest(self) -> list[MetricPoint]:
+        """The points behind the last checkpoint, which may still be lost."""
+        values = dict(self._values)
+        points = (_point(report, values) for report in self._pending)
+        return [point for point in points if point.metrics and point.mark > self._mark]
+
+    def _reports(self, fragments: Sequence[Fragment]) -> Iterator[_Report]:
+        while self._fragment < len(fragments):
+            fragment = fragments[self._fragment]
+            for event in fragment.progress[self._in_it :]:
+                self._number, self._in_it = self._number + 1, self._in_it + 1
+                yield _Report(self._number, fragment, event)
+            if self._fragment == len(fragments) - 1:
+                return
+            self._fragment, self._in_it = self._fragment + 1, 0
+
+    def _take(self, report: _Report, own: Sequence[Checkpoint]) -> None:
+        last, self._last = self._last, report
+        if last is None or last.fragment is not report.fragment:
+            before_it = report.fragment.from_samples
+            self._go_back(before_it)
+        else:
+            before_it = last.samples
+        if report.samples < before_it:  # numbers were not finite
+            at = report.event.at
+            before = (c.samples for c in own if c.at <= at and c.samples <= report.samples)
+            self._go_back(max(before, default=0))
+        if self._pending and self._pending[-1].samples == report.samples:
+            self._pending.pop()  # the later one has its metrics too
+        self._pending.append(report)
+
+    def _go_back(self, samples: int) -> None:
+        """Training went on from here; what came after it is lost."""
+        while self._pending and self._pending[-1].samples > samples:
+            self._pending.pop()
+
+    def _settle(self, samples: int, points: list[MetricPoint]) -> None:
+        """What came up to here is kept."""
+        while self._pending and self._pending[0].samples <= samples:
+            point = _point(self._pending.popleft(), self._values)
+            if point.metrics and point.mark > self._mark:
+                self._mark = point.mark
+                points.append(point)
+
+
+def _point(report: _Report, values: dict[str, float]) -> MetricPoint:
+    """The point of a report. ``values``: the metrics before it; it is kept up to date."""
+    changed = {
+        name: float(value)
+        for name, value in report.event.metrics.items()
+        if isinstance(value, int | float) and values.get(name) != value
+    }
+    values.update(changed)
+    run, at, samples = report.fragment.run, report.event.at, report.samples
+    return MetricPoint(samples, run, at, changed, (samples, report.number))

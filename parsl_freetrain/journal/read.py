@@ -1,0 +1,166 @@
+"""The reading side of a journal: from any process, while the run lives."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.fold import fold
+from parsl_freetrain.core.model.state import History, RunState
+from parsl_freetrain.journal.records import Piece, check_head, scan
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Events that the controller was given in one call, and its answer; ``seq`` counts from 1
+    within the run.
+    """
+
+    seq: int
+    events: tuple[ev.Event, ...]
+    decided: ev.Decided
+
+    @property
+    def at(self) -> float:
+        return self.decided.at
+
+
+class Journal:
+    """A read-only view of a journal. Between two calls, no file is open.
+
+    Parameters
+    ----------
+    path
+        The file; its writer may be at work.
+    keep_progress
+        Whether fragments keep all of their reports, not only the last.
+
+    Raises
+    ------
+    BadInput
+        There is no file, it is no journal, or it is one of another version.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, keep_progress: bool = True) -> None:
+        self.path = Path(path)
+        self._keep_progress = keep_progress
+        self._history = History()
+        self._file = (-1, -1)  # device and inode
+        self._read_to = 0
+        self._died = False
+        with self._open():
+            pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is open."""
+
+    def newest_run_died(self) -> None:
+        """From now on, take the newest run for over: its process is known to be gone."""
+        self._died, self._history.latest = True, None
+
+    def history(self, run: str | None = None) -> History:
+        """What has become of one run or of all; cheap while nothing changes. It is the same object
+        each time, and changes with the next call.
+
+        Raises
+        ------
+        BadInput
+            The journal has no run of this name.
+        """
+        with self._open() as file:
+            found = os.fstat(file.fileno())
+            if (found.st_dev, found.st_ino) != self._file or found.st_size < self._read_to:
+                # It was begun anew, after damage.
+                self._file, self._history = (found.st_dev, found.st_ino), History()
+                self._read_to = file.tell()
+            with _no_collection():
+                for piece in scan(file, self._read_to):
+                    self._take(piece)
+                    self._read_to = piece.end
+        if self._died:
+            self._history.latest = None
+        return self._history.of(run)
+
+    def _take(self, piece: Piece) -> None:
+        try:
+            if piece.content is not None:
+                fold(self._history, piece.events(), self._keep_progress)
+                return
+            why = 'are damaged'
+        except ValueError as error:
+            why = f'are no events that this version knows ({error})'
+        self._history.damage.append(
+            f'The bytes {piece.start} to {piece.end} of the ledger {self.path} {why}; what is '
+            'before and after them counts.'
+        )
+
+    def events(
+        self, *kinds: type[ev.Event], run: RunState | None = None
+    ) -> Iterator[tuple[int, ev.Event]]:
+        """All events, or those of some kinds or one run, in order, each with the number of its run.
+        Reads the file again.
+        """
+        number = 0
+        with self._open() as file:
+            for piece in scan(file, file.tell()):
+                try:
+                    events = [] if piece.content is None else piece.events()
+                except ValueError:
+                    continue
+                for event in events:
+                    if isinstance(event, ev.RunBegan):
+                        number += 1
+                    if (run is None or run.id == number) and (
+                        not kinds or isinstance(event, kinds)
+                    ):
+                        yield number, event
+
+    def batches(self, run: RunState) -> Iterator[Batch]:
+        """What the controller of a run was given, in order."""
+        seq, events = 0, list[ev.Event]()
+        for _, event in self.events(run=run):
+            if isinstance(event, ev.Decided):
+                seq += 1
+                yield Batch(seq, tuple(events), event)
+                events.clear()
+            elif not isinstance(event, ev.NOTES):
+                events.append(event)
+
+    @contextmanager
+    def _open(self) -> Iterator[BinaryIO]:
+        """The file, at its first record."""
+        try:
+            file: Any = self.path.open('rb')
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            raise BadInput(
+                f'There is no ledger at {self.path}; name the file that a run writes.'
+            ) from None
+        except OSError as error:
+            raise BadInput(
+                f'The ledger {self.path} cannot be read ({error.strerror}); give a path that can.'
+            ) from error
+        with file:
+            check_head(file, self.path)
+            yield file
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """What is read stays: to look for garbage in it again and again would take most of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

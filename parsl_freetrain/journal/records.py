@@ -1,0 +1,114 @@
+"""The file of a journal: a line that says what it is, then records.
+
+A record is a mark, the length and the CRC-32 of its content, and the content: a list of events, as
+msgpack. By the mark, a reader finds the next record behind a damaged place.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.events import AnyEvent, Event
+
+VERSION = 1
+_KIND = b'FreeTrain journal '
+HEAD = _KIND + b'%d\n' % VERSION
+_MARK = b'\xfcFTj'
+_RECORD = struct.Struct('<4sII')
+_MOST = 2**30
+_CHUNK = 2**23
+
+_decoder: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[AnyEvent])
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of the file, from ``start`` to ``end``; ``content`` of a record, None: unreadable."""
+
+    start: int
+    end: int
+    content: bytes | None
+
+    def events(self) -> list[Event]:
+        """The record's events. Raises ValueError where it has none that this version knows."""
+        assert self.content is not None
+        return _decoder.decode(self.content)
+
+
+def record(content: bytes) -> bytes:
+    """A record as it stands in the file."""
+    return _RECORD.pack(_MARK, len(content), zlib.crc32(content)) + content
+
+
+def check_head(file: BinaryIO, path: Path) -> None:
+    """Raise BadInput unless a file is a journal of this version; then it stands at its first
+    record.
+    """
+    file.seek(0)
+    head = file.read(len(HEAD))
+    if not head:
+        raise BadInput(f'{path} is empty: no run has written to it yet.')
+    if not head.startswith(_KIND):
+        raise BadInput(
+            f'{path} is not a FreeTrain ledger; name the file that a run writes, or one that does '
+            'not exist yet.'
+        )
+    if head != HEAD:
+        version = head[len(_KIND) :].decode(errors='replace').strip()
+        raise BadInput(
+            f'{path} is a ledger of version {version}, and this parsl-freetrain reads version '
+            f'{VERSION}; use the release that wrote it.'
+        )
+
+
+def scan(file: BinaryIO, begin: int) -> Iterator[Piece]:
+    """Whole records from a place on, and the unreadable places between them.
+
+    What comes after the last whole record is left out: it is being written, or its writer was
+    killed.
+    """
+    file.seek(begin)
+    data, base, at = b'', begin, 0  # the data begin at ``base`` in the file
+    damaged_from: int | None = None
+    while True:
+        end = _end_of_record(data, at)
+        if end is None:  # more data are needed to know
+            if more := file.read(_CHUNK):
+                data, base, at = data[at:] + more, base + at, 0
+                continue
+            if at >= len(data):
+                return
+        if not end:
+            if damaged_from is None:
+                damaged_from = base + at
+            found = data.find(_MARK, at + 1)
+            at = found if found >= 0 else max(at + 1, len(data) - len(_MARK) + 1)
+            if end is None and found < 0:
+                return
+            continue
+        if damaged_from is not None:
+            yield Piece(damaged_from, base + at, None)
+            damaged_from = None
+        yield Piece(base + at, base + end, data[at + _RECORD.size : end])
+        at = end
+
+
+def _end_of_record(data: bytes, at: int) -> int | None:
+    """Where the record at a place ends; 0: there is none; None: it is not complete."""
+    if len(data) - at < _RECORD.size:
+        return None
+    mark, length, crc = _RECORD.unpack_from(data, at)
+    if mark != _MARK or length > _MOST:
+        return 0
+    end = at + _RECORD.size + length
+    if end > len(data):
+        return None
+    return end if zlib.crc32(memoryview(data)[at + _RECORD.size : end]) == crc else 0
