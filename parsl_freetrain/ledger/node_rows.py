@@ -80,7 +80,7 @@ class NodeRows:
         for name, start, end in sorted(offers, key=lambda offer: (offer[0], offer[1])):
             end = math.inf if end is None else float(end)
             since, until = self._offers.get(name, (start, -math.inf))
-            if end <= until:
+            if end <= until and not (math.isinf(until) and start == since and end < until):
                 continue
             known_end = {'end': None if math.isinf(end) else end}
             if start <= until:
