@@ -441,7 +441,7 @@ class Decided(Event, frozen=True):
 
     @property
     def document(self) -> dict[str, Any] | None:
-        """The problem, as ``core.allocation.problem.problem_in`` reads it; None if it was not kept."""
+        """The problem, as ``allocation.problem.problem_in`` reads it; None: it was not kept."""
         return msgpack.decode(zlib.decompress(self.problem)) if self.problem else None
 
 
