@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
     from parsl_freetrain.training.spec.retention import Checkpoints, Retention
     from parsl_freetrain.training.spec.training import Epochs, Owner, Ranks, Samples, Scaling
-    from parsl_freetrain.tuning.search import Tuned, tune
+    from parsl_freetrain.tuning.optuna import Tuned, tune
     from parsl_freetrain.tuning.space import Uniform
 
 __version__ = '2026.11.21'
@@ -60,7 +60,7 @@ _MODULES = {
     'training.spec.mode': ('Reproducible', 'Scaled', 'Throughput'),
     'training.spec.retention': ('Checkpoints', 'Retention'),
     'training.spec.training': ('Epochs', 'Owner', 'Ranks', 'Samples', 'Scaling'),
-    'tuning.search': ('Tuned', 'tune'),
+    'tuning.optuna': ('Tuned', 'tune'),
     'tuning.space': ('Uniform',),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

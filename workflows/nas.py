@@ -3,7 +3,7 @@ with asynchronous successive halving.
 
 ``freetrain run workflows/nas.py --site local``, or ``python -m workflows.nas`` for four slots of
 this computer. Every architecture is one trainer. After 1, 3 and 9 epochs, those that are not in the
-best third are stopped, and others get their nodes.
+best third are stopped, and others get their nodes. It needs the extra ``optuna``.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,83 +34,52 @@ class Uniform:
                 f'{" and positive" if self.log else ""}.'
             )
 
-    def draw(self, source: random.Random) -> float:
-        """Draw a number."""
-        if self.log:
-            return math.exp(source.uniform(math.log(self.low), math.log(self.high)))
-        return source.uniform(self.low, self.high)
+
+Choices = Mapping[str, Sequence[Any] | Uniform]
+Space = Choices | Sequence[Mapping[str, Any]]
 
 
-Space = Mapping[str, Sequence[Any] | Uniform] | Sequence[Mapping[str, Any]]
-
-
-def settings_of(space: Space, trials: int | None, seed: int) -> list[dict[str, Any]]:
-    """The settings of a search.
-
-    Parameters
-    ----------
-    space
-        By name the choices, or a :class:`Uniform`; or the settings themselves.
-    trials
-        How many are drawn at random. None: all combinations of the choices.
-    seed
-        Of what is drawn.
-
-    Raises
-    ------
-    BadInput
-        If there is nothing to choose from, or there are infinitely many, or the number of trials is
-        invalid.
+def settings_of(space: Space) -> list[dict[str, Any]]:
+    """All settings of a space: those of a list, or all combinations of choices. Raises BadInput if
+    there are none, or infinitely many.
     """
-    if trials is not None:
-        whole(trials=trials)
     if isinstance(space, Mapping):
-        check_choices(space)
-    elif isinstance(space, str) or not all(isinstance(setting, Mapping) for setting in space):
-        raise BadInput(
-            f'tune: the space is {space!r}; it must be a dict of choices by name, or a list of '
-            'dicts, one for each setting.'
-        )
-    elif trials is not None:
-        raise BadInput(
-            f'tune: the space is a list of settings, which are all trained; trials={trials} is '
-            'for a space from which settings are drawn: leave it out.'
-        )
-    if not isinstance(space, Mapping):
-        found = [dict(setting) for setting in space]
-    elif trials is None:
         endless = [name for name, choices in space.items() if isinstance(choices, Uniform)]
         if endless:
             raise BadInput(f'tune: {endless[0]!r} is a range: say how many trials there are.')
+        check_choices(space)
         values = [list(choices) for choices in space.values() if not isinstance(choices, Uniform)]
         found = [dict(zip(space, one, strict=True)) for one in itertools.product(*values)]
     else:
-        source = random.Random(seed)
-        found = [
-            {
-                name: one.draw(source) if isinstance(one, Uniform) else source.choice(list(one))
-                for name, one in space.items()
-            }
-            for _ in range(trials)
-        ]
-    if not found or not all(found):
+        found = [dict(setting) for setting in space]
+    if not all(found):
         raise BadInput('tune: the space has no settings.')
     return found
 
 
-def whole(**numbers: Any) -> None:
-    """Refuse an argument of ``tune`` that is not a whole number of at least 1; raises BadInput."""
-    for name, number in numbers.items():
-        if not isinstance(number, int) or number < 1:
-            raise BadInput(f'tune: {name} is {number!r}; it must be a whole number of at least 1.')
+def drawn_from(space: Choices) -> Callable[[Any], dict[str, Any]]:
+    """The function that lets Optuna's trial draw a setting. Raises BadInput if there is nothing to
+    choose from.
+    """
+    check_choices(space)
+
+    def suggest(trial: Any) -> dict[str, Any]:
+        return {
+            name: trial.suggest_float(name, one.low, one.high, log=one.log)
+            if isinstance(one, Uniform)
+            else trial.suggest_categorical(name, list(one))
+            for name, one in space.items()
+        }
+
+    return suggest
 
 
-def check_choices(space: Mapping[str, Any]) -> None:
+def check_choices(space: Choices) -> None:
     """Refuse what a search cannot choose from; raises BadInput."""
+    if not space:
+        raise BadInput('tune: the space has no settings.')
     for name, choices in space.items():
-        listed = hasattr(choices, '__len__') and not isinstance(choices, str) and len(choices)
-        if not isinstance(choices, Uniform) and not listed:
+        if not isinstance(choices, Uniform) and not choices:
             raise BadInput(
-                f'tune: the choices for {name!r} are {choices!r}; they must be a list with at '
-                'least one value, or a Uniform.'
+                f'tune: the choices for {name!r} are {choices!r}; give at least one value.'
             )

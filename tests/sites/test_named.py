@@ -96,9 +96,7 @@ def test_tables(tmp_path: Path) -> None:
         file.write_text(text)
         assert type(site_in_table(file)) is kind
     file.write_text('[pbspro]\nqueu = "prod"\n')
-    with pytest.raises(
-        BadInput, match=r'site\.toml: queue is missing; there is no queu'
-    ):
+    with pytest.raises(BadInput, match=r'site\.toml: queue is missing; there is no queu'):
         site_in_table(file)
     file.write_text('[lfs]\nqueue = "normal"\n')
     with pytest.raises(BadInput, match=r'has the table lfs; .* one of slurm, pbspro, cobalt'):

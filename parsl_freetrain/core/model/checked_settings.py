@@ -168,8 +168,9 @@ def checked_arguments(
     elsewhere = {written: group.__struct_fields__ for written, group in groups}
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        names = list(inspect.signature(function).parameters)
-        known = [name for name in names if name != 'self']
+        parameters = inspect.signature(function).parameters.values()
+        known = [each.name for each in parameters if each.name != 'self']
+        names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
