@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import psutil
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.testing import corrupt_checkpoint, full_disk, half_write_checkpoint
 from parsl_freetrain.training.checkpoint.directories import directories
 from parsl_freetrain.training.checkpoint.manifest import MANIFEST, MARKER, is_committed
 from tests.chaos import points
 from tests.chaos.disks import full_inodes
 from tests.chaos.training import PAUSE_S, SILENCES
+from tests.support.damage import corrupt_checkpoint, full_disk, half_write_checkpoint
 from tests.support.waiting import LIMIT_S, looks
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from parsl_freetrain.host.processes import tcp_sockets
-from parsl_freetrain.testing.faults import InjectedFault
+from parsl_freetrain.testing import InjectedFault
 from parsl_freetrain.training.checkpoint import fault_hooks
 
 Point = Literal[

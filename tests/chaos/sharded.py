@@ -22,14 +22,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from parsl_freetrain.core.model.shape import Shape
-from parsl_freetrain.testing import disk_full_at, kill_at, kill_between, with_faults
-from parsl_freetrain.testing.faults import Fault
+from parsl_freetrain.testing import Fault, disk_full_at, kill_at, with_faults
 from parsl_freetrain.training.checkpoint.export import same_weights
 from parsl_freetrain.training.checkpoint.fault_hooks import SAVING_STAGES
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support import template
+from tests.support.faults import kill_between
 from tests.support.ranks import order, ranks, running_fork_server
 
 SHAPES = {1: Shape(), 2: Shape(shard=2), 4: Shape(shard=4)}

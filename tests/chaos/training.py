@@ -34,16 +34,10 @@ from parsl_freetrain import (
     freetrain_app,
 )
 from parsl_freetrain.core.model.errors import FreeTrainError
-from parsl_freetrain.testing import (
-    disk_full_at,
-    fail_at,
-    kill_between,
-    scheduler_silent_for,
-    stop_at,
-    with_faults,
-)
-from parsl_freetrain.testing.faults import Fault
+from parsl_freetrain.testing import Fault, disk_full_at, fail_at, with_faults
 from tests.chaos.points import with_ordered_faults
+from tests.support.damage import scheduler_silent_for
+from tests.support.faults import kill_between, stop_at
 
 SAMPLES, BATCH = 64, 8
 SILENCES, PAUSE_S = ('scheduler silent', 'scheduler refuses'), 3.0

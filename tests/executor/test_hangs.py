@@ -33,7 +33,8 @@ from parsl_freetrain import (
     freetrain_app,
 )
 from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.testing import kill_at, slow_rank, stop_at, with_faults
+from parsl_freetrain.testing import kill_at, with_faults
+from tests.support.faults import slow_rank, stop_at
 from tests.support.processes import Started, command_line, forks, victims
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until

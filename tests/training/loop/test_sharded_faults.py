@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from parsl_freetrain.core.model.shape import Shape
-from parsl_freetrain.testing import disk_full_at, full_disk, kill_between, with_faults
-from parsl_freetrain.testing.faults import Fault
+from parsl_freetrain.testing import Fault, disk_full_at, with_faults
 from parsl_freetrain.training.checkpoint import fault_hooks, part_writers
 from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
@@ -22,6 +21,8 @@ from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 from tests.chaos.disks import small_disk
+from tests.support.damage import full_disk
+from tests.support.faults import kill_between
 from tests.support.ranks import KILLED, order, ranks
 
 TWO = Shape(shard=2)

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from parsl_freetrain.host.processes import is_stopped
-from parsl_freetrain.testing import slow_rank, with_faults
+from parsl_freetrain.testing import with_faults
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.process.liveness import StopWatch, guard_connections
 from tests.support.computers import INTERFACE, Computer, computers
+from tests.support.faults import slow_rank
 from tests.support.ranks import order, ranks
 from tests.support.waiting import LIMIT_S, under_load
 from tests.training.loop.test_fragments import train

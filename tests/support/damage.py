@@ -1,4 +1,4 @@
-"""Damage to checkpoints and to their disk, from any process that sees them."""
+"""Damage to checkpoints and to their disk, and a scheduler that does not answer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import errno
 import os
 import random
 import secrets
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host.files import create
+from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.training.checkpoint.directories import directories, fresh, key
 from parsl_freetrain.training.checkpoint.manifest import MARKER, is_committed
 
@@ -142,3 +146,30 @@ def _write(fd: int, size: int) -> None:
         if error.errno == errno.ENOSPC:
             raise _Full from error
         raise
+
+
+def scheduler_silent_for(
+    provider: BackfillProvider, seconds: float, clock: Callable[[], float] = time.monotonic
+) -> threading.Event:
+    """Make queries for jobs fail for some seconds, as if the scheduler did not answer.
+
+    Returns
+    -------
+    threading.Event
+        Set when the scheduler was asked in that time.
+    """
+    asked = threading.Event()
+    until = clock() + seconds
+    site: Any = provider.site
+    answer = site.statuses
+
+    def statuses(job_ids: list[str]) -> Any:
+        if clock() < until:
+            asked.set()
+            raise TimeoutError('the scheduler does not answer, as a test wants it')
+        if site.__dict__.get('statuses') is statuses:
+            del site.statuses
+        return answer(job_ids)
+
+    site.statuses = statuses
+    return asked

@@ -13,15 +13,11 @@ import functools
 import os
 import resource
 import signal
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.host.processes import tcp_sockets
 from parsl_freetrain.training.checkpoint import fault_hooks
 
 _DATA = ('part-written', 'written')  # the stages after which a rank's data are on disk
@@ -73,26 +69,7 @@ def fail_at(rank: int, step: int, *, fragment: int | None = 1) -> Fault:
 
 def kill_at(rank: int, step: int, *, after_s: float = 0.0, fragment: int | None = 1) -> Fault:
     """A rank gets SIGKILL ``after_s`` seconds after a step begins, whatever it is doing then."""
-    return Fault(rank, fragment, _signalling(signal.SIGKILL, after_s), step)
-
-
-def stop_at(rank: int, step: int, *, after_s: float = 0.0, fragment: int | None = 1) -> Fault:
-    """A rank gets SIGSTOP ``after_s`` seconds after a step begins: it keeps its connections but
-    does nothing.
-    """
-    return Fault(rank, fragment, _signalling(signal.SIGSTOP, after_s), step)
-
-
-def slow_rank(
-    rank: int, seconds_per_step: float, *, step: int = 0, fragment: int | None = None
-) -> Fault:
-    """Every step of a rank takes ``seconds_per_step`` longer, from ``step`` on."""
-    return Fault(rank, fragment, lambda: time.sleep(seconds_per_step), step, every=True)
-
-
-def disconnect_at(rank: int, step: int, *, fragment: int | None = 1) -> Fault:
-    """All TCP connections of a rank are shut down in both directions; the rank itself continues."""
-    return Fault(rank, fragment, _shut_down_connections, step)
+    return Fault(rank, fragment, signalling(signal.SIGKILL, after_s), step)
 
 
 def preempt_at(seconds: float, *, grace_s: float = 0.0, fragment: int | None = 1) -> Fault:
@@ -102,47 +79,10 @@ def preempt_at(seconds: float, *, grace_s: float = 0.0, fragment: int | None = 1
 
     def strike() -> None:
         if grace_s > 0:
-            _signalling(signal.SIGTERM, seconds)()
-        _signalling(signal.SIGKILL, seconds + grace_s)()
+            signalling(signal.SIGTERM, seconds)()
+        signalling(signal.SIGKILL, seconds + grace_s)()
 
     return Fault(None, fragment, strike, 0)
-
-
-def kill_between(
-    after: str = 'written',
-    before: str = 'committed',
-    *,
-    rank: int = 0,
-    checkpoint: int = 1,
-    fragment: int | None = 1,
-) -> Fault:
-    """A rank that saves gets SIGKILL between two stages of its n-th checkpoint, right after the
-    first of them.
-
-    Parameters
-    ----------
-    after, before
-        Stages: 'begin' (the directory exists), 'written' (the data), 'manifest' (their digests),
-        'before-commit', 'committed' (the marker). If all ranks write, each of them passes after
-        'begin': 'part-begun', 'part-data' (its tensors), 'part-written' (rank 0 has been told).
-    rank
-        Ranks other than 0 save only if the trainer has shapes that divide parameters, and then only
-        up to 'part-written'.
-
-    Raises
-    ------
-    BadInput
-        If they are not stages in this order.
-    """
-    stages = fault_hooks.SAVING_STAGES
-    if after not in stages or before not in stages or stages.index(after) >= stages.index(before):
-        raise BadInput(
-            f'kill_between({after!r}, {before!r}): name two of the stages '
-            f'{", ".join(stages)}, in this order.'
-        )
-    return Fault(
-        rank, fragment, _signalling(signal.SIGKILL, 0.0), stage=after, checkpoint=checkpoint
-    )
 
 
 def disk_full_at(
@@ -151,8 +91,7 @@ def disk_full_at(
     """No file that a rank writes for the n-th checkpoint can grow beyond ``byte`` bytes.
 
     The kernel limits the size of files, so the error is EFBIG ('File too large'), an OSError like
-    ENOSPC. It needs neither rights nor a small disk. For a real ENOSPC use
-    :func:`~parsl_freetrain.testing.disk.full_disk`.
+    ENOSPC. It needs neither rights nor a small disk.
     """
 
     def strike() -> None:
@@ -251,7 +190,9 @@ def _at_stages(faults: list[Fault]) -> Iterator[None]:
         raise
 
 
-def _signalling(number: signal.Signals, after_s: float) -> Callable[[], None]:
+def signalling(number: signal.Signals, after_s: float) -> Callable[[], None]:
+    """The strike of a fault that sends a signal to its own rank."""
+
     def send() -> None:
         os.kill(os.getpid(), number)
 
@@ -264,9 +205,3 @@ def _signalling(number: signal.Signals, after_s: float) -> Callable[[], None]:
         timer.start()
 
     return strike
-
-
-def _shut_down_connections() -> None:
-    for sock in tcp_sockets():
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)

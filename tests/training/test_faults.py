@@ -1,4 +1,4 @@
-"""The public faults strike where they say, once, and nowhere else."""
+"""The faults strike where they say, once, and nowhere else."""
 
 from __future__ import annotations
 
@@ -16,27 +16,20 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
-from parsl_freetrain.testing import (
-    corrupt_checkpoint,
-    disconnect_at,
-    disk_full_at,
-    fail_at,
-    full_disk,
-    half_write_checkpoint,
-    kill_at,
-    kill_between,
-    preempt_at,
-    scheduler_silent_for,
-    slow_rank,
-    stop_at,
-    with_faults,
-)
+from parsl_freetrain.testing import disk_full_at, fail_at, kill_at, preempt_at, with_faults
 from parsl_freetrain.training.checkpoint.directories import directories
 from parsl_freetrain.training.checkpoint.manifest import is_committed
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import Outcome, Started
+from tests.support.damage import (
+    corrupt_checkpoint,
+    full_disk,
+    half_write_checkpoint,
+    scheduler_silent_for,
+)
+from tests.support.faults import disconnect_at, kill_between, slow_rank, stop_at
 from tests.support.ranks import KILLED, Ranks, order, ranks
 from tests.training.loop.test_fragments import BATCH, SIZE, Recorded, network, train
 

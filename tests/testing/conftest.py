@@ -1,7 +1,0 @@
-"""The fork server of the training tests."""
-
-from __future__ import annotations
-
-from tests.training.conftest import fork_server
-
-__all__ = ['fork_server']
