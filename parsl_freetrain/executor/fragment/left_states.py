@@ -53,8 +53,8 @@ def _of_survivors(fragment: RunningFragment) -> Iterator[LeftState]:
             continue
         if left.needs > fragment.checkpoint.samples:
             continue  # a checkpoint that the user wants would be left out
-        if left.parts == 1 and rank > 0 and fragment.uses_state:
-            continue
+        if left.part == 0 and rank > 0 and fragment.uses_state:
+            continue  # what is not a tensor is taken from the first part
         found.setdefault(left.samples, []).append((node, left))
         metrics = {**outcome.metrics, **metrics}
     for samples, those in found.items():

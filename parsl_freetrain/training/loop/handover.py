@@ -124,12 +124,14 @@ def leave_behind(
     samples: int,
     needs: int,
     state: Callable[[], State],
+    *,
+    alone: bool,
 ) -> StateLeft | None:
     """After the loss of another rank: leave all that this rank holds in the memory of its node.
-    ``part``: which part of how many that is. None if there is a checkpoint as new, or another rank
-    of the node leaves the same.
+    ``part``: which part of how many that is; ``alone``: no other rank has what is not a tensor.
+    None if there is a checkpoint as new, or another rank of the node leaves the same.
     """
-    offer = OfferState(order.trainer, order.fragment, samples, part[0])
+    offer = OfferState(order.trainer, order.fragment, samples, part[0], alone)
     if samples <= order.samples or not is_wanted(offer):
         return None
     channel.send(LeavingState())

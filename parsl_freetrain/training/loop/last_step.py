@@ -91,8 +91,11 @@ class LastStep:
     @property
     def knows_all(self) -> bool:
         """Whether this rank has what is not a tensor: of ctx.state, what rank 0 has counts."""
-        used = self._state.used or (self._end is not None and self._end.user != '{}')
-        return self._parts.place.rank == 0 or not used
+        return self._parts.place.rank == 0 or not self._uses_state
+
+    @property
+    def _uses_state(self) -> bool:
+        return self._state.used or (self._end is not None and self._end.user != '{}')
 
     def begin_batch(self) -> None:
         """Call when a global batch begins."""
@@ -120,8 +123,16 @@ class LastStep:
         if not self._put_back() or self._model.watch.spoilt():
             return None
         parts, samples = self._parts, self._state.samples
-        rank, part = parts.place.rank, self._model.division.part
-        return leave_behind(parts.order, parts.channel, rank, part, samples, self.needs, state)
+        return leave_behind(
+            parts.order,
+            parts.channel,
+            parts.place.rank,
+            self._model.division.part,
+            samples,
+            self.needs,
+            state,
+            alone=parts.place.rank == 0 and self._uses_state,
+        )
 
     @torch.no_grad()
     def _put_back(self) -> bool:

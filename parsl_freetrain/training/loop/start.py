@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -218,16 +217,12 @@ def left_in_memory(handover: Handover, trainer: str, peers: Peers) -> Contents |
         return None
     mine = [bytes(here[one] or b'') for one in chosen if first[one] == [peers.rank]]
     said = gather_bytes(peers, msgspec.msgpack.encode(mine))
-    packed = [one for of_rank in said for one in msgspec.msgpack.decode(of_rank)]
-    return _united(packed, chosen, peers)
-
-
-def _united(packed: Sequence[bytes], digests: Sequence[str], peers: Peers) -> Contents | None:
     contents = None
-    if {digest_of_blocks(blocks_of(io.BytesIO(one))) for one in packed} == set(digests):
-        try:
-            contents = Contents.united([Contents.unpacked(one) for one in packed])
-        except (FreeTrainError, msgspec.DecodeError) as error:
-            print(error)
+    try:
+        packed = [one for of_rank in said for one in msgspec.msgpack.decode(of_rank)]
+        by_digest = {digest_of_blocks(blocks_of(io.BytesIO(one))): one for one in packed}
+        contents = Contents.united([Contents.unpacked(by_digest[one]) for one in chosen])
+    except (KeyError, FreeTrainError, msgspec.DecodeError) as error:
+        print(f'The state in memory is not complete: {error}')
     (missing,) = peers.all_reduce_max((contents is None,))()
     return None if missing else contents

@@ -69,8 +69,8 @@ class StandbySlots:
         self._ranks: dict[int, StandbyRank] = {}  # by pidfd
         self._states: dict[_Name, _Kept] = {}
         self._alone_since: dict[str, float] = {}  # by trainer of standby ranks
-        # the best by trainer and part: fragment, samples
-        self._offers: dict[tuple[str, int], tuple[int, int]] = {}
+        # the best by trainer and part: fragment, samples, whether it has what no other rank has
+        self._offers: dict[tuple[str, int], tuple[int, int, bool]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._ranks or self._states)
@@ -136,8 +136,8 @@ class StandbySlots:
         self._offers[offer.trainer, offer.part] = _rank_of(offer)
         return True
 
-    def _best(self, offer: OfferState) -> tuple[int, int]:
-        return self._offers.get((offer.trainer, offer.part), (-1, -1))
+    def _best(self, offer: OfferState) -> tuple[int, int, bool]:
+        return self._offers.get((offer.trainer, offer.part), (-1, -1, False))
 
     def keep(self, request: KeepState, channel: Channel[Any]) -> bool:
         """Keep a file in memory, in place of an earlier one of its trainer and name."""
@@ -223,8 +223,8 @@ def key_of(request: Launch | LaunchStandby) -> str:
     )
 
 
-def _rank_of(offer: OfferState) -> tuple[int, int]:
-    return offer.fragment, offer.samples
+def _rank_of(offer: OfferState) -> tuple[int, int, bool]:
+    return offer.fragment, offer.samples, offer.alone
 
 
 def _has_ended(pidfd: int) -> bool:

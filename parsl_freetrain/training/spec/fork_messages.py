@@ -76,13 +76,14 @@ class Quit(Message, frozen=True):
 class OfferState(Message, frozen=True):
     """A rank that has lost another one can leave its ``part`` of the state. :class:`StateWanted` is
     the answer if no rank of this node has offered as much of it; otherwise the connection is
-    closed.
+    closed. ``alone``: it has what no other rank has.
     """
 
     trainer: str
     fragment: Count
     samples: Count
     part: Count = 0
+    alone: bool = False
 
 
 class KeepState(Message, frozen=True):

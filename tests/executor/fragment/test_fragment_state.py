@@ -481,6 +481,9 @@ def test_parts_of_a_state_are_handed_over_if_all_are_there_and_of_the_same_step(
     assert left.handover == Handover((('d0', 'd2'), ('d1',)), 900)
     assert left.on({'n1', 'n2', 'n5'})
     assert not left.on({'n0', 'n2'})
+    fragment.uses_state = True  # which rank 0 alone has
+    (left,) = left_states(fragment, fragment.result())
+    assert left.handover == Handover((('d0',), ('d1',)), 900)
     lefts(900, 884, 900)  # there is no whole state
     assert left_states(fragment, fragment.result()) == ()
 
