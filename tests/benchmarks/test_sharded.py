@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from parsl_freetrain.core.model.shape import Shape
+from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint import fault_hooks
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.start import SharedState
@@ -58,7 +59,7 @@ def train(ctx: FragmentContext) -> None:
 
 def save(
     fork_server: ForkClient, folder: Path, number: int, writers: int
-) -> tuple[CheckpointSaved, float, float]:
+) -> tuple[Checkpoint, float, float]:
     """A checkpoint that is written beside training, and the CPU time of all ranks for reading the
     one before and for writing it. The next fragment reads the last one.
     """
@@ -79,7 +80,7 @@ def save(
             sum(float(re.findall(f'for {what}: (.*)', log)[0]) for log in logs)
             for what in ('reading', 'writing')
         )
-        return gang.ranks[0].said(CheckpointSaved)[0], reading, writing
+        return gang.ranks[0].said(CheckpointSaved)[0].checkpoint, reading, writing
 
 
 def test_checkpoints_by_several_writers(tmp_path: Path) -> None:

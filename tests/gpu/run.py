@@ -195,7 +195,8 @@ def checkpoints_and_kill(machine: Machine) -> Figures:
     free = _free(machine)
     with machine.gang(folder, 1, in_rank.train, name, total_samples=10**9, **how) as gang:
         killed_at = kill(gang, 2, machine.patience_s)
-        end_s, saved = time.time() - killed_at, gang.ranks[0].said(CheckpointSaved)
+        end_s = time.time() - killed_at
+        saved = [said.checkpoint for said in gang.ranks[0].said(CheckpointSaved)]
     wait_until(lambda: free - _free(machine) < 64 * 2**20, 'memory is not free again', 10)
     batch = WORKLOADS[name].batch
     total = saved[-1].samples + 50 * batch
@@ -203,7 +204,8 @@ def checkpoints_and_kill(machine: Machine) -> Figures:
     with machine.gang(folder, 1, in_rank.train, name, fragment=2, total_samples=total, **how) as g:
         outcome = finished(g, machine.patience_s)
         ended_at = time.time()
-        started, last = g.ranks[0].said(Started)[0], g.ranks[0].said(CheckpointSaved)
+        started = g.ranks[0].said(Started)[0]
+        last = [said.checkpoint for said in g.ranks[0].said(CheckpointSaved)]
     assert started.samples >= saved[-1].samples, 'the last checkpoint was not taken'
     size = sum(f.stat().st_size for f in Path(outcome.path or '').rglob('*') if f.is_file())
     return {

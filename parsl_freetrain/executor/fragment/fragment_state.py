@@ -258,12 +258,11 @@ class RunningFragment:
             for member, ranks in self.ended.items()
         }
 
-    def note_checkpoint(self, path: str, samples: int, metrics: Mapping[str, float]) -> Checkpoint:
-        # Without anything to train, it is the one that it began with.
-        writer = self.checkpoint.fragment if path == self.checkpoint.path else self.number
-        self.checkpoint = Checkpoint(self.name, path, samples, writer, dict(metrics))
-        self.reached = max(self.reached, self.checkpoint.samples)
-        return self.checkpoint
+    def note(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Take a checkpoint as the last one."""
+        self.checkpoint = checkpoint
+        self.reached = max(self.reached, checkpoint.samples)
+        return checkpoint
 
     def results(self, member: int) -> list[RankResult]:
         """What the ranks of a member said in the end."""
@@ -299,7 +298,11 @@ class RunningFragment:
         last = self.outcome()
         if last is not None and last.how in _ENDINGS:
             if last.path:
-                self.note_checkpoint(last.path, last.samples, last.metrics)
+                # Without anything to train, it is the one that it began with.
+                known = self.checkpoint
+                if last.path != known.path:
+                    known = Checkpoint(self.name, last.path, last.samples, self.number)
+                self.note(replace(known, metrics=dict(last.metrics)))
             result = json.loads(last.result) if last.result else None
             return FragmentResult(_ENDINGS[last.how], replace(self.checkpoint, result=result))
         results = [result for member in sorted(self.settled) for result in self.results(member)]

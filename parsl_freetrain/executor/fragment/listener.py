@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.executor.fragment.fragment_state import RunningFragment
 from parsl_freetrain.executor.fragment.members import Members
@@ -80,15 +78,12 @@ class Listener:
                 fragment.stuck[rank] = exchange, at
             case SavingCheckpoint():
                 fragment.saving = True
-            case CheckpointSaved() as saved:
+            case CheckpointSaved(checkpoint):
                 fragment.stepped_at, fragment.saving = at, False
-                noted = fragment.note_checkpoint(saved.path, saved.samples, saved.metrics)
-                record.checkpoint = replace(
-                    noted, at=saved.at, seconds=saved.seconds, pause_s=saved.pause_s
-                )
+                record.checkpoint = fragment.note(checkpoint)
                 last, fragment.unrecorded = fragment.unrecorded, None
                 self._stream.emit(*([last] if last else []))
-                self._stream.emit(ev.CheckpointSaved(saved.at, record.checkpoint))
+                self._stream.emit(ev.CheckpointSaved(checkpoint.at, checkpoint))
             case StandbyReady() if member in fragment.awaited:
                 fragment.awaited.discard(member)
                 if not fragment.awaited:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -272,16 +273,8 @@ class Checkpointer:
         seconds = time.monotonic() - began
         self._on_disk, self._begun_with_uncommitted = state, False
         self.timing.wrote(seconds)
-        self._channel.send(
-            CheckpointSaved(
-                self.last.path,
-                samples,
-                dict(metrics),
-                seconds=seconds,
-                pause_s=pause_s(),
-                at=time.time(),
-            )
-        )
+        self.last = replace(self.last, at=time.time(), seconds=seconds, pause_s=pause_s())
+        self._channel.send(CheckpointSaved(self.last))
         if tidy:
             self._tidy()
             self.timing.wrote(seconds, time.monotonic() - began - seconds)

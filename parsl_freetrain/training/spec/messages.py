@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from parsl_freetrain.core.model.types import Checkpoint
+
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 ProcessId = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Status = Annotated[int, Meta(ge=-128, le=255)]
@@ -84,17 +86,9 @@ class SavingCheckpoint(Message, frozen=True):
 
 
 class CheckpointSaved(Message, frozen=True):
-    """A checkpoint has been committed, with fields as in
-    :class:`~parsl_freetrain.core.model.types.Checkpoint`, at ``at`` seconds since the epoch.
-    Writing it took ``seconds``, as long as a stop may take; training was paused for ``pause_s``.
-    """
+    """A checkpoint has been committed."""
 
-    path: str
-    samples: Count
-    metrics: Metrics
-    seconds: Seconds
-    pause_s: Seconds
-    at: Seconds
+    checkpoint: Checkpoint
 
 
 class Stuck(Message, frozen=True):

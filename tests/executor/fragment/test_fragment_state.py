@@ -108,7 +108,8 @@ def test_a_finished_rank_decides_and_gives_the_checkpoint() -> None:
 
 def test_the_checkpoint_is_rank_0s_whoever_came_back_first() -> None:
     fragment = running_fragment()
-    fragment.note_checkpoint('/c/3', 300, {})  # the news of the last one are still on their way
+    # The news of the last one are still on their way.
+    fragment.note(Checkpoint('cnn', '/c/3', 300, 7))
     fragment.settled = {
         1: [outcome(1, 'finished', path=None, samples=900)],
         0: [outcome(0, 'finished', path='/c/9', samples=900)],
@@ -126,7 +127,7 @@ def test_a_checkpoint_keeps_the_number_of_the_fragment_that_wrote_it() -> None:
 
 def test_without_rank_0s_word_a_fragment_is_not_finished() -> None:
     fragment = running_fragment()
-    fragment.note_checkpoint('/c/3', 300, {})
+    fragment.note(Checkpoint('cnn', '/c/3', 300, 7))
     fragment.lose({'n0'})
     fragment.settled = {1: [outcome(1, 'finished', path=None, samples=900)]}
     assert fragment.result().ending is Ending.PREEMPTED
@@ -134,7 +135,7 @@ def test_without_rank_0s_word_a_fragment_is_not_finished() -> None:
 
 def test_a_lost_node_is_a_preemption_even_if_a_survivor_raised() -> None:
     fragment = running_fragment()
-    fragment.note_checkpoint('/c/3', 300, {'loss': 0.5})
+    fragment.note(Checkpoint('cnn', '/c/3', 300, 7, {'loss': 0.5}))
     fragment.lose({'n1'})
     fragment.settled = {
         0: [
@@ -632,7 +633,7 @@ def test_a_fragment_is_given_up_at_once_when_a_rank_died_but_a_checkpoint_is_wri
     hear(1, RankEnded(1, ok=False, died=True))
     if saving:
         assert not fragment.abandoned
-        hear(0, CheckpointSaved('/c', 8, {}, seconds=1.0, pause_s=0.0, at=10.0))
+        hear(0, CheckpointSaved(Checkpoint('cnn', '/c', 8, 7, at=10.0)))
     assert fragment.abandoned == 'one of its ranks died'
     assert [message for _, message in told.messages][-1] == Abandon(
         fragment.abandoned, spare_s=5.0 if keeps else 0.0

@@ -17,6 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import TensorDataset
 
 from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint import fault_hooks
 from parsl_freetrain.training.checkpoint.local_shard import Box
 from parsl_freetrain.training.checkpoint.manifest import read_manifest
@@ -65,10 +66,10 @@ def channels() -> Iterator[tuple[Channel[ToRank], Channel[FromRank]]]:
     theirs.close()
 
 
-def saved(channel: Channel[FromRank]) -> CheckpointSaved:
+def saved(channel: Channel[FromRank]) -> Checkpoint:
     while not isinstance(message := channel.recv(), CheckpointSaved):
         assert isinstance(message, SavingCheckpoint)
-    return message
+    return message.checkpoint
 
 
 def things() -> Prepared:

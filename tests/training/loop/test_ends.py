@@ -112,7 +112,7 @@ def test_a_kill_behind_the_loop_repeats_the_last_batch_alone(
     (undisturbed,), _ = run(fork_server, tmp_path / 'one', as_documented)
     outcomes, rank = run(fork_server, tmp_path / 'cut', as_documented, 1)
     assert outcomes == [KILLED]
-    assert [saved.samples for saved in rank.said(CheckpointSaved)] == [28]
+    assert [saved.checkpoint.samples for saved in rank.said(CheckpointSaved)] == [28]
     (outcome,), _ = run(fork_server, tmp_path / 'cut', as_documented, 1, fragment=2)
     assert outcome.how == 'finished', outcome.error
     assert outcome.metrics == undisturbed.metrics

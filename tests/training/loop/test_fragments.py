@@ -316,7 +316,8 @@ def test_a_stop_request_ends_all_ranks_at_the_same_step(
     assert checkpoint is not None
     assert checkpoint.samples > 0
     assert {outcome.samples for outcome in outcomes} == {checkpoint.samples}
-    assert outcomes[0].path == checkpoint.path == gang.ranks[0].said(CheckpointSaved)[-1].path
+    said = gang.ranks[0].said(CheckpointSaved)[-1].checkpoint
+    assert outcomes[0].path == checkpoint.path == said.path
 
 
 @pytest.mark.parametrize(('mode', 'world_size'), [('reproducible', 1), ('throughput', 2)])
@@ -333,7 +334,7 @@ def test_the_deadline_is_kept(
     ) as gang:
         outcomes = gang.run()
     assert {outcome.how for outcome in outcomes} == {'stopped'}
-    saved = gang.ranks[0].said(CheckpointSaved)[-1]
+    saved = gang.ranks[0].said(CheckpointSaved)[-1].checkpoint
     assert saved.samples == outcomes[0].samples
     assert saved.at < deadline  # processes may end a little later where the machine is busy
 
@@ -397,9 +398,8 @@ def test_epochs_metrics_and_messages(fork_server: ForkClient, tmp_path: Path) ->
     (started,) = first.said(Started)
     assert started.samples == 0
     assert started.at >= gang.launched_at
-    assert [(m.samples, m.metrics) for m in first.said(CheckpointSaved)] == [
-        (12, {'accuracy': 0.75})
-    ]
+    (saved,) = (said.checkpoint for said in first.said(CheckpointSaved))
+    assert (saved.samples, saved.metrics) == (12, {'accuracy': 0.75})
     assert (outcomes[0].how, outcomes[0].samples, outcomes[0].metrics) == (
         'finished',
         12,
@@ -445,7 +445,7 @@ def test_periodic_checkpoints_are_pruned(fork_server: ForkClient, tmp_path: Path
         closing,
     ) as gang:
         gang.run()
-    said = gang.ranks[0].said(CheckpointSaved)
+    said = [message.checkpoint for message in gang.ranks[0].said(CheckpointSaved)]
     samples = [message.samples for message in said]
     # While one is being written training goes on; the last one waits for it.
     assert samples == sorted(samples) and samples[-1] == 80 and len(samples) > 1

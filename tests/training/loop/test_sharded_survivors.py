@@ -36,16 +36,17 @@ def train(
             os.kill(os.getpid(), signal.SIGKILL)
 
     with torch.device('meta'):
-        model: nn.Module = nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 2))
+        model: Any = nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 2))
     model = ctx.shard(model, blocks=(nn.Linear,))
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01)
     schedule = ctx.samples_lr(optimizer, lambda samples: 1.0 / (1 + samples / 20))
     model, optimizer, schedule = ctx.prepare(model, optimizer, schedule)
     model[1].register_forward_hook(lambda *_: die('forward'))
+    if remembers and ctx.is_main and ctx.fragment == 2:
+        assert ctx.state == {'seen': ctx.samples - BATCH}
     x = torch.randn(16, 3, generator=torch.Generator().manual_seed(1))
     for (features,) in ctx.loop(TensorDataset(x), BATCH):
         if remembers and ctx.is_main:
-            assert ctx.state.get('seen', 0) == max(ctx.samples - BATCH, 0)
             ctx.state['seen'] = ctx.samples
         optimizer.zero_grad()
         loss = model(features).pow(2).sum()

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.shape import Shape
+from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.fragment.control_channel import ControlClient, ControlServer
 from parsl_freetrain.executor.fragment.member import Member
 from parsl_freetrain.executor.fragment.member_order import MemberOrder
@@ -47,7 +48,7 @@ NEWS: list[Any] = [
     ms.SavingCheckpoint(),
     ms.Stuck(1, 'gather'),
     ms.StateUsed(),
-    ms.CheckpointSaved('/c\udc80', 10, METRICS, seconds=0.2, pause_s=0.1, at=3.0),
+    ms.CheckpointSaved(Checkpoint('t', '/c\udc80', 10, 2, METRICS, None, 3.0, 0.2, 0.1)),
 ]
 FROM_RANK = [
     *NEWS,

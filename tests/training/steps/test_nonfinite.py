@@ -85,7 +85,7 @@ def run(
         assert all(outcome.how in ('finished', 'error', 'peer-lost') for outcome in outcomes), (
             outcomes
         )
-        for checkpoint in gang.ranks[0].said(CheckpointSaved):
+        for checkpoint in (saved.checkpoint for saved in gang.ranks[0].said(CheckpointSaved)):
             if Path(checkpoint.path).exists():  # older ones are removed
                 assert all_finite(load_weights(checkpoint.path).values()), checkpoint
     return outcomes
