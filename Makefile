@@ -64,7 +64,7 @@ test: $(INSTALLED)
 
 test-long: $(INSTALLED)
 	@.ci/system-packages || true
-	$(BIN)/python -m pytest $(or $(strip $(TEST_ARGS)),-m long $(WORKERS))
+	ALL_EXAMPLES=1 $(BIN)/python -m pytest $(or $(strip $(TEST_ARGS)),-m 'long or properties' $(WORKERS))
 
 # The lowest version of each package that we import.
 LOWEST_TESTS := tests/cli/test_main.py tests/cli/test_allocate.py tests/core/allocation tests/ledger tests/executor/test_interchange.py \

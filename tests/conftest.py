@@ -43,7 +43,14 @@ os.environ.setdefault('PYTORCH_NVML_BASED_CUDA_CHECK', '1')  # as Lightning does
 # Nor does time decide the verdict of a property: by default hypothesis fails an example that takes
 # 200 ms, and a strategy that is slow on a busy machine.
 hypothesis.settings.register_profile(
-    'time decides nothing', deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    'time decides nothing',
+    deadline=None,
+    database=None,
+    suppress_health_check=[
+        hypothesis.HealthCheck.too_slow,
+        hypothesis.HealthCheck.filter_too_much,
+        hypothesis.HealthCheck.function_scoped_fixture,
+    ],
 )
 hypothesis.settings.load_profile('time decides nothing')
 # What tools write into the repository when they run as tests, all of it ignored by git.

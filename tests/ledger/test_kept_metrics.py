@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.ledger.kept_metrics import KeptMetrics, MetricPoint, began_in
@@ -19,6 +18,7 @@ from parsl_freetrain.ledger.rows import (
     TrainerRow,
 )
 from tests.support.ledgers import demo_ledger
+from tests.support.properties import holds_for
 
 BEGUN = RunHistory(fragments=(FragmentRow(1, 't', 1, 0.0),))
 
@@ -91,11 +91,11 @@ HAPPENS: list[Callable[[Training, int], None]] = [
 ]
 
 
-@given(
+@holds_for(
     st.lists(st.tuples(st.sampled_from(HAPPENS), st.integers(1, 9), st.booleans()), max_size=60),
     st.booleans(),
+    tries=150,
 )
-@settings(max_examples=150, deadline=None)
 def test_each_position_of_the_kept_training_appears_once(
     happens: list[tuple[Callable[[Training, int], None], int, bool]], restarts: bool
 ) -> None:

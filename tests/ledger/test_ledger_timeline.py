@@ -6,7 +6,6 @@ import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.ledger.intervals import Interval, clip, intersect, length, merge, subtract
@@ -20,6 +19,7 @@ from parsl_freetrain.ledger.rows import (
     RunRow,
 )
 from parsl_freetrain.ledger.timeline import killed_blocks, node_seconds_of
+from tests.support.properties import holds_for
 
 LAST = 30
 seconds = st.integers(0, LAST)
@@ -183,8 +183,7 @@ def still(c: CheckpointRow) -> tuple[float, float]:
     return c.at - c.pause_s, c.at
 
 
-@settings(max_examples=300, deadline=None)
-@given(stories(), maybe)
+@holds_for(stories(), maybe, tries=300)
 def test_every_offered_second_counts_once_in_the_right_class(
     history: RunHistory, now: int | None
 ) -> None:
@@ -193,8 +192,7 @@ def test_every_offered_second_counts_once_in_the_right_class(
     assert found['offered'] == sum(v for k, v in found.items() if k != 'offered')
 
 
-@settings(max_examples=150, deadline=None)
-@given(spans, spans)
+@holds_for(spans, spans, tries=150)
 def test_interval_sets_behave_as_sets_of_seconds(
     left: list[Interval], right: list[Interval]
 ) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.types import ScalingCurve
 from parsl_freetrain.replay.bound import most_samples
 from parsl_freetrain.replay.trace import Trace
 from tests.replay.test_virtual_clock import Interval, trace_of, trainer
+from tests.support.properties import holds_for
 
 CURVES = (
     ScalingCurve((0, 1, 3), (0.0, 10.0, 24.0)),
@@ -84,12 +84,12 @@ def traces(draw: st.DrawFn) -> Trace:
     return trace_of(*(rows or [('a', 0.0, 12.0)]), end_s=12.0)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
+@holds_for(
     traces(),
     st.lists(st.sampled_from(CURVES), min_size=1, max_size=2).map(tuple),
     st.integers(0, 6),
     st.integers(0, 6),
+    tries=60,
 )
 def test_no_decisions_exceed_it(
     trace: Trace, curves: tuple[ScalingCurve, ...], up_s: int, down_s: int

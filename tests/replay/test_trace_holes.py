@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -18,6 +17,7 @@ from parsl_freetrain.replay.job_table_holes import holes
 from parsl_freetrain.replay.swf import read_swf
 from parsl_freetrain.replay.trace import Trace
 from tests.replay.easy import Promise, Simulated, as_swf, shadow_of, simulate
+from tests.support.properties import holds_for
 
 THETA = Path(__file__).resolve().parents[3] / 'shared/data/theta-2022.swf.gz'
 MACHINE = 10
@@ -69,8 +69,7 @@ def traced(jobs: list[Simulated]) -> Trace | None:
         return None
 
 
-@given(schedules(exact=False))
-@settings(max_examples=80, deadline=None)
+@holds_for(schedules(exact=False), tries=80)
 def test_what_jobs_do_not_use_is_idle(made: tuple[list[Simulated], list[Promise]]) -> None:
     jobs, _ = made
     found = traced(jobs)
@@ -87,8 +86,7 @@ def test_what_jobs_do_not_use_is_idle(made: tuple[list[Simulated], list[Promise]
         assert idle == MACHINE - sum(job.nodes for job in jobs if job.start <= at < job.end)
 
 
-@given(schedules(exact=False))
-@settings(max_examples=80, deadline=None)
+@holds_for(schedules(exact=False), tries=80)
 def test_promises_are_those_of_the_scheduler(made: tuple[list[Simulated], list[Promise]]) -> None:
     """A promise follows the reservation that the scheduler had at that moment, and covers the nodes
     that this reservation leaves alone.
@@ -113,8 +111,7 @@ def test_promises_are_those_of_the_scheduler(made: tuple[list[Simulated], list[P
             assert int(there.sum()) <= promise.extra
 
 
-@given(schedules(exact=True))
-@settings(max_examples=100, deadline=None)
+@holds_for(schedules(exact=True), tries=100)
 def test_only_another_job_than_the_head_breaks_a_promise_where_run_times_are_exact(
     made: tuple[list[Simulated], list[Promise]],
 ) -> None:
@@ -133,8 +130,7 @@ def test_only_another_job_than_the_head_breaks_a_promise_where_run_times_are_exa
             )
 
 
-@given(schedules(exact=False))
-@settings(max_examples=100, deadline=None)
+@holds_for(schedules(exact=False), tries=100)
 def test_no_head_starts_later_than_its_reservation_and_with_exact_run_times_none_sooner(
     made: tuple[list[Simulated], list[Promise]],
 ) -> None:
@@ -148,10 +144,11 @@ def test_no_head_starts_later_than_its_reservation_and_with_exact_run_times_none
     assert all(starts[promise.head] == promise.shadow for promise in promised)
 
 
-@given(
-    st.integers(1, MACHINE), st.lists(st.tuples(st.integers(1, 4), st.integers(-3, 12)), max_size=6)
+@holds_for(
+    st.integers(1, MACHINE),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(-3, 12)), max_size=6),
+    tries=100,
 )
-@settings(max_examples=100, deadline=None)
 def test_reservations_agree_with_trying_every_second(
     needed: int, runs: list[tuple[int, int]]
 ) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.idle import read_idle, synthetic
 from parsl_freetrain.replay.trace import PoolChange, Trace
+from tests.support.properties import holds_for
 
 SUMMIT = Path(__file__).resolve().parents[3] / 'shared/data/idle/summit-2021-02-week1.csv.gz'
 HEADER = 'start_s,end_s,node\n'
@@ -75,8 +75,7 @@ def traces(draw: st.DrawFn) -> Trace:
     return trace(rows)
 
 
-@given(traces(), st.booleans())
-@settings(max_examples=100, deadline=None)
+@holds_for(traces(), st.booleans(), tries=100)
 def test_intervals_come_back_from_changes_and_no_node_second_is_lost(
     found: Trace, known_ends: bool
 ) -> None:
@@ -91,8 +90,7 @@ def test_intervals_come_back_from_changes_and_no_node_second_is_lost(
     assert total + pool * (100 - before) == pytest.approx(found.idle_node_s(known_ends))
 
 
-@given(traces())
-@settings(max_examples=100, deadline=None)
+@holds_for(traces(), tries=100)
 def test_knowing_the_ends_takes_only_what_was_promised(found: Trace) -> None:
     assert found.idle_node_s() == pytest.approx(float((found.ends - found.starts).sum()))
     promised = sum(
@@ -101,8 +99,7 @@ def test_knowing_the_ends_takes_only_what_was_promised(found: Trace) -> None:
     assert found.idle_node_s(known_ends=True) == pytest.approx(promised)
 
 
-@given(traces(), st.floats(-10, 110), st.integers(1, 5))
-@settings(max_examples=100, deadline=None)
+@holds_for(traces(), st.floats(-10, 110), st.integers(1, 5), tries=100)
 def test_two_windows_have_what_the_whole_has(found: Trace, cut: float, nodes: int) -> None:
     total = 0.0
     for since, until in ((None, cut), (cut, None)):

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.controller.settings import ControllerSettings
@@ -19,6 +18,7 @@ from parsl_freetrain.replay.scenario import Scenario, constant_pool, replay
 from parsl_freetrain.replay.speed_measuring import CurveLearning
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer
+from tests.support.properties import holds_for
 
 LINEAR = ScalingCurve((0, 1, 8), (0.0, 10.0, 80.0))
 ENDLESS = 10**9
@@ -390,8 +390,7 @@ def mixes(draw: st.DrawFn) -> tuple[ReplayTrainer, ...]:
     )
 
 
-@settings(max_examples=60, deadline=None, database=None)
-@given(traces(), mixes(), st.booleans(), st.sampled_from([None, 1]))
+@holds_for(traces(), mixes(), st.booleans(), st.sampled_from([None, 1]), tries=60)
 def test_nothing_appears_or_disappears(
     trace: Trace, trainers: tuple[ReplayTrainer, ...], known_ends: bool, at_a_time: int | None
 ) -> None:
@@ -423,8 +422,7 @@ def test_nothing_appears_or_disappears(
     assert again.samples_by_trainer == outcome.samples_by_trainer
 
 
-@settings(max_examples=40, deadline=None, database=None)
-@given(traces(), mixes(), st.integers(1, 599))
+@holds_for(traces(), mixes(), st.integers(1, 599), tries=40)
 def test_moments_at_which_nothing_happens_do_not_matter(
     trace: Trace, mix: tuple[ReplayTrainer, ...], at_s: int
 ) -> None:

@@ -6,7 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -16,6 +15,7 @@ from parsl_freetrain.sites.idle_schedule import (
     read_schedule,
     write_schedule,
 )
+from tests.support.properties import holds_for
 from tests.support.schedules import change_times, idle_at
 
 SUMMIT = Path(__file__).resolve().parents[3] / 'shared/data/idle/summit-2021-02-week1.csv.gz'
@@ -126,8 +126,7 @@ def test_intervals_made_in_code_are_checked_too() -> None:
 
 
 @pytest.mark.parametrize('name', ['idle.csv', 'idle.csv.gz'])
-@given(schedule=schedules())
-@settings(max_examples=30, deadline=None)
+@holds_for(tries=30, schedule=schedules())
 def test_what_was_written_reads_back_equal(
     tmp_path_factory: pytest.TempPathFactory, name: str, schedule: Schedule
 ) -> None:
@@ -140,8 +139,7 @@ def test_what_was_written_reads_back_equal(
     assert path.read_bytes() == first
 
 
-@given(schedule=schedules(), factor=st.sampled_from([0.5, 2.0, 64.0]))
-@settings(max_examples=50, deadline=None)
+@holds_for(tries=50, schedule=schedules(), factor=st.sampled_from([0.5, 2.0, 64.0]))
 def test_idle_nodes_and_node_seconds_agree_with_the_intervals(
     schedule: Schedule, factor: float
 ) -> None:

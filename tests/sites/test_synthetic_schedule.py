@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.idle_schedule import Floats, IdleInterval, Schedule
 from parsl_freetrain.sites.synthetic_schedule import generate
+from tests.support.properties import holds_for
 from tests.support.schedules import change_times, idle_at
 
 WEEK_S = 7 * 86400.0
@@ -82,14 +82,14 @@ def test_a_seed_means_the_same_schedule_in_every_release() -> None:
 FIXED = (27, 447.526375)
 
 
-@given(
+@holds_for(
+    tries=60,
     nodes=st.integers(1, 40),
     duration_s=st.floats(1, 50_000),
     seed=st.integers(0, 2**32),
     share=st.floats(0.01, 0.99),
     time_factor=st.floats(0.005, 10),
 )
-@settings(max_examples=60, deadline=None)
 def test_intervals_are_in_order_and_within_the_duration(
     nodes: int, duration_s: float, seed: int, share: float, time_factor: float
 ) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pulp
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.allocation.answer import Allocator, Answer
@@ -38,16 +38,12 @@ from tests.support.allocation import (
     rounding,
     second_by_second,
 )
+from tests.support.properties import holds_for
 
 HIGHS, DP, COLUMNS = MilpAllocator(60.0), DpAllocator(), ColumnAllocator(60.0)
 # Optimal means: to this part of the objective. MILP solvers stop at tolerances in floating point.
 SOLVED = 1e-9
 EXACT = [pytest.param(DP, id='dp'), pytest.param(HIGHS, id='HiGHS')]
-PROPERTIES = settings(
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
 
 
 def check_against_brute_force(problem: Problem, allocators: list[Allocator]) -> None:
@@ -64,8 +60,7 @@ def check_against_brute_force(problem: Problem, allocators: list[Allocator]) -> 
         assert answer.objective == pytest.approx(max(values), rel=SOLVED, abs=rounding(problem))
 
 
-@settings(PROPERTIES, max_examples=300)
-@given(problems())
+@holds_for(problems(), tries=300)
 def test_dp_is_the_optimum_of_all_feasible_allocations(problem: Problem) -> None:
     check_against_brute_force(problem, [DP])
     best = max(
@@ -75,21 +70,18 @@ def test_dp_is_the_optimum_of_all_feasible_allocations(problem: Problem) -> None
     assert DP.allocate(problem).objective == pytest.approx(best, rel=SOLVED, abs=rounding(problem))
 
 
-@settings(PROPERTIES, max_examples=150)
-@given(problems())
+@holds_for(problems(), tries=150)
 def test_milp_is_the_optimum_of_all_feasible_allocations(problem: Problem) -> None:
     check_against_brute_force(problem, [HIGHS])
 
 
-@settings(PROPERTIES, max_examples=150)
-@given(problems(constrained=True))
+@holds_for(problems(constrained=True), tries=150)
 def test_sizes_fixed_trainers_and_limits_on_one_or_all(problem: Problem) -> None:
     assert DP.applies(problem)
     check_against_brute_force(problem, [DP, HIGHS])
 
 
-@settings(PROPERTIES, max_examples=200)
-@given(problems_with_blocks())
+@holds_for(problems_with_blocks(), tries=200)
 def test_blocks_that_end(problem: Problem) -> None:
     check_against_brute_force(
         problem,
@@ -124,8 +116,7 @@ LOSES_A_THOUSANDTH_BESIDE_MILLIONS = Problem(
 )
 
 
-@settings(PROPERTIES, max_examples=150)
-@given(problems() | problems(constrained=True) | problems_with_blocks())
+@holds_for(problems() | problems(constrained=True) | problems_with_blocks(), tries=150)
 @example(LOSES_A_THOUSANDTH_BESIDE_MILLIONS)
 def test_the_bound_of_what_is_not_proven_is_a_bound(problem: Problem) -> None:
     best = max(map(problem.objective, feasible(problem)), default=-math.inf)
@@ -211,8 +202,7 @@ def test_column_generation_without_time_is_never_worse_than_staying(time_limit_s
     assert_not_worse_than_staying(problem, ColumnAllocator(time_limit_s).allocate(problem))
 
 
-@settings(PROPERTIES, max_examples=200)
-@given(problems_with_blocks())
+@holds_for(problems_with_blocks(), tries=200)
 def test_worth_with_blocks_is_what_a_walk_through_the_horizon_says(problem: Problem) -> None:
     for allocation in list(feasible(problem))[:30]:
         assert problem.objective(allocation) == pytest.approx(
@@ -220,8 +210,7 @@ def test_worth_with_blocks_is_what_a_walk_through_the_horizon_says(problem: Prob
         )
 
 
-@settings(PROPERTIES, max_examples=200)
-@given(problems_with_blocks() | problems(constrained=True), st.data())
+@holds_for(problems_with_blocks() | problems(constrained=True), st.data(), tries=200)
 def test_objections_are_raised_to_what_is_not_feasible_and_to_nothing_else(
     problem: Problem, data: st.DataObject
 ) -> None:
@@ -233,15 +222,13 @@ def test_objections_are_raised_to_what_is_not_feasible_and_to_nothing_else(
         assert objections(problem, allocation) == []
 
 
-@settings(PROPERTIES, max_examples=200)
-@given(problems_with_blocks() | problems() | problems(constrained=True))
+@holds_for(problems_with_blocks() | problems() | problems(constrained=True), tries=200)
 def test_staying_is_feasible_but_for_limits(problem: Problem) -> None:
     unlimited = replace(problem, limits=())
     assert stay_put(problem) in list(feasible(unlimited))
 
 
-@settings(PROPERTIES, max_examples=200)
-@given(problems())
+@holds_for(problems(), tries=200)
 def test_staying_is_preferred_among_equals(problem: Problem) -> None:
     staying = stay_put(problem)
     best = max(problem.objective(allocation) for allocation in feasible(problem))
@@ -251,8 +238,7 @@ def test_staying_is_preferred_among_equals(problem: Problem) -> None:
         assert by_place(problem, DP.allocate(problem)) == staying
 
 
-@settings(PROPERTIES, max_examples=100)
-@given(problems() | problems(constrained=True) | problems_with_blocks())
+@holds_for(problems() | problems(constrained=True) | problems_with_blocks(), tries=100)
 def test_equal_share_keeps_the_rules(problem: Problem) -> None:
     answer = EqualShareAllocator().allocate(problem)
     if answer.status == 'feasible':

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.allocation.answer import Answer
 from parsl_freetrain.core.allocation.problem import Bid, Problem
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.model.types import ScalingCurve
+from tests.support.properties import holds_for
 
 CURVES = (
     ScalingCurve((1, 8), (10.0, 80.0)),
@@ -39,8 +39,9 @@ def timeless(answer: Answer) -> Answer:
     return replace(answer, seconds=0.0)
 
 
-@settings(max_examples=150, deadline=None, database=None)
-@given(st.lists(BIDS, min_size=1, max_size=5), st.lists(CHANGES, min_size=2, max_size=8))
+@holds_for(
+    st.lists(BIDS, min_size=1, max_size=5), st.lists(CHANGES, min_size=2, max_size=8), tries=150
+)
 def test_what_was_asked_before_does_not_matter(
     first: list[Bid], changes: list[tuple[int, list[tuple[int, Bid]], str, float]]
 ) -> None:

@@ -7,7 +7,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.allocation.answer import Allocator, Answer
@@ -31,27 +30,24 @@ from tests.support.allocation import (
     second_by_second,
 )
 from tests.support.class_problems import class_problem
+from tests.support.properties import holds_for
 
 MILP, COLUMNS, DP = MilpAllocator(60.0), ColumnAllocator(60.0), DpAllocator()
 CLASSES = ClassAllocator(MILP)
-PROPERTIES = settings(
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
 NAMES = ('a100', 'a40', 'cpu')
 
 
-@settings(PROPERTIES, max_examples=60)
-@given(problems_with_blocks(names=NAMES) | problems_with_blocks(names=NAMES, ends=(math.inf,)))
+@holds_for(
+    problems_with_blocks(names=NAMES) | problems_with_blocks(names=NAMES, ends=(math.inf,)),
+    tries=60,
+)
 def test_every_solver_finds_the_best_of_all_allocations(problem: Problem) -> None:
     solvers: list[Allocator] = [MILP]
     solvers += [s for s in (DP, CLASSES, COLUMNS) if s.applies(problem)]
     check_against_brute_force(problem, solvers)
 
 
-@settings(PROPERTIES, max_examples=25)
-@given(problems_with_blocks(names=NAMES))
+@holds_for(problems_with_blocks(names=NAMES), tries=25)
 def test_what_is_said_about_an_allocation(problem: Problem) -> None:
     for _, allocation in zip(range(100), feasible(problem), strict=False):
         assert problem.objective(allocation) == pytest.approx(
@@ -141,8 +137,7 @@ def in_mixes(problem: Problem, parts: int) -> Problem:
     )
 
 
-@settings(PROPERTIES, max_examples=60)
-@given(problems_with_blocks(names=NAMES[:2]), st.integers(1, 9))
+@holds_for(problems_with_blocks(names=NAMES[:2]), st.integers(1, 9), tries=60)
 def test_mixes_of_classes_are_the_best_of_all_allocations(problem: Problem, parts: int) -> None:
     problem = in_mixes(problem, parts)
     for _, allocation in zip(range(30), feasible(problem), strict=False):

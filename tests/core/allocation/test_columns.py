@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.allocation.block_groups import grouped, groups_of
@@ -15,6 +15,7 @@ from parsl_freetrain.core.allocation.problem import Bid, Problem
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
 from parsl_freetrain.core.allocation.solvers.column_pricing import Pricing
 from tests.support.allocation import problems_with_blocks, rounding
+from tests.support.properties import holds_for
 
 
 def changed_worth(problem: Problem, bid: Bid, way: tuple[int, ...]) -> float:
@@ -23,13 +24,7 @@ def changed_worth(problem: Problem, bid: Bid, way: tuple[int, ...]) -> float:
     return worth - bid.rescale_up_s * bid.current_rate if way == problem.held(bid) else worth
 
 
-@settings(
-    deadline=None,
-    database=None,
-    max_examples=100,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
-@given(problems_with_blocks(), st.data())
+@holds_for(problems_with_blocks(), st.data(), tries=100)
 def test_pricing_finds_the_best_of_all_ways(problem: Problem, data: st.DataObject) -> None:
     assume(ColumnAllocator().applies(problem))
     problem = grouped(problem, groups_of(problem))

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.allocation.answer import Allocator, Answer
@@ -18,6 +17,7 @@ from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.core.model.types import ScalingCurve
+from tests.support.properties import holds_for
 
 TWICE = ScalingCurve.from_points({1: 10.0, 2: 20.0, 4: 30.0})
 
@@ -235,13 +235,11 @@ def problems(draw: st.DrawFn, ends: bool) -> Problem:
     return Problem(100.0, sum(sizes), tuple(bids), blocks, draw(st.booleans()), tuple(limits))
 
 
-@settings(max_examples=100, deadline=None, database=None)
-@given(problems(ends=False))
+@holds_for(problems(ends=False), tries=100)
 def test_alternatives_are_the_best_ones(problem: Problem) -> None:
     check_alternatives(problem, *explained(problem, DpAllocator()))
 
 
-@settings(max_examples=25, deadline=None, database=None)
-@given(problems(ends=True))
+@holds_for(problems(ends=True), tries=25)
 def test_alternatives_are_the_best_ones_with_blocks_that_end(problem: Problem) -> None:
     check_alternatives(problem, *explained(problem, MilpAllocator()))

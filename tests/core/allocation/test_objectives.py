@@ -7,7 +7,6 @@ import warnings
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.allocation.objectives import (
@@ -22,6 +21,7 @@ from parsl_freetrain.core.allocation.objectives import (
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.expression import parse
 from parsl_freetrain.core.model.types import Efficiency, ScalingCurve
+from tests.support.properties import holds_for
 
 CURVE = ScalingCurve.from_points({1: 10.0, 2: 19.0, 4: 36.0})
 
@@ -246,8 +246,7 @@ def test_what_changes_as_time_passes_is_known(text: str, follows: bool) -> None:
     assert follows_time(text) is follows
 
 
-@settings(max_examples=100, deadline=None, database=None)
-@given(
+@holds_for(
     st.dictionaries(st.integers(1, 9), st.just(0.0) | st.floats(1e-3, 1e6), min_size=1, max_size=4),
     st.integers(1, 4),
     st.integers(0, 8),
@@ -255,6 +254,7 @@ def test_what_changes_as_time_passes_is_known(text: str, follows: bool) -> None:
     st.none() | st.floats(-100, 1e4),
     st.floats(1, 1e9),
     st.sampled_from(sorted(METRICS)),
+    tries=100,
 )
 def test_every_objective_gives_a_curve_that_can_be_maximised(
     points: dict[int, float],
@@ -281,8 +281,7 @@ def test_every_objective_gives_a_curve_that_can_be_maximised(
     )
 
 
-@settings(max_examples=300, deadline=None, database=None)
-@given(
+@holds_for(
     st.text(max_size=30)
     | st.lists(
         st.sampled_from(
@@ -314,7 +313,8 @@ def test_every_objective_gives_a_curve_that_can_be_maximised(
             ]
         ),
         max_size=12,
-    ).map(''.join)
+    ).map(''.join),
+    tries=300,
 )
 def test_any_text_is_either_a_formula_or_refused_in_a_sentence(text: str) -> None:
     refusal, value = '', 0.0

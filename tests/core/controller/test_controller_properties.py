@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -21,6 +22,7 @@ from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.events import Ending
 from parsl_freetrain.core.model.types import BlockRequest, Hole, ScalingCurve, Trainer
+from tests.support.properties import examples
 
 T = TypeVar('T')
 CURVES = (
@@ -423,5 +425,5 @@ class World(RuleBasedStateMachine):
         ]
 
 
-TestWorld = World.TestCase
-TestWorld.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, database=None)
+TestWorld = pytest.mark.properties(World.TestCase)
+TestWorld.settings = settings(max_examples=examples(60), stateful_step_count=40)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from random import Random
 
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.controller.node_assignment import Want, assign, first_end
 from parsl_freetrain.core.controller.node_pool import Group, Pool, PoolNode
+from tests.support.properties import holds_for
 
 Ends = dict[str, float | None]
 
@@ -79,11 +79,11 @@ def test_nodes_come_from_the_place_that_was_decided() -> None:
     assert first_end(('b2',), pool) is None
 
 
-@settings(max_examples=200, deadline=None, database=None)
-@given(
+@holds_for(
     st.lists(st.tuples(st.sampled_from('abcd'), st.none() | st.integers(1, 100)), max_size=14),
     st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), max_size=5),
     st.randoms(use_true_random=False),
+    tries=200,
 )
 def test_nodes_are_given_once_keepers_keep_and_nobody_both_gains_and_loses(
     ends: list[tuple[str, int | None]], changes: list[tuple[int, int]], random: Random

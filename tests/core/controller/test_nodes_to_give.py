@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
@@ -18,6 +17,7 @@ from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
 from parsl_freetrain.core.model.types import BlockRequest, Trainer
+from tests.support.properties import holds_for
 
 
 def served(given: Collection[str], demands: Sequence[NodeDemand]) -> bool:
@@ -92,8 +92,7 @@ def situations(
     return demands, blocks, holder, cost, already
 
 
-@settings(max_examples=150, deadline=None)
-@given(situations())
+@holds_for(situations(), tries=150)
 def test_the_choice_is_the_best_of_all(
     situation: tuple[
         list[NodeDemand], list[BlockNodes], dict[str, str], dict[str, float], frozenset[str]

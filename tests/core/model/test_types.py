@@ -9,7 +9,6 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.allocation.objectives import METRICS, Candidate, objective_named
@@ -17,6 +16,7 @@ from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.core.model.types import Checkpoint, Efficiency, ScalingCurve, Trainer
+from tests.support.properties import holds_for
 
 CURVE = ScalingCurve((1, 2, 4), (10.0, 19.0, 36.0))
 
@@ -109,10 +109,10 @@ def test_rate_between_before_and_behind_the_points() -> None:
     assert [late.rate_at(n) for n in (1, 2, 4, 6)] == [10, 20, 40, 50]
 
 
-@settings(max_examples=100, deadline=None, database=None)
-@given(
+@holds_for(
     st.dictionaries(st.integers(1, 20), st.floats(0, 1e6), min_size=1, max_size=6),
     st.randoms(use_true_random=False),
+    tries=100,
 )
 def test_the_order_of_points_does_not_matter(points: dict[int, float], random: Random) -> None:
     shuffled = list(points.items())

@@ -9,7 +9,7 @@ from itertools import cycle, islice, product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.errors import BadInput
@@ -21,6 +21,7 @@ from parsl_freetrain.training.data.sample_order import (
     shards_of_rank,
     split_for_ranks,
 )
+from tests.support.properties import holds_for
 from tests.support.waiting import LIMIT_S
 
 
@@ -48,14 +49,12 @@ def interrupted(order: GlobalOrder, fragments: list[int]) -> Iterator[GlobalBatc
             return
 
 
-@given(orders(), st.lists(st.integers(1, 5), min_size=1, max_size=6))
-@settings(max_examples=60, deadline=None)
+@holds_for(orders(), st.lists(st.integers(1, 5), min_size=1, max_size=6), tries=60)
 def test_interruptions_do_not_change_the_order(order: GlobalOrder, fragments: list[int]) -> None:
     assert list(interrupted(order, fragments)) == list(order.batches(0))
 
 
-@given(orders())
-@settings(max_examples=60, deadline=None)
+@holds_for(orders(), tries=60)
 def test_every_sample_is_seen_once_per_epoch(order: GlobalOrder) -> None:
     batches = list(order.batches(0))
     seen: dict[int, list[int]] = {}
@@ -73,8 +72,7 @@ def test_every_sample_is_seen_once_per_epoch(order: GlobalOrder) -> None:
         assert set(indices) <= set(range(order.dataset_size))
 
 
-@given(orders(), st.integers(1, 9), st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
+@holds_for(orders(), st.integers(1, 9), st.integers(1, 9), tries=60)
 def test_ranks_cover_each_batch_in_order_whatever_their_number(
     order: GlobalOrder, shards: int, ranks: int
 ) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import (
@@ -37,6 +36,7 @@ from parsl_freetrain.training.data.sample_order import (
 )
 from parsl_freetrain.training.data.sampler import SampledOrder, order_name, sampled_order
 from parsl_freetrain.training.process.fork_client import ForkClient
+from tests.support.properties import holds_for
 from tests.support.ranks import order, ranks
 
 SIZE = 23
@@ -92,8 +92,13 @@ def orders(draw: st.DrawFn) -> tuple[Callable[[], GlobalOrder], GlobalOrder]:
     return made, made()
 
 
-@given(orders(), st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 7), st.data())
-@settings(max_examples=60, deadline=None)
+@holds_for(
+    orders(),
+    st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    st.integers(1, 7),
+    st.data(),
+    tries=60,
+)
 def test_the_order_depends_neither_on_cuts_nor_on_ranks(
     one: tuple[Callable[[], GlobalOrder], GlobalOrder],
     fragments: list[int],

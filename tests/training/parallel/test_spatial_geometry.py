@@ -8,7 +8,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import nn
 
@@ -30,6 +30,7 @@ from parsl_freetrain.training.parallel.spatial.geometry import (
     placed,
     split,
 )
+from tests.support.properties import holds_for
 
 WINDOWS = st.builds(
     Window, st.integers(1, 5), st.integers(1, 3), st.integers(0, 2), st.integers(1, 2)
@@ -68,8 +69,9 @@ def positions(reach: Reach, bounds: Bounds, out: Bounds) -> list[list[int]]:
     return made
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.one_of(WINDOWS, SPREADS), st.lists(st.integers(1, 9), min_size=1, max_size=5))
+@holds_for(
+    st.one_of(WINDOWS, SPREADS), st.lists(st.integers(1, 9), min_size=1, max_size=5), tries=150
+)
 def test_every_part_has_what_its_output_needs(reach: Reach, sizes: list[int]) -> None:
     bounds = (0, *(sum(sizes[: i + 1]) for i in range(len(sizes))))
     try:

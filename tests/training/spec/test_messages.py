@@ -16,7 +16,6 @@ from typing import Any, get_args
 import msgspec
 import pytest
 import zmq
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parsl_freetrain.core.model.shape import Shape
@@ -33,6 +32,7 @@ from parsl_freetrain.training.spec import messages as ms
 from parsl_freetrain.training.spec.codec import Decoder, encode
 from parsl_freetrain.training.spec.fragment_order import RankPlace
 from parsl_freetrain.training.spec.messages import FromMember, FromRank
+from tests.support.properties import holds_for
 from tests.support.ranks import channel_pair, order
 from tests.support.waiting import LIMIT_S
 
@@ -109,9 +109,6 @@ DOCUMENTS = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
     max_leaves=9,
 )
-QUICK = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 
 
 def changed(message: Any, key: int, value: Any, inside: bool) -> bytes:
@@ -155,8 +152,7 @@ def test_a_trainer_with_shapes_can_be_launched() -> None:
 
 
 @pytest.mark.parametrize('channel', CHANNELS)
-@QUICK
-@given(data=st.data())
+@holds_for(data=st.data(), tries=100)
 def test_a_decoder_never_raises_and_gives_only_what_is_expected(
     channel: str, data: st.DataObject
 ) -> None:
@@ -183,8 +179,7 @@ def test_each_unknown_kind_is_logged_once_and_not_too_many(
     assert all(len(record.getMessage()) < 500 for record in caplog.records)
 
 
-@QUICK
-@given(arrives=nonsense(TO_RANK))
+@holds_for(arrives=nonsense(TO_RANK), tries=100)
 def test_a_rank_goes_on_after_nonsense(arrives: bytes) -> None:
     ours, theirs = channel_pair()
     with closing(ours), closing(theirs):
@@ -206,8 +201,7 @@ class Control:
         self.sent.append(message)
 
 
-@QUICK
-@given(arrives=nonsense(FROM_RANK))
+@holds_for(arrives=nonsense(FROM_RANK), tries=100)
 def test_a_member_goes_on_after_nonsense_of_a_rank(arrives: bytes) -> None:
     ours, theirs = channel_pair()
     with closing(ours):
@@ -249,8 +243,9 @@ def client(server: ControlServer) -> Iterator[ControlClient]:
     client.close()
 
 
-@QUICK
-@given(arrives=nonsense([FromMember('cnn', 3, 1, message) for message in FROM_MEMBER]))
+@holds_for(
+    arrives=nonsense([FromMember('cnn', 3, 1, message) for message in FROM_MEMBER]), tries=100
+)
 def test_the_executor_goes_on_after_nonsense_of_a_member(
     server: ControlServer, client: ControlClient, arrives: bytes
 ) -> None:
@@ -262,8 +257,7 @@ def test_the_executor_goes_on_after_nonsense_of_a_member(
     assert all(isinstance(message, FromMember) for message in heard)
 
 
-@QUICK
-@given(arrives=nonsense(TO_MEMBER))
+@holds_for(arrives=nonsense(TO_MEMBER), tries=100)
 def test_a_member_goes_on_after_nonsense_of_the_executor(
     server: ControlServer, client: ControlClient, arrives: bytes
 ) -> None:
@@ -277,9 +271,11 @@ def test_a_member_goes_on_after_nonsense_of_the_executor(
             heard.append(message)
 
 
-@settings(QUICK, max_examples=40)
-@given(
-    arrives=nonsense(REQUESTS).filter(lambda data: Decoder(fm.ForkRequest, '').decode(data) is None)
+@holds_for(
+    tries=40,
+    arrives=nonsense(REQUESTS).filter(
+        lambda data: Decoder(fm.ForkRequest, '').decode(data) is None
+    ),
 )
 def test_the_fork_server_goes_on_after_nonsense(fork_server: ForkClient, arrives: bytes) -> None:
     channel = fork_server._connect(Decoder[FromRank](FromRank, 'the fork server'))

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from parsl_freetrain import FragmentContext, Scaled, load_weights
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.steps.adasum import combine, pair, pair_all
+from tests.support.properties import holds_for
 from tests.support.ranks import order, ranks
 from tests.support.waiting import LIMIT_S
 
@@ -63,8 +63,7 @@ def test_a_zero_changes_nothing() -> None:
     assert torch.equal(pair(torch.zeros_like(a), torch.zeros_like(a)), torch.zeros_like(a))
 
 
-@settings(deadline=None, max_examples=50)
-@given(seed=st.integers(0, 10_000), exponent=st.integers(-20, 20))
+@holds_for(tries=50, seed=st.integers(0, 10_000), exponent=st.integers(-20, 20))
 def test_symmetric_and_equivariant_under_scaling(seed: int, exponent: int) -> None:
     a, b = vectors(seed, 2)
     torch.testing.assert_close(pair(a, b), pair(b, a))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from parsl_freetrain.training.checkpoint.export import load_weights
@@ -16,6 +16,7 @@ from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.steps.reduction_tree import Node, ShardTree
 from parsl_freetrain.training.steps.shard_sum import Contribution, Layout
+from tests.support.properties import holds_for
 from tests.support.ranks import order, ranks
 
 
@@ -52,8 +53,7 @@ def test_the_sum_does_not_depend_on_the_ranks(
     assert len(gathered) <= max(world_size, 1) * 2 * max(shards.bit_length() - 1, 1)
 
 
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 1000), integers=st.booleans(), half=st.booleans())
+@holds_for(tries=20, seed=st.integers(0, 1000), integers=st.booleans(), half=st.booleans())
 def test_what_was_put_in_is_taken_out(seed: int, integers: bool, half: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.nn.Parameter(
