@@ -68,7 +68,9 @@ def test_counting_changed_lines() -> None:
     assert changed_lines('a\nb\n', 'b\n') == 1
 
 
-@pytest.mark.parametrize('script', ['digits_plain.py', 'digits_freetrain.py'])
+@pytest.mark.parametrize(
+    'script', ['digits_plain.py', pytest.param('digits_freetrain.py', marks=pytest.mark.long)]
+)
 def test_both_scripts_run(script: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / script), run_name='__main__')
     found = re.search(r"loss(?: of the last batch)?'?: ([\d.e-]+)", capsys.readouterr().out)

@@ -19,6 +19,7 @@ def test_it_is_a_search_over_thirty_that_keeps_the_better_third() -> None:
     ] == [1, 3, 9, 27]
 
 
+@pytest.mark.long
 def test_a_smaller_search(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

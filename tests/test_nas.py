@@ -18,6 +18,7 @@ def test_every_architecture_is_a_network() -> None:
         assert model(torch.zeros(2, 64)).shape == (2, 10)
 
 
+@pytest.mark.long
 def test_a_smaller_search(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = nas.main(laptop.config(nodes=2), trials=2, epochs=1)
     assert len(found.trials) == 2 and 0.1 < found.best.values[1] <= 1.0

@@ -71,6 +71,7 @@ def test_means_of_steps() -> None:
     assert means(np.array([]), np.array([]), np.array([]), np.array([0.0, 1.0])).tolist() == [0.0]
 
 
+@pytest.mark.long
 def test_pictures_show_something(result: ReplayResult, tmp_path: Path) -> None:
     table = pd.DataFrame(
         [

@@ -144,6 +144,7 @@ def test_one_replay_gives_a_table_of_one_row_and_pictures(
     }
 
 
+@pytest.mark.long
 def test_several_processes_find_the_same_and_end_with_the_command(
     options: dict[str, object], tmp_path: Path
 ) -> None:

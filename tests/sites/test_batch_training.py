@@ -93,6 +93,7 @@ def judge(folder: Path, found: list[Checkpoint], undisturbed: list[Checkpoint]) 
     assert all(node.name.startswith(('node0', 'nid000')) for node in history.nodes)
 
 
+@pytest.mark.long
 @pytest.mark.pbs
 def test_on_a_real_pbs(openpbs: PbsCluster, tmp_path: Path, undisturbed: list[Checkpoint]) -> None:
     """Its nodes are preempted, one of them crashes, and its server hangs and starts again."""
@@ -130,6 +131,7 @@ def test_on_a_real_pbs(openpbs: PbsCluster, tmp_path: Path, undisturbed: list[Ch
     assert {'taken', 'lost'} <= {node.how for node in history().nodes}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures('nodes_share_a_template')
 def test_in_the_backfill_windows_of_cobalt(
     cobalt: Rehearsal, tmp_path: Path, undisturbed: list[Checkpoint]

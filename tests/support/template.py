@@ -24,9 +24,11 @@ from tests.support.waiting import LIMIT_S
 start_by_itself = ForkClient.start_template
 
 
-# What functions of the tests and workflows import where they run: each rank would, in every
-# fragment.
-OF_RANKS = ('tests.support.training', 'pytest', 'matplotlib.figure')
+# What functions of the tests and workflows import where they run, and torch where tensors have no
+# data or are compared: each rank would, in every fragment.
+OF_RANKS = (
+    'tests.support.training', 'pytest', 'matplotlib.figure', 'sympy', 'torch.distributed.tensor',
+)  # fmt: skip
 
 
 class _Session:

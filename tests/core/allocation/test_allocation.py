@@ -39,8 +39,10 @@ from tests.support.allocation import (
     second_by_second,
 )
 from tests.support.properties import holds_for
+from tests.support.waiting import LIMIT_S
 
-HIGHS, DP, COLUMNS = MilpAllocator(60.0), DpAllocator(), ColumnAllocator(60.0)
+# No time limit decides: a minute may be too short on a busy computer.
+HIGHS, DP, COLUMNS = MilpAllocator(LIMIT_S), DpAllocator(), ColumnAllocator(LIMIT_S)
 # Optimal means: to this part of the objective. MILP solvers stop at tolerances in floating point.
 SOLVED = 1e-9
 EXACT = [pytest.param(DP, id='dp'), pytest.param(HIGHS, id='HiGHS')]

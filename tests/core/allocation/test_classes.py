@@ -31,8 +31,9 @@ from tests.support.allocation import (
 )
 from tests.support.class_problems import class_problem
 from tests.support.properties import holds_for
+from tests.support.waiting import LIMIT_S
 
-MILP, COLUMNS, DP = MilpAllocator(60.0), ColumnAllocator(60.0), DpAllocator()
+MILP, COLUMNS, DP = MilpAllocator(LIMIT_S), ColumnAllocator(LIMIT_S), DpAllocator()
 CLASSES = ClassAllocator(MILP)
 NAMES = ('a100', 'a40', 'cpu')
 

@@ -125,6 +125,7 @@ checkpoint.samples
 )
 
 
+@pytest.mark.long
 def test_in_a_real_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ('IPYTHONDIR', 'JUPYTER_CONFIG_DIR', 'JUPYTER_DATA_DIR', 'JUPYTER_RUNTIME_DIR'):
         monkeypatch.setenv(variable, str(tmp_path / variable.lower()))
