@@ -68,9 +68,7 @@ def git(*arguments: str) -> list[str]:
 
 
 def test_modules() -> None:
-    """Each fits on some screens, says what it is for by its name and its docstring, and annotates
-    lazily.
-    """
+    """Each says what it is for by its name and its docstring, and annotates lazily."""
     wrong = [
         f'{path.relative_to(ROOT)}: {what}'
         for path in modules('parsl_freetrain', 'workflows', 'site_configs')
@@ -82,8 +80,6 @@ def test_modules() -> None:
 def faults(path: Path) -> Iterator[str]:
     text = path.read_text()
     tree = ast.parse(text)
-    if len(text.splitlines()) > 400:
-        yield 'more than 400 lines'
     if re.search(r'util|helper|misc|common', path.stem):
         yield 'its name says nothing'
     if not ast.get_docstring(tree):
@@ -100,11 +96,13 @@ def lines(path: Path) -> int:
 def test_the_house_stays_small() -> None:
     """A number here may sink, and rises only where something that is kept is worth it."""
     package, tests = modules('parsl_freetrain'), modules('tests')
-    assert sum(map(lines, package)) <= 63_400
-    assert sum(map(lines, tests)) <= 55_300
-    assert len(package) <= 456
+    assert sum(map(lines, package)) <= 64_000
+    assert sum(map(lines, tests)) <= 55_500
+    assert len(package) <= 452
+    large = [str(path.relative_to(ROOT)) for path in package if lines(path) > 400]
+    assert len(large) <= 4, large
     long = [f'{path.relative_to(ROOT)}: {name}' for path in package for name in long_ones(path)]
-    assert len(long) <= 18, '\n'.join(long)
+    assert len(long) <= 16, '\n'.join(long)
 
 
 def long_ones(path: Path, most: int = 60) -> Iterator[str]:
