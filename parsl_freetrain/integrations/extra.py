@@ -1,15 +1,52 @@
-"""What callbacks of the integrations remember."""
+"""What the integrations share: steps of a training, and what callbacks remember."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.data.sample_order import samples_in
 from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.spec.training import TrainingSpec
+
+
+@dataclass(frozen=True)
+class StepCount:
+    """StepCount of the optimizer over a dataset of ``size`` samples, ``batch`` in each."""
+
+    size: int
+    batch: int
+
+    @property
+    def in_epoch(self) -> int:
+        """Number of steps in an epoch."""
+        return math.ceil(self.size / self.batch)
+
+    def at(self, samples: int) -> int:
+        """Number of steps after a number of samples."""
+        epochs, rest = divmod(samples, self.size)
+        return epochs * self.in_epoch + math.ceil(rest / self.batch)
+
+    def total_of(self, spec: TrainingSpec) -> int:
+        """Number of samples that the app trains."""
+        if spec.total_samples is not None:
+            return spec.total_samples
+        assert spec.total_epochs is not None
+        return samples_in(spec.total_epochs, self.size)
+
+    def check(self, total: int, wanted: int, who_says: str) -> None:
+        """Raises BadInput if somebody wants another number of steps than the app."""
+        if wanted != self.at(total):
+            raise BadInput(
+                f'The app trains {self.at(total)} steps of {self.batch} samples ({total} samples), '
+                f'and {who_says}: state the same total in both.'
+            )
 
 
 class Memory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from inspect import signature
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.integrations.extra import Memory
+from parsl_freetrain.integrations.extra import Memory, StepCount
 from parsl_freetrain.integrations.lightning_arguments import (
     check_callback,
     check_module,
@@ -21,7 +22,6 @@ from parsl_freetrain.integrations.lightning_arguments import (
 from parsl_freetrain.integrations.lightning_log import Log
 from parsl_freetrain.integrations.metric_logger import needs
 from parsl_freetrain.training.data.data_loaders import LoaderData
-from parsl_freetrain.training.data.sample_order import samples_in
 from parsl_freetrain.training.loop.context import FragmentContext
 
 with needs('lightning'):
@@ -116,7 +116,7 @@ class Trainer:
         self._clip, self._bf16 = gradient_clip_val, precision == 'bf16-mixed'
         self._log = Log(ctx, self.callback_metrics)
         self._module: Any = None
-        self._size = self._batch = 1
+        self._steps = StepCount(1, 1)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith('__'):
@@ -133,11 +133,11 @@ class Trainer:
     @property
     def global_step(self) -> int:
         """Number of steps of the optimizer so far."""
-        return self._step_at(self.ctx.samples)
+        return self._steps.at(self.ctx.samples)
 
     @property
     def should_stop(self) -> bool:
-        return bool(self.ctx._state.finishing)
+        return bool(self.ctx._run.state.finishing)
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
@@ -167,55 +167,28 @@ class Trainer:
         if data is None:
             raise BadInput('Nothing to train: Trainer.fit needs a data loader.')
         held_out = LoaderData.of(val_dataloaders or source.val_dataloader, 'the validation')
-        self._size, self._batch = len(data.dataset), data.batch_size
+        self._steps = StepCount(len(data.dataset), data.batch_size)
         self._count_steps()
-        optimizers, schedulers, monitor = optimizers_in(model.configure_optimizers())
-        if len(optimizers) != 1:
-            raise unsupported(
-                f'a module with {len(optimizers)} optimizers', 'give them to ctx.prepare'
-            )
-        configs = schedulers_in(schedulers, monitor)
-        if any(one.reduce_on_plateau and one.interval == 'step' for one in configs):
-            raise unsupported('ReduceLROnPlateau with interval="step"', 'say interval="epoch"')
+        configured, configs = _optimizer_of(model)
         memory = Memory(ctx, 'lightning', self.callbacks, model)
         prepared, optimizer, *stepped = ctx.prepare(
-            model, optimizers[0], *(one.scheduler for one in configs), clip_grad_norm=self._clip
+            model, configured, *(one.scheduler for one in configs), clip_grad_norm=self._clip
         )
         self._event('on_fit_start')
         self._event('on_train_start')
         memory.restore()
         memory.keep({})
 
-        def before_step() -> None:
-            self._event('on_before_optimizer_step', optimizers[0])
-
         def end_of_epoch() -> None:
             memory.restore()
-            # First, since it may be stopped, and is then repeated by the next fragment.
-            if validates and held_out and (ctx.epoch + 1) % self.check_val_every_n_epoch == 0:
-                self._evaluate('validation', held_out)
-            self._log.take(ctx.metrics)
-            self._event('on_train_epoch_end')
-            for one in configs:
-                if one.interval == 'epoch' and (ctx.epoch + 1) % one.frequency == 0:
-                    monitored = one.reduce_on_plateau
-                    one.scheduler.step(*([self._metric(one.monitor)] if monitored else []))
-            if self.best is not None:
-                ctx.checkpoint(best=self._metric(self.best))
+            self._end_epoch(held_out if validates else None, configs)
             memory.keep({})
 
-        ctx.before_step(before_step)
+        ctx.before_step(lambda: self._event('on_before_optimizer_step', configured))
         ctx.each_epoch(end_of_epoch)
         model.train()
         self.training = True
-        loop = ctx.loop(
-            data.dataset,
-            data.batch_size,
-            shuffle=data.shuffle,
-            collate_fn=data.collate_fn,
-            num_workers=data.num_workers,
-        )
-        for batch in loop:
+        for batch in data.in_loop(ctx):
             step = self.global_step
             optimizer.zero_grad()
             with self._autocast(), self._log.training():
@@ -230,6 +203,20 @@ class Trainer:
         self._event('on_train_end')
         self._event('on_fit_end')
         self._event('teardown', stage='fit')
+
+    def _end_epoch(self, held_out: LoaderData | None, configs: Sequence[Any]) -> None:
+        epoch = self.ctx.epoch + 1
+        # First, since it may be stopped, and is then repeated by the next fragment.
+        if held_out is not None and epoch % self.check_val_every_n_epoch == 0:
+            self._evaluate('validation', held_out)
+        self._log.take(self.ctx.metrics)
+        self._event('on_train_epoch_end')
+        for one in configs:
+            if one.interval == 'epoch' and epoch % one.frequency == 0:
+                monitored = one.reduce_on_plateau
+                one.scheduler.step(*([self._metric(one.monitor)] if monitored else []))
+        if self.best is not None:
+            self.ctx.checkpoint(best=self._metric(self.best))
 
     def validate(
         self, model: Any, dataloaders: Any = None, datamodule: Any = None
@@ -261,7 +248,7 @@ class Trainer:
             if one is not None:
                 if self.ctx.local_rank == 0:
                     one.prepare_data()
-                self.ctx._peers.all_reduce_max((0,))()
+                self.ctx._run.peers.all_reduce_max((0,))()
                 one.setup(stage=stage)
         for callback in self.callbacks:
             callback.setup(self, model, stage=stage)
@@ -272,7 +259,7 @@ class Trainer:
     def _evaluate(self, stage: str, data: LoaderData | None) -> dict[str, float]:
         if data is None:
             raise BadInput(f'Nothing to evaluate: the {stage} needs a data loader.')
-        module, division, done = self._module, self.ctx._division, 0
+        module, division, done = self._module, self.ctx._run.division, 0
         batches = math.ceil(len(data.dataset) / data.batch_size)
 
         def measure(_: torch.nn.Module, batch: Any) -> dict[str, Any]:
@@ -319,30 +306,27 @@ class Trainer:
     def _autocast(self) -> Any:
         return torch.autocast(self.ctx.device.type, torch.bfloat16, enabled=self._bf16)
 
-    def _step_at(self, samples: int) -> int:
-        epochs, rest = divmod(samples, self._size)
-        return epochs * math.ceil(self._size / self._batch) + math.ceil(rest / self._batch)
-
     def _count_steps(self) -> None:
-        spec = self.ctx.spec
-        total = spec.total_samples
-        if total is None:
-            assert spec.total_epochs is not None
-            total = samples_in(spec.total_epochs, self._size)
-        self.num_training_batches = math.ceil(self._size / self._batch)
-        self.estimated_stepping_batches = self._step_at(total)
+        self.num_training_batches = self._steps.in_epoch
+        total = self._steps.total_of(self.ctx.spec)
+        self.estimated_stepping_batches = self._steps.at(total)
         said = self.max_steps
         if said < 0:
             said = self.num_training_batches * (self.max_epochs or 0)
-        if (self.max_steps >= 0 or self.max_epochs is not None) and (
-            said != self.estimated_stepping_batches
-        ):
-            raise BadInput(
-                f'The app trains {self.estimated_stepping_batches} steps of {self._batch} samples '
-                f'({total} samples), and the Trainer was told {said} '
-                f'(max_epochs={self.max_epochs}, max_steps={self.max_steps}): state the same '
-                'total in both.'
-            )
+        if self.max_steps >= 0 or self.max_epochs is not None:
+            told = f'max_epochs={self.max_epochs}, max_steps={self.max_steps}'
+            self._steps.check(total, said, f'the Trainer was told {said} ({told})')
+
+
+def _optimizer_of(model: Any) -> tuple[Any, Sequence[Any]]:
+    """The only optimizer of a module, and the configurations of its schedulers."""
+    optimizers, schedulers, monitor = optimizers_in(model.configure_optimizers())
+    if len(optimizers) != 1:
+        raise unsupported(f'a module with {len(optimizers)} optimizers', 'give them to ctx.prepare')
+    configs = schedulers_in(schedulers, monitor)
+    if any(one.reduce_on_plateau and one.interval == 'step' for one in configs):
+        raise unsupported('ReduceLROnPlateau with interval="step"', 'say interval="epoch"')
+    return optimizers[0], configs
 
 
 class _Given:

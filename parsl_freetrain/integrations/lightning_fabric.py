@@ -72,13 +72,7 @@ class Fabric:
         data = LoaderData.of(dataloader, 'the training')
         if data is None:
             raise unsupported('fabric.loop without a DataLoader')
-        return self.ctx.loop(
-            data.dataset,
-            data.batch_size,
-            shuffle=data.shuffle,
-            collate_fn=data.collate_fn,
-            num_workers=data.num_workers,
-        )
+        return data.in_loop(self.ctx)
 
     def backward(self, loss: torch.Tensor) -> None:
         """The backward pass."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.integrations.extra import Memory
+from parsl_freetrain.integrations.extra import Memory, StepCount
 from parsl_freetrain.integrations.metric_logger import needs
 from parsl_freetrain.integrations.transformers_arguments import (
     check_arguments,
@@ -18,8 +18,7 @@ from parsl_freetrain.integrations.transformers_arguments import (
     check_overrides,
     unsupported,
 )
-from parsl_freetrain.training.comm.variable_rows import gather_bytes
-from parsl_freetrain.training.data.sample_order import samples_in
+from parsl_freetrain.training.comm.peers import gather_bytes
 from parsl_freetrain.training.loop.context import FragmentContext
 
 with needs('transformers'):
@@ -217,36 +216,23 @@ class InFragments(_Any):
         )
 
     def _steps_in_all(self) -> int:
-        args, spec = self.args, self.ctx.spec
+        args = self.args
         if self.train_dataset is None or not isinstance(self.train_dataset, Sized):
             raise BadInput(
                 f'{type(self).__name__} was given a {type(self.train_dataset).__name__} as '
                 'train_dataset; it needs a dataset with a length. Streams go to ctx.loop.'
             )
-        size, batch = len(self.train_dataset), args.per_device_train_batch_size
-        total = spec.total_samples
-        if total is None:
-            assert spec.total_epochs is not None
-            total = samples_in(spec.total_epochs, size)
-        steps = self._step_at(total)
-        wanted = args.max_steps
+        counted = self._steps = StepCount(len(self.train_dataset), args.per_device_train_batch_size)
+        wanted: int = args.max_steps
         if wanted <= 0:
-            wanted = math.ceil(args.num_train_epochs * math.ceil(size / batch))
-        if steps != wanted:
-            raise BadInput(
-                f'The app trains {steps} steps of {batch} samples ({total} samples), and '
-                f'TrainingArguments says {wanted} (max_steps={args.max_steps}, '
-                f'num_train_epochs={args.num_train_epochs:g}): state the same total in both.'
-            )
-        return steps
-
-    def _step_at(self, samples: int) -> int:
-        size: int = len(self.train_dataset)
-        batch: int = self.args.per_device_train_batch_size
-        return samples // size * math.ceil(size / batch) + math.ceil(samples % size / batch)
+            wanted = math.ceil(args.num_train_epochs * counted.in_epoch)
+        total = counted.total_of(self.ctx.spec)
+        told = f'max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs:g}'
+        counted.check(total, wanted, f'TrainingArguments says {wanted} ({told})')
+        return wanted
 
     def _count(self) -> None:
-        self.state.global_step = self._step_at(self.ctx.samples)
+        self.state.global_step = self._steps.at(self.ctx.samples)
         self.state.epoch = self.ctx.samples / len(self.train_dataset)
 
     def _event(self, name: str) -> None:
@@ -301,11 +287,11 @@ class InFragments(_Any):
 
     def _of_all_ranks(self, found: list[tuple[Any, Any]], batches: int) -> tuple[Any, Any]:
         """Predictions and labels of all batches, in order."""
-        division, packed = self.ctx._division, io.BytesIO()
+        division, packed = self.ctx._run.division, io.BytesIO()
         mine = [(division.data_rank + i * division.parts, *one) for i, one in enumerate(found)]
         torch.save([one for one in mine if one[0] < batches], packed)
         by_batch: dict[int, tuple[Any, Any]] = {}
-        for said in gather_bytes(self.ctx._peers, packed.getvalue()):
+        for said in gather_bytes(self.ctx._run.peers, packed.getvalue()):
             for number, *both in torch.load(io.BytesIO(said), weights_only=True):
                 by_batch[number] = (both[0], both[1])
         arrays = []

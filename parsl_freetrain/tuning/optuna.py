@@ -310,7 +310,7 @@ def _noting(function: Callable[..., Any], metric: str, levels: Sequence[int]) ->
                     )
                 ctx.report(**{f'{metric}@{ctx.epoch + 1}': ctx.metrics[metric]})
 
-        ctx._hooks.after_epoch.append(note)
+        ctx._run.hooks.after_epoch.append(note)
         return function(ctx, *args, **kwargs)
 
     return noting

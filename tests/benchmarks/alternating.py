@@ -31,11 +31,12 @@ from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.comm.collectives import RankGroup
 from parsl_freetrain.training.comm.consensus import Agreement
 from parsl_freetrain.training.comm.inbox import Inbox
-from parsl_freetrain.training.comm.peers import Alone, Peers
+from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.comm.sealed_store import SealedStore
 from parsl_freetrain.training.loop import checkpointer, training_loop
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.loop.fragment_run import FragmentRun
 from parsl_freetrain.training.loop.rank_parts import RankParts
 from parsl_freetrain.training.spec.fragment_order import RankPlace
 from parsl_freetrain.training.steps.nonfinite import Watch
@@ -130,9 +131,8 @@ def fragment(width: int, mode: str, on_nan: str, folder: str, sharded: bool) -> 
     )
     place = RankPlace(rank, world, rank, 1, '')
     keeper = Checkpointer(PosixCheckpointStore(Path(folder), 'bench'), ordered, channel, None)
-    ctx = FragmentContext(
-        RankParts(ordered, place, _peers(), channel, Inbox(channel), keeper, DEVICE, None)
-    )
+    parts = RankParts(ordered, place, _peers(), channel, Inbox(channel), keeper, DEVICE, None)
+    ctx = FragmentContext(FragmentRun(parts))
     torch.manual_seed(0)
     model = network(width)
     if sharded:
@@ -150,7 +150,7 @@ def fragment(width: int, mode: str, on_nan: str, folder: str, sharded: bool) -> 
 
 def _peers() -> Peers:
     if dist.get_world_size() == 1:
-        return Alone()
+        return Peers()
     gang = RankGroup.__new__(RankGroup)  # the process group is torchrun's
     gang.rank, gang.world_size, gang._gathers_on_cpu = (
         dist.get_rank(),

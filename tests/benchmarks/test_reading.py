@@ -40,7 +40,7 @@ def read_in_turns(ctx: FragmentContext, path: str, rounds: int) -> None:
 
     def read_once() -> None:
         memory, disk = NodeMemory('none', contents.files), Disk(Path(path), contents.files)
-        ways = PeerTransport(ctx._peers, memory, disk, contents.files, ctx.world_size)
+        ways = PeerTransport(ctx._run.peers, memory, disk, contents.files, ctx.world_size)
         Opened(path, contents, ways).load()
 
     def bytes_read() -> int:

@@ -46,7 +46,7 @@ def train(ctx: FragmentContext) -> None:
     with torch.device('meta'):
         model: nn.Module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     model = ctx.shard(model, blocks=(nn.Linear,))
-    began, saved, used = time.monotonic(), ctx._saved, time.process_time()
+    began, saved, used = time.monotonic(), ctx._run.saved, time.process_time()
     model, optimizer = ctx.prepare(model, torch.optim.Adam(model.parameters()))
     bytes_read = saved.bytes_read if isinstance(saved, SharedState) else 0
     print(f'CPU seconds for reading: {time.process_time() - used:.3f}')

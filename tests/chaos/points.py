@@ -105,7 +105,7 @@ def with_ordered_faults(function: Callable[..., Any], folder: Path) -> Callable[
         def prepared(*given: Any, **options: Any) -> Any:
             found = prepare(*given, **options)
             reached('prepared')
-            steps = ctx._model.steps
+            steps = ctx._run.model.steps
             exchange = steps._exchange
 
             def exchanged(*what: Any) -> Any:

@@ -166,11 +166,12 @@ def train(ctx: FragmentContext, workload: str, pause_s: float = 0.0) -> None:
 
 def page_locked(ctx: FragmentContext) -> None:
     """Check that batches are page-locked until they are on the device."""
+    from parsl_freetrain.training.data.data_loaders import LoaderSettings
     from parsl_freetrain.training.data.loader import MicroBatch, make_loader, to_device
     from tests.support.ranks import finish
 
     micro_batches = [MicroBatch((0, 1), 0, 0, 1.0)]
-    (batch,) = make_loader(list(torch.arange(2.0)), micro_batches, 7, None, 0, ctx.device)
+    (batch,) = make_loader(list(torch.arange(2.0)), micro_batches, 7, LoaderSettings(), ctx.device)
     assert batch.is_pinned()
     moved = to_device(batch, ctx.device)
     assert (moved.device, moved.tolist()) == (ctx.device, [0.0, 1.0])

@@ -39,7 +39,7 @@ def trains(
     def noting(*args: Any, **options: Any) -> Iterator[Any]:
         for batch in loop(*args, **options):
             if dies_at is not None and ctx.samples >= dies_at:
-                last = ctx._checkpointer.settled()
+                last = ctx._run.checkpointer.settled()
                 if last is not None and last.samples:
                     os.kill(os.getpid(), signal.SIGKILL)
             numbers = batch['number'] if isinstance(batch, dict) else batch[0]

@@ -40,8 +40,8 @@ def in_this_process(function: Callable[..., Any], **options: Any) -> tuple[Check
 
     mode = Reproducible(shards=options.pop('shards', 4), seed=7)
     checkpoint = freetrain_app(**{'mode': mode, **options})(train).debug()
-    assert kept[0]._model is not None
-    return checkpoint, kept[0]._model.prepared.models[0].state_dict()
+    assert kept[0]._run.model is not None
+    return checkpoint, kept[0]._run.model.prepared.models[0].state_dict()
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

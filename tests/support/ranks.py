@@ -34,8 +34,7 @@ from parsl_freetrain import (
 )
 from parsl_freetrain import Ranks as RankSettings
 from parsl_freetrain.training.process.channel import Channel
-from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.process.rank_process import RankProcess
+from parsl_freetrain.training.process.fork_client import ForkClient, RankProcess
 from parsl_freetrain.training.spec.codec import Decoder
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.messages import (

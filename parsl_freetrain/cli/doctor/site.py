@@ -171,7 +171,7 @@ def _on_nodes(
         provider.script_dir = str(shared)
         words = [str(shared), str(nodes), *([site.interface] if site.interface else [])]
         command = shlex.join(
-            ['python3', '-P', '-m', 'parsl_freetrain.training.process.node_check', *words]
+            ['python3', '-P', '-m', 'parsl_freetrain.training.process.probe', *words]
         )
         try:
             site.start()
@@ -202,7 +202,7 @@ def of_nodes(
     reached: Sequence[tuple[str, Sequence[str]]],
     asked: int,
 ) -> Iterator[Finding]:
-    """What the nodes of a job saw; see :mod:`parsl_freetrain.training.process.node_check`."""
+    """What the nodes of a job saw; see :mod:`parsl_freetrain.training.process.probe`."""
     if len(seen) < asked:
         init = f'{file.line("worker_init")} must make Python ready with parsl-freetrain'
         yield Finding('nodes', 'bad', f'{len(seen)} of {asked} nodes have answered; {init}')

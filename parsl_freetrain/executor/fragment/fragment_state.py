@@ -27,7 +27,7 @@ FAULTY_NODES = 3
 _ENDINGS = {'finished': Ending.FINISHED, 'stopped': Ending.STOPPED}
 
 STUCK_S = 10.0
-"""Seconds for which a rank's word counts that it waits."""
+"""How long a rank's report ``Stuck`` stays valid, in seconds."""
 ANSWER_S = 0.5
 """Seconds for a member to answer when all ranks of the others have ended."""
 LONE_ANSWER_S = 2.0
@@ -378,8 +378,9 @@ class RunningFragment:
                 return f'{type(came).__name__}: {came}'
         for result in results:
             if result.how == 'peer-lost' and result.outcome and result.outcome.error:
-                said = result.outcome.error.message
-                return f'{result} lost touch with another rank: {said}'
+                said = result.outcome.error.message.strip()
+                lost = '' if result.worker_died else ' lost touch with another rank'
+                return f'{result}{lost}: {said}'
         return 'its ranks lost touch with each other'
 
     def _exception(self, result: RankResult, error: RankError) -> BaseException:

@@ -24,9 +24,9 @@ from parsl_freetrain.executor.fragment.node_standby import NodeStandby
 from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.host.memory import OomWatch
 from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.process.fork_client import RankProcess
 from parsl_freetrain.training.process.liveness import StopWatch
 from parsl_freetrain.training.process.node_agent import NOTICES, ignore_notices, listen_for_notices
-from parsl_freetrain.training.process.rank_process import RankProcess
 from parsl_freetrain.training.spec.fragment_order import RankPlace
 from parsl_freetrain.training.spec.messages import (
     LEAVING_S,

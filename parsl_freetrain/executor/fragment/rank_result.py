@@ -8,7 +8,7 @@ from typing import Literal
 
 from parsl_freetrain.training.spec.messages import Ending, Outcome
 
-_WORKER_KILLED = 'is killed by signal: Killed'  # torch's words
+_WORKER = 'DataLoader worker (pid'  # torch's words
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,14 @@ class RankResult:
         """
         if self.outcome is None:
             return status == -signal.SIGKILL and not self.killed
-        error = self.outcome.error
-        return error is not None and _WORKER_KILLED in error.message
+        said = self.worker_died
+        return 'killed by signal: Killed' in said or 'exited unexpectedly' in said
+
+    @property
+    def worker_died(self) -> str:
+        """What it says of a worker of its data loader that has died; empty: none has."""
+        error = self.outcome.error if self.outcome is not None else None
+        return error.message if error is not None and _WORKER in error.message else ''
 
     @property
     def ok(self) -> bool:

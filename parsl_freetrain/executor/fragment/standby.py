@@ -51,7 +51,7 @@ class StandbyLauncher:
         for them.
 
         A member of the fragment starts those on its own node. Other nodes are free, and run a task
-        for it that does not wait for the ranks: those of the members have as far to go.
+        for it that does not wait for the ranks, which take as long to start as the members' own.
 
         Parameters
         ----------

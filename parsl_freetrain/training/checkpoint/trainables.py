@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.local_shard import is_divided
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Prepared:
         ]
 
 
-def sort_out(things: tuple[Any, ...], *, named: bool = False, sharded: bool = False) -> Prepared:
+def sort_out(things: tuple[Any, ...], *, named: bool = False) -> Prepared:
     """Sort what was given to ``ctx.prepare`` by kind.
 
     Parameters
@@ -42,8 +41,6 @@ def sort_out(things: tuple[Any, ...], *, named: bool = False, sharded: bool = Fa
     named
         Whether every parameter of an optimizer must belong to one of the models, whose names for
         parameters are used in checkpoints.
-    sharded
-        Whether parameters may be divided among ranks.
 
     Raises
     ------
@@ -84,15 +81,6 @@ def sort_out(things: tuple[Any, ...], *, named: bool = False, sharded: bool = Fa
             f'ctx.prepare was given {len(models)} models and {len(optimizers)} '
             'optimizers; it needs at least one of each.'
         )
-    for number, model in enumerate(models, 1):
-        for name, parameter in model.named_parameters():
-            if not sharded and is_divided(parameter):
-                raise BadInput(
-                    f'Parameter {name!r} of model {number} of ctx.prepare is a DTensor, so the '
-                    "model is divided among ranks already, and none of the trainer's shapes says "
-                    'so: state them, such as sizes={1: Shape(), 2: Shape(shard=2)}, and let '
-                    'ctx.shard(model) divide it.'
-                )
     known = {id(parameter) for model in models for parameter in model.parameters()}
     strange = [
         p

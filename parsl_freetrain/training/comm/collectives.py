@@ -20,9 +20,8 @@ from parsl_freetrain.host.network import address_of, interface_with, is_loopback
 from parsl_freetrain.training.comm.device_faults import causes, device_fault
 from parsl_freetrain.training.comm.devices import GLOO, backend_for, kind_here
 from parsl_freetrain.training.comm.exchange_watch import exchanges
-from parsl_freetrain.training.comm.in_place_exchange import complete_rows, on_cpu
 from parsl_freetrain.training.comm.inbox import Inbox
-from parsl_freetrain.training.comm.peers import Alone, PeerLost, Peers
+from parsl_freetrain.training.comm.peers import PeerLost, Peers
 from parsl_freetrain.training.comm.sealed_store import SealBroken, SealedStore
 from parsl_freetrain.training.process import lazy_dynamo
 from parsl_freetrain.training.process.channel import Channel
@@ -47,19 +46,58 @@ _MARKS = (
 )
 
 
-class RankGroup:
+class Subgroup(Peers):
+    """The ranks of a process group, numbered as in the group. Only :meth:`all_gather`,
+    :meth:`all_to_all`, :meth:`all_gather_into_tensor` and :meth:`broadcast` exchange.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group: dist.ProcessGroup | None = group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        # gloo can add up and broadcast tensors on GPUs, but nothing else.
+        self._gathers_on_cpu = dist.get_backend(group) == GLOO
+
+    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
+        sent = row.cpu() if self._gathers_on_cpu else row
+        rows = sent.new_empty(self.world_size, len(sent))
+        with as_peer_loss():
+            dist.all_gather(list(rows), sent, group=self._group)
+        return rows.to(row.device)
+
+    def all_to_all(
+        self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int], into: torch.Tensor
+    ) -> None:
+        with as_peer_loss(), on_cpu(into, self._gathers_on_cpu) as got:
+            own = row.to(got.device)
+            dist.all_to_all_single(got, own, list(received), list(sent), group=self._group)
+
+    def all_gather_into_tensor(self, rows: torch.Tensor) -> None:
+        """Gloo's all_gather would take as much memory again, and copy all rows."""
+        group, mine = self._group, self.rank
+        with as_peer_loss(), on_cpu(rows, self._gathers_on_cpu) as here:
+            others = [peer for peer in range(len(here)) if peer != mine]
+            ops = [dist.P2POp(dist.irecv, here[i], group=group, group_peer=i) for i in others]
+            ops += [dist.P2POp(dist.isend, here[mine], group=group, group_peer=i) for i in others]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        with as_peer_loss():
+            for tensor in tensors:
+                broadcast_into(tensor, group=self._group, group_src=0)
+
+
+class RankGroup(Subgroup):
     """The default process group of torch.distributed, and its store."""
 
     def __init__(
         self, order: FragmentOrder, place: RankPlace, store: Store, secret: str, gpu: str
     ) -> None:
-        self.rank = place.rank
-        self.world_size = place.world_size
+        self._group, self.rank, self.world_size = None, place.rank, place.world_size
         self._texts = SealedStore(store, secret)
         self._open: list[dist.Work] = []
         self._hang_s = order.hang_s
         backend, earlier = self._agree_on_backend(gpu), connections()
-        # gloo can add up and broadcast tensors on GPUs, but nothing else.
         self._gathers_on_cpu = backend == GLOO
         with as_peer_loss(), lazy_dynamo.hidden():
             dist.init_process_group(
@@ -89,28 +127,6 @@ class RankGroup:
                 self._texts.set(f'told/{key}', said)
                 return said
             return self._texts.get(f'told/{key}')
-
-    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
-        sent = row.cpu() if self._gathers_on_cpu else row
-        rows = sent.new_empty(self.world_size, len(sent))
-        with as_peer_loss():
-            dist.all_gather(list(rows), sent)
-        return rows.to(row.device)
-
-    def all_to_all(
-        self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int], into: torch.Tensor
-    ) -> None:
-        with as_peer_loss(), on_cpu(into, self._gathers_on_cpu) as got:
-            dist.all_to_all_single(got, row.to(got.device), list(received), list(sent))
-
-    def all_gather_into_tensor(self, rows: torch.Tensor) -> None:
-        with as_peer_loss(), on_cpu(rows, self._gathers_on_cpu) as here:
-            complete_rows(here, self.rank)
-
-    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        with as_peer_loss():
-            for tensor in tensors:
-                broadcast_into(tensor, src=0)
 
     def all_reduce_max(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
         shared = torch.tensor(numbers, dtype=torch.int64, device='cpu')
@@ -175,6 +191,17 @@ class RankGroup:
         return not self._connections <= connections()
 
 
+@contextmanager
+def on_cpu(tensor: torch.Tensor, wanted: bool) -> Iterator[torch.Tensor]:
+    """Where it is ``wanted``, a copy of a tensor that is on the CPU, and is copied back in the end;
+    the tensor itself if it is there already.
+    """
+    here = tensor.cpu() if wanted else tensor
+    yield here
+    if here is not tensor:
+        tensor.copy_(here)
+
+
 def broadcast_into(tensor: torch.Tensor, **source: Any) -> None:
     """``torch.distributed.broadcast`` for any memory layout. gloo sends as many bytes as the tensor
     has, from where it begins, and NCCL refuses other layouts.
@@ -195,7 +222,7 @@ def join(
     names it.
     """
     if place.world_size == 1:
-        return Alone
+        return Peers
     host, interface = _listens_at(order, place)
     if interface is not None:
         os.environ['GLOO_SOCKET_IFNAME'] = interface
@@ -266,9 +293,9 @@ def is_peer_loss(error: BaseException) -> bool:
 @contextmanager
 def as_peer_loss() -> Iterator[None]:
     """Raise torch's errors of an exchange as :class:`PeerLost`."""
-    caller = sys._getframe(2).f_code.co_qualname
+    caller = sys._getframe(2).f_code.co_qualname.removeprefix('RankGroup.')
     try:
-        with exchanges.exchange(caller.removeprefix('RankGroup.')):
+        with exchanges.exchange(caller.removeprefix('Subgroup.')):
             yield
     except RuntimeError as error:
         if device_fault(error) or not is_peer_loss(error):

@@ -6,29 +6,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from enum import IntEnum
 from time import monotonic
 
 from parsl_freetrain.training.comm.peers import Peers
 
-# Each takes precedence over those before it.
-GO_ON, REPORT, SAVE, STOP, FINISH, SPOILT, DIFFERENT = range(7)
 EVERY_S = 0.25
-
-
 _CAREFUL = 40
+
+
+class Agreed(IntEnum):
+    """What is done after a step. Each takes precedence over those before it."""
+
+    GO_ON = 0
+    REPORT = 1
+    SAVE = 2
+    STOP = 3
+    FINISH = 4
+    SPOILT = 5
+    """The state has numbers that are not finite."""
+    DIFFERENT = 6
+    """The ranks do not do the same."""
 
 
 def steps_between(step_s: float, time_left_s: float = math.inf) -> int:
     """Number of steps from one agreement to the next: as many as fit into :data:`EVERY_S`, at least
-    1.
-
-    Parameters
-    ----------
-    step_s
-        Seconds per step.
-    time_left_s
-        Seconds until the nodes are taken away. Towards the end agreements are more frequent, since
-        steps may suddenly become slow.
+    1. Towards the end (``time_left_s``) agreements are more frequent, since steps may suddenly
+    become slow.
     """
     every_s = min(EVERY_S, max(time_left_s, 0.0) / _CAREFUL)
     return max(1, int(every_s / step_s)) if step_s > 0 else 1
@@ -39,12 +43,8 @@ class Agreement:
     and read the answer after the next.
 
     All ranks must call :meth:`after_step` the same number of times. The ranks also agree on the
-    number of steps to the next agreement, which is the minimum that a rank asks for.
-
-    Parameters
-    ----------
-    same
-        A number that must be the same on all ranks; otherwise the decision is :data:`DIFFERENT`.
+    number of steps to the next agreement, which is the minimum that a rank asks for. ``same`` gives
+    a number that must be the same on all ranks; otherwise they are :attr:`Agreed.DIFFERENT`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Agreement:
         return 0 if self._peers.world_size == 1 else self._between + 1
 
     def after_step(self, wish: Callable[[], int], time_left: Callable[[], float]) -> int:
-        """The decision that is due now, or :data:`GO_ON`.
+        """The decision that is due now, or :attr:`Agreed.GO_ON`.
 
         ``wish`` and ``time_left`` (seconds) are called only when an agreement begins.
         """
@@ -78,11 +78,11 @@ class Agreement:
             decision, fewest, largest, smallest = self._answer()
             self._answer = None
             self._between = -fewest
-            return decision if largest == -smallest else DIFFERENT
+            return decision if largest == -smallest else Agreed.DIFFERENT
         if self._steps >= self._between:
             now = self._clock()
             between = steps_between((now - self._since) / self._steps, time_left())
             same = self._same()
             self._answer = self._peers.all_reduce_max((wish(), -between, same, -same))
             self._steps, self._since = 0, now
-        return GO_ON
+        return Agreed.GO_ON

@@ -20,18 +20,10 @@ _PART = 'MIG-'  # a part of a GPU
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of accelerator.
-
-    Attributes
-    ----------
-    device
-        torch's name of its devices.
-    variables
-        Environment variables that restrict a process to some devices. Only one of them is set here:
-        ROCm applies HIP_VISIBLE_DEVICES to what ROCR_VISIBLE_DEVICES has left, so the same numbers
-        in both would name other devices.
-    backend
-        The backend of torch.distributed for their tensors.
+    """A kind of accelerator: torch's names of its devices and of the backend for their tensors, and
+    the environment variables that restrict a process to some devices. Only one of them is set here:
+    ROCm applies HIP_VISIBLE_DEVICES to what ROCR_VISIBLE_DEVICES has left, so the same numbers in
+    both would name other devices.
     """
 
     device: str
@@ -41,13 +33,8 @@ class Kind:
     @property
     def variable(self) -> str:
         """The variable that is set already, by the block's environment or by Parsl; else the first
-        one.
-
-        Raises
-        ------
-        BadInput
-            ROCR_VISIBLE_DEVICES is set beside another one: ROCm would number the devices that the
-            first leaves anew, and look the second up among them.
+        one. Raises BadInput if ROCR_VISIBLE_DEVICES is set with another one: ROCm would number the
+        devices that the first leaves anew, and look the second up among them.
         """
         given = [name for name in self.variables if name in os.environ]
         if len(given) > 1 and given[-1] == ROCR:
@@ -81,19 +68,8 @@ def kind_here() -> Kind | None:
 
 
 def share_of(names: Sequence[str], local_rank: int, ranks_per_node: int) -> tuple[str, ...]:
-    """A rank's share of its node's devices. All ranks get the same number.
-
-    Parameters
-    ----------
-    names
-        As the environment variable names them.
-    local_rank, ranks_per_node
-        The rank's number on its node, from 0, and the number of ranks there.
-
-    Raises
-    ------
-    BadInput
-        If there are more ranks than devices.
+    """A rank's share of its node's devices, as the environment variable names them. All ranks get
+    the same number. Raises BadInput if there are more ranks than devices.
     """
     if 0 < len(names) < ranks_per_node:
         raise BadInput(
@@ -107,18 +83,9 @@ def share_of(names: Sequence[str], local_rank: int, ranks_per_node: int) -> tupl
 
 def backend_for(names: Sequence[str], kind: Kind | None) -> str:
     """The backends of torch.distributed: gloo for tensors on CPUs, and the kind's own for those on
-    accelerators. Parts of GPUs (MIG) use gloo, since NCCL does not support them.
-
-    Parameters
-    ----------
-    names
-        What :func:`name_of` gives, by rank.
-
-    Raises
-    ------
-    BadInput
-        If only some ranks have a device, two ranks have the same one, or this torch has no backend
-        for it.
+    accelerators. Parts of GPUs (MIG) use gloo, since NCCL does not support them. ``names``: what
+    :func:`name_of` gives, by rank. Raises BadInput if only some ranks have a device, two ranks have
+    the same one, or this torch has no backend for it.
     """
     if kind is None or not any(names) or all(_PART in name for name in names):
         return GLOO
@@ -155,12 +122,8 @@ def take_devices(local_rank: int, ranks_per_node: int) -> torch.device:
     the first of them, or the CPU.
 
     Call it before anything in this process uses a device: the runtimes read their environment
-    variable once.
-
-    Raises
-    ------
-    BadInput
-        If there are more ranks than devices, or the variable names devices that do not exist.
+    variable once. Raises BadInput if there are more ranks than devices, or the variable names
+    devices that do not exist.
     """
     kind = kind_here()
     if kind is None:

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 
 from parsl_freetrain.training.spec.messages import Stuck
 
@@ -28,20 +28,6 @@ STEPS = 10
 """The same, in steps."""
 LOOK_S = 1.0
 """Seconds between two looks."""
-
-
-@dataclass(frozen=True)
-class RankLinks:
-    """A rank, and how it hears of the others and is ended.
-
-    ``broken`` tells whether a connection to another rank has ended. If this rank is in the same
-    exchange a look later, ``end`` is called with the name of that; it ends the process.
-    """
-
-    rank: int
-    send: Callable[[Stuck], object]
-    broken: Callable[[], bool]
-    end: Callable[[str], object]
 
 
 class ExchangeWatch:
@@ -75,20 +61,36 @@ class ExchangeWatch:
         """Record the duration of a step. Before the first one nothing counts as too long."""
         self._steps_s.append(seconds)
 
-    def start(self, links: RankLinks) -> None:
-        """Look from now on, in a thread, and send what is found."""
-        threading.Thread(target=self._run, args=(links,), daemon=True).start()
+    def start(
+        self,
+        rank: int,
+        send: Callable[[Stuck], object],
+        broken: Callable[[], bool],
+        end: Callable[[str], object],
+    ) -> None:
+        """Look from now on, in a thread, and send what is found. ``broken`` tells whether a
+        connection to another rank has ended. If this rank is in the same exchange a look later,
+        ``end`` is called with the name of that; it ends the process.
+        """
+        look = partial(self._run, rank, send, broken, end)
+        threading.Thread(target=look, daemon=True).start()
 
-    def _run(self, links: RankLinks) -> None:
+    def _run(
+        self,
+        rank: int,
+        send: Callable[[Stuck], object],
+        broken: Callable[[], bool],
+        end: Callable[[str], object],
+    ) -> None:
         seen = shown = without_peer = None
         while True:
             time.sleep(LOOK_S)
             seen, now = self._now, seen
             if now is None or now is not seen or self._aside:
                 continue
-            if links.broken():
+            if broken():
                 if now is without_peer:
-                    links.end(now[0])
+                    end(now[0])
                 without_peer = now
             if not self._steps_s:
                 continue
@@ -99,7 +101,7 @@ class ExchangeWatch:
                 print(f'This rank has waited in {now[0]} for {waited_s:.0f} s:', file=sys.stderr)
                 faulthandler.dump_traceback(sys.stderr, all_threads=True)
                 shown = now
-            links.send(Stuck(links.rank, now[0]))
+            send(Stuck(rank, now[0]))
 
 
 exchanges = ExchangeWatch()

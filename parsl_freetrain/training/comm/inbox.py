@@ -56,14 +56,8 @@ class Inbox:
         return self.standing() != GOES and self._followed
 
     def wait_for_rendezvous(self, timeout_s: float) -> Rendezvous:
-        """Wait for rank 0's address.
-
-        Raises
-        ------
-        FreeTrainError
-            If that takes more than ``timeout_s`` seconds.
-        EOFError
-            If the node agent is gone.
+        """Wait for rank 0's address. Raises FreeTrainError if that takes more than ``timeout_s``
+        seconds, EOFError if the node agent is gone.
         """
         deadline = time.monotonic() + timeout_s
         while self._rendezvous is None:

@@ -1,40 +1,40 @@
-"""What a rank asks of the other ranks of its fragment, and the answers where it is the only one."""
+"""What a rank asks of the other ranks of its fragment, in the words of torch.distributed, and the
+answers where it is the only one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import torch
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.training.comm.sealed_store import SealedStore
 
+_HEAD = 8
+
 
 class PeerLost(FreeTrainError):
     """Another rank of the fragment is gone, so this one cannot continue."""
 
 
-class Peers(Protocol):
+class Peers:
     """All ranks of a fragment, including this one. All of them must make the same calls in the same
-    order.
+    order. This class is for a fragment of one rank, without a process group.
     """
 
-    rank: int
-    world_size: int
+    rank = 0
+    world_size = 1
 
     def broadcast_object(self, key: str, value: Callable[[], str]) -> str:
-        """The text that rank 0 gives to all ranks under a key.
-
-        ``value`` is called on rank 0 only.
-        """
-        ...
+        """The text that rank 0 gives to all ranks under a key; only there, ``value`` is called."""
+        return value()
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks, in order of rank, as one tensor (ranks, length). Rows are flat
         tensors of the same length and type.
         """
-        ...
+        return row[None]
 
     def all_to_all(
         self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int], into: torch.Tensor
@@ -42,104 +42,70 @@ class Peers(Protocol):
         """Send each rank its part of a flat tensor, and write the parts that come into another one,
         in order of rank. ``sent``, ``received``: the number of elements by rank.
         """
-        ...
+        into.copy_(row)
 
     def all_gather_into_tensor(self, rows: torch.Tensor) -> None:
         """Fill in the rows of the other ranks, in order of rank, of a tensor (ranks, length) in
         which each rank has filled in its own.
         """
-        ...
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Overwrite tensors with those of rank 0."""
-        ...
 
     def all_reduce_max(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
-        """Begin to find the maximum over all ranks of each number.
-
-        Returns a function that waits for the result.
+        """Begin to find the maximum of each number over all ranks. Returns a function that waits
+        for the result.
         """
-        ...
+        return lambda: tuple(numbers)
 
     def sendrecv(self, row: torch.Tensor, partner: int) -> torch.Tensor:
-        """Exchange rows with another rank, which calls this too.
-
-        Both rows are flat and of the same length and type.
+        """Exchange rows with another rank, which calls this too. Both are flat and of the same
+        length and type.
         """
-        ...
+        raise ValueError('There is no other rank.')
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send a tensor to another rank, which calls :meth:`recv` with one of the same size and
         type. The other ranks call nothing.
         """
-        ...
+        raise ValueError('There is no other rank.')
 
     def recv(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Overwrite a tensor with what another rank sends, and return it."""
-        ...
+        raise ValueError('There is no other rank.')
 
     def store(self) -> SealedStore | None:
         """Another connection to the store of all ranks, for use in another thread; None if there is
         only one rank.
         """
-        ...
-
-    def barrier(self) -> bool:
-        """Wait for all ranks before the process ends; False if one of them is gone."""
-        ...
-
-    def abort(self) -> None:
-        """Have the others notice at once that this rank does not go on, whatever it still does."""
-        ...
-
-    def broken(self) -> bool:
-        """Whether a connection to another rank has ended."""
-        ...
-
-
-class Alone:
-    """A fragment of one rank: no process group."""
-
-    rank = 0
-    world_size = 1
-
-    def broadcast_object(self, key: str, value: Callable[[], str]) -> str:
-        return value()
-
-    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
-        return row[None]
-
-    def all_to_all(
-        self, row: torch.Tensor, sent: Sequence[int], received: Sequence[int], into: torch.Tensor
-    ) -> None:
-        into.copy_(row)
-
-    def all_gather_into_tensor(self, rows: torch.Tensor) -> None:
-        pass
-
-    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        pass
-
-    def all_reduce_max(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
-        return lambda: tuple(numbers)
-
-    def sendrecv(self, row: torch.Tensor, partner: int) -> torch.Tensor:
-        raise ValueError('There is no other rank.')
-
-    def send(self, tensor: torch.Tensor, to: int) -> None:
-        raise ValueError('There is no other rank.')
-
-    def recv(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        raise ValueError('There is no other rank.')
-
-    def store(self) -> SealedStore | None:
         return None
 
     def barrier(self) -> bool:
+        """Wait for all ranks before the process ends; False if one of them is gone."""
         return True
 
     def abort(self) -> None:
-        pass
+        """Have the others notice at once that this rank does not go on, whatever it still does."""
 
     def broken(self) -> bool:
+        """Whether a connection to another rank has ended."""
         return False
+
+
+def on_any_rank(peers: Peers, flag: bool) -> bool:
+    """Whether any rank says so. All ranks call this."""
+    return bool(peers.all_reduce_max((flag,))()[0])
+
+
+def gather_bytes(peers: Peers, own: bytes) -> list[bytes]:
+    """What each rank gave, in order of rank. All ranks call this."""
+    if peers.world_size == 1:
+        return [own]
+    (longest,) = peers.all_reduce_max((len(own),))()
+    if not longest:
+        return [b''] * peers.world_size
+    data = len(own).to_bytes(_HEAD, 'little') + own
+    row = torch.zeros(_HEAD + longest, dtype=torch.uint8, device='cpu')
+    row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    rows = [bytes(other.numpy()) for other in peers.all_gather(row)]
+    return [said[_HEAD : _HEAD + int.from_bytes(said[:_HEAD], 'little')] for said in rows]

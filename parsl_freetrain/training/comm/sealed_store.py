@@ -22,15 +22,7 @@ class SealBroken(FreeTrainError):
 
 
 class SealedStore:
-    """Sets and gets texts.
-
-    Parameters
-    ----------
-    store
-        The store of the ranks.
-    secret
-        Unique to the fragment.
-    """
+    """Sets and gets texts in the store of the ranks; the secret is unique to the fragment."""
 
     def __init__(self, store: Store, secret: str) -> None:
         self._store = store
@@ -49,13 +41,7 @@ class SealedStore:
         self._store.set(key, self._code(key, text) + text)
 
     def get(self, key: str) -> str:
-        """Wait for a text.
-
-        Raises
-        ------
-        SealBroken
-            If no rank of this fragment has set it.
-        """
+        """Wait for a text. Raises SealBroken if no rank of this fragment has set it."""
         found = bytes(self._store.get(key)).decode(errors='replace')
         code, text = found[:_CODE_LENGTH], found[_CODE_LENGTH:]
         if not hmac.compare_digest(code.encode(), self._code(key, text).encode()):

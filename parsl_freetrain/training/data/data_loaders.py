@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,18 +28,18 @@ class LoaderSettings:
     worker_init_fn: Callable[[int], object] | None = None
 
 
-@dataclass(frozen=True)
-class LoaderData:
+@dataclass(frozen=True, kw_only=True)
+class LoaderData(LoaderSettings):
     """A dataset, and how it is read."""
 
     dataset: Any
     batch_size: int
-    shuffle: bool
-    collate_fn: Callable[[list[Any]], Any] | None
-    num_workers: int
-    sampler: Sampler | None = None
-    drop_last: bool = False
-    worker_init_fn: Callable[[int], object] | None = None
+
+    def in_loop(self, ctx: Any) -> Iterator[Any]:
+        """``ctx.loop`` over the data."""
+        how = {name: value for name, value in vars(self).items() if name != 'dataset'}
+        loop: Iterator[Any] = ctx.loop(self.dataset, **how)
+        return loop
 
     def check_stream(self) -> None:
         """Raise BadInput if a stream cannot be read like this."""
@@ -69,7 +69,7 @@ class LoaderData:
                     f'ctx.loop was given a {type(data).__name__} without a batch size: say '
                     'ctx.loop(dataset, batch_size).'
                 )
-            return LoaderData(data, batch_size, **vars(own))
+            return LoaderData(dataset=data, batch_size=batch_size, **vars(own))
         if batch_size is not None or own != LoaderSettings():
             raise BadInput(
                 f'ctx.loop was given a {type(data).__name__} and settings such as batch_size: it '
@@ -82,7 +82,12 @@ class LoaderData:
                     f'{data.num_workers}: leave out num_workers, or say ctx.loop(DataLoader('
                     'stream, batch_size=None, num_workers=...), batch_size).'
                 )
-            return LoaderData(data.dataset, data.batch_size, False, data.collate_fn, 0)
+            return LoaderData(
+                dataset=data.dataset,
+                batch_size=data.batch_size,
+                shuffle=False,
+                collate_fn=data.collate_fn,
+            )
         if data.batch_size is None:
             raise BadInput(
                 'ctx.loop was given a DataLoader with a batch sampler, but makes the batches '
@@ -90,14 +95,14 @@ class LoaderData:
             )
         plain = type(data.sampler).__name__ in KNOWN and not _draws(data.sampler)
         return LoaderData(
-            data.dataset,
-            data.batch_size,
-            plain and type(data.sampler).__name__ == RandomSampler.__name__,
-            data.collate_fn,
-            data.num_workers,
-            None if plain else data.sampler,
-            data.drop_last,
-            data.worker_init_fn,
+            dataset=data.dataset,
+            batch_size=data.batch_size,
+            shuffle=plain and type(data.sampler).__name__ == RandomSampler.__name__,
+            collate_fn=data.collate_fn,
+            num_workers=data.num_workers,
+            sampler=None if plain else data.sampler,
+            drop_last=data.drop_last,
+            worker_init_fn=data.worker_init_fn,
         )
 
     @staticmethod
@@ -134,11 +139,11 @@ class LoaderData:
                     'leave it out, or call ctx.loop yourself.'
                 )
         return LoaderData(
-            loader.dataset,
-            loader.batch_size,
-            isinstance(loader.sampler, RandomSampler),
-            loader.collate_fn,
-            loader.num_workers,
+            dataset=loader.dataset,
+            batch_size=loader.batch_size,
+            shuffle=isinstance(loader.sampler, RandomSampler),
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
         )
 
 

@@ -8,43 +8,37 @@ import hashlib
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch._C import _error_if_any_worker_fails
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.comm.device_faults import causes
 from parsl_freetrain.training.comm.inbox import STOP_SIGNALS
+from parsl_freetrain.training.data.data_loaders import LoaderSettings
 from parsl_freetrain.training.process.linux import die_with_parent
+
+_WORKER = 'DataLoader worker (pid'  # torch's words
+_DIES_S = 0.3
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """The data of one iteration of the user's loop: what this rank trains in one forward and
     backward pass.
-
-    Attributes
-    ----------
-    indices
-        Indices into the dataset.
-    samples_before
-        Samples seen before the global batch.
-    part
-        Number of the part of the global batch: the virtual shard, or the rank.
-    weight
-        Weight of its gradient in that of the global batch, 0 to 1.
-    number
-        Its number among the micro-batches of this part, from 0.
     """
 
-    indices: tuple[int, ...]
-    samples_before: int
-    part: int
-    weight: float
-    number: int = 0
+    indices: tuple[int, ...]  # into the dataset
+    samples_before: int  # the global batch
+    part: int  # of the global batch: the virtual shard, or the rank
+    weight: float  # of its gradient in that of the global batch, 0 to 1
+    number: int = 0  # among the micro-batches of this part
 
     def seed(self, seed: int, what: str) -> int:
         """A seed (63 bits) for this micro-batch and this use only."""
@@ -76,10 +70,8 @@ def make_loader(
     dataset: Any,
     micro_batches: Iterable[MicroBatch],
     seed: int | None,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    num_workers: int,
+    read: LoaderSettings,
     device: torch.device,
-    worker_init_fn: Callable[[int], object] | None = None,
 ) -> DataLoader[Any]:
     """A DataLoader that yields the collated samples of each micro-batch, in order. If they are to
     go to an accelerator (``device``), they are in page-locked memory, from which copies need not
@@ -90,12 +82,12 @@ def make_loader(
     DataLoader.
     """
     options: dict[str, Any] = {
-        'collate_fn': collate_fn,
-        'num_workers': num_workers,
-        'worker_init_fn': partial(_begin_worker, worker_init_fn),
+        'collate_fn': read.collate_fn,
+        'num_workers': read.num_workers,
+        'worker_init_fn': partial(_begin_worker, read.worker_init_fn),
         'pin_memory': device.type != 'cpu',
     }
-    if collate_fn is None and _has_rows(dataset):
+    if read.collate_fn is None and _has_rows(dataset):
         dataset, options['collate_fn'] = _Rows(dataset), list
     if seed is None:
         return DataLoader(
@@ -178,12 +170,40 @@ class _SeededDataset(Dataset[Any]):
         )
 
 
+def worker_died(error: BaseException) -> str:
+    """What torch says if an exception was raised since a worker of a DataLoader has died: the
+    kernel, for instance, ends one where memory is full; empty if that is not the reason.
+    """
+    found = [str(cause).strip() for cause in causes(error) if _WORKER in str(cause)]
+    if found:
+        return next((text for text in found if 'killed by signal' in text), found[0])
+    if not any(isinstance(cause, (OSError, EOFError)) for cause in causes(error)):
+        return ''
+    # Its connections may end before it has ended.
+    until = time.monotonic() + _DIES_S
+    while time.monotonic() < until:
+        try:
+            _error_if_any_worker_fails()
+        except RuntimeError as said:
+            return str(said).strip()
+        time.sleep(0.01)
+    return ''
+
+
 def _begin_worker(then: Callable[[int], object] | None, number: int) -> None:
-    # A worker is forked from the rank. The rank handles requests to stop, and the worker must not
-    # outlive it.
-    for stop in STOP_SIGNALS:
-        signal.signal(stop, signal.SIG_DFL)
+    # A worker is forked from the rank, and must not outlive it. A scheduler sends its notice to all
+    # processes of a node. The rank stops for it, and needs the worker's samples until then. Not
+    # ignored, as what the worker starts would then ignore it too. Where it is no rank, in a
+    # debugger, the signals keep their meaning.
+    if callable(signal.getsignal(signal.SIGTERM)):
+        for stop in STOP_SIGNALS:
+            signal.signal(stop, _leave_to_the_rank)
+            signal.siginterrupt(stop, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     if then is not None:
         then(number)
+
+
+def _leave_to_the_rank(*_: object) -> None:
+    """A notice that the rank has got as well."""

@@ -13,26 +13,16 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, refuse
 from parsl_freetrain.core.model.shards_by_speed import deal
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The samples of one training step, over all ranks.
-
-    Attributes
-    ----------
-    samples_before
-        Samples seen before this batch.
-    epoch
-        The epoch that the batch is in, from 0.
-    indices
-        Indices into the dataset, in order.
-    """
+    """The samples of one training step, over all ranks, as indices into the dataset, in order."""
 
     samples_before: int
-    epoch: int
+    epoch: int  # from 0
     indices: Sequence[int]
 
 
@@ -80,13 +70,9 @@ class GlobalOrder:
     def __post_init__(self) -> None:
         _check_dataset(self.dataset_size)
         if self.batch_size < 1:
-            raise BadInput(
-                f'The global batch size is {self.batch_size}; it must be at least 1 sample.'
-            )
+            refuse('The global batch size', self.batch_size, 'at least 1 sample')
         if self.total_samples < 1:
-            raise BadInput(
-                f'The total to train is {self.total_samples} samples; it must be at least 1.'
-            )
+            refuse('The total to train, in samples,', self.total_samples, 'at least 1')
         if self.drop_last and not self.aligned:
             raise BadInput(
                 'ctx.loop was given drop_last=True in scaled mode, in which the size of a batch, '
@@ -168,8 +154,7 @@ def shard(indices: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
     Some parts are empty if there are more shards than indices. Raises BadInput if ``shards`` is
     below 1.
     """
-    if shards < 1:
-        raise BadInput(f'A batch cannot be divided into {shards} shards; it must be at least 1.')
+    _check_shards(shards)
     parts = (_part(len(indices), shards, index) for index in range(shards))
     return tuple(tuple(indices[part.start : part.stop]) for part in parts)
 
@@ -179,8 +164,7 @@ def shards_of_rank(shards: int, world_size: int, rank: int, speeds: Sequence[flo
     belongs to exactly one rank. ``speeds``: how fast each rank is, relative to the others; empty:
     all are alike. Raises BadInput if ``shards`` is below 1 or there is no such rank.
     """
-    if shards < 1:
-        raise BadInput(f'A batch cannot be divided into {shards} shards; it must be at least 1.')
+    _check_shards(shards)
     _check_rank(world_size, rank)
     if not speeds:
         return _part(shards, world_size, rank)
@@ -203,7 +187,7 @@ def samples_in(epochs: float, dataset_size: int) -> int:
     """
     _check_dataset(dataset_size)
     if not math.isfinite(epochs) or epochs <= 0:
-        raise BadInput(f'The total to train is {epochs} epochs; it must be a number above 0.')
+        refuse('The total to train, in epochs,', epochs, 'a number above 0')
     return max(1, round(epochs * dataset_size))
 
 
@@ -227,12 +211,14 @@ def _part(size: int, parts: int, index: int) -> range:
 
 def _check_dataset(dataset_size: int) -> None:
     if dataset_size < 1:
-        raise BadInput(f'The dataset has {dataset_size} samples; it must have at least 1.')
+        refuse('The number of samples of the dataset', dataset_size, 'at least 1')
+
+
+def _check_shards(shards: int) -> None:
+    if shards < 1:
+        refuse('The number of shards of a batch', shards, 'at least 1')
 
 
 def _check_rank(world_size: int, rank: int) -> None:
     if not 0 <= rank < world_size:
-        raise BadInput(
-            f'There is no rank {rank} among {world_size} ranks; '
-            f'it must be from 0 to {world_size - 1}.'
-        )
+        refuse(f'The number of a rank among {world_size}', rank, f'from 0 to {world_size - 1}')

@@ -15,8 +15,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.comm.peers import Peers
-from parsl_freetrain.training.comm.variable_rows import gather_bytes
+from parsl_freetrain.training.comm.peers import Peers, gather_bytes
 
 Sampler = Iterable[Any] | Callable[[int], Iterable[Any]]
 
@@ -27,28 +26,10 @@ class SampledOrder:
     They depend on the seed and the epoch only, since torch, ``random`` and numpy are seeded by
     these while the sampler is asked, and so is the sampler's own ``generator``.
 
-    Parameters
-    ----------
-    sampler
-        A sampler of torch, whose ``set_epoch`` is called if it has that, or a function of the
-        epoch. It may leave samples out and repeat them. All epochs have the same length.
-    dataset_size
-        Number of samples of the dataset.
-    seed
-        That of the data order.
-
-    Attributes
-    ----------
-    size
-        Number of samples in an epoch.
-    name
-        A text that differs for another order.
-
-    Raises
-    ------
-    BadInput
-        If it divides the samples among ranks, gives something else than indices, or gives another
-        order when it is asked again.
+    ``sampler`` is one of torch, whose ``set_epoch`` is called if it has that, or a function of the
+    epoch. It may leave samples out and repeat them. All epochs have ``size`` samples; ``name``
+    differs for another order. Raises BadInput if it divides the samples among ranks, gives
+    something else than indices, or gives another order when it is asked again.
     """
 
     def __init__(self, sampler: Sampler, dataset_size: int, seed: int) -> None:

@@ -13,8 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.comm.peers import Peers
-from parsl_freetrain.training.comm.variable_rows import gather_bytes
+from parsl_freetrain.training.comm.peers import Peers, gather_bytes
 from parsl_freetrain.training.data.loader import MicroBatch, seed_everything, with_own_workers
 
 ENDLESS = 2**53
@@ -38,17 +37,9 @@ class NumberedStream(Dataset[Any]):
     the samples before it are skipped, by the stream's own ``skip(n)`` if it has one. At the end the
     stream is read again from its beginning, after ``set_epoch(pass)`` if it has that.
 
-    Attributes
-    ----------
-    marks
-        Digests of some samples by number, as text, in the order in which they were read. They are
-        saved with every checkpoint, so that the next fragment notices a stream that does not give
-        the same samples again.
-
-    Raises
-    ------
-    BadInput
-        If it can be read only once.
+    ``marks`` are digests of some samples by number, as text, in the order in which they were read.
+    They are saved with every checkpoint, so that the next fragment notices a stream that does not
+    give the same samples again. Raises BadInput if the stream can be read only once.
     """
 
     def __init__(self, stream: Any, seed: int) -> None:

@@ -2,63 +2,152 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-from msgspec import structs
-from torch.utils.data import DataLoader
+from torch.distributed.device_mesh import DeviceMesh
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.checkpoint.local_shard import local
-from parsl_freetrain.training.checkpoint.optimizer_state import move_to_parameters
-from parsl_freetrain.training.checkpoint.state import (
-    Position,
-    Saved,
-    check_averages,
-    check_position,
-    restore,
-)
-from parsl_freetrain.training.checkpoint.trainables import check_schedulers, sort_out
+from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.data.data_loaders import LoaderData, LoaderSettings
-from parsl_freetrain.training.data.loader import seed_alike, size_of
-from parsl_freetrain.training.data.sample_order import GlobalOrder, epoch_size
-from parsl_freetrain.training.data.sampler import Sampler, order_name, sampled_order
-from parsl_freetrain.training.data.stream import ENDLESS, NumberedStream, is_stream
-from parsl_freetrain.training.loop import update_guard
-from parsl_freetrain.training.loop.around_loop import AroundTheLoop
-from parsl_freetrain.training.loop.epochs import PreparedLoader
-from parsl_freetrain.training.loop.loop_lengths import LoopLengths
-from parsl_freetrain.training.loop.rank_parts import BatchSource, Model, RankParts
-from parsl_freetrain.training.loop.return_value import plain_text
-from parsl_freetrain.training.loop.training_loop import FragmentEnd, TrainingLoop
-from parsl_freetrain.training.spec.messages import (
-    Ending,
-    Outcome,
-    RankError,
-    StateLeft,
-    TotalSamples,
-)
-from parsl_freetrain.training.spec.mode import Reproducible, Scaled
-from parsl_freetrain.training.spec.on_nan import NonFinitePolicy
+from parsl_freetrain.training.data.sampler import Sampler
+from parsl_freetrain.training.loop.evaluation import Measure
+from parsl_freetrain.training.loop.fragment_run import FragmentRun
+from parsl_freetrain.training.loop.loop_state import Phase
+from parsl_freetrain.training.loop.preparing import shard_model_of
+from parsl_freetrain.training.spec.training import TrainingSpec
 from parsl_freetrain.training.steps import lr
-from parsl_freetrain.training.steps.modes import make_steps
-from parsl_freetrain.training.steps.nonfinite import Watch
 
 
-class FragmentContext(AroundTheLoop):
+class FragmentContext:
     """One fragment as one of its ranks sees it: the first argument of the user's function.
 
-    Its attributes are those of :class:`~parsl_freetrain.training.loop.fragment_view.FragmentView`.
+    Attributes
+    ----------
+    trainer, fragment
+        The trainer's name and the number of this fragment.
+    rank, world_size, local_rank, nodes
+        This rank among all ranks and on its node, the number of ranks, and the number of nodes.
+    device
+        The device of models and batches.
+    samples
+        Number of training samples so far, over all fragments and ranks.
+    total_samples
+        Number of samples to train; None until :meth:`loop` knows it, if the total is in epochs.
+    epoch
+        The current epoch, from 0.
+    stopped
+        Whether the fragment ended before the total.
+    state
+        The user's own dict, saved in every checkpoint. It must be valid JSON; rank 0's dict is
+        saved.
     """
 
-    def __init__(self, parts: RankParts) -> None:
-        super().__init__(parts)
-        self._loops = 0
-        self._loop_samples = 0  # at the end of the loop that was called last
-        self._lengths = LoopLengths(self._order.spec)
+    def __init__(self, run: FragmentRun) -> None:
+        order, place = run.order, run.parts.place
+        self._run = run
+        self.trainer, self.fragment, self.device = order.trainer, order.fragment, run.parts.device
+        self.rank, self.world_size = place.rank, place.world_size
+        self.local_rank, self.nodes = place.local_rank, place.nodes
+
+    @property
+    def spec(self) -> TrainingSpec:
+        """The trainer's settings."""
+        return self._run.order.spec
+
+    @property
+    def samples(self) -> int:
+        return self._run.state.samples
+
+    @property
+    def total_samples(self) -> int | None:
+        return self._run.state.total_samples
+
+    @property
+    def epoch(self) -> int:
+        return self._run.state.epoch
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last reported metrics. At the end of an epoch these are means over its last global
+        batch, the same on all ranks.
+        """
+        return dict(self._run.state.metrics)
+
+    @property
+    def stopped(self) -> bool:
+        return self._run.state.phase is Phase.STOPPED
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self._run.user_state().values
+
+    @state.setter
+    def state(self, value: dict[str, Any]) -> None:
+        if not isinstance(value, dict):
+            raise BadInput(
+                f'ctx.state was set to {value!r}; it is a dict: set its entries, as in '
+                "ctx.state['name'] = value."
+            )
+        self._run.user_state().values = value
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes files."""
+        return self.rank == 0
+
+    @property
+    def shape(self) -> Shape:
+        """How the ranks of this fragment share the work. If the trainer has no ``shapes``, every
+        rank trains its own samples.
+        """
+        return self._run.division.shape
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks as torch's DeviceMesh, with the dimensions
+        :data:`~parsl_freetrain.core.model.types.MESH`. Ranks count along the last dimension first.
+        It is made on first use, which must be at the same point of the function on all ranks.
+        """
+        return self._run.division.mesh
+
+    def time_left(self) -> float:
+        """Seconds until the nodes are taken away; infinite if unknown."""
+        return self._run.checkpointer.timing.time_left()
+
+    def should_stop(self) -> bool:
+        """Whether this rank knows of a reason to stop. The loop stops by itself; only long work
+        outside of it needs to ask.
+        """
+        return self._run.parts.inbox.stop_requested() or self._run.checkpointer.must_stop(1)
+
+    def samples_lr(
+        self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]
+    ) -> torch.optim.lr_scheduler.LambdaLR:
+        """A learning rate scheduler by samples instead of steps, so that the schedule is the same
+        for any number of nodes. Make it before :meth:`prepare`, which takes it, and call its
+        ``step()`` once per batch, after the optimizer's.
+
+        Parameters
+        ----------
+        optimizer
+            The optimizer.
+        factor
+            A function of the number of samples seen before a batch, by all ranks in all fragments.
+            It returns the factor by which the initial learning rate is multiplied in that batch.
+        """
+        return lr.by_samples(optimizer, factor, lambda: self._run.state.reached)
+
+    def report(self, **metrics: float) -> None:
+        """Report numbers by name; they are shown, recorded and saved with checkpoints.
+
+        Of what is reported in the body of the loop, the mean over the last global batch counts:
+        over all virtual shards or ranks, weighted by their samples. Elsewhere, for instance in
+        functions given to :meth:`each_epoch`, the value of rank 0 counts. Raises TypeError if a
+        value is not a number.
+        """
+        self._run.state.reports.put_all(metrics)
 
     def shard(
         self,
@@ -74,28 +163,8 @@ class FragmentContext(AroundTheLoop):
         Parameters and errors are those of
         :func:`parsl_freetrain.training.parallel.sharded.shard_model`.
         """
-        if not self._division.sharded:
-            raise BadInput(
-                f'Trainer {self.trainer!r} calls ctx.shard, and none of its shapes divides the '
-                'parameters: state them, such as sizes={1: Shape(), 2: Shape(shard=2)}.'
-            )
-        if self._saved is None:
-            self._division.make_equal((t.data for t in model.state_dict().values()), self._peers)
-        # Only here, as it imports FSDP2.
-        from parsl_freetrain.training.parallel.sharded import shard_model
-
-        return shard_model(
-            model,
-            self.mesh,
-            self.device,
-            self._order.spec.mode.seed,
-            blocks=blocks,
-            plan=plan,
-            precision=precision,
-            initialise=initialise,
-            saved=self._saved is not None,
-            tensors={s.tensor for of in self._order.spec.shapes.values() for s in of},
-        )
+        how = {'blocks': blocks, 'plan': plan, 'precision': precision, 'initialise': initialise}
+        return shard_model_of(self._run.parts, self._run.division, model, **how)
 
     def prepare(
         self,
@@ -127,74 +196,7 @@ class FragmentContext(AroundTheLoop):
             If it is called twice, if an argument has another type, or if the checkpoint belongs to
             another model.
         """
-        if self._model is not None:
-            raise BadInput(
-                'ctx.prepare was called twice: call it once, with all models, optimizers '
-                'and schedulers.'
-            )
-        loaders = [thing for thing in things if isinstance(thing, DataLoader)]
-        others = tuple(thing for thing in things if not isinstance(thing, DataLoader))
-        prepared = sort_out(others, named=self._division.stated, sharded=self._division.sharded)
-        for model in (*prepared.models, *prepared.averages):
-            model.to(self.device)
-        for optimizer in prepared.optimizers:
-            move_to_parameters(optimizer)
-        if self._division.sharded:
-            from parsl_freetrain.training.steps.sharded import check_sharded
-
-            check_sharded(prepared, self._division, self._order.spec.mode)
-        if self._saved is not None:
-            saved = self._saved.load(prepared)
-            restore(prepared, saved, parts=self._division.pipelined)
-        else:
-            self._division.make_equal((tensor.data for tensor in prepared.tensors()), self._peers)
-        watch = Watch(prepared)
-        if isinstance(mode := self._order.spec.mode, Scaled):
-            lr.scale_steps(
-                prepared.optimizers, lambda: mode.lr_factor(self.world_size, self.samples)
-            )
-        steps = make_steps(
-            self._order,
-            prepared,
-            self._peers,
-            self._division,
-            clip_grad_norm,
-            find_unused_parameters,
-            self.device,
-            lambda: self._hooks.running,
-        )
-        steps.before_step.append(self._before_step)
-        self._model = Model(prepared, self._division, steps, watch, self._hooks)
-        for average in prepared.averages:
-            self._take_average(average)
-        self._checkpointer.timing.expect(
-            3 * sum(local(tensor).nbytes for tensor in prepared.tensors()),
-            self._saved.position.checkpoint_s if self._saved is not None else 0.0,
-        )
-        of = {
-            id(thing): stand_in
-            for kind in ('models', 'optimizers', 'schedulers')
-            for thing, stand_in in zip(getattr(prepared, kind), getattr(steps, kind), strict=True)
-        }
-        of.update((id(thing), thing) for thing in (*prepared.scalers, *prepared.averages))
-        of.update((id(loader), PreparedLoader(loader, self._epoch_of)) for loader in loaders)
-        answers = tuple(of[id(thing)] for thing in things)
-        return answers[0] if len(answers) == 1 else answers
-
-    def _epoch_of(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        if self._epochs is None:
-            raise BadInput(
-                'A DataLoader that was given to ctx.prepare was iterated over outside of '
-                'ctx.epochs(): say "for epoch in ctx.epochs():" around it, or keep it out of '
-                'ctx.prepare if it is not for the training.'
-            )
-        return self.loop(loader)
-
-    def _before_step(self) -> None:
-        mode = self._order.spec.mode
-        if self._hooks.before_step and isinstance(mode, Reproducible):
-            seed_alike(self._state.samples, mode.seed, 'before step')
-        self._hooks.run(self._hooks.before_step)
+        return self._run.prepare(things, clip_grad_norm, find_unused_parameters)
 
     def loop(
         self,
@@ -253,144 +255,144 @@ class FragmentContext(AroundTheLoop):
             If :meth:`prepare` was not called, an earlier loop has not ended, the loops are longer
             than the total, or the data have changed since the last checkpoint.
         """
-        if self._model is None:
-            raise BadInput(
-                'ctx.loop was called before ctx.prepare: prepare models, optimizers and '
-                'schedulers first.'
-            )
-        if self._loop is not None and not (self._state.complete or self._epochs):
-            raise BadInput(self._left_early())
-        if micro_batch is not None and micro_batch < 1:
-            raise BadInput(f'ctx.loop was given micro_batch={micro_batch}; it must be 1 or more.')
-        check_schedulers(self._model.prepared)
         own = LoaderSettings(shuffle, collate_fn, num_workers, sampler, drop_last, worker_init_fn)
-        if isinstance(dataset, PreparedLoader):
-            dataset = dataset.loader
-        data = LoaderData.of_loop(dataset, batch_size, own)
-        if self._epochs is not None and not self._state.complete:
-            self._epochs.begin_loop(data.dataset, epochs, samples)
-            if self._loop is not None:
-                return self._epochs.micro_batches(data, micro_batch)
-        dataset, batch_size = data.dataset, data.batch_size
-        size, stream = ENDLESS, None
-        if is_stream(dataset):
-            self._lengths.check_stream(epochs)
-            data.check_stream()
-            dataset = stream = NumberedStream(dataset, self._order.spec.mode.seed)
-        else:
-            size = size_of(dataset)
-        chosen = sampled_order(data.sampler, size, self._order.spec.mode.seed, self._peers)
-        ordered = chosen.size if chosen is not None else size
-        self._loops += 1
-        here, saved = self._saved is None or self._loops == self._saved.position.loop, self._saved
-        if here:
-            base = saved.position.base if saved is not None else self.samples
-        else:
-            base = self._loop_samples
-        in_epoch = epoch_size(ordered, batch_size, data.drop_last)
-        length, total = self._lengths.next(base, in_epoch, epochs, samples)
-        self._loop_samples = base + length
-        if self._state.finished_early or not here:
-            return iter(())
-        self._state.total_samples = total
-        if self.is_main and self._order.spec.total_epochs is not None:
-            self._parts.channel.send(TotalSamples(total))
-        spec, mode = self._order.spec, self._order.spec.mode
-        if stream is not None and saved is not None:
-            stream.marks.update(saved.position.marks)
-        position = Position(
-            self.samples,
-            total,
-            mode.seed,
-            size,
-            batch_size,
-            spec.shards,
-            loop=self._loops,
-            base=base,
-            marks=stream.marks if stream is not None else {},
-            order=order_name(chosen, data.shuffle and stream is None, data.drop_last),
-        )
-        names = update_guard.names_around()
-        if not isinstance(mode, Reproducible):  # it refuses these in other ways
-            update_guard.check_left_out(self._model.prepared, names)
-        guard = update_guard.UpdateGuard(
-            self._model.prepared,
-            update_guard.among(names, torch.nn.Module),
-            reproducible=isinstance(mode, Reproducible),
-            averages=self._averages,
-        )
-        policy = NonFinitePolicy(mode.on_nan, f'Trainer {self.trainer!r}, fragment {self.fragment}')
-        self._state.complete = False
-        self._loop = TrainingLoop(self._parts, self._model, self._state, position, policy, guard)
-        if saved is not None:
-            if isinstance(saved, Saved):
-                check_averages(saved, self._model.prepared.averages)
-            check_position(position, saved)
-            self._state.epoch_due = saved.position.epoch_due
-            # The models hold its tensors now.
-            self._saved, self._parts = None, replace(self._parts, saved=None)
-            if saved.position.finished and saved.position.total_samples == total:
-                self._state.finished, self._state.result = True, saved.position.result
-                raise FragmentEnd
-        if stream is not None and self.samples < base + length:
-            stream.check_same(self.samples - base, self._peers)
-        if isinstance(mode, Scaled):
-            batch_size = mode.batch_size(batch_size, self.world_size)
-        self._model.steps.limit(micro_batch, batch_size)
-        data_order = GlobalOrder(
-            dataset_size=ordered,
-            batch_size=batch_size,
-            seed=mode.seed,
-            shuffle=data.shuffle and stream is None,
-            total_samples=length,
-            aligned=not isinstance(mode, Scaled),
-            sampler=chosen,
-            drop_last=data.drop_last,
-        )
-        batches = self._loop.run(BatchSource(data_order, dataset, data, base))
-        if self._epochs is None:
-            return batches
-        return self._epochs.micro_batches(data, micro_batch, batches)
+        return self._run.begin_loop(dataset, batch_size, micro_batch, epochs, samples, own)
 
-    def _left_early(self) -> str:
-        return (
-            f'The function left ctx.loop after {self.samples} of {self.total_samples} samples: let '
-            'the loop end by itself; say ctx.finish_early(reason) where the training is good '
-            'enough, or state a smaller total.'
-        )
+    def before_step(self, function: Callable[[], object]) -> None:
+        """Call a function once per global batch, on all ranks, when the gradient of the global
+        batch is known and before it is clipped and used. There it may be read and changed.
+        """
+        self._run.hooks.add('before_step', function, in_body=self._run.in_body())
 
-    def finish(self, returned: object) -> None:
-        """Write the last checkpoint, after the function has returned.
+    def after_step(self, function: Callable[[], object]) -> None:
+        """Call a function once per global batch, on all ranks, after the step of the optimizers.
+        There, parameters may be read and changed, in the same way on all ranks. Steps that
+        ``on_nan`` has skipped do not count.
+        """
+        self._run.hooks.add('after_step', function, in_body=self._run.in_body())
+
+    def each_epoch(self, function: Callable[[], object]) -> None:
+        """Call a function at the end of each epoch, once, on all ranks, after the step of its last
+        global batch. It belongs to the epoch: a checkpoint is written before it or after it.
+        """
+        self._run.hooks.add('each_epoch', function, in_body=self._run.in_body())
+
+    def epochs(self) -> Iterator[int]:
+        """The numbers of the epochs that are left, for a loop over epochs around :meth:`loop`::
+
+            for epoch in ctx.epochs():
+                for batch in ctx.loop(loader):
+                    ...
+                scheduler.step()
+
+        What is done behind ``ctx.loop`` belongs to the end of the epoch, as with
+        :meth:`each_epoch`. It is done once, on all ranks, and ``ctx.evaluate``, ``ctx.checkpoint``
+        and ``ctx.finish_early`` may be called there. So may ``break``, which ends the training
+        early; all ranks must do it alike. A fragment that begins within an epoch repeats what is
+        before ``ctx.loop``.
 
         Raises
         ------
         BadInput
-            If the function did not train to the total, or did not return a plain value.
+            If it is called twice, before :meth:`prepare` or after :meth:`loop`, or if training may
+            go back (``on_nan='rollback'``). Later, if an epoch has not exactly one ``ctx.loop``,
+            with the same data in each, or if what is saved changes before it.
         """
-        if self._state.finished:
-            return
-        if self._epochs is not None:
-            self._epochs.left()
-        if self._loop is None:
-            raise BadInput(
-                'The function returned without ctx.loop: train in "for batch in '
-                'ctx.loop(dataset, batch_size):".'
-            )
-        trained = self._state.finished_early or self.samples == self.total_samples
-        if not (self._state.complete and trained):
-            raise BadInput(self._left_early())
-        self._state.result = plain_text(returned)
-        self._loop.save_last()
+        return iter(self._run.begin_epochs())
 
-    def outcome(self, how: Ending, error: RankError | None) -> Outcome:
-        """The last message of this rank."""
-        left = self._leave() if how == 'peer-lost' else None
-        outcome = self._checkpointer.outcome(how, error, self.samples, self._state.metrics, left)
-        return structs.replace(outcome, result=self._state.result) if how == 'finished' else outcome
+    def finish_early(self, reason: str) -> None:
+        """End the training before the total. The trainer counts as finished.
 
-    def _leave(self) -> StateLeft | None:
-        try:
-            return self._loop.leave() if self._loop is not None else None
-        except Exception:  # the next fragment reads the checkpoint
-            traceback.print_exc()
-            return None
+        One rank suffices, and all ranks may call it. In a function given to :meth:`each_epoch`,
+        training ends there; elsewhere, the loop ends after this or one of the next global batches.
+        """
+        self._run.state.finishing = reason or 'no reason was given'
+
+    def checkpoint(self, best: float | None = None) -> None:
+        """Write a checkpoint at the end of this epoch.
+
+        Parameters
+        ----------
+        best
+            The value by which the best of these checkpoints is chosen, which is then kept: the
+            smallest, or with ``Retention(mode='max')`` the largest. It is the metric 'best' of the
+            checkpoint.
+
+        Raises
+        ------
+        BadInput
+            If it is not called at the end of an epoch (:meth:`each_epoch`, :meth:`epochs`).
+        """
+        self._run.state.want_checkpoint(best)
+
+    def evaluate(
+        self,
+        model: torch.nn.Module,
+        dataset: Any,
+        measure: Measure,
+        *,
+        batch_size: int,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+    ) -> dict[str, float]:
+        """Evaluate a model on a dataset. All ranks must call this, and share the work; the result
+        is the same for any number of them, and on all ranks.
+
+        The model is in evaluation mode and no gradients are computed. If the fragment has to stop
+        during an evaluation at the end of an epoch, the next fragment repeats all that is done at
+        the end of that epoch.
+
+        Parameters
+        ----------
+        model
+            Any model; of one that :meth:`prepare` has wrapped, the model itself is evaluated.
+        dataset
+            A map-style dataset.
+        measure
+            A function of the model and a batch. It returns a dict: by metric one value per sample,
+            as a tensor of shape (batch size,), or a pair (sum, number).
+        batch_size
+            Number of samples in a batch of one rank.
+        collate_fn, num_workers
+            As in DataLoader.
+
+        Returns
+        -------
+        dict
+            By metric, the mean over all samples, or the sum divided by the number.
+
+        Raises
+        ------
+        BadInput
+            If it is called in the body of the loop, the model is divided into stages, or
+            ``measure`` returns something else.
+        """
+        data = LoaderData(
+            dataset=dataset, batch_size=batch_size, collate_fn=collate_fn, num_workers=num_workers
+        )
+        return self._run.evaluate(model, data, measure)
+
+    def ema(self, model: torch.nn.Module, decay: float) -> torch.nn.Module:
+        """The exponential moving average of a model's parameters over the steps, which is saved
+        with every checkpoint.
+
+        Parameters
+        ----------
+        model
+            A model that :meth:`prepare` has returned.
+        decay
+            Weight of the old average in each step, 0 to 1, for instance 0.999.
+
+        Returns
+        -------
+        torch.nn.Module
+            A copy of the model with the averaged parameters and the model's own buffers, in
+            evaluation mode. In :func:`~parsl_freetrain.load_weights` its names begin with 'ema.'.
+
+        Raises
+        ------
+        BadInput
+            If it is called before :meth:`prepare` or after :meth:`loop`, for a model that was not
+            prepared, or with a pipeline.
+        """
+        return self._run.add_average(model, decay)

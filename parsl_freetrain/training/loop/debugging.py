@@ -14,8 +14,9 @@ import torch
 
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.comm.inbox import Inbox
-from parsl_freetrain.training.comm.peers import Alone
+from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.loop.context import FragmentContext
+from parsl_freetrain.training.loop.fragment_run import FragmentRun
 from parsl_freetrain.training.loop.rank import set_up
 from parsl_freetrain.training.loop.start import begin
 from parsl_freetrain.training.process.channel import Channel
@@ -32,12 +33,8 @@ def train_here(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Checkpoint:
-    """Train to the total in this process. Exceptions of the function are raised as they are.
-
-    Returns
-    -------
-    Checkpoint
-        Without a path: the checkpoints were in a temporary folder.
+    """Train to the total in this process. Exceptions of the function are raised as they are. The
+    checkpoint has no path: it was in a temporary folder.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener = Channel(theirs, Decoder[FromRank](FromRank, 'the training'))
@@ -53,9 +50,9 @@ def train_here(
             order = FragmentOrder(name, 1, str(Path(folder, name)), spec.with_ranks(1), None)
             place = RankPlace(0, 1, 0, 1, '')
             device = set_up(order, place)
-            context = FragmentContext(begin(order, place, Alone(), channel, Inbox(channel), device))
-            context.finish(function(context, *args, **kwargs))
-            outcome = context.outcome('finished', None)
+            run = FragmentRun(begin(order, place, Peers(), channel, Inbox(channel), device))
+            run.finish(function(FragmentContext(run), *args, **kwargs))
+            outcome = run.outcome('finished', None)
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(strict, warn_only=warn_only)

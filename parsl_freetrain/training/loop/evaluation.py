@@ -8,15 +8,14 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.comm.peers import Peers
-from parsl_freetrain.training.comm.variable_rows import gather_bytes
+from parsl_freetrain.training.comm.peers import Peers, gather_bytes
+from parsl_freetrain.training.data.data_loaders import LoaderData
 from parsl_freetrain.training.data.loader import MicroBatch, make_loader, size_of, to_device
 
 Measure = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
@@ -24,20 +23,10 @@ _Sums = dict[str, tuple[float, float]]
 """By metric: sum and number."""
 
 
-@dataclass(frozen=True)
-class EvaluationData:
-    """What is evaluated: the arguments of ``ctx.evaluate``."""
-
-    dataset: Any
-    batch_size: int
-    collate_fn: Callable[[list[Any]], Any] | None
-    num_workers: int
-    seed: int
-
-
 def evaluate(
     model: torch.nn.Module,
-    data: EvaluationData,
+    data: LoaderData,
+    seed: int,
     measure: Measure,
     peers: Peers,
     device: torch.device,
@@ -47,20 +36,10 @@ def evaluate(
 ) -> dict[str, float]:
     """The mean of each metric over all samples. All ranks call this.
 
-    The batches are the same for any number of ranks, and their sums are added exactly.
-
-    Parameters
-    ----------
-    part, parts
-        This rank's part of the batches, and the number of parts.
-    after_batch
-        Called equally often on all ranks.
-
-    Raises
-    ------
-    BadInput
-        If the dataset has no length or no samples, or ``measure`` returns something else than it
-        should.
+    The batches are the same for any number of ranks, and their sums are added exactly. This rank
+    has the part ``part`` of ``parts``; ``after_batch`` is called equally often on all ranks. Raises
+    BadInput if the dataset has no length or no samples, or ``measure`` returns something else than
+    it should.
     """
     size = size_of(data.dataset)
     if size < 1 or data.batch_size < 1:
@@ -80,11 +59,7 @@ def evaluate(
     micro_batches = [MicroBatch(batches[number], 0, number, 0.0) for number in mine]
     found: dict[int, _Sums] = {}
     with _evaluating(model), torch.no_grad():
-        loaded = iter(
-            make_loader(
-                data.dataset, micro_batches, data.seed, data.collate_fn, data.num_workers, device
-            )
-        )
+        loaded = iter(make_loader(data.dataset, micro_batches, seed, data, device))
         for number in mine:
             said = measure(model, to_device(next(loaded), device))
             found[number] = _sums(said, len(batches[number]))

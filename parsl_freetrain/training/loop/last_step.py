@@ -18,7 +18,8 @@ from parsl_freetrain.training.checkpoint.state import State
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.comm.devices import GLOO
 from parsl_freetrain.training.loop.handover import leave_behind
-from parsl_freetrain.training.loop.rank_parts import LoopState, Model, RankParts
+from parsl_freetrain.training.loop.loop_state import LoopState
+from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.spec.messages import StateLeft
 
 
@@ -81,9 +82,8 @@ class LastStep:
     """
 
     def __init__(self, parts: RankParts, model: Model, state: LoopState) -> None:
-        division, self._parts, self._model, self._state = model.division, parts, model, state
-        copies = division.shape.data if division.sharded else parts.place.world_size
-        self.possible = copies > 1 and not division.pipelined and dist.get_backend() == GLOO
+        self._parts, self._model, self._state = parts, model, state
+        self.possible = model.division.copies > 1 and dist.get_backend() == GLOO
         self.needs = 0
         self._end: _End | None = None
         self._in_batch = False
@@ -95,7 +95,7 @@ class LastStep:
 
     @property
     def _uses_state(self) -> bool:
-        return self._state.used or (self._end is not None and self._end.user != '{}')
+        return self._state.user.used or (self._end is not None and self._end.user != '{}')
 
     def begin_batch(self) -> None:
         """Call when a global batch begins."""
@@ -139,15 +139,14 @@ class LastStep:
         end, prepared = self._end, self._model.prepared
         if end is None or (self._in_batch and self._model.steps.changed):
             return False
-        if not (self.knows_all or self._model.division.sharded):
+        if not self.knows_all and self._model.division.whole:
             return False  # what rank 0 has in ctx.state counts
         if end.versions != versions((*prepared.models, *prepared.averages)):
             return False
         state = self._state
         state.samples, state.epoch_due, state.finishing = end.samples, end.epoch_due, end.finishing
-        state.user.clear()
         # Not by its text, in which keys are strings and tuples are lists.
-        state.user.update(copy.deepcopy(end.state))
+        state.user.put_back(copy.deepcopy(end.state))
         end.around.put_back(prepared)
         for buffer, kept in zip(_buffers(prepared), end.buffers, strict=True):
             buffer.copy_(kept)
@@ -160,8 +159,8 @@ def around_models(state: LoopState, prepared: Prepared) -> _End:
         state.samples,
         state.epoch_due,
         state.finishing,
-        state.user_text(),
-        copy.deepcopy(state.user),
+        state.user.text(),
+        copy.deepcopy(state.user.values),
         Surroundings.of(prepared),
         [buffer.clone() for buffer in _buffers(prepared)],
         versions((*prepared.models, *prepared.averages)),

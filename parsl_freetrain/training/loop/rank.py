@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -20,14 +21,15 @@ from parsl_freetrain.training.checkpoint.store import Fenced
 from parsl_freetrain.training.comm.collectives import is_peer_loss, join
 from parsl_freetrain.training.comm.device_faults import device_fault
 from parsl_freetrain.training.comm.devices import name_of, peak_memory, take_devices, visible_as
-from parsl_freetrain.training.comm.exchange_watch import RankLinks, exchanges
+from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.peers import Peers
-from parsl_freetrain.training.data.loader import seed_everything
+from parsl_freetrain.training.data.loader import seed_everything, worker_died
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.loop.rank_parts import RankParts
+from parsl_freetrain.training.loop.fragment_run import FragmentRun
+from parsl_freetrain.training.loop.loop_state import Phase
 from parsl_freetrain.training.loop.standby_context import StandbyContext, StandbyPlace
-from parsl_freetrain.training.loop.start import begin as begin_fragment
+from parsl_freetrain.training.loop.start import begin
 from parsl_freetrain.training.loop.training_loop import FragmentEnd
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.linux import keep_freed_memory
@@ -46,99 +48,135 @@ def run_rank(
     channel: Channel[ToRank],
     standby: StandbyPlace | None = None,
 ) -> int:
-    """Run one rank of a fragment. Its last message is the outcome.
+    """Run one rank of a fragment. Its last message is the outcome. Returns the exit status: 0 if
+    the fragment finished or stopped as it should.
 
-    Parameters
-    ----------
-    order, place
-        The rank's instructions.
-    payload
-        ``cloudpickle.dumps((function, args, kwargs))``. It must come only from a channel to a
-        process of the same user.
-    channel
-        To and from the node agent.
-    standby
-        Where a standby rank waits for its actual order and place. Until then it uses only what
-        ``order`` and ``place`` say about the trainer and the node.
-
-    Returns
-    -------
-    int
-        Exit status: 0 if the fragment finished or stopped as it should.
+    ``payload`` is ``cloudpickle.dumps((function, args, kwargs))``; it must come only from a channel
+    to a process of the same user. A standby rank waits at ``standby`` for its actual order and
+    place, and until then uses only what ``order`` and ``place`` say of the trainer and the node.
     """
-    inbox = Inbox(channel)
-    inbox.listen_to_signals()
-    peers: Peers | None = None
-    context: FragmentContext | None = None
-    how: Ending = 'finished'
-    error: RankError | None = None
-    said_last = threading.Lock()
+    return _Rank(order, place, channel, standby).run(payload)
 
-    def say_last(outcome: Outcome) -> None:
-        if not said_last.acquire(blocking=False):
-            threading.Event().wait()  # the other thread ends the process
-        channel.send(outcome)
 
-    def end_in(exchange: str) -> None:
-        print(f'This rank waits in {exchange} for one that is gone, so it ends.', file=sys.stderr)
-        failed = how not in ('finished', 'stopped')
-        say_last(Outcome(how if failed else 'peer-lost', error=error))
-        os._exit(1)
+class _Rank:
+    """What :func:`run_rank` knows of its rank, and how it ends."""
 
-    def begin(order: FragmentOrder, its_place: RankPlace) -> RankParts:
-        nonlocal peers, place
-        place = its_place
+    def __init__(
+        self,
+        order: FragmentOrder,
+        place: RankPlace,
+        channel: Channel[ToRank],
+        standby: StandbyPlace | None,
+    ) -> None:
+        self._order, self._place, self._channel = order, place, channel
+        self._standby, self._arrived = standby, standby is None
+        self._inbox = Inbox(channel)
+        self._device = torch.device('cpu')
+        self._peers: Peers | None = None
+        self._run: FragmentRun | None = None
+        self._how: Ending = 'finished'
+        self._error: RankError | None = None
+        self._said_last = threading.Lock()
+
+    def run(self, payload: bytes) -> int:
+        """Returns the exit status."""
+        self._inbox.listen_to_signals()
+        try:
+            self._train(payload)
+        except BaseException as raised:  # the node agent must hear of any error
+            # torch would raise the end of a data worker once more, at the end of each other one.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            if not self._arrived:
+                # The fragment before still trains, and holds what this rank may have failed for: a
+                # GPU's memory, a lock. Without this rank, the next fragment starts plainly.
+                _log_error()
+                return 1
+            self._end_by(raised)
+        if self._well and self._peers and not self._peers.barrier() and self._place.rank > 0:
+            # Rank 0 has not come this far, so it is unknown whether the state is saved.
+            self._how = 'peer-lost'
+        if self._run is None:  # the fragment could not begin
+            self._say_last(Outcome(self._how, error=self._error))
+        else:
+            memory = peak_memory(self._device)  # not with the copy of the state that it may leave
+            outcome = self._run.outcome(self._how, self._error)
+            self._say_last(replace(outcome, memory=memory))
+        return 0 if self._well else 1
+
+    @property
+    def _well(self) -> bool:
+        return self._how in ('finished', 'stopped')
+
+    def _train(self, payload: bytes) -> None:
+        self._device = set_up(self._order, self._place)
+        function, args, kwargs = cloudpickle.loads(payload)
+        if self._standby is None:
+            context = FragmentContext(self._begin(self._order, self._place))
+        else:
+            context = StandbyContext(self._order.trainer, self._device, self._arrive)
+        returned = function(context, *args, **kwargs)
+        run = context._run  # a standby rank whose function needed nothing of it arrives now
+        if run.state.phase is Phase.STOPPED:  # the function has caught FragmentEnd
+            self._how = 'stopped'
+        else:
+            run.finish(returned)
+
+    def _arrive(self) -> FragmentRun:
+        assert self._standby is not None
+        self._arrived = True
+        return self._begin(*self._standby.wait())
+
+    def _begin(self, order: FragmentOrder, place: RankPlace) -> FragmentRun:
+        self._place = place
         print(
             f'Trainer {order.trainer}, fragment {order.fragment}: rank {place.rank} of '
             f'{place.world_size}'
         )
-        peers = join(order, place, channel, inbox, name_of(device))()
+        peers = join(order, place, self._channel, self._inbox, name_of(self._device))()
+        self._peers = peers
         if place.world_size > 1:
-            exchanges.start(RankLinks(place.rank, channel.send, peers.broken, end_in))
+            exchanges.start(place.rank, self._channel.send, peers.broken, self._end_in)
             print(f'Tensors are exchanged by {dist.get_backend()}')
-        return begin_fragment(order, place, peers, channel, inbox, device)
+        parts = begin(order, place, peers, self._channel, self._inbox, self._device)
+        self._run = FragmentRun(parts)
+        return self._run
 
-    try:
-        device = set_up(order, place)
-        function, args, kwargs = cloudpickle.loads(payload)
-        if standby is None:
-            context = FragmentContext(begin(order, place))
-        else:
-            context = StandbyContext(order.trainer, device, lambda: begin(*standby.wait()))
-        returned = function(context, *args, **kwargs)
-        if context.stopped:  # the function has caught FragmentEnd
-            how = 'stopped'
-        else:
-            context.finish(returned)
-    except BaseException as raised:  # the node agent must hear of any error
-        if standby is not None and not (isinstance(context, StandbyContext) and context.arrived):
-            # The fragment before still trains, and holds what this rank may have failed for: a
-            # GPU's memory, a lock. Without this rank, the next fragment starts plainly.
-            _log_error()
-            return 1
-        if isinstance(context, StandbyContext) and not context.began:
-            context = None  # the fragment could not begin
-        how = _ending(raised, context, place)
-        if how not in ('stopped', 'finished'):
-            if peers is not None:
-                peers.abort()
-            _log_error()
-            error = _described(explained(raised))
-            if how == 'device-fault':
-                error = replace(error, message=device_fault(raised))
-    if (
-        how in ('finished', 'stopped')
-        and peers is not None
-        and not peers.barrier()
-        and place.rank > 0
-    ):
-        # Rank 0 has not come this far, so it is unknown whether the state is saved.
-        how = 'peer-lost'
-    # Not with the copy of the state that a rank may leave.
-    memory = 0 if context is None else peak_memory(context.device)
-    outcome = Outcome(how, error=error) if context is None else context.outcome(how, error)
-    say_last(replace(outcome, memory=memory))
-    return 0 if how in ('finished', 'stopped') else 1
+    def _end_by(self, raised: BaseException) -> None:
+        worker = worker_died(raised)
+        self._how = self._ending(raised, worker)
+        if self._well:
+            return
+        if self._peers is not None:
+            self._peers.abort()
+        _log_error()
+        self._error = _described(explained(raised))
+        if message := device_fault(raised) or worker:
+            self._error = replace(self._error, message=message)
+
+    def _ending(self, raised: BaseException, worker: str) -> Ending:
+        if self._run is not None and self._run.state.phase is Phase.STOPPED:
+            return 'stopped'
+        if isinstance(raised, FragmentEnd):  # an earlier fragment has done it all
+            return 'finished'
+        if isinstance(raised, Fenced):
+            return 'fenced'
+        if isinstance(raised, Damaged):
+            return 'peer-lost'  # the checkpoint is set aside, and the next fragment uses another
+        if worker:
+            return 'peer-lost'  # as if the rank itself had died
+        if device_fault(raised):
+            return 'device-fault'
+        return 'peer-lost' if self._place.world_size > 1 and is_peer_loss(raised) else 'error'
+
+    def _end_in(self, exchange: str) -> None:
+        print(f'This rank waits in {exchange} for one that is gone, so it ends.', file=sys.stderr)
+        self._say_last(Outcome('peer-lost' if self._well else self._how, error=self._error))
+        os._exit(1)
+
+    def _say_last(self, outcome: Outcome) -> None:
+        if not self._said_last.acquire(blocking=False):
+            threading.Event().wait()  # the other thread ends the process
+        self._channel.send(outcome)
 
 
 def _log_error() -> None:
@@ -161,20 +199,6 @@ def set_up(order: FragmentOrder, place: RankPlace) -> torch.device:
     # What the function draws before its loop (initial weights) must be the same on all ranks.
     seed_everything(order.spec.mode.seed)
     return device
-
-
-def _ending(raised: BaseException, context: FragmentContext | None, place: RankPlace) -> Ending:
-    if context is not None and context.stopped:
-        return 'stopped'
-    if isinstance(raised, FragmentEnd):  # an earlier fragment has done it all
-        return 'finished'
-    if isinstance(raised, Fenced):
-        return 'fenced'
-    if isinstance(raised, Damaged):
-        return 'peer-lost'  # the checkpoint is set aside, and the next fragment uses the one before
-    if device_fault(raised):
-        return 'device-fault'
-    return 'peer-lost' if place.world_size > 1 and is_peer_loss(raised) else 'error'
 
 
 def _described(raised: BaseException) -> RankError:

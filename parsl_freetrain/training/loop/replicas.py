@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.comm.variable_rows import gather_bytes
+from parsl_freetrain.training.comm.peers import gather_bytes
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.steps.group_settings import plain_values
 
@@ -23,11 +23,8 @@ class Replicas:
     """
 
     def __init__(self, parts: RankParts, model: Model) -> None:
-        division, self._peers, self._prepared = model.division, parts.peers, model.prepared
-        self._device = parts.device
-        self._possible = self._peers.world_size > 1 and not (
-            division.sharded or division.pipelined or division.grouped
-        )
+        self._peers, self._prepared, self._device = parts.peers, model.prepared, parts.device
+        self._possible = self._peers.world_size > 1 and model.division.alike
         self._of_one_kind: bool | None = None
 
     def check(self) -> None:

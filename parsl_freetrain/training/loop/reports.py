@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from parsl_freetrain.training.comm.peers import Peers
-from parsl_freetrain.training.comm.variable_rows import gather_bytes
+from parsl_freetrain.training.comm.peers import Peers, gather_bytes
 
 _Parts = dict[str, tuple[int, list[tuple[float, float]]]]
 """By metric: samples at the end of a global batch, and its parts as (weight, value)."""
@@ -36,6 +36,19 @@ class Reports:
         else:
             self.values[name] = value
             self._parts.pop(name, None)
+
+    def put_all(self, metrics: Mapping[str, Any]) -> None:
+        """Report what ``ctx.report`` was given. Raises TypeError if a value is not a number."""
+        for name, value in metrics.items():
+            try:
+                if isinstance(value, (str, bytes)):
+                    raise TypeError
+                self.put(name, float(value))
+            except (TypeError, ValueError, OverflowError, RuntimeError):
+                raise TypeError(
+                    f'ctx.report was given {name}={value!r}, a {type(value).__name__}; '
+                    'it takes numbers, as of float.'
+                ) from None
 
     @property
     def in_micro_batch(self) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from parsl_freetrain.training.checkpoint.source import open_checkpoint
-from parsl_freetrain.training.checkpoint.state import restore
-from parsl_freetrain.training.loop.rank_parts import LoopState, Model, RankParts
+from parsl_freetrain.training.comm.peers import on_any_rank
+from parsl_freetrain.training.loop.loop_state import LoopState
+from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.spec.mode import Reproducible
 from parsl_freetrain.training.spec.on_nan import ROLLBACK, NonFinitePolicy
 
@@ -45,7 +45,11 @@ class Rollback:
         that all can name the rank at fault.
         """
         looks = self._policy.policy == ROLLBACK or not self._checks_each_step
-        return looks and bool(self._peers.all_reduce_max((self._watch.spoilt(),))()[0])
+        return looks and on_any_rank(self._peers, self._watch.spoilt())
+
+    def sentence(self) -> str:
+        """The message when training stops."""
+        return self._policy.sentence(self.fine_at, self._state.samples)
 
     def go_back(self) -> None:
         """Go back to the last checkpoint, on all ranks."""
@@ -63,10 +67,9 @@ class Rollback:
         print(
             f'Going back from {state.samples} samples to checkpoint {path}: numbers were not finite'
         )
-        saved = open_checkpoint(path).load(self._prepared if self._division.sharded else None)
-        restore(self._prepared, saved, parts=self._division.pipelined)
-        state.user.clear()
-        state.user.update(saved.position.user)
+        saved = self._division.read(path, self._prepared)
+        self._division.restore(self._prepared, saved)
+        state.user.put_back(saved.position.user)
         state.samples = self.fine_at = state.reached = saved.position.samples
         state.reports.forget()
         state.metrics['rollbacks'] = before

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.loop.rank_parts import RankParts
+from parsl_freetrain.training.loop.fragment_run import FragmentRun
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.codec import Decoder
 from parsl_freetrain.training.spec.fork_messages import ForkRequest, Launch
@@ -23,17 +23,9 @@ _LARGEST_REQUEST = 1_000_000
 
 
 class StandbyPlace:
-    """Where a standby rank waits for its fragment.
-
-    Parameters
-    ----------
-    channel
-        To the fork server. When the fragment is launched, it becomes the connection to the node
-        agent.
-    asker
-        Connection to the process that asked for this rank, which is told when the rank waits.
-    wait_s
-        Seconds after which the rank ends if no fragment comes.
+    """Where a standby rank waits for its fragment, for at most ``wait_s`` seconds. ``channel``
+    leads to the fork server; when the fragment is launched, it becomes the connection to the node
+    agent. ``asker``, which has asked for this rank, is told when it waits.
     """
 
     def __init__(
@@ -59,19 +51,13 @@ class StandbyPlace:
 
 
 class StandbyContext(FragmentContext):
-    """The context of a standby rank. On first access to an attribute that depends on the fragment,
-    it waits for the fragment.
-
-    Parameters
-    ----------
-    trainer, device
-        Known before the fragment, as in
-        :class:`~parsl_freetrain.training.loop.context.FragmentContext`.
-    arrive
-        Waits for the fragment.
+    """The context of a standby rank, which knows the trainer and the device. On first access to
+    another attribute, it waits for the fragment by calling ``arrive``.
     """
 
-    def __init__(self, trainer: str, device: torch.device, arrive: Callable[[], RankParts]) -> None:
+    def __init__(
+        self, trainer: str, device: torch.device, arrive: Callable[[], FragmentRun]
+    ) -> None:
         self.__dict__.update(trainer=trainer, device=device, _arrive=arrive)
 
     def __getattr__(self, name: str) -> Any:  # called only for attributes that are not set yet
@@ -86,18 +72,6 @@ class StandbyContext(FragmentContext):
     def arrive(self) -> bool:
         """Wait for the fragment if that has not been done. Returns whether this call did it."""
         arrive = self.__dict__.pop('_arrive', None)
-        if arrive is None:
-            return False
-        super().__init__(arrive())
-        self.__dict__['_begun'] = True
-        return True
-
-    @property
-    def arrived(self) -> bool:
-        """Whether it has its fragment, or has failed to begin it."""
-        return '_arrive' not in self.__dict__
-
-    @property
-    def began(self) -> bool:
-        """Whether the fragment has begun."""
-        return '_begun' in self.__dict__
+        if arrive is not None:
+            super().__init__(arrive())
+        return arrive is not None

@@ -29,8 +29,7 @@ from parsl_freetrain.training.checkpoint.transport import Disk
 from parsl_freetrain.training.checkpoint.transport_memory import NodeMemory
 from parsl_freetrain.training.checkpoint.transport_peers import PeerTransport
 from parsl_freetrain.training.comm.inbox import Inbox
-from parsl_freetrain.training.comm.peers import Peers
-from parsl_freetrain.training.comm.variable_rows import gather_bytes
+from parsl_freetrain.training.comm.peers import Peers, gather_bytes
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.handover import StateSender
 from parsl_freetrain.training.loop.rank_parts import RankParts

@@ -4,43 +4,34 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import tee
 from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host.slot_speed import wait_as_slow
-from parsl_freetrain.training.checkpoint.source import divided, held
-from parsl_freetrain.training.checkpoint.state import Position, State, collect, content_of
-from parsl_freetrain.training.comm.consensus import (
-    FINISH,
-    GO_ON,
-    REPORT,
-    SAVE,
-    SPOILT,
-    STOP,
-    Agreement,
-)
+from parsl_freetrain.training.checkpoint.state import Position
+from parsl_freetrain.training.comm.consensus import Agreed
 from parsl_freetrain.training.data.loader import MicroBatch, seed_alike, seed_everything, to_device
+from parsl_freetrain.training.data.sample_order import GlobalBatch
 from parsl_freetrain.training.loop.last_step import LastStep, Surroundings, versions
-from parsl_freetrain.training.loop.rank_parts import BatchSource, LoopState, Model, RankParts
-from parsl_freetrain.training.loop.replicas import Replicas
+from parsl_freetrain.training.loop.loop_data import BatchSource
+from parsl_freetrain.training.loop.loop_saver import LoopSaver
+from parsl_freetrain.training.loop.loop_state import LoopState, Phase
+from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.loop.rollback import Rollback
 from parsl_freetrain.training.loop.update_guard import UpdateGuard
-from parsl_freetrain.training.spec.messages import Progress, Started, StateLeft
+from parsl_freetrain.training.loop.wishes import EvaluationStopped, Wishes
+from parsl_freetrain.training.spec.messages import Started, StateLeft
 from parsl_freetrain.training.spec.mode import Reproducible
 from parsl_freetrain.training.spec.on_nan import ROLLBACK, NonFinitePolicy
 from parsl_freetrain.training.steps.determinism import demand_determinism
-from parsl_freetrain.training.steps.fsdp_modules import put_parts_back
 
-PROGRESS_EVERY_S = 0.5
 END_OF_EPOCH, NEXT_EPOCH = object(), object()
 """In place of micro-batches, where the function has a loop over ``ctx.epochs()``: when an epoch has
 been trained, and when its end is done.
 """
-BUSY_EVERY_S = 10.0  # during an evaluation, which makes no progress
 
 
 class FragmentEnd(BaseException):
@@ -49,25 +40,9 @@ class FragmentEnd(BaseException):
     """
 
 
-class EvaluationStopped(BaseException):
-    """Ends an evaluation, since the fragment has to stop."""
-
-
 class TrainingLoop:
-    """Trains one fragment.
-
-    Parameters
-    ----------
-    parts, model
-        What the rank trains with, and what it trains.
-    state
-        The progress of the training; the loop updates it.
-    position
-        Saved with each checkpoint, with samples, longest checkpoint and user's dict filled in.
-    policy
-        Decides what happens when numbers are not finite.
-    guard
-        Notices parameters that change where they must not.
+    """Trains one loop of a fragment, and keeps ``state`` up to date. ``position`` and
+    ``epochs_before`` are as of :class:`~parsl_freetrain.training.loop.loop_saver.LoopSaver`.
     """
 
     def __init__(
@@ -76,152 +51,226 @@ class TrainingLoop:
         model: Model,
         state: LoopState,
         position: Position,
-        policy: NonFinitePolicy,
+        epochs_before: Callable[[int], int],
         guard: UpdateGuard,
     ) -> None:
-        self._order, self._device, self._peers = parts.order, parts.device, parts.peers
-        self._channel, self._inbox = parts.channel, parts.inbox
-        self._checkpointer = parts.checkpointer
-        self._rank = parts.place.rank
-        self._is_main = self._rank == 0
+        order, self._mode = parts.order, parts.order.spec.mode
+        self._reproducible = isinstance(self._mode, Reproducible)
+        self._rank, self._device, self._peers = parts.place.rank, parts.device, parts.peers
+        self._channel, self._checkpointer = parts.channel, parts.checkpointer
         self._prepared, self._division = model.prepared, model.division
-        self._steps, self._watch = model.steps, model.watch
-        self._hooks, self._guard = model.hooks, guard
-        self._state, self._position, self._policy = state, position, policy
+        self._steps, self._hooks, self._guard = model.steps, model.hooks, guard
+        self._state = state
+        self._policy = NonFinitePolicy(
+            self._mode.on_nan, f'Trainer {order.trainer!r}, fragment {order.fragment}'
+        )
         self._last = LastStep(parts, model, state)
-        self._rollback = Rollback(parts, model, state, policy)
-        self._replicas = Replicas(parts, model)
-        self._data: BatchSource | None = None
-        self._epochs_ended = 0
-        self._reported_at = 0.0
-        self._rate = 0.0
-        self._near_end = self._at_end = False
+        self._rollback = Rollback(parts, model, state, self._policy)
+        self._saver = LoopSaver(
+            parts, model, state, position, epochs_before, self._last, self._rollback
+        )
+        self._wishes = Wishes(parts, model, state, self._rollback)
+        self._began = 0, 0.0  # samples and time where the rate is counted from
+        self._guarded = self._at_end = False
 
     def run(self, data: BatchSource) -> Iterator[Any]:
         """Yield micro-batches up to the end of the loop."""
-        state, self._data = self._state, data
+        state = self._state
         if self._policy.policy == ROLLBACK and not state.samples:
-            self._save(self._checkpointer.save_now)  # the checkpoint that a rollback would need
+            # The checkpoint that a rollback would need.
+            self._saver.save(self._checkpointer.save_now)
         began_with = state.samples
-        if state.wants_checkpoint:  # since the end of the loop before
-            self._save(self._checkpointer.save_beside)
+        self._saver.save_wanted()  # since the end of the loop before
         if state.epoch_due:
             state.epoch = data.epochs_before(state.samples) - 1
             self._at_end = state.samples == data.end
             yield from self._end_epoch()
-            if state.wants_checkpoint:
-                self._save(self._checkpointer.save_beside)
-        while not state.finished_early:
+            self._saver.save_wanted()
+        while not state.loop_over:
             yield from self._until_end(data)
-            if (state.finished_early or state.samples == data.end) and not self._rollback.due():
+            ended = state.phase is Phase.ENDED_EARLY or state.samples == data.end
+            if ended and not self._rollback.due():
                 break
-            state.finished_early, state.finishing = False, ''
+            state.phase, state.finishing = Phase.TRAINING, ''
             self._last.forget()
             self._rollback.go_back()
         self._last.forget()  # the code behind the loop needs its variables
-        # A stream's own workers run for as long as somebody holds it.
-        self._data, self._epochs_ended = None, data.epochs_before(state.samples)
         if state.samples > began_with and not self._steps.stepped:
             raise BadInput(
                 'ctx.loop ended without a single optimizer.step(), so nothing was trained: call '
                 'loss.backward() and optimizer.step() in it, with the optimizer that ctx.prepare '
                 'returned.'
             )
-        if state.finished_early:
+        if state.phase is Phase.ENDED_EARLY:
             why = state.finishing or 'another rank called ctx.finish_early'
             print(f'Finished early at {state.samples} samples: {why}')
-        state.complete = True
+        else:
+            state.phase = Phase.LOOP_ENDED
 
     def _until_end(self, data: BatchSource) -> Iterator[Any]:
         """Yield micro-batches up to the end, or until training must go back."""
-        state, mode = self._state, self._order.spec.mode
-        by_epochs = self._hooks.by_epochs
+        state, by_epochs = self._state, self._hooks.by_epochs
         self._last.end_batch()
-        seed, began_with, began_at = mode.seed, state.samples, time.monotonic()
-        reproducible = isinstance(mode, Reproducible)
-        self._draw_for_itself()
-        ahead, here = tee(
-            (batch, self._steps.micro_batches(batch)) for batch in data.batches(state.samples)
-        )
-        # Ranks that train the same samples must also draw the same random numbers for them.
-        drawn = seed if reproducible or self._division.grouped else None
-        to_load = (micro_batch for _, micro_batches in ahead for micro_batch in micro_batches)
-        loaded = iter(data.loader(to_load, drawn, self._device))
-        for batch, micro_batches in here:
-            batch_began_at = time.monotonic()
-            state.reached = batch.samples_before + len(batch.indices)
-            state.epoch = batch.epoch
-            guarded = self._policy.looks_at_every_step(state.samples)
-            self._last.begin_batch()
-            self._steps.begin(batch, guarded)
-            self._guard.begin_batch()
-            if state.samples == began_with:
-                self._channel.send(
-                    Started(self._rank, state.samples, time.time(), keeps=self._last.possible)
-                )
-            for micro_batch in micro_batches:
-                micro_batch_began_at = time.monotonic()
-                batch_data = to_device(next(loaded), self._device)
-                self._steps.begin_micro_batch(micro_batch)
-                if isinstance(mode, Reproducible):
-                    seed_everything(micro_batch.seed(seed, 'model'))
-                    demand_determinism(warn_only=mode.warn_only)
-                state.reports.begin_micro_batch(state.reached)
-                self._guard.begin_micro_batch()
-                yield batch_data
-                self._guard.end_micro_batch()
-                state.reports.end_micro_batch(micro_batch.weight)
-                self._steps.end_micro_batch()
-                wait_as_slow(time.monotonic() - micro_batch_began_at)
-            # The next batch, or with a delay one of the next, is the last one.
-            soon = state.reached + (1 + self._steps.delay) * data.order.batch_size
-            self._near_end = (state.total_samples is not None and soon >= state.total_samples) or (
-                by_epochs and data.epochs_before(soon) > batch.epoch
-            )
-            decision = self._steps.end(self._wish, self._checkpointer.timing.time_left)
-            if self._steps.kept_back:
-                self._policy.kept_back(state.samples, state.reached, self._steps.culprit())
-                state.count('skipped_steps')
-            elif guarded or reproducible:
-                self._policy.went_well()
-            state.samples = state.reached
-            if not self._steps.kept_back:
-                if reproducible and self._hooks.after_step:
-                    seed_alike(state.samples, seed, 'after step')
-                self._hooks.run(self._hooks.after_step)
-            now = time.monotonic()
-            self._checkpointer.timing.step_took(now - batch_began_at)
-            self._rate = (state.samples - began_with) / (now - began_at)
-            at_end = self._at_end = state.samples == data.end
-            state.epoch_due = self._hooks.at_epochs and data.ends_epoch(state.samples)
-            if by_epochs:  # a part of an epoch at the end is one, too
-                state.epoch_due |= at_end or decision == FINISH
-            # The code behind the user's loop needs its variables.
-            needed = at_end or (by_epochs and state.epoch_due)
-            self._last.end_batch(of_loop=needed or decision == FINISH)
-            if decision == SPOILT or (
-                (at_end or state.epoch_due or decision >= SAVE) and self._rollback.due()
+        self._began = state.samples, time.monotonic()
+        for batch, micro_batches, loaded in self._batches(data):
+            began_at = time.monotonic()
+            self._begin(batch)
+            yield from self._train(micro_batches, loaded)
+            decision = self._take_step(batch, data, began_at)
+            needed = self._end_batch(decision, data)
+            notable = self._at_end or state.epoch_due
+            if decision is Agreed.SPOILT or (
+                (notable or decision >= Agreed.SAVE) and self._rollback.due()
             ):
                 return
-            if at_end or state.epoch_due or decision >= REPORT:
+            if notable or decision >= Agreed.REPORT:
                 state.reports.gather(self._peers)
-                self.report_progress(wait=at_end)
-            if decision == STOP and not needed:
+                self._wishes.report(wait=self._at_end)
+            if decision is Agreed.STOP and not needed:
                 self.stop()
             ended = state.epoch_due
             if ended:
                 yield from self._end_epoch()
-            if decision == FINISH:
-                state.finished_early = True
-            if at_end or state.finished_early:
+            if decision is Agreed.FINISH:
+                state.phase = Phase.ENDED_EARLY
+            if self._at_end or state.phase is Phase.ENDED_EARLY:
                 return
-            if ended and by_epochs and decision == STOP:
+            if ended and by_epochs and decision is Agreed.STOP:
                 self.stop()
-            if decision == SAVE or state.wants_checkpoint:
-                self._save(self._checkpointer.save_beside)
+            if decision is Agreed.SAVE or state.wanted is not None:
+                self._saver.save(self._checkpointer.save_beside)
             if ended and by_epochs:
                 self._last.end_batch()
                 yield NEXT_EPOCH
+
+    def _batches(
+        self, data: BatchSource
+    ) -> Iterator[tuple[GlobalBatch, Sequence[MicroBatch], Iterator[Any]]]:
+        """The global batches, this rank's micro-batches of each, and what loads these in order."""
+        self._draw_for_itself()
+        ahead, here = tee(
+            (batch, self._steps.micro_batches(batch)) for batch in data.batches(self._state.samples)
+        )
+        # Ranks that train the same samples must also draw the same random numbers for them.
+        alike = self._reproducible or self._division.grouped
+        to_load = (micro_batch for _, micro_batches in ahead for micro_batch in micro_batches)
+        loaded = iter(data.loader(to_load, self._mode.seed if alike else None, self._device))
+        for batch, micro_batches in here:
+            yield batch, micro_batches, loaded
+
+    def _begin(self, batch: GlobalBatch) -> None:
+        state = self._state
+        state.reached = batch.samples_before + len(batch.indices)
+        state.epoch = batch.epoch
+        self._guarded = self._policy.looks_at_every_step(state.samples)
+        self._last.begin_batch()
+        self._steps.begin(batch, self._guarded)
+        self._guard.begin_batch()
+        if state.samples == self._began[0]:
+            self._channel.send(
+                Started(self._rank, state.samples, time.time(), keeps=self._last.possible)
+            )
+
+    def _train(self, micro_batches: Sequence[MicroBatch], loaded: Iterator[Any]) -> Iterator[Any]:
+        """Yield the micro-batches of a global batch."""
+        state, mode = self._state, self._mode
+        for micro_batch in micro_batches:
+            began_at = time.monotonic()
+            data = to_device(next(loaded), self._device)
+            self._steps.begin_micro_batch(micro_batch)
+            if isinstance(mode, Reproducible):
+                seed_everything(micro_batch.seed(mode.seed, 'model'))
+                demand_determinism(warn_only=mode.warn_only)
+            state.reports.begin_micro_batch(state.reached)
+            self._guard.begin_micro_batch()
+            yield data
+            self._guard.end_micro_batch()
+            state.reports.end_micro_batch(micro_batch.weight)
+            self._steps.end_micro_batch()
+            wait_as_slow(time.monotonic() - began_at)
+
+    def _take_step(self, batch: GlobalBatch, data: BatchSource, began_at: float) -> Agreed:
+        """Finish the step of a global batch; returns what all ranks do next."""
+        state, steps, hooks = self._state, self._steps, self._hooks
+        # The next batch, or with a delay one of the next, is the last one.
+        soon = state.reached + (1 + steps.delay) * data.order.batch_size
+        self._wishes.near_end = (
+            state.total_samples is not None and soon >= state.total_samples
+        ) or (hooks.by_epochs and data.epochs_before(soon) > batch.epoch)
+        decision = Agreed(steps.end(self._wishes.after_step, self._checkpointer.timing.time_left))
+        if steps.kept_back:
+            self._policy.kept_back(state.samples, state.reached, steps.culprit())
+            state.count('skipped_steps')
+        elif self._guarded or self._reproducible:
+            self._policy.went_well()
+        state.samples = state.reached
+        if not steps.kept_back:
+            if self._reproducible and hooks.at_step_end:
+                seed_alike(state.samples, self._mode.seed, 'after step')
+            hooks.run(hooks.at_step_end)
+        now, (samples, since) = time.monotonic(), self._began
+        self._checkpointer.timing.step_took(now - began_at)
+        self._wishes.rate = (state.samples - samples) / (now - since)
+        return decision
+
+    def _end_batch(self, decision: Agreed, data: BatchSource) -> bool:
+        """Note what ends with the global batch. Returns whether the code behind the user's loop
+        needs its variables.
+        """
+        state, by_epochs = self._state, self._hooks.by_epochs
+        self._at_end = state.samples == data.end
+        state.epoch_due = self._hooks.at_epochs and data.ends_epoch(state.samples)
+        if by_epochs:  # a part of an epoch at the end is one, too
+            state.epoch_due |= self._at_end or decision is Agreed.FINISH
+        needed = self._at_end or (by_epochs and state.epoch_due)
+        self._last.end_batch(of_loop=needed or decision is Agreed.FINISH)
+        return needed
+
+    def _end_epoch(self) -> Iterator[Any]:
+        """Do what is to be done at the end of an epoch."""
+        state, hooks = self._state, self._hooks
+        state.user.text()  # raises BadInput if it cannot be saved
+        before = copy.deepcopy(state.user.values)
+        around = Surroundings.of(self._prepared, averages=True)
+        changes = versions(self._prepared.models)
+        # Also where the ranks draw different numbers in the loop: what is decided or changed here
+        # must be the same on all of them.
+        seed_alike(state.samples, self._mode.seed, 'epoch')
+        state.phase = Phase.EPOCH_END
+        try:
+            hooks.run(hooks.each_epoch)
+            if hooks.by_epochs:
+                hooks.running = True
+                yield END_OF_EPOCH
+            hooks.run(hooks.after_epoch)
+        except EvaluationStopped:
+            # The next fragment does it again, from the beginning.
+            state.user.put_back(before)
+            around.put_back(self._prepared)
+            unchanged = changes == versions(self._prepared.models)
+            if unchanged and not (self._at_end or hooks.by_epochs):
+                self.stop()
+            self._stop_unsaved()
+        finally:
+            if state.phase is Phase.EPOCH_END:
+                state.phase = Phase.TRAINING
+            hooks.running = False
+        self._draw_for_itself()
+        state.epoch_due = False
+        self._wishes.report(wait=False)
+        finishing, checkpoint = self._peers.all_reduce_max(
+            (bool(state.finishing), state.wanted is not None)
+        )()
+        if finishing:
+            state.phase = Phase.ENDED_EARLY
+        if checkpoint and state.wanted is None:
+            state.wanted = {}
+
+    def _draw_for_itself(self) -> None:
+        """In throughput and scaled mode, from here on each rank draws random numbers of its own."""
+        if not self._reproducible:
+            micro_batch = MicroBatch((), self._state.samples, self._division.data_rank, 0.0)
+            seed_everything(micro_batch.seed(self._mode.seed, 'fragment'))
 
     def stop(self) -> None:
         """End the fragment here, with a checkpoint. All ranks call this together.
@@ -231,164 +280,28 @@ class TrainingLoop:
         FragmentEnd
             Always.
         """
-        save = self._checkpointer.save_and_stop
-        self._save(partial(save, wanted=self._state.wants_checkpoint))
-        self._state.stopped = True
+        wanted = self._state.wanted is not None
+        self._saver.save(partial(self._checkpointer.save_and_stop, wanted=wanted))
+        self._state.phase = Phase.STOPPED
         raise FragmentEnd
-
-    def save_last(self) -> None:
-        """Commit the last checkpoint, after the function has returned."""
-        self._state.finished = True
-        self._save(self._checkpointer.save_now)
-        self.report_progress(wait=True)
 
     def _stop_unsaved(self) -> None:
         """End the fragment in the last batch; the next one goes on from the last checkpoint."""
         last = self._checkpointer.settled()
         self._state.samples = last.samples if last is not None else 0
-        self._state.stopped = True
+        self._state.phase = Phase.STOPPED
         raise FragmentEnd
 
-    def _save(self, save: Callable[[Any, int, Mapping[str, float]], None]) -> None:
-        state = self._state
-        best = {} if state.best is None else {'best': state.best}
-        if state.wants_checkpoint:
-            self._last.needs = state.samples
-        self._replicas.check()
-        save(self.to_save, state.samples, {**state.metrics, **best})
-        state.best, state.wants_checkpoint = None, False
+    def in_evaluation(self) -> Callable[[], None]:
+        """As of :class:`~parsl_freetrain.training.loop.wishes.Wishes`."""
+        return self._wishes.in_evaluation()
 
-    def _draw_for_itself(self) -> None:
-        """In throughput and scaled mode, from here on each rank draws random numbers of its own."""
-        mode = self._order.spec.mode
-        if not isinstance(mode, Reproducible):
-            micro_batch = MicroBatch((), self._state.samples, self._division.data_rank, 0.0)
-            seed_everything(micro_batch.seed(mode.seed, 'fragment'))
-
-    def _end_epoch(self) -> Iterator[Any]:
-        """Do what is to be done at the end of an epoch."""
-        state, mode, hooks = self._state, self._order.spec.mode, self._hooks
-        state.user_text()  # raises BadInput if it cannot be saved
-        before = copy.deepcopy(state.user)
-        around = Surroundings.of(self._prepared, averages=True)
-        changes = versions(self._prepared.models)
-        # Also where the ranks draw different numbers in the loop: what is decided or changed here
-        # must be the same on all of them.
-        seed_alike(state.samples, mode.seed, 'epoch')
-        state.at_epoch_end = True
-        try:
-            hooks.run(hooks.each_epoch)
-            if hooks.by_epochs:
-                hooks.running = True
-                yield END_OF_EPOCH
-            hooks.run(hooks.after_epoch)
-        except EvaluationStopped:
-            # The next fragment does it again, from the beginning.
-            state.user.clear()
-            state.user.update(before)
-            around.put_back(self._prepared)
-            unchanged = changes == versions(self._prepared.models)
-            if unchanged and not (self._at_end or hooks.by_epochs):
-                self.stop()
-            self._stop_unsaved()
-        finally:
-            state.at_epoch_end = hooks.running = False
-        self._draw_for_itself()
-        state.epoch_due = False
-        self.report_progress(wait=False)
-        finishing, checkpoint = self._peers.all_reduce_max(
-            (bool(state.finishing), state.wants_checkpoint)
-        )()
-        state.finished_early, state.wants_checkpoint = bool(finishing), bool(checkpoint)
-
-    def _wish(self) -> int:
-        if self._rollback.spoilt_meanwhile():
-            return SPOILT
-        if self._state.finishing:
-            return FINISH
-        if self._inbox.stop_requested():
-            return STOP
-        if not self._is_main:
-            return GO_ON
-        if self._checkpointer.must_stop(1 + self._steps.delay):
-            return STOP
-        if self._checkpointer.wants_to_save(near_end=self._near_end):
-            return SAVE
-        due = time.monotonic() - self._reported_at >= PROGRESS_EVERY_S
-        return REPORT if due else GO_ON
-
-    def report_progress(self, *, wait: bool) -> None:
-        """Tell the node agent how far the training is. Unless ``wait``, training does not wait for
-        the node agent, which may be busy.
-        """
-        self._reported_at = time.monotonic()
-        if self._is_main:
-            state = self._state
-            self._channel.send(
-                Progress(state.samples, state.metrics, self._rate, time.time()), wait=wait
-            )
-
-    def may_stop(self) -> Callable[[], None]:
-        """For an evaluation: to be called after each of its batches, equally often on all ranks.
-        It raises :class:`EvaluationStopped` when the fragment has to stop.
-        """
-        agreement = Agreement(self._peers)
-
-        def wish() -> int:
-            stop = self._inbox.stop_requested() or (
-                self._is_main and self._checkpointer.must_stop(1)
-            )
-            return STOP if stop else GO_ON
-
-        def look() -> None:
-            if time.monotonic() - self._reported_at >= BUSY_EVERY_S:
-                self.report_progress(wait=False)
-            if agreement.after_step(wish, self._checkpointer.timing.time_left) == STOP:
-                raise EvaluationStopped
-
-        return look
-
-    def to_save(self) -> State | None:
-        """The state of all ranks, on the rank that writes it; None on the others. All ranks that
-        hold a part of the state must call this.
-        """
-        if not self._division.saves:
-            return None
-        if self._watch.spoilt():
-            raise BadInput(self._policy.sentence(self._rollback.fine_at, self._state.samples))
-        if self._is_main:
-            self._state.user_text()  # raises BadInput if it cannot be saved
-        content = self._division.join(content_of(self._prepared, named=self._division.stated))
-        if not self._is_main and not self._division.sharded:
-            return None
-        state = self._state_of(content)
-        return divided(state, self._division.mesh, self._rank) if self._division.sharded else state
+    def save_last(self) -> None:
+        """Commit the last checkpoint, after the function has returned."""
+        self._state.phase = Phase.FINISHED
+        self._saver.save(self._checkpointer.save_now)
+        self._wishes.report(wait=True)
 
     def leave(self) -> StateLeft | None:
-        """After the loss of another rank: leave the state at the end of the last global batch in
-        memory for the next fragment; None if this rank does not.
-        """
-
-        def state() -> State:
-            put_parts_back(self._prepared.models)
-            found = self._state_of(content_of(self._prepared, named=self._division.stated))
-            if not self._division.sharded:
-                return found
-            return held(found if self._last.knows_all else replace(found, structure=None))
-
-        return self._last.leave(state)
-
-    def _state_of(self, content: Mapping[str, Any]) -> State:
-        state = self._state
-        position = replace(
-            self._position,
-            samples=state.samples,
-            checkpoint_s=self._checkpointer.timing.longest_s,
-            user=state.user if self._is_main else {},
-            epoch=self._data.epochs_before(state.samples) if self._data else self._epochs_ended,
-            epoch_due=state.epoch_due,
-            finishing=state.finishing,
-            finished=state.finished,
-            result=state.result,
-        )
-        return collect(content, position)
+        """As of :class:`~parsl_freetrain.training.loop.loop_saver.LoopSaver`."""
+        return self._saver.leave()

@@ -11,7 +11,7 @@ import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.loop.prepared_average import PreparedAverage
+from parsl_freetrain.training.loop.averages import PreparedAverage
 
 _ROOM = 'parsl_freetrain.training.'
 _OFFER = (
@@ -36,14 +36,8 @@ class UpdateGuard:
 
     Every in-place operation is noticed, except those on ``parameter.data``, of which PyTorch keeps
     no count. Sums of the numbers show these in the first, second, fourth, eighth, ... global batch
-    of a fragment.
-
-    Parameters
-    ----------
-    others
-        Modules around the loop that may not have been prepared, by name.
-    averages
-        What is to be asked at the end of a micro-batch, too.
+    of a fragment. ``others`` are modules around the loop that may not have been prepared, by name;
+    ``averages`` are asked at the end of a micro-batch, too.
     """
 
     def __init__(
@@ -119,7 +113,14 @@ class UpdateGuard:
 
 
 def names_around() -> Mapping[str, Any]:
-    """The variables of the function that has called us: the nearest one outside of this room."""
+    """The variables of the function that has called us: the nearest one outside of this room.
+
+    This is the only place that reads a caller's frame. A module, an optimizer or a gradient scaler
+    that the user has made and not given to ``ctx.prepare`` is known to nobody but the function's
+    own variables, and its state would be lost at the end of a fragment without a word. It would
+    show in nothing that torch lets us ask: no registry has all modules, and a search of the garbage
+    collector's objects takes as long as several steps and finds those of other libraries.
+    """
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals.get('__name__', '').startswith(_ROOM):
         frame = frame.f_back

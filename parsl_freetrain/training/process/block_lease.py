@@ -25,16 +25,8 @@ _LARGEST = 16_000_000  # bytes
 
 @dataclass(frozen=True)
 class Holder:
-    """A run, its process, and the blocks that it has adopted.
-
-    Attributes
-    ----------
-    run
-        Unique name of the run.
-    host, pid, born
-        Its process; ``born`` distinguishes it from a later process with the same id.
-    commands
-        By job id: the shell command that each node of an adopted job runs.
+    """A run, its process (``born`` tells it from a later one with the same id), and, by the ids of
+    the jobs that it has adopted, the shell command that each node of a job runs.
     """
 
     run: str
@@ -83,14 +75,8 @@ def release(path: Path, run: str) -> None:
 
 
 class LeasedCommands:
-    """The commands for one node, from one holder after the other.
-
-    Parameters
-    ----------
-    path
-        The holder file.
-    job
-        The id of this node's job.
+    """The commands for one node, from one holder after the other: of the holder file at ``path``,
+    those of the node's ``job``.
     """
 
     def __init__(self, path: Path, job: str) -> None:

@@ -1,7 +1,11 @@
-"""Messages between a rank and its supervising process on the same machine."""
+"""Messages between processes on the same machine, and the addresses of its fork servers: abstract
+sockets, one per name and user.
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import select
 import socket
@@ -17,6 +21,7 @@ U = TypeVar('U')
 # A packet must fit into the socket's buffer, of which the kernel guarantees only a small size.
 _PACKET_BYTES = 60_000
 _ALONE, _MORE, _LAST = b'!', b'+', b'.'
+_BACKLOG = 128
 
 
 class Channel(Generic[T]):
@@ -25,13 +30,6 @@ class Channel(Generic[T]):
     The kernel keeps packets whole. If a sender is killed within a long message, the other end
     receives at most an unfinished message. It is dropped when a short message follows, from another
     process that holds the socket.
-
-    Parameters
-    ----------
-    sock
-        The socket.
-    decoder
-        Decoder of the messages that arrive.
     """
 
     def __init__(self, sock: socket.socket, decoder: Decoder[T]) -> None:
@@ -51,14 +49,8 @@ class Channel(Generic[T]):
         return peer_pid(self._socket)
 
     def send(self, message: Message, *, wait: bool = True) -> bool:
-        """Send a message; False if the other end is gone.
-
-        Parameters
-        ----------
-        message
-            A message that the other end expects.
-        wait
-            False: drop a message that cannot be sent at once, and return False.
+        """Send a message that the other end expects; False if that is gone. Without ``wait``, a
+        message that cannot be sent at once is dropped, and the answer is False.
         """
         return self.send_bytes(encode(message), wait=wait)
 
@@ -162,3 +154,35 @@ def peer_uid(sock: socket.socket) -> int:
 def is_ours(sock: socket.socket) -> bool:
     """Whether the other end runs as the same user as this process."""
     return peer_uid(sock) == os.geteuid()
+
+
+def address_of(name: str) -> bytes:
+    """The abstract socket address of the fork server ``name``; one per user."""
+    digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+    return f'\0parsl-freetrain-{os.geteuid()}-{digest}'.encode()
+
+
+def listen(name: str) -> socket.socket | None:
+    """Listen as the fork server ``name``; None if another process does."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(address_of(name))
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
+    # Clients may connect from now on; they wait in the queue until torch is imported.
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def connect(name: str) -> socket.socket | None:
+    """Connect to the fork server ``name``; None if none listens."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.connect(address_of(name))
+    except ConnectionError:
+        sock.close()
+        return None
+    return sock

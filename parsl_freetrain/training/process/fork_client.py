@@ -1,9 +1,10 @@
-"""The client of a node's fork server, which starts ranks in a fraction of a second. It does not
-import torch.
+"""The client of a node's fork server, which starts ranks in a fraction of a second, and the ranks
+that it has launched. It does not import torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -16,24 +17,13 @@ from typing import Any, TypeVar
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.host.files import open_log
-from parsl_freetrain.training.process.channel import Channel, is_ours
-from parsl_freetrain.training.process.fork_address import connect, listen
+from parsl_freetrain.training.process.channel import Channel, connect, is_ours, listen
 from parsl_freetrain.training.process.fork_request import request_of_this_process, start_environment
 from parsl_freetrain.training.process.liveness import StopWatch
-from parsl_freetrain.training.process.rank_process import RankProcess
+from parsl_freetrain.training.spec import fork_messages as fork
 from parsl_freetrain.training.spec.codec import Decoder
-from parsl_freetrain.training.spec.fork_messages import (
-    ForkAnswer,
-    ForkServerEnded,
-    Launch,
-    LaunchStandby,
-    Ping,
-    Quit,
-    Ready,
-    Refused,
-)
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
-from parsl_freetrain.training.spec.messages import FromRank, RankPid
+from parsl_freetrain.training.spec.messages import FromRank, RankPid, ToRank
 
 T = TypeVar('T')
 
@@ -44,25 +34,54 @@ _LOOK_S = 0.5
 _STOPPED_S = 5.0  # after which a stopped fork server is considered useless
 
 
+class RankProcess:
+    """A rank: its messages, and its end.
+
+    Closing it kills the rank if it still runs, since nobody would receive its messages.
+    """
+
+    def __init__(self, channel: Channel[FromRank], pid: int) -> None:
+        self.pid = pid
+        self._channel = channel
+        try:
+            self._pidfd: int | None = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._pidfd = None
+
+    def fileno(self) -> int:
+        """For ``multiprocessing.connection.wait``: ready when :meth:`recv` has a message."""
+        return self._channel.fileno()
+
+    def send(self, message: ToRank) -> bool:
+        """Send a message to the rank; False if it is gone."""
+        return self._channel.send(message)
+
+    def recv(self) -> FromRank | None:
+        """Wait for the rank's next message; the last one is an
+        :class:`~parsl_freetrain.training.spec.messages.Exit`. None: the message was not understood.
+        Raises EOFError, after the exit, or if the fork server is gone (and the rank with it).
+        """
+        return self._channel.recv()
+
+    def kill(self) -> None:
+        """SIGKILL the rank, unless it has ended."""
+        if self._pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Close the connection, which ends the rank; may be called more than once."""
+        self._channel.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+
 class ForkClient:
-    """A node's fork server: a process that has imported torch and forks ranks.
-
-    Parameters
-    ----------
-    name
-        Name among the fork servers of one user on one node. All clients with the same name share
-        one.
-    log
-        Its log file, named in errors.
-    process
-        The process, if this object started one.
-
-    Attributes
-    ----------
-    pid
-        Process id of the fork server, whoever started it; None before :meth:`wait_ready`.
-    devices
-        Number of accelerators that its ranks can share; 0 before :meth:`wait_ready`.
+    """A node's fork server: a process that has imported torch and forks ranks. All clients of one
+    user on one node that say the same ``name`` share one; ``log``, its log file, is named in
+    errors. Its process id (``pid``) and the number of accelerators that its ranks can share
+    (``devices``) are known after :meth:`wait_ready`.
     """
 
     def __init__(self, name: str, log: str, process: subprocess.Popen[bytes] | None = None) -> None:
@@ -72,8 +91,8 @@ class ForkClient:
         self.devices = 0
         self._process = process
         self._owner_pid: int | None = None
-        self._answers: Decoder[ForkAnswer] = Decoder(ForkAnswer, f'fork server {name!r}')
-        self._asked: Channel[ForkAnswer] | None = None  # a template that has not answered yet
+        self._answers: Decoder[fork.ForkAnswer] = Decoder(fork.ForkAnswer, f'fork server {name!r}')
+        self._asked: Channel[fork.ForkAnswer] | None = None  # a template that has not answered yet
 
     @classmethod
     def start(cls, name: str, owner_pid: int, log: str, template: str | None = None) -> ForkClient:
@@ -83,13 +102,10 @@ class ForkClient:
         when the process ``owner_pid`` ends. If several callers start one at the same time, only one
         remains.
 
-        Parameters
-        ----------
-        template
-            Name of a fork server on this computer that forks this one, which saves importing torch.
-            The new one does not depend on the template's life, and has a session of its own if the
-            template has one. Without a suitable template, a process is started, which stays in the
-            caller's process group.
+        ``template`` is the name of a fork server on this computer that forks this one, which saves
+        importing torch. The new one does not depend on the template's life, and has a session of
+        its own if the template has one. Without a suitable template, a process is started, which
+        stays in the caller's process group.
         """
         parent = cls(name, log)
         parent._owner_pid = owner_pid
@@ -155,13 +171,8 @@ class ForkClient:
             os.close(fd)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until ranks can be launched.
-
-        Raises
-        ------
-        FreeTrainError
-            If that takes more than ``timeout_s`` seconds, or the fork server ended. The message has
-            the log's path and last lines.
+        """Wait until ranks can be launched. Raises FreeTrainError, with the log's path and last
+        lines, if that takes more than ``timeout_s`` seconds, or the fork server ended.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -186,24 +197,11 @@ class ForkClient:
     def launch(
         self, order: FragmentOrder, place: RankPlace, payload: bytes, env: Mapping[str, str]
     ) -> RankProcess:
-        """Fork a rank.
-
-        Parameters
-        ----------
-        order, place
-            The rank's instructions.
-        payload
-            ``cloudpickle.dumps((function, args, kwargs))``; the rank calls ``function(ctx, *args,
-            **kwargs)``.
-        env
-            Additions to the rank's environment.
-
-        Raises
-        ------
-        FreeTrainError
-            If the fork server is gone or cannot fork.
+        """Fork a rank, which calls ``function(ctx, *args, **kwargs)``. ``payload``:
+        ``cloudpickle.dumps((function, args, kwargs))``; ``env``: additions to its environment.
+        Raises FreeTrainError if the fork server is gone or cannot fork.
         """
-        request = Launch(order, place, env, _digest(payload))
+        request = fork.Launch(order, place, env, _digest(payload))
         return RankProcess(*self._ask_for(request, payload))
 
     def start_standby(
@@ -219,37 +217,20 @@ class ForkClient:
         :meth:`launch` uses it if it matches.
 
         It is used even if it does not wait yet. It is killed when another trainer's rank is
-        launched here.
+        launched here. ``order`` is that of an earlier fragment of the trainer; ``local_rank``,
+        ``payload`` and ``env`` are as in the later launch. ``log`` is for its output until then,
+        and ``wait_s`` the maximum seconds that it waits before it ends.
 
-        Parameters
-        ----------
-        order
-            The order of an earlier fragment of the trainer.
-        local_rank, payload, env
-            The same as in the later launch.
-        log
-            File for its output until then.
-        wait_s
-            Maximum seconds that it waits before it ends.
-
-        Returns
-        -------
-        Channel
-            It becomes readable, or ends, when the rank waits. Closing it does not end the rank.
-
-        Raises
-        ------
-        FreeTrainError
-            If the fork server is gone or cannot fork, or ranks of another trainer run here.
+        The channel that is returned becomes readable, or ends, when the rank waits; closing it does
+        not end the rank. Raises FreeTrainError if the fork server is gone or cannot fork, or ranks
+        of another trainer run here.
         """
         place = RankPlace(-1, 0, local_rank, 0, log)
-        request = LaunchStandby(order, place, env, _digest(payload), wait_s)
+        request = fork.Launch(order, place, env, _digest(payload), wait_s)
         channel, _ = self._ask_for(request, payload)
         return channel
 
-    def _ask_for(
-        self, request: Launch | LaunchStandby, payload: bytes
-    ) -> tuple[Channel[FromRank], int]:
+    def _ask_for(self, request: fork.Launch, payload: bytes) -> tuple[Channel[FromRank], int]:
         """A rank's channel and process id. The payload is sent only when the rank exists and reads
         it.
         """
@@ -279,7 +260,7 @@ class ForkClient:
             self._asked = None
         channel = self._connect(self._answers)
         if channel is not None:
-            channel.send(Quit())
+            channel.send(fork.Quit())
             channel.poll(timeout_s)
             channel.close()
         if self._process is not None:
@@ -289,7 +270,7 @@ class ForkClient:
                 self._process.kill()
                 self._process.wait()
 
-    def _handle_answer(self, template: Channel[ForkAnswer]) -> None:
+    def _handle_answer(self, template: Channel[fork.ForkAnswer]) -> None:
         """Handle the template's answer; if it refused, start a process that imports torch."""
         try:
             answer = template.recv()
@@ -297,12 +278,12 @@ class ForkClient:
             answer = None
         template.close()
         self._asked = None
-        if answer is None or isinstance(answer, Refused):
+        if answer is None or isinstance(answer, fork.Refused):
             self._spawn()
-        elif isinstance(answer, ForkServerEnded):
+        elif isinstance(answer, fork.ForkServerEnded):
             raise self._failure(f'ended with status {answer.status} before it was ready')
 
-    def _ask(self, template: str) -> Channel[ForkAnswer] | None:
+    def _ask(self, template: str) -> Channel[fork.ForkAnswer] | None:
         """Ask a template for this fork server; None if there is no template of this user. The
         answer may take as long as the template's imports.
         """
@@ -330,10 +311,10 @@ class ForkClient:
             )
         return Channel(sock, decoder)
 
-    def _wait_for_ready(self, channel: Channel[ForkAnswer], timeout_s: float) -> None:
-        channel.send(Ping())
+    def _wait_for_ready(self, channel: Channel[fork.ForkAnswer], timeout_s: float) -> None:
+        channel.send(fork.Ping())
         try:
-            answer = self._answer(channel, Ready, timeout_s)
+            answer = self._answer(channel, fork.Ready, timeout_s)
         except EOFError as error:
             raise self._failure('ended before it was ready') from error
         if answer is None:

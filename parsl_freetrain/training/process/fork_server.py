@@ -25,8 +25,7 @@ from parsl_freetrain.host.files import open_log
 from parsl_freetrain.host.memory import end_me_first
 from parsl_freetrain.training.comm.inbox import STOP_SIGNALS
 from parsl_freetrain.training.process import lazy_dynamo
-from parsl_freetrain.training.process.channel import Channel, is_ours
-from parsl_freetrain.training.process.fork_address import listen
+from parsl_freetrain.training.process.channel import Channel, is_ours, listen
 from parsl_freetrain.training.process.fork_request import obstacle, take_effect
 from parsl_freetrain.training.process.linux import die_with_parent, end_session
 from parsl_freetrain.training.process.rank_children import RankChildren
@@ -36,24 +35,8 @@ from parsl_freetrain.training.process.standby_slots import (
     StandbySlots,
     key_of,
 )
+from parsl_freetrain.training.spec import fork_messages as fork
 from parsl_freetrain.training.spec.codec import Decoder
-from parsl_freetrain.training.spec.fork_messages import (
-    FetchState,
-    ForkRequest,
-    ForkServerEnded,
-    ForkServerWanted,
-    KeepState,
-    Launch,
-    LaunchStandby,
-    OfferState,
-    Ping,
-    Quit,
-    Ready,
-    Refused,
-    Serving,
-    StateKept,
-    StateWanted,
-)
 from parsl_freetrain.training.spec.messages import RankPid, ToRank
 
 # What every fragment imports sooner or later.
@@ -126,7 +109,9 @@ class ForkServer:
         self._owner = owner
         self._started_with = started_with
         self._poll = select.poll()
-        self._requests: Decoder[ForkRequest] = Decoder(ForkRequest, 'a client of the fork server')
+        self._requests: Decoder[fork.ForkRequest] = Decoder(
+            fork.ForkRequest, 'a client of the fork server'
+        )
         self._ranks = RankChildren(self._poll)
         self._standby = StandbySlots()
         self._servers: dict[int, int] = {}  # process ids of forked fork servers, by pidfd
@@ -166,31 +151,31 @@ class ForkServer:
         except EOFError:
             request = None
         match request:
-            case Launch(order=order):
+            case fork.Launch(order=order, wait_s=None):
                 self._standby.make_way(order.trainer)
                 if (standby := self._standby.claim(request, channel)) is not None:
                     self._ranks.add(standby.pid, standby.pidfd, channel, order)
                 else:
                     self._fork(channel, request)
                 return True
-            case LaunchStandby(order=order) if not self._ranks.trains_another(order.trainer):
+            case fork.Launch(order=order) if not self._ranks.trains_another(order.trainer):
                 self._fork(channel, request)
                 return True
-            case ForkServerWanted():
+            case fork.ForkServerWanted():
                 self._fork_server(channel, request)
-            case Ping():
-                channel.send(Ready(os.getpid(), self._count_devices()))
-            case OfferState() if self._standby.wants(request):
-                channel.send(StateWanted(), wait=False)
-            case KeepState():
+            case fork.Ping():
+                channel.send(fork.Ready(os.getpid(), self._count_devices()))
+            case fork.OfferState() if self._standby.wants(request):
+                channel.send(fork.StateWanted(), wait=False)
+            case fork.KeepState():
                 with suppress(OSError):  # the client may be gone
                     if channel.poll(_REQUEST_TIMEOUT_S) and self._standby.keep(request, channel):
-                        channel.send(StateKept(), wait=False)
-            case FetchState():
+                        channel.send(fork.StateKept(), wait=False)
+            case fork.FetchState():
                 with suppress(OSError):
                     self._standby.give(request, channel)
         channel.close()
-        return not isinstance(request, Quit)
+        return not isinstance(request, fork.Quit)
 
     def _count_devices(self) -> int:
         if self._devices is None:
@@ -199,13 +184,13 @@ class ForkServer:
             self._devices = count_visible()
         return self._devices
 
-    def _fork(self, channel: Channel[ForkRequest], request: Launch | LaunchStandby) -> None:
+    def _fork(self, channel: Channel[fork.ForkRequest], request: fork.Launch) -> None:
         self._import_for(request)
         self._flush()
         parent = os.getpid()
         ours, theirs = (
             socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            if isinstance(request, LaunchStandby)
+            if request.wait_s is not None
             else (None, None)
         )
         # A notice that arrives before the rank can handle it stays pending.
@@ -233,7 +218,7 @@ class ForkServer:
             StandbyRank(key_of(request), order.trainer, pid, pidfd, waiting, request.place.log)
         )
 
-    def _import_for(self, request: Launch | LaunchStandby) -> None:
+    def _import_for(self, request: fork.Launch) -> None:
         """Import once what each rank would import."""
         if not request.order.spec.sharded or sys.modules.keys() >= set(_FOR_SHARDED):
             return
@@ -243,8 +228,8 @@ class ForkServer:
 
     def _become_rank(
         self,
-        channel: Channel[ForkRequest],
-        request: Launch | LaunchStandby,
+        channel: Channel[fork.ForkRequest],
+        request: fork.Launch,
         parent: int,
         standby: socket.socket | None,
     ) -> NoReturn:
@@ -267,11 +252,13 @@ class ForkServer:
             # No interpreter shutdown: gloo's threads abort in it.
             os._exit(status)
 
-    def _fork_server(self, channel: Channel[ForkRequest], request: ForkServerWanted) -> None:
+    def _fork_server(
+        self, channel: Channel[fork.ForkRequest], request: fork.ForkServerWanted
+    ) -> None:
         try:
             if why := obstacle(request, self._started_with):
                 print(f'Not fit for {request.name}: {why}', file=sys.stderr)
-                channel.send(Refused(why), wait=False)
+                channel.send(fork.Refused(why), wait=False)
             elif not channel.hung_up():
                 self._flush()
                 pid = os.fork()
@@ -283,7 +270,9 @@ class ForkServer:
         except Exception:  # the client sees the connection end, and starts a fork server itself
             traceback.print_exc()
 
-    def _become_server(self, channel: Channel[ForkRequest], request: ForkServerWanted) -> NoReturn:
+    def _become_server(
+        self, channel: Channel[fork.ForkRequest], request: fork.ForkServerWanted
+    ) -> NoReturn:
         status = 1
         try:
             if os.getsid(0) == os.getppid():  # the template leads one
@@ -325,14 +314,14 @@ class ForkServer:
         end_session()
 
 
-def _serve_as_asked(channel: Channel[ForkRequest], request: ForkServerWanted) -> int:
+def _serve_as_asked(channel: Channel[fork.ForkRequest], request: fork.ForkServerWanted) -> int:
     owner = _watch(request.owner_pid)
     if owner is None:
-        channel.send(ForkServerEnded(_OWNER_GONE), wait=False)
+        channel.send(fork.ForkServerEnded(_OWNER_GONE), wait=False)
         channel.close()
         return _OWNER_GONE
     listener = listen(request.name)
-    channel.send(Serving(), wait=False)
+    channel.send(fork.Serving(), wait=False)
     channel.close()
     if listener is not None:  # otherwise another process serves this name
         ForkServer(listener, owner, request.env).serve()
@@ -340,7 +329,7 @@ def _serve_as_asked(channel: Channel[ForkRequest], request: ForkServerWanted) ->
 
 
 def _run(
-    channel: Channel[ForkRequest], request: Launch | LaunchStandby, standby: socket.socket | None
+    channel: Channel[fork.ForkRequest], request: fork.Launch, standby: socket.socket | None
 ) -> int:
     from parsl_freetrain.training.loop.rank import run_rank
     from parsl_freetrain.training.loop.standby_context import StandbyPlace
@@ -355,7 +344,7 @@ def _run(
     os.environ.update(request.env)
     payload = channel.recv_bytes()
     decoder: Decoder[ToRank] = Decoder(ToRank, 'the node agent')
-    if standby is None or isinstance(request, Launch):
+    if standby is None or request.wait_s is None:
         return run_rank(order, place, payload, channel.receiving(decoder))
     waiting = Channel(standby, decoder)
     return run_rank(order, place, payload, waiting, StandbyPlace(waiting, channel, request.wait_s))

@@ -60,18 +60,9 @@ def guard_connections(hang_s: float) -> int:
     acknowledges.
 
     A connection counts as dead when data or probes have not been acknowledged for about 0.6
-    ``hang_s`` seconds. A computing or stopped peer still acknowledges through its kernel, so slow
-    steps break nothing. A lost node or network does.
-
-    Parameters
-    ----------
-    hang_s
-        Maximum seconds until a peer's end must be noticed; at least 2.
-
-    Returns
-    -------
-    int
-        Number of guarded connections.
+    ``hang_s`` seconds, which are at least 2. A computing or stopped peer still acknowledges through
+    its kernel, so slow steps break nothing. A lost node or network does. Returns the number of
+    guarded connections.
     """
     guarded = 0
     patience_s = _TIMEOUT_SHARE * hang_s

@@ -41,8 +41,7 @@ from pathlib import Path
 from parsl_freetrain.host.leftovers import remove_leftovers
 from parsl_freetrain.host.processes import start_of
 from parsl_freetrain.training.process.block_lease import LeasedCommands
-from parsl_freetrain.training.process.channel import Channel, is_ours
-from parsl_freetrain.training.process.fork_address import connect
+from parsl_freetrain.training.process.channel import Channel, connect, is_ours
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.process.linux import adopt_orphans, die_with_parent, end_descendants
 from parsl_freetrain.training.spec.codec import Decoder
@@ -114,16 +113,8 @@ def leave() -> None:
 
 
 class Node:
-    """Runs one command until it ends, and then those of later holders of the node.
-
-    Parameters
-    ----------
-    command
-        Program and arguments.
-    leased
-        Reads the commands of later holders; None: there are none.
-    wait_s
-        Maximum seconds to wait for the next holder.
+    """Runs one command until it ends, and then those of later holders of the node, which ``leased``
+    reads and for which it waits at most ``wait_s`` seconds.
     """
 
     def __init__(

@@ -25,13 +25,8 @@ class _Child:
 
 
 class RankChildren:
-    """Reaps ranks and tells their clients how they ended; kills ranks whose client is gone.
-
-    Parameters
-    ----------
-    poll
-        The server's poll object. When a file descriptor is ready, the server passes it to
-        :meth:`handle`.
+    """Reaps ranks and tells their clients how they ended; kills ranks whose client is gone. When a
+    file descriptor of ``poll`` is ready, the server passes it to :meth:`handle`.
     """
 
     def __init__(self, poll: select.poll) -> None:

@@ -17,14 +17,8 @@ from typing import Any
 import msgspec
 
 from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.spec import fork_messages as fork
 from parsl_freetrain.training.spec.codec import encode
-from parsl_freetrain.training.spec.fork_messages import (
-    FetchState,
-    KeepState,
-    Launch,
-    LaunchStandby,
-    OfferState,
-)
 from parsl_freetrain.training.spec.messages import RankPid
 
 FORK_SERVER_VARIABLE = 'FREETRAIN_FORK_SERVER'
@@ -86,7 +80,7 @@ class StandbySlots:
         """
         self._dismiss(rank for rank in self._ranks.values() if rank.trainer != trainer)
 
-    def claim(self, request: Launch, channel: Channel[Any]) -> StandbyRank | None:
+    def claim(self, request: fork.Launch, channel: Channel[Any]) -> StandbyRank | None:
         """Pass the connection of a launch to a matching standby rank, which need not wait yet; None
         if there is none.
 
@@ -127,7 +121,7 @@ class StandbySlots:
             os.unlink(rank.log)
         return True
 
-    def wants(self, offer: OfferState) -> bool:
+    def wants(self, offer: fork.OfferState) -> bool:
         """Whether no state as good has been offered by another rank of this node, so that only one
         of them makes a copy.
         """
@@ -136,10 +130,10 @@ class StandbySlots:
         self._offers[offer.trainer, offer.part] = _rank_of(offer)
         return True
 
-    def _best(self, offer: OfferState) -> tuple[int, int, bool]:
+    def _best(self, offer: fork.OfferState) -> tuple[int, int, bool]:
         return self._offers.get((offer.trainer, offer.part), (-1, -1, False))
 
-    def keep(self, request: KeepState, channel: Channel[Any]) -> bool:
+    def keep(self, request: fork.KeepState, channel: Channel[Any]) -> bool:
         """Keep a file in memory, in place of an earlier one of its trainer and name."""
         _, fd = channel.recv_fd(wait=False)
         if fd is None:
@@ -153,7 +147,7 @@ class StandbySlots:
         self._states[name] = _Kept(request.digest, fd, time.monotonic() + KEPT_S)
         return True
 
-    def give(self, request: FetchState, channel: Channel[Any]) -> None:
+    def give(self, request: fork.FetchState, channel: Channel[Any]) -> None:
         """Send a file to the client, and stop keeping it unless it is to be kept."""
         for name, kept in list(self._states.items()):
             if name[0] == request.trainer and kept.digest == request.digest:
@@ -205,7 +199,7 @@ class StandbySlots:
             os.close(kept.fd)
 
 
-def key_of(request: Launch | LaunchStandby) -> str:
+def key_of(request: fork.Launch) -> str:
     """The part of a request that must be the same for a standby rank to be usable: everything that
     affects what is done before the fragment is known.
     """
@@ -223,7 +217,7 @@ def key_of(request: Launch | LaunchStandby) -> str:
     )
 
 
-def _rank_of(offer: OfferState) -> tuple[int, int, bool]:
+def _rank_of(offer: fork.OfferState) -> tuple[int, int, bool]:
     return offer.fragment, offer.samples, offer.alone
 
 

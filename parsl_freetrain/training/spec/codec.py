@@ -39,14 +39,8 @@ def _as_float(value: Any) -> float:
 
 
 class Decoder(Generic[T]):
-    """Reads the messages of one channel.
-
-    Parameters
-    ----------
-    kinds
-        The union of expected messages.
-    sender
-        Name of the sender, for the log.
+    """Reads the messages of one channel: those of the union ``kinds``. ``sender`` is named in the
+    log.
     """
 
     def __init__(self, kinds: object, sender: str) -> None:

@@ -11,47 +11,23 @@ from parsl_freetrain.training.spec.messages import Count, Message, ProcessId, Se
 
 
 class Launch(Message, frozen=True):
-    """Fork a rank, or use a matching standby rank. The payload follows on the same connection.
-
-    Attributes
-    ----------
-    order, place
-        The rank's instructions.
-    env
-        Additions to its environment.
-    payload
-        Digest of the payload.
+    """Fork a rank with additions to its environment, or use a matching standby rank. The payload,
+    whose digest this is, follows on the same connection. ``wait_s``: fork a standby rank instead,
+    which waits at most so many seconds for the trainer's next fragment.
     """
 
     order: FragmentOrder
     place: RankPlace
     env: Mapping[str, str]
     payload: str
-
-
-class LaunchStandby(Message, frozen=True):
-    """Fork a standby rank that waits at most ``wait_s`` seconds for the trainer's next fragment.
-    Otherwise as :class:`Launch`.
-    """
-
-    order: FragmentOrder
-    place: RankPlace
-    env: Mapping[str, str]
-    payload: str
-    wait_s: Seconds
+    wait_s: Seconds | None = None
 
 
 class ForkServerWanted(Message, frozen=True):
-    """Fork another fork server, as if the requesting process had started it.
-
-    Attributes
-    ----------
-    name, owner_pid, log
-        As in :meth:`~parsl_freetrain.training.process.fork_client.ForkClient.start`.
-    env, path, cwd, cpus
-        Environment, ``sys.path``, working directory and CPUs of the requesting process.
-    prefix, version
-        The requesting process's ``sys.prefix`` and Python version.
+    """Fork another fork server, as if the requesting process had started it: with its environment,
+    ``sys.path``, working directory and CPUs, and only if it has the same ``sys.prefix`` and version
+    of Python. The name, the owner and the log are as in
+    :meth:`~parsl_freetrain.training.process.fork_client.ForkClient.start`.
     """
 
     name: str
@@ -107,9 +83,7 @@ class FetchState(Message, frozen=True):
     keep: bool
 
 
-ForkRequest = (
-    Launch | LaunchStandby | ForkServerWanted | Ping | Quit | OfferState | KeepState | FetchState
-)
+ForkRequest = Launch | ForkServerWanted | Ping | Quit | OfferState | KeepState | FetchState
 
 
 class Ready(Message, frozen=True):

@@ -34,7 +34,7 @@ class Message(msgspec.Struct, frozen=True, tag_field='kind', tag=_kind):
 
 
 class RankPid(Message, frozen=True):
-    """The fork server's answer to :class:`Launch` and :class:`LaunchStandby`.
+    """The fork server's answer to ``Launch``.
 
     ``has_payload``: a standby rank was used, which already has the user's function.
     """

@@ -15,14 +15,8 @@ MOST_SKIPPED_IN_A_ROW = 20
 
 
 class NonFinitePolicy:
-    """Decides whether training may continue after numbers that were not finite, and how.
-
-    Parameters
-    ----------
-    policy
-        'stop', 'skip' or 'rollback'.
-    where
-        The beginning of messages: the trainer and the fragment.
+    """Decides whether training may continue after numbers that were not finite, and how: ``policy``
+    is 'stop', 'skip' or 'rollback'. ``where``, the trainer and the fragment, begins messages.
     """
 
     def __init__(self, policy: str, where: str) -> None:

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.comm.collectives import broadcast_into
-from parsl_freetrain.training.comm.consensus import DIFFERENT, Agreement
+from parsl_freetrain.training.comm.consensus import Agreed, Agreement
 from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.data.sample_order import GlobalBatch, shard, split_for_ranks
@@ -223,7 +223,7 @@ class ThroughputSteps:
         to :attr:`delay` batches old.
         """
         decision = self._agreement.after_step(wish, time_left)
-        if decision == DIFFERENT:
+        if decision == Agreed.DIFFERENT:
             self._settings.refuse(self._peers)
         return decision
 

@@ -13,8 +13,7 @@ import msgspec
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.comm.peers import Peers
-from parsl_freetrain.training.comm.variable_rows import gather_bytes
+from parsl_freetrain.training.comm.peers import Peers, gather_bytes
 
 _Groups = list[list[dict[str, Any]]]
 """By optimizer and group, the settings that are plain values."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -20,16 +21,21 @@ from parsl_freetrain.core.model.shape import MESH, Shape
 from parsl_freetrain.training.checkpoint.flatten import put_together, take_apart
 from parsl_freetrain.training.checkpoint.local_shard import is_divided
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
+from parsl_freetrain.training.checkpoint.source import divided, held, open_checkpoint
+from parsl_freetrain.training.checkpoint.state import Saved, State, content_of, restore
+from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.comm.collectives import broadcast_into
 from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.process import lazy_dynamo
 from parsl_freetrain.training.process.liveness import guard_connections
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
+from parsl_freetrain.training.spec.mode import Reproducible, Scaled, Throughput
 from parsl_freetrain.training.spec.shapes import check_shape
 
 
 class Division:
-    """One rank's position in the shape of its fragment.
+    """One rank's position in the shape of its fragment; this kind: every rank holds the whole
+    model. :func:`division_of` makes the kind that the shape needs.
 
     Attributes
     ----------
@@ -37,16 +43,21 @@ class Division:
         The shape in the order; if there is none, every rank trains its own samples.
     stated
         Whether the order has a shape. The trainer may then continue in another one.
-    sharded
-        Whether a shape of the trainer divides the parameters.
     parts, data_rank
         Number of parts of a global batch, and the number of this rank's part, from 0.
+    whole
+        Whether every rank holds the whole model.
+    pipelined
+        Whether some ranks hold parameters that others do not.
 
     Raises
     ------
     BadInput
         If the shape does not fit the number of ranks, or the mode does not support it.
     """
+
+    whole = True
+    pipelined = False
 
     def __init__(self, order: FragmentOrder, place: RankPlace, device: torch.device) -> None:
         self.shape = order.shape or Shape(data=place.world_size)
@@ -59,14 +70,8 @@ class Division:
             )
         check_shape(self.shape, order.spec.mode, where)
         self._rank, self._device, self._hang_s = place.rank, device, order.hang_s
-        self.sharded = order.spec.sharded
         self.parts = self.shape.batch_parts
         self.data_rank = place.rank * self.parts // self.shape.ranks
-
-    @property
-    def pipelined(self) -> bool:
-        """Whether some ranks hold parameters that others do not."""
-        return self.shape.pipeline > 1
 
     @property
     def grouped(self) -> bool:
@@ -74,17 +79,9 @@ class Division:
         return self.shape.ranks > self.parts
 
     @property
-    def saves(self) -> bool:
-        """Whether this rank gives a part of a checkpoint: each rank of a sharded trainer, else the
-        first data and spatial part of each stage.
-        """
-        return self.sharded or self._rank < self.shape.pipeline
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """Which part of how many this rank holds of the state; a whole one is one of one."""
-        parts = self.shape.ranks // self.shape.data if self.sharded else 1
-        return self._rank % parts, parts
+    def alike(self) -> bool:
+        """Whether every rank holds the whole model, and trains samples of its own."""
+        return self.whole and not self.grouped
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -105,38 +102,148 @@ class Division:
         """The ranks that hold the same parameters and train different samples; None: all ranks."""
         return self.mesh.get_group('data') if self.grouped else None
 
+    def check(self, prepared: Prepared, mode: Reproducible | Throughput | Scaled) -> None:
+        """Refuse what cannot be trained by this kind; raises BadInput."""
+        for number, model in enumerate(prepared.models, 1):
+            for name, parameter in model.named_parameters():
+                if is_divided(parameter):
+                    raise BadInput(
+                        f'Parameter {name!r} of model {number} of ctx.prepare is a DTensor, so the '
+                        "model is divided among ranks already, and none of the trainer's shapes "
+                        'says so: state them, such as sizes={1: Shape(), 2: Shape(shard=2)}, and '
+                        'let ctx.shard(model) divide it.'
+                    )
+
     def make_equal(self, tensors: Iterable[torch.Tensor], peers: Peers) -> None:
         """Overwrite tensors with those of the first rank that holds the same ones. Tensors that are
         divided among ranks, or have no values yet, are left as they are.
         """
-        tensors = [t for t in tensors if not (is_divided(t) or t.is_meta)]
-        if not self.pipelined:
-            peers.broadcast(tensors)
-            return
+        peers.broadcast(_plain(tensors))
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks that hold what this rank holds of the state."""
+        return self.shape.ranks
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which part of how many this rank holds of the state; a whole one is one of one."""
+        return 0, 1
+
+    @property
+    def saves(self) -> bool:
+        """Whether this rank takes part when a checkpoint is written."""
+        return self._rank == 0
+
+    def collect(self, prepared: Prepared) -> dict[str, Any] | None:
+        """The state of everything that this rank writes; None: it has given it to another rank.
+        All ranks that take part (:attr:`saves`) must call this.
+        """
+        return content_of(prepared, named=self.stated)
+
+    def part_of(self, state: State) -> State:
+        """The part of a collected state that this rank writes."""
+        return state
+
+    def held(self, state: State, *, knows_all: bool) -> State:
+        """What this rank holds of a state. ``knows_all``: also all that is not a tensor."""
+        return state
+
+    def restore(self, prepared: Prepared, saved: Saved) -> None:
+        """Set what was prepared to a saved state, as
+        :func:`~parsl_freetrain.training.checkpoint.state.restore`.
+        """
+        restore(prepared, saved)
+
+    def read(self, path: str, prepared: Prepared) -> Saved:
+        """What this rank needs of a checkpoint of this fragment."""
+        return open_checkpoint(path).load()
+
+
+class ShardedDivision(Division):
+    """A shape of the trainer divides the parameters: each rank holds, writes and reads its part."""
+
+    whole = False
+
+    def check(self, prepared: Prepared, mode: Reproducible | Throughput | Scaled) -> None:
+        # Only here, as it imports FSDP2.
+        from parsl_freetrain.training.steps.sharded import check_sharded
+
+        check_sharded(prepared, self, mode)
+
+    @property
+    def copies(self) -> int:
+        return self.shape.data
+
+    @property
+    def part(self) -> tuple[int, int]:
+        parts = self.shape.ranks // self.shape.data
+        return self._rank % parts, parts
+
+    @property
+    def saves(self) -> bool:
+        return True
+
+    def part_of(self, state: State) -> State:
+        return divided(state, self.mesh, self._rank)
+
+    def held(self, state: State, *, knows_all: bool) -> State:
+        return held(state if knows_all else replace(state, structure=None))
+
+    def read(self, path: str, prepared: Prepared) -> Saved:
+        return open_checkpoint(path).load(prepared)
+
+
+class StagedDivision(Division):
+    """A pipeline: each rank holds some stages of the model."""
+
+    whole = False
+    pipelined = True
+
+    def make_equal(self, tensors: Iterable[torch.Tensor], peers: Peers) -> None:
         groups = [
             self.mesh.get_group(what)
             for what, size in zip(MESH, self.shape.sizes, strict=True)
             if size > 1 and what != 'pipeline'
         ]
-        for tensor in tensors:
+        for tensor in _plain(tensors):
             for group in groups:
                 broadcast_into(tensor, group=group, group_src=0)
 
-    def join(self, content: dict[str, Any]) -> dict[str, Any]:
-        """Collect the state of all stages on the first stage's rank. The other ranks send theirs,
-        and get back their own.
+    @property
+    def copies(self) -> int:
+        return 1  # not counted: no rank has the state of all stages
 
-        All ranks that give something (:attr:`saves`) must call this.
-        """
-        if not self.pipelined:
-            return content
+    @property
+    def saves(self) -> bool:
+        """The first data and spatial part of each stage."""
+        return self._rank < self.shape.pipeline
+
+    def collect(self, prepared: Prepared) -> dict[str, Any] | None:
+        """The state of all stages on the first stage's rank; the other ranks send theirs."""
+        content = content_of(prepared, named=self.stated)
         group = self.mesh.get_group('pipeline')
         if dist.get_rank(group):
             _send(content, group)
-            return content
+            return None
         for stage in range(1, self.shape.pipeline):
             content = _united(content, _receive(stage, group))
         return content
+
+    def restore(self, prepared: Prepared, saved: Saved) -> None:
+        restore(prepared, saved, parts=True)
+
+
+def division_of(order: FragmentOrder, place: RankPlace, device: torch.device) -> Division:
+    """The division of an order's shape; raises BadInput as :class:`Division`."""
+    if order.spec.sharded:
+        return ShardedDivision(order, place, device)
+    kind = StagedDivision if order.shape is not None and order.shape.pipeline > 1 else Division
+    return kind(order, place, device)
+
+
+def _plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if not (is_divided(tensor) or tensor.is_meta)]
 
 
 def _send(content: dict[str, Any], group: ProcessGroup) -> None:

@@ -82,7 +82,7 @@ def make_steps(
     context runs, on all ranks and between micro-batches.
     """
     mode = order.spec.mode
-    if isinstance(mode, Reproducible) and division.sharded:
+    if isinstance(mode, Reproducible) and order.spec.sharded:
         # Only here, as it imports FSDP2.
         from parsl_freetrain.training.steps.sharded_reproducible import ShardedReproducibleSteps
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared
-from parsl_freetrain.training.comm.peers import Alone, Peers
-from parsl_freetrain.training.comm.subgroup import Subgroup
+from parsl_freetrain.training.comm.collectives import Subgroup
+from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.loader import MicroBatch
 from parsl_freetrain.training.steps import row_norm
 from parsl_freetrain.training.steps.mesh import Division
@@ -39,7 +39,7 @@ class ShardedReproducibleSteps(ReproducibleSteps):
         in_hook: Callable[[], bool],
     ) -> None:
         mesh, shape = division.mesh, division.shape
-        copies = Subgroup(mesh.get_group('data')) if shape.data > 1 else Alone()
+        copies = Subgroup(mesh.get_group('data')) if shape.data > 1 else Peers()
         super().__init__(prepared, copies, shards, clip_grad_norm, device, in_hook)
         self._all, self._mesh = peers, mesh
         self._width, self._place = shape.shard, mesh['shard'].get_local_rank()

@@ -392,7 +392,7 @@ def fails_while_saving(ctx: FragmentContext) -> None:
     model = nn.Linear(3000, 3000)
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
     for (x,) in ctx.loop(TensorDataset(torch.ones(64, 3000)), 4):
-        if ctx._checkpointer._background.busy:
+        if ctx._run.checkpointer._background.busy:
             raise ValueError('mine')
         model(x).sum().backward()
         optimizer.step()
@@ -425,7 +425,7 @@ def fills_the_disk(ctx: FragmentContext, limit: int | None) -> None:
         if (
             limit is not None
             and ctx.samples
-            and any(Path(ctx._order.store).glob('ckpt-*/COMMITTED'))
+            and any(Path(ctx._run.order.store).glob('ckpt-*/COMMITTED'))
         ):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         optimizer.zero_grad()

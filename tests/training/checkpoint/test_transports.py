@@ -19,8 +19,8 @@ from parsl_freetrain.training.checkpoint.manifest import Damaged
 from parsl_freetrain.training.checkpoint.transport import Disk, Files, Transport
 from parsl_freetrain.training.checkpoint.transport_memory import NodeMemory, image_of
 from parsl_freetrain.training.checkpoint.transport_peers import PeerTransport
-from parsl_freetrain.training.comm.peers import Alone
-from parsl_freetrain.training.process.fork_address import address_of
+from parsl_freetrain.training.comm.peers import Peers
+from parsl_freetrain.training.process.channel import address_of
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.process.standby_slots import FORK_SERVER_VARIABLE
 from tests.support.waiting import LIMIT_S
@@ -29,7 +29,7 @@ BLOCK = 100
 CONTENT = bytes(range(250))
 
 
-class Thread(Alone):
+class Thread(Peers):
     """One of several ranks that are threads of this process."""
 
     def __init__(self, rank: int, ways: dict[tuple[int, int], queue.Queue[torch.Tensor]]) -> None:

@@ -7,20 +7,14 @@ from itertools import pairwise
 
 import pytest
 
-from parsl_freetrain.training.comm.consensus import (
-    DIFFERENT,
-    EVERY_S,
-    GO_ON,
-    SAVE,
-    SPOILT,
-    STOP,
-    Agreement,
-    steps_between,
-)
-from parsl_freetrain.training.comm.peers import Alone
+from parsl_freetrain.training.comm.consensus import EVERY_S, Agreed, Agreement, steps_between
+from parsl_freetrain.training.comm.peers import Peers
+
+DIFFERENT, GO_ON, SAVE = Agreed.DIFFERENT, Agreed.GO_ON, Agreed.SAVE
+SPOILT, STOP = Agreed.SPOILT, Agreed.STOP
 
 
-class Pair(Alone):
+class Pair(Peers):
     """This rank, and another one of which the test says what it wishes and how slow it is."""
 
     world_size = 2
@@ -94,7 +88,7 @@ def test_what_must_be_the_same_and_is_not_takes_precedence() -> None:
 
 
 def test_alone_nobody_has_to_be_asked() -> None:
-    agreement = Agreement(Alone())
+    agreement = Agreement(Peers())
     assert agreement.delay == 0
     wishes = iter((GO_ON, STOP))
     assert [agreement.after_step(lambda: next(wishes), lambda: 1.0) for _ in range(2)] == [

@@ -24,7 +24,7 @@ def test_an_error_of_the_own_exchange_is_not_a_lost_rank(
     def train(ctx: FragmentContext) -> None:
         import torch
 
-        ctx._peers.broadcast([torch.ones(2, 2).to_sparse()])
+        ctx._run.peers.broadcast([torch.ones(2, 2).to_sparse()])
 
     with ranks(fork_server, order(tmp_path), 2, tmp_path, train) as gang:
         outcomes = gang.run()
@@ -45,7 +45,7 @@ def test_a_rank_that_waits_for_one_that_has_lost_another_notices_it_at_once(
 
         import torch
 
-        outcome = ctx.outcome
+        outcome = ctx._run.outcome
 
         def slow(*arguments: Any) -> Any:
             with suppress(AssertionError):
@@ -54,12 +54,12 @@ def test_a_rank_that_waits_for_one_that_has_lost_another_notices_it_at_once(
             return outcome(*arguments)
 
         if ctx.rank == 1:
-            vars(ctx)['outcome'] = slow
+            vars(ctx._run)['outcome'] = slow
         all_have_begun(ctx, noticed.parent)
         if ctx.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
-            ctx._peers.recv(torch.zeros(1), ctx.rank - 1)
+            ctx._run.peers.recv(torch.zeros(1), ctx.rank - 1)
         finally:
             if ctx.rank == 2:
                 noticed.touch()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from parsl_freetrain.training.data.data_loaders import LoaderSettings
 from parsl_freetrain.training.data.loader import MicroBatch, make_loader, to_device
 
 CPU, GPU = torch.device('cpu'), torch.device('cuda', 0)
@@ -37,7 +38,7 @@ def test_batches_for_an_accelerator_are_page_locked_and_their_copies_do_not_wait
     monkeypatch.setattr(torch.Tensor, 'to', copy)
     micro_batches = [MicroBatch((0, 1), 0, 0, 1.0), MicroBatch((2, 3), 2, 0, 1.0)]
     data = list(torch.arange(4.0))
-    batches = list(make_loader(data, micro_batches, 7, None, 0, device))
+    batches = list(make_loader(data, micro_batches, 7, LoaderSettings(), device))
     assert [batch.tolist() for batch in batches] == [[0.0, 1.0], [2.0, 3.0]]
     assert pinned == [batch.data_ptr() for batch in batches][:locked]
     to_device({'x': [batches[0]], 'y': (batches[1], 'text')}, device)
@@ -59,7 +60,7 @@ def test_batches_of_tensors_are_those_of_torch(
     data = kind(images, torch.arange(8), torch.randn(8, 2).bfloat16())
     picked = [(5, 0, 3), (7, 7)]
     micro_batches = [MicroBatch(indices, 0, 0, 1.0) for indices in picked]
-    ours = list(make_loader(data, micro_batches, seed, None, 0, CPU))
+    ours = list(make_loader(data, micro_batches, seed, LoaderSettings(), CPU))
     theirs = list(DataLoader(data, batch_sampler=map(list, picked)))
     assert [type(batch) for batch in ours] == [type(batch) for batch in theirs] == [list, list]
     for mine, its in zip(chain(*ours), chain(*theirs), strict=True):

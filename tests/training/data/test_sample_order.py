@@ -172,9 +172,9 @@ def test_a_position_where_no_batch_ends_is_refused_at_once(samples_done: int) ->
 @pytest.mark.parametrize(
     ('size', 'batch', 'total', 'sentence'),
     [
-        (0, 4, 5, 'The dataset has 0 samples; it must have at least 1.'),
+        (0, 4, 5, 'The number of samples of the dataset is 0; it must be at least 1.'),
         (5, 0, 5, 'The global batch size is 0; it must be at least 1 sample.'),
-        (5, 4, 0, 'The total to train is 0 samples; it must be at least 1.'),
+        (5, 4, 0, 'The total to train, in samples, is 0; it must be at least 1.'),
     ],
 )
 def test_empty_orders_are_refused(size: int, batch: int, total: int, sentence: str) -> None:
@@ -185,13 +185,13 @@ def test_empty_orders_are_refused(size: int, batch: int, total: int, sentence: s
 
 def test_ranks_and_shards_that_do_not_exist_are_refused() -> None:
     for rank, world_size in ((2, 2), (-1, 2), (0, 0)):
-        with pytest.raises(BadInput, match=f'no rank {rank} among {world_size}'):
+        with pytest.raises(BadInput, match=f'rank among {world_size} is {rank}; it must be'):
             split_for_ranks((1, 2), world_size, rank)
-        with pytest.raises(BadInput, match=f'no rank {rank} among {world_size}'):
+        with pytest.raises(BadInput, match=f'rank among {world_size} is {rank}; it must be'):
             shards_of_rank(4, world_size, rank)
-    with pytest.raises(BadInput, match='into 0 shards'):
+    with pytest.raises(BadInput, match='shards of a batch is 0'):
         shard((1, 2), 0)
-    with pytest.raises(BadInput, match='into 0 shards'):
+    with pytest.raises(BadInput, match='shards of a batch is 0'):
         shards_of_rank(0, 1, 0)
 
 
@@ -205,7 +205,7 @@ def test_epochs_in_samples(epochs: float, size: int, samples: int) -> None:
 
 @pytest.mark.parametrize('epochs', [0, -1.0, float('nan'), float('inf')])
 def test_impossible_epochs_are_refused(epochs: float) -> None:
-    with pytest.raises(BadInput, match='epochs; it must be a number above 0'):
+    with pytest.raises(BadInput, match='in epochs, is .*; it must be a number above 0'):
         samples_in(epochs, 10)
 
 

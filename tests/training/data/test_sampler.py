@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from parsl_freetrain import BadInput, FragmentContext
 from parsl_freetrain.training.checkpoint.export import load_weights
-from parsl_freetrain.training.comm.peers import Alone
+from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.sample_order import (
     GlobalOrder,
     shard,
@@ -182,7 +182,7 @@ class Drifting:
 )
 def test_what_has_no_fixed_order_is_refused(sampler: Any, sentence: str) -> None:
     with pytest.raises(BadInput, match=sentence):
-        sampled_order(sampler, SIZE, 1, Alone())
+        sampled_order(sampler, SIZE, 1, Peers())
 
 
 def test_epochs_of_unequal_lengths_are_refused() -> None:

@@ -49,7 +49,7 @@ def as_documented(ctx: FragmentContext, killed_in: int = 0) -> None:
         if ctx.samples == 24 and ctx.fragment == 1:
             time.sleep(1.2)  # long enough for a checkpoint before the last batch
     if ctx.fragment <= killed_in:
-        ctx._checkpointer.settled()
+        ctx._run.checkpointer.settled()
         os.kill(os.getpid(), signal.SIGKILL)
     ctx.report(last=loss)
 

@@ -20,7 +20,8 @@ from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.reports import mean
-from parsl_freetrain.training.loop.training_loop import EvaluationStopped, FragmentEnd
+from parsl_freetrain.training.loop.training_loop import FragmentEnd
+from parsl_freetrain.training.loop.wishes import EvaluationStopped
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.examples import in_this_process
 from tests.support.ranks import order, ranks
@@ -240,7 +241,7 @@ def test_evaluation_in_other_modes(fork_server: ForkClient, tmp_path: Path, mode
 
     def look(ctx: FragmentContext) -> None:
         train(ctx)
-        model, _ = ctx._model.prepared.models[0], None  # type: ignore[union-attr]
+        model, _ = ctx._run.model.prepared.models[0], None  # type: ignore[union-attr]
         ctx.state['last'] = ctx.evaluate(model, HELD_OUT, measure, batch_size=5)
         assert ctx.state['last']['loss'] == pytest.approx(ctx.state['found'][-1][2]['loss'])
 

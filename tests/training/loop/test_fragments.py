@@ -8,6 +8,7 @@ import select
 import signal
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,7 @@ from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.spec.messages import (
-    CheckpointSaved,
-    Exit,
-    Progress,
-    Started,
-    StopTraining,
-    TotalSamples,
-)
+from parsl_freetrain.training.spec import messages as msg
 from parsl_freetrain.training.spec.retention import Retention
 from tests.support.ranks import order, ranks
 
@@ -229,15 +223,60 @@ def test_augmentation_in_workers_does_not_change_a_bit(
     assert differences(final_state(tmp_path), expected) == []
 
 
+def data_workers(pid: int) -> list[int]:
+    return [int(child) for child in Path(f'/proc/{pid}/task/{pid}/children').read_text().split()]
+
+
+@pytest.mark.parametrize('notice', [signal.SIGTERM, signal.SIGUSR1], ids=['SIGTERM', 'SIGUSR1'])
+def test_a_notice_to_all_processes_of_a_node_ends_no_data_worker(
+    fork_server: ForkClient, tmp_path: Path, notice: signal.Signals
+) -> None:
+    """Slurm sends its notice to every process of a job's step."""
+    expected = undisturbed(fork_server, tmp_path / 'whole')
+    total = order(tmp_path, total_samples=EPOCHS * SIZE)
+
+    def notified(ctx: FragmentContext) -> None:
+        def notify() -> None:
+            if ctx.samples == 2 * BATCH and ctx.fragment == 1:
+                for pid in (*data_workers(os.getpid()), os.getpid()):
+                    os.kill(pid, notice)
+
+        ctx.after_step(notify)
+        train(ctx, num_workers=2)
+
+    with ranks(fork_server, total, 1, tmp_path, notified) as gang:
+        assert [outcome.how for outcome in gang.run()] == ['stopped']
+    with ranks(fork_server, replace(total, fragment=2), 1, tmp_path, notified) as gang:
+        assert [outcome.how for outcome in gang.run()] == ['finished']
+    assert differences(final_state(tmp_path), expected) == []
+
+
+def test_a_data_worker_that_dies_costs_what_a_rank_that_dies_costs(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    def bereft(ctx: FragmentContext) -> None:
+        def kill() -> None:
+            if ctx.samples == 2 * BATCH:
+                os.kill(data_workers(os.getpid())[0], signal.SIGKILL)
+
+        ctx.after_step(kill)
+        train(ctx, num_workers=2)
+
+    with ranks(
+        fork_server, order(tmp_path, total_samples=EPOCHS * SIZE), 1, tmp_path, bereft
+    ) as gang:
+        (outcome,) = gang.run()
+    assert outcome.how == 'peer-lost'
+    assert outcome.error is not None
+    assert 'DataLoader worker (pid' in outcome.error.message
+
+
 def test_a_killed_rank_leaves_no_data_workers(fork_server: ForkClient, tmp_path: Path) -> None:
     with ranks(
         fork_server, order(tmp_path, total_samples=10_000_000), 1, tmp_path, train, num_workers=2
     ) as gang:
-        gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
-        pid = gang.ranks[0].process.pid
-        workers = [
-            int(child) for child in Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
-        ]
+        gang.hear(lambda: bool(gang.ranks[0].said(msg.Progress)))
+        workers = data_workers(gang.ranks[0].process.pid)
         pidfds = [os.pidfd_open(worker) for worker in workers]
         gang.ranks[0].process.kill()
         assert len(workers) == 2
@@ -308,15 +347,15 @@ def test_a_stop_request_ends_all_ranks_at_the_same_step(
     with ranks(
         fork_server, order(tmp_path, total_samples=10_000_000, mode=mode), 3, tmp_path, train
     ) as gang:
-        gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
-        gang.ranks[2].process.send(StopTraining('others need the node'))
+        gang.hear(lambda: bool(gang.ranks[0].said(msg.Progress)))
+        gang.ranks[2].process.send(msg.StopTraining('others need the node'))
         outcomes = gang.run()
     assert {outcome.how for outcome in outcomes} == {'stopped'}
     checkpoint = PosixCheckpointStore(tmp_path / 'store', 'digits').latest()
     assert checkpoint is not None
     assert checkpoint.samples > 0
     assert {outcome.samples for outcome in outcomes} == {checkpoint.samples}
-    said = gang.ranks[0].said(CheckpointSaved)[-1].checkpoint
+    said = gang.ranks[0].said(msg.CheckpointSaved)[-1].checkpoint
     assert outcomes[0].path == checkpoint.path == said.path
 
 
@@ -334,7 +373,7 @@ def test_the_deadline_is_kept(
     ) as gang:
         outcomes = gang.run()
     assert {outcome.how for outcome in outcomes} == {'stopped'}
-    saved = gang.ranks[0].said(CheckpointSaved)[-1].checkpoint
+    saved = gang.ranks[0].said(msg.CheckpointSaved)[-1].checkpoint
     assert saved.samples == outcomes[0].samples
     assert saved.at < deadline  # processes may end a little later where the machine is busy
 
@@ -369,9 +408,9 @@ def test_a_later_fragment_fences_this_one(fork_server: ForkClient, tmp_path: Pat
     with ranks(
         fork_server, order(tmp_path, 3, total_samples=10_000_000), 2, tmp_path, train
     ) as gang:
-        gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
+        gang.hear(lambda: bool(gang.ranks[0].said(msg.Progress)))
         PosixCheckpointStore(tmp_path / 'store', 'digits').fence(4)
-        gang.ranks[0].process.send(StopTraining('test'))
+        gang.ranks[0].process.send(msg.StopTraining('test'))
         assert [outcome.how for outcome in gang.run()] == ['fenced', 'peer-lost']
     assert PosixCheckpointStore(tmp_path / 'store', 'digits').latest() is None
 
@@ -393,19 +432,19 @@ def test_epochs_metrics_and_messages(fork_server: ForkClient, tmp_path: Path) ->
     ) as gang:
         outcomes = gang.run()
     first, second = gang.ranks
-    assert [message.total_samples for message in first.said(TotalSamples)] == [12]
-    assert second.said(TotalSamples) == []
-    (started,) = first.said(Started)
+    assert [message.total_samples for message in first.said(msg.TotalSamples)] == [12]
+    assert second.said(msg.TotalSamples) == []
+    (started,) = first.said(msg.Started)
     assert started.samples == 0
     assert started.at >= gang.launched_at
-    (saved,) = (said.checkpoint for said in first.said(CheckpointSaved))
+    (saved,) = (said.checkpoint for said in first.said(msg.CheckpointSaved))
     assert (saved.samples, saved.metrics) == (12, {'accuracy': 0.75})
     assert (outcomes[0].how, outcomes[0].samples, outcomes[0].metrics) == (
         'finished',
         12,
         {'accuracy': 0.75},
     )
-    assert first.messages[-1] == second.messages[-1] == Exit(0)
+    assert first.messages[-1] == second.messages[-1] == msg.Exit(0)
     latest = PosixCheckpointStore(tmp_path / 'store', 'digits').latest()
     assert latest is not None
     assert latest.metrics == {'accuracy': 0.75}
@@ -415,7 +454,7 @@ def test_epochs_metrics_and_messages(fork_server: ForkClient, tmp_path: Path) ->
         fork_server, order(tmp_path, 2, total_samples=None, total_epochs=1.5), 1, tmp_path, closing
     ) as gang:
         (outcome,) = gang.run()
-    assert (outcome.how, outcome.path, gang.ranks[0].said(CheckpointSaved)) == (
+    assert (outcome.how, outcome.path, gang.ranks[0].said(msg.CheckpointSaved)) == (
         'finished',
         latest.path,
         [],
@@ -445,7 +484,7 @@ def test_periodic_checkpoints_are_pruned(fork_server: ForkClient, tmp_path: Path
         closing,
     ) as gang:
         gang.run()
-    said = [message.checkpoint for message in gang.ranks[0].said(CheckpointSaved)]
+    said = [message.checkpoint for message in gang.ranks[0].said(msg.CheckpointSaved)]
     samples = [message.samples for message in said]
     # While one is being written training goes on; the last one waits for it.
     assert samples == sorted(samples) and samples[-1] == 80 and len(samples) > 1

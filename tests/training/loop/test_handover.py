@@ -28,8 +28,7 @@ from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.transport_memory import NodeMemory, image_of
 from parsl_freetrain.training.loop.context import FragmentContext
-from parsl_freetrain.training.process.channel import Channel
-from parsl_freetrain.training.process.fork_address import address_of
+from parsl_freetrain.training.process.channel import Channel, address_of
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.process.standby_slots import (
     ALONE_S,

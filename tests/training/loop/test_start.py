@@ -14,7 +14,7 @@ from parsl_freetrain.training.checkpoint import manifest
 from parsl_freetrain.training.checkpoint.state import Position, collect, content_of
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import sort_out
-from parsl_freetrain.training.comm.peers import Alone
+from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.loop.start import find_start
 from parsl_freetrain.training.spec.fragment_order import RankPlace
 from parsl_freetrain.training.spec.retention import Retention
@@ -42,7 +42,7 @@ def test_a_damaged_file_is_found_while_it_is_read(
     content = bytearray((path := Path(newest.path, file)).read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    latest, saved = find_start(order(tmp_path, 2), RankPlace(0, 1, 0, 1, ''), store, Alone())
+    latest, saved = find_start(order(tmp_path, 2), RankPlace(0, 1, 0, 1, ''), store, Peers())
     assert saved is not None
     assert (latest, saved.position.samples) == (before, 8)
     assert len(store.set_aside) == 1

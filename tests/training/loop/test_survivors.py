@@ -56,8 +56,8 @@ def train(ctx: FragmentContext, faults: dict[int, list[Fault]], remembers: bool 
     schedule = ctx.samples_lr(optimizer, lambda samples: 1.0 / (1 + samples / 100))
     model, optimizer, schedule = ctx.prepare(model, optimizer, schedule)
     average = ctx.ema(model, 0.9)
-    assert ctx._model is not None
-    steps: Any = ctx._model.steps
+    assert ctx._run.model is not None
+    steps: Any = ctx._run.model.steps
     exchange: Any = getattr(steps, '_exchange', None)
 
     def exchanged(*arguments: Any) -> Any:

@@ -171,7 +171,7 @@ def saved_without_exchange(ctx: FragmentContext) -> None:
     """Tensors are exchanged for training only: by the main thread, and not while it collects what
     is to be saved. Blocks are gathered one by one.
     """
-    collecting, collected = False, ctx._checkpointer._collected
+    collecting, collected = False, ctx._run.checkpointer._collected
 
     def only_for_training(plain: Any) -> Any:
         def exchange(*args: Any, **options: Any) -> Any:
@@ -196,12 +196,12 @@ def saved_without_exchange(ctx: FragmentContext) -> None:
     ):
         for name in names:
             setattr(module, name, only_for_training(getattr(module, name)))
-    vars(ctx._checkpointer)['_collected'] = collect
+    vars(ctx._run.checkpointer)['_collected'] = collect
     train(ctx)
-    assert ctx._model is not None
+    assert ctx._run.model is not None
     gathered = [
         [len(group.fsdp_params) for group in module._get_fsdp_state()._fsdp_param_groups]
-        for module in fsdp_modules(ctx._model.prepared.models)
+        for module in fsdp_modules(ctx._run.model.prepared.models)
     ]
     assert gathered == [[4], [6], [6]]  # the whole model's own, and each block's
 
@@ -237,7 +237,7 @@ def sharded_or_whole(ctx: FragmentContext) -> None:
     """A model that is sharded where the trainer has shapes."""
     torch.manual_seed(3)
     model: nn.Module = nn.Sequential(nn.Linear(5, WIDTH), Block(), nn.Linear(WIDTH, 3))
-    model = ctx.shard(model, blocks=(Block,)) if ctx._order.spec.shapes else model
+    model = ctx.shard(model, blocks=(Block,)) if ctx._run.order.spec.shapes else model
     steps(ctx, model, torch.optim.AdamW(model.parameters()))
 
 

@@ -9,27 +9,19 @@ import pytest
 
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.process.channel import Channel
+from parsl_freetrain.training.spec import messages as msg
 from parsl_freetrain.training.spec.codec import Decoder
-from parsl_freetrain.training.spec.messages import (
-    Exit,
-    FromRank,
-    Outcome,
-    Rendezvous,
-    StopTraining,
-    TotalSamples,
-    Waiting,
-)
 from tests.support.ranks import channel_pair
 
 
-def pair() -> tuple[Channel[FromRank], Channel[FromRank], socket.socket]:
+def pair() -> tuple[Channel[msg.FromRank], Channel[msg.FromRank], socket.socket]:
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    decoder = Decoder[FromRank](FromRank, 'a rank')
+    decoder = Decoder[msg.FromRank](msg.FromRank, 'a rank')
     return Channel(one, decoder), Channel(other, decoder), one
 
 
-def long(text: int) -> Outcome:
-    return Outcome('error', path='x' * text)
+def long(text: int) -> msg.Outcome:
+    return msg.Outcome('error', path='x' * text)
 
 
 def test_short_and_long_messages() -> None:
@@ -39,22 +31,22 @@ def test_short_and_long_messages() -> None:
     sender.start()
     assert other.recv() == message
     sender.join()
-    assert one.send(Waiting())
+    assert one.send(msg.Waiting())
     assert other.poll()
-    assert other.recv() == Waiting()
+    assert other.recv() == msg.Waiting()
     assert not other.poll()
     one.close()
     with pytest.raises(EOFError):
         other.recv()
-    assert not other.send(Waiting())
+    assert not other.send(msg.Waiting())
     other.close()
 
 
 def test_an_unfinished_message_is_dropped() -> None:
     one, other, sock = pair()
     sock.send(b'+' + b'{"kind": "unfin')  # all that a sender got out before it was killed
-    one.send(Exit(-9))
-    assert other.recv() == Exit(-9)
+    one.send(msg.Exit(-9))
+    assert other.recv() == msg.Exit(-9)
     one.close()
     other.close()
 
@@ -62,10 +54,12 @@ def test_an_unfinished_message_is_dropped() -> None:
 def test_a_message_that_need_not_arrive_does_not_wait() -> None:
     one, other, _ = pair()
     sent = 0
-    while one.send(TotalSamples(sent), wait=False):
+    while one.send(msg.TotalSamples(sent), wait=False):
         sent += 1
     assert sent > 5
-    assert [other.recv() for _ in range(sent)] == [TotalSamples(number) for number in range(sent)]
+    assert [other.recv() for _ in range(sent)] == [
+        msg.TotalSamples(number) for number in range(sent)
+    ]
     assert not one.send(long(100_000), wait=False)
     one.close()
     other.close()
@@ -75,8 +69,8 @@ def test_a_stop_that_comes_before_the_rendezvous_is_kept() -> None:
     other, one = channel_pair()
     inbox = Inbox(other)
     assert not inbox.stop_requested()
-    one.send(StopTraining('preempted'))
-    one.send(Rendezvous('h', 1, 's'))
+    one.send(msg.StopTraining('preempted'))
+    one.send(msg.Rendezvous('h', 1, 's'))
     assert inbox.wait_for_rendezvous(10).port == 1
     assert inbox.stop_requested()
     one.close()

@@ -35,7 +35,7 @@ from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlac
 from parsl_freetrain.training.spec.training import TrainingSpec
 from parsl_freetrain.training.comm.collectives import EXCHANGE_TIMEOUT, RankGroup
 from parsl_freetrain.training.comm.peers import PeerLost
-from parsl_freetrain.training.comm.exchange_watch import RankLinks, exchanges
+from parsl_freetrain.training.comm.exchange_watch import exchanges
 import os
 host, rank, count, wait_s = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 steps = int(sys.argv[5])
@@ -47,7 +47,7 @@ group = RankGroup(order, RankPlace(rank, count, 0, count, ''), store, 'secret', 
 def end(exchange):
     print('Another rank is gone:', exchange, flush=True)
     os._exit(0)
-exchanges.start(RankLinks(rank, print, group.broken, end))
+exchanges.start(rank, print, group.broken, end)
 print('met', flush=True)
 try:
     for step in range(steps or 1_000_000):

@@ -25,8 +25,7 @@ from parsl_freetrain.executor.fragment.member import Member
 from parsl_freetrain.executor.fragment.member_order import MemberOrder
 from parsl_freetrain.executor.fragment.rank_result import RankResult
 from parsl_freetrain.training.comm.inbox import Inbox
-from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.process.rank_process import RankProcess
+from parsl_freetrain.training.process.fork_client import ForkClient, RankProcess
 from parsl_freetrain.training.spec import fork_messages as fm
 from parsl_freetrain.training.spec import messages as ms
 from parsl_freetrain.training.spec.codec import Decoder, encode
@@ -76,7 +75,7 @@ TO_RANK = [RENDEZVOUS, STOP, ms.NodeStays()]
 TO_MEMBER = [RENDEZVOUS, STOP, ms.Abandon('hangs', 5.0), ms.AreYouThere(), ms.StartStandby(150.0)]
 REQUESTS = [
     fm.Launch(ORDER, PLACE, {'A': '\udc80'}, 'digest'),
-    fm.LaunchStandby(ORDER, PLACE, {}, 'digest', 30.0),
+    fm.Launch(ORDER, PLACE, {}, 'digest', 30.0),
     fm.ForkServerWanted('n', 17, '/log', {'A': 'B'}, ['/p'], '/', [0, 1], '/usr', '3.11'),
     fm.Ping(),
     fm.Quit(),

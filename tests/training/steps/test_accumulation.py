@@ -79,8 +79,8 @@ def here(function: Callable[..., Any], mode: Any = None, *args: Any) -> Any:
 def weights(ctx: FragmentContext, kept: dict[str, Any], *args: Any) -> None:
     """Trains, and keeps what a checkpoint would."""
     train(ctx, *args)
-    assert ctx._model is not None
-    prepared = ctx._model.prepared
+    assert ctx._run.model is not None
+    prepared = ctx._run.model.prepared
     kept['tensors'] = [tensor.detach().clone() for tensor in prepared.tensors()]
     kept['lr'] = prepared.schedulers[0].get_last_lr(), prepared.schedulers[0].last_epoch
 
@@ -179,7 +179,10 @@ def body(
         ((steps_now_and_then,), 'call optimizer.step.. once in each'),
         ((steps_twice,), 'called twice in one iteration'),
         ((just_steps, torch.optim.LBFGS), 'LBFGS computes the loss several times'),
-        ((just_steps, torch.optim.SGD, 0), 'micro_batch=0; it must be 1 or more'),
+        (
+            (just_steps, torch.optim.SGD, 0),
+            'micro_batch given to ctx.loop is 0; it must be 1 or more',
+        ),
         ((just_steps, torch.optim.SGD, 3, True), 'cannot add up sparse gradients'),
         ((just_steps, torch.optim.SGD, 3, False, True), 'a gradient scaler may change its scale'),
     ],

@@ -11,8 +11,10 @@ from parsl_freetrain.training.data.data_loaders import LoaderData
 from parsl_freetrain.training.data.loader import seed_alike
 from parsl_freetrain.training.data.stream import is_stream
 from parsl_freetrain.training.loop.last_step import around_models, changes_of
-from parsl_freetrain.training.loop.rank_parts import LoopState, Model
-from parsl_freetrain.training.loop.training_loop import END_OF_EPOCH, EvaluationStopped
+from parsl_freetrain.training.loop.loop_state import LoopState
+from parsl_freetrain.training.loop.rank_parts import Model
+from parsl_freetrain.training.loop.training_loop import END_OF_EPOCH
+from parsl_freetrain.training.loop.wishes import EvaluationStopped
 from parsl_freetrain.training.spec.mode import Reproducible
 from parsl_freetrain.training.spec.on_nan import ROLLBACK
 from parsl_freetrain.training.spec.training import TrainingSpec
@@ -27,18 +29,14 @@ class _Place(Enum):
     ENDED = auto()
 
 
-class Epochs:
+class EpochLoop:
     """Divides the batches of the training loop among the epochs of the user's function.
 
     A fragment that stops within an epoch begins with that epoch again: what the function does
     before ``ctx.loop`` is repeated, so it may change nothing that is saved. What it does behind
     ``ctx.loop`` belongs to the end of the epoch, and no checkpoint is written between the two,
-    since it may need variables of the loop.
-
-    Raises
-    ------
-    BadInput
-        If training may go back to an earlier epoch.
+    since it may need variables of the loop. Raises BadInput if training may go back to an earlier
+    epoch.
     """
 
     def __init__(self, spec: TrainingSpec, state: LoopState, model: Model) -> None:
@@ -54,7 +52,7 @@ class Epochs:
         self._before: Any = None
 
     def __iter__(self) -> Iterator[int]:
-        while not self._state.complete:
+        while not self._state.loop_over:
             self._place, self._before = _Place.BEFORE_LOOP, self._now()
             if isinstance(self._mode, Reproducible):
                 seed_alike(self._state.epoch, self._mode.seed, 'before an epoch')
@@ -143,7 +141,7 @@ class Epochs:
             raise BadInput(self._left_early())
         self._place = _Place.ENDED
         next(self._batches, None)  # ends the epoch on all ranks together
-        if not self._state.complete:
+        if not self._state.loop_over:
             self._state.epoch += 1
 
     def _left_early(self) -> str:
@@ -159,11 +157,6 @@ class Epochs:
 class PreparedLoader:
     """Stands for a DataLoader that was given to ``ctx.prepare``: an iteration over it is
     ``ctx.loop`` within ``ctx.epochs()``. Everything else is the DataLoader's own.
-
-    Attributes
-    ----------
-    loader
-        The DataLoader.
     """
 
     def __init__(self, loader: Any, loop: Callable[[Any], Iterator[Any]]) -> None:

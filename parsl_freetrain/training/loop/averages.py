@@ -1,0 +1,157 @@
+"""Averages of models, which are saved with every checkpoint: ``ctx.ema``, and the ``AveragedModel``
+of torch that is given to ``ctx.prepare``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from parsl_freetrain.core.model.errors import BadInput, refuse
+from parsl_freetrain.training.checkpoint.state import Saved, Source, restore_average
+from parsl_freetrain.training.comm.peers import Peers, on_any_rank
+from parsl_freetrain.training.loop.rank_parts import Model
+
+
+class MovingAverage:
+    """The exponential moving average of a model, updated after each step::
+
+        average = decay * average + (1 - decay) * parameter
+
+    Buffers are copied. ``model``, a copy of the model that is never trained, holds the average,
+    which begins with the model's parameters. Raises BadInput if the decay is not from 0 to 1, or
+    the model cannot be copied.
+    """
+
+    def __init__(self, source: torch.nn.Module, decay: float) -> None:
+        if not 0 <= decay <= 1:
+            refuse('The decay given to ctx.ema', decay, 'from 0 to 1')
+        self._source = source
+        self._decay = decay
+        try:
+            self.model = copy.deepcopy(source)
+        except (RuntimeError, TypeError) as error:
+            raise BadInput(
+                f'ctx.ema cannot copy the model, a {type(source).__name__} ({error}).'
+            ) from error
+        self.model.requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the model's present parameters."""
+        for mine, its in zip(self.model.parameters(), self._source.parameters(), strict=True):
+            if mine.is_floating_point() or mine.is_complex():
+                mine.lerp_(its.detach().to(mine.dtype), 1 - self._decay)
+            else:
+                mine.copy_(its)
+        for kept, buffer in zip(self.model.buffers(), self._source.buffers(), strict=True):
+            kept.copy_(buffer)
+
+
+class PreparedAverage:
+    """Updates an AveragedModel once per global batch, after the step, when the body of the loop
+    calls its ``update_parameters``, which is replaced. Outside of the body that acts at once, on
+    all ranks. Raises BadInput if it cannot be said of which of the prepared ``models`` it is the
+    average.
+    """
+
+    def __init__(
+        self,
+        average: AveragedModel,
+        models: Sequence[torch.nn.Module],
+        peers: Peers,
+        in_body: Callable[[], bool],
+    ) -> None:
+        sources = [model for model in models if _shapes(model) == _shapes(average.module)]
+        if len(sources) != 1:
+            raise BadInput(
+                f'ctx.prepare was given an AveragedModel and {len(sources)} models with its '
+                'parameters: give it the one model of which it is the average, or use '
+                'ctx.ema(model, decay).'
+            )
+        self._source = sources[0]
+        self._peers, self._in_body = peers, in_body
+        self._update = average.update_parameters
+        average.update_parameters = self._called  # type: ignore[method-assign]
+        self._called_now = False
+        self._each_step: bool | None = None
+        self._agreed = False
+
+    def _called(self, model: torch.nn.Module) -> None:
+        if self._in_body():
+            self._called_now = True
+        else:
+            self._update(model)
+
+    def end_micro_batch(self) -> None:
+        """Call after a micro-batch. Raises BadInput if it was called in this micro-batch and not in
+        the first one, or the other way round.
+        """
+        called, self._called_now = self._called_now, False
+        if self._each_step is None:
+            self._each_step = called
+        elif called != self._each_step:
+            raise BadInput(
+                'The body of ctx.loop called update_parameters of an AveragedModel in some '
+                'iterations and not in others: call it in every iteration, or, to average less '
+                'often, in a function that is given to ctx.after_step or ctx.each_epoch.'
+            )
+
+    def after_step(self) -> None:
+        """Call after each step, on all ranks."""
+        if not self._agreed:  # a rank may have had no micro-batch in the first batch
+            self._each_step = on_any_rank(self._peers, bool(self._each_step))
+            self._agreed = True
+        if self._each_step:
+            self._update(self._source)
+
+
+def take_averages(
+    model: Model, peers: Peers, in_body: Callable[[], bool], *, fresh: bool
+) -> list[PreparedAverage]:
+    """Update the averages that were given to ``ctx.prepare`` after each step. ``fresh``: they have
+    not been restored. Raises BadInput if the model is divided.
+    """
+    taken = []
+    for average in model.prepared.averages:
+        assert isinstance(average, AveragedModel)
+        _check_whole(model)
+        if fresh:
+            tensors = (*average.parameters(), *average.buffers())
+            model.division.make_equal((tensor.data for tensor in tensors), peers)
+        taken.append(PreparedAverage(average, model.prepared.models, peers, in_body))
+        model.hooks.averages.append(taken[-1].after_step)
+    return taken
+
+
+def with_moving_average(
+    model: Model, averaged: torch.nn.Module, decay: float, saved: Source | None
+) -> tuple[Model, torch.nn.Module]:
+    """The model with one more average, and that average; as of ``ctx.ema``."""
+    source = averaged.module if isinstance(averaged, DistributedDataParallel) else averaged
+    if not any(source is one for one in model.prepared.models):
+        raise BadInput('ctx.ema was given a model that was not given to ctx.prepare.')
+    _check_whole(model)
+    average, before = MovingAverage(source, decay), model.prepared.averages
+    if isinstance(saved, Saved):
+        restore_average(average.model, saved, len(before))
+    model.hooks.averages.append(average.update)
+    prepared = replace(model.prepared, averages=(*before, average.model))
+    return replace(model, prepared=prepared), average.model
+
+
+def _check_whole(model: Model) -> None:
+    if not model.division.whole:
+        raise BadInput(
+            'A model that is divided among ranks cannot be averaged: leave out its average, or '
+            'give the trainer shapes that divide only the data.'
+        )
+
+
+def _shapes(model: torch.nn.Module) -> list[tuple[int, ...]]:
+    return [tuple(parameter.shape) for parameter in model.parameters()]

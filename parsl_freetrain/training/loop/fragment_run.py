@@ -1,0 +1,327 @@
+"""What is behind the context of a fragment: the models, the loops and the progress of one rank."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from msgspec import structs
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from parsl_freetrain.core.model.errors import BadInput, refuse
+from parsl_freetrain.training.checkpoint.local_shard import local
+from parsl_freetrain.training.checkpoint.state import (
+    Position,
+    Saved,
+    Source,
+    check_averages,
+    check_position,
+)
+from parsl_freetrain.training.checkpoint.trainables import check_schedulers
+from parsl_freetrain.training.data.data_loaders import LoaderData, LoaderSettings
+from parsl_freetrain.training.data.loader import seed_alike
+from parsl_freetrain.training.data.stream import is_stream
+from parsl_freetrain.training.loop import update_guard
+from parsl_freetrain.training.loop.averages import (
+    PreparedAverage,
+    take_averages,
+    with_moving_average,
+)
+from parsl_freetrain.training.loop.epoch_loop import EpochLoop, PreparedLoader
+from parsl_freetrain.training.loop.evaluation import Measure, evaluate
+from parsl_freetrain.training.loop.loop_data import LoopData, LoopLengths
+from parsl_freetrain.training.loop.loop_hooks import LoopHooks
+from parsl_freetrain.training.loop.loop_state import LoopState, Phase, UserState, plain_text
+from parsl_freetrain.training.loop.preparing import prepare_model
+from parsl_freetrain.training.loop.rank_parts import Model, RankParts
+from parsl_freetrain.training.loop.training_loop import FragmentEnd, TrainingLoop
+from parsl_freetrain.training.loop.wishes import EvaluationStopped
+from parsl_freetrain.training.spec import messages as msg
+from parsl_freetrain.training.spec.mode import Reproducible
+from parsl_freetrain.training.steps.mesh import division_of
+
+
+class FragmentRun:
+    """One rank in one fragment. Its methods are what
+    :class:`~parsl_freetrain.training.loop.context.FragmentContext` does, and its end.
+    ``saved`` is the state to continue from, until a loop goes on from it.
+    """
+
+    def __init__(self, parts: RankParts) -> None:
+        self.parts, self.order, self.saved = parts, parts.order, parts.saved
+        self.peers, self.checkpointer = parts.peers, parts.checkpointer
+        self.is_main = parts.place.rank == 0
+        self.division = division_of(parts.order, parts.place, parts.device)
+        self.state = LoopState.at_start(
+            parts.saved, parts.checkpointer.last, parts.order.spec.total_samples
+        )
+        self.hooks = LoopHooks()
+        self.model: Model | None = None
+        self.loop: TrainingLoop | None = None
+        self._lengths = LoopLengths(parts.order.spec)
+        self._averages: list[PreparedAverage] = []
+        self._epochs: EpochLoop | None = None
+
+    def in_body(self) -> bool:
+        """Whether the body of the loop is running."""
+        return self.state.reports.in_micro_batch
+
+    def user_state(self) -> UserState:
+        """The user's own dict, which is used from here on."""
+        if not self.state.user.used and self.is_main:
+            self.parts.channel.send(msg.StateUsed())
+        self.state.user.used = True
+        return self.state.user
+
+    def prepare(
+        self, things: tuple[Any, ...], clip_grad_norm: float | None, find_unused_parameters: bool
+    ) -> Any:
+        """As :meth:`FragmentContext.prepare`."""
+        if self.model is not None:
+            raise BadInput(
+                'ctx.prepare was called twice: call it once, with all models, optimizers '
+                'and schedulers.'
+            )
+        loaders = [thing for thing in things if isinstance(thing, DataLoader)]
+        others = tuple(thing for thing in things if not isinstance(thing, DataLoader))
+        self.model = prepare_model(
+            others,
+            self.parts,
+            self.division,
+            self.hooks,
+            self.state,
+            clip_grad_norm,
+            find_unused_parameters,
+        )
+        prepared, steps = self.model.prepared, self.model.steps
+        steps.before_step.append(self._before_step)
+        self._averages = take_averages(
+            self.model, self.peers, self.in_body, fresh=self.saved is None
+        )
+        self.checkpointer.timing.expect(
+            3 * sum(local(tensor).nbytes for tensor in prepared.tensors()),
+            self.saved.position.checkpoint_s if self.saved is not None else 0.0,
+        )
+        stand_ins = {
+            id(thing): stand_in
+            for kind in ('models', 'optimizers', 'schedulers')
+            for thing, stand_in in zip(getattr(prepared, kind), getattr(steps, kind), strict=True)
+        }
+        stand_ins.update((id(loader), PreparedLoader(loader, self._epoch_of)) for loader in loaders)
+        answers = tuple(stand_ins.get(id(thing), thing) for thing in things)
+        return answers[0] if len(answers) == 1 else answers
+
+    def _before_step(self) -> None:
+        mode = self.order.spec.mode
+        if self.hooks.before_step and isinstance(mode, Reproducible):
+            seed_alike(self.state.samples, mode.seed, 'before step')
+        self.hooks.run(self.hooks.before_step)
+
+    def _epoch_of(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        if self._epochs is None:
+            raise BadInput(
+                'A DataLoader that was given to ctx.prepare was iterated over outside of '
+                'ctx.epochs(): say "for epoch in ctx.epochs():" around it, or keep it out of '
+                'ctx.prepare if it is not for the training.'
+            )
+        return self.begin_loop(loader, None, None, None, None, LoaderSettings())
+
+    def begin_loop(
+        self,
+        dataset: Any,
+        batch_size: int | None,
+        micro_batch: int | None,
+        epochs: float | None,
+        samples: int | None,
+        own: LoaderSettings,
+    ) -> Iterator[Any]:
+        """As :meth:`FragmentContext.loop`."""
+        if self.model is None:
+            raise BadInput(
+                'ctx.loop was called before ctx.prepare: prepare models, optimizers and '
+                'schedulers first.'
+            )
+        if self.loop is not None and not (self.state.loop_over or self._epochs):
+            raise BadInput(self._left_early())
+        if micro_batch is not None and micro_batch < 1:
+            refuse('The micro_batch given to ctx.loop', micro_batch, '1 or more')
+        check_schedulers(self.model.prepared)
+        if isinstance(dataset, PreparedLoader):
+            dataset = dataset.loader
+        data = LoaderData.of_loop(dataset, batch_size, own)
+        if self._epochs is not None and not self.state.loop_over:
+            self._epochs.begin_loop(data.dataset, epochs, samples)
+            if self.loop is not None:
+                return self._epochs.micro_batches(data, micro_batch)
+        batches = self._batches(self.model, data, micro_batch, epochs, samples)
+        if self._epochs is None or batches is None:
+            return iter(()) if batches is None else batches
+        return self._epochs.micro_batches(data, micro_batch, batches)
+
+    def _batches(
+        self,
+        model: Model,
+        data: LoaderData,
+        micro_batch: int | None,
+        epochs: float | None,
+        samples: int | None,
+    ) -> Iterator[Any] | None:
+        """The batches of a loop; None: an earlier fragment has trained it, or training is over."""
+        spec, saved = self.order.spec, self.saved
+        if is_stream(data.dataset):
+            self._lengths.check_stream(epochs)
+        source = LoopData(data, spec.mode.seed, self.peers)
+        there = saved.position if saved is not None else None
+        span = self._lengths.next(there, self.state.samples, source.in_epoch, epochs, samples)
+        if self.state.phase is Phase.ENDED_EARLY or (there and span.number != there.loop):
+            return None
+        self.state.total_samples = span.total
+        if self.is_main and spec.total_epochs is not None:
+            self.parts.channel.send(msg.TotalSamples(span.total))
+        position = source.position(self.state.samples, span, spec.shards, saved)
+        guard = self._guard_of(model)
+        if self.state.phase is Phase.LOOP_ENDED:
+            self.state.phase = Phase.TRAINING
+        if saved is not None:
+            self._go_on(model, saved, position)
+        batches = source.batches(self.state.samples, span, spec)
+        model.steps.limit(micro_batch, batches.order.batch_size)
+        base, in_epoch = batches.base, batches.order.epoch_size
+        self.loop = TrainingLoop(
+            self.parts,
+            model,
+            self.state,
+            position,
+            # Not a method of the batches: a stream's own workers run for as long as it is held.
+            lambda samples: (samples - base) // in_epoch,
+            guard,
+        )
+        return self.loop.run(batches)
+
+    def _guard_of(self, model: Model) -> update_guard.UpdateGuard:
+        names = update_guard.names_around()
+        reproducible = isinstance(self.order.spec.mode, Reproducible)
+        if not reproducible:  # it refuses these in other ways
+            update_guard.check_left_out(model.prepared, names)
+        return update_guard.UpdateGuard(
+            model.prepared,
+            update_guard.among(names, torch.nn.Module),
+            reproducible=reproducible,
+            averages=self._averages,
+        )
+
+    def _go_on(self, model: Model, saved: Source, position: Position) -> None:
+        """Go on from the checkpoint. Raises BadInput if something has changed since, and
+        FragmentEnd if it is the last one.
+        """
+        if isinstance(saved, Saved):
+            check_averages(saved, model.prepared.averages)
+        check_position(position, saved)
+        self.state.epoch_due = saved.position.epoch_due
+        # The models hold its tensors now.
+        self.saved, self.parts = None, replace(self.parts, saved=None)
+        if saved.position.finished and saved.position.total_samples == position.total_samples:
+            self.state.phase, self.state.result = Phase.FINISHED, saved.position.result
+            raise FragmentEnd
+
+    def begin_epochs(self) -> EpochLoop:
+        """As :meth:`FragmentContext.epochs`."""
+        if self.model is None or self.loop is not None or self._epochs is not None:
+            raise BadInput(
+                'ctx.epochs must be called once, after ctx.prepare and around the only ctx.loop: '
+                '"for epoch in ctx.epochs():".'
+            )
+        self._epochs = EpochLoop(self.order.spec, self.state, self.model)
+        self.hooks.by_epochs = True
+        return self._epochs
+
+    def evaluate(
+        self, model: torch.nn.Module, data: LoaderData, measure: Measure
+    ) -> dict[str, float]:
+        """As :meth:`FragmentContext.evaluate`."""
+        if self.state.reports.in_micro_batch:
+            raise BadInput(
+                'ctx.evaluate was called in the body of ctx.loop: call it in a function that is '
+                'given to ctx.each_epoch, or behind the loop.'
+            )
+        if self.division.pipelined:
+            raise BadInput('ctx.evaluate cannot evaluate a model that is divided into stages.')
+        mode = self.order.spec.mode
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        if self.division.alike and not isinstance(mode, Reproducible):
+            self.peers.broadcast(model.buffers())  # rank 0's are those that are saved
+        stops = self.loop is not None and self.state.phase is Phase.EPOCH_END
+        try:
+            return evaluate(
+                model,
+                data,
+                mode.seed,
+                measure,
+                self.peers,
+                self.parts.device,
+                self.division.data_rank,
+                self.division.parts,
+                self.loop.in_evaluation() if self.loop and stops else lambda: None,
+            )
+        except EvaluationStopped:
+            if self._epochs is not None:
+                self._epochs.stop()
+            raise
+
+    def add_average(self, model: torch.nn.Module, decay: float) -> torch.nn.Module:
+        """As :meth:`FragmentContext.ema`."""
+        if self.model is None or self.loop is not None:
+            raise BadInput('ctx.ema must be called after ctx.prepare and before ctx.loop.')
+        self.model, average = with_moving_average(self.model, model, decay, self.saved)
+        return average
+
+    def _left_early(self) -> str:
+        return (
+            f'The function left ctx.loop after {self.state.samples} of {self.state.total_samples} '
+            'samples: let the loop end by itself; say ctx.finish_early(reason) where the training '
+            'is good enough, or state a smaller total.'
+        )
+
+    def finish(self, returned: object) -> None:
+        """Write the last checkpoint, after the function has returned.
+
+        Raises
+        ------
+        BadInput
+            If the function did not train to the total, or did not return a plain value.
+        """
+        if self.state.phase is Phase.FINISHED:
+            return
+        if self._epochs is not None:
+            self._epochs.left()
+        if self.loop is None:
+            raise BadInput(
+                'The function returned without ctx.loop: train in "for batch in '
+                'ctx.loop(dataset, batch_size):".'
+            )
+        phase, early = self.state.phase, Phase.ENDED_EARLY
+        if phase is not early and (
+            phase is not Phase.LOOP_ENDED or self.state.samples != self.state.total_samples
+        ):
+            raise BadInput(self._left_early())
+        self.state.result = plain_text(returned)
+        self.loop.save_last()
+
+    def outcome(self, how: msg.Ending, error: msg.RankError | None) -> msg.Outcome:
+        """The last message of this rank."""
+        left = self._leave() if how == 'peer-lost' else None
+        samples, metrics = self.state.samples, self.state.metrics
+        outcome = self.checkpointer.outcome(how, error, samples, metrics, left)
+        return structs.replace(outcome, result=self.state.result) if how == 'finished' else outcome
+
+    def _leave(self) -> msg.StateLeft | None:
+        try:
+            return self.loop.leave() if self.loop is not None else None
+        except Exception:  # the next fragment reads the checkpoint
+            traceback.print_exc()
+            return None

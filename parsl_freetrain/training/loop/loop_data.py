@@ -1,0 +1,203 @@
+"""What one call of ``ctx.loop`` trains: which samples, in which order, from where to where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.state import Position, Source
+from parsl_freetrain.training.comm.peers import Peers
+from parsl_freetrain.training.data.data_loaders import LoaderData
+from parsl_freetrain.training.data.loader import MicroBatch, make_loader, size_of
+from parsl_freetrain.training.data.sample_order import (
+    GlobalBatch,
+    GlobalOrder,
+    epoch_size,
+    samples_in,
+)
+from parsl_freetrain.training.data.sampler import SampledOrder, order_name, sampled_order
+from parsl_freetrain.training.data.stream import ENDLESS, NumberedStream, is_stream
+from parsl_freetrain.training.spec.mode import Scaled
+from parsl_freetrain.training.spec.training import TrainingSpec
+
+
+@dataclass(frozen=True)
+class LoopSpan:
+    """One of the function's loops: its number, from 1, the samples of those before it, its own, and
+    those of all loops as far as it is known.
+    """
+
+    number: int
+    base: int
+    length: int
+    total: int
+
+
+class LoopLengths:
+    """Divides a trainer's total among the loops of its function, in the order of their calls."""
+
+    def __init__(self, spec: TrainingSpec) -> None:
+        self._spec = spec
+        self._epochs_before = 0.0
+        self._loops = self._end = 0
+
+    def check_stream(self, epochs: float | None) -> None:
+        """Refuse what is given in epochs, which a stream does not have."""
+        if epochs is not None or self._spec.total_epochs is not None:
+            raise BadInput(
+                'ctx.loop was given a stream, which has no epochs: state how much to train in '
+                'samples (total_samples of the trainer, and samples of ctx.loop).'
+            )
+
+    def next(
+        self,
+        position: Position | None,
+        now: int,
+        in_epoch: int,
+        epochs: float | None,
+        samples: int | None,
+    ) -> LoopSpan:
+        """The next loop, of which an epoch has ``in_epoch`` samples, when ``now`` samples have been
+        trained. ``position`` is that of the checkpoint from which the fragment still has to go on.
+        Without ``epochs`` and ``samples`` it trains the rest of the total. Raises BadInput if both
+        are given, if samples are given for a total in epochs, or if not so much is left.
+        """
+        self._loops += 1
+        base = self._end
+        if position is None or self._loops == position.loop:
+            base = now if position is None else position.base
+        length, total = self._length(base, in_epoch, epochs, samples)
+        self._end = base + length
+        return LoopSpan(self._loops, base, length, total)
+
+    def _length(
+        self, base: int, in_epoch: int, epochs: float | None, samples: int | None
+    ) -> tuple[int, int]:
+        spec = self._spec
+        if epochs is not None and samples is not None:
+            raise BadInput('ctx.loop was given epochs and samples: give one of them.')
+        if spec.total_epochs is None:
+            assert spec.total_samples is not None
+            total = spec.total_samples
+            own = samples_in(epochs, in_epoch) if epochs is not None else samples
+        else:
+            if samples is not None:
+                raise BadInput(
+                    'ctx.loop was given samples, but the total of the trainer is in epochs: '
+                    'say epochs=..., or state the total in samples.'
+                )
+            left = spec.total_epochs - self._epochs_before
+            if epochs is not None and epochs > left:
+                raise BadInput(
+                    f'ctx.loop was given {epochs:g} epochs, but only {left:g} of the total of '
+                    f'{spec.total_epochs:g} are left.'
+                )
+            total = base + samples_in(left, in_epoch) if left else base
+            own = samples_in(epochs, in_epoch) if epochs is not None else None
+            self._epochs_before += left if epochs is None else epochs
+        length = total - base if own is None else own
+        if not 0 < length <= total - base:
+            raise BadInput(
+                f'ctx.loop was to train {length} samples, but {total - base} of the total of '
+                f'{total} are left.'
+            )
+        return length, total
+
+
+class LoopData:
+    """The samples of a loop: a dataset and how it is read, or a stream, which gets numbers.
+    ``in_epoch`` samples are trained in an epoch. Raises BadInput if a dataset has no length, if a
+    stream is to be read as a dataset, or if a sampler does not give the same order on all ranks.
+    """
+
+    def __init__(self, read: LoaderData, seed: int, peers: Peers) -> None:
+        self.read, self._seed, self._peers = read, seed, peers
+        self.dataset, self._size = read.dataset, ENDLESS
+        self._stream: NumberedStream | None = None
+        if is_stream(read.dataset):
+            read.check_stream()
+            self.dataset = self._stream = NumberedStream(read.dataset, seed)
+        else:
+            self._size = size_of(read.dataset)
+        self._chosen: SampledOrder | None = sampled_order(read.sampler, self._size, seed, peers)
+        self._ordered = self._chosen.size if self._chosen is not None else self._size
+        self._shuffle = read.shuffle and self._stream is None
+        self.in_epoch = epoch_size(self._ordered, read.batch_size, read.drop_last)
+
+    def position(self, samples: int, span: LoopSpan, shards: int, saved: Source | None) -> Position:
+        """The position at a number of samples, as it is saved."""
+        if self._stream is not None and saved is not None:
+            self._stream.marks.update(saved.position.marks)
+        return Position(
+            samples,
+            span.total,
+            self._seed,
+            self._size,
+            self.read.batch_size,
+            shards,
+            loop=span.number,
+            base=span.base,
+            marks=self._stream.marks if self._stream is not None else {},
+            order=order_name(self._chosen, self._shuffle, self.read.drop_last),
+        )
+
+    def batches(self, samples: int, span: LoopSpan, spec: TrainingSpec) -> BatchSource:
+        """What the loop trains from a number of samples on. All ranks call this. Raises BadInput if
+        a stream is not the same on all ranks, or the order is none that can be trained.
+        """
+        if self._stream is not None and samples < span.base + span.length:
+            self._stream.check_same(samples - span.base, self._peers)
+        mode, batch_size = spec.mode, self.read.batch_size
+        if isinstance(mode, Scaled):
+            batch_size = mode.batch_size(batch_size, self._peers.world_size)
+        order = GlobalOrder(
+            dataset_size=self._ordered,
+            batch_size=batch_size,
+            seed=mode.seed,
+            shuffle=self._shuffle,
+            total_samples=span.length,
+            aligned=not isinstance(mode, Scaled),
+            sampler=self._chosen,
+            drop_last=self.read.drop_last,
+        )
+        return BatchSource(order, self.dataset, self.read, span.base)
+
+
+@dataclass(frozen=True)
+class BatchSource:
+    """The batches of a loop: the order of the samples, what has them, and how it is read. Earlier
+    loops of the function have trained ``base`` samples, which the order does not count.
+    """
+
+    order: GlobalOrder
+    dataset: Any
+    read: LoaderData
+    base: int
+
+    @property
+    def end(self) -> int:
+        """Number of samples at the end of the loop."""
+        return self.base + self.order.total_samples
+
+    def batches(self, samples: int) -> Iterator[GlobalBatch]:
+        """The global batches from a number of samples on."""
+        for batch in self.order.batches(samples - self.base):
+            yield replace(batch, samples_before=self.base + batch.samples_before)
+
+    def loader(
+        self, micro_batches: Iterable[MicroBatch], seed: int | None, device: torch.device
+    ) -> Iterable[Any]:
+        """The data of these micro-batches, as of :func:`make_loader`."""
+        return make_loader(self.dataset, micro_batches, seed, self.read, device)
+
+    def epochs_before(self, samples: int) -> int:
+        """Number of epochs of this loop that have ended at this number of samples."""
+        return (samples - self.base) // self.order.epoch_size
+
+    def ends_epoch(self, samples: int) -> bool:
+        """Whether an epoch of this loop ends at this number of samples."""
+        return samples > self.base and (samples - self.base) % self.order.epoch_size == 0

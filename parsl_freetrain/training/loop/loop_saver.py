@@ -1,0 +1,95 @@
+"""Collecting the state of all ranks, and saving it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.state import Position, State, collect, content_of
+from parsl_freetrain.training.loop.last_step import LastStep
+from parsl_freetrain.training.loop.loop_state import LoopState, Phase
+from parsl_freetrain.training.loop.rank_parts import Model, RankParts
+from parsl_freetrain.training.loop.replicas import Replicas
+from parsl_freetrain.training.loop.rollback import Rollback
+from parsl_freetrain.training.spec.messages import StateLeft
+from parsl_freetrain.training.steps.fsdp_modules import put_parts_back
+
+
+class LoopSaver:
+    """Saves the state of a loop. ``position`` is saved with each checkpoint, with what has changed
+    since the loop began; ``epochs_before`` gives the number of epochs of the loop that have ended
+    at a number of samples.
+    """
+
+    def __init__(
+        self,
+        parts: RankParts,
+        model: Model,
+        state: LoopState,
+        position: Position,
+        epochs_before: Callable[[int], int],
+        last: LastStep,
+        rollback: Rollback,
+    ) -> None:
+        self._checkpointer, self._is_main = parts.checkpointer, parts.place.rank == 0
+        self._model, self._state, self._position = model, state, position
+        self._epochs_before, self._last, self._rollback = epochs_before, last, rollback
+        self._replicas = Replicas(parts, model)
+
+    def save(self, how: Callable[[Any, int, Mapping[str, float]], None]) -> None:
+        """Save the state, by one of the methods of the checkpointer. All ranks call this."""
+        state = self._state
+        if state.wanted is not None:
+            self._last.needs = state.samples
+        self._replicas.check()
+        how(self._collect, state.samples, {**state.metrics, **(state.wanted or {})})
+        state.wanted = None
+
+    def save_wanted(self) -> None:
+        """Save the state while training goes on, if the user has asked for it."""
+        if self._state.wanted is not None:
+            self.save(self._checkpointer.save_beside)
+
+    def leave(self) -> StateLeft | None:
+        """After the loss of another rank: leave the state at the end of the last global batch in
+        memory for the next fragment; None if this rank does not.
+        """
+        division, prepared = self._model.division, self._model.prepared
+
+        def state() -> State:
+            put_parts_back(prepared.models)
+            found = self._state_of(content_of(prepared, named=division.stated))
+            return division.held(found, knows_all=self._last.knows_all)
+
+        return self._last.leave(state)
+
+    def _collect(self) -> State | None:
+        """What this rank writes of the state of all ranks; None if it writes nothing. All ranks
+        that hold a part of the state must call this.
+        """
+        division = self._model.division
+        if not division.saves:
+            return None
+        if self._model.watch.spoilt():
+            raise BadInput(self._rollback.sentence())
+        if self._is_main:
+            self._state.user.text()  # raises BadInput if it cannot be saved
+        content = division.collect(self._model.prepared)
+        return None if content is None else division.part_of(self._state_of(content))
+
+    def _state_of(self, content: Mapping[str, Any]) -> State:
+        state = self._state
+        position = replace(
+            self._position,
+            samples=state.samples,
+            checkpoint_s=self._checkpointer.timing.longest_s,
+            user=state.user.values if self._is_main else {},
+            epoch=self._epochs_before(state.samples),
+            epoch_due=state.epoch_due,
+            finishing=state.finishing,
+            finished=state.phase is Phase.FINISHED,
+            result=state.result,
+        )
+        return collect(content, position)

@@ -1,0 +1,138 @@
+"""How far the training of a fragment is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.training.checkpoint.state import Source
+from parsl_freetrain.training.loop.reports import Reports
+from parsl_freetrain.training.spec.retention import BEST
+
+
+class Phase(Enum):
+    """Where a rank is in its fragment."""
+
+    TRAINING = auto()
+    EPOCH_END = auto()
+    """What is done at the end of an epoch is being done."""
+    LOOP_ENDED = auto()
+    ENDED_EARLY = auto()
+    """All ranks have agreed to end the training before the total."""
+    FINISHED = auto()
+    """The function has returned, in this or an earlier fragment."""
+    STOPPED = auto()
+    """The fragment ended before the total."""
+
+
+@dataclass
+class UserState:
+    """The user's own dict; ``used``: whether this fragment has used it."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    used: bool = False
+
+    def put_back(self, values: dict[str, Any]) -> None:
+        """Set the entries to earlier ones, in the same dict."""
+        self.values.clear()
+        self.values.update(values)
+
+    def text(self) -> str:
+        """The dict as JSON. Raises BadInput if it holds something that JSON cannot express."""
+        try:
+            return json.dumps(self.values)
+        except (TypeError, ValueError) as error:
+            raise BadInput(
+                f'ctx.state cannot be saved ({error}): keep texts, numbers, lists and dicts in it.'
+            ) from error
+
+
+@dataclass
+class LoopState:
+    """The progress of the training.
+
+    ``reached`` is the number of samples at the end of the current global batch, and ``epoch`` its
+    epoch.
+    """
+
+    samples: int
+    total_samples: int | None  # not known yet
+    reached: int
+    reports: Reports
+    user: UserState
+    epoch: int = 0
+    phase: Phase = Phase.TRAINING
+    epoch_due: bool = False  # what is done at the end of an epoch is still to be done
+    finishing: str = ''  # why the training is to end before the total; empty: it is not
+    wanted: dict[str, float] | None = None  # metrics of a checkpoint at the end of this epoch
+    result: str = ''  # what the function has returned, as JSON
+
+    @classmethod
+    def at_start(
+        cls, saved: Source | None, last: Checkpoint | None, total_samples: int | None
+    ) -> LoopState:
+        """The progress when a fragment begins: that of the state it continues from. ``last``: the
+        newest checkpoint, whose metrics rank 0 knows.
+        """
+        known = dict(last.metrics) if last is not None else {}
+        known.pop(BEST, None)  # it belongs to the checkpoints for which ctx.checkpoint was called
+        reports = Reports(known)
+        if saved is None:
+            return cls(0, total_samples, 0, reports, UserState())
+        there = saved.position
+        return cls(
+            there.samples,
+            there.total_samples if total_samples is None else total_samples,
+            there.samples,
+            reports,
+            UserState(dict(there.user)),
+            there.epoch,
+            finishing=there.finishing,
+        )
+
+    @property
+    def loop_over(self) -> bool:
+        """Whether the loop has come to its end."""
+        return self.phase in (Phase.LOOP_ENDED, Phase.ENDED_EARLY)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last known metrics."""
+        return self.reports.values
+
+    def count(self, what: str) -> None:
+        """Add 1 to a metric."""
+        self.metrics[what] = self.metrics.get(what, 0.0) + 1
+
+    def want_checkpoint(self, best: float | None) -> None:
+        """Want a checkpoint at the end of this epoch. Raises BadInput if it is not its end."""
+        if self.phase is not Phase.EPOCH_END:
+            raise BadInput(
+                'ctx.checkpoint was called outside of the end of an epoch: call it in a function '
+                'that is given to ctx.each_epoch, or within ctx.epochs() behind ctx.loop.'
+            )
+        self.wanted = {} if best is None else {BEST: float(best)}
+
+
+def plain_text(value: object) -> str:
+    """A value as JSON; empty for None. Tensors and arrays of one number count as numbers. Raises
+    BadInput if it is none that JSON knows.
+    """
+    try:
+        return '' if value is None else json.dumps(value, default=_number)
+    except (TypeError, ValueError) as error:
+        raise BadInput(
+            f'The function returned a {type(value).__name__} that cannot be kept as the result of '
+            f'the training ({error}): return numbers, texts, and lists and dicts of them; the '
+            'trained models are in the checkpoint.'
+        ) from error
+
+
+def _number(value: Any) -> Any:
+    if hasattr(value, 'item') and getattr(value, 'ndim', 0) == 0:
+        return value.item()
+    raise TypeError(f'it has a {type(value).__name__} in it')

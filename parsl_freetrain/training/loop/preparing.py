@@ -1,0 +1,90 @@
+"""What ``ctx.prepare`` and ``ctx.shard`` do with models, optimizers and schedulers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint.optimizer_state import move_to_parameters
+from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
+from parsl_freetrain.training.loop.loop_hooks import LoopHooks
+from parsl_freetrain.training.loop.loop_state import LoopState
+from parsl_freetrain.training.loop.rank_parts import Model, RankParts
+from parsl_freetrain.training.spec.mode import Scaled
+from parsl_freetrain.training.steps import lr
+from parsl_freetrain.training.steps.mesh import Division
+from parsl_freetrain.training.steps.modes import make_steps
+from parsl_freetrain.training.steps.nonfinite import Watch
+
+
+def prepare_model(
+    things: tuple[Any, ...],
+    parts: RankParts,
+    division: Division,
+    hooks: LoopHooks,
+    state: LoopState,
+    clip_grad_norm: float | None,
+    find_unused_parameters: bool,
+) -> Model:
+    """The models on the device, in the state of the last checkpoint, and how they take a step.
+    Raises BadInput if something cannot be trained, or the checkpoint belongs to another model.
+    """
+    prepared = _restored(things, parts, division)
+    watch = Watch(prepared)
+    if isinstance(mode := parts.order.spec.mode, Scaled):
+        lr.scale_steps(
+            prepared.optimizers, lambda: mode.lr_factor(parts.place.world_size, state.samples)
+        )
+    steps = make_steps(
+        parts.order,
+        prepared,
+        parts.peers,
+        division,
+        clip_grad_norm,
+        find_unused_parameters,
+        parts.device,
+        lambda: hooks.running,
+    )
+    return Model(prepared, division, steps, watch, hooks)
+
+
+def _restored(things: tuple[Any, ...], parts: RankParts, division: Division) -> Prepared:
+    prepared = sort_out(things, named=division.stated)
+    for model in (*prepared.models, *prepared.averages):
+        model.to(parts.device)
+    for optimizer in prepared.optimizers:
+        move_to_parameters(optimizer)
+    division.check(prepared, parts.order.spec.mode)
+    if parts.saved is not None:
+        division.restore(prepared, parts.saved.load(prepared))
+    else:
+        division.make_equal((tensor.data for tensor in prepared.tensors()), parts.peers)
+    return prepared
+
+
+def shard_model_of(
+    parts: RankParts, division: Division, model: torch.nn.Module, **how: Any
+) -> torch.nn.Module:
+    """Divide a model's parameters, as ``ctx.shard``."""
+    spec = parts.order.spec
+    if not spec.sharded:
+        raise BadInput(
+            f'Trainer {parts.order.trainer!r} calls ctx.shard, and none of its shapes divides the '
+            'parameters: state them, such as sizes={1: Shape(), 2: Shape(shard=2)}.'
+        )
+    if parts.saved is None:
+        division.make_equal((t.data for t in model.state_dict().values()), parts.peers)
+    # Only here, as it imports FSDP2.
+    from parsl_freetrain.training.parallel.sharded import shard_model
+
+    return shard_model(
+        model,
+        division.mesh,
+        parts.device,
+        spec.mode.seed,
+        saved=parts.saved is not None,
+        tensors={shape.tensor for shapes in spec.shapes.values() for shape in shapes},
+        **how,
+    )

@@ -1,0 +1,83 @@
+"""What this rank wishes to happen after a step, and what it tells the node agent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from parsl_freetrain.training.comm.consensus import Agreed, Agreement
+from parsl_freetrain.training.loop.loop_state import LoopState
+from parsl_freetrain.training.loop.rank_parts import Model, RankParts
+from parsl_freetrain.training.loop.rollback import Rollback
+from parsl_freetrain.training.spec.messages import Progress
+
+PROGRESS_EVERY_S = 0.5
+BUSY_EVERY_S = 10.0  # during an evaluation, which makes no progress
+
+
+class EvaluationStopped(BaseException):
+    """Ends an evaluation, since the fragment has to stop."""
+
+
+class Wishes:
+    """The wishes of one rank, on which all ranks agree. ``near_end``: the next step may be the last
+    one; ``rate``: samples per second since the fragment began.
+    """
+
+    def __init__(
+        self, parts: RankParts, model: Model, state: LoopState, rollback: Rollback
+    ) -> None:
+        self._peers, self._channel, self._inbox = parts.peers, parts.channel, parts.inbox
+        self._checkpointer, self._is_main = parts.checkpointer, parts.place.rank == 0
+        self._steps, self._state, self._rollback = model.steps, state, rollback
+        self._reported_at = 0.0
+        self.near_end, self.rate = False, 0.0
+
+    def after_step(self) -> Agreed:
+        """The wish after a step."""
+        if self._rollback.spoilt_meanwhile():
+            return Agreed.SPOILT
+        if self._state.finishing:
+            return Agreed.FINISH
+        if self._stops(1 + self._steps.delay):
+            return Agreed.STOP
+        if not self._is_main:
+            return Agreed.GO_ON
+        if self._checkpointer.wants_to_save(near_end=self.near_end):
+            return Agreed.SAVE
+        due = time.monotonic() - self._reported_at >= PROGRESS_EVERY_S
+        return Agreed.REPORT if due else Agreed.GO_ON
+
+    def in_evaluation(self) -> Callable[[], None]:
+        """For an evaluation: to be called after each of its batches, equally often on all ranks.
+        It raises :class:`EvaluationStopped` when the fragment has to stop.
+        """
+        agreement = Agreement(self._peers)
+
+        def look() -> None:
+            if time.monotonic() - self._reported_at >= BUSY_EVERY_S:
+                self.report(wait=False)
+            decision = agreement.after_step(
+                lambda: Agreed.STOP if self._stops(1) else Agreed.GO_ON,
+                self._checkpointer.timing.time_left,
+            )
+            if decision == Agreed.STOP:
+                raise EvaluationStopped
+
+        return look
+
+    def report(self, *, wait: bool) -> None:
+        """Tell the node agent how far the training is. Unless ``wait``, training does not wait for
+        the node agent, which may be busy.
+        """
+        self._reported_at = time.monotonic()
+        if self._is_main:
+            state = self._state
+            self._channel.send(
+                Progress(state.samples, state.metrics, self.rate, time.time()), wait=wait
+            )
+
+    def _stops(self, steps_ahead: int) -> bool:
+        return self._inbox.stop_requested() or (
+            self._is_main and self._checkpointer.must_stop(steps_ahead)
+        )
