@@ -124,14 +124,6 @@ def test_the_same_seed_makes_the_same_fields() -> None:
     )
 
 
-def test_an_output_folder_that_cannot_be_made_is_one_sentence(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert cosmoflow.main(['--small', '--out', '/proc/nothing']) == 2
-    [sentence] = capsys.readouterr().err.strip().splitlines()
-    assert re.search('cannot be made', sentence)
-
-
 def test_a_site_that_is_not_there_is_one_sentence_before_anything_is_moved(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""The short form of the chaos run; the full one is ``make chaos``."""
+"""The short forms of the chaos runs; the full one is ``make chaos``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from parsl_freetrain.core.model.types import Checkpoint
-from tests.chaos import monkey
+from tests.chaos import monkey, sharded
 from tests.chaos.fault_kinds import ON_SMALL_DISK
 from tests.chaos.training import BATCH, SAMPLES
+from tests.support.ranks import running_fork_server
 
 
 @pytest.mark.long
@@ -49,3 +50,10 @@ def test_the_check_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ):
         with pytest.raises(monkey.Broken, match=words):
             monkey.check(ended, good, epochs)
+
+
+def test_faults_on_a_sharded_training_change_no_bit(tmp_path: Path) -> None:
+    said: list[str] = []
+    with running_fork_server(tmp_path) as fork_server:
+        sharded.chaos(fork_server, tmp_path, faults=4, seed=3, say=said.append)
+    assert 'the weights are equal' in said[-1]

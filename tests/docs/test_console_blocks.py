@@ -26,26 +26,26 @@ ELSEWHERE = {
     'tests/test_house.py',
     '. .venv/bin/activate': 'is for the shell of a user',
     'python docs/examples/digits_freetrain.py': 'run by tests/test_docs.py',
-    'freetrain run workflows/hpo.py': 'run by tests/test_hpo.py, shorter',
+    'freetrain run workflows/hpo.py': 'run by tests/test_workflows.py, shorter',
     'freetrain run mine.py --site local': 'run by tests/cli/test_run.py',
     'freetrain doctor --checkpoints /scratch/me': 'needs a folder of a supercomputer; '
     'tests/cli/test_doctor.py runs the verb',
     'freetrain plan --site my_site.toml': 'needs a batch scheduler: tests/cli/test_holes.py, '
-    'tests/docs/test_first_site.py',
-    'freetrain run workflow.py --site': 'needs a batch scheduler: tests/docs/test_first_site.py',
+    'tests/docs/test_guides.py',
+    'freetrain run workflow.py --site': 'needs a batch scheduler: tests/docs/test_guides.py',
     'freetrain report --ledger /scratch': 'names a folder of a supercomputer; '
     'tests/cli/test_report.py runs the verb',
     'freetrain watch --web': 'goes on until Ctrl-C: tests/cli/live/test_web.py',
     'ssh ': 'leads to another computer',
     'freetrain replay --ledger': 'needs the ledger of a live run: '
     'tests/replay/test_recorded_run.py',
-    'freetrain preempt': 'needs a run that lives: tests/docs/test_rehearsal.py',
-    'python -m tests.chaos.sharded': 'takes ten minutes: tests/chaos/test_sharded_chaos.py',
+    'freetrain preempt': 'needs a run that lives: tests/docs/test_guides.py',
+    'python -m tests.chaos.sharded': 'takes ten minutes: tests/chaos/test_chaos.py',
 }
 # Pages whose commands are run by another test, all of them in order.
 WHOLE_PAGES = {
-    'guides/first-site.md': 'on a real Slurm cluster, by tests/docs/test_first_site.py',
-    'guides/preemption.md': 'on a run that lives, by tests/docs/test_rehearsal.py',
+    'guides/first-site.md': 'on a real Slurm cluster, by tests/docs/test_guides.py',
+    'guides/preemption.md': 'on a run that lives, by tests/docs/test_guides.py',
 }
 # Commands whose figures are those of another machine or of another time: their words are compared,
 # not their numbers.

@@ -1,4 +1,6 @@
-"""The guide to a first site, from its first command to its last, on a real Slurm cluster."""
+"""The guides, from their first commands to their last: a first site, on a real Slurm cluster, and
+rehearsing a preemption, on a training of this computer.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from parsl_freetrain import Checkpoints, LocalSite, TrainingFuture, freetrain_app
 from parsl_freetrain.cli.main import main
-from tests.support.pages import ROOT, blocks, commands
+from tests.support.pages import ROOT, as_shown, blocks, commands
 from tests.support.programs import run_to_end
 from tests.support.slurm import Cluster
-
-pytestmark = pytest.mark.slurm
+from tests.support.training import fit, freetrain
+from tests.support.waiting import wait_until
 
 GUIDE = ROOT / 'docs' / 'guides' / 'first-site.md'
 # The cluster of the tests is one computer, and starts a job within some two seconds.
@@ -36,8 +39,9 @@ def perform(words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.long
+@pytest.mark.slurm
 @pytest.mark.usefixtures('nodes_share_a_template')
-def test_the_guide_from_its_first_command_to_its_last(
+def test_to_a_first_site(
     slurm: Cluster,
     run_dir: Path,
     capsys: pytest.CaptureFixture[str],
@@ -68,3 +72,30 @@ def test_the_guide_from_its_first_command_to_its_last(
     assert (run_dir / 'freetrain-report.html').is_file() and (
         run_dir / 'freetrain-doctor.json'
     ).is_file()
+
+
+def trains(future: TrainingFuture, fragment: int) -> None:
+    """Wait until this fragment trains."""
+    before = future.progress().samples
+    wait_until(
+        lambda: future.progress().fragments >= fragment and future.progress().samples > before
+    )
+
+
+def test_to_rehearsing_a_preemption(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    app = freetrain_app(max_nodes=1, total_epochs=100_000, checkpoints=Checkpoints(every_s=0.5))(
+        fit
+    )
+    with freetrain(run_dir, LocalSite(nodes=1, poll_s=0.2), stop_grace_s=2.0):
+        future = app(pause_s=0.01, trainer_name='digits')
+        fragment = 1
+        for command in commands(ROOT / 'docs' / 'guides' / 'preemption.md'):
+            trains(future, fragment)
+            capsys.readouterr()
+            assert command.words[0] == 'freetrain'
+            assert main(command.words[1:]) == 0, str(command)
+            if command.shown:
+                assert as_shown(command.shown, capsys.readouterr().out, loosely=False), str(command)
+            fragment += command.words[1] == 'preempt'
+        assert fragment == 3
+        assert future.progress().preempted == 1
