@@ -7,7 +7,6 @@ from typing import Protocol
 from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.allocation.solvers import SolverName
-from parsl_freetrain.core.allocation.solvers.class_search import ClassAllocator
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
@@ -80,7 +79,6 @@ def allocator_named(name: str, time_limit_s: float = 10.0, isolated: bool = True
     milp: Allocator = MilpAllocator(time_limit_s)
     if name == 'auto':
         milp = EitherAllocator(ColumnAllocator(time_limit_s), milp)
-        milp = EitherAllocator(ClassAllocator(milp), milp)
     milp = EitherAllocator(MixedAllocator(time_limit_s), milp)
     if isolated:
         milp = IsolatedAllocator(

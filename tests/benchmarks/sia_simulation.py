@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 
 from parsl_freetrain.core.allocation.objectives import Running
 from parsl_freetrain.core.allocation.problem import Bid, Block, Problem
-from parsl_freetrain.core.allocation.solvers.class_search import ClassAllocator
-from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
+from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
 from parsl_freetrain.core.model.types import ScalingCurve
 
 INTERVAL_S = 60
@@ -84,7 +83,7 @@ def solve(
         )  # fmt: skip
     blocks = tuple(Block(name, count, node_class=name) for name, count in gpus.items())
     problem = Problem(1.0, sum(gpus.values()), tuple(bids), blocks)
-    found = ClassAllocator(MilpAllocator(60.0)).allocate(problem).by_block
+    found = ColumnAllocator(60.0).allocate(problem).by_block
     index = {config: i for i, config in enumerate(configs)}
     chosen: list[int | None] = []
     for j in range(len(worth)):

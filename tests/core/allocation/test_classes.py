@@ -13,7 +13,6 @@ from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.feasibility import by_place, objections
 from parsl_freetrain.core.allocation.incumbent import stay_put
 from parsl_freetrain.core.allocation.problem import Bid, Block, Problem
-from parsl_freetrain.core.allocation.solvers.class_search import ClassAllocator
 from parsl_freetrain.core.allocation.solvers.column_generation import ColumnAllocator
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.equal_share import EqualShareAllocator
@@ -34,7 +33,6 @@ from tests.support.properties import holds_for
 from tests.support.waiting import LIMIT_S
 
 MILP, COLUMNS, DP = MilpAllocator(LIMIT_S), ColumnAllocator(LIMIT_S), DpAllocator()
-CLASSES = ClassAllocator(MILP)
 NAMES = ('a100', 'a40', 'cpu')
 
 
@@ -44,7 +42,7 @@ NAMES = ('a100', 'a40', 'cpu')
 )
 def test_every_solver_finds_the_best_of_all_allocations(problem: Problem) -> None:
     solvers: list[Allocator] = [MILP]
-    solvers += [s for s in (DP, CLASSES, COLUMNS) if s.applies(problem)]
+    solvers += [s for s in (DP, COLUMNS) if s.applies(problem)]
     check_against_brute_force(problem, solvers)
 
 
@@ -62,54 +60,15 @@ def test_what_is_said_about_an_allocation(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize('seed', range(4))
-def test_prices_by_class_agree_with_the_milp_where_enumeration_ends(seed: int) -> None:
+def test_column_generation_agrees_with_the_milp_where_enumeration_ends(seed: int) -> None:
     problem = class_problem(random.Random(seed), trainers=12, nodes=16)
-    assert CLASSES.applies(problem)
-    found, reference = CLASSES.allocate(problem), MILP.allocate(problem)
-    assert found.solver == 'classes'
+    assert COLUMNS.applies(problem)
+    found, reference = COLUMNS.allocate(problem), MILP.allocate(problem)
     assert_valid(problem, found)
     assert found.objective == pytest.approx(reference.objective, rel=1e-9)
 
 
-@pytest.mark.parametrize('seed', range(4))
-def test_nodes_that_are_left_over_are_no_gain(seed: int) -> None:
-    """Trainers of few sizes, whose worth saturates, leave nodes over."""
-    draw, counts = random.Random(seed), (1, 2, 4, 8, 16)
-    speeds = {'a100': 5.0, 'a40': 2.0, 'cpu': 1.0}
-    bids = []
-    for j in range(8):
-        curves = tuple(
-            (
-                name,
-                ScalingCurve.from_points(
-                    {
-                        n: 1.1 - (speed * n**0.8 * draw.uniform(0.9, 1.1)) ** -0.5 + 0.2
-                        for n in counts
-                    }
-                ),
-            )
-            for name, speed in speeds.items()
-        )
-        bid = Bid(f't{j}', 1, 16, 0, 0, 0, curves[0][1], sizes=counts, class_curves=curves)
-        bids.append(replace(bid, held=(0, 0, 0)))
-    blocks = tuple(
-        Block(name, nodes, node_class=name)
-        for name, nodes in (('a100', 15), ('a40', 23), ('cpu', 23))
-    )
-    problem = Problem(1.0, 61, tuple(bids), blocks)
-    found = CLASSES.allocate(problem)
-    assert found.solver == 'classes'
-    assert found.objective == pytest.approx(MILP.allocate(problem).objective, rel=1e-9)
-
-
-def test_too_many_near_choices_are_for_the_other_solver() -> None:
-    problem = class_problem(random.Random(1), trainers=12, nodes=16)
-    found = ClassAllocator(MILP, most_states=1).allocate(problem)
-    assert found.solver == 'milp'
-    assert found.objective == pytest.approx(CLASSES.allocate(problem).objective, rel=1e-9)
-
-
-@pytest.mark.parametrize('solver', [CLASSES, MILP, COLUMNS], ids=['classes', 'milp', 'columns'])
+@pytest.mark.parametrize('solver', [MILP, COLUMNS], ids=['milp', 'columns'])
 def test_who_gains_most_gets_the_fast_nodes(solver: MilpAllocator) -> None:
     def curve(rate: float) -> ScalingCurve:
         return ScalingCurve.from_points({1: rate, 4: 4 * rate})
@@ -185,6 +144,6 @@ def test_a_large_problem_of_mixes_is_no_worse_than_one_class_at_a_time() -> None
     problem = class_problem(random.Random(3), trainers=12, nodes=16)
     mixed = MixedAllocator(60.0, most_ways=8000).allocate(in_mixes(problem, 64))
     assert mixed.status == 'feasible'
-    assert mixed.objective >= 0.98 * CLASSES.allocate(problem).objective
+    assert mixed.objective >= 0.98 * COLUMNS.allocate(problem).objective
     assert mixed.bound is not None
     assert mixed.bound >= mixed.objective

@@ -1,4 +1,5 @@
-"""Column generation and branch and price: the exact allocation of blocks with several ends.
+"""Column generation and branch and price: the exact allocation of blocks with several ends or
+node classes.
 
 A trainer can hold nodes of the blocks in too many ways to list them all (see
 :mod:`parsl_freetrain.core.allocation.solvers.column_pricing`), so they are generated as needed. A
@@ -58,7 +59,7 @@ class ColumnAllocator:
 
     def applies(self, problem: Problem) -> bool:
         """Whether this solver can solve the problem: blocks with several ends that trainers span,
-        and no limit with a minimum.
+        and minimums of single trainers only.
         """
         ends = len(groups_of(problem))
         largest = max((min(bid.max_nodes, problem.nodes) for bid in problem.bids), default=0)
@@ -68,7 +69,9 @@ class ColumnAllocator:
             and problem.spans_blocks
             and problem.held_fits
             and ends * len(problem.bids) * largest <= _MOST_NUMBERS
-            and all(limit.least <= 0 for limit in problem.limits)
+            and all(
+                limit.least <= 0 or len(problem.members(limit)) == 1 for limit in problem.limits
+            )
         )
 
     def allocate(self, problem: Problem) -> Answer:

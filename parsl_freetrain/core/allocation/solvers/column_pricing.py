@@ -115,6 +115,10 @@ class Pricing:
             can_keep[j] = fits[j] and bid.usable(bid.current_nodes) == bid.current_nodes
             if bid.name in keep:
                 high[j] = -1
+        for rule in problem.limits:
+            for j in problem.members(rule) if rule.least > 0 else ():  # one, see ColumnAllocator
+                low[j] = max(low[j], rule.least)
+                can_keep[j] &= bids[j].current_nodes >= rule.least
         self._ends = [min(place.remaining_s, problem.horizon_s) for place in places]
         down = np.array([bid.rescale_down_s for bid in bids])
         self._loss = down[None, :, None] * self._rate
