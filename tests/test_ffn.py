@@ -8,7 +8,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from parsl_freetrain import BadInput, FragmentContext, Scaled, load_weights
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.ranks import order, ranks, running_fork_server
+from tests.support.ranks import order, ranks
 from workflows import ffn
 from workflows.divided import DIVIDED, WHOLE
 from workflows.ffn_flood import (
@@ -282,12 +282,6 @@ def test_tubes_are_apart_and_go_through() -> None:
     )
     with pytest.raises(BadInput, match=r'had room for \d tubes of radius 6 and not for 9'):
         tubes(40, 9, 6, seed=5)
-
-
-@pytest.fixture(scope='module')
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkClient]:
-    with running_fork_server(tmp_path_factory.mktemp('fork_server')) as parent:
-        yield parent
 
 
 TINY = replace(ffn.SMALL, view=View(7, 2, 6), channels=4, depth=2, examples=192, epochs=4, batch=8)

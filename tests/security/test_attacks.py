@@ -34,16 +34,10 @@ from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import Hello, Outcome, Rendezvous
 from tests.support.other_user import OTHER, as_other_user, needs_root
-from tests.support.ranks import finish, order, ranks, running_fork_server
+from tests.support.ranks import finish, order, ranks
 from tests.support.waiting import under_load, wait_until
 
 pytestmark = needs_root
-
-
-@pytest.fixture(scope='module')
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkClient]:
-    with running_fork_server(tmp_path_factory.mktemp('fork_server')) as parent:
-        yield parent
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from parsl.jobs.states import JobStatus
+from parsl.jobs.states import JobState, JobStatus
 
 from parsl_freetrain.core.model.types import BlockRequest, Hole
 from parsl_freetrain.sites.batch.site import BatchSite
@@ -52,6 +52,12 @@ class Blocks:
             )
         )
         return self.jobs[-1]
+
+    def running(self, nodes: int = 1, **more: Any) -> str:
+        """Open a block, and wait until it runs."""
+        job = self.open(nodes, **more)
+        wait_until(lambda: self.status(job).state is JobState.RUNNING)
+        return job
 
     def status(self, job: str) -> JobStatus:
         return self.provider.status([job])[0]

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import cloudpickle
+import pytest
 import torch
 from msgspec import structs
 from torch import nn
@@ -224,6 +225,13 @@ def running_fork_server(folder: Path, of: str | None = None) -> Iterator[ForkCli
         yield parent
     finally:
         parent.stop()
+
+
+@pytest.fixture(scope='session')
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkClient]:
+    """A fork server that has imported torch."""
+    with running_fork_server(tmp_path_factory.mktemp('fork_server')) as parent:
+        yield parent
 
 
 def finish(ctx: FragmentContext) -> None:

@@ -17,12 +17,6 @@ from tests.support.batch_tests import Rehearsal
 Make = Callable[..., Blocks]
 
 
-def running(cobalt: Rehearsal, mine: Blocks, nodes: int = 1, **more: object) -> str:
-    job = mine.open(nodes, **more)  # type: ignore[arg-type]
-    cobalt.wait(lambda: mine.status(job).state is JobState.RUNNING)
-    return job
-
-
 def test_a_block_fits_the_window_in_which_the_scheduler_lets_jobs_be_backfilled(
     cobalt: Rehearsal, blocks: Make
 ) -> None:
@@ -89,7 +83,7 @@ def test_named_nodes_are_asked_for(cobalt: Rehearsal, blocks: Make) -> None:
 
 def test_somebody_else_deletes_a_block(cobalt: Rehearsal, blocks: Make) -> None:
     mine = blocks()
-    job = running(cobalt, mine)
+    job = mine.running()
     subprocess.run(['qdel', job], check=True, capture_output=True)
     cobalt.wait(lambda: mine.status(job).terminal)
     assert mine.status(job).state is JobState.CANCELLED
@@ -97,7 +91,7 @@ def test_somebody_else_deletes_a_block(cobalt: Rehearsal, blocks: Make) -> None:
 
 def test_a_block_without_a_trace_is_not_over(cobalt: Rehearsal, blocks: Make) -> None:
     mine = blocks()
-    job = running(cobalt, mine, command='rm -f *.cobaltlog; sleep 600')
+    job = mine.running(command='rm -f *.cobaltlog; sleep 600')
     cobalt.finish(job)
     cobalt.wait(lambda: cobalt.job(job)['state'] == 'over')
     for log in mine.folder.glob('*.cobaltlog'):
@@ -115,7 +109,7 @@ def test_a_scheduler_that_does_not_answer_ends_nothing(
     cobalt: Rehearsal, blocks: Make, fault: dict[str, object]
 ) -> None:
     mine = blocks(command_s=5.0, unreachable_s=1.0, longest_backoff_s=0.5)
-    job = running(cobalt, mine)
+    job = mine.running()
     with cobalt.fault('all', **fault):  # type: ignore[arg-type]
         states = set()
         begun = time.monotonic()

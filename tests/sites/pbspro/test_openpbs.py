@@ -58,12 +58,6 @@ def managed(openpbs: PbsCluster, change: str, undo: str) -> Iterator[None]:
         openpbs.manage(undo)
 
 
-def running(openpbs: PbsCluster, mine: Blocks, nodes: int = 1, **more: Any) -> str:
-    job = mine.open(nodes, **more)
-    openpbs.wait(lambda: mine.status(job).state is JobState.RUNNING)
-    return job
-
-
 def at_work(
     openpbs: PbsCluster,
     mine: Blocks,
@@ -176,7 +170,7 @@ def test_a_preemption_takes_the_nodes_whatever_the_scheduler_does(
 
 def test_a_block_may_wait_again_after_a_preemption(openpbs: PbsCluster, blocks: Make) -> None:
     mine = blocks('preemptable', mode='preemptible', requeue=True)
-    job = running(openpbs, mine, 2, walltime_s=None, command=WORK)
+    job = mine.running(2, walltime_s=None, command=WORK)
     other = openpbs.submit(4, seconds=1)
     openpbs.wait(lambda: mine.status(job).state is JobState.PENDING)
     assert REQUEUED in str(mine.status(job).message)
@@ -388,7 +382,7 @@ def test_a_job_that_has_vanished_is_not_over(openpbs: PbsCluster, blocks: Make) 
     not before.
     """
     mine = blocks()
-    job = running(openpbs, mine)
+    job = mine.running()
     with managed(
         openpbs, 'set server job_history_enable = False', 'set server job_history_enable = True'
     ):
@@ -401,7 +395,7 @@ def test_a_job_that_has_vanished_is_not_over(openpbs: PbsCluster, blocks: Make) 
 
 def test_a_server_that_is_down_ends_nothing(openpbs: PbsCluster, blocks: Make) -> None:
     mine = blocks(command_s=5.0, unreachable_s=1.0, longest_backoff_s=0.5)
-    job = running(openpbs, mine)
+    job = mine.running()
     end = mine.provider.end_of(job)
     with openpbs.down():
         states = set()
@@ -438,8 +432,8 @@ def test_a_later_process_finds_the_blocks_of_its_run_and_goes_on_with_them(
     openpbs: PbsCluster, blocks: Make
 ) -> None:
     mine, other = blocks(run='my run/1'), blocks(run='my run/2')
-    job = running(openpbs, mine)
-    running(openpbs, other)
+    job = mine.running()
+    other.running()
     again = PbsSite(queue='batch', run='my run/1', **QUICK)
     assert [found.job_id for found in again.adopt()] == [job]
     assert again.end_of(job) is not None

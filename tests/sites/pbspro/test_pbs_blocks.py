@@ -19,12 +19,6 @@ from tests.support.batch_tests import Rehearsal
 Make = Callable[..., Blocks]
 
 
-def running(pbs: Rehearsal, mine: Blocks, nodes: int = 1, **more: object) -> str:
-    job = mine.open(nodes, **more)  # type: ignore[arg-type]
-    pbs.wait(lambda: mine.status(job).state is JobState.RUNNING)
-    return job
-
-
 def test_the_scheduler_shrinks_a_block_and_the_block_asks_how_long_it_has(
     pbs: Rehearsal, blocks: Make
 ) -> None:
@@ -49,7 +43,7 @@ def test_every_node_runs_the_command_in_private_files(pbs: Rehearsal, blocks: Ma
 
 def test_a_block_at_its_limit_is_not_a_failure(pbs: Rehearsal, blocks: Make) -> None:
     mine = blocks(ending_s=0.0)
-    job = running(pbs, mine, walltime_s=60.0)
+    job = mine.running(walltime_s=60.0)
     pbs.move_clock(100)
     pbs.wait(lambda: mine.status(job).terminal)
     assert mine.status(job).state is JobState.TIMEOUT
@@ -76,7 +70,7 @@ def test_a_scheduler_that_does_not_answer_ends_nothing(
     pbs: Rehearsal, blocks: Make, fault: dict[str, object]
 ) -> None:
     mine = blocks(command_s=5.0, unreachable_s=1.0, longest_backoff_s=0.5)
-    job = running(pbs, mine)
+    job = mine.running()
     end = mine.provider.end_of(job)
     with pbs.fault('all', **fault):  # type: ignore[arg-type]
         states = set()

@@ -172,7 +172,7 @@ def test_what_is_set_aside_with_the_first_job_that_waits_is_known_before_nodes_a
 
     monkeypatch.setattr(Slurm, 'reservations', slow)
     mine = blocks(waiting_poll_s=1e5)
-    job = running(slurm, mine, 4)
+    job = mine.running(4)
     slurm.wait(lambda: mine.site.needed() == ((), ()) and mine.site.holes() == ())
     set_aside(slurm, 'node[01-02]')
     try:
@@ -186,24 +186,16 @@ def test_what_is_set_aside_with_the_first_job_that_waits_is_known_before_nodes_a
 
 def test_somebody_else_cancels_a_block(slurm: Cluster, blocks: Make) -> None:
     mine = blocks()
-    job = running(slurm, mine)
+    job = mine.running()
     slurm.run('scancel', job)
     slurm.wait(lambda: mine.status(job).terminal)
     assert mine.status(job).state is JobState.CANCELLED
     assert 'somebody else' in str(mine.status(job).message)
 
 
-def running(slurm: Cluster, mine: Blocks, nodes: int = 1, **more: object) -> str:
-    job = mine.open(nodes, **more)  # type: ignore[arg-type]
-    slurm.wait(lambda: mine.status(job).state is JobState.RUNNING)
-    return job
-
-
 def test_a_block_gives_a_node_to_a_waiting_job_and_goes_on(slurm: Cluster, blocks: Make) -> None:
     mine = blocks(poll_s=3.0, waiting_poll_s=0.2, shrink_blocks=True)
-    job = running(
-        slurm, mine, 4, command='while true; do echo "$FREETRAIN_NODE runs"; sleep 1; done'
-    )
+    job = mine.running(4, command='while true; do echo "$FREETRAIN_NODE runs"; sleep 1; done')
     names = {f'node0{number}' for number in range(1, 5)}
     assert mine.site.needed() == ((), ())
     assert mine.site.poll_s == 3.0
@@ -251,7 +243,7 @@ def test_jobs_that_the_scheduler_takes_no_nodes_for_are_waited_for(
     options: tuple[str, ...],
 ) -> None:
     mine = blocks(partition, mode=mode)
-    job = running(slurm, mine, 4)
+    job = mine.running(4)
     for other in (('--begin=now+1hour',), (f'--dependency=afterok:{job}',), before):
         slurm.submit('--nodes=1', '--time=1', f'--partition={partition}', *other)
     wanted = slurm.submit('--nodes=2', '--time=1', *options)
@@ -265,7 +257,7 @@ def test_jobs_that_the_scheduler_takes_no_nodes_for_are_waited_for(
 
 def test_a_node_fails(slurm: Cluster, blocks: Make) -> None:
     mine = blocks()
-    job = running(slurm, mine)
+    job = mine.running()
     node = slurm.run('squeue', '-h', '-j', job, '-o', '%N').strip()
     slurm.run(
         'scontrol', 'update', f'nodename={node}', 'state=down', 'reason=test'
@@ -277,7 +269,7 @@ def test_a_node_fails(slurm: Cluster, blocks: Make) -> None:
 
 def test_drained_nodes_are_no_hole_and_their_blocks_go_on(slurm: Cluster, blocks: Make) -> None:
     mine = blocks()
-    job = running(slurm, mine)
+    job = mine.running()
     slurm.run('scontrol', 'update', 'nodename=node[01-04]', 'state=drain', 'reason=test')
     try:
         slurm.wait(lambda: mine.site.holes() == ())
@@ -288,7 +280,7 @@ def test_drained_nodes_are_no_hole_and_their_blocks_go_on(slurm: Cluster, blocks
 
 def test_an_administrator_moves_the_end(slurm: Cluster, blocks: Make) -> None:
     mine = blocks()
-    job = running(slurm, mine)
+    job = mine.running()
     before = mine.provider.end_of(job)
     assert before is not None
     slurm.run('scontrol', 'update', f'jobid={job}', 'timelimit=2')
@@ -302,9 +294,7 @@ def test_a_preemption_is_told_at_once_and_ends_or_requeues_the_block(
     slurm: Cluster, blocks: Make, requeue: bool
 ) -> None:
     mine = blocks('requeue' if requeue else 'scavenger', mode='preemptible', requeue=requeue)
-    job = running(
-        slurm,
-        mine,
+    job = mine.running(
         4,
         walltime_s=None,
         command='trap "echo told; sleep 2; exit 143" TERM; echo ready; while true; do sleep 600; '
@@ -332,8 +322,8 @@ def test_a_preemption_is_told_at_once_and_ends_or_requeues_the_block(
 def test_nodes_that_slurm_preempts_are_asked_for_too(slurm: Cluster, blocks: Make) -> None:
     """It may have chosen the wrong ones, or too few. The block keeps them for the grace time."""
     mine = blocks('scavenger', mode='preemptible')
-    job = running(
-        slurm, mine, 4, walltime_s=None, command='trap "" TERM; echo ready; sleep 600 & wait; wait'
+    job = mine.running(
+        4, walltime_s=None, command='trap "" TERM; echo ready; sleep 600 & wait; wait'
     )
     slurm.wait(lambda: mine.output().count('ready') == 4)
     other = slurm.submit('--nodes=3', '--time=1', '--partition=batch', seconds=1)
@@ -369,7 +359,7 @@ def test_a_scheduler_that_hangs_keeps_nobody_waiting_and_ends_nothing(
     slurm: Cluster, blocks: Make
 ) -> None:
     mine = blocks(command_s=3.0, unreachable_s=2.0, longest_backoff_s=1.0)
-    job = running(slurm, mine)
+    job = mine.running()
     end = mine.provider.end_of(job)
     with hung(slurm):
         states = set()
@@ -427,7 +417,7 @@ def test_the_scheduler_is_asked_beside_and_once_also_for_new_reservations(
 
 def test_a_restarted_scheduler_finds_the_blocks_again(slurm: Cluster, blocks: Make) -> None:
     mine = blocks(command_s=5.0, longest_backoff_s=1.0, unreachable_s=0.0)
-    job = running(slurm, mine)
+    job = mine.running()
     slurm.stop_scheduler()
     try:
         slurm_gone = time.monotonic()
@@ -461,8 +451,8 @@ def test_a_submission_without_an_answer_leaves_no_block_behind(
 
 def test_blocks_are_found_by_the_name_of_their_run(slurm: Cluster, blocks: Make) -> None:
     mine, other = blocks(run='my run/1'), blocks(run='my run/2')
-    job = running(slurm, mine)
-    running(slurm, other)
+    job = mine.running()
+    other.running()
     again = slurm_site(run='my run/1')  # another process, later
     assert [found.job_id for found in again.find_blocks()] == [job]
     assert [found.job_id for found in again.find_blocks('my run/2')] == other.jobs
