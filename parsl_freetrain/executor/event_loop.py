@@ -18,10 +18,10 @@ from parsl.executors.high_throughput.errors import ManagerLost
 from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.controller.block_policy import nodes_wanted
-from parsl_freetrain.core.controller.controller import Controller
+from parsl_freetrain.core.controller.controller import Controller, DecisionFailed
 from parsl_freetrain.core.controller.controller_state import Reply
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.errors import DecisionFailed, TrainerFailed
+from parsl_freetrain.core.model.errors import TrainerFailed
 from parsl_freetrain.executor import commands as co
 from parsl_freetrain.executor.block.blocks import BlockManager
 from parsl_freetrain.executor.event_gathering import gather

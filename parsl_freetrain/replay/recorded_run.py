@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.problem import Problem
-from parsl_freetrain.core.controller.controller import Controller
+from parsl_freetrain.core.controller.controller import Controller, DecisionFailed
 from parsl_freetrain.core.controller.controller_state import ControllerState
 from parsl_freetrain.core.controller.planner import Planner
 from parsl_freetrain.core.controller.settings import DecisionSettings
-from parsl_freetrain.core.model.errors import BadInput, DecisionFailed
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.ledger.reader import Reader
 from parsl_freetrain.ledger.rows import RunRow
 from parsl_freetrain.solver import allocator_named

@@ -9,11 +9,11 @@ from time import perf_counter
 import numpy as np
 from msgspec import field, structs
 
-from parsl_freetrain.core.controller.controller import Controller
+from parsl_freetrain.core.controller.controller import Controller, DecisionFailed
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.checked_settings import Settings
 from parsl_freetrain.core.model.checked_values import NotNegative, PositiveSeconds, Seconds
-from parsl_freetrain.core.model.errors import BadInput, DecisionFailed
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import Trainer
 from parsl_freetrain.replay.accounting import RecordedJob
 from parsl_freetrain.replay.bound import most_samples

@@ -7,14 +7,14 @@ maximised; docs/allocation.md states it as mathematics.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from msgspec import convert, to_builtins
 
-from parsl_freetrain.core.allocation.mixing import mixed_rate
+from parsl_freetrain.core.model.shards_by_speed import rate_together
 from parsl_freetrain.core.model.types import ScalingCurve
 
 
@@ -75,7 +75,7 @@ class Bid:
     current_class
         The class of the nodes that it holds; empty where they are of several.
     mixed_parts
-        If above 0, it may hold nodes of several classes at once; see :mod:`.mixing`.
+        If above 0, it may hold nodes of several classes at once; see :meth:`mixed_rate`.
     current_mix
         What it holds by class, if so.
     """
@@ -128,8 +128,25 @@ class Bid:
         if self.current_nodes < self.min_nodes:
             return 0.0
         if self.current_mix:
-            return mixed_rate(self, self.current_mix)
+            return self.mixed_rate(self.current_mix)
         return self.curve_on(self.current_class).rate_at(self.current_nodes)
+
+    def mixed_rate(self, nodes: Iterable[tuple[str, int]]) -> float:
+        """Value per second of nodes of several classes, a class and a number in turn, to a bid with
+        ``mixed_parts``. Each is as fast as one of as many nodes of its own class. The parts of a
+        batch are dealt to them by speed, and who is done last sets the pace. Of more nodes than it
+        can use, it uses the fastest.
+        """
+        there = [(name, count) for name, count in nodes if count]
+        left = used = self.usable(sum(count for _, count in there))
+        workers = []
+        for rate, count in sorted(
+            ((self.curve_on(name).rate_at(used), count) for name, count in there), reverse=True
+        ):
+            if rate > 0 and left:
+                workers.append((rate / used, min(count, left)))
+                left -= min(count, left)
+        return rate_together(self.mixed_parts, tuple(workers)) if workers else 0.0
 
     def value(self, nodes: int, horizon_s: float) -> float:
         """Worth of ``nodes`` that all stay for the horizon: horizon x rate(nodes) - rescale cost x
@@ -311,13 +328,12 @@ class Problem:
         """Of those ``left`` of the nodes that stay for longer than ``since``."""
         if not bid.mixed_parts:
             return curve.rate_at(bid.usable(left))
-        return mixed_rate(
-            bid,
+        return bid.mixed_rate(
             (
                 (place.node_class, n)
                 for n, place in zip(nodes, self.places, strict=True)
                 if place.remaining_s > since or left == sum(nodes)
-            ),
+            )
         )
 
     @cached_property

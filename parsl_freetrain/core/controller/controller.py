@@ -21,20 +21,36 @@ from parsl_freetrain.core.controller.controller_state import (
     Reply,
     TrainerState,
 )
-from parsl_freetrain.core.controller.dismissal import dismiss, dismiss_all, end_trainer, stop_spent
-from parsl_freetrain.core.controller.fragment_end import why_it_fails
 from parsl_freetrain.core.controller.giving_back import give_back, releases
 from parsl_freetrain.core.controller.node_pool import PoolNode
 from parsl_freetrain.core.controller.planner import Planner
 from parsl_freetrain.core.controller.settings import ControllerSettings
+from parsl_freetrain.core.controller.trainer_end import (
+    dismiss,
+    dismiss_all,
+    end_trainer,
+    stop_spent,
+    why_it_fails,
+)
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.errors import DecisionFailed
+from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.types import CORRECTED_S, BlockRequest
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # after failures in a row
 
 BUDGET_SPENT, PAUSE_OVER = 'BudgetSpent', 'PauseOver'
 """Triggers of decisions for which there is no event."""
+
+
+class DecisionFailed(FreeTrainError, RuntimeError):
+    """The allocator failed to answer; ``actions`` are to be carried out all the same."""
+
+    def __init__(self, actions: tuple[ev.Action, ...], error: Exception) -> None:
+        why = ' '.join(str(error).split()).removesuffix('.') or type(error).__name__
+        super().__init__(
+            f'The allocator failed: {why}. Nothing new is decided until it is asked again.'
+        )
+        self.actions = actions
 
 
 class Controller:

@@ -8,10 +8,22 @@ node that cannot be given back alone goes with its whole block.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
 
-_Group = tuple[int, bool, str, tuple[bool, ...], bool, bool]
+
+class _Group(NamedTuple):
+    """Nodes that are alike: of one block, released alone or not, with one holder, of use to the
+    same jobs, given already or not, spare or not.
+    """
+
+    block: int
+    alone: bool
+    holder: str
+    serves: tuple[bool, ...]
+    given: bool
+    spare: bool
 
 
 def nodes_to_give(
@@ -70,59 +82,41 @@ def _serving_all(
     """
     import pulp  # slow to import, and seldom needed
 
-    spare = frozenset[str]().union(*(demand.spare for demand in demands))
-    groups: dict[_Group, list[str]] = {}
-    for b, block in enumerate(blocks):
-        for name in sorted(block.nodes):
-            serves = tuple(name in demand.among for demand in demands)
-            held_by, alone = holder.get(name, ''), name in block.releasable
-            key = (b, alone, held_by, serves, name in given, name in spare)
-            groups.setdefault(key, []).append(name)
+    groups = _groups(demands, blocks, holder, given)
     lp = pulp.LpProblem('nodes_to_give', pulp.LpMinimize)
     whole = [lp.add_variable(f'block_{b}', cat=pulp.LpBinary) for b in range(len(blocks))]
     stopped = {
         name: lp.add_variable(f'trainer_{i}', cat=pulp.LpBinary)
-        for i, name in enumerate(sorted({key[2] for key in groups if key[2]}))
+        for i, name in enumerate(sorted({key.holder for key in groups if key.holder}))
     }
     counts = []
-    for i, ((b, alone, held_by, *_), names) in enumerate(groups.items()):
+    for i, (key, names) in enumerate(groups.items()):
         count = lp.add_variable(f'group_{i}', 0, len(names), cat=pulp.LpInteger)
         counts.append(count)
-        lp += count >= len(names) * whole[b]
-        if not alone:
-            lp += count <= len(names) * whole[b]
-        if held_by:
-            lp += count <= len(names) * stopped[held_by]
+        lp += count >= len(names) * whole[key.block]
+        if not key.alone:
+            lp += count <= len(names) * whole[key.block]
+        if key.holder:
+            lp += count <= len(names) * stopped[key.holder]
     serving = {
         (i, j): lp.add_variable(f'group_{i}_job_{j}', 0)
         for i, key in enumerate(groups)
-        for j, serves in enumerate(key[3])
+        for j, serves in enumerate(key.serves)
         if serves and not demands[j].shared
     }
     for j, demand in enumerate(demands):
         served_by: list[pulp.LpVariable] = (
-            [count for key, count in zip(groups, counts, strict=True) if key[3][j]]
+            [count for key, count in zip(groups, counts, strict=True) if key.serves[j]]
             if demand.shared
-            else [v for key, v in serving.items() if key[1] == j]
+            else [v for (_, job), v in serving.items() if job == j]
         )
         lp += pulp.lpSum(served_by) >= demand.nodes
     for i, count in enumerate(counts):
-        lp += pulp.lpSum(v for key, v in serving.items() if key[0] == i) <= count
-    # A node weighs more than all that are not spare, each of these more than all costs together.
-    going = {key[2] for key in groups if key[4] and key[2]}
-    nodes = sum(len(names) for names in groups.values())
-    scale = 0.25 / max(sum(cost.get(name, 0.0) for name in stopped), 1e-9)
+        lp += pulp.lpSum(v for (group, _), v in serving.items() if group == i) <= count
+    node_cost, stop_cost = _costs(groups, cost)
     lp.setObjective(
-        pulp.lpSum(
-            (nodes + (0.0 if key[5] else 0.5)) * count
-            for key, count in zip(groups, counts, strict=True)
-            if not key[4]
-        )
-        + pulp.lpSum(
-            scale * cost.get(name, 0.0) * variable
-            for name, variable in stopped.items()
-            if name not in going
-        )
+        pulp.lpSum(node_cost[key] * count for key, count in zip(groups, counts, strict=True))
+        + pulp.lpSum(stop_cost[name] * variable for name, variable in stopped.items())
     )
     lp.solve(pulp.HiGHS(msg=False, gapRel=0.0, gapAbs=0.0, threads=1))
     if lp.sol_status != pulp.LpSolutionOptimal:
@@ -132,3 +126,37 @@ def _serving_all(
         for names, count in zip(groups.values(), counts, strict=True)
         for name in names[: round(count.value() or 0.0)]
     )
+
+
+def _groups(
+    demands: Sequence[NodeDemand],
+    blocks: Sequence[BlockNodes],
+    holder: Mapping[str, str],
+    given: Collection[str],
+) -> dict[_Group, list[str]]:
+    """The nodes that are alike."""
+    spare = frozenset[str]().union(*(demand.spare for demand in demands))
+    groups: dict[_Group, list[str]] = {}
+    for b, block in enumerate(blocks):
+        for name in sorted(block.nodes):
+            serves = tuple(name in demand.among for demand in demands)
+            held_by, alone = holder.get(name, ''), name in block.releasable
+            key = _Group(b, alone, held_by, serves, name in given, name in spare)
+            groups.setdefault(key, []).append(name)
+    return groups
+
+
+def _costs(
+    groups: Mapping[_Group, Sequence[str]], cost: Mapping[str, float]
+) -> tuple[dict[_Group, float], dict[str, float]]:
+    """What a node of each group counts, and the end of each trainer's fragment. A node weighs more
+    than all that are not spare, each of these more than all fragments together.
+    """
+    nodes = sum(map(len, groups.values()))
+    holders = {key.holder for key in groups if key.holder}
+    going = {key.holder for key in groups if key.given}
+    scale = 0.25 / max(sum(cost.get(name, 0.0) for name in holders), 1e-9)
+    of_node = {key: 0.0 if key.given else nodes + (0.0 if key.spare else 0.5) for key in groups}
+    return of_node, {
+        name: 0.0 if name in going else scale * cost.get(name, 0.0) for name in holders
+    }

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
-
-if TYPE_CHECKING:
-    from parsl_freetrain.core.model.events import Action
+from typing import NoReturn
 
 
 class FreeTrainError(Exception):
@@ -40,14 +37,3 @@ class TrainerFailed(FreeTrainError, RuntimeError):
     """A trainer ended without reaching its total for a reason that is not an exception of the
     user's code.
     """
-
-
-class DecisionFailed(FreeTrainError, RuntimeError):
-    """The allocator failed to answer; ``actions`` are to be carried out all the same."""
-
-    def __init__(self, actions: tuple[Action, ...], error: Exception) -> None:
-        why = ' '.join(str(error).split()).removesuffix('.') or type(error).__name__
-        super().__init__(
-            f'The allocator failed: {why}. Nothing new is decided until it is asked again.'
-        )
-        self.actions = actions

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 
-from parsl_freetrain.core.controller.shortest_hole import FLOOR_S
+from parsl_freetrain.core.controller.overheads import FLOOR_S
 from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 

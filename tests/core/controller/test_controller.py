@@ -9,11 +9,11 @@ import pytest
 from parsl_freetrain.core.allocation.answer import Answer
 from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
-from parsl_freetrain.core.controller.controller import Controller
+from parsl_freetrain.core.controller.controller import Controller, DecisionFailed
 from parsl_freetrain.core.controller.controller_state import Reply
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.errors import BadInput, DecisionFailed
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.events import (
     AbandonFragment,
     Ending,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsl_freetrain.core.controller.shortest_hole import FLOOR_S, shortest_useful_s
+from parsl_freetrain.core.controller.overheads import FLOOR_S, shortest_useful_s
 
 SECONDS = st.floats(0, 1e6)
 

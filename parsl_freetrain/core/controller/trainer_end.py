@@ -1,12 +1,16 @@
-"""What the end of a fragment means for its trainer."""
+"""When trainers end: cancelled, a budget is spent, or what the end of a fragment means."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from parsl_freetrain.core.controller.controller_state import FragmentState, TrainerState
+from parsl_freetrain.core.controller.controller_state import (
+    ControllerState,
+    FragmentState,
+    TrainerState,
+)
 from parsl_freetrain.core.controller.settings import ControllerSettings
-from parsl_freetrain.core.model.events import Ending, FragmentEnded
+from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.types import Trainer
 
 # A multiple of the setting 'stalls', since several holes that are too short may be bad luck.
@@ -14,24 +18,27 @@ FRUITLESS = 4
 
 
 def why_it_fails(
-    trainer: TrainerState, ended: FragmentState, event: FragmentEnded, settings: ControllerSettings
+    trainer: TrainerState,
+    ended: FragmentState,
+    event: ev.FragmentEnded,
+    settings: ControllerSettings,
 ) -> str:
     """Why the trainer cannot go on; empty if it can. Its counts of failures are updated."""
     progressed = event.samples > ended.from_samples
     if event.out_of_memory:
         return _short_of_memory(trainer, ended, event.error)
-    if event.ending is Ending.FAILED:
+    if event.ending is ev.Ending.FAILED:
         trainer.errors += 1
         if trainer.errors > settings.retries:
             return event.error
-    if event.ending is Ending.PREEMPTED and not ended.broken and not progressed:
+    if event.ending is ev.Ending.PREEMPTED and not ended.broken and not progressed:
         trainer.stalled += 1
         if trainer.stalled >= settings.stalls:
             return (
                 f'{trainer.stalled} fragments in a row died without progress though none of '
                 f'their nodes was lost; the last one, fragment {event.fragment}: {event.error}'
             )
-    if event.ending is Ending.PREEMPTED and ended.used_up(event.at) and not progressed:
+    if event.ending is ev.Ending.PREEMPTED and ended.used_up(event.at) and not progressed:
         trainer.fruitless += 1
         if trainer.fruitless >= FRUITLESS * settings.stalls:
             return (
@@ -77,3 +84,51 @@ def without(trainer: Trainer, nodes: int, trained: bool) -> Trainer | None:
     if left[0] > nodes:
         return replace(trainer, min_nodes=left[0])
     return replace(trainer, sizes=tuple(left))
+
+
+def stop_spent(state: ControllerState, at: float) -> list[ev.Action]:
+    """End the trainers whose budget is spent; running ones write a checkpoint."""
+    actions: list[ev.Action] = []
+    state.budgets.note(at)
+    if not state.budgets or state.shutting_down:
+        return actions
+    for trainer in list(state.trainers.values()):
+        if trainer.dismissed:
+            continue
+        smallest = 0 if trainer.running else trainer.trainer.counts()[0]
+        needed_node_s = smallest * state.shortest_s
+        if why := state.budgets.spent(trainer.trainer, at, needed_node_s):
+            actions += dismiss(state, trainer, 'failed', why)
+    return actions
+
+
+def dismiss_all(state: ControllerState, why: str) -> list[ev.Action]:
+    """Let all trainers fail."""
+    return [
+        action
+        for trainer in list(state.trainers.values())
+        if not trainer.dismissed
+        for action in dismiss(state, trainer, 'failed', why)
+    ]
+
+
+def dismiss(
+    state: ControllerState, trainer: TrainerState, ending: str, why: str = ''
+) -> list[ev.Action]:
+    """End a trainer independently of the allocation: at once, or when its fragment has stopped."""
+    name = trainer.trainer.name
+    state.dismiss(ev.EndTrainer(name, ending, why))
+    if trainer.running is None:
+        return [end_trainer(state, trainer, ending, why)]
+    if trainer.running.stopping or trainer.running.broken:
+        return []
+    state.stop(name, trainer.running)
+    return [ev.StopFragment(name, trainer.running.number, why or ending)]
+
+
+def end_trainer(
+    state: ControllerState, trainer: TrainerState, ending: str, why: str = ''
+) -> ev.EndTrainer:
+    """Forget a trainer that has no fragment any more."""
+    state.remove(trainer.trainer.name)
+    return ev.EndTrainer(trainer.trainer.name, ending, why)
