@@ -8,29 +8,20 @@ written last, ``COMMITTED``, which holds the digest of the manifest. Without a c
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
-from dataclasses import dataclass
-from io import BufferedReader
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.host.files import sync_dir, write_new
-from parsl_freetrain.training.checkpoint.block_digests import (
-    DIGEST_BYTES,
-    blocks_of,
-    digest,
-    digest_of_blocks,
-)
-from parsl_freetrain.training.checkpoint.identity import refuse_open
+from parsl_freetrain.training.checkpoint.block_digests import DIGEST_BYTES, blocks_of, digest
 
-FORMAT = 2
-_READ = (1, FORMAT)  # format 1 has no digests of blocks
+FORMAT = 3
 MANIFEST = 'manifest.json'
 MARKER = 'COMMITTED'
 
@@ -39,16 +30,23 @@ class Damaged(FreeTrainError):
     """A committed checkpoint has changed since; the message says where."""
 
 
-@dataclass(frozen=True)
-class Manifest:
+class File(msgspec.Struct, frozen=True):
+    """A file: its name relative to the directory, its size, and the digest of each block."""
+
+    name: str
+    bytes: int
+    blocks: tuple[str, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True):
     """The content of ``manifest.json``."""
 
     trainer: str
     samples: int
     fragment: int
     metrics: dict[str, float]
-    files: tuple[tuple[str, int, str], ...]  # (name relative to the directory, bytes, digest)
-    blocks: dict[str, tuple[int, tuple[str, ...]]]  # by name: bytes, and each block's digest
+    files: tuple[File, ...]
+    format: int = FORMAT
 
     def checkpoint(self, folder: Path) -> Checkpoint:
         """The handle to the checkpoint in ``folder``."""
@@ -72,33 +70,12 @@ def write_manifest(
     Raises BadInput if there is something other than plain files and directories, or a name that is
     reserved.
     """
-    files = tuple(_sealed_files(folder, hashed))
-    manifest = Manifest(
-        trainer,
-        samples,
-        fragment,
-        {name: float(value) for name, value in metrics.items()},
-        files,
-        {name: (size, tuple(hashed[name])) for name, size, _ in files if name in hashed},
-    )
-    write_new(
-        folder / MANIFEST,
-        json.dumps(
-            {
-                'format': FORMAT,
-                'trainer': trainer,
-                'samples': samples,
-                'fragment': fragment,
-                'metrics': manifest.metrics,
-                'files': [
-                    {'name': name, 'bytes': size, 'blake2b': its_digest}
-                    | ({'blocks': hashed[name]} if name in hashed else {})
-                    for name, size, its_digest in files
-                ],
-            },
-            indent=1,
-        ).encode(),
-    )
+    values = {name: float(value) for name, value in metrics.items()}
+    files = _sealed_files(folder, hashed)
+    manifest = Manifest(trainer, samples, fragment, values, files, FORMAT)
+    # Python's own encoder writes metrics that are not finite.
+    content = json.dumps(msgspec.to_builtins(manifest), indent=1).encode()
+    write_new(folder / MANIFEST, content)
     sync_dir(folder)
     return manifest
 
@@ -132,81 +109,47 @@ def read_manifest(folder: Path) -> Manifest:
     if marker.decode('ascii', 'replace').strip() != digest(content):
         raise Damaged(f'{MANIFEST} does not have the digest that {MARKER} holds')
     try:
-        return _parse(json.loads(content), folder)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, BadInput):
-            raise
+        document = json.loads(content)
+        check_format(folder, document['format'], FORMAT)
+        return msgspec.convert(document, Manifest)
+    except BadInput:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f'{MANIFEST} cannot be understood: {error!r}') from error
 
 
-def manifest_digest(folder: Path) -> str:
-    """The digest of the manifest in ``folder``; it stands for the whole checkpoint."""
-    return digest((folder / MANIFEST).read_bytes())
+def check_format(folder: Path, found: int, expected: int) -> None:
+    """Refuse a format that this version does not read; raises BadInput."""
+    if found != expected:
+        raise BadInput(
+            f'Checkpoint {folder} has format {found} and this version of parsl-freetrain reads '
+            f'format {expected}: use the version that wrote it.'
+        )
 
 
-def check_chosen(path: Path, folder: Path, chosen: str) -> None:
-    """Check, before any of it is read, that ``path`` is the checkpoint that rank 0 has verified: it
-    lies in the trainer's own ``folder``, and the digest of its manifest is ``chosen``. Raises
-    Damaged if it is another one; BadInput if the folder is another user's, or others may write to
-    it.
-    """
-    refuse_open(folder)
-    if path.parent != folder or path.is_symlink():
-        raise Damaged(f'{path} is no checkpoint in {folder}; nothing of it is read')
-    if manifest_digest(path) != chosen:
-        raise Damaged(f'{path} is not the checkpoint that rank 0 has verified')
-
-
-def verify(folder: Path, *, blocks: bool = True) -> Manifest:
+def verify(folder: Path, *, content: bool = True, hashed: Collection[str] = ()) -> Manifest:
     """Read the whole checkpoint and compare every byte's digest with what was committed.
 
-    ``blocks``: False leaves out the files whose blocks have digests, for a reader that verifies
-    what it reads. Raises Damaged if a file is missing, or its length or content differs; OSError if
-    the file system does not answer, which says nothing about the checkpoint.
+    ``content``: False compares the lengths of files only, for a reader that verifies what it reads;
+    so are those compared that this process has ``hashed`` while it wrote them. Raises Damaged if a file is missing, or its length or content differs; OSError if the file
+    system does not answer, which says nothing about the checkpoint.
     """
     manifest = read_manifest(folder)
-    for name, size, committed in manifest.files:
+    for listed in manifest.files:
         try:
-            with (folder / name).open('rb') as file:
+            with (folder / listed.name).open('rb') as file:
                 found = os.fstat(file.fileno()).st_size
-                if found != size:
-                    raise Damaged(f'{name} has {found} bytes, {size} were committed')
-                if name in manifest.blocks and not blocks:
-                    continue
-                if _digest_of(file, blocked=name in manifest.blocks) != committed:
-                    raise Damaged(f'{name} does not have the digest that was committed')
+                if found != listed.bytes:
+                    raise Damaged(f'{listed.name} has {found} bytes, {listed.bytes} were committed')
+                unread = not content or listed.name in hashed
+                if not unread and blocks_of(file) != listed.blocks:
+                    raise Damaged(f'{listed.name} does not have the digest that was committed')
         except OSError as error:
             raise damage(error) from error
     return manifest
 
 
-def _parse(document: Any, folder: Path) -> Manifest:
-    if document['format'] not in _READ:
-        raise BadInput(
-            f'Checkpoint {folder} has format {document["format"]} and this version of '
-            f'parsl-freetrain reads formats {" and ".join(map(str, _READ))}: use the '
-            'version that wrote it.'
-        )
-    return Manifest(
-        str(document['trainer']),
-        int(document['samples']),
-        int(document['fragment']),
-        {str(name): float(value) for name, value in document['metrics'].items()},
-        tuple(
-            (str(file['name']), int(file['bytes']), str(file['blake2b']))
-            for file in document['files']
-        ),
-        {
-            str(file['name']): (int(file['bytes']), tuple(map(str, file['blocks'])))
-            for file in document['files']
-            if 'blocks' in file
-        },
-    )
-
-
-def _sealed_files(
-    folder: Path, hashed: Mapping[str, tuple[str, ...]]
-) -> list[tuple[str, int, str]]:
+def _sealed_files(folder: Path, hashed: Mapping[str, tuple[str, ...]]) -> tuple[File, ...]:
     sealed = []
     for parent, folders, files in os.walk(folder, topdown=False):
         for name in sorted(files) + sorted(folders):
@@ -225,20 +168,19 @@ def _sealed_files(
                 )
             if stat.S_ISDIR(mode):
                 path.chmod(0o700)
-            elif relative in hashed:
-                sealed.append((relative, path.stat().st_size, digest_of_blocks(hashed[relative])))
             else:
-                sealed.append((relative, *_seal(path)))
+                blocks = hashed.get(relative) or _seal(path)
+                sealed.append(File(relative, path.stat().st_size, tuple(blocks)))
         sync_dir(Path(parent))
-    return sorted(sealed)
+    return tuple(sorted(sealed, key=lambda file: file.name))
 
 
-def _seal(path: Path) -> tuple[int, str]:
+def _seal(path: Path) -> tuple[str, ...]:
     with path.open('rb') as file:
         os.fchmod(file.fileno(), 0o600)
-        found = hashlib.file_digest(file, _hasher).hexdigest()
+        found = blocks_of(file)
         os.fsync(file.fileno())
-        return os.fstat(file.fileno()).st_size, found
+        return found
 
 
 def damage(error: OSError) -> Exception:
@@ -251,13 +193,3 @@ def damage(error: OSError) -> Exception:
             f'{Path(error.filename or "").name or "a file"} cannot be read: {error.strerror}'
         )
     return error
-
-
-def _digest_of(file: BufferedReader, *, blocked: bool) -> str:
-    if blocked:
-        return digest_of_blocks(blocks_of(file))
-    return hashlib.file_digest(file, _hasher).hexdigest()
-
-
-def _hasher() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=DIGEST_BYTES)

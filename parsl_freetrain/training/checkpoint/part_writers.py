@@ -17,12 +17,7 @@ import msgspec
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
-from parsl_freetrain.training.checkpoint.parts import (
-    Blocks,
-    read_table_of_part,
-    write_table,
-    write_table_of_part,
-)
+from parsl_freetrain.training.checkpoint.parts import Blocks, read_part, write_contents, write_part
 from parsl_freetrain.training.checkpoint.state import State
 from parsl_freetrain.training.comm.collectives import as_peer_loss
 from parsl_freetrain.training.comm.peers import PeerLost
@@ -36,7 +31,7 @@ _NOTHING = b'-'
 
 
 class _Report(msgspec.Struct, frozen=True):
-    """What a rank says of its part: the digest of its table, or why there is none."""
+    """What a rank says of its part: the digest of what it consists of, or why there is none."""
 
     digest: str = ''
     error: str = ''
@@ -88,7 +83,7 @@ class PartWriters:
         return 2 * patience_s / _LOST
 
     def lead(self, save: int, folder: Path, state: State) -> Blocks:
-        """On rank 0: write its part and the table of all parts into an empty folder. Returns the
+        """On rank 0: write its part and what all parts consist of into an empty folder. Returns the
         digests of the blocks of the files.
 
         Raises
@@ -98,7 +93,7 @@ class PartWriters:
         """
         self._set(f'{save}/folder', folder.name.encode())
         saving('part-begun')
-        parts = [state.write_part(folder, self.rank)]
+        parts = [state.part(self.rank, folder)]
         saving('part-data')
         saving('part-written')
         for rank, report in self._reports(save).items():
@@ -107,8 +102,8 @@ class PartWriters:
                     f'Rank {rank} could not write its part of checkpoint {folder} '
                     f'({report.error}); the one before is still there.'
                 )
-            parts.append(read_table_of_part(folder, rank, report.digest))
-        return write_table(folder, parts)
+            parts.append(read_part(folder, rank, report.digest))
+        return write_contents(folder, parts)
 
     def follow(self, save: int, state: State) -> None:
         """On the other ranks: write this rank's part, once rank 0 has made the folder.
@@ -125,9 +120,9 @@ class PartWriters:
         try:
             saving('begin')
             saving('part-begun')
-            part = state.write_part(folder, self.rank)
+            part = state.part(self.rank, folder)
             saving('part-data')
-            digest = write_table_of_part(folder, self.rank, part)
+            digest = write_part(folder, self.rank, part)
             self._set(f'{save}/{self.rank}', msgspec.json.encode(_Report(digest)))
         except Exception as error:
             self.refuse(save, error)

@@ -23,13 +23,7 @@ from parsl_freetrain.training.checkpoint.parameter_names import (
     is_by_name,
     parameter_names,
 )
-from parsl_freetrain.training.checkpoint.parts import (
-    Blocks,
-    Contents,
-    Part,
-    write_part,
-    write_table,
-)
+from parsl_freetrain.training.checkpoint.parts import Blocks, Contents, part_of, write_contents
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 
 _KINDS = {
@@ -121,16 +115,13 @@ class State:
         """Write it into an empty folder. Nothing is exchanged with other ranks. Returns the digests
         of the blocks of the files.
         """
-        return write_table(folder, [self.write_part(folder, 0)])
+        return write_contents(folder, [self.part(0, folder)])
 
-    def write_part(self, folder: Path, rank: int) -> Part:
-        """Write this rank's part into a folder where the other ranks write theirs."""
-        return write_part(folder, rank, self.tensors, self.boxes, self.structure, self.image)
-
-    def contents(self, rank: int) -> Contents:
-        """What :attr:`image` consists of."""
-        assert self.image is not None
-        return Contents.of(rank, self.tensors, self.boxes, self.structure, self.image)
+    def part(self, rank: int, folder: Path | None = None) -> Contents:
+        """This rank's part; its tensors are written into a folder where the other ranks write
+        theirs, unless there is none.
+        """
+        return part_of(rank, self.tensors, self.boxes, self.structure, self.image, folder)
 
 
 class Source(Protocol):

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
@@ -51,58 +50,6 @@ class SetAside:
     reason: str
 
 
-class CheckpointStore(Protocol):
-    """The place where the states of one trainer are kept."""
-
-    @property
-    def set_aside(self) -> tuple[SetAside, ...]:
-        """The damaged checkpoints that this object has found, in order."""
-        ...
-
-    def fence(self, fragment: int) -> None:
-        """Prevent fragments with a smaller number from committing."""
-        ...
-
-    def save(
-        self,
-        write: Callable[[Path], Mapping[str, tuple[str, ...]] | None],
-        *,
-        samples: int,
-        fragment: int,
-        metrics: Mapping[str, float],
-    ) -> Checkpoint:
-        """Commit what ``write`` writes into the empty directory that it is given; raises
-        :class:`Fenced`.
-        """
-        ...
-
-    def latest(self) -> Checkpoint | None:
-        """The newest good checkpoint, verified to the last byte. Damaged ones are set aside."""
-        ...
-
-    def newest(self) -> Checkpoint | None:
-        """The newest checkpoint whose manifest is good. Its data are not read: the ranks verify
-        what they read.
-        """
-        ...
-
-    def put_aside(self, path: Path, reason: str) -> None:
-        """Set a damaged checkpoint aside."""
-        ...
-
-    def checkpoints(self) -> tuple[Checkpoint, ...]:
-        """The committed checkpoints, oldest first. Their data are not read."""
-        ...
-
-    def prune(self, keep: Retention) -> None:
-        """Remove checkpoints that need not be kept; the newest one is verified first."""
-        ...
-
-    def last_fragment(self) -> int:
-        """The largest fragment number ever used here, 0 if none. So numbers are never reused."""
-        ...
-
-
 class PosixCheckpointStore:
     """Checkpoints as directories of a file system that all nodes of the trainer see.
 
@@ -138,7 +85,8 @@ class PosixCheckpointStore:
         self.trainer = trainer
         self._hook = hook if hook is not None else _no_hook
         self._set_aside: list[SetAside] = []
-        self._written: Path | None = None  # the last checkpoint that this object has committed
+        # The last checkpoint that this object has committed, and what it has hashed of it.
+        self._written: tuple[Path | None, frozenset[str]] = None, frozenset()
 
     @property
     def set_aside(self) -> tuple[SetAside, ...]:
@@ -218,7 +166,7 @@ class PosixCheckpointStore:
                 # The error may be that a later fragment has removed the directory meanwhile.
                 self._check_fence(fragment)
             raise
-        self._written = folder
+        self._written = folder, frozenset(hashed or ())
         self._hook('committed')
         return manifest.checkpoint(folder)
 
@@ -262,7 +210,8 @@ class PosixCheckpointStore:
         """
         newest = self.newest()
         if newest is not None and self._superfluous(keep, newest):
-            newest = self._newest(lambda path: verify(path, blocks=path != self._written))
+            own, hashed = self._written
+            newest = self._newest(lambda path: verify(path, hashed=hashed if path == own else ()))
         if newest is None:
             return
         leftovers = [

@@ -14,7 +14,7 @@ from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint.part_writers import PartWriters
 from parsl_freetrain.training.checkpoint.snapshot import Snapshots
 from parsl_freetrain.training.checkpoint.state import State
-from parsl_freetrain.training.checkpoint.store import CheckpointStore
+from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.loop.background import Background
 from parsl_freetrain.training.loop.handover import StateSender
@@ -67,7 +67,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        store: CheckpointStore,
+        store: PosixCheckpointStore,
         order: FragmentOrder,
         channel: Channel[ToRank],
         last: Checkpoint | None,

@@ -89,7 +89,7 @@ class StateSender:
         ways = PeerTransport(self._peers, NodeMemory(self._trainer), heirs=heirs)
         kept = ways.put(file_of(rank), image)
         contents = (
-            image_of(state.contents(rank).packed)
+            image_of(state.part(rank).packed)
             if uncommitted and kept and state is not None
             else None
         )
@@ -139,7 +139,7 @@ def leave_behind(
     snapshots, memory = Snapshots(), NodeMemory(order.trainer, offer=offer)
     taken = snapshots.take(state())
     assert taken.image is not None
-    contents = image_of(taken.contents(rank).packed)
+    contents = image_of(taken.part(rank).packed)
     with suppress(OSError):
         if memory.put(file_of(rank), taken.image) and memory.put(contents_of(rank), contents):
             digest = digest_of_blocks(contents.blocks)

@@ -23,7 +23,7 @@ from parsl_freetrain.training.checkpoint.parts import Contents
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
 from parsl_freetrain.training.checkpoint.source import Opened
 from parsl_freetrain.training.checkpoint.state import Saved, Source
-from parsl_freetrain.training.checkpoint.store import CheckpointStore, PosixCheckpointStore
+from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.checkpoint.transport import Disk
 from parsl_freetrain.training.checkpoint.transport_memory import NodeMemory
@@ -76,7 +76,7 @@ def begin(
 
 
 def find_start(
-    order: FragmentOrder, place: RankPlace, store: CheckpointStore, peers: Peers
+    order: FragmentOrder, place: RankPlace, store: PosixCheckpointStore, peers: Peers
 ) -> tuple[Checkpoint | None, Source | None]:
     """The newest checkpoint, known to rank 0 only, and the state to continue from; None where
     training begins. All ranks call this together.
@@ -126,7 +126,7 @@ class SharedState:
         path: str,
         contents: Contents,
         trainer: str,
-        store: CheckpointStore,
+        store: PosixCheckpointStore,
         peers: Peers,
         per_node: int,
     ) -> None:
@@ -174,7 +174,7 @@ class SharedState:
 
 
 def newest(
-    store: CheckpointStore, peers: Peers, attempt: int
+    store: PosixCheckpointStore, peers: Peers, attempt: int
 ) -> tuple[Checkpoint | None, Contents | None, str]:
     """The newest checkpoint (on rank 0), what it consists of, and its path. The ranks might choose
     differently if each looked for itself.

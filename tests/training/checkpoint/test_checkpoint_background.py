@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint import fault_hooks
+from parsl_freetrain.training.checkpoint.block_digests import digest_of_blocks
 from parsl_freetrain.training.checkpoint.local_shard import Box
 from parsl_freetrain.training.checkpoint.manifest import read_manifest
 from parsl_freetrain.training.checkpoint.part_writers import PartWriters
@@ -104,7 +105,7 @@ def keeper(
 
 
 def files(path: str) -> dict[str, str]:
-    return {name: digest for name, _, digest in read_manifest(Path(path)).files}
+    return {file.name: digest_of_blocks(file.blocks) for file in read_manifest(Path(path)).files}
 
 
 def test_training_goes_on_and_the_checkpoint_holds_what_was(
@@ -281,8 +282,8 @@ def test_a_snapshot_is_one_piece_of_memory_the_file_that_is_written(tmp_path: Pa
     copy = taken.tensors
     assert all(torch.equal(copy[name], tensors[name]) for name in tensors)
     assert len({tensor.untyped_storage().data_ptr() for tensor in copy.values()}) == 1
-    taken.write_part(tmp_path, 0)
-    State(tensors, {}).write_part(tmp_path, 1)
+    taken.part(0, tmp_path)
+    State(tensors, {}).part(1, tmp_path)
     file = (tmp_path / 'rank-0.safetensors').read_bytes()
     assert file == (tmp_path / 'rank-1.safetensors').read_bytes()
     assert copy['last'].untyped_storage().nbytes() == len(file)

@@ -78,12 +78,13 @@ def round_trip(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def committed(folder: Path, state: State, **table: Any) -> str:
-    """A checkpoint with this state; ``table``: what its table says otherwise."""
+    """A checkpoint with this state; ``table``: what its contents are said to be otherwise."""
     folder.mkdir(exist_ok=True)
     hashed = state.write(folder)
     if table:
-        told = json.loads((folder / 'tensors.json').read_text())
-        (folder / 'tensors.json').write_text(json.dumps({**told, **table}))
+        hashed.pop('contents.json')
+        told = json.loads((folder / 'contents.json').read_text())
+        (folder / 'contents.json').write_text(json.dumps({**told, **table}))
     write_manifest(folder, trainer='t', samples=1, fragment=1, metrics={}, hashed=hashed)
     commit(folder)
     return str(folder)
@@ -171,17 +172,16 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / 'owned').exists()
     assert sorted(path.name for path in folder.iterdir()) == [
         'COMMITTED',
+        'contents.json',
         'manifest.json',
-        'rank-0-0.pt',
         'rank-0.safetensors',
-        'tensors.json',
     ]
 
 
 def test_another_format_is_named(tmp_path: Path) -> None:
     committed(tmp_path, State({'x': torch.ones(1)}, {}), format=9)
     with pytest.raises(
-        BadInput, match=r'format 9, and this version reads format 2: use the version that wrote it'
+        BadInput, match=r'has format 9 and this version .* reads format 2: use the version'
     ):
         reader_of(tmp_path)
 

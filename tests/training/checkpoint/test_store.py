@@ -20,7 +20,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint.folder_claim import claim
 from parsl_freetrain.training.checkpoint.identity import JSON
-from parsl_freetrain.training.checkpoint.store import CheckpointStore, Fenced, PosixCheckpointStore
+from parsl_freetrain.training.checkpoint.store import Fenced, PosixCheckpointStore
 from parsl_freetrain.training.spec.retention import Retention
 from tests.support.waiting import LIMIT_S
 
@@ -55,7 +55,7 @@ def data(content: bytes) -> Callable[[Path], None]:
 
 
 def saved(
-    store: CheckpointStore, samples: int, fragment: int = 1, content: bytes = b'state'
+    store: PosixCheckpointStore, samples: int, fragment: int = 1, content: bytes = b'state'
 ) -> Checkpoint:
     return store.save(
         data(content), samples=samples, fragment=fragment, metrics={'loss': 1 / samples}
@@ -254,9 +254,9 @@ def test_a_later_format_is_not_damage(
     store: PosixCheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as later:
-        later.setattr('parsl_freetrain.training.checkpoint.manifest.FORMAT', 3)
+        later.setattr('parsl_freetrain.training.checkpoint.manifest.FORMAT', 9)
         saved(store, 100)
-    with pytest.raises(BadInput, match='has format 3 and this version.*reads formats 1 and 2'):
+    with pytest.raises(BadInput, match='has format 9 and this version.*reads format 3'):
         store.latest()
     assert store.set_aside == ()
 

@@ -34,7 +34,7 @@ def save(store: PosixCheckpointStore, samples: int) -> Checkpoint:
     return store.save(state.write, samples=samples, fragment=1, metrics={})
 
 
-@pytest.mark.parametrize('file', ['rank-0.safetensors', 'rank-0-0.pt', 'tensors.json'])
+@pytest.mark.parametrize('file', ['rank-0.safetensors', 'contents.json'])
 def test_a_damaged_file_is_found_while_it_is_read(
     tmp_path: Path, store: PosixCheckpointStore, file: str
 ) -> None:
