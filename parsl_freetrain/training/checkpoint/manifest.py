@@ -131,8 +131,9 @@ def verify(folder: Path, *, content: bool = True, hashed: Collection[str] = ()) 
     """Read the whole checkpoint and compare every byte's digest with what was committed.
 
     ``content``: False compares the lengths of files only, for a reader that verifies what it reads;
-    so are those compared that this process has ``hashed`` while it wrote them. Raises Damaged if a file is missing, or its length or content differs; OSError if the file
-    system does not answer, which says nothing about the checkpoint.
+    so are those compared that this process has ``hashed`` while it wrote them. Raises Damaged if a
+    file is missing, or its length or content differs; OSError if the file system does not answer,
+    which says nothing about the checkpoint.
     """
     manifest = read_manifest(folder)
     for listed in manifest.files:

@@ -34,13 +34,18 @@ class Snapshots:
         self._close: Callable[[], object] | None = None
         self._locked = False
 
+    def reserve(self, state: State) -> None:
+        """Make the memory for copies of a state, which takes long if it is page-locked."""
+        size = placed(state.tensors, state.boxes)[0].nbytes
+        locked = bool(_devices(state))
+        if self._arena.numel() < size or self._locked != locked:
+            self._replace_arena(size, locked=locked)
+
     def take(self, state: State) -> State:
         """A copy of a state on the CPU, complete on return."""
-        devices = {tensor.device for tensor in state.tensors.values()} - {torch.device('cpu')}
+        self.reserve(state)
         layout, places = placed(state.tensors, state.boxes)
         size = layout.nbytes
-        if self._arena.numel() < size or self._locked != bool(devices):
-            self._replace_arena(size, locked=bool(devices))
         header = bytearray(layout.header)
         self._arena[: len(header)].copy_(torch.frombuffer(header, dtype=torch.uint8))
         copies = {}
@@ -48,7 +53,7 @@ class Snapshots:
             start, length = places[name]
             copy = self._arena[start : start + length].view(tensor.dtype).view(tensor.shape)
             copies[name] = copy.copy_(tensor, non_blocking=True)
-        for device in devices:
+        for device in _devices(state):
             torch.accelerator.synchronize(device)
         image = FileImage(bytes_of(self._arena[:size]), self._fd)
         return State(copies, state.structure, state.boxes, image)
@@ -75,3 +80,7 @@ class Snapshots:
             return torch.empty(size, dtype=torch.uint8, device='cpu')
         self._fd, self._close = fd, weakref.finalize(self, os.close, fd)
         return torch.frombuffer(content, dtype=torch.uint8)
+
+
+def _devices(state: State) -> set[torch.device]:
+    return {tensor.device for tensor in state.tensors.values()} - {torch.device('cpu')}

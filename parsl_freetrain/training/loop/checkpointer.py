@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -79,7 +80,7 @@ class Checkpointer:
         self.timing = SaveTiming(order)
         self._writers = writers or PartWriters(None, 0, 1, Path(order.store), self.patience_s)
         self._background = Background('checkpoint')
-        self._snapshots = Snapshots()
+        self._snapshots, self._room = Snapshots(), Background('memory for checkpoints')
         self._save = 0
         self._on_disk: State | None = None  # the copy that was written last
         self._begun_with_uncommitted = self._only_in_memory = False
@@ -137,6 +138,13 @@ class Checkpointer:
         """Want a checkpoint at the first opportunity: the state is newer than the last one."""
         self.timing.want_soon()
         self._begun_with_uncommitted = True
+
+    def make_room(self, state: State) -> None:
+        """Make the memory for copies of a large state in a thread, so that the first copy does not
+        hold training up for it.
+        """
+        if self.timing.size >= LARGE_BYTES:
+            self._room.start(partial(self._snapshots.reserve, state))
 
     def save_beside(self, collect: Collect, samples: int, metrics: Mapping[str, float]) -> None:
         """Copy the state, and commit it as a checkpoint while training continues. Otherwise as
@@ -225,6 +233,8 @@ class Checkpointer:
 
     def _copied(self, state: State) -> State:
         self._on_disk = None
+        with suppress(RuntimeError, MemoryError):  # then it is tried once more
+            self._room.wait()
         return self._snapshots.take(state)
 
     def _collected(self, collect: Collect) -> State | None:

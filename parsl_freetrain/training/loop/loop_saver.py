@@ -52,6 +52,15 @@ class LoopSaver:
         if self._state.wanted is not None:
             self.save(self._checkpointer.save_beside)
 
+    def make_room(self) -> None:
+        """Have the memory for copies of a large state made beside training. Call it after the first
+        step, which has made the states of optimizers.
+        """
+        division = self._model.division
+        if division.saves and not division.pipelined:
+            content = content_of(self._model.prepared, named=division.stated)
+            self._checkpointer.make_room(division.part_of(self._state_of(content)))
+
     def leave(self) -> StateLeft | None:
         """After the loss of another rank: leave the state at the end of the last global batch in
         memory for the next fragment; None if this rank does not.

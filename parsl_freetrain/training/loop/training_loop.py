@@ -210,6 +210,8 @@ class TrainingLoop:
             hooks.run(hooks.at_step_end)
         now, (samples, since) = time.monotonic(), self._began
         self._checkpointer.timing.step_took(now - began_at)
+        if batch.samples_before == samples:
+            self._saver.make_room()
         self._wishes.rate = (state.samples - samples) / (now - since)
         return decision
 

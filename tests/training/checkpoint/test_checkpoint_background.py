@@ -459,3 +459,48 @@ def test_a_full_disk_ends_the_fragment_with_a_sentence_and_loses_nothing(
         None,
     ) as gang:
         assert [outcome.how for outcome in gang.run()] == ['finished']
+
+
+def test_memory_for_a_large_state_is_made_beside_the_first_steps(
+    tmp_path: Path,
+    channels: tuple[Channel[ToRank], Channel[FromRank]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[str] = []
+    memory = Snapshots._memory
+
+    def counted(snapshots: Snapshots, size: int) -> torch.Tensor:
+        made.append(threading.current_thread().name)
+        return memory(snapshots, size)
+
+    monkeypatch.setattr(Snapshots, '_memory', counted)
+    kept, prepared = keeper(tmp_path, channels[0]), things()
+    kept.make_room(state_of(prepared)())
+    assert not made  # it is small
+    kept.timing.expect(checkpointer.LARGE_BYTES, 0.0)
+    kept.make_room(state_of(prepared)())
+    kept.save_beside(state_of(prepared), 10, {})
+    assert made == ['memory for checkpoints']
+    found = kept.settled()
+    assert found is not None
+    read, own = read_state(found.path).models[0], prepared.models[0].state_dict()
+    assert all(torch.equal(read[name], own[name]) for name in own)
+
+
+@pytest.mark.parametrize(('age_s', 'saves'), [(0.9, False), (1.1, True), (5.4, True)])
+@pytest.mark.parametrize('writing_s', [0.1, 5.0])
+def test_near_the_end_a_checkpoint_is_written_if_a_kill_would_cost_more(
+    tmp_path: Path,
+    channels: tuple[Channel[ToRank], Channel[FromRank]],
+    monkeypatch: pytest.MonkeyPatch,
+    age_s: float,
+    writing_s: float,
+    saves: bool,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, 'monotonic', lambda: now)
+    kept = keeper(tmp_path, channels[0], checkpoint_every_s=3600.0)
+    kept.timing.expect(0, writing_s)
+    now = age_s
+    assert not kept.wants_to_save()
+    assert kept.wants_to_save(near_end=True) is (saves and age_s > writing_s)
