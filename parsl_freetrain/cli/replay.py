@@ -243,7 +243,7 @@ def replay(
 
 
 def _recorded(given: dict[str, Any], ledger: Path, run: str | None, as_json: bool) -> None:
-    from parsl_freetrain.ledger.reader import Reader
+    from parsl_freetrain.journal.read import Journal
     from parsl_freetrain.replay.recorded_run import changed, replay_run
     from parsl_freetrain.replay.study import option
 
@@ -254,20 +254,20 @@ def _recorded(given: dict[str, Any], ledger: Path, run: str | None, as_json: boo
                 'and nodes. What goes with it: --run, --solver, --horizon, --objective, '
                 '--time-limit and --json.'
             )
-    with Reader(ledger_at(ledger)) as reader:
-        runs = reader.history().runs
-        newest = run_named([r.name for r in runs], run)
-        if not runs:
-            raise BadInput(f'The ledger {reader.path} has no run yet.')
-        chosen = next((r for r in runs if r.name == newest), runs[-1])
-        settings = changed(
-            chosen,
-            given.get('solver'),
-            given.get('horizon'),
-            given.get('objective'),
-            given.get('time_limit'),
-        )
-        found = replay_run(reader, chosen, settings)
+    journal = Journal(ledger_at(ledger).with_suffix('.journal'), keep_progress=False)
+    runs = journal.history().runs
+    newest = run_named([r.name for r in runs], run)
+    if not runs:
+        raise BadInput(f'The ledger {journal.path} has no run yet.')
+    chosen = next((r for r in runs if r.name == newest), runs[-1])
+    settings = changed(
+        chosen,
+        given.get('solver'),
+        given.get('horizon'),
+        given.get('objective'),
+        given.get('time_limit'),
+    )
+    found = replay_run(journal, chosen, settings)
     print(json.dumps(found.as_json(), allow_nan=False) if as_json else '\n'.join(of_a_run(found)))
 
 

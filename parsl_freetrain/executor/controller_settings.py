@@ -11,7 +11,7 @@ from parsl_freetrain.core.allocation.constraints import EVERYBODY
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.executor.settings import Policy
-from parsl_freetrain.ledger.usage import charged, used_node_s
+from parsl_freetrain.journal.usage import charged, used_node_s
 from parsl_freetrain.sites.provider import BackfillProvider
 
 

@@ -171,6 +171,11 @@ class FreeTrainExecutor(BlockExecutor):
         )
 
     @property
+    def journal_path(self) -> Path:
+        """The journal beside it."""
+        return self.ledger_path.with_suffix('.journal')
+
+    @property
     def status_polling_interval(self) -> float:
         """0: Parsl's poller and scaling strategy leave this executor to its event loop."""
         return 0
@@ -201,7 +206,7 @@ class FreeTrainExecutor(BlockExecutor):
         )
         self._adoption.begin()
         settings = controller_settings(
-            self.policy, provider, self.ledger_path, int(self.max_workers_per_node)
+            self.policy, provider, self.journal_path, int(self.max_workers_per_node)
         )
         ledger = Ledger(self.ledger_path)
         undo.callback(ledger.close)
@@ -218,7 +223,7 @@ class FreeTrainExecutor(BlockExecutor):
             ),
         )
         undo.callback(lambda: ledger.end_run(run, at=time.time(), how='not started'))
-        journal = JournalWriter(self.ledger_path.with_suffix('.journal'))
+        journal = JournalWriter(self.journal_path)
         undo.callback(journal.close)
         journal.begin_run(
             ev.RunBegan(
@@ -294,7 +299,7 @@ class FreeTrainExecutor(BlockExecutor):
         for block in adopted:
             self._loop.post(AdoptBlock(block))
         self._loop.start()
-        self._metrics.start(self.ledger_path, run)
+        self._metrics.start(self.journal_path, run)
 
     def initialize_scaling(self) -> None:
         """Compose the launch command with one more worker than ordinary tasks use. The interchange

@@ -11,11 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.state import History, Training
 from parsl_freetrain.host import files
 from parsl_freetrain.integrations.metric_logger import LoggedTraining, MetricLogger, OpenLog
-from parsl_freetrain.ledger.kept_metrics import KeptMetrics, began_in
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.rows import RunHistory, TrainerRow
+from parsl_freetrain.journal.kept_metrics import KeptMetrics, began_in
+from parsl_freetrain.journal.read import Journal
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ LAST_S = 60.0
 
 class MetricExport:
     """Passes on what is known to be kept
-    (:class:`~parsl_freetrain.ledger.kept_metrics.KeptMetrics`), so no logger sees what a later
+    (:class:`~parsl_freetrain.journal.kept_metrics.KeptMetrics`), so no logger sees what a later
     fragment repeats. A file beside the ledger keeps its position, for the next run of the
     workflow.
     """
@@ -60,30 +61,31 @@ class MetricExport:
                 )
 
     def _work(self, ledger: Path, run: str) -> None:
-        with Reader(ledger) as reader:
-            each = [_Export(reader, run, one) for one in self._loggers]
-            over = False
-            while not over:
-                over = self._over.wait(self._period_s)
+        journal = Journal(ledger)
+        each = [_Export(journal.path, run, one) for one in self._loggers]
+        over = False
+        while not over:
+            over = self._over.wait(self._period_s)
+            with suppress(BadInput):  # a damaged file is just being replaced
+                history = journal.history()
                 for export in each:
-                    export.pass_on(last=over)
+                    export.pass_on(history, last=over)
 
 
 class _Export:
     """One logger."""
 
-    def __init__(self, reader: Reader, run: str, destination: MetricLogger) -> None:
-        self._reader, self._run, self._destination = reader, run, destination
+    def __init__(self, ledger: Path, run: str, destination: MetricLogger) -> None:
+        self._run, self._destination = run, destination
         name = re.sub('[^A-Za-z0-9]', '', type(destination).__name__)
-        self._marks = reader.path.with_name(f'{reader.path.name}.{name}.json')
+        self._marks = ledger.with_name(f'{ledger.name}.{name}.json')
         self._logs: dict[str, tuple[OpenLog, KeptMetrics, str]] = {}
         self._complained = False
 
-    def pass_on(self, last: bool) -> None:
+    def pass_on(self, history: History, last: bool) -> None:
         """Pass on what is new; the ``last`` time, close everything."""
-        history = self._reader.history()
-        run = next(run.id for run in history.runs if run.name == self._run)
-        for row in (row for row in history.trainers if row.run == run):
+        run = next(run for run in history.runs if run.name == self._run)
+        for row in run.trainers.values():
             try:
                 self._pass_on(history, row)
                 if last and row.name in self._logs:
@@ -103,13 +105,13 @@ class _Export:
                     )
                 self._complained = True
 
-    def _pass_on(self, history: RunHistory, row: TrainerRow) -> None:
+    def _pass_on(self, history: History, row: Training) -> None:
         if row.name not in self._logs:
             self._logs[row.name] = self._open(history, row)
         log, metrics, training = self._logs[row.name]
         done = None
         try:
-            for point in metrics.new(self._reader):
+            for point in metrics.new(history):
                 log.log(point.samples, point.at, point.metrics)
                 done = point
         finally:
@@ -117,17 +119,20 @@ class _Export:
                 marks = {**self._read_marks(), training: done.mark}
                 files.replace(self._marks, json.dumps(marks).encode())
 
-    def _open(self, history: RunHistory, row: TrainerRow) -> tuple[OpenLog, KeptMetrics, str]:
+    def _open(self, history: History, row: Training) -> tuple[OpenLog, KeptMetrics, str]:
         began = began_in(history, row.name, row.run)
         first = next(run.name for run in history.runs if run.id == began)
         name = re.sub('[^A-Za-z0-9_.-]', '-', row.name)
         training = f'{name}-{first[:8]}'
         samples, number = self._read_marks().get(training, (-1, 0))
         settings = {
-            name: value
-            for name, value in {**row.spec, 'total_samples': row.total_samples}.items()
-            if isinstance(value, (int, float, str))
+            'min_nodes': row.trainer.counts()[0],
+            'max_nodes': row.trainer.counts()[-1],
+            'mode': row.submitted.mode,
+            'total_epochs': row.submitted.total_epochs,
+            'total_samples': row.trainer.total_samples,
         }
+        settings = {name: value for name, value in settings.items() if value is not None}
         log = self._destination.open(LoggedTraining(training, row.name, settings, samples))
         return log, KeptMetrics(row.name, began, (samples, number)), training
 
@@ -138,5 +143,5 @@ class _Export:
             return {}
 
 
-def _state_of(row: TrainerRow) -> str:
+def _state_of(row: Training) -> str:
     return row.state if row.state in ('finished', 'failed', 'cancelled') else 'interrupted'

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,12 +18,12 @@ from msgspec.structs import replace
 from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.controller.controller import Controller, DecisionFailed
-from parsl_freetrain.core.controller.controller_state import ControllerState
+from parsl_freetrain.core.controller.controller_state import ControllerState, Reply
 from parsl_freetrain.core.controller.planner import Planner
 from parsl_freetrain.core.controller.settings import DecisionSettings
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.rows import RunRow
+from parsl_freetrain.core.model.state import RunState
+from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.solver import allocator_named
 
 
@@ -109,7 +110,7 @@ class RunReplay:
 
 
 def changed(
-    run: RunRow,
+    run: RunState,
     solver: str | None = None,
     horizon_s: float | None = None,
     metric: str | None = None,
@@ -118,7 +119,7 @@ def changed(
     """The settings of a run, with some replaced; None: the run's. Raises BadInput if the ledger
     does not have the settings, or one of them is invalid.
     """
-    own = run.settings
+    own = DecisionSettings.of(run.began)
     if own is None:
         raise BadInput(f'The ledger has no settings of run {run.name!r}; it cannot be replayed.')
     if own.solver is None:
@@ -137,7 +138,7 @@ def changed(
     )
 
 
-def replay_run(reader: Reader, run: RunRow, settings: DecisionSettings) -> RunReplay:
+def replay_run(journal: Journal, run: RunState, settings: DecisionSettings) -> RunReplay:
     """Repeat the decisions of a run on its recorded events. ``settings``: from :func:`changed`.
     Raises BadInput if the ledger has no events of the run, or the settings cannot be used for it.
     """
@@ -145,43 +146,39 @@ def replay_run(reader: Reader, run: RunRow, settings: DecisionSettings) -> RunRe
     asked = _Asked(_allocator(own), None if settings == own else settings)
     controller = Controller(asked, own.controller)
     asked.state = controller.state
-    decided = {row['batch']: row for row in reader.decisions(run.name)}
-    reproduced = same = batches = 0
+    decisions = reproduced = same = batches = 0
     differences: list[Difference] = []
-    for batch in reader.batches(run):
+    for batch in journal.batches(run):
         batches += 1
         asked.at = batch.at
-        try:
-            again = controller.handle_all(batch.events).decision
-        except (ValueError, DecisionFailed):
-            again = None  # the run continued after it, too
+        reply = Reply()
+        # After an error the run went on, too.
+        with suppress(ValueError, DecisionFailed):
+            reply = controller.handle_all(batch.events, batch.at)
         if asked.error is not None:
             raise asked.error
-        row = decided.get(batch.seq)
-        if row is None:
+        was, again = batch.decided, reply.decision
+        if not was.trigger:
             continue
+        decisions += 1
         as_before = again is not None and (
-            (again.current, again.answer.allocation, again.actions)
-            == (row['current'], row['allocation'], row['actions'])
+            (again.current, again.answer.allocation, reply.actions)
+            == (was.current, was.allocation, was.actions)
         )
         reproduced += as_before
         agrees = as_before
         if asked.other is not None:
-            agrees = (
-                asked.answers[-1][1].allocation == row['allocation'] if asked.answers else False
-            )
+            agrees = asked.answers[-1][1].allocation == was.allocation if asked.answers else False
         if agrees:
             same += 1
             continue
-        horizon_s = own.controller.horizon_s
+        gain = (was.objective - was.staying) / own.controller.horizon_s
         differences.append(
             Difference(
                 batch.seq,
                 batch.at - run.begun_at,
-                row['trigger'],
-                Decided(
-                    row['allocation'], _finite((row['objective'] - row['staying']) / horizon_s)
-                ),
+                was.trigger,
+                Decided(was.allocation, _finite(gain)),
                 _decided(asked.answers[-1][1], settings) if again and asked.answers else None,
             )
         )
@@ -193,7 +190,7 @@ def replay_run(reader: Reader, run: RunRow, settings: DecisionSettings) -> RunRe
     return RunReplay(
         run.name,
         settings,
-        len(decided),
+        decisions,
         same,
         reproduced,
         _mean([_decided(mine, own) for mine, _ in asked.answers]),

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from parsl_freetrain.cli.main import main
-from parsl_freetrain.executor.monitoring_export import copy
+from parsl_freetrain.journal.read import Journal
+from parsl_freetrain.journal.tables import write_sqlite
 from parsl_freetrain.sites.named import site_in_table
 from parsl_freetrain.sites.registry import GROUP
-from tests.support.ledgers import demo_ledger
+from tests.support.journals import demo_journal
 from tests.support.pages import Block, all_blocks
 
 DOCUMENTS = all_blocks('json')
@@ -69,7 +70,8 @@ def test_toml_is_a_site(tmp_path: Path) -> None:
 
 
 def test_sql_finds_fragments_in_parsls_database(tmp_path: Path) -> None:
-    ledger, database = demo_ledger(tmp_path / 'l.db', seconds=20.0), tmp_path / 'monitoring.db'
+    journal = Journal(demo_journal(tmp_path / 'l', seconds=20.0))
+    database = tmp_path / 'monitoring.db'
     with closing(sqlite3.connect(database)) as db, db:
         db.execute(
             'CREATE TABLE task (task_id INTEGER, run_id TEXT, task_time_invoked TIMESTAMP)'
@@ -78,7 +80,7 @@ def test_sql_finds_fragments_in_parsls_database(tmp_path: Path) -> None:
             "INSERT INTO task VALUES (?, 'run-0', '2026-01-01')",
             [(number,) for number in range(1, 50)],
         )
-    copy(database, ledger, 'run-0')
+    write_sqlite(journal.history(), database, 'freetrain_')
     for block in all_blocks('sql'):
         with closing(sqlite3.connect(database)) as db:
             assert db.execute(block.code).fetchall(), block

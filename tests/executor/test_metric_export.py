@@ -8,32 +8,30 @@ from typing import Any
 
 import pytest
 
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.types import Checkpoint, Trainer
 from parsl_freetrain.executor.metric_export import MetricExport
-from parsl_freetrain.ledger.writer import Ledger
+from parsl_freetrain.journal.append import JournalWriter
 from tests.support.loggers import Recorder
 
 
 def one_run(path: Path, run: str, start: int, reached: int, saved: int, state: str = '') -> None:
     """A run that reports every 10 samples."""
-    ledger, at = Ledger(path), time.time()
-    ledger.begin_run(run, at=at, parsl_run_dir='', command='')
-    spec = {'min_nodes': 1, 'mode': 'reproducible', 'sizes': [1, 2]}
-    ledger.trainers.submitted(name='a net', at=at, spec=spec, total_samples=100, samples=start)
-    ledger.trainers.fragment_decided(
-        'a net', 1, at=at, task_id=1, nodes=('n',), deadline=None, from_samples=start
-    )
-    for samples in range(start + 10, reached + 1, 10):
-        metrics = {'loss': 1 / samples}
-        ledger.trainers.fragment_progress(
-            'a net', 1, at=at, samples=samples, rate=1.0, metrics=metrics
-        )
-    ledger.trainers.checkpoint(
-        'a net', 1, at=at, samples=saved, path='', seconds=0.1, pause_s=0.1, metrics={}
-    )
-    if state:
-        ledger.trainers.state('a net', at=at, state=state)
-    ledger.end_run(run, at=at, how='shutdown')
-    ledger.close()
+    journal, at = JournalWriter(path), time.time()
+    journal.begin_run(ev.RunBegan(at, run))
+    trainer = Trainer('a net', 1, 2, 100, sizes=(1, 2))
+    for event in (
+        ev.TrainerSubmitted(at, trainer, start, mode='reproducible'),
+        ev.FragmentLaunched(at, 'a net', 1, ('n',), None, start),
+        *(
+            ev.FragmentProgressed(at, 'a net', 1, samples, 1.0, {'loss': 1 / samples})
+            for samples in range(start + 10, reached + 1, 10)
+        ),
+        ev.CheckpointSaved(at, Checkpoint('a net', '', saved, 1, at=at)),
+        *([ev.Decided(at, (ev.EndTrainer('a net', state),))] if state else []),
+        ev.RunEnded(at, 'shutdown'),
+    ):
+        journal.take(event)
 
 
 def export(path: Path, run: str, logger: Any, until: int = 0) -> None:
@@ -55,7 +53,9 @@ def test_runs_that_go_on_are_one_training_without_repeats(tmp_path: Path) -> Non
     first, second = logger.opened
     assert first.id == second.id == 'a-net-aaaaaaaa'
     assert (first.samples, second.samples) == (-1, 40)
-    assert first.settings == {'min_nodes': 1, 'mode': 'reproducible', 'total_samples': 100}
+    assert first.settings == {
+        'min_nodes': 1, 'max_nodes': 2, 'mode': 'reproducible', 'total_samples': 100
+    }  # fmt: skip
     assert (path.parent / 'l.db.Recorder.json').stat().st_mode & 0o077 == 0
     one_run(path, 'cccccccccccc', 0, reached=20, saved=20)  # it begins anew
     export(path, 'cccccccccccc', logger)

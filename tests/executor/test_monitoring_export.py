@@ -12,13 +12,11 @@ from parsl.config import Config
 
 from parsl_freetrain.app import freetrain_app
 from parsl_freetrain.executor import FreeTrainExecutor
-from parsl_freetrain.executor.monitoring_export import GROWING, MonitoringExport, copy, database_of
+from parsl_freetrain.executor.monitoring_export import MonitoringExport, database_of
 from parsl_freetrain.executor.settings import Recording
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.writer import Ledger
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
-from tests.support.ledgers import demo_ledger
+from tests.support.journals import demo_journal
 from tests.support.loggers import Recorder
 from tests.support.training import fit
 
@@ -28,48 +26,11 @@ def counts(database: Path, table: str) -> dict[str, int]:
         return dict(db.execute(f'SELECT run_id, count(*) FROM freetrain_{table} GROUP BY run_id'))
 
 
-def test_a_run_is_copied_beside_what_is_there_and_copied_again_when_it_has_changed(
-    tmp_path: Path,
-) -> None:
-    ledger, database = (
-        demo_ledger(tmp_path / 'l.db', seconds=20.0, runs=2),
-        tmp_path / 'monitoring.db',
-    )
-    with closing(sqlite3.connect(database)) as db, db:
-        db.execute('CREATE TABLE task (task_id INTEGER)')
-    copy(database, ledger, 'run-1')
-    copy(database, ledger, 'run-1')
-    copy(database, ledger, 'no such run')
-    with Reader(ledger) as reader:
-        history, progress = reader.history('run-1'), len(reader.progress('run-1'))
-    assert counts(database, 'fragments') == {'run-1': len(history.fragments)}
-    assert counts(database, 'progress') == {'run-1': progress}
-    copy(database, ledger, 'run-0')
-    assert counts(database, 'trainers') == {'run-0': 2, 'run-1': 2}
-
-    again = Ledger(ledger)
-    again.begin_run('run-2', at=2e9, parsl_run_dir='', command='')
-    again.trainers.submitted(name='x', at=2e9, spec={}, total_samples=1, samples=0)
-    again.commit()
-    copy(database, ledger, 'run-2')
-    again.trainers.state('x', at=2e9, state='finished')
-    again.close()
-    copy(database, ledger, 'run-2')
-    with closing(sqlite3.connect(database)) as db:
-        assert db.execute(
-            "SELECT state, total_samples FROM freetrain_trainers WHERE run_id = 'run-2'"
-        ).fetchall() == [('finished', 1)]
-        assert db.execute('SELECT count(*) FROM task').fetchone() == (0,)
-        assert {f'freetrain_{t}' for t in GROWING} <= {
-            name for (name,) in db.execute('SELECT name FROM sqlite_master')
-        }
-
-
 def test_what_is_copied_in_the_end_is_complete_and_a_locked_database_harms_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr('parsl_freetrain.executor.monitoring_export.BUSY_S', 0.05)
-    ledger, database = demo_ledger(tmp_path / 'l.db', seconds=20.0), tmp_path / 'monitoring.db'
+    monkeypatch.setattr('parsl_freetrain.journal.tables.BUSY_S', 0.05)
+    ledger, database = demo_journal(tmp_path / 'l.db', seconds=20.0), tmp_path / 'monitoring.db'
     export = MonitoringExport(period_s=0.05)
     with closing(sqlite3.connect(database, isolation_level=None)) as db:
         db.execute('BEGIN EXCLUSIVE')

@@ -16,9 +16,8 @@ from parsl_freetrain.core.controller.controller_state import Reply
 from parsl_freetrain.core.controller.settings import ControllerSettings, DecisionSettings
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
-from parsl_freetrain.executor.ledger_writer import LedgerWriter
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.writer import Ledger
+from parsl_freetrain.journal.append import JournalWriter
+from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.solver import allocator_named
 from tests.support.training import fit, freetrain
 from tests.support.waiting import wait_until
@@ -44,9 +43,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *options: str) -> str:
 
 def recorded(path: Path, settings: DecisionSettings | None = SETTINGS) -> Path:
     """Trainer a runs on two nodes; two more join when a rescale would cost 2 s; then b comes."""
-    ledger = Ledger(path)
-    ledger.begin_run('by-hand', at=1000.0, parsl_run_dir='', command='', settings=settings)
-    writer = LedgerWriter(ledger, 'by-hand', {})
+    journal = JournalWriter(path)
+    journal.begin_run(ev.RunBegan(1000.0, 'by-hand', settings=settings.plain() if settings else {}))
     decides = settings or SETTINGS
     controller = Controller(allocator_named('auto', isolated=False), decides.controller)
     batches: tuple[tuple[ev.Event, ...], ...] = (
@@ -65,21 +63,20 @@ def recorded(path: Path, settings: DecisionSettings | None = SETTINGS) -> Path:
         except ValueError:
             reply = Reply()
         for event in batch:
-            writer.take(event)
+            journal.take(event)
         at, decision = batch[0].at, reply.decision
-        writer.take(
+        journal.take(
             ev.Decided(at, reply.actions)
             if decision is None
-            else decision.event(at, decision.actions, keep_problem=True)
+            else decision.event(at, reply.actions, keep_problem=True)
         )
-    ledger.end_run('by-hand', at=1040.0, how='shutdown')
-    ledger.close()
+    journal.take(ev.RunEnded(1040.0, 'shutdown'))
     return path
 
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Path:
-    return recorded(tmp_path / 'ledger.sqlite')
+    return recorded(tmp_path / 'ledger.journal')
 
 
 def test_the_same_settings_decide_the_same(
@@ -150,11 +147,11 @@ def test_bad_input_gets_a_sentence(
         ('bare', None, "no settings of run 'by-hand'"),
         ('own', DecisionSettings(SETTINGS.controller, None, 1.0), 'an allocator of its own'),
     ):
-        path = str(recorded(tmp_path / f'{name}.sqlite', settings))
+        path = str(recorded(tmp_path / f'{name}.journal', settings))
         assert sentence in refusal(capsys, '--ledger', path)
-    empty = Ledger(tmp_path / 'empty.sqlite')
+    empty = JournalWriter(tmp_path / 'empty.journal')
     assert 'has no run yet' in refusal(capsys, '--ledger', str(empty.path))
-    empty.begin_run('r', at=1.0, parsl_run_dir='', command='', settings=SETTINGS)
+    empty.begin_run(ev.RunBegan(1.0, 'r', settings=SETTINGS.plain()))
     empty.close()
     assert "has no events of run 'r'" in refusal(capsys, '--ledger', str(empty.path))
 
@@ -192,10 +189,10 @@ def test_every_decision_of_a_live_run_is_made_again(
         third.result(LONG)
         assert main(['cancel', 'second', *path]) == 0
         wait_until(second.done, 'the second trainer is not cancelled')
-    with Reader(executor.ledger_path) as reader:
-        [run] = reader.history().runs
-        fragments = reader.history().fragments
-        events = {type(event) for batch in reader.batches(run) for event in batch.events}
+    journal = Journal(executor.journal_path)
+    [run] = journal.history().runs
+    fragments = list(run.fragments.values())
+    events = {type(event) for batch in journal.batches(run) for event in batch.events}
     assert {len(fragment.nodes) for fragment in fragments} == {1, 2}
     assert 'preempted' in {fragment.ending for fragment in fragments}
     assert {ev.NodesJoined, ev.FragmentProgressed, ev.FragmentEnded, ev.TrainerCancelled} <= events

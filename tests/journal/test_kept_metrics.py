@@ -3,53 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hypothesis import strategies as st
 
-from parsl_freetrain.ledger.kept_metrics import KeptMetrics, MetricPoint, began_in
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.rows import (
-    CheckpointRow,
-    FragmentRow,
-    ProgressRow,
-    RunHistory,
-    TrainerRow,
-)
-from tests.support.ledgers import demo_ledger
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.fold import fold
+from parsl_freetrain.core.model.state import History
+from parsl_freetrain.core.model.types import Checkpoint, Trainer
+from parsl_freetrain.journal.kept_metrics import KeptMetrics, MetricPoint, began_in
+from parsl_freetrain.journal.read import Journal
+from tests.support.journals import demo_journal
 from tests.support.properties import holds_for
 
-BEGUN = RunHistory(fragments=(FragmentRow(1, 't', 1, 0.0),))
+
+def begin(history: History, run: str, samples: int) -> None:
+    submitted = ev.TrainerSubmitted(0.0, Trainer('t', 1, 1), samples)
+    fold(history, (ev.RunBegan(0.0, run), submitted))
 
 
 @dataclass
 class Training:
-    """What a ledger says of a training, and what was kept of it."""
+    """What a journal says of a training, and what was kept of it."""
 
-    runs: int = 1
-    fragment: int = 1
+    runs: int = 0
+    fragment: int = 0
     samples: int = 0
     saved: int = 0
     now: float = 0.0
-    rows: list[tuple[int, ProgressRow]] = field(default_factory=list)
+    reports: int = 0
     kept: list[tuple[int, float]] = field(default_factory=list)
-    history: RunHistory = field(default_factory=lambda: BEGUN)
+    history: History = field(default_factory=History)
+
+    def __post_init__(self) -> None:
+        self.again(0)
 
     def report(self, step: int) -> None:
         self.samples += step
         self.now += 1
-        value = float(len(self.rows))  # no two reports have the same
-        row = ProgressRow(self.runs, 't', self.fragment, self.now, self.samples, 1.0, {'x': value})
-        self.rows.append((len(self.rows) + 1, row))
+        self.reports += 1  # no two reports have the same value
+        metrics = {'x': float(self.reports)}
+        report = ev.FragmentProgressed(self.now, 't', self.fragment, self.samples, 1.0, metrics)
+        fold(self.history, (report,))
         if self.kept and self.kept[-1][0] == self.samples:
             self.kept.pop()
-        self.kept.append((self.samples, value))
+        self.kept.append((self.samples, float(self.reports)))
 
     def save(self, _: int) -> None:
         self.saved = self.samples
-        new = CheckpointRow(self.runs, 't', self.fragment, self.now, self.samples)
-        self.history = replace(self.history, checkpoints=(*self.history.checkpoints, new))
+        saved = Checkpoint('t', '', self.samples, self.fragment, at=self.now)
+        fold(self.history, (ev.CheckpointSaved(self.now, saved),))
 
     def go_back(self, _: int) -> None:
         """Within a fragment, since numbers were not finite."""
@@ -68,6 +72,7 @@ class Training:
         """The submitting process was killed, and the workflow started again."""
         self._lose(self.saved)
         self.runs, self.fragment = self.runs + 1, 0
+        begin(self.history, f'r{self.runs}', self.samples)
         self._next()
 
     def _lose(self, samples: int) -> None:
@@ -76,8 +81,8 @@ class Training:
 
     def _next(self) -> None:
         self.fragment += 1
-        new = FragmentRow(self.runs, 't', self.fragment, self.now, from_samples=self.samples)
-        self.history = replace(self.history, fragments=(*self.history.fragments, new))
+        new = ev.FragmentLaunched(self.now, 't', self.fragment, ('n',), None, self.samples)
+        fold(self.history, (new,))
 
 
 HAPPENS: list[Callable[[Training, int], None]] = [
@@ -104,10 +109,10 @@ def test_each_position_of_the_kept_training_appears_once(
     for what, step, looks in happens:
         what(training, step)
         if looks:
-            found += metrics.take(training.rows[metrics.row :], training.history)
+            found += metrics.new(training.history)
             if restarts and found:  # another process goes on
                 metrics = KeptMetrics('t', 1, found[-1].mark)
-    found += metrics.take(training.rows[metrics.row :], training.history)
+    found += metrics.new(training.history)
     for point in metrics.rest():
         found.append(point)
     seen = [(point.samples, point.metrics['x']) for point in found]
@@ -116,35 +121,31 @@ def test_each_position_of_the_kept_training_appears_once(
 
 
 def test_only_what_has_changed_is_a_point() -> None:
-    rows = [
-        ProgressRow(1, 't', 1, float(i), 10 * i, None, {'loss': 1 / i, 'error': i // 3})
-        for i in range(1, 7)
-    ]
-    history = RunHistory(
-        fragments=(FragmentRow(1, 't', 1, 0.0),), checkpoints=(CheckpointRow(1, 't', 1, 9.0, 60),)
-    )
-    points = KeptMetrics('t', 1).take(enumerate(rows), history)
+    history = History()
+    begin(history, 'r', 0)
+    fold(history, (ev.FragmentLaunched(0.0, 't', 1, ('n',), None, 0),))
+    for i in range(1, 7):
+        metrics = {'loss': 1 / i, 'error': i // 3}
+        fold(history, (ev.FragmentProgressed(float(i), 't', 1, 10 * i, None, metrics),))
+    fold(history, (ev.CheckpointSaved(9.0, Checkpoint('t', '', 60, 1, at=9.0)),))
+    points = KeptMetrics('t', 1).new(history)
     errors = [(p.samples, p.metrics['error']) for p in points if 'error' in p.metrics]
     assert errors == [(10, 0.0), (30, 1.0), (60, 2.0)]
     assert [p.samples for p in points if 'loss' in p.metrics] == [10, 20, 30, 40, 50, 60]
 
 
 def test_a_training_begins_where_the_trainer_had_no_samples() -> None:
-    rows = [
-        TrainerRow(run, 't', 0.0, {}, 100, first, 0, 'running', 0.0)
-        for run, first in ((1, 0), (2, 40), (3, 0), (4, 30), (5, 60))
-    ]
-    history = RunHistory(trainers=tuple(rows))
+    history = History()
+    for run, first in ((1, 0), (2, 40), (3, 0), (4, 30), (5, 60)):
+        begin(history, f'r{run}', first)
     assert [began_in(history, 't', run) for run in range(1, 6)] == [1, 1, 3, 3, 3]
 
 
-def test_a_ledger_is_followed_while_it_is_written(tmp_path: Path) -> None:
-    with Reader(demo_ledger(tmp_path / 'l.db', seconds=40.0, runs=2)) as reader:
-        metrics = KeptMetrics('cnn', 1)
-        first = metrics.new(reader)
-        assert metrics.new(reader) == []
-        rows = reader.progress(trainer='cnn')
-        assert metrics.row and len(first) <= len(rows)
-        assert {p.run for p in first} == {1, 2}
-        samples = [p.samples for p in first]
-        assert samples == sorted(set(samples))
+def test_a_journal_is_followed_while_it_is_written(tmp_path: Path) -> None:
+    journal = Journal(demo_journal(tmp_path / 'l', seconds=40.0, runs=2))
+    metrics = KeptMetrics('cnn', 1)
+    first = metrics.new(journal.history())
+    assert metrics.new(journal.history()) == []
+    assert {p.run for p in first} == {1, 2}
+    samples = [p.samples for p in first]
+    assert samples == sorted(set(samples))

@@ -1,0 +1,45 @@
+"""``freetrain export``: the record of runs as tables, for questions in SQL or pandas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from parsl_freetrain.cli.where import LedgerOption, RunOption, ledger_at
+from parsl_freetrain.core.model.errors import BadInput
+
+
+def export(
+    ledger: LedgerOption = None,
+    run: RunOption = None,
+    sqlite: Annotated[
+        Path | None, typer.Option(metavar='FILE', help='An SQLite file; its other tables stay.')
+    ] = None,
+    parquet: Annotated[
+        Path | None, typer.Option(metavar='FOLDER', help='A folder, with a file for each table.')
+    ] = None,
+) -> None:
+    """Write what a ledger says as tables: runs, trainers, blocks, nodes, fragments, checkpoints,
+    progress, decisions. Times are in seconds since the epoch.
+    """
+    import sqlite3
+
+    from parsl_freetrain.journal.read import Journal
+    from parsl_freetrain.journal.tables import write_parquet, write_sqlite
+
+    if sqlite is None and parquet is None:
+        raise BadInput('Say where to: --sqlite FILE or --parquet FOLDER.')
+    journal = Journal(ledger_at(ledger).with_suffix('.journal'))
+    names = [one.name for one in journal.history().runs if one.name.startswith(run or '')]
+    history = journal.history(run if not names else names[-1]) if run else journal.history()
+    try:
+        if sqlite is not None:
+            write_sqlite(history, sqlite)
+        if parquet is not None:
+            write_parquet(history, parquet)
+    except (OSError, sqlite3.Error) as error:
+        raise BadInput(
+            f'The tables cannot be written ({error}); name a place where they can.'
+        ) from None

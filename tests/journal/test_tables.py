@@ -1,0 +1,66 @@
+"""A journal as tables, for those who ask in SQL."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from parsl_freetrain.cli.main import main
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.types import Trainer
+from parsl_freetrain.journal.append import JournalWriter
+from parsl_freetrain.journal.read import Journal
+from parsl_freetrain.journal.tables import TABLES, write_sqlite
+from tests.support.journals import demo_journal
+
+
+def test_a_user_gets_a_file_for_sql_or_for_pandas(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / 'ledger.sqlite').touch()
+    demo_journal(tmp_path / 'ledger.journal', seconds=20.0, runs=2)
+    given = ('export', '--ledger', str(tmp_path))
+    assert main([*given]) == 2
+    assert 'Say where to: --sqlite FILE or --parquet FOLDER.' in capsys.readouterr().err
+    assert main([*given, '--parquet', str(tmp_path / 'tables'), '--run', 'run-1']) == 0
+    trainers = pd.read_parquet(tmp_path / 'tables' / 'trainers.parquet')
+    assert list(trainers['name']) == ['cnn', 'mlp'] and set(trainers['run_id']) == {'run-1'}
+    assert main([*given, '--sqlite', str(tmp_path / 'nowhere' / 'x.db')]) == 2
+    assert 'cannot be written' in capsys.readouterr().err
+
+
+def test_runs_are_written_beside_what_is_there_and_again_when_they_have_changed(
+    tmp_path: Path,
+) -> None:
+    path, database = demo_journal(tmp_path / 'l', seconds=20.0, runs=2), tmp_path / 'some.db'
+    journal = Journal(path)
+    with closing(sqlite3.connect(database)) as db:
+        db.execute('CREATE TABLE task (task_id INTEGER)')
+        db.commit()
+        for run in ('run-1', 'run-1', 'run-0'):
+            write_sqlite(journal.history(run), database, 'our_')
+
+        def counts(table: str) -> dict[str, int]:
+            return dict(db.execute(f'SELECT run_id, count(*) FROM our_{table} GROUP BY run_id'))
+
+        assert all(set(counts(table)) == {'run-0', 'run-1'} for table in TABLES)
+        for one in journal.history().runs:
+            assert counts('fragments')[one.name] == len(one.fragments)
+            assert counts('progress')[one.name] == sum(
+                len(fragment.progress) for fragment in one.fragments.values()
+            )
+        again = JournalWriter(path)
+        again.begin_run(ev.RunBegan(2e9, 'run-2'))
+        again.take(ev.TrainerSubmitted(2e9, Trainer('x', 1, 1, 1)))
+        again.flush()
+        write_sqlite(journal.history('run-2'), database, 'our_')
+        again.take(ev.Decided(2e9, (ev.EndTrainer('x', 'finished'),)))
+        again.close()
+        write_sqlite(journal.history(), database, 'our_')
+        found = db.execute("SELECT state, total_samples FROM our_trainers WHERE run_id = 'run-2'")
+        assert found.fetchall() == [('finished', 1)]
+        assert db.execute('SELECT count(*) FROM task').fetchone() == (0,)
