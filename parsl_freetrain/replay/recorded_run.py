@@ -13,14 +13,14 @@ from copy import copy
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.problem import Problem
 from parsl_freetrain.core.controller.controller import Controller, DecisionFailed
 from parsl_freetrain.core.controller.controller_state import ControllerState, Reply
 from parsl_freetrain.core.controller.planner import Planner
-from parsl_freetrain.core.controller.settings import DecisionSettings
+from parsl_freetrain.core.controller.settings import ControllerSettings, DecisionSettings
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.state import RunState
 from parsl_freetrain.journal.read import Journal
@@ -128,10 +128,12 @@ def changed(
             'runs with a solver that has a name can be replayed.'
         )
     return DecisionSettings(
-        replace(
-            own.controller,
-            horizon_s=own.controller.horizon_s if horizon_s is None else horizon_s,
-            metric=metric or own.controller.metric,
+        ControllerSettings(
+            **{
+                **structs.asdict(own.controller),
+                'horizon_s': own.controller.horizon_s if horizon_s is None else horizon_s,
+                'metric': metric or own.controller.metric,
+            }
         ),
         solver or own.solver,
         own.time_limit_s if time_limit_s is None else time_limit_s,

@@ -15,11 +15,11 @@ import torch
 import torch.distributed.checkpoint.state_dict_saver as dcp
 from torch import nn
 
+from parsl_freetrain.core.model.events import CheckpointSaved
 from parsl_freetrain.training.checkpoint.state import Position, collect, content_of
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
-from parsl_freetrain.training.spec.messages import CheckpointSaved
 from tests.benchmarks.workload import MACHINE, optimizer_of
 from tests.support.ranks import channel_pair, order
 

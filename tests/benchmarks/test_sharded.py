@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from parsl_freetrain.core.model.events import CheckpointSaved
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint import fault_hooks
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.loop.start import SharedState
 from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.spec.messages import CheckpointSaved
 from tests.benchmarks.test_speed import RANKS, in_turns
 from tests.benchmarks.workload import MACHINE
 from tests.support.ranks import order, ranks, running_fork_server

@@ -12,12 +12,13 @@ import pytest
 
 from parsl_freetrain import Checkpoint, Timeouts, TrainingFuture, freetrain_app
 from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.events import FragmentStarted
 from parsl_freetrain.executor.fragment.control_channel import ControlServer
 from parsl_freetrain.executor.fragment.orders import ControlEndpoint
 from parsl_freetrain.executor.fragment.runner import FRAGMENT, FragmentRunner
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
-from parsl_freetrain.training.spec.messages import FromMember, Started
+from parsl_freetrain.training.spec.messages import FromMember
 from tests.support.training import fit
 
 GRACE_S = 10.0
@@ -47,7 +48,7 @@ def training(tmp_path: Path) -> Iterator[FragmentRunner]:
     runner.records['fit'] = record
     runner.start(ev.StartFragment('fit', 1, NODES[:1], None, 0), 0.0)
     runner.arrived({'resource_spec': {FRAGMENT: 'fit/1'}}, b'', Future())
-    runner.heard(FromMember('fit', 1, 0, Started(rank=0, samples=0, at=1.0)), 1.0)
+    runner.heard(FromMember('fit', 1, 0, FragmentStarted(1.0, 'fit', 1, 0)), 1.0)
     yield runner
     control.close()
 

@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 
+from parsl_freetrain.core.model.events import CheckpointSaved, FragmentStarted
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.comm.devices import count_visible
 from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.spec.messages import CheckpointSaved, Outcome, Started
+from parsl_freetrain.training.spec.messages import Outcome
 from tests.gpu import in_rank
 from tests.gpu.networks import WORKLOADS
 from tests.support.ranks import Ranks, order, ranks
@@ -156,7 +157,7 @@ def final_weights(
     how = {**changes, 'total_samples': total, 'fragment': 1 + killed}
     with machine.gang(folder, count, *args, **how) as gang:
         outcome = finished(gang, machine.patience_s)
-        began_at = gang.ranks[0].said(Started)[0].samples
+        began_at = gang.ranks[0].said(FragmentStarted)[0].samples
     assert (outcome.samples, began_at > 0) == (total, killed)
     return load_weights(outcome.path or '')
 
@@ -204,7 +205,7 @@ def checkpoints_and_kill(machine: Machine) -> Figures:
     with machine.gang(folder, 1, in_rank.train, name, fragment=2, total_samples=total, **how) as g:
         outcome = finished(g, machine.patience_s)
         ended_at = time.time()
-        started = g.ranks[0].said(Started)[0]
+        started = g.ranks[0].said(FragmentStarted)[0]
         last = [said.checkpoint for said in g.ranks[0].said(CheckpointSaved)]
     assert started.samples >= saved[-1].samples, 'the last checkpoint was not taken'
     size = sum(f.stat().st_size for f in Path(outcome.path or '').rglob('*') if f.is_file())

@@ -76,6 +76,7 @@ def recorded(path: Path, settings: DecisionSettings | None = SETTINGS) -> Path:
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Path:
+    (tmp_path / 'ledger.sqlite').touch()
     return recorded(tmp_path / 'ledger.journal')
 
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import cloudpickle
 import pytest
 import torch
-from msgspec import structs
+from msgspec import Struct, structs
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -38,19 +38,12 @@ from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.fork_client import ForkClient, RankProcess
 from parsl_freetrain.training.spec.codec import Decoder
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
-from parsl_freetrain.training.spec.messages import (
-    Exit,
-    FromRank,
-    Message,
-    Outcome,
-    Rendezvous,
-    ToRank,
-)
+from parsl_freetrain.training.spec.messages import Exit, FromRank, Outcome, Rendezvous, ToRank
 from parsl_freetrain.training.spec.training import TrainingSpec
 from tests.support import template
 from tests.support.waiting import LIMIT_S
 
-M = TypeVar('M', bound=Message)
+M = TypeVar('M', bound=Struct)
 KILLED: Any = SimpleNamespace(how=None, left=None)
 """The outcome of a rank that died without one."""
 

@@ -13,6 +13,7 @@ import torch
 from parsl.jobs.states import JobState
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.events import FragmentStarted
 from parsl_freetrain.core.model.types import BlockRequest
 from parsl_freetrain.sites.local import LocalSite
 from parsl_freetrain.sites.provider import BackfillProvider
@@ -22,7 +23,7 @@ from parsl_freetrain.training.checkpoint.manifest import is_committed
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.spec.messages import Outcome, Started
+from parsl_freetrain.training.spec.messages import Outcome
 from tests.support.damage import (
     corrupt_checkpoint,
     full_disk,
@@ -101,7 +102,7 @@ def test_it_stops_and_slows(fork_server: ForkClient, tmp_path: Path) -> None:
     with ranks(
         fork_server, order(tmp_path, total_samples=TOTAL), 2, tmp_path, with_faults(train, *faults)
     ) as gang:
-        gang.hear(lambda: bool(gang.ranks[0].said(Started)))
+        gang.hear(lambda: bool(gang.ranks[0].said(FragmentStarted)))
         pid = gang.ranks[0].process.pid
         while Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] != 'T':
             os.sched_yield()

@@ -1,4 +1,4 @@
-"""Events and actions as JSON: each is one object, whose ``type`` is the name of its class."""
+"""Events and actions as JSON: each is one object, whose ``kind`` is the name of its class."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def _decode(text: str, classes: dict[str, type[T]], what: str) -> tuple[T, ...]:
     try:
         return tuple(
             msgspec.convert(
-                {name: value for name, value in record.items() if name != 'type'},
-                classes[record['type']],
+                {name: value for name, value in record.items() if name != 'kind'},
+                classes[record['kind']],
             )
             for record in json.loads(text)
         )

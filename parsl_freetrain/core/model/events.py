@@ -38,7 +38,7 @@ class Ending(StrEnum):
     FAILED = 'failed'  # the user's code raised
 
 
-class Event(Struct, frozen=True, tag=True):
+class Event(Struct, frozen=True, tag_field='kind', tag=True):
     """Something that happened at ``at``."""
 
     at: float
@@ -184,11 +184,16 @@ class FragmentLaunched(Event, frozen=True):
 
 
 class FragmentStarted(Event, frozen=True):
-    """Rank 0 of a fragment begins its first training step."""
+    """A rank of a fragment begins its first training step; that of rank 0 is recorded. ``keeps``:
+    if another rank is lost, it leaves its state in memory.
+    """
 
+    at: Seconds
     trainer: str
-    fragment: int
+    fragment: Count
     samples: Count
+    rank: Count = 0
+    keeps: bool = False
 
 
 class FragmentProgressed(Event, frozen=True):
@@ -196,8 +201,9 @@ class FragmentProgressed(Event, frozen=True):
     None if unknown; ``metrics``: the last ones that were reported.
     """
 
+    at: Seconds
     trainer: str
-    fragment: int
+    fragment: Count
     samples: Count
     rate: Rate | None = None
     metrics: Metrics = {}
@@ -314,16 +320,16 @@ class RunEnded(Event, frozen=True):
     how: str
 
 
-class OpenBlock(Struct, frozen=True, tag=True):
+class OpenBlock(Struct, frozen=True, tag_field='kind', tag=True):
     request: BlockRequest
 
 
-class CloseBlock(Struct, frozen=True, tag=True):
+class CloseBlock(Struct, frozen=True, tag_field='kind', tag=True):
     block: str
     why: str
 
 
-class ReleaseNodes(Struct, frozen=True, tag=True):
+class ReleaseNodes(Struct, frozen=True, tag_field='kind', tag=True):
     """Give some nodes of a block back; the block goes on with the others."""
 
     block: str
@@ -331,7 +337,7 @@ class ReleaseNodes(Struct, frozen=True, tag=True):
     why: str
 
 
-class StartFragment(Struct, frozen=True, tag=True):
+class StartFragment(Struct, frozen=True, tag_field='kind', tag=True):
     """Start a fragment of ``trainer`` on ``nodes``; ``deadline_s``: when the first of them goes,
     None if unknown; ``shape``: its place among the trainer's shapes of this node count;
     ``exempt_until_s``: nothing preempts it before, None if something may; ``speeds``: how fast each
@@ -351,7 +357,7 @@ class StartFragment(Struct, frozen=True, tag=True):
     interruptions_per_s: float | None = None
 
 
-class StopFragment(Struct, frozen=True, tag=True, eq=False):
+class StopFragment(Struct, frozen=True, tag_field='kind', tag=True, eq=False):
     """Ask a fragment to write a checkpoint at its next step boundary and stop.
 
     ``then``: nodes on which the trainer is expected to go on at once, as far as they are known: its
@@ -376,7 +382,7 @@ class StopFragment(Struct, frozen=True, tag=True, eq=False):
         return self.trainer, self.fragment, self.why
 
 
-class AbandonFragment(Struct, frozen=True, tag=True):
+class AbandonFragment(Struct, frozen=True, tag_field='kind', tag=True):
     """Some of the fragment's nodes are gone: end what is left of it at once, there is nothing to
     save.
     """
@@ -385,7 +391,7 @@ class AbandonFragment(Struct, frozen=True, tag=True):
     fragment: int
 
 
-class EndTrainer(Struct, frozen=True, tag=True):
+class EndTrainer(Struct, frozen=True, tag_field='kind', tag=True):
     """The trainer is over: 'finished', 'failed' (``why`` says of what) or 'cancelled'."""
 
     trainer: str

@@ -8,19 +8,15 @@ from parsl_freetrain.executor.fragment.members import Members
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
 from parsl_freetrain.training.spec.messages import (
-    CheckpointSaved,
     FromMember,
     Hello,
-    Progress,
     RankEnded,
     Rendezvous,
     SavingCheckpoint,
     StandbyReady,
-    Started,
     StartStandby,
     StateUsed,
     Stuck,
-    TotalSamples,
 )
 
 RESERVE_S = 1e6
@@ -46,8 +42,8 @@ class Listener:
         self, said: FromMember, fragment: RunningFragment, record: TrainerRecord, at: float
     ) -> None:
         """Record a member's message in its fragment, and emit what concerns others."""
-        name, number, member = fragment.name, fragment.number, said.member
-        if member not in fragment.members:
+        member = said.member
+        if member not in fragment.members or not _is_its_own(said, fragment):
             return
         fragment.heard[member] = at
         fragment.disconnected.discard(member)
@@ -58,32 +54,31 @@ class Listener:
             case Rendezvous() as rendezvous:
                 fragment.rendezvous = rendezvous
                 self._members.tell_all(fragment, rendezvous)
-            case TotalSamples(total_samples):
+            case ev.TotalKnown(total_samples=total_samples) as known:
                 record.total_known(total_samples)
-                self._stream.emit(ev.TotalKnown(at, name, total_samples))
-            case Started() as started:
+                self._stream.emit(known)
+            case ev.FragmentStarted() as started:
                 fragment.keeps = fragment.keeps or started.keeps
                 if started.rank == 0:
                     self._started(started, fragment, record, at)
             case StateUsed():
                 fragment.uses_state = True
-            case Progress(samples, metrics, rate, then):
+            case ev.FragmentProgressed(samples=samples) as report:
                 fragment.stepped_at = at
                 fragment.stuck.clear()
-                fragment.reached, fragment.metrics = max(fragment.reached, samples), metrics
-                self._progressed(
-                    ev.FragmentProgressed(then, name, number, samples, rate, metrics), fragment
-                )
+                fragment.reached = max(fragment.reached, samples)
+                fragment.metrics = report.metrics
+                self._progressed(report, fragment)
             case Stuck(rank, exchange):
                 fragment.stuck[rank] = exchange, at
             case SavingCheckpoint():
                 fragment.saving = True
-            case CheckpointSaved(checkpoint):
+            case ev.CheckpointSaved(checkpoint=checkpoint) as saved:
                 fragment.stepped_at, fragment.saving = at, False
                 record.checkpoint = fragment.note(checkpoint)
                 last, fragment.unrecorded = fragment.unrecorded, None
                 self._stream.emit(*([last] if last else []))
-                self._stream.emit(ev.CheckpointSaved(checkpoint.at, checkpoint))
+                self._stream.emit(saved)
             case StandbyReady() if member in fragment.awaited:
                 fragment.awaited.discard(member)
                 if not fragment.awaited:
@@ -110,7 +105,11 @@ class Listener:
             self._stream.emit(event)
 
     def _started(
-        self, started: Started, fragment: RunningFragment, record: TrainerRecord, at: float
+        self,
+        started: ev.FragmentStarted,
+        fragment: RunningFragment,
+        record: TrainerRecord,
+        at: float,
     ) -> None:
         """Record that rank 0 has begun to train."""
         name, number = fragment.name, fragment.number
@@ -119,9 +118,21 @@ class Listener:
         fragment.started_at, fragment.stepped_at = started.at, at
         # It may not have got the state in memory that it was to go on from.
         fragment.reached = max(fragment.checkpoint.samples, started.samples)
-        self._stream.emit(ev.FragmentStarted(started.at, name, number, started.samples))
+        self._stream.emit(started)
         paused, record.paused = record.paused, None
         nodes = len(fragment.members)
         if paused is not None and paused[0] != nodes:
             seconds = max(0.0, started.at - paused[1])
             self._stream.emit(ev.Rescaled(at, name, number, paused[0], nodes, seconds))
+
+
+def _is_its_own(said: FromMember, fragment: RunningFragment) -> bool:
+    """Whether an event is about the fragment of the rank that sends it."""
+    match said.message:
+        case ev.TotalKnown(trainer=trainer):
+            return trainer == fragment.name
+        case ev.FragmentStarted() | ev.FragmentProgressed() as event:
+            return (event.trainer, event.fragment) == (fragment.name, fragment.number)
+        case ev.CheckpointSaved(checkpoint=checkpoint):
+            return checkpoint.trainer == fragment.name
+    return True

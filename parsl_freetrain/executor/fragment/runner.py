@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
-
-from msgspec.structs import replace
 
 from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput, TrainerFailed

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.core.model.events import CheckpointSaved
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint.part_writers import PartWriters
 from parsl_freetrain.training.checkpoint.snapshot import Snapshots
@@ -23,7 +24,6 @@ from parsl_freetrain.training.loop.save_timing import SaveTiming
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 from parsl_freetrain.training.spec.messages import (
-    CheckpointSaved,
     Ending,
     Outcome,
     RankError,
@@ -284,7 +284,7 @@ class Checkpointer:
         self._on_disk, self._begun_with_uncommitted = state, False
         self.timing.wrote(seconds)
         self.last = replace(self.last, at=time.time(), seconds=seconds, pause_s=pause_s())
-        self._channel.send(CheckpointSaved(self.last))
+        self._channel.send(CheckpointSaved(self.last.at, self.last))
         if tidy:
             self._tidy()
             self.timing.wrote(seconds, time.monotonic() - began - seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from parsl_freetrain.core.model.errors import BadInput, refuse
+from parsl_freetrain.core.model.events import TotalKnown
 from parsl_freetrain.training.checkpoint.local_shard import local
 from parsl_freetrain.training.checkpoint.state import (
     Position,
@@ -181,7 +183,7 @@ class FragmentRun:
             return None
         self.state.total_samples = span.total
         if self.is_main and spec.total_epochs is not None:
-            self.parts.channel.send(msg.TotalSamples(span.total))
+            self.parts.channel.send(TotalKnown(time.time(), self.order.trainer, span.total))
         position = source.position(self.state.samples, span, spec.shards, saved)
         guard = self._guard_of(model)
         if self.state.phase is Phase.LOOP_ENDED:

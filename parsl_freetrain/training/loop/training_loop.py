@@ -10,6 +10,7 @@ from itertools import tee
 from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.events import FragmentStarted
 from parsl_freetrain.host.slot_speed import wait_as_slow
 from parsl_freetrain.training.checkpoint.state import Position
 from parsl_freetrain.training.comm.consensus import Agreed
@@ -23,7 +24,7 @@ from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.loop.rollback import Rollback
 from parsl_freetrain.training.loop.update_guard import UpdateGuard
 from parsl_freetrain.training.loop.wishes import EvaluationStopped, Wishes
-from parsl_freetrain.training.spec.messages import Started, StateLeft
+from parsl_freetrain.training.spec.messages import StateLeft
 from parsl_freetrain.training.spec.mode import Reproducible
 from parsl_freetrain.training.spec.on_nan import ROLLBACK, NonFinitePolicy
 from parsl_freetrain.training.steps.determinism import demand_determinism
@@ -55,6 +56,7 @@ class TrainingLoop:
         guard: UpdateGuard,
     ) -> None:
         order, self._mode = parts.order, parts.order.spec.mode
+        self._key = order.key
         self._reproducible = isinstance(self._mode, Reproducible)
         self._rank, self._device, self._peers = parts.place.rank, parts.device, parts.peers
         self._channel, self._checkpointer = parts.channel, parts.checkpointer
@@ -168,7 +170,9 @@ class TrainingLoop:
         self._guard.begin_batch()
         if state.samples == self._began[0]:
             self._channel.send(
-                Started(self._rank, state.samples, time.time(), keeps=self._last.possible)
+                FragmentStarted(
+                    time.time(), *self._key, state.samples, self._rank, keeps=self._last.possible
+                )
             )
 
     def _train(self, micro_batches: Sequence[MicroBatch], loaded: Iterator[Any]) -> Iterator[Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from parsl_freetrain.core.model.events import FragmentProgressed
 from parsl_freetrain.training.comm.consensus import Agreed, Agreement
 from parsl_freetrain.training.loop.loop_state import LoopState
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.loop.rollback import Rollback
-from parsl_freetrain.training.spec.messages import Progress
 
 PROGRESS_EVERY_S = 0.5
 BUSY_EVERY_S = 10.0  # during an evaluation, which makes no progress
@@ -30,6 +30,7 @@ class Wishes:
         self._peers, self._channel, self._inbox = parts.peers, parts.channel, parts.inbox
         self._checkpointer, self._is_main = parts.checkpointer, parts.place.rank == 0
         self._steps, self._state, self._rollback = model.steps, state, rollback
+        self._key = parts.order.key
         self._reported_at = 0.0
         self.near_end, self.rate = False, 0.0
 
@@ -74,7 +75,10 @@ class Wishes:
         if self._is_main:
             state = self._state
             self._channel.send(
-                Progress(state.samples, state.metrics, self.rate, time.time()), wait=wait
+                FragmentProgressed(
+                    time.time(), *self._key, state.samples, self.rate, state.metrics
+                ),
+                wait=wait,
             )
 
     def _stops(self, steps_ahead: int) -> bool:

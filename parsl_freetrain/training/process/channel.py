@@ -12,8 +12,9 @@ import socket
 import struct
 from typing import Generic, TypeVar
 
+from msgspec import Struct
+
 from parsl_freetrain.training.spec.codec import Decoder, encode
-from parsl_freetrain.training.spec.messages import Message
 
 T = TypeVar('T')
 U = TypeVar('U')
@@ -48,7 +49,7 @@ class Channel(Generic[T]):
         """
         return peer_pid(self._socket)
 
-    def send(self, message: Message, *, wait: bool = True) -> bool:
+    def send(self, message: Struct, *, wait: bool = True) -> bool:
         """Send a message that the other end expects; False if that is gone. Without ``wait``, a
         message that cannot be sent at once is dropped, and the answer is False.
         """

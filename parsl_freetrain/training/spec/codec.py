@@ -12,8 +12,7 @@ import logging
 from typing import Any, Generic, TypeVar
 
 import msgspec
-
-from parsl_freetrain.training.spec.messages import FromMember, Message
+from msgspec import Struct
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +22,7 @@ _KIND_CHARACTERS = 40
 T = TypeVar('T')
 
 
-def encode(message: Message | FromMember) -> bytes:
+def encode(message: Struct) -> bytes:
     """A message as JSON.
 
     Python's own ``json`` also writes what users have and msgspec's encoders refuse: metrics that

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from parsl_freetrain.core.model.events import Count, Seconds
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
-from parsl_freetrain.training.spec.messages import Count, Message, ProcessId, Seconds, Status
+from parsl_freetrain.training.spec.messages import Message, ProcessId, Status
 
 
 class Launch(Message, frozen=True):

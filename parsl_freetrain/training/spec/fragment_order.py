@@ -52,6 +52,11 @@ class FragmentOrder:
     """How often to expect that its nodes are taken without notice; None: not known."""
 
     @property
+    def key(self) -> tuple[str, int]:
+        """The trainer and the number of the fragment."""
+        return self.trainer, self.fragment
+
+    @property
     def per_node(self) -> int:
         """Number of ranks on each node."""
         assert self.spec.ranks.per_node is not None  # known once the nodes are

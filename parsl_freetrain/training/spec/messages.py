@@ -1,25 +1,28 @@
-"""All messages between our processes: one class per kind, one union per channel."""
+"""All messages between our processes: one class per kind, one union per channel. What a rank says
+of its training is an event of the run (:mod:`parsl_freetrain.core.model.events`).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.core.model.events import (
+    CheckpointSaved,
+    Count,
+    FragmentProgressed,
+    FragmentStarted,
+    Metrics,
+    Seconds,
+    TotalKnown,
+)
 
-Count = Annotated[int, Meta(ge=0, le=2**53)]
 ProcessId = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Status = Annotated[int, Meta(ge=-128, le=255)]
 """An exit status, or minus the signal that ended the process."""
-Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
-"""A duration or a time since the epoch; Meta's bounds also refuse what is not finite."""
-Rate = Annotated[float, Meta(ge=0.0, le=1e15)]
-Metrics = Mapping[str, float]
-"""Metrics reported by the user; they need not be finite."""
 
 
 def _kind(class_name: str) -> str:
@@ -55,40 +58,8 @@ class Rendezvous(Message, frozen=True):
     secret: str
 
 
-class TotalSamples(Message, frozen=True):
-    """The total number of samples of a trainer, once the size of its dataset is known."""
-
-    total_samples: Count
-
-
-class Started(Message, frozen=True):
-    """A rank begins its first training step; ``at`` is in seconds since the epoch. ``keeps``: if
-    another rank is lost, it leaves its state in memory.
-    """
-
-    rank: Count
-    samples: Count
-    at: Seconds
-    keeps: bool = False
-
-
-class Progress(Message, frozen=True):
-    """Progress of training; ``rate`` in samples per second since the fragment started."""
-
-    samples: Count
-    metrics: Metrics
-    rate: Rate
-    at: Seconds
-
-
 class SavingCheckpoint(Message, frozen=True):
     """Rank 0 begins to write a checkpoint."""
-
-
-class CheckpointSaved(Message, frozen=True):
-    """A checkpoint has been committed."""
-
-    checkpoint: Checkpoint
 
 
 class Stuck(Message, frozen=True):
@@ -191,9 +162,9 @@ FromRank = (
     RankPid
     | Waiting
     | Rendezvous
-    | TotalSamples
-    | Started
-    | Progress
+    | TotalKnown
+    | FragmentStarted
+    | FragmentProgressed
     | SavingCheckpoint
     | CheckpointSaved
     | Stuck
@@ -268,9 +239,9 @@ MemberMessage = (
     | RankEnded
     | StandbyReady
     | Rendezvous
-    | TotalSamples
-    | Started
-    | Progress
+    | TotalKnown
+    | FragmentStarted
+    | FragmentProgressed
     | SavingCheckpoint
     | CheckpointSaved
     | Stuck

@@ -90,10 +90,10 @@ def test_settings_come_back_as_they_were() -> None:
         '7',
         '[7]',
         '[{}]',
-        '[{"type":"Nothing"}]',
-        '[{"type":"Tick"}]',
-        '[{"type":"Tick","at":"now"}]',
-        '[{"type":"AbandonFragment","trainer":"a","fragment":1}]',
+        '[{"kind":"Nothing"}]',
+        '[{"kind":"Tick"}]',
+        '[{"kind":"Tick","at":"now"}]',
+        '[{"kind":"AbandonFragment","trainer":"a","fragment":1}]',
     ],
 )
 def test_what_is_no_event_is_bad_input(text: str) -> None:

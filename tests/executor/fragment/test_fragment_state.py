@@ -11,7 +11,13 @@ import pytest
 import tblib
 
 from parsl_freetrain import LocalSite, Timeouts
-from parsl_freetrain.core.model.events import Ending, StartFragment
+from parsl_freetrain.core.model.events import (
+    CheckpointSaved,
+    Ending,
+    FragmentProgressed,
+    FragmentStarted,
+    StartFragment,
+)
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.event_loop import EventLoop
 from parsl_freetrain.executor.fragment.control_channel import MemberDisconnected
@@ -33,14 +39,11 @@ from parsl_freetrain.training.spec.messages import (
     Abandon,
     Alive,
     AreYouThere,
-    CheckpointSaved,
     FromMember,
     Outcome,
-    Progress,
     RankEnded,
     RankError,
     SavingCheckpoint,
-    Started,
     StateLeft,
     Stuck,
 )
@@ -627,13 +630,13 @@ def test_a_fragment_is_given_up_at_once_when_a_rank_died_but_a_checkpoint_is_wri
     def hear(member: int, message: Any) -> None:
         listener.heard(FromMember('cnn', 7, member, message), fragment, record, 10.0)
 
-    hear(2, Started(2, 0, 9.0, keeps=keeps))
+    hear(2, FragmentStarted(9.0, 'cnn', 7, 0, 2, keeps=keeps))
     if saving:
         hear(0, SavingCheckpoint())
     hear(1, RankEnded(1, ok=False, died=True))
     if saving:
         assert not fragment.abandoned
-        hear(0, CheckpointSaved(Checkpoint('cnn', '/c', 8, 7, at=10.0)))
+        hear(0, CheckpointSaved(10.0, Checkpoint('cnn', '/c', 8, 7, at=10.0)))
     assert fragment.abandoned == 'one of its ranks died'
     assert [message for _, message in told.messages][-1] == Abandon(
         fragment.abandoned, spare_s=5.0 if keeps else 0.0
@@ -663,5 +666,5 @@ def test_ranks_wait_for_each_other_only_if_all_say_so() -> None:
     (found,) = watchdog.look([fragment], 42.0)
     assert isinstance(found, GiveUp)
     assert 'rank 0 in gather, rank 1 in gather, rank 2 in receive' in found.why
-    hear(0, Progress(8, {}, 1.0, 42.0), 42.0)
+    hear(0, FragmentProgressed(42.0, 'cnn', 7, 8, 1.0), 42.0)
     assert watchdog.look([fragment], 42.0) == []

@@ -17,6 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import TensorDataset
 
 from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.core.model.events import CheckpointSaved
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.training.checkpoint import fault_hooks
 from parsl_freetrain.training.checkpoint.block_digests import digest_of_blocks
@@ -34,12 +35,7 @@ from parsl_freetrain.training.loop.checkpointer import Checkpointer
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.spec.messages import (
-    CheckpointSaved,
-    FromRank,
-    SavingCheckpoint,
-    ToRank,
-)
+from parsl_freetrain.training.spec.messages import FromRank, SavingCheckpoint, ToRank
 from parsl_freetrain.training.spec.retention import Retention
 from tests.support.ranks import channel_pair, order, ranks
 from tests.support.waiting import LIMIT_S

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from parsl_freetrain.core.model.events import CheckpointSaved, FragmentProgressed
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.spec.messages import CheckpointSaved, Progress
 from tests.support.ranks import KILLED, order, ranks
 
 DATA = TensorDataset(torch.arange(32.0).reshape(16, 2) / 32)
@@ -94,7 +94,7 @@ def test_the_same_script_twice(fork_server: ForkClient, tmp_path: Path) -> None:
     """What has been trained stays so, with its metrics, and nothing is done again."""
     (first,), rank = run(fork_server, tmp_path, as_documented)
     assert first.how == 'finished' and first.metrics.keys() == {'last'}, first.error
-    assert rank.said(Progress)[-1].metrics == first.metrics  # which the ledger records
+    assert rank.said(FragmentProgressed)[-1].metrics == first.metrics  # which the ledger records
     for world_size in (1, 2):
         outcomes, rank = run(
             fork_server, tmp_path, as_documented, fragment=2, world_size=world_size

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.training.checkpoint.source import read_state
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.loop.context import FragmentContext
@@ -275,7 +276,7 @@ def test_a_killed_rank_leaves_no_data_workers(fork_server: ForkClient, tmp_path:
     with ranks(
         fork_server, order(tmp_path, total_samples=10_000_000), 1, tmp_path, train, num_workers=2
     ) as gang:
-        gang.hear(lambda: bool(gang.ranks[0].said(msg.Progress)))
+        gang.hear(lambda: bool(gang.ranks[0].said(ev.FragmentProgressed)))
         workers = data_workers(gang.ranks[0].process.pid)
         pidfds = [os.pidfd_open(worker) for worker in workers]
         gang.ranks[0].process.kill()
@@ -347,7 +348,7 @@ def test_a_stop_request_ends_all_ranks_at_the_same_step(
     with ranks(
         fork_server, order(tmp_path, total_samples=10_000_000, mode=mode), 3, tmp_path, train
     ) as gang:
-        gang.hear(lambda: bool(gang.ranks[0].said(msg.Progress)))
+        gang.hear(lambda: bool(gang.ranks[0].said(ev.FragmentProgressed)))
         gang.ranks[2].process.send(msg.StopTraining('others need the node'))
         outcomes = gang.run()
     assert {outcome.how for outcome in outcomes} == {'stopped'}
@@ -355,7 +356,7 @@ def test_a_stop_request_ends_all_ranks_at_the_same_step(
     assert checkpoint is not None
     assert checkpoint.samples > 0
     assert {outcome.samples for outcome in outcomes} == {checkpoint.samples}
-    said = gang.ranks[0].said(msg.CheckpointSaved)[-1].checkpoint
+    said = gang.ranks[0].said(ev.CheckpointSaved)[-1].checkpoint
     assert outcomes[0].path == checkpoint.path == said.path
 
 
@@ -373,7 +374,7 @@ def test_the_deadline_is_kept(
     ) as gang:
         outcomes = gang.run()
     assert {outcome.how for outcome in outcomes} == {'stopped'}
-    saved = gang.ranks[0].said(msg.CheckpointSaved)[-1].checkpoint
+    saved = gang.ranks[0].said(ev.CheckpointSaved)[-1].checkpoint
     assert saved.samples == outcomes[0].samples
     assert saved.at < deadline  # processes may end a little later where the machine is busy
 
@@ -408,7 +409,7 @@ def test_a_later_fragment_fences_this_one(fork_server: ForkClient, tmp_path: Pat
     with ranks(
         fork_server, order(tmp_path, 3, total_samples=10_000_000), 2, tmp_path, train
     ) as gang:
-        gang.hear(lambda: bool(gang.ranks[0].said(msg.Progress)))
+        gang.hear(lambda: bool(gang.ranks[0].said(ev.FragmentProgressed)))
         PosixCheckpointStore(tmp_path / 'store', 'digits').fence(4)
         gang.ranks[0].process.send(msg.StopTraining('test'))
         assert [outcome.how for outcome in gang.run()] == ['fenced', 'peer-lost']
@@ -432,12 +433,12 @@ def test_epochs_metrics_and_messages(fork_server: ForkClient, tmp_path: Path) ->
     ) as gang:
         outcomes = gang.run()
     first, second = gang.ranks
-    assert [message.total_samples for message in first.said(msg.TotalSamples)] == [12]
-    assert second.said(msg.TotalSamples) == []
-    (started,) = first.said(msg.Started)
+    assert [message.total_samples for message in first.said(ev.TotalKnown)] == [12]
+    assert second.said(ev.TotalKnown) == []
+    (started,) = first.said(ev.FragmentStarted)
     assert started.samples == 0
     assert started.at >= gang.launched_at
-    (saved,) = (said.checkpoint for said in first.said(msg.CheckpointSaved))
+    (saved,) = (said.checkpoint for said in first.said(ev.CheckpointSaved))
     assert (saved.samples, saved.metrics) == (12, {'accuracy': 0.75})
     assert (outcomes[0].how, outcomes[0].samples, outcomes[0].metrics) == (
         'finished',
@@ -454,7 +455,7 @@ def test_epochs_metrics_and_messages(fork_server: ForkClient, tmp_path: Path) ->
         fork_server, order(tmp_path, 2, total_samples=None, total_epochs=1.5), 1, tmp_path, closing
     ) as gang:
         (outcome,) = gang.run()
-    assert (outcome.how, outcome.path, gang.ranks[0].said(msg.CheckpointSaved)) == (
+    assert (outcome.how, outcome.path, gang.ranks[0].said(ev.CheckpointSaved)) == (
         'finished',
         latest.path,
         [],
@@ -484,7 +485,7 @@ def test_periodic_checkpoints_are_pruned(fork_server: ForkClient, tmp_path: Path
         closing,
     ) as gang:
         gang.run()
-    said = [message.checkpoint for message in gang.ranks[0].said(msg.CheckpointSaved)]
+    said = [message.checkpoint for message in gang.ranks[0].said(ev.CheckpointSaved)]
     samples = [message.samples for message in said]
     # While one is being written training goes on; the last one waits for it.
     assert samples == sorted(samples) and samples[-1] == 80 and len(samples) > 1

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from parsl_freetrain.core.model.errors import FreeTrainError
+from parsl_freetrain.core.model.events import FragmentProgressed, FragmentStarted
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.checkpoint import fault_hooks
 from parsl_freetrain.training.checkpoint.export import load_weights
@@ -42,9 +43,7 @@ from parsl_freetrain.training.spec.fragment_order import FragmentOrder, Handover
 from parsl_freetrain.training.spec.messages import (
     FromRank,
     NodeStays,
-    Progress,
     RankPid,
-    Started,
     StateLeft,
     StopTraining,
     Waiting,
@@ -135,7 +134,7 @@ def stopped(
     The ranks from ``heir`` on are told that they stay; or else rank ``goes`` is told that it goes,
     and the others nothing.
     """
-    gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
+    gang.hear(lambda: bool(gang.ranks[0].said(FragmentProgressed)))
     for rank in gang.ranks[heir:] if goes is None else ():
         rank.process.send(NodeStays())
     for i, rank in enumerate(gang.ranks):
@@ -216,7 +215,7 @@ def test_ranks_that_ran_ahead_go_on_with_the_state_in_memory(
     ) as gang:
         assert {outcome.how for outcome in gang.run()} == {'finished'}
         assert {rank.process.pid for rank in gang.ranks} == waiting
-        assert gang.ranks[0].said(Started)[0].samples == last.samples
+        assert gang.ranks[0].said(FragmentStarted)[0].samples == last.samples
         assert read_nothing(gang)
     assert equal(final(tmp_path), undisturbed)
     assert not list(tmp_path.glob('ahead-*.log'))
@@ -248,7 +247,7 @@ def test_without_the_right_state_in_memory_the_checkpoint_is_used(
         os.close(image.fd or 0)
     with ranks(fork_server, replace(ordered, fragment=3), 2, tmp_path / 'logs', train) as gang:
         assert {outcome.how for outcome in gang.run()} == {'finished'}
-        assert gang.ranks[0].said(Started)[0].samples == last.samples
+        assert gang.ranks[0].said(FragmentStarted)[0].samples == last.samples
         assert not read_nothing(gang)
     assert equal(final(tmp_path), undisturbed)
 
@@ -272,7 +271,7 @@ def test_a_kill_while_the_state_is_handed_over_loses_nothing(
         assert [outcome.how for outcome in gang.run()] == [None, 'peer-lost', 'peer-lost']
     with ranks(fork_server, replace(ordered, fragment=3), 2, tmp_path / '3', train) as gang:
         assert {outcome.how for outcome in gang.run()} == {'finished'}
-        assert gang.ranks[0].said(Started)[0].samples == last.samples
+        assert gang.ranks[0].said(FragmentStarted)[0].samples == last.samples
     assert equal(final(tmp_path), undisturbed)
 
 
@@ -292,7 +291,7 @@ def test_the_state_comes_from_a_node_that_stays_where_that_of_rank_0_goes(
     spoil(last.path)
     with ranks([neighbour], replace(ordered, fragment=2), 2, tmp_path, train) as gang:
         assert {outcome.how for outcome in gang.run()} == {'finished'}
-        assert gang.ranks[0].said(Started)[0].samples == last.samples
+        assert gang.ranks[0].said(FragmentStarted)[0].samples == last.samples
         assert read_nothing(gang)
     assert equal(final(tmp_path), undisturbed)
 
@@ -342,7 +341,7 @@ def test_a_large_state_is_committed_by_the_next_fragment_whatever_happens_to_tha
         following = replace(ordered, fragment=2, handover=left)
         with ranks([neighbour, fork_server], following, 2, tmp_path, large, fault) as gang:
             assert {outcome.how for outcome in gang.run()} == ends
-            assert gang.ranks[0].said(Started)[0].samples == left.samples
+            assert gang.ranks[0].said(FragmentStarted)[0].samples == left.samples
         if 'error' in ends:
             assert 'cannot be written' in gang.ranks[0].outcome.error.message
             again = None  # what the executor does after an error
@@ -357,7 +356,7 @@ def test_a_large_state_is_committed_by_the_next_fragment_whatever_happens_to_tha
             large,
         ) as gang:
             assert {outcome.how for outcome in gang.run()} == {'finished'}
-            assert gang.ranks[0].said(Started)[0].samples == (left.samples if again else 0)
+            assert gang.ranks[0].said(FragmentStarted)[0].samples == (left.samples if again else 0)
     assert equal(final(tmp_path), undisturbed)
 
 
@@ -420,7 +419,7 @@ def test_what_goes_wrong_on_the_way_to_another_node_costs_no_checkpoint(
         sabotaged,
         fault,
     ) as gang:
-        gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
+        gang.hear(lambda: bool(gang.ranks[0].said(FragmentProgressed)))
         gang.ranks[1].process.send(NodeStays())
         for rank in gang.ranks:
             rank.process.send(StopTraining('test', followed=True))
@@ -681,7 +680,7 @@ def test_a_rank_ahead_that_fails_ends_and_the_fragment_starts_plainly(
     ordered = order(tmp_path, total_samples=TOTAL)
     given: dict[str, Any] = {'where': str(tmp_path), 'endless': 1}
     with ranks(fork_server, ordered, 1, tmp_path, locks, **given) as gang:
-        gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
+        gang.hear(lambda: bool(gang.ranks[0].said(FragmentProgressed)))
         with running_ahead(fork_server, ordered, 1, tmp_path, function=locks, **given) as (asked,):
             assert asked.poll(LIMIT_S)
             with pytest.raises(EOFError):  # it has ended, and does not wait

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from parsl_freetrain.core.model.events import FragmentProgressed
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.checkpoint.export import same_weights
 from parsl_freetrain.training.checkpoint.manifest import MARKER
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.spec.messages import Progress, StopTraining
+from parsl_freetrain.training.spec.messages import StopTraining
 from tests.support.ranks import KILLED, Ranks, order, ranks, running_fork_server
 
 SHAPES = {1: Shape(), 2: Shape(shard=2), 4: Shape(shard=4)}
@@ -80,7 +81,7 @@ def fragment(
     given = {'store': ordered.store, **how}
     with ranks(nodes, ordered, count, folder, train, **given) as gang:
         if stop:
-            gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
+            gang.hear(lambda: bool(gang.ranks[0].said(FragmentProgressed)))
             for rank in gang.ranks:
                 rank.process.send(StopTraining('test'))
         return gang, gang.run()

@@ -14,12 +14,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from parsl_freetrain.core.model.events import FragmentStarted
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.training.checkpoint.export import same_weights
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.fragment_order import Handover
-from parsl_freetrain.training.spec.messages import Started, StateUsed
+from parsl_freetrain.training.spec.messages import StateUsed
 from tests.support.ranks import KILLED, order, ranks, running_fork_server
 
 SHAPES = {1: Shape(), 2: Shape(shard=2), 4: Shape(data=2, shard=2)}
@@ -90,7 +91,7 @@ def test_after_a_kill_the_last_step_is_gone_on_from(
     with ranks(nodes, ordered, 4, tmp_path, train, kill, remembers) as gang:
         outcomes = gang.run()
         said = bool(gang.ranks[0].said(StateUsed))
-        assert gang.ranks[1].said(Started)[0].keeps
+        assert gang.ranks[1].said(FragmentStarted)[0].keeps
     assert said == remembers
     assert outcomes[kill[0]] is KILLED
     left = [outcome.left for outcome in outcomes if outcome.left is not None]
@@ -103,5 +104,5 @@ def test_after_a_kill_the_last_step_is_gone_on_from(
         assert {outcome.how for outcome in outcomes} == {'finished'}, [
             rank.log.read_text() for rank in gang.ranks
         ]
-        assert gang.ranks[0].said(Started)[0].samples == 24
+        assert gang.ranks[0].said(FragmentStarted)[0].samples == 24
     assert same_weights(outcomes[0].path, undisturbed)

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from parsl_freetrain.core.model.events import FragmentStarted
 from parsl_freetrain.training.checkpoint import fault_hooks
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.checkpoint.store import PosixCheckpointStore
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.fragment_order import Handover
-from parsl_freetrain.training.spec.messages import Started, StateUsed
+from parsl_freetrain.training.spec.messages import StateUsed
 from tests.support.ranks import KILLED, order, ranks, running_fork_server
 from tests.support.waiting import LIMIT_S
 from tests.training.loop.test_handover import equal
@@ -142,7 +143,8 @@ class Training:
         with ranks(places, ordered, world_size, self.folder, train, faults, **options) as gang:
             outcomes = gang.run()
             self.gang = gang
-            began = next(rank.said(Started)[0].samples for rank in gang.ranks if rank.said(Started))
+            started = [rank.said(FragmentStarted) for rank in gang.ranks]
+            began = next(said[0].samples for said in started if said)
         self.left = None
         left = [(o.left.samples, -i) for i, o in enumerate(outcomes) if o.left is not None]
         if left:

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec import messages as msg
@@ -54,11 +55,11 @@ def test_an_unfinished_message_is_dropped() -> None:
 def test_a_message_that_need_not_arrive_does_not_wait() -> None:
     one, other, _ = pair()
     sent = 0
-    while one.send(msg.TotalSamples(sent), wait=False):
+    while one.send(ev.TotalKnown(1.0, 'a', sent), wait=False):
         sent += 1
     assert sent > 5
     assert [other.recv() for _ in range(sent)] == [
-        msg.TotalSamples(number) for number in range(sent)
+        ev.TotalKnown(1.0, 'a', number) for number in range(sent)
     ]
     assert not one.send(long(100_000), wait=False)
     one.close()

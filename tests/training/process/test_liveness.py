@@ -133,15 +133,15 @@ def test_a_rank_whose_client_is_stopped_does_not_go_on(
 import sys, time
 sys.path[:0] = [{str(ROOT)!r}]
 from pathlib import Path
-from parsl_freetrain import Progress
+from parsl_freetrain import FragmentProgressed
 from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.spec.messages import Progress
+from parsl_freetrain.core.model.events import FragmentProgressed
 from tests.support.ranks import order, ranks
 from tests.training.loop.test_fragments import train
 folder = Path({str(tmp_path)!r})
 parent = ForkClient({fork_server.name!r}, {fork_server.log!r})
 with ranks(parent, order(folder, total_samples=10_000_000, hang_s=2.0), 1, folder, train) as gang:
-    gang.hear(lambda: bool(gang.ranks[0].said(Progress)))
+    gang.hear(lambda: bool(gang.ranks[0].said(FragmentProgressed)))
     print(gang.ranks[0].process.pid, flush=True)
     time.sleep(1000)
 """

@@ -18,6 +18,7 @@ import pytest
 import zmq
 from hypothesis import strategies as st
 
+from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.shape import Shape
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.fragment.control_channel import ControlClient, ControlServer
@@ -41,13 +42,13 @@ METRICS = {'loss': 0.5}
 RENDEZVOUS = ms.Rendezvous('10.0.0.1', 29400, 'secret')
 NEWS: list[Any] = [
     RENDEZVOUS,
-    ms.TotalSamples(100),
-    ms.Started(0, 0, 1.0),
-    ms.Progress(10, METRICS, 2.0, 3.0),
+    ev.TotalKnown(1.0, 'a', 100),
+    ev.FragmentStarted(1.0, 'a', 1, 0),
+    ev.FragmentProgressed(3.0, 'a', 1, 10, 2.0, METRICS),
     ms.SavingCheckpoint(),
     ms.Stuck(1, 'gather'),
     ms.StateUsed(),
-    ms.CheckpointSaved(Checkpoint('t', '/c\udc80', 10, 2, METRICS, None, 3.0, 0.2, 0.1)),
+    ev.CheckpointSaved(3.0, Checkpoint('t', '/c\udc80', 10, 2, METRICS, None, 3.0, 0.2, 0.1)),
 ]
 FROM_RANK = [
     *NEWS,
@@ -139,8 +140,9 @@ def test_every_message_of_a_channel_survives_the_way(channel: str) -> None:
     decoder: Decoder[Any] = Decoder(union, 'a test')
     for message in messages:
         assert decoder.decode(encode(message)) == message
-    odd = ms.Progress(1, {'loss': math.nan, 'norm': math.inf}, 1.0, 1.0)
-    [back] = [Decoder[ms.Progress](ms.Progress, 'a test').decode(encode(odd))]
+    odd = ev.FragmentProgressed(1.0, 'a', 1, 1, 1.0, {'loss': math.nan, 'norm': math.inf})
+    kind = ev.FragmentProgressed
+    [back] = [Decoder[ev.FragmentProgressed](kind, 'a test').decode(encode(odd))]
     assert back is not None and math.isnan(back.metrics['loss']) and back.metrics['norm'] > 1e300
 
 
@@ -208,10 +210,10 @@ def test_a_member_goes_on_after_nonsense_of_a_rank(arrives: bytes) -> None:
         process = RankProcess(theirs, os.getpid())
         member._results[0] = RankResult(0, 'n1', '/log')
         try:
-            for data in (arrives, encode(ms.TotalSamples(77))):
+            for data in (arrives, encode(ev.TotalKnown(1.0, 'a', 77))):
                 ours.send_bytes(data)
                 assert member._hear(0, process, control)  # type: ignore[arg-type]
-            assert control.sent[-1] == ms.TotalSamples(77)
+            assert control.sent[-1] == ev.TotalKnown(1.0, 'a', 77)
         finally:
             process.close()
 

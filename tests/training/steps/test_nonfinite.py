@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.events import CheckpointSaved
 from parsl_freetrain.training.checkpoint.export import load_weights
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
-from parsl_freetrain.training.spec.messages import CheckpointSaved
 from parsl_freetrain.training.spec.on_nan import (
     MOST_ROLLBACKS,
     MOST_SKIPPED_IN_A_ROW,
