@@ -254,7 +254,7 @@ def _recorded(given: dict[str, Any], ledger: Path, run: str | None, as_json: boo
                 'and nodes. What goes with it: --run, --solver, --horizon, --objective, '
                 '--time-limit and --json.'
             )
-    journal = Journal(ledger_at(ledger).with_suffix('.journal'), keep_progress=False)
+    journal = Journal(_journal(ledger_at(ledger)), keep_progress=False)
     runs = journal.history().runs
     newest = run_named([r.name for r in runs], run)
     if not runs:
@@ -269,6 +269,10 @@ def _recorded(given: dict[str, Any], ledger: Path, run: str | None, as_json: boo
     )
     found = replay_run(journal, chosen, settings)
     print(json.dumps(found.as_json(), allow_nan=False) if as_json else '\n'.join(of_a_run(found)))
+
+
+def _journal(path: Path) -> Path:
+    return path.with_suffix('.journal') if path.suffix == '.sqlite' else path
 
 
 def _make(folder: Path) -> None:

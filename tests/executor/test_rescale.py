@@ -4,8 +4,6 @@ it costs is measured and used.
 
 from __future__ import annotations
 
-import json
-import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +21,9 @@ from parsl_freetrain import (
     freetrain_app,
     same_weights,
 )
-from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.core.allocation.problem import problem_in
+from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.journal.read import Journal
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -52,14 +52,9 @@ def loads_first(ctx: FragmentContext, go: str) -> None:
 
 def costs_bid(ledger: Path, name: str) -> tuple[float, float]:
     """What the newest question to the allocator took a rescale to cost."""
-    with sqlite3.connect(ledger) as connection:
-        rows = [
-            json.loads(row[0])
-            for row in connection.execute('SELECT problem FROM problems ORDER BY rowid')
-        ]
-    connection.close()
-    trainer = [t for row in rows for t in row['trainers'] if t['name'] == name][-1]
-    return trainer['rescale_up_s'], trainer['rescale_down_s']
+    asked = [d.document for d in Journal(ledger).history().runs[-1].decisions]
+    found = [b for d in asked if d for b in problem_in(d).bids if b.name == name]
+    return found[-1].rescale_up_s, found[-1].rescale_down_s
 
 
 @pytest.mark.long
@@ -87,8 +82,8 @@ def test_a_trainer_moves_to_a_faster_class_and_uses_two_at_once_with_the_same_bi
         alone = before.result(LIMIT_S)
 
         def moves() -> bool:
-            with Reader(executor.ledger_path) as ledger:
-                return len([f for f in ledger.history().fragments if f.trainer == 'moved']) > 1
+            run = Journal(executor.journal_path).history().runs[0]
+            return len(run.trainers['moved'].fragments) > 1
 
         wait_until(moves, 'it does not move to the fast node')
         go.touch()
@@ -99,15 +94,16 @@ def test_a_trainer_moves_to_a_faster_class_and_uses_two_at_once_with_the_same_bi
             trainer(other={1: 1.0})(str(go)).result(LIMIT_S)
     assert same_weights(result, alone)
     assert same_weights(both, alone)
-    with Reader(executor.ledger_path) as ledger:
-        class_of = {
-            node: e['detail']['node_class']
-            for e in ledger.events()
-            if e['kind'] == 'NodesJoined'
-            for node in e['detail']['nodes']
-        }
-        nodes = [f.nodes for f in ledger.history().fragments if f.trainer == 'moved']
-        mixes = [f.nodes for f in ledger.history().fragments if f.trainer == 'both']
+    journal = Journal(executor.journal_path)
+    class_of = {
+        node: event.node_class
+        for _, event in journal.events(ev.NodesJoined)
+        if isinstance(event, ev.NodesJoined)
+        for node in event.nodes
+    }
+    trainers = journal.history().runs[0].trainers
+    nodes = [f.nodes for f in trainers['moved'].fragments]
+    mixes = [f.nodes for f in trainers['both'].fragments]
     assert [class_of[node] for (node,) in nodes[:2]] == ['slow', 'fast']
     assert sorted(class_of[node] for node in mixes[-1]) == ['fast', 'slow']
 
@@ -150,31 +146,23 @@ def test_a_rescale_finds_the_next_ranks_ready_and_the_state_in_memory(tmp_path: 
         go.touch()
         result = first.result(LIMIT_S)
     assert same_weights(result, alone)
-    with Reader(executor.ledger_path) as ledger:
-        measured = [
-            e['detail']
-            for e in ledger.events()
-            if e['kind'] == 'Rescaled' and e['trainer'] == first.name
-        ]
-        history = [f for f in ledger.history().fragments if f.trainer == first.name]
-    assert [(m['before'], m['after']) for m in measured][:2] == [(1, 2), (2, 1)]
-    assert all(m['seconds'] > 0 for m in measured)
-    up_s, down_s = costs_bid(executor.ledger_path, 'long')
+    training = Journal(executor.journal_path).history().runs[0].trainers[first.name]
+    measured, history = training.rescaled, training.fragments
+    assert [(m.before, m.after) for m in measured][:2] == [(1, 2), (2, 1)]
+    assert all(m.seconds > 0 for m in measured)
+    up_s, down_s = costs_bid(executor.journal_path, 'long')
     assert up_s == 0.25  # as stated
-    assert down_s == pytest.approx(measured[1]['seconds'])
+    assert down_s == pytest.approx(measured[1].seconds)
     # It had rank 0 on the node that it began on. Which one stays goes by the nodes' names, which
     # are drawn: that one or the other.
     assert set(history[0].nodes) < set(history[1].nodes) > set(history[2].nodes)
     logs = tmp_path / 'checkpoints' / 'long' / 'logs'
     for fragment in history[1:3]:
-        said = [
-            log.read_text() for log in logs.glob(f'fragment-{fragment.fragment:06d}-rank-*.log')
-        ]
+        said = [log.read_text() for log in logs.glob(f'fragment-{fragment.number:06d}-rank-*.log')]
         assert len(said) == len(fragment.nodes)
         begun_with = fragment.started_samples
         assert all(f'the state in memory, with {begun_with} samples' in text for text in said)
         assert all(
-            text.index('loaded') < text.index(f'fragment {fragment.fragment}: rank')
-            for text in said
+            text.index('loaded') < text.index(f'fragment {fragment.number}: rank') for text in said
         ), said
     assert not list(logs.glob('ahead-of-*'))
