@@ -36,10 +36,9 @@ from parsl_freetrain.training.loop.averages import (
 from parsl_freetrain.training.loop.epoch_loop import EpochLoop, PreparedLoader
 from parsl_freetrain.training.loop.evaluation import Measure, evaluate
 from parsl_freetrain.training.loop.loop_data import LoopData, LoopLengths
-from parsl_freetrain.training.loop.loop_hooks import LoopHooks
 from parsl_freetrain.training.loop.loop_state import LoopState, Phase, UserState, plain_text
 from parsl_freetrain.training.loop.preparing import prepare_model
-from parsl_freetrain.training.loop.rank_parts import Model, RankParts
+from parsl_freetrain.training.loop.rank_parts import LoopHooks, Model, RankParts
 from parsl_freetrain.training.loop.training_loop import FragmentEnd, TrainingLoop
 from parsl_freetrain.training.loop.wishes import EvaluationStopped
 from parsl_freetrain.training.spec import messages as msg

@@ -9,9 +9,8 @@ import torch
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.optimizer_state import move_to_parameters
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
-from parsl_freetrain.training.loop.loop_hooks import LoopHooks
 from parsl_freetrain.training.loop.loop_state import LoopState
-from parsl_freetrain.training.loop.rank_parts import Model, RankParts
+from parsl_freetrain.training.loop.rank_parts import LoopHooks, Model, RankParts
 from parsl_freetrain.training.spec.mode import Scaled
 from parsl_freetrain.training.steps import lr
 from parsl_freetrain.training.steps.mesh import Division

@@ -1,23 +1,80 @@
-"""What the training loop of a rank works with."""
+"""What the training loop of a rank works with, and what the user wants done around a step, once per
+global batch or epoch and on all ranks.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.state import Source
 from parsl_freetrain.training.checkpoint.trainables import Prepared
 from parsl_freetrain.training.comm.inbox import Inbox
 from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.loop.checkpointer import Checkpointer
-from parsl_freetrain.training.loop.loop_hooks import LoopHooks
 from parsl_freetrain.training.process.channel import Channel
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder, RankPlace
 from parsl_freetrain.training.spec.messages import ToRank
 from parsl_freetrain.training.steps.mesh import Division
 from parsl_freetrain.training.steps.modes import Steps
 from parsl_freetrain.training.steps.nonfinite import Watch
+
+Hook = Callable[[], object]
+
+
+@dataclass
+class LoopHooks:
+    """The functions that the user has registered, in order. Updates of averages come before
+    ``after_step``; ``after_epoch`` is done after the user's functions. ``running``: one of the
+    functions runs; ``by_epochs``: the function has a loop over ``ctx.epochs()``.
+    """
+
+    before_step: list[Hook] = field(default_factory=list)
+    averages: list[Hook] = field(default_factory=list)
+    after_step: list[Hook] = field(default_factory=list)
+    each_epoch: list[Hook] = field(default_factory=list)
+    after_epoch: list[Hook] = field(default_factory=list)
+    running: bool = False
+    by_epochs: bool = False
+
+    @property
+    def at_step_end(self) -> list[Hook]:
+        """What is done after a step."""
+        return [*self.averages, *self.after_step]
+
+    @property
+    def at_epochs(self) -> bool:
+        """Whether anything is done at the end of an epoch."""
+        return bool(self.each_epoch or self.after_epoch or self.by_epochs)
+
+    def add(self, name: str, function: Any, *, in_body: bool) -> None:
+        """Register a function under the name of one of the lists. ``in_body``: whether the body of
+        the loop is running. Raises BadInput if it is, or the function is none.
+        """
+        if not callable(function):
+            raise BadInput(
+                f'ctx.{name} was given a {type(function).__name__}; it takes a function without '
+                f'arguments, such as ctx.{name}(lambda: ...).'
+            )
+        if in_body:
+            raise BadInput(
+                f'ctx.{name} was called in the body of ctx.loop, where each iteration would add '
+                'the function once more: call it before the loop.'
+            )
+        getattr(self, name).append(function)
+
+    def run(self, hooks: list[Hook]) -> None:
+        """Call functions in order."""
+        self.running = True
+        try:
+            for hook in hooks:
+                hook()
+        finally:
+            self.running = False
 
 
 @dataclass(frozen=True)
