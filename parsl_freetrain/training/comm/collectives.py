@@ -124,9 +124,9 @@ class RankGroup(Subgroup):
         with as_peer_loss():
             if self.rank == 0:
                 said = value()
-                self._texts.set(f'told/{key}', said)
+                self._texts.set(f'object/{key}', said)
                 return said
-            return self._texts.get(f'told/{key}')
+            return self._texts.get(f'object/{key}')
 
     def all_reduce_max(self, numbers: Sequence[int]) -> Callable[[], tuple[int, ...]]:
         shared = torch.tensor(numbers, dtype=torch.int64, device='cpu')

@@ -4,9 +4,9 @@ a rank that is gone.
 If all ranks of a fragment wait, they do so for ever: one of them has left out an exchange, or made
 another one. Only the executor hears of all of them.
 
-gloo sometimes does not end an exchange whose connection breaks in the middle of it: what it was
-about to send then is on none of the lists whose waiting threads are told. Nothing can end that
-wait but the end of this process.
+gloo sometimes does not end an exchange whose connection breaks in the middle: what it was about to
+send is then on none of the lists whose waiting threads it wakes. Only the end of this process ends
+that wait.
 """
 
 from __future__ import annotations

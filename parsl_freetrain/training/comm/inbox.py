@@ -28,8 +28,8 @@ class Inbox:
         self._rendezvous: Rendezvous | None = None
 
     def listen_to_signals(self) -> None:
-        """Treat SIGTERM, SIGUSR1 and SIGINT as requests to stop, including those that were blocked
-        until now.
+        """Treat SIGTERM, SIGUSR1 and SIGINT as requests to stop, also if they were blocked until
+        now.
         """
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
@@ -63,7 +63,7 @@ class Inbox:
         while self._rendezvous is None:
             if not self._channel.poll(max(deadline - time.monotonic(), 0.0)):
                 raise FreeTrainError(
-                    f'This rank was not told within {timeout_s:g} s where to meet rank 0.'
+                    f'This rank has not heard within {timeout_s:g} s where to meet rank 0.'
                 )
             self._take(self._channel.recv())
         return self._rendezvous

@@ -146,7 +146,7 @@ def _has_rows(dataset: Any) -> bool:
 
 class _Rows(Dataset[Any]):
     """The samples of a TensorDataset, collated: to take and stack them one by one costs more than
-    all else that a step needs beside its passes.
+    all that a step needs apart from its passes.
     """
 
     def __init__(self, dataset: TensorDataset) -> None:

@@ -255,7 +255,7 @@ class FragmentRun:
         if isinstance(model, DistributedDataParallel):
             model = model.module
         if self.division.alike and not isinstance(mode, Reproducible):
-            self.peers.broadcast(model.buffers())  # rank 0's are those that are saved
+            self.peers.broadcast(model.buffers())  # rank 0's are saved
         stops = self.loop is not None and self.state.phase is Phase.EPOCH_END
         try:
             return evaluate(

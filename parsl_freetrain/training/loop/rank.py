@@ -115,7 +115,9 @@ class _Rank:
         else:
             context = StandbyContext(self._order.trainer, self._device, self._arrive)
         returned = function(context, *args, **kwargs)
-        run = context._run  # a standby rank whose function needed nothing of it arrives now
+        run = (
+            context._run
+        )  # here a standby rank gets its fragment, if its function has not needed it
         if run.state.phase is Phase.STOPPED:  # the function has caught FragmentEnd
             self._how = 'stopped'
         else:

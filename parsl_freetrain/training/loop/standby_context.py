@@ -25,7 +25,7 @@ _LARGEST_REQUEST = 1_000_000
 class StandbyPlace:
     """Where a standby rank waits for its fragment, for at most ``wait_s`` seconds. ``channel``
     leads to the fork server; when the fragment is launched, it becomes the connection to the node
-    agent. ``asker``, which has asked for this rank, is told when it waits.
+    agent. ``asker``, which has asked for this rank, gets a message when it waits.
     """
 
     def __init__(

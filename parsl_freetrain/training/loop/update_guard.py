@@ -1,4 +1,4 @@
-"""Refuses loops that change parameters where the training does not know of it."""
+"""Refuses loops that change parameters where the training does not notice."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Every optimizer imports torch's compiler at its first step, only to tell it where compiled code
 ends, and DistributedDataParallel to ask for one of its settings; that takes as long as the import
-of torch, on each node and before the first step. A training that compiles nothing needs none of it.
+of torch, on each node and before the first step. A training that compiles nothing does not need it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ANSWER = '__dynamo_disable'  # the attribute in which torch/_compile.py keeps i
 
 
 class _Utils:
-    """Stands for torch._dynamo.utils; what is asked of it beside one setting loads the package."""
+    """Stands for torch._dynamo.utils; the package is loaded for anything but one setting."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(import_module(f'{_NAME}.utils'), name)

@@ -14,8 +14,8 @@ A node ends with its job. A scheduler may stop or kill nothing but the shell tha
 started (:mod:`parsl_freetrain.sites.batch.shell`), so this process ends with that shell, and
 whatever was started here ends with this process.
 
-With ``--template FOLDER`` a template of fork servers imports torch beside Parsl's manager, which
-takes about as long to start; its log is in that folder.
+With ``--template FOLDER`` a template of fork servers imports torch while Parsl's manager starts,
+which takes about as long; its log is in that folder.
 
 Parsl's manager ends by itself when it has lost its interchange. With ``--holder`` the node then
 stays for some time, so that a later run can adopt it; see
@@ -57,7 +57,7 @@ _FAREWELL_S = 1.0  # for members' results to reach the executor, through Parsl's
 
 
 def ignore_notices() -> None:
-    """Make this process, and those that it starts, ignore a scheduler's notices."""
+    """Make this process, and the processes that it starts, ignore a scheduler's notices."""
     for number in NOTICES:
         signal.signal(number, signal.SIG_IGN)
 
@@ -151,7 +151,7 @@ class Node:
             status = self._run(command)
             if status or self._ending or self._left or self._leased is None:
                 return status
-            end_descendants()  # nothing of the lost run may run beside the next one
+            end_descendants()  # nothing of the lost run may run next to the next one
             following = self._wait_for_holder()
             if following is None:
                 return 128 + signal.SIGTERM if self._ending else status

@@ -49,7 +49,7 @@ class RankChildren:
         self._poll.register(channel, 0)
 
     def handle(self, fd: int) -> None:
-        """Handle a ready file descriptor; ignores those that are not of these ranks."""
+        """Handle a ready file descriptor, if it is one of these ranks'."""
         if fd in self._children:
             self._reap(fd)
         elif fd in self._by_channel:
