@@ -143,6 +143,10 @@ MIXED = Scaling(class_rates={'fast': {1: 2.0}, 'slow': {1: 1.0}}, mixed=True)
             'the shapes data 1 x shard 2 and data 1 x tensor 2 have different tensor parts',
         ),
         (
+            {'sizes': {2: (Shape(shard=2), Shape(pipeline=2))}, 'mode': lambda: Throughput()},
+            'whose checkpoints are of different kinds: give a trainer shapes of one kind',
+        ),
+        (
             {'sizes': {1: Shape(), 2: Shape(tensor=2)}},
             'which give different bits, and which of them are used depends on nodes and speed',
         ),

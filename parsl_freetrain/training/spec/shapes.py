@@ -22,7 +22,15 @@ def check_shapes(
     """Refuse shapes that do not fit their node count, the mode or each other; raises BadInput."""
     for nodes, shapes in by_count.items():
         _check_count(shapes, mode, nodes, per_node)
-    parts = {shape.tensor: shape for shapes in by_count.values() for shape in shapes}
+    known = [shape for shapes in by_count.values() for shape in shapes]
+    sharded = next((shape for shape in known if shape.sharded), None)
+    staged = next((shape for shape in known if shape.pipeline > 1), None)
+    if sharded is not None and staged is not None:
+        raise BadInput(
+            f'the shape {sharded} divides parameters, and the shape {staged} the stages of a '
+            'pipeline, whose checkpoints are of different kinds: give a trainer shapes of one kind.'
+        )
+    parts = {shape.tensor: shape for shape in known}
     if isinstance(mode, Reproducible) and len(parts) > 1:
         raise BadInput(
             f'the shapes {" and ".join(map(str, parts.values()))} have different tensor parts, '
