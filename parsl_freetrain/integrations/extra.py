@@ -51,23 +51,9 @@ class StepCount:
 
 class Memory:
     """The plain attributes (numbers, texts, and lists and dicts of them) of callbacks, kept in
-    ``ctx.state`` so that the next fragment goes on with them.
-
-    Parameters
-    ----------
-    ctx
-        The fragment context.
-    key
-        Where in ``ctx.state``.
-    callbacks
-        Whose attributes are kept. The same ones, in the same order, in every fragment.
-    model
-        The model that is trained; no callback may have another one.
-
-    Raises
-    ------
-    BadInput
-        If a callback has a model of its own, which would be lost.
+    ``ctx.state[key]`` so that the next fragment goes on with them. The callbacks are the same, in
+    the same order, in every fragment. Raises BadInput if one has another model than the one that is
+    trained, which would be lost.
     """
 
     def __init__(

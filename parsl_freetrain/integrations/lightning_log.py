@@ -19,14 +19,8 @@ with needs('lightning'):
 
 class Log:
     """In the place of ``LightningModule.log``. In a training step, the mean over the last global
-    batch counts; in an evaluation, the mean over all samples.
-
-    Parameters
-    ----------
-    ctx
-        The fragment context.
-    metrics
-        What was logged last; it is kept up to date.
+    batch counts; in an evaluation, the mean over all samples. ``metrics``, what was logged last, is
+    kept up to date.
     """
 
     def __init__(self, ctx: FragmentContext, metrics: dict[str, torch.Tensor]) -> None:

@@ -28,44 +28,25 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class GlobalOrder:
-    """Every sample once per epoch, in an order that depends only on the seed and the epoch.
-
-    Parameters
-    ----------
-    dataset_size
-        Samples in the dataset, or what ``sampler`` gives for an epoch.
-    batch_size
-        Samples of a global batch, over all ranks.
-    seed
-        Any integer; the same seed gives the same order.
-    shuffle
-        Whether each epoch has its own random order; if not, the order is that of the dataset.
-    total_samples
-        Where training ends, in samples seen over all epochs.
-    aligned
-        Whether batches have always had this size, so that every checkpoint is at the end of one;
-        False in scaled mode.
-    sampler
-        Gives the indices of an epoch in place of ``shuffle``.
-    drop_last
-        Whether an epoch ends with its last full batch; not in scaled mode.
-
-    Raises
-    ------
-    BadInput
-        If the dataset is empty, the batch size or the total is below 1, or with ``drop_last`` the
-        last batch would be short.
+    """Every sample once per epoch, in an order that depends only on the seed and the epoch. Raises
+    BadInput if the dataset is empty, the batch size or the total is below 1, or with ``drop_last``
+    the last batch would be short.
     """
 
-    dataset_size: int
-    batch_size: int
+    dataset_size: int  # or what ``sampler`` gives for an epoch
+    batch_size: int  # over all ranks
     seed: int
     _: KW_ONLY
-    shuffle: bool = True
-    total_samples: int
+    shuffle: bool = True  # each epoch has its own random order; else that of the dataset
+    total_samples: int  # over all epochs
     aligned: bool = True
+    """Whether batches have always had this size, so that every checkpoint is at the end of one;
+    False in scaled mode.
+    """
     sampler: Callable[[int], Sequence[int]] | None = None
+    """Gives the indices of an epoch in place of ``shuffle``."""
     drop_last: bool = False
+    """Whether an epoch ends with its last full batch; not in scaled mode."""
 
     def __post_init__(self) -> None:
         _check_dataset(self.dataset_size)

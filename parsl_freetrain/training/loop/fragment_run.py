@@ -289,12 +289,8 @@ class FragmentRun:
         )
 
     def finish(self, returned: object) -> None:
-        """Write the last checkpoint, after the function has returned.
-
-        Raises
-        ------
-        BadInput
-            If the function did not train to the total, or did not return a plain value.
+        """Write the last checkpoint, after the function has returned. Raises BadInput if it did not
+        train to the total, or did not return a plain value.
         """
         if self.state.phase is Phase.FINISHED:
             return

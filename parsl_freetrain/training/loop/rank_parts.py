@@ -79,20 +79,8 @@ class LoopHooks:
 
 @dataclass(frozen=True)
 class RankParts:
-    """What a rank trains with.
-
-    Attributes
-    ----------
-    order, place
-        The rank's instructions.
-    peers, channel, inbox
-        Connections to the other ranks and to the node agent.
-    checkpointer
-        Writes checkpoints and knows the last one.
-    device
-        The device of models and batches.
-    saved
-        The state to continue from; None at the beginning of the training.
+    """What a rank trains with: its instructions, its connections to the other ranks and to the node
+    agent, what writes checkpoints, and the state to continue from (None when training begins).
     """
 
     order: FragmentOrder

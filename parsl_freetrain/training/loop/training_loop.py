@@ -279,13 +279,7 @@ class TrainingLoop:
             seed_everything(micro_batch.seed(self._mode.seed, 'fragment'))
 
     def stop(self) -> None:
-        """End the fragment here, with a checkpoint. All ranks call this together.
-
-        Raises
-        ------
-        FragmentEnd
-            Always.
-        """
+        """End the fragment here, with a checkpoint: raises FragmentEnd, on all ranks together."""
         wanted = self._state.wanted is not None
         self._saver.save(partial(self._checkpointer.save_and_stop, wanted=wanted))
         self._state.phase = Phase.STOPPED
