@@ -27,7 +27,7 @@ import pytest
 from tests.support import scheduling, template, workers
 from tests.support.batch_tests import cobalt, lsf, pbs  # noqa: F401 fixtures for every test
 from tests.support.openpbs import Shared, openpbs  # noqa: F401
-from tests.support.ranks import fork_server  # noqa: F401
+from tests.support.ranks import fork_server, neighbour  # noqa: F401
 from tests.support.slurm import slurm, slurm_cluster  # noqa: F401
 from tests.support.template import nodes_share_a_template  # noqa: F401
 

@@ -227,6 +227,15 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkClient
         yield parent
 
 
+@pytest.fixture(scope='session')
+def neighbour(
+    fork_server: ForkClient, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ForkClient]:
+    """The fork server of another node."""
+    with running_fork_server(tmp_path_factory.mktemp('fork_server'), fork_server.name) as parent:
+        yield parent
+
+
 def finish(ctx: FragmentContext) -> None:
     """The calls that a fragment needs to end successfully, for rank functions that test something
     else.

@@ -48,7 +48,7 @@ from parsl_freetrain.training.spec.messages import (
     StopTraining,
     Waiting,
 )
-from tests.support.ranks import Ranks, channel_pair, order, ranks, running_fork_server
+from tests.support.ranks import Ranks, channel_pair, order, ranks
 from tests.support.waiting import LIMIT_S
 from tests.training.loop.test_shapes import BATCH, LAYERS, Net, Points
 
@@ -168,15 +168,6 @@ def spoil(path: str) -> None:
 
 def read_nothing(gang: Ranks) -> bool:
     return all(', and 0 were read' in rank.log.read_text() for rank in gang.ranks)
-
-
-@pytest.fixture(scope='module')
-def neighbour(
-    fork_server: ForkClient, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ForkClient]:
-    """The fork server of another node."""
-    with running_fork_server(tmp_path_factory.mktemp('fork_server'), fork_server.name) as parent:
-        yield parent
 
 
 @pytest.fixture(scope='module')

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from parsl_freetrain.training.checkpoint.manifest import MARKER
 from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec.messages import StopTraining
-from tests.support.ranks import KILLED, Ranks, order, ranks, running_fork_server
+from tests.support.ranks import KILLED, Ranks, order, ranks
 
 SHAPES = {1: Shape(), 2: Shape(shard=2), 4: Shape(shard=4)}
 BATCH, SIZE, TOTAL = 4, 8, 80
@@ -46,15 +45,6 @@ def train(ctx: FragmentContext, store: str = '', kill: int = 0) -> None:
         optimizer.zero_grad()
         model(features).pow(2).sum().backward()
         optimizer.step()
-
-
-@pytest.fixture(scope='module')
-def neighbour(
-    fork_server: ForkClient, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ForkClient]:
-    """The fork server of another node."""
-    with running_fork_server(tmp_path_factory.mktemp('other'), fork_server.name) as parent:
-        yield parent
 
 
 @pytest.fixture(scope='module')
