@@ -47,10 +47,10 @@ from parsl_freetrain.cli.sites import provider_of
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.host import files
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.summary import summary
+from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.report.figures import figures
 from parsl_freetrain.report.page import report_page
+from parsl_freetrain.report.summary import summary
 from parsl_freetrain.sites.idle_schedule import Schedule, read_schedule, write_schedule
 from parsl_freetrain.sites.synthetic_schedule import generate
 from workflows.command import add_site_option, output_folder, result, set_aside
@@ -263,15 +263,15 @@ def report(
     console: Console,
 ) -> None:
     """Compare the weights, write summary.json and report.html, print the closing table."""
-    with Reader(out / 'holes' / 'ledger.sqlite') as ledger:
-        result: dict[str, Any] = summary(ledger)
-        for name in NETWORKS:
-            result['trainers'][name].update(
-                accuracy=in_holes[name].metrics['accuracy'],
-                accuracy_undisturbed=alone[name].metrics['accuracy'],
-                weights_equal=same_weights(in_holes[name], alone[name]),
-            )
-        page = report_page(figures(ledger, None, time.time(), DpAllocator()))
+    history = Journal(out / 'holes' / 'ledger.journal').history()
+    result: dict[str, Any] = summary(history)
+    for name in NETWORKS:
+        result['trainers'][name].update(
+            accuracy=in_holes[name].metrics['accuracy'],
+            accuracy_undisturbed=alone[name].metrics['accuracy'],
+            weights_equal=same_weights(in_holes[name], alone[name]),
+        )
+    page = report_page(figures(history, time.time(), DpAllocator()))
     files.replace(out / 'report.html', page.encode())
     (out / 'summary.json').write_text(json.dumps(result, indent=2) + '\n')
     console.print(closing_table(result))

@@ -32,8 +32,8 @@ from parsl_freetrain import (
 )
 from parsl_freetrain.cli.sites import provider_of
 from parsl_freetrain.executor.requests import Preempt, ask
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.summary import summary
+from parsl_freetrain.journal.read import Journal
+from parsl_freetrain.report.summary import summary
 from parsl_freetrain.sites.protocols import Site
 from parsl_freetrain.sites.synthetic_schedule import generate
 from workflows.command import add_site_option, output_folder, refuse_to_wait, result, set_aside
@@ -150,13 +150,9 @@ def train(
             name: result(future, site, LONGER)
             for name, future in ((DIVIDED, divided), (WHOLE, whole))
         }
-    with Reader(executor.ledger_path) as ledger:
-        told = summary(ledger)['trainers']
-        nodes = [
-            len(fragment.nodes)
-            for fragment in ledger.history().fragments
-            if fragment.trainer == DIVIDED
-        ]
+    history = Journal(executor.ledger_path.with_suffix('.journal')).history()
+    told = summary(history)['trainers']
+    nodes = [len(fragment.nodes) for fragment in history.fragments if fragment.trainer == DIVIDED]
     told[DIVIDED]['shapes'] = [str(shapes[count]) for count in nodes]
     (out / 'summary.json').write_text(json.dumps(told, indent=2) + '\n')
     print(

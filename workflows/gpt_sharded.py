@@ -43,7 +43,7 @@ from parsl_freetrain import (
     same_weights,
 )
 from parsl_freetrain.cli.sites import provider_of
-from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.sites.protocols import Site
 from workflows.chimera_gpt import Windows, corpus, loss_of
 from workflows.command import output_folder, refuse_to_wait, result, set_aside
@@ -202,8 +202,8 @@ def train(out: Path, options: argparse.Namespace) -> tuple[dict[str, Checkpoint]
         hurry.touch()
         found = {SHARDED: result(sharded, site, ADVICE)}
         found[ALONE] = result(submitted(ALONE, 1), site, ADVICE)
-    with Reader(executor.ledger_path) as ledger:
-        fragments = [f for f in ledger.history().fragments if f.trainer == SHARDED]
+    history = Journal(executor.ledger_path.with_suffix('.journal')).history()
+    fragments = [f for f in history.fragments if f.trainer == SHARDED]
     summary = {
         'weights_equal': same_weights(found[SHARDED], found[ALONE]),
         'shapes': [str(shapes[len(fragment.nodes)]) for fragment in fragments],

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parsl_freetrain.cli.where import JsonOption, LedgerOption, ledger_at
+from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at, ledger_at
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.report.names import trainer_named
+
+if TYPE_CHECKING:
+    from parsl_freetrain.core.model.state import Training
 
 
 def cancel(
@@ -30,37 +33,32 @@ def cancel(
     """
     # Parsl is slow to import, and the list of verbs does not need it.
     from parsl_freetrain.executor.requests import Cancel, ask
-    from parsl_freetrain.ledger.reader import Reader
-    from parsl_freetrain.ledger.rows import FINAL_STATES
     from parsl_freetrain.report.life import check_live
 
     if every == (trainer is not None):
         raise BadInput('Name one trainer, or give --all.')
-    path = ledger_at(ledger)
-    with Reader(path) as reader:
+    path, journal = ledger_at(ledger), journal_at(ledger, keep_progress=False)
 
-        def check() -> None:
-            check_live(reader, 'to cancel')
+    def check() -> None:
+        check_live(journal, 'to cancel')
 
-        def states() -> dict[str, str]:
-            history = reader.history()
-            return {
-                row.name: row.state for row in history.trainers if row.run == history.runs[-1].id
-            }
+    def trainings() -> dict[str, Training]:
+        return journal.history().runs[-1].trainers
 
-        check()
-        if trainer is not None:
-            name = trainer_named(states(), trainer)
-            answers = {name: ask(path, Cancel(name), timeout, check)}
-        else:
-            answers = {}
-            for name in [name for name, state in states().items() if state not in FINAL_STATES]:
-                try:
-                    answers[name] = ask(path, Cancel(name), timeout, check)
-                except BadInput:
-                    if states()[name] not in FINAL_STATES:
-                        raise
-                    answers[name] = f'Trainer {name!r} is over meanwhile ({states()[name]}).'
+    check()
+    if trainer is not None:
+        name = trainer_named(trainings(), trainer)
+        answers = {name: ask(path, Cancel(name), timeout, check)}
+    else:
+        answers = {}
+        for name in [name for name, one in trainings().items() if not one.over]:
+            try:
+                answers[name] = ask(path, Cancel(name), timeout, check)
+            except BadInput:
+                now = trainings()[name]
+                if not now.over:
+                    raise
+                answers[name] = f'Trainer {name!r} is over meanwhile ({now.state}).'
     if as_json:
         print(json.dumps([{'trainer': name, 'answer': answer} for name, answer in answers.items()]))
     else:

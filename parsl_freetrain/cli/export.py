@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from parsl_freetrain.cli.where import LedgerOption, RunOption, ledger_at
+from parsl_freetrain.cli.where import LedgerOption, RunOption, journal_at
 from parsl_freetrain.core.model.errors import BadInput
 
 
@@ -26,14 +26,15 @@ def export(
     """
     import sqlite3
 
-    from parsl_freetrain.journal.read import Journal
     from parsl_freetrain.journal.tables import write_parquet, write_sqlite
+    from parsl_freetrain.report.names import chosen
 
     if sqlite is None and parquet is None:
         raise BadInput('Say where to: --sqlite FILE or --parquet FOLDER.')
-    journal = Journal(ledger_at(ledger).with_suffix('.journal'))
-    names = [one.name for one in journal.history().runs if one.name.startswith(run or '')]
-    history = journal.history(run if not names else names[-1]) if run else journal.history()
+    journal = journal_at(ledger)
+    history = journal.history()
+    if run:
+        history = history.of(chosen(history, journal.path, run).name)
     try:
         if sqlite is not None:
             write_sqlite(history, sqlite)

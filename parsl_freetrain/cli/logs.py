@@ -7,15 +7,19 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parsl_freetrain.cli.where import JsonOption, LedgerOption, ledger_at
+from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.report.names import trainer_named
+
+if TYPE_CHECKING:
+    from parsl_freetrain.journal.read import Journal
 
 FOLLOW_S = 0.5
 """Seconds between two reads of growing files."""
@@ -44,54 +48,48 @@ def logs(
     as_json: JsonOption = False,
 ) -> None:
     """Show what the ranks of a fragment have printed, errors with their tracebacks included."""
-    from parsl_freetrain.ledger.reader import Reader  # imported here, so that --help is fast
-
     if tail is not None and tail < 0:
         raise BadInput(f'--tail is {tail}; it must be a number of lines, 0 or more.')
     if follow and as_json:
         raise BadInput('--follow and --json exclude each other; give one of them.')
-    path = ledger_at(ledger)
-    with Reader(path) as reader:
-        folder = _folder(reader, path, trainer)
-        chosen = _chosen(folder, trainer, fragment, rank, required=not follow)
-        if as_json:
-            print(
-                json.dumps(
-                    [
-                        {
-                            'fragment': file.fragment,
-                            'rank': file.rank,
-                            'path': str(file.path),
-                            'text': '\n'.join(lines_of(file.path, tail)),
-                        }
-                        for file in chosen
-                    ]
-                )
+    journal = journal_at(ledger, keep_progress=False)
+    folder = _folder(journal, trainer)
+    chosen = _chosen(folder, trainer, fragment, rank, required=not follow)
+    if as_json:
+        print(
+            json.dumps(
+                [
+                    {
+                        'fragment': file.fragment,
+                        'rank': file.rank,
+                        'path': str(file.path),
+                        'text': '\n'.join(lines_of(file.path, tail)),
+                    }
+                    for file in chosen
+                ]
             )
-        elif not follow:
-            for file in chosen:
-                if len(chosen) > 1:
-                    print(f'==> fragment {file.fragment}, rank {file.rank}: {file.path}')
-                for line in lines_of(file.path, tail):
-                    print(line)
-        else:
-            try:
-                _follow(
-                    lambda: _chosen(folder, trainer, fragment, rank, required=False),
-                    lambda: _over(reader, trainer),
-                    tail,
-                )
-            except KeyboardInterrupt:
-                pass
+        )
+    elif not follow:
+        for file in chosen:
+            if len(chosen) > 1:
+                print(f'==> fragment {file.fragment}, rank {file.rank}: {file.path}')
+            for line in lines_of(file.path, tail):
+                print(line)
+    else:
+        with suppress(KeyboardInterrupt):
+            _follow(
+                lambda: _chosen(folder, trainer, fragment, rank, required=False),
+                lambda: _over(journal, trainer),
+                tail,
+            )
 
 
-def _folder(reader: Any, ledger: Path, trainer: str) -> Path:
-    history = reader.history()
-    trainer_named(dict.fromkeys(row.name for row in reversed(history.trainers)), trainer)
-    kept = reader.about(history.runs[-1]).get('checkpoint_dir')
-    places = [
-        Path(place) / trainer / 'logs' for place in ([kept] if kept else []) + [ledger.parent]
-    ]
+def _folder(journal: Journal, trainer: str) -> Path:
+    runs = journal.history().runs
+    trainer_named(dict.fromkeys(name for run in reversed(runs) for name in run.trainers), trainer)
+    kept = runs[-1].began.checkpoint_dir
+    folders = [*([Path(kept)] if kept else []), journal.path.parent]
+    places = [folder / trainer / 'logs' for folder in folders]
     return next((place for place in places if place.is_dir()), places[0])
 
 
@@ -121,17 +119,13 @@ def _chosen(
     return chosen
 
 
-def _over(reader: Any, trainer: str) -> bool:
-    from parsl_freetrain.ledger.rows import FINAL_STATES
+def _over(journal: Journal, trainer: str) -> bool:
     from parsl_freetrain.report.life import life_of
 
-    history = reader.history()
-    run = history.runs[-1]
-    state = next((row.state for row in reversed(history.trainers) if row.name == trainer), '')
-    return state in FINAL_STATES or life_of(history, run, reader.about(run), time.time()).state in (
-        'ended',
-        'died',
-    )
+    history = journal.history()
+    mine = [run.trainers[trainer] for run in history.runs if trainer in run.trainers]
+    life = life_of(history, history.runs[-1], time.time())
+    return mine[-1].over or life.state in ('ended', 'died')
 
 
 def _follow(look: Callable[[], list[LogFile]], over: Callable[[], bool], tail: int | None) -> None:

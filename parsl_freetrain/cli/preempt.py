@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from parsl_freetrain.cli.where import JsonOption, LedgerOption, ledger_at
+from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at, ledger_at
 from parsl_freetrain.core.model.errors import BadInput
 
 
@@ -31,19 +31,17 @@ def preempt(
     """
     # Parsl is slow to import, and the list of verbs does not need it.
     from parsl_freetrain.executor.requests import Preempt, ask
-    from parsl_freetrain.ledger.reader import Reader
     from parsl_freetrain.report.life import check_live
 
     if not 0 <= grace < float('inf'):
         raise BadInput(f'--grace is {grace:g}; it must be a number of seconds, 0 or more.')
-    path = ledger_at(ledger)
-    with Reader(path) as reader:
+    path, journal = ledger_at(ledger), journal_at(ledger, keep_progress=False)
 
-        def check() -> None:
-            check_live(reader, 'to preempt')
+    def check() -> None:
+        check_live(journal, 'to preempt')
 
-        check()
-        sentence = ask(path, Preempt(trainer, grace), timeout, check)
+    check()
+    sentence = ask(path, Preempt(trainer, grace), timeout, check)
     print(
         json.dumps({'trainer': trainer, 'grace_s': grace, 'answer': sentence})
         if as_json

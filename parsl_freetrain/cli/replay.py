@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parsl_freetrain.cli.replay_text import described, of_a_run
-from parsl_freetrain.cli.where import RunOption, ledger_at
+from parsl_freetrain.cli.replay_text import lines_of, of_a_run
+from parsl_freetrain.cli.where import RunOption, journal_at
+from parsl_freetrain.core.model.checked_settings import described
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.report.names import run_named
+from parsl_freetrain.replay.study import Study, option, read_study
+from parsl_freetrain.report.names import chosen
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from parsl_freetrain.replay.study import Study
 
 SHOWN = [
     'efficiency',
@@ -32,15 +34,57 @@ SHOWN = [
 ]
 """The columns of a sweep's table on the terminal."""
 
-NOT_OF_A_REQUEST = ('sweep', 'out', 'pictures', 'jobs', 'as_json')
-OF_A_LEDGER = ('ledger', 'run', 'solver', 'horizon', 'objective', 'time_limit', 'as_json')
+SETTINGS = {
+    'idle': 'FILE',
+    'trainers': 'FILE',
+    'nodes': 'N',
+    'since': 'S',
+    'until': 'S',
+    'max_trainers': 'N|all',
+    'horizon': 'S',
+    'solver': 'NAME',
+    'curves': 'stated|learned',
+    'noise': 'SIGMA',
+    'measure_s': 'S',
+    'seed': 'N',
+}
+"""The settings of a study that are options too, and what they take. Their names, defaults and texts
+are those of :class:`~parsl_freetrain.replay.study.Study`.
+"""
+
+OF_A_LEDGER = ('solver', 'horizon', 'objective', 'time_limit')
 
 
+def _with_settings(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb, with an option for each of :data:`SETTINGS` in place of its keyword arguments."""
+    texts = described(Study)
+    *own, _ = inspect.signature(verb, eval_str=True).parameters.values()
+    more = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                str | None, typer.Option(option(name), metavar=takes, help=texts[name])
+            ],
+        )
+        for name, takes in SETTINGS.items()
+    ]
+    together: Any = verb
+    together.__signature__ = inspect.Signature([*own, *more])
+    together.__annotations__ = {each.name: each.annotation for each in (*own, *more)}
+    return verb
+
+
+@_with_settings
 def replay(
-    ctx: typer.Context,
-    trainers: Annotated[
+    file: Annotated[
         Path | None,
-        typer.Option(metavar='FILE', help='The trainers: a JSON list, plain or gzipped.'),
+        typer.Argument(
+            metavar='STUDY.toml',
+            help='Settings, those below and others; lists in its table sweep are replayed in all '
+            'combinations. Options replace what it says.',
+        ),
     ] = None,
     ledger: Annotated[
         Path | None,
@@ -50,141 +94,11 @@ def replay(
         ),
     ] = None,
     run: RunOption = None,
-    idle: Annotated[
-        Path | None, typer.Option(metavar='FILE', help='Idle intervals: CSV start_s,end_s,node.')
-    ] = None,
-    swf: Annotated[
-        Path | None, typer.Option(metavar='FILE', help='A job log in Standard Workload Format.')
-    ] = None,
-    sacct: Annotated[
-        Path | None, typer.Option(metavar='FILE', help='What sacct --parsable2 printed.')
-    ] = None,
-    pbs: Annotated[
-        Path | None, typer.Option(metavar='FILE', help='An accounting log of PBS.')
-    ] = None,
-    synthetic: Annotated[
-        int | None,
-        typer.Option(metavar='SEED', help='A made-up week with the statistics of Summit.'),
-    ] = None,
-    machine_nodes: Annotated[
-        int | None,
-        typer.Option(metavar='N', help='Nodes of the machine, where a job log does not say.'),
-    ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(metavar='N', help='Only the first N node names in sorted order.')
-    ] = None,
-    since: Annotated[
-        float | None, typer.Option('--from', metavar='S', help="Seconds from the trace's start.")
-    ] = None,
-    until: Annotated[
-        float | None, typer.Option(metavar='S', help="Seconds from the trace's start.")
-    ] = None,
-    max_trainers: Annotated[
-        str, typer.Option(metavar='N|all', help='Maximum number of trainers that share the nodes.')
-    ] = 'all',
-    horizon: Annotated[
-        float | None,
-        typer.Option(
-            metavar='S',
-            help='Seconds that a decision looks ahead. Default: 120; with --ledger, as in the run.',
-        ),
-    ] = None,
-    solver: Annotated[
-        str | None,
-        typer.Option(
-            metavar='NAME',
-            help='auto (the fastest exact one), milp, dp or equal-share (the published heuristic); '
-            "auto, or with --ledger the run's.",
-        ),
-    ] = None,
-    time_limit: Annotated[
-        float | None,
-        typer.Option(
-            metavar='S',
-            help='Maximum seconds for one solve; then the best allocation found is used. Default: '
-            '10; with --ledger, as in the run.',
-        ),
-    ] = None,
-    objective: Annotated[
-        str | None,
-        typer.Option(metavar='NAME|EXPR', help="In place of what the trainers' file says."),
-    ] = None,
-    rescale_cost: Annotated[
-        float, typer.Option(metavar='X', help='Factor on all rescale costs.')
-    ] = 1.0,
-    rescale_up: Annotated[
-        float | None,
-        typer.Option(
-            metavar='S',
-            help='Seconds without training after a change to more nodes, in place of what the '
-            'trainers say.',
-        ),
-    ] = None,
-    rescale_down: Annotated[
-        float | None,
-        typer.Option(
-            metavar='S', help='As --rescale-up, for a change to fewer nodes or a preemption.'
-        ),
-    ] = None,
-    spans_blocks: Annotated[
-        bool,
-        typer.Option(help='Whether a trainer may use nodes that became idle at different times.'),
-    ] = True,
-    known_ends: Annotated[
-        bool,
-        typer.Option(
-            '--known-ends',
-            help='Let decisions know when reservations will take nodes; needs a job log.',
-        ),
-    ] = False,
-    min_hole: Annotated[
-        float,
-        typer.Option(
-            metavar='S', help='Do not use nodes that are known to leave sooner than this.'
-        ),
-    ] = 5.0,
-    min_rescale: Annotated[
-        float, typer.Option(metavar='S', help='Minimum seconds between two rescales of a trainer.')
-    ] = 0.0,
-    habits: Annotated[
-        Path | None,
-        typer.Option(metavar='FILE', help='How long nodes stay, as --learn-habits has written it.'),
-    ] = None,
     learn_habits: Annotated[
         Path | None,
         typer.Option(
             metavar='FILE',
             help='Learn how long nodes stay from the record, write it to this file, and end.',
-        ),
-    ] = None,
-    curves: Annotated[
-        str,
-        typer.Option(
-            metavar='stated|learned',
-            help="Whether decisions know the trainers' scaling curves, or learn them from what "
-            'fragments measure.',
-        ),
-    ] = 'stated',
-    noise: Annotated[
-        float | None,
-        typer.Option(metavar='SIGMA', help='Relative noise of measured speeds. Default: 0.'),
-    ] = None,
-    measure_s: Annotated[
-        float | None,
-        typer.Option(
-            metavar='S',
-            help="Seconds until the first measurement of a fragment's speed; doubled for each "
-            'later one. Default: 10.',
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(metavar='N', help='Seed of the noise. Default: 0.')
-    ] = None,
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar='NAME=V1,V2,...',
-            help='Replay with each of these values of an option; several: all combinations.',
         ),
     ] = None,
     out: Annotated[
@@ -199,6 +113,7 @@ def replay(
         int, typer.Option(metavar='N', help='Processes for a sweep; -1: one for each core.')
     ] = -1,
     as_json: Annotated[bool, typer.Option('--json', help='Answer as a JSON document.')] = False,
+    **settings: str | None,
 ) -> None:
     """Replay a machine's record: what would these trainers have trained in its holes?
 
@@ -206,30 +121,24 @@ def replay(
     was trained, divided by what the same trainers would have trained on a constant number of nodes
     with as many node-seconds.
     """
-    given = {
-        name: value
-        for name, value in ctx.params.items()
-        if getattr(ctx.get_parameter_source(name), 'name', '') != 'DEFAULT'
-    }
+    given, swept = ({}, {}) if file is None else read_study(file)
+    given |= {name: value for name, value in settings.items() if value is not None}
     if ledger is not None:
-        _recorded(given, ledger, run, as_json)
+        _recorded({**given, **swept}, ledger, run, as_json)
         return
     if run is not None:
         raise BadInput('--run is for a run of a ledger: give --ledger, too, or leave --run out.')
     if learn_habits is not None:
         from parsl_freetrain.replay.habits import write_habits
-        from parsl_freetrain.replay.study import Study
 
-        del given['learn_habits']
         write_habits(Study.of_trace(given, '--learn-habits').trace(), learn_habits)
         return
-    if trainers is None:
+    if not {'trainers'} & {*given, *swept}:
         raise BadInput('Give --trainers with a trace, or --ledger with the ledger of a live run.')
     # Imported here, so that --help needs neither numpy nor solvers.
     from parsl_freetrain.replay import sweep as sweeping
 
-    swept = sweeping.axes(sweep or [])
-    asked = sweeping.requests({k: v for k, v in given.items() if k not in NOT_OF_A_REQUEST}, swept)
+    asked = sweeping.requests(given, swept)
     if out is not None:
         sweeping.check_out(out)
     if jobs < 1 and jobs != -1:
@@ -243,36 +152,21 @@ def replay(
 
 
 def _recorded(given: dict[str, Any], ledger: Path, run: str | None, as_json: bool) -> None:
-    from parsl_freetrain.journal.read import Journal
     from parsl_freetrain.replay.recorded_run import changed, replay_run
-    from parsl_freetrain.replay.study import option
 
     for name in given:
         if name not in OF_A_LEDGER:
             raise BadInput(
                 f'{option(name)} does not go with --ledger: a recorded run has its own trainers '
-                'and nodes. What goes with it: --run, --solver, --horizon, --objective, '
-                '--time-limit and --json.'
+                f'and nodes. What goes with it: --run, {", ".join(map(option, OF_A_LEDGER))}.'
             )
-    journal = Journal(_journal(ledger_at(ledger)), keep_progress=False)
-    runs = journal.history().runs
-    newest = run_named([r.name for r in runs], run)
-    if not runs:
-        raise BadInput(f'The ledger {journal.path} has no run yet.')
-    chosen = next((r for r in runs if r.name == newest), runs[-1])
+    wanted, journal = Study.of(given), journal_at(ledger, keep_progress=False)
+    one = chosen(journal.history(), journal.path, run)
     settings = changed(
-        chosen,
-        given.get('solver'),
-        given.get('horizon'),
-        given.get('objective'),
-        given.get('time_limit'),
+        one, *(getattr(wanted, name) if name in given else None for name in OF_A_LEDGER)
     )
-    found = replay_run(journal, chosen, settings)
+    found = replay_run(journal, one, settings)
     print(json.dumps(found.as_json(), allow_nan=False) if as_json else '\n'.join(of_a_run(found)))
-
-
-def _journal(path: Path) -> Path:
-    return path.with_suffix('.journal') if path.suffix == '.sqlite' else path
 
 
 def _make(folder: Path) -> None:
@@ -288,9 +182,7 @@ def _one(request: Study, out: Path | None, pictures: Path | None, as_json: bool)
     from parsl_freetrain.replay.scenario import replay
 
     result = replay(request.scenario())
-    print(
-        json.dumps(result.as_json(), allow_nan=False) if as_json else '\n'.join(described(result))
-    )
+    print(json.dumps(result.as_json(), allow_nan=False) if as_json else '\n'.join(lines_of(result)))
     if out is not None:
         import pandas as pd
 

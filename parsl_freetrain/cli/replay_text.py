@@ -48,7 +48,7 @@ def of_a_run(found: RunReplay) -> list[str]:
     return lines
 
 
-def described(result: ReplayResult) -> list[str]:
+def lines_of(result: ReplayResult) -> list[str]:
     """The lines of text about a replay."""
     run = result.trace
     hours = (run.end_s - run.start_s) / 3600

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from parsl_freetrain.cli.where import JsonOption, LedgerOption, ledger_at
+from parsl_freetrain.cli.where import JsonOption, LedgerOption, journal_at
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host import files
-from parsl_freetrain.report.names import run_named
+from parsl_freetrain.report.names import chosen
 
 
 def report(
@@ -47,20 +47,19 @@ def report(
     """
     # Imported here, so that --help is fast.
     from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
-    from parsl_freetrain.ledger.reader import Reader
     from parsl_freetrain.report.figures import as_document, figures
     from parsl_freetrain.report.life import life_of
     from parsl_freetrain.report.metrics import MetricView
     from parsl_freetrain.report.page import report_page
 
     view = MetricView(axis, smooth)
-    with Reader(ledger_at(ledger)) as reader:
-        history = reader.history()
-        last = history.runs[-1] if history.runs else None
-        if last and life_of(history, last, reader.about(last), time.time()).state == 'died':
-            reader.newest_run_died()
-        named = None if run == 'all' else run_named([r.name for r in history.runs], run)
-        found = figures(reader, named, time.time(), DpAllocator())
+    journal = journal_at(ledger)
+    history = journal.history()
+    one = chosen(history, journal.path, None if run == 'all' else run)
+    if life_of(history, history.runs[-1], time.time()).state == 'died':
+        journal.newest_run_died()
+    history = journal.history(None if run == 'all' else one.name)
+    found = figures(history, time.time(), DpAllocator())
     _write(out, report_page(found, view))
     if as_json:
         print(json.dumps({'report': str(out.absolute()), **as_document(found)}))

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from parsl_freetrain.cli.where import JsonOption
+from parsl_freetrain.cli.where import JsonOption, journal_of
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 
 
@@ -63,12 +63,13 @@ def run(
 
 def _newest(ledger: Path) -> str | None:
     """The name of the newest run in a ledger."""
-    from parsl_freetrain.ledger.reader import Reader
+    from parsl_freetrain.journal.read import Journal
 
-    if not ledger.is_file():
+    journal = journal_of(ledger)
+    if not journal.is_file():
         return None
-    with Reader(ledger) as reader:
-        return next((run.name for run in reversed(reader.history().runs)), None)
+    runs = Journal(journal, keep_progress=False).history().runs
+    return runs[-1].name if runs else None
 
 
 def _called(main: Any, config: Any, workflow: str) -> int:
@@ -102,11 +103,10 @@ def _close(ledger: Path, run: str, as_json: bool) -> None:
     from rich.console import Console
 
     from parsl_freetrain.cli.live.view import closing_table
-    from parsl_freetrain.ledger.reader import Reader
-    from parsl_freetrain.ledger.summary import summary
+    from parsl_freetrain.journal.read import Journal
+    from parsl_freetrain.report.summary import summary
 
-    with Reader(ledger) as reader:
-        found = summary(reader, run=run)
+    found = summary(Journal(journal_of(ledger), keep_progress=False).history(run))
     if as_json:
         print(json.dumps({'ledger': str(ledger), 'run': run, **found}))
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 
-from parsl_freetrain.cli.where import JsonOption, LedgerOption, RunOption, ledger_at
+from parsl_freetrain.cli.where import JsonOption, LedgerOption, RunOption, journal_at
 
 
 def status(ledger: LedgerOption = None, run: RunOption = None, as_json: JsonOption = False) -> None:
@@ -18,18 +18,17 @@ def status(ledger: LedgerOption = None, run: RunOption = None, as_json: JsonOpti
     from rich.console import Console
 
     from parsl_freetrain.cli.live.metric_lines import metric_table
-    from parsl_freetrain.cli.live.view import LiveView, screen
+    from parsl_freetrain.cli.live.view import screen
     from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
-    from parsl_freetrain.ledger.reader import Reader
     from parsl_freetrain.report.metrics import metrics_document
-    from parsl_freetrain.report.status import as_document
+    from parsl_freetrain.report.status import as_document, snapshot
 
-    path = ledger_at(ledger)
-    with Reader(path) as reader:
-        seen = LiveView(reader, DpAllocator(), run).snapshot(time.time())
-        metrics = metrics_document(reader, [t.name for t in seen.trainers], time.time())
+    journal, now = journal_at(ledger), time.time()
+    history = journal.history()
+    seen = snapshot(history, now, DpAllocator(), run)
+    metrics = metrics_document(history, [t.name for t in seen.trainers], now)
     if as_json:
-        print(json.dumps({'ledger': str(path), **as_document(seen), 'metrics': metrics}))
+        print(json.dumps({'ledger': str(journal.path), **as_document(seen), 'metrics': metrics}))
         return
     console = Console()
     console.print(screen(seen))

@@ -8,18 +8,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parsl_freetrain.cli.where import LedgerOption, RunOption, ledger_at
+from parsl_freetrain.cli.where import LedgerOption, RunOption, journal_of, ledger_at
 from parsl_freetrain.core.model.errors import BadInput
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from parsl_freetrain.cli.live.view import LiveView
+    from parsl_freetrain.journal.read import Journal
     from parsl_freetrain.report.status import RunStatus
 
 PLAIN_S = 10.0
@@ -70,48 +72,40 @@ def watch(
 
     from parsl_freetrain.cli.live.view import LiveView
     from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
-    from parsl_freetrain.ledger.reader import Reader
 
     if not 0 <= every < math.inf:
         raise BadInput(f'--every is {every:g}; it must be a number of seconds, 0 or more.')
     if port and not web:
         raise BadInput('--port says where --web serves its page; give both or neither.')
-    try:
-        path = _awaited(ledger)
-    except KeyboardInterrupt:
-        return
-    console = Console()
     pause = threading.Event()  # an interruptible sleep
-    with Reader(path) as reader:
-        view = LiveView(reader, DpAllocator(), run)
-        try:
-            if web:
-                _serve(path, run, every or PAGE_S, port, as_json, pause)
-            elif as_json:
-                _follow(view, lambda seen: _print_json(path, seen), every or PLAIN_S, pause)
-            elif not console.is_terminal:
-                _follow(view, lambda seen: _print_lines(console, seen), every or PLAIN_S, pause)
-            else:
-                _draw(view, console, every or TERMINAL_S, pause)
-        except KeyboardInterrupt:
-            pass
+    with suppress(KeyboardInterrupt):
+        journal = _awaited(ledger, keep_progress=web)
+        view, console = LiveView(journal, DpAllocator(), run), Console()
+        if web:
+            _serve(journal, run, every or PAGE_S, port, as_json, pause)
+        elif as_json:
+            _follow(view, lambda seen: _print_json(journal.path, seen), every or PLAIN_S, pause)
+        elif not console.is_terminal:
+            _follow(view, lambda seen: _print_lines(console, seen), every or PLAIN_S, pause)
+        else:
+            _draw(view, console, every or TERMINAL_S, pause)
 
 
-def _awaited(given: Path | None) -> Path:
+def _awaited(given: Path | None, keep_progress: bool) -> Journal:
     """The ledger, as soon as a run has begun to write it."""
-    from parsl_freetrain.ledger.reader import Reader
+    from parsl_freetrain.journal.read import Journal
 
     said = ''
     while True:
         try:
-            path = ledger_at(given)
+            path = journal_of(ledger_at(given))
         except BadInput as error:
             why = str(error)
         else:
-            if path.stat().st_size:
-                with Reader(path) as reader:
-                    if reader.history().runs:
-                        return path
+            if path.exists() and path.stat().st_size:
+                journal = Journal(path, keep_progress=keep_progress)
+                if journal.history().runs:
+                    return journal
             why = f'The ledger {path} has no run yet.'
         if why != said:
             print(f'{why} Waiting for a run to begin; Ctrl-C ends this.', file=sys.stderr)
@@ -140,12 +134,17 @@ def _draw(view: LiveView, console: Console, every_s: float, pause: threading.Eve
 
 
 def _serve(
-    path: Path, run: str | None, every_s: float, port: int, as_json: bool, pause: threading.Event
+    journal: Journal,
+    run: str | None,
+    every_s: float,
+    port: int,
+    as_json: bool,
+    pause: threading.Event,
 ) -> None:
     from parsl_freetrain.cli.live.page import LivePage
     from parsl_freetrain.cli.live.web import Page
 
-    page = Page(LivePage(path, run, every_s).newest, port)
+    page = Page(LivePage(journal, run, every_s).newest, port)
     try:
         said = (
             json.dumps({'address': page.address})

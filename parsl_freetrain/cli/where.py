@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from parsl_freetrain.core.model.errors import BadInput
 
-NAME = 'ledger.sqlite'
+if TYPE_CHECKING:
+    from parsl_freetrain.journal.read import Journal
+
+NAME = 'ledger.journal'
 FOLDER = 'checkpoints'
 
 LedgerOption = Annotated[
@@ -34,8 +37,8 @@ JsonOption = Annotated[bool, typer.Option('--json', help='One JSON document on s
 
 
 def ledger_at(given: Path | None) -> Path:
-    """Find the ledger. ``given``: a ledger; or a folder with ``ledger.sqlite`` or
-    ``checkpoints/ledger.sqlite``; or None for the first such folder from the current one upwards.
+    """Find the ledger. ``given``: a ledger; or a folder with ``ledger.journal`` or
+    ``checkpoints/ledger.journal``; or None for the first such folder from the current one upwards.
     Raises BadInput if there is none.
     """
     if given is not None:
@@ -62,3 +65,15 @@ def _in_folder(folder: Path) -> Iterator[Path]:
     for path in (folder / NAME, folder / FOLDER / NAME):
         if path.is_file():
             yield path
+
+
+def journal_at(given: Path | None, *, keep_progress: bool = True) -> Journal:
+    """The journal of the run that is meant; see :func:`ledger_at`."""
+    from parsl_freetrain.journal.read import Journal
+
+    return Journal(journal_of(ledger_at(given)), keep_progress=keep_progress)
+
+
+def journal_of(ledger: Path) -> Path:
+    """The file of a run's events."""
+    return ledger.with_suffix('.journal') if ledger.suffix == '.sqlite' else ledger

@@ -9,20 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parsl_freetrain.cli.where import JsonOption, LedgerOption, RunOption, ledger_at
+from parsl_freetrain.cli.where import JsonOption, LedgerOption, RunOption, journal_at
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.report.names import run_named, trainer_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from parsl_freetrain.core.allocation.explain import Reason
-    from parsl_freetrain.ledger.reader import Reader
-    from parsl_freetrain.ledger.rows import FragmentRow, ProgressRow, RunHistory
+    from parsl_freetrain.core.model.events import Decided
+    from parsl_freetrain.core.model.state import Fragment, RunState, Training
+    from parsl_freetrain.journal.read import Journal
     from parsl_freetrain.report.shape_speeds import ShapeTried
-
-LOOK_BACK = 500
-"""Maximum number of decisions to search for those about the trainer."""
 
 
 def why(
@@ -38,13 +35,11 @@ def why(
 
     For each: what was known, what was decided, and what the alternative was.
     """
-    from parsl_freetrain.ledger.reader import Reader
     from parsl_freetrain.report.cells import clean  # imported here, so that --help is fast
 
     if last < 0:
         raise BadInput(f'--last is {last}; it must be a number of decisions, 0 or more.')
-    with Reader(ledger_at(ledger)) as reader:
-        found = explanation(reader, trainer, run, last, time.time())
+    found = explanation(journal_at(ledger), trainer, run, last, time.time())
     if as_json:
         print(json.dumps(found))
         return
@@ -52,121 +47,85 @@ def why(
 
 
 def explanation(
-    reader: Reader, trainer: str, run: str | None, last: int, now: float
+    journal: Journal, trainer: str, run: str | None, last: int, now: float
 ) -> dict[str, Any]:
     """The output of ``freetrain why`` as data. Raises BadInput if there is no such run, or no such
     trainer in it.
     """
-    from parsl_freetrain.ledger.rows import FINAL_STATES
-    from parsl_freetrain.report.costs import MEASURED
     from parsl_freetrain.report.life import life_of
+    from parsl_freetrain.report.names import chosen, trainer_named
     from parsl_freetrain.report.outcome import outcomes
-    from parsl_freetrain.report.reasons import decision_about, running_fragment, waits_for
-    from parsl_freetrain.report.shape_speeds import USED, shape_of, shapes_tried
+    from parsl_freetrain.report.reasons import decision_about, waits_for
+    from parsl_freetrain.report.shape_speeds import shapes_tried
+    from parsl_freetrain.report.status import state_of
 
-    history = reader.history()
-    name = run_named([r.name for r in history.runs], run)
-    if not history.runs:
-        raise BadInput(f'The ledger {reader.path} has no run yet.')
-    chosen = next((r for r in history.runs if r.name == name), history.runs[-1])
-    rows = {t.name: t for t in history.trainers if t.run == chosen.id}
-    row = rows[trainer_named(rows, trainer)]
-    life = life_of(history, chosen, reader.about(chosen), now)
-    decisions = reader.recent_decisions(chosen, LOOK_BACK)
-    refusals = reader.recent_events(chosen, ['BlockRefused'], 1)
-    needs = reader.recent_events(chosen, ['NodesNeeded'], 1)
+    history = journal.history()
+    one = chosen(history, journal.path, run)
+    training = one.trainers[trainer_named(one.trainers, trainer)]
+    life = life_of(history, one, now)
     going = life.state in ('running', 'silent')
-    running = running_fragment(history, row) if going else None
-    mine = [d for d in decisions if trainer in d['allocation']][:last]
-    progress = reader.progress(chosen.name, trainer)
+    newest = training.last()
+    running = newest if going and newest and newest.ended is None else None
+    decided = [d for d in enumerate(one.decisions, 1) if trainer in d[1].allocation]
+    mine = dict(reversed(decided[len(decided) - min(last, len(decided)) :]))
     became = {
-        o.decision: o
-        for o in outcomes(
-            reader.history(chosen.name),
-            progress,
-            reader.events(chosen.name, MEASURED, trainer),
-            decisions[::-1],
-            now,
-            only=trainer,
-            ids={d['id'] for d in mine},
-        )
+        o.decision: o for o in outcomes(history.of(one.name), now, only=trainer, numbers=mine)
     }
-    used = reader.events(chosen.name, [USED], trainer)
-    timed = reader.events(chosen.name, ['FragmentTimed'], trainer)
-    mine_on = {
-        f.fragment: len(f.nodes)
-        for f in history.fragments
-        if f.run == chosen.id and f.trainer == trainer
-    }
-    over = not going and row.state not in FINAL_STATES
+    ended = [f.ended for f in training.fragments if f.ended is not None]
+    seen = running.seen.samples if running and running.seen else 0
     return {
         'trainer': trainer,
-        'run': chosen.name,
+        'run': one.name,
         'run_state': life.state,
         'note': life.sentence,
-        'state': 'interrupted' if over else row.state,
-        'why': row.why,
-        'samples': max(row.samples, (running.seen_samples or 0) if running else 0),
-        'total_samples': row.total_samples,
-        'fragment': None if running is None else running.fragment,
+        'state': state_of(training, going),
+        'why': training.why,
+        'samples': max(training.samples, seen),
+        'total_samples': training.trainer.total_samples,
+        'fragment': None if running is None else running.number,
         'nodes': 0 if running is None else len(running.nodes),
-        'shape': None if running is None else shape_of(used, running),
-        'shapes': [asdict(one) for one in shapes_tried(history, used, progress, timed)],
-        'memory': _memory(timed, mine_on),
+        'shape': running.shape or None if running else None,
+        'shapes': [asdict(tried) for tried in shapes_tried(training.fragments)],
+        'memory': _memory(training),
         'short_of_memory_on': sorted(
-            {
-                mine_on[e['fragment']]
-                for e in reader.events(chosen.name, ['FragmentEnded'], trainer)
-                if e['detail'].get('out_of_memory') and e['fragment'] in mine_on
-            }
+            {len(f.nodes) for f in training.fragments if f.ended and f.ended.out_of_memory}
         ),
-        'since_s': now - (row.state_at if running is None else running.decided_at),
-        'waits_for': waits_for(history, chosen, row, decisions, refusals, now, needs)
-        if going
-        else None,
-        'speed': _speed(row.spec, progress, history, running),
-        'pauses': _pauses(reader.recent_events(chosen, ['Rescaled'], LOOK_BACK), trainer),
-        'last_failure': next(
-            (
-                f.error
-                for f in reversed(history.fragments)
-                if f.trainer == trainer and f.run == chosen.id and f.error
-            ),
-            '',
-        ),
+        'since_s': now - (training.state_at if running is None else running.decided_at),
+        'waits_for': waits_for(one, training, now) if going else None,
+        'speed': _speed(one, training, running),
+        'pauses': {
+            'more' if event.after > event.before else 'fewer': event.seconds
+            for event in training.rescaled
+        },
+        'last_failure': next((event.error for event in reversed(ended) if event.error), ''),
         'decisions': [
-            asdict(decision_about(trainer, d, now, _reason(d, trainer), became.get(d['id'])))
-            for d in mine
+            asdict(decision_about(trainer, d, now, _reason(d, trainer), became.get(number)))
+            for number, d in mine.items()
         ],
     }
 
 
-def _memory(events: list[dict[str, Any]], nodes: Mapping[int, int]) -> dict[str, int]:
+def _memory(training: Training) -> dict[str, int]:
     """By node count, the most memory in bytes that a rank of the trainer's fragments needed."""
     found: dict[int, int] = {}
-    for event in events:
-        count, size = nodes.get(event['fragment'] or 0), event['detail'].get('memory', 0)
-        if count and size:
-            found[count] = max(found.get(count, 0), size)
+    for fragment in training.fragments:
+        if fragment.ended and (size := fragment.ended.memory):
+            found[len(fragment.nodes)] = max(found.get(len(fragment.nodes), 0), size)
     return {str(count): size for count, size in sorted(found.items())}
 
 
-def _speed(
-    spec: Mapping[str, Any],
-    reports: Iterable[ProgressRow],
-    history: RunHistory,
-    running: FragmentRow | None,
-) -> dict[str, Any]:
+def _speed(run: RunState, training: Training, running: Fragment | None) -> dict[str, Any]:
     """What is known of a trainer's speed in samples per second: whether its curve was stated, and
     by node class the typical rate by measured count, and the count at which it is expected to be
     fastest; and the node class on which it runs.
     """
-    from parsl_freetrain.report.speed import Speed, places_of
+    from parsl_freetrain.report.speed import Speed, place_of
 
-    speed, places = Speed(spec), places_of(history)
-    for report in reports:
-        key = report.run, report.trainer, report.fragment
-        speed.observe(places.get(key, (0, '')), report.rate)
+    trainer = training.trainer
+    speed = Speed(trainer)
+    for fragment in training.fragments:
+        for report in fragment.progress:
+            speed.observe(place_of(run, fragment), report.rate)
     classes = {}
     for name, measured in speed.measured.items():
         curve = speed.curve(node_class=name)
@@ -174,11 +133,12 @@ def _speed(
             'measured': {str(n): rate for n, rate in sorted(measured.items())},
             'fastest': None if curve is None else max(curve.nodes, key=curve.rate_at),
         }
+    there = {block.opened.request.node_class for block in run.blocks.values()}
     return {
-        'stated': speed.stated is not None or 'classes' in spec,
+        'stated': trainer.curve is not None or bool(trainer.class_curves),
         'classes': classes,
-        'on': '' if running is None else places[running.key][1],
-        'not_tried': sorted({b.node_class for b in history.blocks} - {'', *speed.measured}),
+        'on': '' if running is None else place_of(run, running)[1],
+        'not_tried': sorted(there - {'', *speed.measured}),
     }
 
 
@@ -210,32 +170,19 @@ def _speed_in_words(speed: Mapping[str, Any], nodes: int) -> list[str]:
     return lines
 
 
-def _pauses(events: list[dict[str, Any]], trainer: str) -> dict[str, float]:
-    """Seconds of the pause in the last rescale to 'more' and to 'fewer' nodes, if there were
-    any.
-    """
-    found: dict[str, float] = {}
-    for event in events:
-        if event['trainer'] == trainer:
-            change = event['detail']
-            found.setdefault(
-                'more' if change['after'] > change['before'] else 'fewer', change['seconds']
-            )
-    return found
-
-
-def _reason(decision: dict[str, Any], trainer: str) -> Reason | None:
+def _reason(decided: Decided, trainer: str) -> Reason | None:
     """The reason from solving the decision's problem again; None if the result differs."""
-    if decision['problem'] is None:
+    document = decided.document
+    if document is None:
         return None
     from parsl_freetrain.core.allocation.explain import explain
     from parsl_freetrain.core.allocation.problem import problem_in
     from parsl_freetrain.solver import allocator_named
 
-    problem = problem_in(decision['problem'])
+    problem = problem_in(document)
     allocator = allocator_named('auto', isolated=False)
     answer = allocator.allocate(problem)
-    if answer.allocation.get(trainer) != decision['allocation'][trainer]:
+    if answer.allocation.get(trainer) != decided.allocation[trainer]:
         return None
     [reason] = explain(problem, answer, allocator, only=trainer).reasons
     return reason

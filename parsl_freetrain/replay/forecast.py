@@ -15,9 +15,10 @@ from msgspec import structs
 from parsl_freetrain.core.controller.controller import Controller
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.state import FINAL_STATES
 from parsl_freetrain.core.model.types import Trainer
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.rows import FINAL_STATES
+from parsl_freetrain.journal.read import Journal
+from parsl_freetrain.journal.records import HEAD
 from parsl_freetrain.replay.accounting import RecordedJob
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer, objectives_of, read_trainers
@@ -25,7 +26,6 @@ from parsl_freetrain.replay.virtual_clock import run
 from parsl_freetrain.report.speed import speeds
 from parsl_freetrain.solver import allocator_named
 
-SQLITE = b'SQLite format 3\0'
 ENDLESS = 10**15
 """Stands for an unknown total, in samples."""
 
@@ -100,7 +100,7 @@ def trainers_at(path: Path) -> list[ReplayTrainer]:
     """
     try:
         with path.open('rb') as file:
-            is_ledger = file.read(len(SQLITE)) == SQLITE
+            is_ledger = file.read(len(HEAD)) == HEAD
     except OSError as error:
         raise BadInput(
             f'{path} cannot be read ({error.strerror}); give a JSON list of trainers, or a ledger.'
@@ -109,36 +109,34 @@ def trainers_at(path: Path) -> list[ReplayTrainer]:
 
 
 def _of_ledger(path: Path) -> list[ReplayTrainer]:
-    with Reader(path) as reader:
-        runs = reader.history().runs
-        if not runs:
-            raise BadInput(f'The ledger {path} has no run yet.')
-        known = speeds(reader.history(), reader.progress())
-        history = reader.history(runs[-1].name)
+    history = Journal(path).history()
+    if not history.runs:
+        raise BadInput(f'The ledger {path} has no run yet.')
+    known = speeds(history)
     found = []
-    for row in history.trainers:
-        if row.state in FINAL_STATES:
+    for one in history.runs[-1].trainers.values():
+        if one.state in FINAL_STATES:
             continue
         curves = {
             node_class: curve
-            for node_class in known[row.name].measured
-            if (curve := known[row.name].curve(node_class=node_class)) and '+' not in node_class
+            for node_class in known[one.name].measured
+            if (curve := known[one.name].curve(node_class=node_class)) and '+' not in node_class
         }
         if not curves:
             raise BadInput(
-                f'The ledger {path} does not know yet how fast {row.name!r} trains; wait '
+                f'The ledger {path} does not know yet how fast {one.name!r} trains; wait '
                 'until it has trained for some seconds.'
             )
-        left = ENDLESS if row.total_samples is None else max(1, row.total_samples - row.samples)
+        total = one.trainer.total_samples
         trainer = Trainer(
-            row.name,
-            int(row.spec.get('min_nodes') or 1),
-            int(row.spec.get('max_nodes') or 1),
-            left,
+            one.name,
+            one.trainer.min_nodes,
+            one.trainer.max_nodes,
+            ENDLESS if total is None else max(1, total - one.samples),
             curves.get(''),
-            float(row.spec.get('rescale_up_s') or 0.0),
-            float(row.spec.get('rescale_down_s') or 0.0),
-            sizes=tuple(row.spec.get('sizes', ())),
+            one.trainer.rescale_up_s,
+            one.trainer.rescale_down_s,
+            sizes=one.trainer.sizes,
             class_curves=tuple((name, curve) for name, curve in curves.items() if name),
         )
         found.append(ReplayTrainer(trainer, 0.0, next(iter(curves.values()))))

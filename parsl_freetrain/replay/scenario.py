@@ -75,7 +75,7 @@ class Scenario(Settings, frozen=True):
         if self.learning is not None and self.by_file:
             raise BadInput(
                 "With learned curves decisions do not know the objective of the trainers' file; "
-                'name one, such as --objective speedup.'
+                'name one, such as objective = "speedup" in a study.'
             )
         if self.known_ends and not np.isfinite(self.trace.known_until).any():
             raise BadInput(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from msgspec import ValidationError, convert
 
@@ -24,13 +27,12 @@ from parsl_freetrain.core.model.checked_values import (
     hints_of,
 )
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.replay.habits import read_habits
-from parsl_freetrain.replay.idle import synthetic
-from parsl_freetrain.replay.read import kind_of, read_trace
-from parsl_freetrain.replay.scenario import Scenario
-from parsl_freetrain.replay.speed_measuring import CurveLearning
-from parsl_freetrain.replay.trace import Trace
-from parsl_freetrain.replay.trainers import ReplayTrainer, read_trainers
+
+if TYPE_CHECKING:
+    from parsl_freetrain.replay.scenario import Scenario
+    from parsl_freetrain.replay.speed_measuring import CurveLearning
+    from parsl_freetrain.replay.trace import Trace
+    from parsl_freetrain.replay.trainers import ReplayTrainer
 
 KINDS = ('idle', 'swf', 'sacct', 'pbs')
 OF_A_TRACE = (*KINDS, 'synthetic', 'machine_nodes', 'nodes', 'since', 'until')
@@ -42,25 +44,30 @@ class Study(Settings, frozen=True, kw_only=True):
 
     Attributes
     ----------
-    idle, swf, sacct, pbs
-        The record, one of: idle intervals (CSV ``start_s,end_s,node``), a job log in Standard
-        Workload Format, what ``sacct --parsable2`` printed, an accounting log of PBS.
+    idle
+        The machine's record: idle intervals, as CSV ``start_s,end_s,node``.
+    swf, sacct, pbs
+        In place of ``idle``: a job log in Standard Workload Format, what ``sacct --parsable2``
+        printed, or an accounting log of PBS.
     synthetic
         In place of a record, the seed of a made-up week with the statistics of Summit.
     machine_nodes
         Nodes of the machine, where a job log does not say.
     nodes
         Only the first so many node names in sorted order.
-    since, until
-        The window (``from``, ``until``), in seconds from the record's start.
+    since
+        Seconds from the record's start (``from``).
+    until
+        Seconds from the record's start.
     trainers
         The trainers: a JSON list, plain or gzipped.
     max_trainers
         Maximum number of unfinished trainers that share the nodes, or 'all'.
     horizon
-        Seconds that a decision looks ahead.
+        Seconds that a decision looks ahead; default: 120; of a recorded run, as in the run.
     solver
-        'auto' (the fastest exact one), 'milp', 'dp' or 'equal-share' (the published heuristic).
+        'auto' (the fastest exact one; the default), 'milp', 'dp' or 'equal-share' (the published
+        heuristic); of a recorded run, as in the run.
     time_limit
         Maximum seconds for one solve; then the best allocation found is used.
     objective
@@ -145,6 +152,10 @@ class Study(Settings, frozen=True, kw_only=True):
 
     def trace(self) -> Trace:
         """Read or generate the trace; raises BadInput."""
+        # Imported here and below, so that --help needs no pandas.
+        from parsl_freetrain.replay.idle import synthetic
+        from parsl_freetrain.replay.read import kind_of, read_trace
+
         files = {kind: path for kind in KINDS if (path := getattr(self, kind)) is not None}
         if len(files) + (self.synthetic is not None) != 1:
             raise BadInput(
@@ -164,6 +175,8 @@ class Study(Settings, frozen=True, kw_only=True):
 
     def read_trainers(self) -> tuple[ReplayTrainer, ...]:
         """The trainers of its file; raises BadInput."""
+        from parsl_freetrain.replay.trainers import read_trainers
+
         if self.trainers is None:
             raise BadInput('Give --trainers: a JSON list of the trainers.')
         return read_trainers(self.trainers)
@@ -174,6 +187,9 @@ class Study(Settings, frozen=True, kw_only=True):
         """The scenario to replay. The trace and the trainers are read unless they are given; raises
         BadInput.
         """
+        from parsl_freetrain.replay.habits import read_habits
+        from parsl_freetrain.replay.scenario import Scenario
+
         learning = self._learning()
         trace = trace or self.trace()
         objective = self.objective or (None if learning is None else 'speedup')
@@ -207,6 +223,8 @@ class Study(Settings, frozen=True, kw_only=True):
             if (value := getattr(self, name)) is not None
         }
         if self.curves == 'learned':
+            from parsl_freetrain.replay.speed_measuring import CurveLearning
+
             return CurveLearning(**told)
         if told:
             raise BadInput(f'{option(next(iter(told)))} goes with --curves learned only.')
@@ -218,8 +236,12 @@ def _read(name: str, value: Any) -> Any:
     if isinstance(value, str):
         try:
             value = convert(value, hint, strict=False, dec_hook=lambda kind, text: kind(text))
-        except ValidationError:
-            pass  # what is wrong is said below
+        except ValidationError:  # what is wrong is said below
+            with suppress(ValueError):
+                value = float(value)
+                value = int(value) if value.is_integer() else value
+    if value is not None and type(None) in get_args(hint):
+        hint = reduce(or_, (each for each in get_args(hint) if each is not type(None)))
     check_value(option(name), value, hint)
     return value
 
@@ -237,10 +259,13 @@ def read_study(path: Path) -> tuple[dict[str, object], dict[str, list[object]]]:
     except ValueError as error:
         raise BadInput(f'The study {path} is not TOML: {error}.') from None
     swept = values.pop('sweep', {})
-    if not isinstance(swept, dict) or not all(isinstance(v, list) for v in swept.values()):
+    if not isinstance(swept, dict) or not all(
+        isinstance(each, list) and len({*map(repr, each)}) == len(each) > 0
+        for each in swept.values()
+    ):
         raise BadInput(
-            f'The study {path}: sweep is {swept!r}; it must be a table of lists, such as '
-            'horizon = [60, 120].'
+            f'The study {path}: sweep is {swept!r}; it must be a table of lists of different '
+            'values, such as horizon = [60, 120].'
         )
 
     def placed(field: str, value: object) -> object:

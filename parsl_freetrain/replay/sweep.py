@@ -13,32 +13,12 @@ from joblib.externals.loky import get_reusable_executor
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.result import ReplayResult
 from parsl_freetrain.replay.scenario import Scenario, replay
-from parsl_freetrain.replay.study import Study, field_named, option
+from parsl_freetrain.replay.study import Study, option
 from parsl_freetrain.replay.trace import Trace
 from parsl_freetrain.replay.trainers import ReplayTrainer
 
 FORMATS = ('.csv', '.parquet')
 MOST_CASES = 10_000
-
-
-def axes(texts: Sequence[str]) -> dict[str, list[str]]:
-    """The values to sweep over, by field of a request, from texts such as ``'horizon=10,60,120'``;
-    raises BadInput.
-    """
-    found: dict[str, list[str]] = {}
-    for text in texts:
-        name, is_there, values = text.partition('=')
-        field = field_named(name.strip())
-        given = [value.strip() for value in values.split(',')]
-        if not is_there or '' in given or len(set(given)) < len(given):
-            raise BadInput(
-                f'--sweep is {text!r}; it must be a name and different values, as in '
-                'horizon=10,60,120.'
-            )
-        if field in found:
-            raise BadInput(f'--sweep {name.strip()} is there twice; give all its values at once.')
-        found[field] = given
-    return found
 
 
 def requests(options: Mapping[str, object], swept: Mapping[str, Sequence[object]]) -> list[Study]:

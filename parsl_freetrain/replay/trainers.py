@@ -112,7 +112,7 @@ def _trainer(row: _Row) -> ReplayTrainer:
     if (row.samples_per_s is None) != bool(row.class_samples_per_s):
         raise BadInput('give either samples_per_s, or class_samples_per_s by node class.')
     if row.objective and row.class_samples_per_s:
-        raise BadInput('objective does not go with class_samples_per_s; name one by --objective.')
+        raise BadInput('objective does not go with class_samples_per_s; name one in a study.')
     nodes = row.nodes
     on_class = {
         name: ScalingCurve(nodes, rates) for name, rates in (row.class_samples_per_s or {}).items()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from parsl_freetrain.ledger.intervals import Interval, intersect, length, merge, subtract
-from parsl_freetrain.ledger.rows import RunHistory, RunRow
-from parsl_freetrain.ledger.timeline import (
+from parsl_freetrain.core.model.state import History, RunState
+from parsl_freetrain.report.intervals import Interval, intersect, length, merge, subtract
+from parsl_freetrain.report.timeline import (
     BUSY_CLASSES,
     busy,
     ending_of,
@@ -62,10 +62,10 @@ class Cause:
         return NAMES.get((self.kind, self.cause), self.kind)
 
 
-def causes(history: RunHistory, now: float | None = None) -> tuple[Cause, ...]:
+def causes(history: History, now: float | None = None) -> tuple[Cause, ...]:
     """All offered node-seconds by use and cause, in the order of :data:`WHY`.
 
-    Classes are those of :func:`parsl_freetrain.ledger.timeline.node_seconds_of`, with the same
+    Classes are those of :func:`parsl_freetrain.report.timeline.node_seconds_of`, with the same
     sums. ``now``: end of the account of a live run, in epoch seconds; default: its last entry in
     the ledger.
     """
@@ -73,8 +73,8 @@ def causes(history: RunHistory, now: float | None = None) -> tuple[Cause, ...]:
     for run in history.runs:
         until = history.until(run, now)
         doing = busy(history, run, until)
-        joined, failed = _joined(history, run, until), _failed(history, run, until)
-        for name, rest in offered(history, run, until).items():
+        joined, failed = _joined(run, until), _failed(history, run, until)
+        for name, rest in offered(run, until).items():
             for kind in BUSY_CLASSES:
                 mine = intersect(merge(doing[name][kind]) if name in doing else [], rest)
                 rest = subtract(rest, mine)
@@ -100,23 +100,19 @@ def _divide(
     totals[kind, else_] += length(subtract(mine, merge(where)))
 
 
-def _joined(history: RunHistory, run: RunRow, until: float) -> dict[str, list[Interval]]:
-    blocks = {(b.run, b.block): b for b in history.blocks}
+def _joined(run: RunState, until: float) -> dict[str, list[Interval]]:
     found: dict[str, list[Interval]] = defaultdict(list)
-    for node in history.nodes:
-        if node.run == run.id:
-            found[node.name].append((node.joined_at, left_at(node, blocks, until)))
+    for node in run.nodes.values():
+        found[node.name].append((node.joined_at, left_at(run, node, until)))
     return found
 
 
-def _failed(history: RunHistory, run: RunRow, until: float) -> dict[str, list[Interval]]:
-    names = {n.node: n.name for n in history.nodes if n.run == run.id}
-    alive = history.alive(run)
-    parts_of = phases_of(history, run, until)
+def _failed(history: History, run: RunState, until: float) -> dict[str, list[Interval]]:
+    alive, parts_of = history.alive(run), phases_of(history, run, until)
     found: dict[str, list[Interval]] = defaultdict(list)
-    for fragment in history.fragments:
-        if fragment.run == run.id and ending_of(fragment, alive) == 'failed':
-            lost = parts_of[fragment.key]['lost']
+    for fragment in run.fragments.values():
+        if ending_of(fragment, alive) == 'failed':
             for node in fragment.nodes:
-                found[names.get(node, node)] += lost
+                place = run.nodes.get(node)
+                found[node if place is None else place.name] += parts_of[fragment.key]['lost']
     return found

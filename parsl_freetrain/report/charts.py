@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
-from parsl_freetrain.ledger.intervals import Interval, clip, levels
-from parsl_freetrain.ledger.timeline import left_at, natural_order, offered, phases_of, struck_nodes
 from parsl_freetrain.report.axes import Scale, duration, linear, logarithmic, number, seconds
 from parsl_freetrain.report.figures import Figures
+from parsl_freetrain.report.intervals import Interval, clip, levels
 from parsl_freetrain.report.learned import Scaling
 from parsl_freetrain.report.losses import Loss
 from parsl_freetrain.report.metrics import CurvePoint, MetricView, smoothed
 from parsl_freetrain.report.svg import Chart
+from parsl_freetrain.report.timeline import left_at, natural_order, offered, phases_of, struck_nodes
 
 MOST_COLOURED = 8
 """Maximum number of trainers with a colour of their own; the others share one."""
@@ -45,7 +45,7 @@ def nodes_over_time(found: Figures) -> Markup:
     steps: dict[str, list[tuple[float, int]]] = defaultdict(list)
     room: list[tuple[float, int]] = []
     for run in found.history.runs:
-        for times in offered(found.history, run, clock.until[run.id]).values():
+        for times in offered(run, clock.until[run.id]).values():
             for start, end in times:
                 room += [(clock.of(run.id, start), 1), (clock.of(run.id, end), -1)]
     for fragment in found.history.fragments:
@@ -84,9 +84,8 @@ def nodes_over_time(found: Figures) -> Markup:
 def nodes_one_by_one(found: Figures) -> Markup | None:
     """The use of each node; None if there are too many nodes, or none."""
     history, clock, of = found.history, found.clock, kinds(found)
-    names = sorted(
-        {o.name for o in history.offers} | {n.name for n in history.nodes}, key=natural_order
-    )
+    seen = {o.node for run in history.runs for o in run.offers.values()}
+    names = sorted(seen | {node.name for node in history.nodes}, key=natural_order)
     if not 0 < len(names) <= MOST_ROWS:
         return None
     row = {name: i for i, name in enumerate(names)}
@@ -107,38 +106,27 @@ def nodes_one_by_one(found: Figures) -> Markup | None:
         ]
 
     for run in history.runs:
-        for name, times in offered(history, run, clock.until[run.id]).items():
+        until = clock.until[run.id]
+        for name, times in offered(run, until).items():
             add(('offered', '', 'offered'), run.id, name, times, 0.06)
-    blocks = {(b.run, b.block): b for b in history.blocks}
-    nodes = {(n.run, n.node): n for n in history.nodes}
-    parts_of = {
-        key: parts
-        for run in history.runs
-        for key, parts in phases_of(history, run, clock.until[run.id]).items()
-    }
-    for fragment in history.fragments:
-        until, parts = clock.until[fragment.run], parts_of[fragment.key]
-        for one in fragment.nodes:
-            place = nodes.get((fragment.run, one))
-            if place is not None:
-                here = (place.joined_at, left_at(place, blocks, until))
-                for kind, times in parts.items():
-                    add(
-                        (of.get(fragment.trainer, 'others'), kind, fragment.trainer),
-                        fragment.run,
-                        place.name,
-                        clip(times, *here),
-                        0.16,
-                    )
+        parts_of = phases_of(history, run, until)
+        for fragment in run.fragments.values():
+            colour = of.get(fragment.trainer, 'others')
+            for place in [run.nodes[node] for node in fragment.nodes if node in run.nodes]:
+                here = place.joined_at, left_at(run, place, until)
+                for kind, times in parts_of[fragment.key].items():
+                    shown = colour, kind, fragment.trainer
+                    add(shown, run.id, place.name, clip(times, *here), 0.16)
     for (colour, kind, name), drawn in boxes.items():
         chart.boxes(
             _joined(drawn, clock.length / MOST_MOMENTS),
             f'{colour} {kind}'.strip(),
             f'{name}, {kind}' if kind else name,
         )
-    for node in struck_nodes(history):
-        at = clock.of(node.run, left_at(node, blocks, clock.until[node.run]))
-        chart.cross(at, 1 - (row[node.name] + 0.5) / len(names), f'{node.name} was taken')
+    for run in history.runs:
+        for node in struck_nodes(run):
+            at = clock.of(run.id, left_at(run, node, clock.until[run.id]))
+            chart.cross(at, 1 - (row[node.name] + 0.5) / len(names), f'{node.name} was taken')
     every = -(-len(names) // 24)
     for name in names[::every]:
         chart.row((row[name] + 0.5) / len(names), name if len(name) <= 8 else '…' + name[-7:])

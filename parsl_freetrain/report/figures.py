@@ -1,24 +1,23 @@
-"""All figures of a report, from a ledger."""
+"""All figures of a report, from the state of runs."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from parsl_freetrain.core.allocation.answer import Allocator
-from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.ledger.clock import Clock
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.rows import FINAL_STATES, RunHistory
-from parsl_freetrain.ledger.summary import Efficiency, efficiency, summary
+from parsl_freetrain.core.model.events import Decided
+from parsl_freetrain.core.model.state import History
 from parsl_freetrain.report.causes import Cause, causes
-from parsl_freetrain.report.costs import MEASURED
+from parsl_freetrain.report.clock import Clock
 from parsl_freetrain.report.learned import RescaleCost, Scaling, rescale_costs, scalings
 from parsl_freetrain.report.losses import Loss, losses
 from parsl_freetrain.report.metrics import Curves, metric_curves
 from parsl_freetrain.report.outcome import DecisionOutcome, outcomes
-from parsl_freetrain.report.shape_speeds import USED, ShapeTried, shapes_tried
-from parsl_freetrain.report.status import RunStatus, snapshot
+from parsl_freetrain.report.shape_speeds import ShapeTried, shapes_tried
+from parsl_freetrain.report.status import RunStatus, snapshot, state_of
+from parsl_freetrain.report.summary import Efficiency, efficiency, summary
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,9 @@ class Figures:
     title
         The run's name, or the number of runs.
     summary
-        From :func:`parsl_freetrain.ledger.summary.summary`.
+        From :func:`parsl_freetrain.report.summary.summary`.
     efficiency
-        U, from :func:`parsl_freetrain.ledger.summary.efficiency`.
+        U, from :func:`parsl_freetrain.report.summary.efficiency`.
     causes, scalings, rescales, losses, metrics, shapes
         See the modules of these names.
     outcomes
@@ -53,10 +52,12 @@ class Figures:
         (trainer, fragment, error) of failed fragments, newest first.
     status
         The newest of the runs at this time.
+    states
+        By trainer; 'interrupted' if its run is over but the trainer is not.
     """
 
     title: str
-    history: RunHistory
+    history: History
     clock: Clock
     now: float
     summary: dict[str, Any]
@@ -71,10 +72,11 @@ class Figures:
     shapes: list[ShapeTried]
     errors: tuple[tuple[str, int, str], ...]
     status: RunStatus
+    states: dict[str, str]
 
 
-def figures(reader: Reader, run: str | None, now: float, allocator: Allocator | None) -> Figures:
-    """The contents of the report on one run (by its full name) or on all runs of the ledger.
+def figures(history: History, now: float, allocator: Allocator | None) -> Figures:
+    """The contents of the report on some runs, of which there is at least one.
 
     Parameters
     ----------
@@ -82,56 +84,35 @@ def figures(reader: Reader, run: str | None, now: float, allocator: Allocator | 
         Epoch seconds.
     allocator
         An exact allocator, for the efficiency U; without it there is none.
-
-    Raises
-    ------
-    BadInput
-        The ledger has no run, or none of this name.
     """
-    history = reader.history(run)
-    if not history.runs:
-        raise BadInput(f'The ledger {reader.path} has no run yet.')
-    progress, decisions, measured = (
-        reader.progress(run),
-        reader.decisions(run),
-        reader.events(run, MEASURED),
-    )
     clock = Clock(history, now)
+    name = history.runs[-1].name
+    failed = [f.ended for f in history.fragments if f.ended and f.ended.ending == 'failed']
     return Figures(
-        title=f'run {history.runs[0].name}'
+        title=f'run {name}'
         if len(history.runs) == 1
         else f'{len(history.runs)} runs, one continuing the other',
         history=history,
         clock=clock,
         now=now,
-        summary=summary(reader, run=run, now=now),
-        efficiency=Efficiency({}, None)
-        if allocator is None
-        else efficiency(reader, now, allocator, run=run),
+        summary=summary(history, now),
+        efficiency=efficiency(history, now, allocator) if allocator else Efficiency({}, None),
         causes=causes(history, now),
-        decisions=_decisions(decisions),
-        losses=losses(history, progress, clock),
-        metrics=metric_curves(history, progress, clock),
-        scalings=scalings(history, progress),
-        rescales=rescale_costs(
-            history, (event for event in measured if event['kind'] == 'Rescaled')
-        ),
-        outcomes=tuple(outcomes(history, progress, measured, decisions, now)),
-        shapes=shapes_tried(history, reader.events(run, [USED]), progress, measured),
-        errors=tuple(
-            (f.trainer, f.fragment, f.error)
-            for f in reversed(history.fragments)
-            if f.error and f.ending == 'failed'
-        ),
-        status=snapshot(reader, now, named=history.runs[-1].name),
+        decisions=_decisions([d for run in history.runs for d in run.decisions]),
+        losses=losses(history, clock),
+        metrics=metric_curves(history, clock),
+        scalings=scalings(history),
+        rescales=rescale_costs(history),
+        outcomes=tuple(outcomes(history, now)),
+        shapes=shapes_tried(history.fragments),
+        errors=tuple((e.trainer, e.fragment, e.error) for e in reversed(failed) if e.error),
+        status=snapshot(history, now, named=name),
+        states={
+            t.name: state_of(t, history.alive(run))
+            for run in history.runs
+            for t in run.trainers.values()
+        },
     )
-
-
-def state_of(found: Figures, trainer: str) -> str:
-    """A trainer's state; 'interrupted' if its run is over but the trainer is not."""
-    row = next(t for t in reversed(found.history.trainers) if t.name == trainer)
-    run = next(r for r in found.history.runs if r.id == row.run)
-    return row.state if row.state in FINAL_STATES or found.history.alive(run) else 'interrupted'
 
 
 def as_document(found: Figures) -> dict[str, Any]:
@@ -166,11 +147,8 @@ def as_document(found: Figures) -> dict[str, Any]:
     }
 
 
-def _decisions(rows: list[dict[str, Any]]) -> Decisions:
-    took = sorted(float(row['seconds']) for row in rows)
-    by_status: dict[str, int] = {}
-    for row in rows:
-        by_status[row['status']] = by_status.get(row['status'], 0) + 1
-    return Decisions(
-        len(rows), by_status, took[len(took) // 2] if took else 0.0, took[-1] if took else 0.0
-    )
+def _decisions(decided: list[Decided]) -> Decisions:
+    took = sorted(one.seconds for one in decided)
+    by_status = dict(Counter(one.status for one in decided))
+    median_s = took[len(took) // 2] if took else 0.0
+    return Decisions(len(took), by_status, median_s, took[-1] if took else 0.0)

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
-from parsl_freetrain.ledger.rows import (
-    CheckpointRow,
-    FragmentRow,
-    ProgressRow,
-    RunHistory,
-    TrainerRow,
-)
-from parsl_freetrain.ledger.timeline import by_fragment
-from parsl_freetrain.report.speed import Speed, places_of, speeds
+from parsl_freetrain.core.model.state import Fragment, History, Training
+from parsl_freetrain.core.model.types import Trainer
+from parsl_freetrain.report.speed import Speed, place_of, speeds
 
 MOST_POINTS = 64
 """Maximum number of points of a curve."""
@@ -69,85 +61,78 @@ class RescaleCost:
     measured_s: tuple[float, ...]
 
 
-def scalings(history: RunHistory, progress: Sequence[ProgressRow]) -> dict[str, list[Scaling]]:
+def scalings(history: History) -> dict[str, list[Scaling]]:
     """By trainer, for each class on which it was measured; all runs of a resumed workflow count."""
-    places = places_of(history)
-    known = speeds(history, progress)
-    told = {report.key for report in progress if report.rate}
-    fragments = Counter((key[1], *places[key]) for key in told if key in places)
+    fragments = Counter(
+        (fragment.trainer, *place_of(run, fragment))
+        for run in history.runs
+        for fragment in run.fragments.values()
+        if any(report.rate for report in fragment.progress)
+    )
+    trainers = {one.name: one.trainer for one in history.trainings}
     return {
         name: [
             Scaling(
                 name,
                 node_class,
-                known[name].stated is not None,
-                _points(known[name], row, node_class),
+                speed.stated is not None,
+                _points(speed, trainers[name], node_class),
                 tuple(
                     (n, rate, fragments[name, n, node_class]) for n, rate in sorted(rates.items())
                 ),
             )
-            for node_class, rates in (known[name].measured or {'': {}}).items()
+            for node_class, rates in (speed.measured or {'': {}}).items()
         ]
-        for name, row in {row.name: row for row in history.trainers}.items()
+        for name, speed in speeds(history).items()
     }
 
 
-def _points(speed: Speed, row: TrainerRow, node_class: str) -> tuple[tuple[int, float], ...]:
+def _points(speed: Speed, trainer: Trainer, node_class: str) -> tuple[tuple[int, float], ...]:
     curve = speed.curve(node_class=node_class)
     if curve is None:
         return ()
-    fewest = int(row.spec.get('min_nodes') or 1)
-    most = max(fewest, int(row.spec.get('max_nodes') or fewest))
+    fewest, most = trainer.min_nodes, trainer.max_nodes
     step = -(-(most - fewest + 1) // MOST_POINTS)
     return tuple((n, curve.rate_at(n)) for n in sorted({*range(fewest, most + 1, step), most}))
 
 
-def rescale_costs(
-    history: RunHistory, rescaled: Iterable[Mapping[str, Any]] = ()
-) -> list[RescaleCost]:
-    """By trainer and change, between fragments of one run. ``rescaled``: the ledger's ``Rescaled``
-    events, which the ranks report.
-    """
-    written = by_fragment(history.checkpoints)
-    reported = {
-        (e['run'], e['trainer'], e['fragment']): float(e['detail']['seconds']) for e in rescaled
-    }
-    fragments: dict[tuple[int, str], list[FragmentRow]] = defaultdict(list)
-    for fragment in history.fragments:
-        fragments[fragment.run, fragment.trainer].append(fragment)
+def rescale_costs(history: History) -> list[RescaleCost]:
+    """By trainer and change, between fragments of one run."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for (_, name), mine in fragments.items():
-        _add(found, name, mine, written, reported)
-    specs = {t.name: t.spec for t in history.trainers}
+    trainers: dict[str, Trainer] = {}
+    for one in history.trainings:
+        trainers[one.name] = one.trainer
+        for change, seconds in _changes(one):
+            found[one.name, change].append(seconds)
+    assumed = {
+        name: {'up': t.rescale_up_s, 'down': t.rescale_down_s, 'start': 0.0}
+        for name, t in trainers.items()
+    }
     return [
-        RescaleCost(
-            name,
-            change,
-            float(specs[name].get(f'rescale_{change}_s') or 0.0),
-            tuple(found[name, change]),
-        )
-        for name in specs
-        for change in ('up', 'down', 'start')
-        if found.get((name, change))
+        RescaleCost(name, change, seconds, tuple(found[name, change]))
+        for name in trainers
+        for change, seconds in assumed[name].items()
+        if (name, change) in found
     ]
 
 
-def _add(
-    found: dict[tuple[str, str], list[float]],
-    name: str,
-    fragments: Sequence[FragmentRow],
-    written: Mapping[tuple[int, str, int], Sequence[CheckpointRow]],
-    reported: Mapping[tuple[int, str, int], float],
-) -> None:
+def _changes(training: Training) -> list[tuple[str, float]]:
+    """Each change, and what it cost."""
+    reported = {event.fragment: event.seconds for event in training.rescaled}
+    fragments, found = training.fragments, []
     if fragments and fragments[0].started_at is not None:
-        found[name, 'start'].append(fragments[0].started_at - fragments[0].decided_at)
+        found.append(('start', fragments[0].started_at - fragments[0].decided_at))
     for before, after in pairwise(fragments):
         if after.started_at is None:
             continue
         seconds = after.started_at - after.decided_at
         if before.ending != 'stopped':
-            found[name, 'start'].append(seconds)  # nodes were lost, so there was no handover
+            found.append(('start', seconds))  # nodes were lost, so there was no handover
         elif len(after.nodes) != len(before.nodes):
-            saved = written.get(before.key, ())
-            told = reported.get(after.key, seconds + (saved[-1].seconds if saved else 0.0))
-            found[name, 'up' if len(after.nodes) > len(before.nodes) else 'down'].append(told)
+            change = 'up' if len(after.nodes) > len(before.nodes) else 'down'
+            found.append((change, reported.get(after.number, seconds + _saved_s(before))))
+    return found
+
+
+def _saved_s(fragment: Fragment) -> float:
+    return fragment.checkpoints[-1].seconds if fragment.checkpoints else 0.0

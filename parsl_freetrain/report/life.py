@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.rows import RunHistory, RunRow
+from parsl_freetrain.core.model.events import RunBegan
+from parsl_freetrain.core.model.state import History, RunState
+from parsl_freetrain.journal.read import Journal
+from parsl_freetrain.report.names import chosen
 
 SILENT_S = 90.0
 """Seconds without a ledger entry after which a run counts as silent; a live run makes an entry
@@ -42,14 +43,14 @@ class Liveness:
     sentence: str = ''
 
 
-def lives_here(about: Mapping[str, Any]) -> bool | None:
+def lives_here(began: RunBegan) -> bool | None:
     """Whether the run's process lives; None if it cannot be seen from this computer."""
-    if about.get('host') != platform.node() or 'pid' not in about:
+    if began.host != platform.node() or not began.started:
         return None
     try:
-        process = psutil.Process(int(about['pid']))
+        process = psutil.Process(began.pid)
         return bool(
-            abs(process.create_time() - float(about['started'])) <= SAME_START_S
+            abs(process.create_time() - began.started) <= SAME_START_S
             and process.status() != psutil.STATUS_ZOMBIE
         )
     except psutil.NoSuchProcess:
@@ -59,31 +60,19 @@ def lives_here(about: Mapping[str, Any]) -> bool | None:
 
 
 def life_of(
-    history: RunHistory,
-    run: RunRow,
-    about: Mapping[str, Any],
+    history: History,
+    run: RunState,
     now: float,
-    lives: Callable[[Mapping[str, Any]], bool | None] = lives_here,
+    lives: Callable[[RunBegan], bool | None] = lives_here,
 ) -> Liveness:
-    """The state of a run.
-
-    Parameters
-    ----------
-    about
-        User, host and process of the run; see :meth:`parsl_freetrain.ledger.reader.Reader.about`.
-    now
-        Epoch seconds.
-    lives
-        Whether that process lives; None if it is unknown.
+    """The state of a run at ``now`` (epoch seconds). ``lives``: whether its process lives; None if
+    that is unknown.
     """
-    if run.ended_at is not None:
+    if run.ended is not None:
         return Liveness('ended')
-    process = (
-        f'its process {about["pid"]} on {about["host"]}'
-        if {'pid', 'host'} <= about.keys()
-        else 'its process'
-    )
-    living = lives(about)
+    began = run.began
+    process = f'its process {began.pid} on {began.host}' if began.host else 'its process'
+    living = lives(began)
     if not living and not history.alive(run):
         return Liveness(
             'died',
@@ -91,44 +80,38 @@ def life_of(
         )
     if living is False:
         return Liveness(
-            'died',
-            f'This run died: {process} is gone, and did not end it. '
-            f'{_how_to_resume(history, run, about)}',
+            'died', f'This run died: {process} is gone, and did not end it. {_how_to_resume(run)}'
         )
     silent_s = now - run.last_at
     if silent_s > SILENT_S:
         return Liveness(
             'silent',
             f'This run has noted nothing for {silent_s:.0f} s: {process} may have died, '
-            'or cannot write its ledger. '
-            f'If it is gone: {_how_to_resume(history, run, about)}',
+            f'or cannot write its ledger. If it is gone: {_how_to_resume(run)}',
         )
     return Liveness('running')
 
 
-def check_live(reader: Reader, what: str) -> None:
+def check_live(journal: Journal, what: str) -> None:
     """Refuse a run that cannot answer; ``what``: what it is asked for, as in 'to cancel'. Raises
     BadInput if there is no run, or the newest one has ended or died.
     """
-    history = reader.history()
-    if not history.runs:
-        raise BadInput(f'The ledger {reader.path} has no run yet.')
-    run = history.runs[-1]
-    life = life_of(history, run, reader.about(run), time.time())
+    history = journal.history()
+    run = chosen(history, journal.path)
+    life = life_of(history, run, time.time())
     if life.state == 'ended':
         raise BadInput(
-            f'The run of {reader.path} has ended ({run.how}), so there is nothing {what}.'
+            f'The run of {journal.path} has ended ({run.how}), so there is nothing {what}.'
         )
     if life.state == 'died':
         raise BadInput(life.sentence)
 
 
-def _how_to_resume(history: RunHistory, run: RunRow, about: Mapping[str, Any]) -> str:
-    where = (
-        f'in {about["folder"]} ' if about.get('folder') and about['folder'] != os.getcwd() else ''
-    )
-    again = f'run {run.command} {where}again' if run.command else 'run the same program again'
-    kept = {t.name: t.samples > 0 for t in history.trainers if t.run == run.id}
+def _how_to_resume(run: RunState) -> str:
+    began = run.began
+    where = f'in {began.folder} ' if began.folder and began.folder != os.getcwd() else ''
+    again = f'run {began.command} {where}again' if began.command else 'run the same program again'
+    kept = {name: one.samples > 0 for name, one in run.trainers.items()}
     if not any(kept.values()):
         return f'To resume, {again}; there is no checkpoint yet, so it begins anew.'
     anew = ' and '.join(repr(name) for name, has in kept.items() if not has)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parsl_freetrain.core.allocation.constraints import EVERYBODY
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.rows import RunHistory, RunRow
-from parsl_freetrain.ledger.usage import owners_in, used_until
+from parsl_freetrain.core.controller.settings import DecisionSettings
+from parsl_freetrain.core.model.state import History, RunState
+from parsl_freetrain.journal.usage import owners_in, used_until
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,16 @@ class LimitNow:
     used: float
 
 
-def limits_of(
-    reader: Reader, history: RunHistory, run: RunRow, now: float, going: bool
-) -> tuple[LimitNow, ...]:
+def limits_of(history: History, run: RunState, now: float, going: bool) -> tuple[LimitNow, ...]:
     """The limits of a run at ``now`` (epoch seconds), ``going``: while it goes on."""
-    settings = None if run.settings is None else run.settings.controller
-    if settings is None or not (settings.budgets or settings.min_shares):
+    decides = DecisionSettings.of(run.began)
+    if decides is None:
         return ()
-    used = used_until(reader, history, run, now if going else None)
-    owners = owners_in(reader, run) if settings.min_shares else {}
+    settings, owners = decides.controller, owners_in(run)
+    used = used_until(history, run, now if going else None) if settings.budgets else {}
     nodes: dict[str, int] = {}
-    for fragment in history.fragments:
-        if going and fragment.run == run.id and fragment.ended_at is None:
+    for fragment in run.fragments.values():
+        if going and fragment.ended is None:
             for key in owners.get(fragment.trainer, ()):
                 nodes[key] = nodes.get(key, 0) + len(fragment.nodes)
     return (

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parsl_freetrain.ledger.clock import Clock
-from parsl_freetrain.ledger.rows import ProgressRow, RunHistory
-from parsl_freetrain.ledger.timeline import ending_of
+from parsl_freetrain.core.model.state import History
 from parsl_freetrain.report.axes import drawable
+from parsl_freetrain.report.clock import Clock
+from parsl_freetrain.report.timeline import ending_of
 
 MOST_POINTS = 400
 """Maximum number of points of one trainer."""
@@ -40,34 +39,26 @@ class Loss:
     preempted: tuple[tuple[int, float], ...] = ()
 
 
-def losses(history: RunHistory, progress: Iterable[ProgressRow], clock: Clock) -> dict[str, Loss]:
+def losses(history: History, clock: Clock) -> dict[str, Loss]:
     """By trainer; only those values of the reported ``loss`` count that can be drawn."""
-    lines: dict[tuple[int, str, int], list[LossPoint]] = defaultdict(list)
-    for report in progress:
-        value = report.metrics.get('loss')
-        if isinstance(value, int | float) and drawable(value):
-            key = report.run, report.trainer, report.fragment
-            lines[key].append(
-                LossPoint(report.samples, clock.of(report.run, report.at), float(value))
-            )
+    lines: dict[str, list[list[LossPoint]]] = {one.name: [] for one in history.trainings}
+    struck: dict[str, list[tuple[int, float]]] = {name: [] for name in lines}
     living = {run.id for run in history.runs if history.alive(run)}
-    by_trainer: dict[str, list[list[LossPoint]]] = defaultdict(list)
-    struck: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for fragment in history.fragments:
-        if lines[fragment.key]:
-            by_trainer[fragment.trainer].append(lines[fragment.key])
+        line = [
+            LossPoint(report.samples, clock.of(fragment.run, report.at), float(value))
+            for report in fragment.progress
+            if isinstance(value := report.metrics.get('loss'), int | float) and drawable(value)
+        ]
+        if line:
+            lines[fragment.trainer].append(line)
         if ending_of(fragment, fragment.run in living) == 'preempted':
             ended = clock.until[fragment.run] if fragment.ended_at is None else fragment.ended_at
-            reached = (
-                fragment.reached
-                if fragment.reached is not None
-                else fragment.seen_samples or fragment.from_samples
-            )
+            reached = fragment.reached
+            if reached is None:
+                reached = fragment.from_samples if fragment.seen is None else fragment.seen.samples
             struck[fragment.trainer].append((reached, clock.of(fragment.run, ended)))
-    return {
-        name: Loss(_thinned(by_trainer[name]), tuple(struck[name]))
-        for name in {t.name: None for t in history.trainers}
-    }
+    return {name: Loss(_thinned(lines[name]), tuple(struck[name])) for name in lines}
 
 
 def _thinned(fragments: Sequence[Sequence[LossPoint]]) -> tuple[tuple[LossPoint, ...], ...]:

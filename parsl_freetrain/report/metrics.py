@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.ledger.clock import Clock
-from parsl_freetrain.ledger.kept_metrics import KeptMetrics, MetricPoint, began_in
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.rows import ProgressRow, RunHistory, TrainerRow
+from parsl_freetrain.core.model.state import History
+from parsl_freetrain.journal.kept_metrics import KeptMetrics, began_in
 from parsl_freetrain.report.axes import drawable
+from parsl_freetrain.report.clock import Clock
 
 AXES = ('samples', 'epochs', 'seconds')
 MOST_POINTS = 400
@@ -88,37 +87,16 @@ def smoothed(line: Sequence[tuple[float, float]], weight: float) -> list[tuple[f
     return found
 
 
-def metric_curves(history: RunHistory, progress: Iterable[ProgressRow], clock: Clock) -> Curves:
+def metric_curves(history: History, clock: Clock) -> Curves:
     """The curves of all trainers of some runs, thinned. Only finite values count; of a trainer that
     began anew, the newest training.
     """
-    newest = {row.name: row for row in history.trainers}
-    first = min((run.id for run in history.runs), default=0)
-    kept = {
-        name: KeptMetrics(name, max(first, began_in(history, name, row.run)))
-        for name, row in newest.items()
-    }
-    reports: dict[str, list[tuple[int, ProgressRow]]] = {name: [] for name in newest}
-    for number, report in enumerate(progress):
-        if report.trainer in kept and report.run >= kept[report.trainer].began:
-            reports[report.trainer].append((number, report))
-    points = {
-        name: [*metrics.take(reports[name], history), *metrics.rest()]
-        for name, metrics in kept.items()
-    }
-    return curves_of(points, newest, clock)
-
-
-def curves_of(
-    points: Mapping[str, Iterable[MetricPoint]], trainers: Mapping[str, TrainerRow], clock: Clock
-) -> Curves:
-    """The curves of these points, by trainer."""
     found: dict[str, dict[str, list[CurvePoint]]] = {}
-    for name, own in points.items():
-        row = trainers[name]
-        epochs = row.spec.get('total_epochs')
-        in_epoch = row.total_samples / epochs if row.total_samples and epochs else None
-        for point in own:
+    for name, newest in {one.name: one for one in history.trainings}.items():
+        total, epochs = newest.trainer.total_samples, newest.submitted.total_epochs
+        in_epoch = total / epochs if total and epochs else None
+        kept = KeptMetrics(name, began_in(history, name, newest.run))
+        for point in [*kept.new(history), *kept.rest()]:
             at = clock.of(point.run, point.at)
             done = point.samples / in_epoch if in_epoch else None
             for metric, value in point.metrics.items():
@@ -143,12 +121,11 @@ def thinned(curve: Sequence[CurvePoint], most: int = MOST_POINTS) -> tuple[Curve
     return tuple(curve[i] for i in sorted(chosen))
 
 
-def metrics_document(reader: Reader, trainers: Sequence[str], now: float) -> dict[str, Any]:
+def metrics_document(history: History, trainers: Sequence[str], now: float) -> dict[str, Any]:
     """The metrics of the first of these trainers, for ``freetrain status``: by metric and trainer,
     points as [samples, epochs or null, seconds, value].
     """
-    history = reader.history()
-    found = metric_curves(history, reader.progress(), Clock(history, now))
+    found = metric_curves(history, Clock(history, now))
     shown = set(trainers[:MOST_TRAINERS])
     document = {
         metric: {

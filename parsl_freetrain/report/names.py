@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.state import History, RunState
 
 MOST_NAMES = 8
+
+
+def chosen(history: History, path: Path, given: str | None = None) -> RunState:
+    """The run whose name begins with ``given``, or the newest one. ``path``: the ledger. Raises
+    BadInput if there is none, or more than one.
+    """
+    if not history.runs:
+        raise BadInput(f'The ledger {path} has no run yet.')
+    name = run_named([run.name for run in history.runs], given)
+    return next((run for run in history.runs if run.name == name), history.runs[-1])
 
 
 def run_named(names: Sequence[str], given: str | None) -> str | None:

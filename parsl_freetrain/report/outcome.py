@@ -16,22 +16,20 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from parsl_freetrain.core.model.events import StartFragment, StopFragment
-from parsl_freetrain.ledger.rows import (
-    FINAL_STATES,
-    FragmentRow,
-    ProgressRow,
-    RunHistory,
-    RunRow,
-    TrainerRow,
+from parsl_freetrain.core.model.events import (
+    Decided,
+    FragmentEnded,
+    FragmentProgressed,
+    Rescaled,
+    StartFragment,
+    StopFragment,
 )
+from parsl_freetrain.core.model.state import FINAL_STATES, Fragment, History, RunState, Training
 from parsl_freetrain.report.costs import Costs
-from parsl_freetrain.report.speed import Place, Speed, places_of
+from parsl_freetrain.report.speed import Place, Speed, place_of
 
 Points = list[tuple[float, float]]
 
@@ -43,7 +41,7 @@ class DecisionOutcome:
     Attributes
     ----------
     decision
-        Its ``id`` in the ledger.
+        Its number among the decisions of the run, from 1.
     at, until
         When it was valid, in epoch seconds.
     nodes_before, nodes
@@ -68,143 +66,108 @@ class DecisionOutcome:
 
 
 def outcomes(
-    history: RunHistory,
-    progress: Iterable[ProgressRow],
-    measured: Iterable[Mapping[str, Any]],
-    decisions: Iterable[Mapping[str, Any]],
+    history: History,
     now: float | None = None,
     only: str | None = None,
-    ids: Collection[int] | None = None,
+    numbers: Collection[int] | None = None,
 ) -> Iterator[DecisionOutcome]:
     """The outcomes of decisions about all trainers or one trainer, in order of trainers and time.
 
     Parameters
     ----------
-    progress, measured
-        Reports and events of all runs, in order of time. ``measured`` has events of the kinds
-        :data:`parsl_freetrain.report.costs.MEASURED`.
-    decisions
-        In order of time, without a gap up to the last.
     now
         End of the account of a live run, in epoch seconds; default: its last entry in the ledger.
-    ids
-        Identifiers of the decisions; None: all that changed a trainer's node count.
+    numbers
+        Of the decisions within their run, from 1; None: all that changed a trainer's node count.
     """
-    reports: dict[tuple[int, str], list[ProgressRow]] = defaultdict(list)
-    for report in progress:
-        reports[report.run, report.trainer].append(report)
-    events: dict[tuple[int, str], list[Mapping[str, Any]]] = defaultdict(list)
-    for event in measured:
-        events[event['run'], event['trainer']].append(event)
-    decided: dict[tuple[int, str], list[Mapping[str, Any]]] = defaultdict(list)
-    for decision in decisions:
-        for name in decision['allocation']:
-            if only in (None, name):
-                decided[decision['run'], name].append(decision)
-    fragments: dict[tuple[int, str], list[FragmentRow]] = defaultdict(list)
-    for fragment in history.fragments:
-        fragments[fragment.run, fragment.trainer].append(fragment)
-    runs = {run.id: run for run in history.runs}
-    places = places_of(history)
-    for row in history.trainers:
-        key = row.run, row.name
-        if key in decided:
-            yield from _of_trainer(
-                row,
-                runs[row.run],
-                history.until(runs[row.run], now),
-                decided[key],
-                reports[key],
-                events[key],
-                fragments[key],
-                places,
-                ids,
-            )
+    for run in history.runs:
+        until = history.until(run, now)
+        for one in run.trainers.values():
+            decided = [d for d in enumerate(run.decisions, 1) if one.name in d[1].allocation]
+            if decided and only in (None, one.name):
+                yield from _of_trainer(run, one, until, decided, numbers)
 
 
 def _of_trainer(
-    row: TrainerRow,
-    run: RunRow,
+    run: RunState,
+    training: Training,
     until: float,
-    decided: Sequence[Mapping[str, Any]],
-    reports: Sequence[ProgressRow],
-    events: Sequence[Mapping[str, Any]],
-    fragments: Sequence[FragmentRow],
-    places: Mapping[tuple[int, str, int], Place],
-    ids: Collection[int] | None,
+    decided: Sequence[tuple[int, Decided]],
+    numbers: Collection[int] | None,
 ) -> Iterator[DecisionOutcome]:
-    end = min(until, row.state_at) if row.state in FINAL_STATES else until
-    by_number: dict[int, list[ProgressRow]] = defaultdict(list)
-    for report in reports:
-        by_number[report.fragment].append(report)
-    trained = _Trained(
-        _kept(fragment, by_number[fragment.fragment], until) for fragment in fragments
-    )
-    launched = [fragment.decided_at for fragment in fragments]
-
-    def class_until(at: float) -> str:
-        """The node class of the last fragment that was launched before."""
-        i = bisect_left(launched, at)
-        return places[fragments[i - 1].key][1] if i else ''
-
-    speed, costs = Speed(row.spec), Costs(row.spec)
-    counts = [int(d['allocation'][row.name]) for d in decided]
-    before = _before(row.name, decided, fragments)
+    name, known = training.name, _KnownThen(run, training)
+    trained = _Trained(_kept(fragment, until) for fragment in training.fragments)
+    counts = [d.allocation[name] for _, d in decided]
+    before = _before(name, [d for _, d in decided], training.fragments)
+    end = min(until, training.state_at) if training.state in FINAL_STATES else until
     over = [end] * len(decided)
     for i in range(len(decided) - 2, -1, -1):
         replaced = not counts[i] == before[i + 1] == counts[i + 1]
-        over[i] = min(end, decided[i + 1]['at']) if replaced else over[i + 1]
-    seen = heard = 0
-    for decision, was, count, last in zip(decided, before, counts, over, strict=True):
-        if was == count if ids is None else decision['id'] not in ids:
+        over[i] = min(end, decided[i + 1][1].at) if replaced else over[i + 1]
+    for (number, decision), was, count, last in zip(decided, before, counts, over, strict=True):
+        if was == count if numbers is None else number not in numbers:
             continue
-        at = float(decision['at'])
-        while seen < len(reports) and reports[seen].at <= at:
-            key = run.id, row.name, reports[seen].fragment
-            speed.observe(places.get(key, (0, '')), reports[seen].rate)
-            seen += 1
-        while heard < len(events) and events[heard]['at'] <= at:
-            costs.observe(events[heard])
-            heard += 1
-        seconds = max(0.0, last - at)
+        at, seconds = decision.at, max(0.0, last - decision.at)
+        known.until(at)
         expected = staying = None
-        curve = speed.curve(max(was, count), class_until(last))
-        old = speed.curve(max(was, count), class_until(at)) if was else curve
+        curve = known.speed.curve(max(was, count), known.class_at(last))
+        old = known.speed.curve(max(was, count), known.class_at(at)) if was else curve
         if curve is not None and old is not None:
-            held = int(decision['current'].get(row.name, 0))
-            expected = max(
-                0.0, curve.rate_at(count) * seconds - costs.of(held, count) * old.rate_at(held)
-            )
+            held = decision.current.get(name, 0)
+            cost = known.costs.of(held, count) * old.rate_at(held)
+            expected = max(0.0, curve.rate_at(count) * seconds - cost)
             staying = old.rate_at(was) * seconds
+        done = trained.until(at + seconds) - trained.until(at)
         yield DecisionOutcome(
-            row.name,
-            run.id,
-            decision['id'],
-            at,
-            at + seconds,
-            was,
-            count,
-            expected,
-            staying,
-            trained.until(at + seconds) - trained.until(at),
+            name, run.id, number, at, at + seconds, was, count, expected, staying, done
         )
 
 
-def _before(
-    name: str, decided: Sequence[Mapping[str, Any]], fragments: Sequence[FragmentRow]
-) -> list[int]:
+class _KnownThen:
+    """What was known of a trainer's speed and costs at a time, which only goes on."""
+
+    def __init__(self, run: RunState, training: Training) -> None:
+        self.speed, self.costs = Speed(training.trainer), Costs(training.trainer)
+        places = {fragment.number: place_of(run, fragment) for fragment in training.fragments}
+        self._classes = [places[fragment.number][1] for fragment in training.fragments]
+        self._launched = [fragment.decided_at for fragment in training.fragments]
+        ended = [f.ended for f in training.fragments if f.ended is not None]
+        reports = [(places[f.number], r) for f in training.fragments for r in f.progress]
+        facts: list[tuple[Place, FragmentProgressed | Rescaled | FragmentEnded]] = [*reports]
+        facts += [((0, ''), event) for event in training.rescaled]
+        facts += [((0, ''), event) for event in ended]
+        self._facts = sorted(facts, key=lambda fact: fact[1].at)
+        self._seen = 0
+
+    def until(self, at: float) -> None:
+        """Take in what had happened by then."""
+        while self._seen < len(self._facts) and self._facts[self._seen][1].at <= at:
+            place, event = self._facts[self._seen]
+            if isinstance(event, FragmentProgressed):
+                self.speed.observe(place, event.rate)
+            else:
+                self.costs.observe(event)
+            self._seen += 1
+
+    def class_at(self, at: float) -> str:
+        """The node class of the last fragment that was launched before."""
+        i = bisect_left(self._launched, at)
+        return self._classes[i - 1] if i else ''
+
+
+def _before(name: str, decided: Sequence[Decided], fragments: Sequence[Fragment]) -> list[int]:
     """The trainer's nodes at each decision, including nodes on which it was about to start."""
-    ending = {fragment.fragment: fragment.ending for fragment in fragments}
+    ending = {fragment.number: fragment.ending for fragment in fragments}
     before: list[int] = []
     given, on_its_way = 0, False
     for decision in decided:
-        held = int(decision['current'].get(name, 0))
+        held = decision.current.get(name, 0)
         before.append(held or (given if on_its_way else 0))
-        given = int(decision['allocation'][name])
+        given = decision.allocation[name]
         done = next(
             (
                 action
-                for action in decision['actions']
+                for action in decision.actions
                 if isinstance(action, StartFragment | StopFragment) and action.trainer == name
             ),
             None,
@@ -218,10 +181,10 @@ def _before(
     return before
 
 
-def _kept(fragment: FragmentRow, reports: Sequence[ProgressRow], until: float) -> Points:
+def _kept(fragment: Fragment, until: float) -> Points:
     """Samples over time, as far as they are or may still be in a checkpoint."""
     points: Points = [(fragment.started_at or fragment.decided_at, float(fragment.from_samples))]
-    points += [(r.at, float(r.samples)) for r in reports]
+    points += [(r.at, float(r.samples)) for r in fragment.progress]
     if fragment.ended_at is not None and fragment.reached is not None:
         points.append((fragment.ended_at, float(fragment.reached)))
     most = math.inf if fragment.samples is None else fragment.samples

@@ -13,7 +13,7 @@ from parsl_freetrain.report import charts
 from parsl_freetrain.report.axes import number
 from parsl_freetrain.report.cells import block_cells, trainer_cells
 from parsl_freetrain.report.document import clipped, percent, resource, source_of, template
-from parsl_freetrain.report.figures import Figures, state_of
+from parsl_freetrain.report.figures import Figures
 from parsl_freetrain.report.learned import Scaling
 from parsl_freetrain.report.limits import in_words
 from parsl_freetrain.report.metrics import MetricView
@@ -80,7 +80,7 @@ def _ended(found: Figures) -> str:
     last = found.history.runs[-1]
     if found.history.alive(last):
         return 'goes on'
-    return f'ended: {last.how}' if last.ended_at is not None else 'died'
+    return f'ended: {last.how}' if last.ended is not None else 'died'
 
 
 def _tiles(found: Figures) -> dict[str, str]:
@@ -157,7 +157,7 @@ def _trainer_row(found: Figures, name: str) -> tuple[str, ...]:
     total = t['samples_expected']
     return (
         clipped(name, 60),
-        state_of(found, name),
+        found.states[name],
         f'{t["samples"]:,}' + (f' of {total:,}' if total else ''),
         '–' if gain is None else f'{gain:.2f}',
         *(str(t[key]) for key in ('fragments', 'preempted', 'failed', 'rescaled')),
@@ -176,7 +176,7 @@ def _cards(found: Figures) -> list[dict[str, Any]]:
         cards.append(
             {
                 'name': name,
-                'state': state_of(found, name),
+                'state': found.states[name],
                 'why': rows[name]['why'],
                 'charts': [
                     ('loss over samples', charts.loss_over_samples(name, losses, kind)),

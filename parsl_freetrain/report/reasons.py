@@ -4,7 +4,7 @@ problems.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,9 @@ from parsl_freetrain.core.allocation.answer import relative_gap
 from parsl_freetrain.core.allocation.constraints import KEPT_FREE
 from parsl_freetrain.core.allocation.explain import Reason
 from parsl_freetrain.core.allocation.problem import problem_in
+from parsl_freetrain.core.model.events import Decided
 from parsl_freetrain.core.model.node_demand import in_need
-from parsl_freetrain.ledger.rows import FINAL_STATES, FragmentRow, RunHistory, RunRow, TrainerRow
+from parsl_freetrain.core.model.state import RunState, Training
 from parsl_freetrain.report.outcome import DecisionOutcome
 from parsl_freetrain.report.sentences import describe
 
@@ -94,20 +95,18 @@ class DecisionAbout:
 
 def decision_about(
     name: str,
-    row: Mapping[str, Any],
+    decided: Decided,
     now: float,
     reason: Reason | None = None,
     outcome: DecisionOutcome | None = None,
 ) -> DecisionAbout:
-    """One row of decisions, with its outcome, and the ``reason`` if the problem could be solved
-    again.
-    """
+    """A decision with its outcome, and the ``reason`` if the problem could be solved again."""
     known: dict[str, Any] = {}
-    before = row['current'].get(name, 0)
-    if reason is not None:
+    before = decided.current.get(name, 0)
+    if reason is not None and (document := decided.document) is not None:
         other = reason.alternative
         known = {
-            'horizon_s': row['problem']['horizon_s'],
+            'horizon_s': document['horizon_s'],
             'worth_before': reason.worth_before,
             'worth': reason.worth,
             'rescale_cost': reason.rescale_cost,
@@ -123,97 +122,67 @@ def decision_about(
             'trained': outcome.trained,
         }
     return DecisionAbout(
-        ago_s=now - row['at'],
-        trigger=row['trigger'],
-        nodes=row['nodes'],
+        ago_s=now - decided.at,
+        trigger=decided.trigger,
+        nodes=decided.nodes,
         nodes_before=before,
-        nodes_after=row['allocation'].get(name, 0),
-        status=row['status'],
-        solver=row['solver'],
-        staying=row['staying'],
-        objective=row['objective'],
-        others={k: n for k, n in row['allocation'].items() if n and k != name},
-        actions=tuple(map(describe, row['actions'])),
-        gap=relative_gap(row['objective'], row.get('bound')),
+        nodes_after=decided.allocation.get(name, 0),
+        status=decided.status,
+        solver=decided.solver,
+        staying=decided.staying,
+        objective=decided.objective,
+        others={k: n for k, n in decided.allocation.items() if n and k != name},
+        actions=tuple(map(describe, decided.actions)),
+        gap=relative_gap(decided.objective, decided.bound),
         **known,
     )
 
 
-def running_fragment(history: RunHistory, trainer: TrainerRow) -> FragmentRow | None:
-    """The trainer's running fragment."""
-    mine = [
-        f
-        for f in history.fragments
-        if f.run == trainer.run and f.trainer == trainer.name and f.ended_at is None
-    ]
-    return mine[-1] if mine else None
-
-
-def waits_for(
-    history: RunHistory,
-    run: RunRow,
-    trainer: TrainerRow,
-    decisions: Sequence[Mapping[str, Any]],
-    refusals: Sequence[Mapping[str, Any]],
-    now: float,
-    needs: Sequence[Mapping[str, Any]] = (),
-) -> str | None:
-    """A sentence on what a trainer of a live run waits for; None if it has nodes or has ended.
-
-    Parameters
-    ----------
-    decisions, refusals
-        The last decisions and the last refusals of blocks, newest first.
-    needs
-        The last times that jobs of others needed nodes, newest first.
-    """
-    if trainer.state in FINAL_STATES or running_fragment(history, trainer) is not None:
+def waits_for(run: RunState, training: Training, now: float) -> str | None:
+    """A sentence on what a trainer of a live run waits for; None if it has nodes or has ended."""
+    fragment = training.last()
+    if training.over or (fragment is not None and fragment.ended is None):
         return None
-    open_blocks = [b for b in history.blocks if b.run == run.id and b.closed_at is None]
-    joined = [n for n in history.nodes if n.run == run.id and n.left_at is None]
-    if not joined:
-        asked = sum(b.nodes for b in open_blocks)
-        return _for_nodes(len(open_blocks), asked, refusals, now) + _given_back(needs, now)
-    last = decisions[0] if decisions else None
-    if last is None or last['at'] < trainer.submitted_at:
+    if all(node.left_at is not None for node in run.nodes.values()):
+        return _for_nodes(run, now) + _given_back(run, now)
+    last = run.decisions[-1] if run.decisions else None
+    if last is None or last.at < training.submitted_at:
         return 'It waits for the next decision.'
-    if trainer.name not in last['allocation']:
-        turn = ', '.join(last['allocation']) or 'none'
+    if training.name not in last.allocation:
+        turn = ', '.join(last.allocation) or 'none'
         return (
             'It waits for its turn: a limited number of trainers train at a time '
             f'(trainers_at_a_time). Now: {turn}.'
         )
-    if last['allocation'][trainer.name]:
+    if last.allocation[training.name]:
         return (
-            f'It will get {nodes(last["allocation"][trainer.name])} as soon as the trainers that '
+            f'It will get {nodes(last.allocation[training.name])} as soon as the trainers that '
             'use them have stopped.'
         )
-    fewest = int(trainer.spec.get('min_nodes') or 1)
-    if last['nodes'] < fewest:
+    fewest = training.trainer.min_nodes
+    if last.nodes < fewest:
         return (
             f'It waits for more nodes: it needs {fewest} at least, and there '
-            f'{"is" if last["nodes"] == 1 else "are"} {last["nodes"]}.'
+            f'{"is" if last.nodes == 1 else "are"} {last.nodes}.'
         )
-    others = shares({k: n for k, n in last['allocation'].items() if n})
-    limit = _limit(trainer.name, fewest, last)
+    others = shares({k: n for k, n in last.allocation.items() if n})
+    limit = _limit(training.name, fewest, last)
     if limit is not None:
         return (
             f'It waits because {limit}, and it needs {fewest} at least; now these have '
             f'nodes: {others or "none"}.'
         )
-    return f"It waits because others do more with the pool's {nodes(last['nodes'])}: {others}."
+    return f"It waits because others do more with the pool's {nodes(last.nodes)}: {others}."
 
 
-def _limit(name: str, fewest: int, decision: Mapping[str, Any]) -> str | None:
+def _limit(name: str, fewest: int, decided: Decided) -> str | None:
     """The limit that keeps a trainer from free nodes; None: none, or the problem was not
     recorded.
     """
-    if decision['problem'] is None:
+    given, document = decided.allocation, decided.document
+    if document is None or sum(given.values()) + fewest > decided.nodes:
         return None
-    problem, given = problem_in(decision['problem']), decision['allocation']
-    used = sum(given.values())
-    if used + fewest > decision['nodes']:
-        return None
+    problem = problem_in(document)
     for limit in problem.limits:
         members = limit.members or tuple(given)
         held = sum(given.get(other, 0) for other in members)
@@ -221,35 +190,35 @@ def _limit(name: str, fewest: int, decision: Mapping[str, Any]) -> str | None:
             continue
         if limit.why == KEPT_FREE:
             free = nodes(problem.nodes - limit.most)
-            return f"{free} of the pool's {decision['nodes']} are kept free"
+            return f"{free} of the pool's {decided.nodes} are kept free"
         if limit.members:
             return f'no more than {nodes(limit.most)} may go to {limit.why} at once'
         return f'the executor uses no more than {nodes(limit.most)} at once'
     return None
 
 
-def _for_nodes(blocks: int, asked: int, refusals: Sequence[Mapping[str, Any]], now: float) -> str:
-    if blocks:
-        which = 'a block' if blocks == 1 else f'{blocks} blocks'
+def _for_nodes(run: RunState, now: float) -> str:
+    asked = [b.opened.request.nodes for b in run.blocks.values() if b.closed_at is None]
+    if asked:
+        which = 'a block' if len(asked) == 1 else f'{len(asked)} blocks'
         return (
-            f'It waits for nodes: {which} with {nodes(asked)} '
-            f'{"is" if blocks == 1 else "are"} asked for and not ready yet.'
+            f'It waits for nodes: {which} with {nodes(sum(asked))} '
+            f'{"is" if len(asked) == 1 else "are"} asked for and not ready yet.'
         )
-    if refusals and now - refusals[0]['at'] < REFUSAL_S:
+    if run.refused and now - run.refused[-1].at < REFUSAL_S:
+        last = run.refused[-1]
         return (
-            'It waits for nodes: the site refused a block of '
-            f'{nodes(refusals[0]["detail"].get("nodes", 0))} '
-            f'{now - refusals[0]["at"]:.0f} s ago: '
-            f'{refusals[0]["detail"].get("error", "no reason given")}'
+            f'It waits for nodes: the site refused a block of {nodes(last.nodes)} '
+            f'{now - last.at:.0f} s ago: {last.error}'
         )
     return 'It waits for a hole: the site offers no nodes now, or not for long enough.'
 
 
-def _given_back(needs: Sequence[Mapping[str, Any]], now: float) -> str:
-    if not needs or now - needs[0]['at'] >= REFUSAL_S:
+def _given_back(run: RunState, now: float) -> str:
+    if run.needed is None or now - run.needed.at >= REFUSAL_S:
         return ''
-    others = in_need(demand['job'] for demand in needs[0]['detail']['demands'])
-    return f' {now - needs[0]["at"]:.0f} s ago nodes were given back for others: {others}.'
+    others = in_need(demand.job for demand in run.needed.demands)
+    return f' {now - run.needed.at:.0f} s ago nodes were given back for others: {others}.'
 
 
 def in_words(name: str, about: DecisionAbout) -> list[str]:

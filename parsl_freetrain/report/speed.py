@@ -3,46 +3,32 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any
 
 from parsl_freetrain.core.controller.throughput_profile import Profile
-from parsl_freetrain.core.model.types import ScalingCurve
-from parsl_freetrain.ledger.rows import ProgressRow, RunHistory
+from parsl_freetrain.core.model.state import Fragment, History, RunState
+from parsl_freetrain.core.model.types import ScalingCurve, Trainer
 
 Place = tuple[int, str]
 """Node count and node class; the class is empty where nodes are not told apart."""
 
 
-def places_of(history: RunHistory) -> dict[tuple[int, str, int], Place]:
-    """Where each fragment ran, by its key; nodes of several classes at once are ``a+b``."""
-    blocks = {(block.run, block.block): block.node_class for block in history.blocks}
-    classes = {(n.run, n.node): blocks.get((n.run, n.block), '') for n in history.nodes}
-    return {
-        f.key: (
-            len(f.nodes),
-            '+'.join(sorted({classes.get((f.run, node), '') for node in f.nodes} - {''})),
-        )
-        for f in history.fragments
-    }
+def place_of(run: RunState, fragment: Fragment) -> Place:
+    """Where a fragment ran; nodes of several classes at once are ``a+b``."""
+    blocks = {run.nodes[node].block for node in fragment.nodes if node in run.nodes}
+    classes = {run.blocks[name].opened.request.node_class for name in blocks if name in run.blocks}
+    return len(fragment.nodes), '+'.join(sorted(classes - {''}))
 
 
 class Speed:
     """Learns a trainer's speed as the controller does, report by report.
 
     A curve that the user stated may be in any unit. It gives the shape; the measurement on the
-    smallest node count gives the scale. ``spec``: the trainer's specification in the ledger:
-    ``min_nodes``, ``max_nodes`` and possibly ``curve``.
+    smallest node count gives the scale.
     """
 
-    def __init__(self, spec: Mapping[str, Any]) -> None:
-        given = spec.get('curve')
-        self.stated = (
-            ScalingCurve(tuple(map(int, given['nodes'])), tuple(map(float, given['rate'])))
-            if given
-            else None
-        )
-        self._most = int(spec.get('max_nodes') or 1)
+    def __init__(self, trainer: Trainer) -> None:
+        self.stated = trainer.curve
+        self._most = trainer.max_nodes
         self._profiles: dict[str, Profile] = defaultdict(lambda: Profile(None))
         # A cache, cleared by each new report.
         self._curves: dict[Place, ScalingCurve | None] = {}
@@ -83,11 +69,15 @@ class Speed:
         return ScalingCurve(self.stated.nodes, tuple(rate * factor for rate in self.stated.rate))
 
 
-def speeds(history: RunHistory, progress: Iterable[ProgressRow]) -> dict[str, Speed]:
+def speeds(history: History) -> dict[str, Speed]:
     """By trainer; all runs of a resumed workflow count."""
-    places = places_of(history)
-    found = {row.name: Speed(row.spec) for row in history.trainers}
-    for report in progress:
-        place = places.get((report.run, report.trainer, report.fragment), (0, ''))
-        found[report.trainer].observe(place, report.rate)
+    found = {
+        name: Speed(trainer)
+        for name, trainer in {one.name: one.trainer for one in history.trainings}.items()
+    }
+    for run in history.runs:
+        for fragment in run.fragments.values():
+            place = place_of(run, fragment)
+            for report in fragment.progress if fragment.trainer in found else ():
+                found[fragment.trainer].observe(place, report.rate)
     return found

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
 from parsl_freetrain.core.allocation.answer import Allocator, relative_gap
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.rows import FINAL_STATES, FragmentRow, RunHistory, RunRow, TrainerRow
-from parsl_freetrain.ledger.summary import efficiency
-from parsl_freetrain.ledger.timeline import ending_of
+from parsl_freetrain.core.model.state import FINAL_STATES, Fragment, History, RunState, Training
 from parsl_freetrain.report.life import Liveness, life_of
 from parsl_freetrain.report.limits import LimitNow, limits_of
 from parsl_freetrain.report.names import run_named
-from parsl_freetrain.report.shape_speeds import USED, shape_of
+from parsl_freetrain.report.summary import efficiency
+from parsl_freetrain.report.timeline import ending_of
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,8 @@ class RunStatus:
     """A run, with its trainers' counts summed over all runs of the ledger up to it.
 
     ``elapsed_s``: since the run began. ``silent_s``: since its last entry. ``ended``: how it ended;
-    None if it is running or died. ``life``: its state.
+    None if it is running or died. ``life``: its state. ``damage``: what of the ledger could not be
+    read.
     """
 
     run: str = ''
@@ -89,43 +87,43 @@ class RunStatus:
     blocks: tuple[BlockNow, ...] = ()
     decision: DecisionNow | None = None
     limits: tuple[LimitNow, ...] = ()
+    damage: tuple[str, ...] = ()
 
 
 def snapshot(
-    reader: Reader, now: float, allocator: Allocator | None = None, named: str | None = None
+    history: History, now: float, allocator: Allocator | None = None, named: str | None = None
 ) -> RunStatus:
     """The state at ``now`` (epoch seconds). Efficiencies are None without an allocator, which must
     be exact. Raises BadInput if the ledger has no run whose name begins with ``named``.
     """
-    history = reader.history()
     name = run_named([run.name for run in history.runs], named)
     if not history.runs:
         return RunStatus()
     run = next((run for run in history.runs if run.name == name), history.runs[-1])
     until = history.until(run, now)
-    gains = efficiency(reader, now, allocator, run=name).by_trainer if allocator else {}
-    life = life_of(history, run, reader.about(run), now)
-    fragments: dict[str, list[FragmentRow]] = defaultdict(list)
-    for fragment in history.fragments:
-        if fragment.run <= run.id:
-            fragments[fragment.trainer].append(fragment)
+    gains = efficiency(history.of(run.name), now, allocator).by_trainer if allocator else {}
+    life = life_of(history, run, now)
+    fragments: dict[str, list[Fragment]] = defaultdict(list)
+    for one in history.runs:
+        if one.id <= run.id:
+            for fragment in one.fragments.values():
+                fragments[fragment.trainer].append(fragment)
     going = life.state in ('running', 'silent')
-    used = reader.events(run.name, [USED]) if going else []
     return RunStatus(
         run=run.name,
-        command=run.command,
+        command=run.began.command,
         life=life,
         elapsed_s=until - run.begun_at,
         silent_s=max(0.0, now - run.last_at) if going else 0.0,
-        ended=None if run.ended_at is None else run.how or 'ended',
+        ended=None if run.ended is None else run.how or 'ended',
         trainers=tuple(
-            _trainer(t, fragments[t.name], run, going, until, gains.get(t.name), used)
-            for t in history.trainers
-            if t.run == run.id
+            _trainer(one, fragments[name], going, until, gains.get(name))
+            for name, one in run.trainers.items()
         ),
-        blocks=_blocks(history, run, now) if going else (),
-        decision=_last_decision(reader, run, now) if going else None,
-        limits=limits_of(reader, history, run, now, going),
+        blocks=_blocks(run, now) if going else (),
+        decision=_last_decision(run, now) if going else None,
+        limits=limits_of(history, run, now, going),
+        damage=tuple(history.damage),
     )
 
 
@@ -136,84 +134,74 @@ def as_document(seen: RunStatus) -> dict[str, Any]:
     return {**document, 'state': life['state'], 'note': life['sentence']}
 
 
-def _last_decision(reader: Reader, run: RunRow, now: float) -> DecisionNow | None:
-    for row in reader.recent_decisions(run, 1):
-        gap = relative_gap(row['objective'], row['bound'])
-        return DecisionNow(now - row['at'], row['status'], row['solver'], gap)
-    return None
+def state_of(training: Training, going: bool) -> str:
+    """A trainer's state; 'interrupted' if its run is over but the trainer is not."""
+    return training.state if going or training.state in FINAL_STATES else 'interrupted'
+
+
+def _last_decision(run: RunState, now: float) -> DecisionNow | None:
+    if not run.decisions:
+        return None
+    last = run.decisions[-1]
+    gap = relative_gap(last.objective, last.bound)
+    return DecisionNow(now - last.at, last.status, last.solver, gap)
 
 
 def _trainer(
-    row: TrainerRow,
-    fragments: list[FragmentRow],
-    run: RunRow,
-    going: bool,
-    now: float,
-    gain: float | None,
-    used: list[dict[str, Any]],
+    training: Training, fragments: list[Fragment], going: bool, now: float, gain: float | None
 ) -> TrainerNow:
-    running = [f for f in fragments if f.run == run.id and f.ended_at is None] if going else []
-    last_seen: Mapping[str, Any] = next((f.metrics for f in reversed(fragments) if f.metrics), {})
-    endings = [ending_of(f, f.run == run.id and going) for f in fragments]
-    samples = max([row.samples, *(f.seen_samples or 0 for f in running)])
-    interrupted = not going and row.state not in FINAL_STATES
-    nodes = sum(len(f.nodes) for f in running)
+    """``fragments``: those of earlier runs, too."""
+    running = [f for f in training.fragments if f.ended is None] if going else []
+    seen = [f.seen for f in running if f.seen is not None]
+    rates = [report.rate for report in seen if report.rate is not None]
+    said = next((f.seen.metrics for f in reversed(fragments) if f.seen and f.seen.metrics), {})
+    loss = said.get('loss')
+    endings = [ending_of(f, f.run == training.run and going) for f in fragments]
+    samples = max([training.samples, *(report.samples for report in seen)])
+    state = state_of(training, going)
     return TrainerNow(
-        name=row.name,
-        state='interrupted' if interrupted else row.state,
-        nodes=nodes,
+        name=training.name,
+        state=state,
+        nodes=sum(len(f.nodes) for f in running),
         samples=samples,
-        total=row.total_samples,
-        loss=_loss(last_seen),
-        rate=sum(f.rate or 0.0 for f in running)
-        if any(f.rate is not None for f in running)
-        else None,
+        total=training.trainer.total_samples,
+        loss=float(loss) if isinstance(loss, int | float) else None,
+        rate=sum(rates) if rates else None,
         efficiency=gain,
         fragments=len(fragments),
         preempted=endings.count('preempted'),
         rescaled=sum(len(a.nodes) != len(b.nodes) for a, b in pairwise(fragments)),
-        finish_s=_finish_s(row, samples, now) if going and row.state not in FINAL_STATES else None,
-        why=row.why,
-        shape=shape_of(used, running[-1]) if running else None,
+        finish_s=_finish_s(training, samples, now) if going and not training.over else None,
+        why=training.why,
+        shape=running[-1].shape or None if running else None,
     )
 
 
-def _finish_s(row: TrainerRow, samples: int, now: float) -> float | None:
-    trained = samples - row.first_samples
-    if row.total_samples is None or trained <= 0 or now <= row.submitted_at:
+def _finish_s(training: Training, samples: int, now: float) -> float | None:
+    trained, total = samples - training.first_samples, training.trainer.total_samples
+    if total is None or trained <= 0 or now <= training.submitted_at:
         return None
-    return max(0, row.total_samples - samples) * (now - row.submitted_at) / trained
+    return max(0, total - samples) * (now - training.submitted_at) / trained
 
 
-def _loss(metrics: Mapping[str, Any]) -> float | None:
-    value = metrics.get('loss')
-    return float(value) if isinstance(value, int | float) else None
-
-
-def _blocks(history: RunHistory, run: RunRow, now: float) -> tuple[BlockNow, ...]:
-    here = {n.node: n.block for n in history.nodes if n.run == run.id and n.left_at is None}
+def _blocks(run: RunState, now: float) -> tuple[BlockNow, ...]:
+    here = {n.node: n.block for n in run.nodes.values() if n.left_at is None}
     trainers: dict[str, dict[str, None]] = defaultdict(dict)
     deadlines: dict[str, float] = {}
-    for fragment in history.fragments:
-        if fragment.run != run.id or fragment.ended_at is not None:
+    for fragment in run.fragments.values():
+        if fragment.ended is not None:
             continue
         on = {here[n] for n in fragment.nodes if n in here}
         for block in on:
             trainers[block][fragment.trainer] = None
-        if fragment.deadline is not None and len(on) == 1:
-            deadlines[on.pop()] = fragment.deadline
+        if fragment.launched.deadline_s is not None and len(on) == 1:
+            deadlines[on.pop()] = fragment.launched.deadline_s
     found = []
-    for row in history.blocks:
-        if row.run != run.id or row.closed_at is not None:
-            continue
-        until = row.until if row.until is not None else deadlines.get(row.block)
-        found.append(
-            BlockNow(
-                row.block,
-                row.nodes,
-                sum(block == row.block for block in here.values()),
-                tuple(trainers[row.block]),
-                None if until is None else until - now,
-            )
-        )
+    for name, row in run.blocks.items():
+        if row.closed_at is None:
+            until = row.until if row.until is not None else deadlines.get(name)
+            joined = sum(where == name for where in here.values())
+            left_s = None if until is None else until - now
+            nodes = row.opened.request.nodes
+            found.append(BlockNow(name, nodes, joined, tuple(trainers[name]), left_s))
     return tuple(found)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -20,11 +19,10 @@ from parsl_freetrain import BadInput, Checkpoints, LocalSite, TrainingFuture, fr
 from parsl_freetrain.cli.live.view import LiveView
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.executor.requests import Cancel
-from parsl_freetrain.ledger.rows import RunHistory, RunRow, TrainerRow
-from parsl_freetrain.ledger.writer import Ledger
 from parsl_freetrain.report.life import life_of
 from parsl_freetrain.report.status import RunStatus
-from tests.support.ledgers import demo_ledger
+from tests.support.journals import demo_journal
+from tests.support.told import Told
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -165,24 +163,25 @@ def test_looking_at_a_run_that_trains_and_cancelling_it(
     ],
 )
 def test_how_to_resume_a_run_says_from_what(samples: dict[str, int], said: str) -> None:
-    run = RunRow(1, 'r', 0.0, None, None, 9.0, command='python mine.py')
-    trainers = tuple(
-        TrainerRow(1, name, 0.0, {}, 100, 0, kept, 'queued', 0.0) for name, kept in samples.items()
-    )
-    life = life_of(RunHistory((run,), trainers, latest=1), run, {}, 9.0, lambda _: False)
+    told = Told()
+    told.begin_run('r', at=0.0, command='python mine.py')
+    for name, kept in samples.items():
+        told.submitted(name, at=0.0, spec={}, total_samples=100, samples=kept)
+    life = life_of(told.history, told.history.runs[0], 9.0, lambda _: False)
     assert life.sentence.endswith(f'To resume, run python mine.py again; {said}')
 
 
 DIES = """
-import os, sys, time
-from parsl_freetrain.executor.ledger_writer import about_this_process
-from parsl_freetrain.ledger.writer import Ledger
-ledger = Ledger(sys.argv[1])
-about = about_this_process('.')
-ledger.begin_run('r0', at=time.time(), parsl_run_dir='', command='python mine.py', about=about)
-ledger.trainers.submitted(
-    name='cnn', at=time.time(), spec={'min_nodes': 2}, total_samples=100, samples=40)
-ledger.commit()
+import os, platform, sys, time
+from pathlib import Path
+import psutil
+from tests.support.told import Told
+told = Told(Path(sys.argv[1]))
+told.begin_run(
+    'r0', at=time.time(), command='python mine.py', host=platform.node(), pid=os.getpid(),
+    started=psutil.Process().create_time(), folder=os.getcwd())
+told.submitted('cnn', at=time.time(), spec={'min_nodes': 2}, total_samples=100, samples=40)
+told.commit()
 print('begun', flush=True)
 time.sleep(1000)
 """
@@ -191,9 +190,12 @@ time.sleep(1000)
 def test_a_run_that_died_is_said_to_have_died_and_how_to_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / 'ledger.sqlite'
+    path = tmp_path / 'ledger.journal'
     with subprocess.Popen(
-        [sys.executable, '-c', DIES, str(path)], stdout=subprocess.PIPE, cwd=tmp_path
+        [sys.executable, '-c', DIES, str(path)],
+        stdout=subprocess.PIPE,
+        cwd=tmp_path,
+        env={**os.environ, 'PYTHONPATH': str(Path(__file__).resolve().parents[2])},
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -223,7 +225,7 @@ def test_a_run_that_died_is_said_to_have_died_and_how_to_resume(
 def test_a_run_that_has_ended_is_not_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = demo_ledger(tmp_path / 'ledger.sqlite', seconds=40.0)
+    path = demo_journal(tmp_path / 'ledger.journal', seconds=40.0)
     for verb in ('cancel', 'preempt'):
         assert main([verb, 'mlp', '--ledger', str(path)]) == 2
         assert f'has ended (done), so there is nothing to {verb}' in capsys.readouterr().err
@@ -232,15 +234,15 @@ def test_a_run_that_has_ended_is_not_asked(
 def test_all_are_cancelled_though_one_ends_meanwhile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / 'ledger.sqlite'
-    ledger = Ledger(path)
-    ledger.begin_run('r0', at=time.time(), parsl_run_dir='', command='')
+    path = tmp_path / 'ledger.journal'
+    ledger = Told(path)
+    ledger.begin_run('r0', at=time.time(), command='')
     for name in ('first', 'second'):
-        ledger.trainers.submitted(name=name, at=1.0, spec={}, total_samples=9, samples=0)
+        ledger.submitted(name=name, at=1.0, spec={}, total_samples=9, samples=0)
     ledger.commit()
 
     def ask(path: Path, asked: Cancel, *_: object) -> str:
-        ledger.trainers.state('first', at=time.time(), state='finished')
+        ledger.over('first', at=time.time(), state='finished')
         ledger.commit()
         if asked.trainer == 'first':
             raise BadInput("Trainer 'first' is finished already.")
@@ -259,9 +261,9 @@ def test_watch_shows_the_end_of_a_run_last(
 ) -> None:
     """Also if the run ends between two looks at it."""
     shown: list[str] = []
-    with closing(Ledger(tmp_path / 'ledger.sqlite')) as ledger:
-        ledger.begin_run('run-1', at=time.time(), parsl_run_dir='', command='')
-        ledger.trainers.submitted(
+    with closing(Told(tmp_path / 'ledger.journal')) as ledger:
+        ledger.begin_run('run-1', at=time.time(), command='')
+        ledger.submitted(
             name='cnn', at=time.time(), spec={'min_nodes': 1}, total_samples=10, samples=0
         )
         ledger.commit()
@@ -270,8 +272,8 @@ def test_watch_shows_the_end_of_a_run_last(
         def then_it_ends(view: LiveView, now: float) -> RunStatus:
             seen = look(view, now)
             shown.append(seen.life.state)
-            ledger.trainers.state('cnn', at=time.time(), state='failed', why='it broke')
-            ledger.end_run('run-1', at=time.time(), how='done')
+            ledger.over('cnn', at=time.time(), state='failed', why='it broke')
+            ledger.end_run(at=time.time(), how='done')
             return seen
 
         monkeypatch.setattr(LiveView, 'snapshot', then_it_ends)
@@ -288,7 +290,7 @@ def test_watch_waits_for_a_run_that_has_not_begun(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """First there is no ledger, then one without a run."""
-    path = tmp_path / 'ledger.sqlite'
+    path = tmp_path / 'ledger.journal'
     with subprocess.Popen(
         [sys.executable, '-m', 'parsl_freetrain.cli.main', 'watch', '--ledger', str(path)],
         stdout=subprocess.PIPE,
@@ -297,9 +299,9 @@ def test_watch_waits_for_a_run_that_has_not_begun(
     ) as watching:
         assert watching.stderr is not None
         assert 'Waiting for a run to begin' in watching.stderr.readline()
-        Ledger(path).close()
+        Told(path).close()
         assert 'has no run yet. Waiting for a run' in watching.stderr.readline()
-        other = demo_ledger(tmp_path / 'other.sqlite', seconds=40.0)
+        other = demo_journal(tmp_path / 'other.sqlite', seconds=40.0)
         other.rename(path)
         out, _ = watching.communicate(timeout=LIMIT_S)
     assert watching.returncode == 0 and 'mlp' in out
@@ -308,14 +310,14 @@ def test_watch_waits_for_a_run_that_has_not_begun(
 def test_an_empty_ledger_is_said_to_be_empty(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / 'ledger.sqlite').touch()
+    (tmp_path / 'ledger.journal').touch()
     assert main(['status', '--ledger', str(tmp_path)]) == 2
-    assert 'ledger.sqlite is empty: no run has written to it yet.' in capsys.readouterr().err
+    assert 'ledger.journal is empty: no run has written to it yet.' in capsys.readouterr().err
 
 
 def test_output_that_cannot_be_written(tmp_path: Path) -> None:
     """A terminal without all characters, and a full disk."""
-    demo_ledger(tmp_path / 'ledger.sqlite', seconds=40.0)
+    demo_journal(tmp_path / 'ledger.journal', seconds=40.0)
     command = [sys.executable, '-m', 'parsl_freetrain.cli.main', 'status']
     latin = subprocess.run(
         command,
@@ -337,11 +339,9 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
 def test_a_run_elsewhere_that_has_long_been_silent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ledger = Ledger(tmp_path / 'ledger.sqlite')
-    about = {'host': 'elsewhere', 'pid': 1, 'started': 0.0, 'folder': '/home/x'}
-    ledger.begin_run(
-        'r0', at=time.time() - 1000, parsl_run_dir='', command='python mine.py', about=about
-    )
+    ledger = Told(tmp_path / 'ledger.journal')
+    about = {'host': 'elsewhere', 'pid': 1, 'folder': '/home/x'}
+    ledger.begin_run('r0', at=time.time() - 1000, command='python mine.py', **about)
     ledger.alive(time.time() - 500)
     ledger.commit()
     seen = said(capsys, 'status', '--ledger', str(tmp_path))
@@ -352,7 +352,7 @@ def test_a_run_elsewhere_that_has_long_been_silent(
     ledger.alive(time.time())
     ledger.commit()
     assert said(capsys, 'status', '--ledger', str(tmp_path))['state'] == 'running'
-    ledger.begin_run('r1', at=time.time(), parsl_run_dir='', command='')
+    ledger.begin_run('r1', at=time.time(), command='')
     ledger.close()
     assert said(capsys, 'status', '--ledger', str(tmp_path), '--run', 'r0')['state'] == 'died'
 
@@ -364,12 +364,13 @@ def test_into_a_pipe_there_are_no_control_characters(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    demo_ledger(tmp_path / 'ledger.sqlite', seconds=40.0)
-    with sqlite3.connect(tmp_path / 'ledger.sqlite') as db:
-        db.execute(
-            "UPDATE trainers SET why = 'it \x1b[2J broke', state = 'failed' WHERE name = 'mlp'"
-        )
-    db.close()
+    demo_journal(tmp_path / 'ledger.journal', seconds=40.0)
+    journal = Told(tmp_path / 'ledger.journal')
+    journal.begin_run('run-2', at=1_790_000_500.0)
+    for name in ('cnn', 'mlp'):
+        journal.submitted(name, at=1_790_000_500.0, spec={}, total_samples=10)
+    journal.over('mlp', at=1_790_000_501.0, state='failed', why='it \x1b[2J broke')
+    journal.end_run(at=1_790_000_502.0, how='done')
     monkeypatch.setenv('COLUMNS', str(columns))
     for verb in (['status'], ['watch'], ['why', 'mlp']):
         assert main([*verb, '--ledger', str(tmp_path)]) == 0
@@ -380,7 +381,7 @@ def test_into_a_pipe_there_are_no_control_characters(
 
 
 def test_a_pipe_that_closes_is_no_error(tmp_path: Path) -> None:
-    demo_ledger(tmp_path / 'ledger.sqlite', seconds=40.0, ended=False)
+    demo_journal(tmp_path / 'ledger.journal', seconds=40.0, ended=False)
     with subprocess.Popen(
         [sys.executable, '-m', 'parsl_freetrain.cli.main', 'watch', '--json', '--every', '0.01'],
         cwd=tmp_path,
@@ -398,12 +399,9 @@ def test_bad_input_is_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    path = demo_ledger(tmp_path / 'ledger.sqlite', seconds=20.0)
-    newer = tmp_path / 'newer.sqlite'
-    Ledger(newer).close()
-    with sqlite3.connect(newer) as db:
-        db.execute('PRAGMA user_version = 99')
-    db.close()
+    path = demo_journal(tmp_path / 'ledger.journal', seconds=20.0)
+    newer = tmp_path / 'newer.journal'
+    newer.write_bytes(b'FreeTrain journal 99\n')
     for arguments, words in (
         (['status', '--ledger', 'absent'], 'no run with the ledger absent'),
         (['status', '--ledger', str(newer)], 'version 99'),
@@ -423,7 +421,7 @@ def test_bad_input_is_a_sentence(
 
 
 def test_a_ledger_without_a_run_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Ledger(tmp_path / 'ledger.sqlite').close()
+    Told(tmp_path / 'ledger.journal').close()
     assert said(capsys, 'status', '--ledger', str(tmp_path))['trainers'] == []
     assert main(['why', 'cnn', '--ledger', str(tmp_path)]) == 2
     assert 'has no run yet' in capsys.readouterr().err

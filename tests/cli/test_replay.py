@@ -62,6 +62,12 @@ def written(folder: Path, *trainers: dict[str, Any]) -> Path:
     return path
 
 
+def study(folder: Path, **settings: object) -> Path:
+    path = folder / 'study.toml'
+    path.write_text(''.join(f'{name} = {json.dumps(v)}\n' for name, v in settings.items()))
+    return path
+
+
 def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
     assert main(['replay', *map(str, arguments), '--json']) == 0
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -124,27 +130,13 @@ def test_a_human_gets_lines(idle: Path, trainers: Path, capsys: pytest.CaptureFi
 
 
 def test_the_window_the_nodes_and_the_costs(
-    idle: Path, trainers: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, idle: Path, trainers: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = answer(
-        capsys,
-        '--idle',
-        idle,
-        '--trainers',
-        trainers,
-        '--from',
-        100,
-        '--until',
-        600,
-        '--nodes',
-        2,
-        '--rescale-cost',
-        0,
-    )
+    free = study(tmp_path, idle='idle.csv', trainers='trainers.json', rescale_cost=0)
+    found = answer(capsys, free, '--from', 100, '--until', 600, '--nodes', 2)
     assert found['samples'] == 300 * 20 + 200 * 10  # only a and b
-    found = answer(
-        capsys, '--idle', idle, '--trainers', trainers, '--rescale-down', 5, '--rescale-cost', 2
-    )
+    costly = study(tmp_path, rescale_down=5, rescale_cost=2)
+    found = answer(capsys, costly, '--idle', idle, '--trainers', trainers)
     assert found['lost_samples']['preemption'] == 10 * 20
 
 
@@ -166,7 +158,8 @@ def test_the_settings_arrive(
     one = written(tmp_path, NET)
     assert answer(capsys, '--idle', later, '--trainers', one, '--horizon', 2)['rescaled'] == 0
     assert answer(capsys, '--idle', later, '--trainers', one, '--horizon', 4)['rescaled'] == 1
-    assert answer(capsys, '--idle', later, '--trainers', one, '--no-spans-blocks')['rescaled'] == 0
+    apart = study(tmp_path, spans_blocks=False)
+    assert answer(capsys, apart, '--idle', later, '--trainers', one)['rescaled'] == 0
     assert (
         answer(capsys, '--idle', later, '--trainers', one, '--solver', 'equal-share')['rescaled']
         == 1
@@ -174,17 +167,8 @@ def test_the_settings_arrive(
 
 
 def test_a_made_up_trace_needs_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(
-        capsys,
-        '--synthetic',
-        3,
-        '--nodes',
-        40,
-        '--until',
-        40000,
-        '--trainers',
-        written(tmp_path, NET),
-    )
+    week = study(tmp_path, synthetic=3, nodes=40, until=40000)
+    found = answer(capsys, week, '--trainers', written(tmp_path, NET))
     assert found['samples'] > 0
     assert found['node_s']['stranded'] == 0
 
@@ -209,32 +193,26 @@ def test_a_job_log_and_what_its_reservations_promise(
         )
     )
     net = written(tmp_path, NET)
-    for more in ((), ('--known-ends',)):
-        found = answer(capsys, '--swf', log, '--trainers', net, *more)
+    for known in (False, True):
+        asked = study(tmp_path, swf='log.swf', known_ends=known)
+        found = answer(capsys, asked, '--trainers', net)
         assert (found['idle_node_s'], found['preempted'], found['samples']) == (1400, 1, 14000 - 20)
-    assert 'it looks like what --swf takes' in refusal(capsys, '--sacct', log, '--trainers', net)
+    asked = study(tmp_path, sacct='log.swf')
+    assert 'it looks like what --swf takes' in refusal(capsys, asked, '--trainers', net)
 
 
 @pytest.mark.parametrize(
     ('arguments', 'sentence'),
     [
         ([], 'Give one trace, with one of --idle, --swf, --sacct, --pbs and --synthetic'),
-        (['--idle', '{idle}', '--synthetic', '1'], 'Give one trace'),
         (['--idle', 'nowhere.csv'], 'There is no file nowhere.csv'),
-        (['--swf', '{idle}'], 'does not look like what --swf takes'),
         (['--idle', '{idle}', '--from', '5000'], 'idle.csv: There is nothing between 5000 s'),
         (['--idle', '{idle}', '--until', 'nan'], '--until is nan'),
         (['--idle', '{idle}', '--max-trainers', '0'], '--max-trainers is '),
         (['--idle', '{idle}', '--max-trainers', 'some'], '--max-trainers is '),
         (['--idle', '{idle}', '--horizon', '0'], 'horizon'),
-        (['--idle', '{idle}', '--rescale-cost', '-1'], '--rescale-cost is -1'),
-        (['--idle', '{idle}', '--rescale-up', 'inf'], '--rescale-up is inf'),
-        (['--idle', '{idle}', '--known-ends'], 'Nothing is known of the ends'),
-        (['--idle', '{idle}', '--time-limit', '0'], '--time-limit is 0'),
         (['--idle', '{idle}', '--solver', 'magic'], 'magic'),
-        (['--idle', '{idle}', '--objective', 'loss'], "no metric 'loss'"),
         (['--idle', '{idle}', '--nodes', '0'], 'The first 0 nodes'),
-        (['--idle', '{idle}', '--machine-nodes', '9'], 'goes with job logs only'),
         (['--idle', '{idle}', '--curves', 'guessed'], "--curves is 'guessed'"),
         (['--idle', '{idle}', '--noise', '0.1'], '--noise goes with --curves learned only'),
         (['--idle', '{idle}', '--curves', 'learned', '--noise', '-1'], '--noise is -1'),
@@ -252,6 +230,35 @@ def test_bad_input_gets_a_sentence(
     assert sentence in refusal(
         capsys, *(text.format(idle=idle) for text in arguments), '--trainers', trainers
     )
+
+
+@pytest.mark.parametrize(
+    ('settings', 'sentence'),
+    [
+        ({'synthetic': 1}, 'Give one trace'),
+        ({'rescale_cost': -1}, '--rescale-cost is -1'),
+        ({'rescale_up': -3}, '--rescale-up is -3'),
+        ({'known_ends': True}, 'Nothing is known of the ends'),
+        ({'time_limit': 0}, '--time-limit is 0'),
+        ({'objective': 'loss'}, "no metric 'loss'"),
+        ({'machine_nodes': 9}, 'goes with job logs only'),
+        ({'luck': 1}, "A replay has no setting 'luck'; it has idle, swf"),
+        ({'sweep': 3}, 'it must be a table of lists'),
+    ],
+)
+def test_a_study_that_cannot_be_used(
+    settings: dict[str, Any],
+    sentence: str,
+    tmp_path: Path,
+    idle: Path,
+    trainers: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = study(tmp_path, **settings)
+    assert sentence in refusal(capsys, asked, '--idle', idle, '--trainers', trainers)
+    asked.write_text('[')
+    assert 'study.toml is not TOML' in refusal(capsys, asked)
+    assert 'absent.toml cannot be read' in refusal(capsys, tmp_path / 'absent.toml')
 
 
 def test_trainers_that_can_never_run_are_refused(

@@ -5,100 +5,87 @@ from __future__ import annotations
 import json
 import math
 import re
-import sqlite3
 import stat
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from playwright.sync_api import Browser
 
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
-from parsl_freetrain.core.model.events import Action, StartFragment, StopFragment
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.rows import FragmentRow, ProgressRow, RunHistory, TrainerRow
-from parsl_freetrain.ledger.timeline import node_seconds_of
-from parsl_freetrain.ledger.writer import Ledger
+from parsl_freetrain.core.model.events import Action, Rescaled, StartFragment, StopFragment
+from parsl_freetrain.core.model.types import ScalingCurve
+from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.replay.forecast import trainers_at
 from parsl_freetrain.report.axes import linear, logarithmic, seconds
 from parsl_freetrain.report.causes import causes
 from parsl_freetrain.report.figures import Figures, as_document, figures
 from parsl_freetrain.report.learned import rescale_costs, scalings
 from parsl_freetrain.report.losses import MOST_POINTS
-from parsl_freetrain.report.metrics import CurvePoint, Curves, smoothed, thinned
+from parsl_freetrain.report.metrics import CurvePoint, Curves, MetricView, smoothed, thinned
 from parsl_freetrain.report.page import report_page
+from parsl_freetrain.report.timeline import node_seconds_of
 from tests.support.browser import DESKTOP, PHONE, tab
 from tests.support.browser import browser as browser  # a fixture
-from tests.support.ledgers import demo_ledger
+from tests.support.journals import demo_journal
+from tests.support.told import Told
 
 HOSTILE = '<img src=x onerror="document.title=\'broken\'"> & "quoted" \x1b[2J $style'
 CURVE = {'nodes': [1, 2, 4], 'rate': [1.0, 2.0, 4.0]}
 
 
 def read(path: Path, run: str | None = None, now: float = 2e9) -> Figures:
-    with Reader(path) as reader:
-        return figures(reader, run, now, DpAllocator())
+    return figures(Journal(path).history(run), now, DpAllocator())
 
 
-def small_ledger(path: Path, **more: Any) -> Ledger:
+def small_ledger(path: Path, *, fails: bool = True, **more: Any) -> Told:
     """One trainer, 10 samples/s a node: 1 node from 0 to 100 s, told to take 2 at 100 s, preempted
     at 200 s after a checkpoint at 150 s.
 
-    ``more`` goes into its spec.
+    ``more`` goes into its spec; ``fails``: whether it fails in the end.
     """
-    ledger = Ledger(path)
-    ledger.begin_run('r', at=1000.0, parsl_run_dir='', command='python x.py')
-    ledger.nodes.offered([('n0', 1000.0, 1300.0), ('n1', 1050.0, 1200.0)])
+    ledger = Told(path)
+    ledger.begin_run('r', at=1000.0, command='python x.py')
+    ledger.offered([('n0', 1000.0, 1300.0), ('n1', 1050.0, 1200.0)])
     spec = {
         'min_nodes': 1,
         'max_nodes': 4,
         'rescale_up_s': 3.0,
         'rescale_down_s': 2.0,
         'curve': CURVE,
+        'stated_costs': ('up', 'down'),
         **more,
     }
-    ledger.trainers.submitted(name='t', at=1000.0, spec=spec, total_samples=10_000, samples=0)
+    ledger.submitted(name='t', at=1000.0, spec=spec, total_samples=10_000, samples=0)
     for block, node, at, end in (('b0', 'n0', 1000.0, 1300.0), ('b1', 'n1', 1060.0, 1200.0)):
-        ledger.nodes.block_opened(block, at=at, job_id='1', nodes=1, walltime_s=None, names=[node])
-        ledger.nodes.joined(f'{block}/{node}', at=at + 5, block=block, name=node)
+        ledger.block_opened(block, at=at, nodes=1, walltime_s=None, names=[node])
+        ledger.joined(f'{block}/{node}', at=at + 5, block=block, name=node)
         if end < 1300:
-            ledger.nodes.left(f'{block}/{node}', at=end, how='taken')
-            ledger.nodes.block_closed(block, at=end, how='taken')
+            ledger.left(f'{block}/{node}', at=end, how='taken')
+            ledger.block_closed(block, at=end, how='taken')
     decide(ledger, 1005.0, {'t': 0}, {'t': 1})
-    ledger.trainers.fragment_decided(
-        't', 1, at=1005.0, task_id=1, nodes=('b0/n0',), deadline=None, from_samples=0
-    )
-    ledger.trainers.fragment_started('t', 1, at=1010.0, samples=0)
+    ledger.fragment_decided('t', 1, at=1005.0, nodes=('b0/n0',), deadline=None, from_samples=0)
+    ledger.fragment_started('t', 1, at=1010.0, samples=0)
     for at in range(1020, 1101, 10):
-        ledger.trainers.fragment_progress(
+        ledger.fragment_progress(
             't', 1, at=float(at), samples=(at - 1010) * 10, rate=10.0, metrics={'loss': 1000.0 / at}
         )
-    ledger.event(
-        at=1050.0,
-        kind='FragmentTimed',
-        trainer='t',
-        fragment=1,
-        block=None,
-        node=None,
-        detail={'start_s': 1.0, 'step_s': 0.1, 'checkpoint_s': 0.5},
-    )
     decide(ledger, 1100.0, {'t': 1}, {'t': 1})
     decide(ledger, 1100.0, {'t': 1}, {'t': 2}, StopFragment('t', 1, 'rescale from 1 to 2 nodes'))
-    ledger.trainers.checkpoint(
-        't', 1, at=1102.0, samples=920, path='', seconds=2.0, pause_s=2.0, metrics={}
-    )
-    ledger.trainers.fragment_ended('t', 1, at=1102.0, ending='stopped', samples=920, reached=920)
+    ledger.checkpoint('t', 1, at=1102.0, samples=920, seconds=2.0, pause_s=2.0)
+    took = {'start_s': 1.0, 'step_s': 0.1, 'checkpoint_s': 0.5}
+    ledger.fragment_ended('t', 1, at=1102.0, ending='stopped', samples=920, reached=920, **took)
     started = StartFragment('t', 2, ('b0/n0', 'b0/n1'), None, 920)
     decide(ledger, 1102.0, {'t': 0}, {'t': 2}, started)
-    ledger.trainers.fragment_decided(
-        't', 2, at=1102.0, task_id=2, nodes=('b0/n0', 'b1/n1'), deadline=None, from_samples=920
+    ledger.fragment_decided(
+        't', 2, at=1102.0, nodes=('b0/n0', 'b1/n1'), deadline=None, from_samples=920
     )
-    ledger.trainers.fragment_started('t', 2, at=1106.0, samples=920)
+    ledger.fragment_started('t', 2, at=1106.0, samples=920)
     for at in range(1116, 1201, 10):
-        ledger.trainers.fragment_progress(
+        ledger.fragment_progress(
             't',
             2,
             at=float(at),
@@ -106,18 +93,12 @@ def small_ledger(path: Path, **more: Any) -> Ledger:
             rate=20.0,
             metrics={'loss': 1000.0 / at},
         )
-    ledger.trainers.checkpoint(
-        't', 2, at=1150.0, samples=1800, path='', seconds=1.0, pause_s=1.0, metrics={}
-    )
-    ledger.trainers.fragment_ended(
-        't', 2, at=1200.0, ending='preempted', samples=1800, reached=2800
-    )
+    ledger.checkpoint('t', 2, at=1150.0, samples=1800, seconds=1.0, pause_s=1.0)
+    ledger.fragment_ended('t', 2, at=1200.0, ending='preempted', samples=1800, reached=2800)
     decide(ledger, 1200.0, {'t': 0}, {'t': 1})
-    ledger.trainers.fragment_decided(
-        't', 3, at=1200.0, task_id=3, nodes=('b0/n0',), deadline=None, from_samples=1800
-    )
-    ledger.trainers.fragment_started('t', 3, at=1204.0, samples=1800)
-    ledger.trainers.fragment_ended(
+    ledger.fragment_decided('t', 3, at=1200.0, nodes=('b0/n0',), deadline=None, from_samples=1800)
+    ledger.fragment_started('t', 3, at=1204.0, samples=1800)
+    ledger.fragment_ended(
         't',
         3,
         at=1230.0,
@@ -126,34 +107,24 @@ def small_ledger(path: Path, **more: Any) -> Ledger:
         reached=2060,
         error='ValueError: ' + HOSTILE,
     )
-    ledger.trainers.state('t', at=1230.0, state='failed', why='it broke')
+    if fails:
+        ledger.over('t', at=1230.0, state='failed', why='it broke')
     return ledger
 
 
 def decide(
-    ledger: Ledger, at: float, current: dict[str, int], allocation: dict[str, int], *actions: Action
+    ledger: Told, at: float, current: dict[str, int], allocation: dict[str, int], *actions: Action
 ) -> None:
-    ledger.decisions.decision(
-        at=at,
-        trigger='NodesJoined',
-        nodes=2,
-        status='optimal',
-        solver='dp',
-        objective=2.0,
-        staying=1.0,
-        seconds=0.001,
-        current=current,
-        allocation=allocation,
-        actions=actions,
-    )
+    worth = {'objective': 2.0, 'staying': 1.0, 'seconds': 0.001}
+    ledger.decision(at, *actions, current=current, allocation=allocation, **worth)
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    ledger = small_ledger(tmp_path / 'ledger.sqlite')
-    ledger.end_run('r', at=1300.0, how='done')
+    ledger = small_ledger(tmp_path / 'ledger.journal')
+    ledger.end_run(at=1300.0, how='done')
     ledger.close()
-    return tmp_path / 'ledger.sqlite'
+    return tmp_path / 'ledger.journal'
 
 
 def test_what_became_of_every_node_second(small: Path) -> None:
@@ -178,10 +149,9 @@ def test_what_became_of_every_node_second(small: Path) -> None:
     'options', [{'runs': 2}, {'ended': False, 'nodes': 9, 'hole_s': (3.0, 9.0)}]
 )
 def test_causes_add_up_to_the_summary(tmp_path: Path, options: dict[str, Any]) -> None:
-    path = demo_ledger(tmp_path / 'ledger.sqlite', seconds=60.0, **options)
-    with Reader(path) as reader:
-        totals = node_seconds_of(reader.history())
-        found = causes(reader.history())
+    path = demo_journal(tmp_path / 'ledger.journal', seconds=60.0, **options)
+    history = Journal(path).history()
+    totals, found = node_seconds_of(history), causes(history)
     for kind in set(totals) - {'offered'}:
         assert sum(c.node_s for c in found if c.kind == kind) == pytest.approx(
             totals[kind], abs=1e-3
@@ -216,8 +186,8 @@ def test_a_decision_that_takes_time_to_be_carried_out_is_told_of_once(tmp_path: 
     """First another trainer has to stop; in the middle of it the pool changes, and the trainer's
     own share does not.
     """
-    ledger = small_ledger(tmp_path / 'ledger.sqlite')
-    ledger.trainers.submitted(name='t-2', at=1200.0, spec={}, total_samples=None, samples=0)
+    ledger = small_ledger(tmp_path / 'ledger.journal')
+    ledger.submitted(name='t-2', at=1200.0, spec={}, total_samples=None, samples=0)
     for at, more in (
         (1240.0, ()),
         (1241.0, ()),
@@ -225,40 +195,39 @@ def test_a_decision_that_takes_time_to_be_carried_out_is_told_of_once(tmp_path: 
     ):
         decide(ledger, at, {'t-2': 0}, {'t-2': 1}, *more)
     decide(ledger, 1250.0, {'t-2': 0}, {'t-2': 1})  # what it had was taken
-    ledger.end_run('r', at=1300.0, how='done')
+    ledger.end_run(at=1300.0, how='done')
     ledger.close()
     assert [
         (o.at, o.until, o.nodes_before, o.nodes)
-        for o in read(tmp_path / 'ledger.sqlite').outcomes
+        for o in read(tmp_path / 'ledger.journal').outcomes
         if o.trainer == 't-2'
     ] == [(1240.0, 1250.0, 0, 1), (1250.0, 1300.0, 0, 1)]
 
 
 def test_predictions_cost_what_the_decision_took_a_rescale_to_cost(tmp_path: Path) -> None:
-    """Nothing is stated, and no rescale has been measured by then: a start and a checkpoint."""
-    ledger = small_ledger(tmp_path / 'ledger.sqlite', stated_costs=[])
-    ledger.event(
-        at=1106.0,
-        kind='Rescaled',
-        trainer='t',
-        fragment=2,
-        block=None,
-        node=None,
-        detail={'before': 1, 'after': 2, 'seconds': 7.0},
-    )
-    ledger.trainers.fragment_progress('t', 3, at=1210.0, samples=1850, rate=10.0, metrics={})
+    """Nothing is stated. What is assumed at first is followed by a start and a checkpoint, and by a
+    rescale.
+    """
+    ledger = small_ledger(tmp_path / 'ledger.journal', fails=False, stated_costs=())
+    ledger.fragment_progress('t', 3, at=1210.0, samples=1850, rate=10.0)
     decide(ledger, 1220.0, {'t': 1}, {'t': 2})
-    ledger.end_run('r', at=1300.0, how='done')
+    ledger.take(Rescaled(1225.0, 't', 3, 1, 2, 7.0))
+    decide(ledger, 1230.0, {'t': 1}, {'t': 2}, StopFragment('t', 3, 'rescale'))
+    decide(ledger, 1240.0, {'t': 0}, {'t': 1})
+    decide(ledger, 1250.0, {'t': 1}, {'t': 2})
+    ledger.end_run(at=1300.0, how='done')
     ledger.close()
-    _, second, _, fourth = read(tmp_path / 'ledger.sqlite').outcomes
-    assert second.expected == pytest.approx(100 * 20 - 1.5 * 10)
-    assert fourth.expected == pytest.approx(10 * 20 - 7 * 10)
+    expected = {o.at: o.expected for o in read(tmp_path / 'ledger.journal').outcomes}
+    assert expected[1100.0] == pytest.approx(100 * 20 - 3 * 10)
+    assert expected[1220.0] == pytest.approx(10 * 20 - 1.5 * 10)
+    assert expected[1250.0] == pytest.approx(50 * 20 - 7 * 10)
 
 
 def test_why_knows_speeds_that_were_stated_by_class(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small_ledger(tmp_path / 'ledger.sqlite', curve=None, classes=['fast', 'slow']).close()
+    by_class = (('fast', ScalingCurve((1, 2), (1.0, 2.0))),)
+    small_ledger(tmp_path / 'ledger.journal', curve=None, class_curves=by_class).close()
     assert main(['why', 't', '--ledger', str(tmp_path)]) == 0
     assert 'Its scaling curve was stated' in capsys.readouterr().out
 
@@ -266,32 +235,29 @@ def test_why_knows_speeds_that_were_stated_by_class(
 def test_speeds_of_two_node_classes_are_told_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ledger = small_ledger(tmp_path / 'ledger.sqlite', curve=None)
+    ledger = small_ledger(tmp_path / 'ledger.journal', fails=False, curve=None)
     for block, node_class in (('b0', 'fast'), ('b1', 'fast'), ('b2', 'slow'), ('b3', 'cpu')):
-        ledger.nodes.block_opened(
-            block, at=1000.0, job_id='1', nodes=1, walltime_s=None, names=[], node_class=node_class
+        ledger.block_opened(
+            block, at=1000.0, nodes=1, walltime_s=None, names=[], node_class=node_class
         )
-    ledger.nodes.joined('b2/s', at=1240.0, block='b2', name='s')
+    ledger.joined('b2/s', at=1240.0, block='b2', name='s')
     start = StartFragment('t', 4, ('b2/s',), None, 1800)
     decide(ledger, 1235.0, {'t': 0}, {'t': 0}, start)
     for fragment, at in ((4, 1240.0), (5, 1270.0)):
         decide(ledger, at, {'t': 0}, {'t': 1}, start)
-        ledger.trainers.fragment_decided(
-            't', fragment, at=at, task_id=4, nodes=('b2/s',), deadline=None, from_samples=1800
+        ledger.fragment_decided(
+            't', fragment, at=at, nodes=('b2/s',), deadline=None, from_samples=1800
         )
-        ledger.trainers.fragment_started('t', fragment, at=at, samples=1800)
-        ledger.trainers.fragment_progress(
-            't', fragment, at=at + 20, samples=1860, rate=3.0, metrics={}
-        )
-    ledger.trainers.state('t', at=1270.0, state='running')
-    ledger.end_run('r', at=1300.0, how='done')
+        ledger.fragment_started('t', fragment, at=at, samples=1800)
+        ledger.fragment_progress('t', fragment, at=at + 20, samples=1860, rate=3.0)
+    ledger.end_run(at=1300.0, how='done')
     ledger.close()
     assert main(['why', 't', '--ledger', str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert 'is known: 10 on 1, 20 on 2 nodes of class fast.' in out
     assert 'is known: 3 on 1 nodes of class slow.' in out
     assert 'It has not been measured on nodes of class cpu' in out
-    found = read(tmp_path / 'ledger.sqlite')
+    found = read(tmp_path / 'ledger.journal')
     assert [(s.node_class, s.measured) for s in found.scalings['t']] == [
         ('fast', ((1, 10.0, 1), (2, 20.0, 1))),
         ('slow', ((1, 3.0, 2),)),
@@ -299,7 +265,7 @@ def test_speeds_of_two_node_classes_are_told_apart(
     # Nothing was known of the slow node at the first decision for it.
     expected = {o.at: o.expected for o in found.outcomes}
     assert expected[1240.0] is None and expected[1270.0] == pytest.approx(30 * 3)
-    [trainer] = trainers_at(tmp_path / 'ledger.sqlite')
+    [trainer] = trainers_at(tmp_path / 'ledger.journal')
     assert {name: curve.rate_at(1) for name, curve in trainer.trainer.class_curves} == {
         'fast': pytest.approx(10, rel=0.05),
         'slow': pytest.approx(3, rel=0.05),
@@ -330,18 +296,10 @@ def test_costs_of_changes_and_the_curve(small: Path) -> None:
         'up': (3.0, (6.0,)),
         'start': (0.0, (5.0, 4.0)),
     }
-    with Reader(small) as reader:
-        told = [
-            {
-                'run': 1,
-                'trainer': 't',
-                'fragment': 2,
-                'detail': {'before': 1, 'after': 2, 'seconds': 5.5},
-            }
-        ]
-        assert {c.change: c.measured_s for c in rescale_costs(reader.history(), told)}['up'] == (
-            5.5,
-        )  # who was there knows better
+    history = Journal(small).history()
+    history.runs[0].trainers['t'].rescaled.append(Rescaled(1106.0, 't', 2, 1, 2, 5.5))
+    costs = {c.change: c.measured_s for c in rescale_costs(history)}
+    assert costs['up'] == (5.5,)  # who was there knows better
     [scaling] = found.scalings['t']
     assert scaling.stated and scaling.measured == ((1, 10.0, 1), (2, 20.0, 1))
     # The stated curve has no unit of its own: its size is what was measured on the fewest nodes.
@@ -351,19 +309,15 @@ def test_costs_of_changes_and_the_curve(small: Path) -> None:
 def test_losses_are_thinned_but_keep_their_extremes_and_leave_out_what_is_no_number(
     tmp_path: Path,
 ) -> None:
-    path = tmp_path / 'ledger.sqlite'
-    ledger = Ledger(path)
-    ledger.begin_run('r', at=0.0, parsl_run_dir='', command='')
-    ledger.trainers.submitted(name='t', at=0.0, spec={}, total_samples=None, samples=0)
-    ledger.trainers.fragment_decided(
-        't', 1, at=0.0, task_id=1, nodes=('n',), deadline=None, from_samples=0
-    )
+    path = tmp_path / 'ledger.journal'
+    ledger = Told(path)
+    ledger.begin_run('r', at=0.0, command='')
+    ledger.submitted(name='t', at=0.0, spec={}, total_samples=None, samples=0)
+    ledger.fragment_decided('t', 1, at=0.0, nodes=('n',), deadline=None, from_samples=0)
     for i in range(5000):
         odd = {7: math.nan, 8: math.inf, 9: 1e308, 10: -1e308, 1234: 99.0, 4321: -5.0}
         loss = odd.get(i, 1.0 + math.sin(i))
-        ledger.trainers.fragment_progress(
-            't', 1, at=float(i), samples=i, rate=None, metrics={'loss': loss}
-        )
+        ledger.fragment_progress('t', 1, at=float(i), samples=i, rate=None, metrics={'loss': loss})
     ledger.close()
     [line] = read(path).losses['t'].fragments
     assert len(line) <= MOST_POINTS + 2 and (line[0].samples, line[-1].samples) == (0, 4999)
@@ -401,8 +355,8 @@ def long_report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
     """The page of two runs with 10 trainers on 14 nodes, and its figures."""
     folder = tmp_path_factory.mktemp('report')
     names = [*(f'trainer {i}' for i in range(9)), 'cnn-' + 30 * 'long']
-    demo_ledger(folder / 'ledger.sqlite', runs=2, seconds=60.0, trainers=names, nodes=14)
-    found = read(folder / 'ledger.sqlite')
+    demo_journal(folder / 'ledger.journal', runs=2, seconds=60.0, trainers=names, nodes=14)
+    found = read(folder / 'ledger.journal')
     (folder / 'out.html').write_text(report_page(found))
     return folder / 'out.html', as_document(found)
 
@@ -443,12 +397,10 @@ def test_the_page_in_a_browser(
 
 @pytest.mark.parametrize('axis', ['samples', 'epochs', 'seconds'])
 def test_metrics_of_all_trainers_in_one_picture(tmp_path: Path, axis: str) -> None:
-    ledger, out = demo_ledger(tmp_path / 'l.db', runs=2, seconds=60.0), tmp_path / 'out.html'
-    with closing(sqlite3.connect(ledger)) as db, db:
-        db.execute("UPDATE trainers SET spec = json_set(spec, '$.total_epochs', 6)")
-    given = ['report', '--ledger', str(ledger), '--out', str(out), '--axis', axis]
-    assert main([*given, '--smooth', '0.8']) == 0
-    text = out.read_text()
+    history = Journal(demo_journal(tmp_path / 'l', runs=2, seconds=60.0)).history()
+    for one in history.trainings:
+        one.submitted = structs.replace(one.submitted, total_epochs=6)
+    text = report_page(figures(history, 2e9, None), MetricView(axis, 0.8))
     _, _, chart = text.partition(f'aria-label="loss over {axis}"')
     lines = re.findall(r'<polyline class="line (.*?)"', chart.partition('</section>')[0])
     assert len(lines) == 4 and sum('raw' in kind for kind in lines) == 2  # of cnn and mlp
@@ -457,18 +409,14 @@ def test_metrics_of_all_trainers_in_one_picture(tmp_path: Path, axis: str) -> No
 
 def test_a_stated_curve_meets_the_speed_on_the_smallest_number_of_nodes() -> None:
     """The last report of a fragment is often another than its typical one."""
-    history = RunHistory(
-        trainers=(
-            TrainerRow(1, 't', 0.0, {'max_nodes': 4, 'curve': CURVE}, 9, 0, 0, 'queued', 0.0),
-        ),
-        fragments=tuple(FragmentRow(1, 't', number, 0.0, nodes=('x',)) for number in (1, 2)),
-    )
-    progress = [
-        ProgressRow(1, 't', number, 0.0, 0, rate, {})
-        for number in (1, 2)
-        for rate in (10.0, 10.0, 10.0, 4.0)
-    ]
-    (found,) = scalings(history, progress)['t']
+    told = Told()
+    told.begin_run('r', at=0.0)
+    told.submitted('t', at=0.0, spec={'max_nodes': 4, 'curve': CURVE})
+    for number in (1, 2):
+        told.fragment_decided('t', number, at=0.0, nodes=('x',))
+        for rate in (10.0, 10.0, 10.0, 4.0):
+            told.fragment_progress('t', number, at=0.0, samples=0, rate=rate)
+    (found,) = scalings(told.history)['t']
     assert (found.measured, found.curve[0]) == (((1, 10.0, 2),), (1, 10.0))
 
 
@@ -489,7 +437,7 @@ def test_the_page_says_each_thing_once_and_plainly(small: Path) -> None:
 
 
 def test_curves_are_those_of_the_kept_training(tmp_path: Path) -> None:
-    found = read(demo_ledger(tmp_path / 'l.db', runs=2, seconds=60.0))
+    found = read(demo_journal(tmp_path / 'l.db', runs=2, seconds=60.0))
     for trainer, curve in found.metrics['loss'].items():
         samples = [point.samples for point in curve]
         assert samples == sorted(set(samples)) and len(samples) > 5
@@ -512,13 +460,13 @@ def test_metrics_that_cannot_be_drawn(
 
 
 def test_names_and_errors_are_text_in_the_page(tmp_path: Path, browser: Browser) -> None:
-    path = tmp_path / 'ledger.sqlite'
+    path = tmp_path / 'ledger.journal'
     ledger = small_ledger(path)
-    ledger.trainers.submitted(name=HOSTILE, at=1000.0, spec={}, total_samples=None, samples=0)
-    ledger.trainers.state(
+    ledger.submitted(name=HOSTILE, at=1000.0, spec={}, total_samples=None, samples=0)
+    ledger.over(
         HOSTILE, at=1200.0, state='failed', why='</style><script>document.title="broken"</script>'
     )
-    ledger.end_run('r', at=1300.0, how=HOSTILE)
+    ledger.end_run(at=1300.0, how=HOSTILE)
     ledger.close()
     out = tmp_path / 'out.html'
     assert main(['report', '--ledger', str(path), '--out', str(out)]) == 0
@@ -558,7 +506,7 @@ def test_the_file_is_private_whole_and_where_it_was_asked_for(
     assert main(['report']) == 0
     assert 'open it in a browser' in capsys.readouterr().out
     assert stat.S_IMODE((tmp_path / 'freetrain-report.html').stat().st_mode) == 0o600
-    assert {p.name for p in tmp_path.iterdir()} == {'ledger.sqlite', 'freetrain-report.html'}
+    assert {p.name for p in tmp_path.iterdir()} == {'ledger.journal', 'freetrain-report.html'}
     for arguments, words in (
         (['--out', 'absent/x.html'], 'The report absent/x.html cannot be written'),
         (['--run', 'x'], "no run 'x'"),
@@ -567,18 +515,18 @@ def test_the_file_is_private_whole_and_where_it_was_asked_for(
         assert main(['report', *arguments]) == 2
         out = capsys.readouterr()
         assert out.out == '' and len(out.err.splitlines()) == 1 and words in out.err
-    assert {p.name for p in tmp_path.iterdir()} == {'ledger.sqlite', 'freetrain-report.html'}
+    assert {p.name for p in tmp_path.iterdir()} == {'ledger.journal', 'freetrain-report.html'}
 
 
 def test_runs_in_which_little_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ledger = Ledger(tmp_path / 'ledger.sqlite')
+    ledger = Told(tmp_path / 'ledger.journal')
     assert main(['report', '--ledger', str(tmp_path), '--out', str(tmp_path / 'a.html')]) == 2
     assert 'has no run yet' in capsys.readouterr().err
-    ledger.begin_run('r', at=5.0, parsl_run_dir='', command='')
+    ledger.begin_run('r', at=5.0, command='')
     ledger.commit()
     for more in (False, True):
         if more:
-            ledger.trainers.submitted(name='t', at=5.0, spec={}, total_samples=None, samples=0)
+            ledger.submitted(name='t', at=5.0, spec={}, total_samples=None, samples=0)
             ledger.commit()
         assert main(['report', '--ledger', str(tmp_path), '--out', str(tmp_path / 'a.html')]) == 0
         assert 'No node was offered' in (tmp_path / 'a.html').read_text()

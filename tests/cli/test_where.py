@@ -18,14 +18,14 @@ def test_the_nearest_ledger_from_here_upwards(
     deep.mkdir(parents=True)
     monkeypatch.chdir(deep)
     with pytest.raises(
-        BadInput, match='There is no ledger.sqlite in .*name its checkpoint_dir with --ledger'
+        BadInput, match='There is no ledger.journal in .*name its checkpoint_dir with --ledger'
     ):
         ledger_at(None)
-    above = tmp_path / 'checkpoints' / 'ledger.sqlite'
+    above = tmp_path / 'checkpoints' / 'ledger.journal'
     above.parent.mkdir()
     above.touch()
     assert ledger_at(None) == above
-    here = deep / 'ledger.sqlite'
+    here = deep / 'ledger.journal'
     here.touch()
     assert ledger_at(None) == here
     assert ledger_at(tmp_path) == ledger_at(above.parent) == ledger_at(above) == above
@@ -35,7 +35,7 @@ def test_the_nearest_ledger_from_here_upwards(
 def test_what_is_named_must_be_there(tmp_path: Path, given: str) -> None:
     (tmp_path / 'a').mkdir()
     with pytest.raises(
-        BadInput, match=r'no run with the ledger .*name the ledger\.sqlite of a run'
+        BadInput, match=r'no run with the ledger .*name the ledger\.journal of a run'
     ):
         ledger_at(tmp_path / given)
 

@@ -18,7 +18,7 @@ from playwright.sync_api import Browser
 from parsl_freetrain.cli.live.page import LivePage
 from parsl_freetrain.cli.live.view import LiveView
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
-from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.journal.read import Journal
 from tests.support.browser import launched, tab
 from tests.support.programs import run_to_end
 
@@ -72,22 +72,19 @@ def picture(
 
 def during(browser: Browser, demo: subprocess.Popen[bytes], folder: Path, out: Path) -> None:
     """Take the pictures of status and of the live page when the training is half done."""
-    ledger = folder / 'run' / 'holes' / 'ledger.sqlite'
+    ledger = folder / 'run' / 'holes' / 'ledger.journal'
     while not ledger.exists() and demo.poll() is None:
         time.sleep(0.2)
-    with Reader(ledger) as reader:
-        view = LiveView(reader, DpAllocator())
-        while demo.poll() is None:
-            trainers = view.snapshot(time.time()).trainers
-            if trainers and all(t.total and t.samples > PART * t.total for t in trainers):
-                break
-            time.sleep(0.2)
-        said = run_to_end(
-            [sys.executable, '-m', 'parsl_freetrain.cli.main', 'status', '--ledger', str(ledger)],
-            env={'COLUMNS': '110', 'PATH': ''},
-            check=True,
-        ).stdout
-    (folder / 'live.html').write_text(LivePage(ledger, None, 1.0).newest()[0])
+    journal = Journal(ledger)
+    view = LiveView(journal, DpAllocator())
+    while demo.poll() is None:
+        trainers = view.snapshot(time.time()).trainers
+        if trainers and all(t.total and t.samples > PART * t.total for t in trainers):
+            break
+        time.sleep(0.2)
+    command = [sys.executable, '-m', 'parsl_freetrain.cli.main', 'status', '--ledger', str(ledger)]
+    said = run_to_end(command, env={'COLUMNS': '110', 'PATH': ''}).stdout
+    (folder / 'live.html').write_text(LivePage(journal, None, 1.0).newest()[0])
     picture(browser, folder / 'live.html', out / 'live.png', SIZE, BEFORE_THE_CARDS)
     (folder / 'status.html').write_text(TERMINAL.format(html.escape(said)))
     picture(browser, folder / 'status.html', out / 'status.png', (940, 190))

@@ -88,12 +88,6 @@ def perform(
             sys, 'stdin', io.TextIOWrapper(io.BytesIO(Path(words[at + 1]).read_bytes()))
         )
         words = words[:at] + words[at + 2 :]
-    if '--sweep' in words:
-        words = [
-            *words,
-            '--jobs',
-            '1',
-        ]  # as many processes as cores would take longer than the few replays
     if words[0] == 'freetrain':
         capsys.readouterr()
         status = main(words[1:])

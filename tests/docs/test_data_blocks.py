@@ -16,6 +16,8 @@ import pytest
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.journal.tables import write_sqlite
+from parsl_freetrain.replay.study import read_study
+from parsl_freetrain.replay.sweep import requests
 from parsl_freetrain.sites.named import site_in_table
 from parsl_freetrain.sites.registry import GROUP
 from tests.support.journals import demo_journal
@@ -61,6 +63,12 @@ def test_toml_is_a_site(tmp_path: Path) -> None:
     for number, block in enumerate(found):
         content = tomllib.loads(block.code)
         assert content
+        if 'trainers' in content:
+            file = tmp_path / 'study.toml'
+            file.write_text(block.code)
+            settings, swept = read_study(file)
+            assert requests(settings, swept)
+            continue
         if 'project' in content:  # of a pyproject.toml
             assert GROUP in content['project']['entry-points']
             continue

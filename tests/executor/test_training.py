@@ -23,8 +23,8 @@ from parsl_freetrain import (
     freetrain_app,
     same_weights,
 )
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.summary import summary
+from parsl_freetrain.journal.read import Journal
+from parsl_freetrain.report.summary import summary
 from parsl_freetrain.sites.idle_schedule import Schedule
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S
@@ -51,8 +51,7 @@ def test_two_trainers_finish_and_their_checkpoints_feed_an_ordinary_app(tmp_path
         assert first.result().metrics.keys() == {'loss'}
         assert same_weights(first.result(), second.result())
         assert all(f.result().samples <= 192 for f in first.checkpoints)
-    with Reader(executor.ledger_path) as ledger:
-        found = summary(ledger)
+    found = summary(Journal(executor.ledger_path.with_suffix('.journal')).history())
     assert (
         found['trainers']['fit']['samples'] == found['trainers']['fit']['samples_expected'] == 192
     )

@@ -9,6 +9,7 @@ import gzip
 import json
 import re
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,8 @@ from tests.support.programs import run_to_end
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / 'shared' / 'data'
 PAGE = ROOT / 'docs' / 'evidence' / 'replay.md'
-SUMMIT = ('--idle', str(DATA / 'idle' / 'summit-2021-02-week1.csv.gz'), '--from', '72743')
-THETA = ('--swf', str(DATA / 'theta-2022.swf.gz'))
+SUMMIT = {'idle': str(DATA / 'idle' / 'summit-2021-02-week1.csv.gz'), 'from': 72743}
+THETA = {'swf': str(DATA / 'theta-2022.swf.gz')}
 SHUFFLENET = 'hpo-shufflenet-1000'
 
 
@@ -35,20 +36,20 @@ class Row:
     options: str
     efficiency: float
 
-    def arguments(self, backlog: Path) -> list[str]:
-        """What ``freetrain`` is called with."""
+    def study(self, backlog: Path) -> str:
+        """Its study, as TOML."""
         theta = self.section.startswith('Theta')
         trainers = backlog if theta else DATA / 'trainers' / f'{self.trainers}.json.gz'
-        whole = theta or self.section == 'All nodes' or '--nodes' in self.options
-        return [
-            'replay',
-            *(THETA if theta else SUMMIT),
-            '--trainers',
-            str(trainers),
-            '--json',
-            *([] if whole else ['--nodes', '1024']),
-            *self.options.split(),
-        ]
+        whole = theta or self.section == 'All nodes'
+        settings: dict[str, object] = {
+            **(THETA if theta else SUMMIT),
+            **({} if whole else {'nodes': 1024}),
+            'trainers': str(trainers),
+        }
+        for name, value in re.findall(r'--([a-z-]+)(?: ([^- ]\S*))?', self.options):
+            number = re.fullmatch(r'[\d.]+', value)
+            settings[name] = json.loads(value) if number else value or True
+        return ''.join(f'{name} = {json.dumps(value)}\n' for name, value in settings.items())
 
 
 def rows(page: str) -> list[Row]:
@@ -79,14 +80,11 @@ def write_backlog(folder: Path) -> Path:
 
 def done_again(row: Row, backlog: Path) -> dict[str, object]:
     """What ``freetrain replay`` answers; RuntimeError with its words if it fails."""
-    done = run_to_end(
-        [
-            sys.executable,
-            '-c',
-            'import sys; from parsl_freetrain.cli.main import main; sys.exit(main(sys.argv[1:]))',
-            *row.arguments(backlog),
-        ]
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        study = Path(folder) / 'study.toml'
+        study.write_text(row.study(backlog))
+        program = [sys.executable, '-m', 'parsl_freetrain.cli.main']
+        done = run_to_end([*program, 'replay', str(study), '--json'])
     if done.returncode:
         raise RuntimeError(f'{row}: {done.stderr}')
     answer: dict[str, object] = json.loads(done.stdout)

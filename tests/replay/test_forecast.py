@@ -11,11 +11,11 @@ from parsl_freetrain.cli.main import main
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.types import ScalingCurve, Trainer
-from parsl_freetrain.ledger.writer import Ledger
 from parsl_freetrain.replay.forecast import ENDLESS, PlannedBlock, forecasts, trainers_at
 from parsl_freetrain.replay.trainers import ReplayTrainer
 from tests.support.batch_tests import Rehearsal
-from tests.support.ledgers import demo_ledger
+from tests.support.journals import demo_journal
+from tests.support.told import Told
 
 LINEAR = ScalingCurve((0, 4), (0.0, 40.0))
 SETTINGS = ControllerSettings(min_hole_s=5.0)
@@ -188,7 +188,7 @@ def test_plan_goes_by_whether_the_site_lets_fragments_use_several_blocks(
 
 
 def test_a_ledger_says_what_is_left_and_how_fast(tmp_path: Path) -> None:
-    path = demo_ledger(tmp_path / 'ledger.sqlite', nodes=2, seconds=20.0, ended=False)
+    path = demo_journal(tmp_path / 'ledger.journal', nodes=2, seconds=20.0, ended=False)
     found = trainers_at(path)
     assert [t.trainer.name for t in found] == ['cnn', 'mlp']
     for one in (t.trainer for t in found):
@@ -197,21 +197,19 @@ def test_a_ledger_says_what_is_left_and_how_fast(tmp_path: Path) -> None:
 
 
 def test_a_ledger_says_which_node_counts_a_trainer_may_have(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / 'ledger.sqlite')
-    ledger.begin_run('r', at=1.0, parsl_run_dir='', command='')
-    ledger.trainers.submitted(
+    ledger = Told(tmp_path / 'ledger.journal')
+    ledger.begin_run('r', at=1.0)
+    ledger.submitted(
         name='t',
         at=1.0,
-        spec={'min_nodes': 2, 'max_nodes': 4, 'sizes': [2, 4]},
+        spec={'min_nodes': 2, 'max_nodes': 4, 'sizes': (2, 4)},
         total_samples=None,
         samples=0,
     )
-    ledger.trainers.fragment_decided(
-        't', 1, at=1.0, task_id=1, nodes=('x', 'y'), deadline=None, from_samples=0
-    )
-    ledger.trainers.fragment_progress('t', 1, at=2.0, samples=20, rate=20.0, metrics={})
+    ledger.fragment_decided('t', 1, at=1.0, nodes=('x', 'y'), deadline=None, from_samples=0)
+    ledger.fragment_progress('t', 1, at=2.0, samples=20, rate=20.0)
     ledger.close()
-    found = trainers_at(tmp_path / 'ledger.sqlite')
+    found = trainers_at(tmp_path / 'ledger.journal')
     assert list(found[0].trainer.counts()) == [2, 4]
     [one] = forecasts([block(3, 100.0)], found, SETTINGS, 0.0, 50.0)
     assert one.samples == pytest.approx((2000, 2000))  # on two of three nodes
@@ -220,15 +218,15 @@ def test_a_ledger_says_which_node_counts_a_trainer_may_have(tmp_path: Path) -> N
 def test_files_that_say_too_little_get_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / 'ledger.sqlite'
-    ledger = Ledger(path)
+    path = tmp_path / 'ledger.journal'
+    ledger = Told(path)
     for words in ('has no run yet', 'anything left to train', "how fast 't' trains"):
         with pytest.raises(BadInput, match=words):
             trainers_at(path)
         if words == 'has no run yet':
-            ledger.begin_run('r', at=1.0, parsl_run_dir='', command='')
+            ledger.begin_run('r', at=1.0)
         else:
-            ledger.trainers.submitted(name='t', at=1.0, spec={}, total_samples=None, samples=0)
+            ledger.submitted(name='t', at=1.0, spec={}, total_samples=None, samples=0)
         ledger.commit()
     ledger.close()
     with pytest.raises(BadInput, match='cannot be read'):

@@ -43,11 +43,15 @@ def test_habits_of_one_record_spare_preemptions_in_the_next(
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
         return found
 
-    without, learned = answer(), answer('--habits', habits)
+    def by(name: str) -> str:
+        (tmp_path / 'study.toml').write_text(f'habits = "{name}"')
+        return str(tmp_path / 'study.toml')
+
+    without, learned = answer(), answer(by('habits.json'))
     assert learned['preempted'] == 0 < without['preempted']
     assert without['efficiency'] < learned['efficiency'] <= learned['efficiency_bound']
     other = str(record(tmp_path / 'other.csv', 'x', range(9, 19)))
-    assert main([*asked, other, '--habits', habits]) == 2
+    assert main([*asked, other, by('habits.json')]) == 2
     assert 'are of another machine, with nodes such as n0, n1' in capsys.readouterr().err
     empty = json.loads(Path(habits).read_text()) | {'nodes': []}
     (tmp_path / 'empty.json').write_text(json.dumps(empty))
@@ -56,7 +60,7 @@ def test_habits_of_one_record_spare_preemptions_in_the_next(
         ('empty.json', 'is not a file of habits'),
         ('none', 'cannot be read'),
     ):
-        assert main([*asked, after, '--habits', str(tmp_path / wrong)]) == 2
+        assert main([*asked, after, by(wrong)]) == 2
         assert why in capsys.readouterr().err
     assert main(['replay', '--horizon', '9', '--idle', before, '--learn-habits', habits]) == 2
     assert '--horizon does not go with --learn-habits' in capsys.readouterr().err

@@ -106,13 +106,19 @@ def test_another_horizon_is_asked_in_the_state_that_the_run_was_in(
     assert found['gain_per_s']['replay'] < found['gain_per_s']['run']
 
 
+def by_objective(folder: Path, objective: str) -> str:
+    path = folder / 'study.toml'
+    path.write_text(f'objective = "{objective}"')
+    return str(path)
+
+
 def test_another_objective_and_another_solver(
-    ledger: Path, capsys: pytest.CaptureFixture[str]
+    ledger: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shared = answer(capsys, ledger, '--solver', 'equal-share')
     assert shared['reproduced'] == shared['decisions']
     assert shared['gain_per_s']['replay'] <= shared['gain_per_s']['run']
-    doubled = answer(capsys, ledger, '--objective', '2*rate')
+    doubled = answer(capsys, ledger, by_objective(tmp_path, '2*rate'))
     assert doubled['same'] == doubled['decisions']
     assert doubled['gain_per_s']['replay'] == pytest.approx(2 * doubled['gain_per_s']['run'])
 
@@ -120,7 +126,7 @@ def test_another_objective_and_another_solver(
 def test_a_human_reads_what_would_have_changed(
     ledger: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(['replay', '--ledger', str(ledger.parent), '--horizon', '5']) == 0
+    assert main(['replay', '--ledger', str(ledger), '--horizon', '5']) == 0
     said = capsys.readouterr().out
     assert 'replayed with        solver auto, horizon 5 s, objective throughput' in said
     assert 'NodesJoined              a 4 -> 2' in said
@@ -131,14 +137,15 @@ def test_bad_input_gets_a_sentence(
 ) -> None:
     given = ('--ledger', str(ledger))
     assert "There is no run 'other' in this ledger" in refusal(capsys, *given, '--run', 'other')
-    assert "There is no solver 'magic'" in refusal(capsys, *given, '--solver', 'magic')
-    assert 'horizon_s is -1' in refusal(capsys, *given, '--horizon', '-1')
-    assert "no metric 'loss'" in refusal(capsys, *given, '--objective', 'loss')
-    assert "Trainer 'b'" in refusal(capsys, *given, '--objective', 'rate/remaining_samples')
+    assert "--solver is 'magic'" in refusal(capsys, *given, '--solver', 'magic')
+    assert '--horizon is' in refusal(capsys, *given, '--horizon', '-1')
+    assert "no metric 'loss'" in refusal(capsys, *given, by_objective(tmp_path, 'loss'))
+    unknown = by_objective(tmp_path, 'rate/remaining_samples')
+    assert "Trainer 'b'" in refusal(capsys, *given, unknown)
     assert '--idle does not go with --ledger' in refusal(capsys, *given, '--idle', 'x.csv')
     assert '--from does not go with --ledger' in refusal(capsys, *given, '--from', '1')
-    assert 'Give --trainers with a trace' in refusal(capsys, '--synthetic', '1')
-    assert 'give --ledger, too' in refusal(capsys, '--synthetic', '1', '--run', 'x')
+    assert 'Give --trainers with a trace' in refusal(capsys, '--nodes', '1')
+    assert 'give --ledger, too' in refusal(capsys, '--nodes', '1', '--run', 'x')
     text = tmp_path / 'notes.txt'
     text.write_text('no database')
     assert 'is not a FreeTrain ledger' in refusal(capsys, '--ledger', str(text))

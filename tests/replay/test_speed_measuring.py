@@ -79,5 +79,5 @@ def test_bad_numbers_get_a_sentence(learning: dict[str, float], says: str) -> No
 
 
 def test_the_objective_of_the_file_would_tell_the_curves() -> None:
-    with pytest.raises(BadInput, match='name one, such as --objective speedup'):
+    with pytest.raises(BadInput, match='name one, such as objective = "speedup" in a study'):
         structs.replace(SCENARIO, by_file=True)

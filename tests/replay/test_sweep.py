@@ -17,7 +17,7 @@ from parsl_freetrain.cli.main import main
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.scenario import replay
 from parsl_freetrain.replay.study import Study
-from parsl_freetrain.replay.sweep import axes, requests, row, scenarios, sweep
+from parsl_freetrain.replay.sweep import requests, row, scenarios, sweep
 from parsl_freetrain.replay.trace import Trace
 from tests.support.programs import run_to_end
 
@@ -50,6 +50,13 @@ def arguments(options: dict[str, object], *more: object) -> list[str]:
     ]
 
 
+def study(folder: Path, **swept: list[object]) -> str:
+    path = folder / 'study.toml'
+    lines = (f'{name} = {json.dumps(values)}' for name, values in swept.items())
+    path.write_text('\n'.join(['[sweep]', *lines]))
+    return str(path)
+
+
 def results(table: pd.DataFrame) -> list[dict[str, Any]]:
     """What does not depend on how fast the machine is."""
     kept = table.drop(columns=list(table.filter(regex=TOOK))).to_dict('records')
@@ -59,7 +66,11 @@ def results(table: pd.DataFrame) -> list[dict[str, Any]]:
 def test_every_combination_is_a_row_and_says_what_it_would_alone(
     options: dict[str, object],
 ) -> None:
-    swept = axes(['horizon=2,60', 'max-trainers=1,all', 'solver=auto,equal-share'])
+    swept: dict[str, list[object]] = {
+        'horizon': [2, 60],
+        'max_trainers': [1, 'all'],
+        'solver': ['auto', 'equal-share'],
+    }
     asked = requests(options, swept)
     table = sweep(asked, list(swept))
     assert list(table.columns[:3]) == ['horizon', 'max_trainers', 'solver']
@@ -84,23 +95,19 @@ def test_a_file_is_read_once(options: dict[str, object], monkeypatch: pytest.Mon
         return whole(request)
 
     monkeypatch.setattr(Study, 'trace', watched)
-    scenarios(requests(options, axes(['nodes=1,2', 'horizon=1,2,3'])))
+    scenarios(requests(options, {'nodes': [1, 2], 'horizon': [1, 2, 3]}))
     assert read == [1, 2]
 
 
 def test_the_files_hold_what_was_found(
     options: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = (
-        '--sweep',
-        'max-trainers=1,all',
-        '--sweep',
-        'objective=throughput',
-        '--sweep',
-        'from=0,100',
-        '--jobs',
-        1,
-    )
+    swept: dict[str, list[object]] = {
+        'max-trainers': [1, 'all'],
+        'objective': ['throughput'],
+        'from': [0, 100],
+    }
+    more = (study(tmp_path, **swept), '--jobs', 1)
     said = []
     for name in ('out.csv', 'out.parquet'):
         assert main(arguments(options, *more, '--out', tmp_path / name, '--json')) == 0
@@ -113,9 +120,9 @@ def test_the_files_hold_what_was_found(
 
 
 def test_a_human_gets_a_table(
-    options: dict[str, object], capsys: pytest.CaptureFixture[str]
+    options: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments(options, '--sweep', 'horizon=2,60', '--jobs', 1)) == 0
+    assert main(arguments(options, study(tmp_path, horizon=[2, 60]), '--jobs', 1)) == 0
     said = capsys.readouterr()
     assert said.err == ''  # no bar where nobody looks
     head, *rows = said.out.splitlines()
@@ -148,21 +155,17 @@ def test_one_replay_gives_a_table_of_one_row_and_pictures(
 def test_several_processes_find_the_same_and_end_with_the_command(
     options: dict[str, object], tmp_path: Path
 ) -> None:
-    texts = ['horizon=2,60', 'max-trainers=1,all', 'solver=auto,dp']
-    more = (
-        *(part for text in texts for part in ('--sweep', text)),
-        '--jobs',
-        2,
-        '--pictures',
-        tmp_path / 'pictures',
-        '--json',
-    )
+    swept: dict[str, list[object]] = {
+        'horizon': [2, 60],
+        'max_trainers': [1, 'all'],
+        'solver': ['auto', 'dp'],
+    }
+    more = (study(tmp_path, **swept), '--jobs', 2, '--pictures', tmp_path / 'pictures', '--json')
     done = run_to_end(
         [sys.executable, '-m', 'parsl_freetrain.cli.main', *arguments(options, *more)],
         more_env={'PYTHONPATH': str(Path(__file__).resolve().parents[2])},
     )
     assert (done.returncode, done.stderr) == (0, '')
-    swept = axes(texts)
     assert results(pd.DataFrame(json.loads(done.stdout))) == results(
         sweep(requests(options, swept), list(swept))
     )
@@ -175,53 +178,55 @@ def test_several_processes_find_the_same_and_end_with_the_command(
 
 
 @pytest.mark.parametrize(
-    ('more', 'sentence'),
+    ('swept', 'sentence'),
     [
-        (['--sweep', 'luck=1,2'], "A replay has no setting 'luck'; it has idle, swf"),
-        (['--sweep', 'horizon'], "--sweep is 'horizon'; it must be a name and different values"),
-        (['--sweep', 'horizon=1,,2'], 'different values'),
-        (['--sweep', 'horizon=1,1'], 'different values'),
-        (['--sweep', 'horizon=1', '--sweep', 'horizon=2'], '--sweep horizon is there twice'),
-        (['--sweep', 'horizon=1,soon'], "--horizon is 'soon'; it must be a number"),
-        (['--sweep', 'horizon=60,0'], 'horizon'),
+        ({'luck': [1, 2]}, "A replay has no setting 'luck'; it has idle, swf"),
+        ({'horizon': [1, 1]}, 'lists of different values'),
+        ({'horizon': []}, 'lists of different values'),
+        ({'horizon': [1, 'soon']}, "--horizon is 'soon'; it must be a number"),
+        ({'horizon': [60, 0]}, 'horizon'),
         (
-            ['--sweep', 'max-trainers=1,many'],
+            {'max-trainers': [1, 'many']},
             "--max-trainers is 'many'; it must be a whole number, at least 1 or 'all'",
         ),
-        (['--sweep', 'nodes=1,2.5'], "--nodes is '2.5'; it must be a whole number"),
-        (['--sweep', 'nodes=1,0'], 'The first 0 nodes'),
+        ({'nodes': [1, 2.5]}, '--nodes is 2.5; it must be a whole number'),
+        ({'nodes': [1, 0]}, 'The first 0 nodes'),
         (
-            ['--sweep', 'solver=auto,magic'],
+            {'solver': ['auto', 'magic']},
             "--solver is 'magic'; it must be 'auto' or 'milp' or 'dp' or 'equal-share'",
         ),
-        (['--sweep', 'known-ends=false,true'], 'Nothing is known of the ends'),
-        (['--sweep', 'horizon=' + ','.join(map(str, range(1, 10002)))], 'ask for 10001 replays'),
-        (['--sweep', 'horizon=1,2', '--jobs', '0'], '--jobs is 0'),
-        (['--out', 'table.xlsx'], '--out is table.xlsx; its name must end in .csv or .parquet'),
-        (['--out', 'nowhere/table.csv'], 'there is no folder nowhere'),
+        ({'known-ends': [False, True]}, 'Nothing is known of the ends'),
+        ({'horizon': list(range(1, 10002))}, 'ask for 10001 replays'),
     ],
 )
 def test_bad_input_gets_a_sentence(
-    more: list[str],
+    swept: dict[str, list[object]],
     sentence: str,
     options: dict[str, object],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(arguments(options, *more)) == 2
+    refused(capsys, arguments(options, study(tmp_path, **swept)), sentence)
+
+
+def test_where_results_cannot_go(
+    options: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for more, sentence in (
+        (['--jobs', '0'], '--jobs is 0'),
+        (['--out', 'table.xlsx'], '--out is table.xlsx; its name must end in .csv or .parquet'),
+        (['--out', 'nowhere/table.csv'], 'there is no folder nowhere'),
+        (['--pictures', str(options['idle'])], 'cannot be made'),
+    ):
+        refused(capsys, arguments(options, *more), sentence)
+
+
+def refused(capsys: pytest.CaptureFixture[str], given: list[str], sentence: str) -> None:
+    assert main(given) == 2
     said = capsys.readouterr()
     assert said.out == ''
     assert sentence in said.err
     assert said.err.count('\n') == 1
-
-
-def test_a_file_in_the_place_of_the_folder_for_pictures(
-    options: dict[str, object], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments(options, '--pictures', options['idle'])) == 2
-    assert 'cannot be made' in capsys.readouterr().err
 
 
 def test_options_that_nobody_knows_are_refused(options: dict[str, object]) -> None:

@@ -10,39 +10,29 @@ from rich.console import Console
 
 from parsl_freetrain.cli.live.view import LiveView
 from parsl_freetrain.core.controller.settings import ControllerSettings, DecisionSettings
-from parsl_freetrain.core.model.events import TrainerSubmitted
-from parsl_freetrain.core.model.types import Trainer
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.writer import Ledger
+from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.report.limits import LimitNow
 from parsl_freetrain.report.status import as_document
+from tests.support.told import Told
 
 
 def test_status_shows_budgets_over_restarts_and_minimum_shares(tmp_path: Path) -> None:
-    path = tmp_path / 'ledger.sqlite'
+    path = tmp_path / 'ledger.journal'
     settings = ControllerSettings(
         budgets={'user anna': 400.0, 'total': 150.0}, min_shares={'user anna': 3}
     )
     for run, begin in (('first', 1000.0), ('second', 2000.0)):
-        ledger = Ledger(path)
+        ledger = Told(path)
         ledger.begin_run(
-            run,
-            at=begin,
-            parsl_run_dir='',
-            command='',
-            settings=DecisionSettings(settings, 'auto', 10.0),
+            run, at=begin, command='', settings=DecisionSettings(settings, 'auto', 10.0).plain()
         )
-        event = TrainerSubmitted(begin, Trainer('a', 1, 4, user='anna'))
-        ledger.decisions.batch(begin, (event,))
-        ledger.trainers.submitted(name='a', at=begin, spec={}, total_samples=None, samples=0)
-        ledger.trainers.fragment_decided(
-            'a', 1, at=begin, task_id=None, nodes=['n0', 'n1'], deadline=None, from_samples=0
-        )
+        ledger.submitted('a', at=begin, spec={'user': 'anna'})
+        ledger.fragment_decided('a', 1, at=begin, nodes=['n0', 'n1'], deadline=None, from_samples=0)
         if run == 'first':
-            ledger.end_run(run, at=begin + 50, how='interrupted')
+            ledger.end_run(at=begin + 50, how='interrupted')
         ledger.close()
-    with Reader(path) as reader:
-        view = LiveView(reader)
+    with Journal(path) as journal:
+        view = LiveView(journal)
         seen = view.snapshot(2030.0)
         assert seen.limits == (
             LimitNow('budget', 'user anna', 400.0, 160.0),
@@ -50,10 +40,10 @@ def test_status_shows_budgets_over_restarts_and_minimum_shares(tmp_path: Path) -
             LimitNow('minimum share', 'user anna', 3, 2),
         )
         assert as_document(seen)['limits'][2]['whose'] == 'user anna'
-        first = LiveView(reader, run='first').snapshot(2030.0)
+        first = LiveView(journal, run='first').snapshot(2030.0)
         assert [limit.used for limit in first.limits] == pytest.approx([100.0, 100.0, 0])
         out = StringIO()
-        Console(file=out, width=80).print(LiveView(reader).render(2030.0))
+        Console(file=out, width=80).print(LiveView(journal).render(2030.0))
     for words in (
         'budget of user anna: 160 of 400 node-seconds\n',
         'budget of all trainers: 160 of 150 node-seconds, spent',

@@ -3,123 +3,122 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
+from msgspec import structs
 
 from parsl_freetrain.core.allocation.constraints import KEPT_FREE
 from parsl_freetrain.core.allocation.explain import Alternative, Reason
 from parsl_freetrain.core.allocation.problem import Limit, Problem, record_of
-from parsl_freetrain.ledger.rows import (
-    BlockRow,
-    FragmentRow,
-    NodeRow,
-    RunHistory,
-    RunRow,
-    TrainerRow,
-)
+from parsl_freetrain.core.model.events import BlockRefused, Decided, NodesNeeded, packed
+from parsl_freetrain.core.model.node_demand import NodeDemand
+from parsl_freetrain.core.model.state import Training
 from parsl_freetrain.report.reasons import DecisionAbout, decision_about, in_words, waits_for
-
-RUN = RunRow(1, 'r', 0.0, None, None, 100.0)
-ME = TrainerRow(1, 'me', 10.0, {'min_nodes': 2}, 100, 0, 0, 'queued', 10.0)
-BLOCK = BlockRow(1, 'b0', 5.0, nodes=4)
-NODE = NodeRow(1, 'b0/x', 'b0', 'x', 6.0)
-HERE = {'blocks': (BLOCK,), 'nodes': (NODE,)}
+from tests.support.told import Told
 
 
-def limited(*limits: Limit, nodes: int = 4, others: int = 1) -> dict[str, Any]:
+def told(blocks: int = 0, node: bool = False) -> Told:
+    """A run with a trainer ``me`` that needs 2 nodes."""
+    run = Told()
+    run.begin_run('r', at=0.0)
+    run.submitted('me', at=10.0, spec={'min_nodes': 2}, total_samples=100)
+    for number in range(blocks or node):
+        run.block_opened(f'b{number}', at=5.0, nodes=4)
+    if node:
+        run.joined('b0/x', at=6.0, block='b0', name='x')
+    return run
+
+
+def waits(run: Told, now: float = 100.0) -> str | None:
+    [one] = run.history.runs
+    return waits_for(one, me(run), now)
+
+
+def me(run: Told) -> Training:
+    return run.history.runs[0].trainers['me']
+
+
+def limited(*limits: Limit, nodes: int = 4, others: int = 1) -> Decided:
     """A decision that gave this trainer nothing, and whose problem had limits."""
-    problem = record_of(Problem(120.0, nodes, (), limits=limits))
-    return decided(nodes=nodes, me=0, you=others) | {'problem': problem}
+    problem = Problem(120.0, nodes, (), limits=limits)
+    return decided(problem=problem, nodes=nodes, me=0, you=others)
 
 
-def decided(at: float = 50.0, nodes: int = 4, **allocation: int) -> dict[str, Any]:
-    return {
-        'at': at,
-        'trigger': 'NodesJoined+TrainerSubmitted',
-        'nodes': nodes,
-        'status': 'optimal',
-        'solver': 'dp',
-        'objective': 300.0,
-        'staying': 200.0,
-        'current': {'me': 0, 'you': 1},
-        'allocation': allocation,
-        'actions': (),
-        'problem': record_of(Problem(120.0, nodes, ())),
-    }
+def decided(
+    at: float = 50.0, nodes: int = 4, problem: Problem | None = None, **allocation: int
+) -> Decided:
+    record = record_of(problem or Problem(120.0, nodes, ()))
+    return Decided(
+        at, (), 'NodesJoined+TrainerSubmitted', nodes, 'optimal', 'dp', 300.0, None, 200.0, 0.0,
+        {'me': 0, 'you': 1}, allocation, packed(record),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ('rows', 'decisions', 'refusals', 'says'),
+    ('blocks', 'refused', 'says'),
     [
-        ({}, [], [], 'It waits for a hole: the site offers no nodes now'),
+        (0, None, 'It waits for a hole: the site offers no nodes now'),
         (
-            {},
-            [],
-            [{'at': 90.0, 'detail': {'nodes': 3, 'error': 'QOSMaxJobs.'}}],
+            0,
+            BlockRefused(90.0, 3, 60.0, 'QOSMaxJobs.'),
             'the site refused a block of 3 nodes 10 s ago: QOSMaxJobs.',
         ),
-        ({}, [], [{'at': -900.0, 'detail': {}}], 'It waits for a hole'),
-        ({'blocks': (BLOCK,)}, [], [], 'a block with 4 nodes is asked for and not ready yet'),
-        ({'blocks': (BLOCK, BLOCK)}, [], [], '2 blocks with 8 nodes are asked for'),
-        (HERE, [], [], 'the next decision'),
-        (HERE, [decided(at=9.0, me=0)], [], 'the next decision'),
-        (HERE, [decided(you=4)], [], 'waits for its turn: .* Now: you'),
-        (HERE, [decided(me=3, you=1)], [], 'will get 3 nodes as soon as'),
-        (HERE, [decided(nodes=1, me=0, you=1)], [], 'needs 2 at least, and there is 1'),
-        (HERE, [decided(me=0, you=4)], [], "others do more with the pool's 4 nodes: 'you' 4"),
-        (HERE, [decided(me=0, you=1) | {'problem': None}], [], 'others do more'),
+        (0, BlockRefused(-900.0, 1, 60.0, ''), 'It waits for a hole'),
+        (1, None, 'a block with 4 nodes is asked for and not ready yet'),
+        (2, None, '2 blocks with 8 nodes are asked for'),
+    ],
+)
+def test_which_nodes_it_waits_for(blocks: int, refused: BlockRefused | None, says: str) -> None:
+    run = told(blocks)
+    if refused is not None:
+        run.take(refused)
+    assert says in (waits(run) or '')
+
+
+@pytest.mark.parametrize(
+    ('decision', 'says'),
+    [
+        (None, 'the next decision'),
+        (decided(at=9.0, me=0), 'the next decision'),
+        (decided(you=4), 'waits for its turn: .* Now: you'),
+        (decided(me=3, you=1), 'will get 3 nodes as soon as'),
+        (decided(nodes=1, me=0, you=1), 'needs 2 at least, and there is 1'),
+        (decided(me=0, you=4), "others do more with the pool's 4 nodes: 'you' 4"),
+        (structs.replace(decided(me=0, you=1), problem=b''), 'others do more'),
         (
-            HERE,
-            [limited(Limit(('me', 'you'), most=2, why='user anna'))],
-            [],
+            limited(Limit(('me', 'you'), most=2, why='user anna')),
             'no more than 2 nodes may go to user anna at once, and it needs 2 at least; '
             "now these have nodes: 'you' 1",
         ),
-        (
-            HERE,
-            [limited(Limit(('me', 'you'), most=3), Limit(('it',), most=1))],
-            [],
-            'others do more',
-        ),
-        (
-            HERE,
-            [limited(Limit(most=2, why='max_nodes'))],
-            [],
-            'the executor uses no more than 2 nodes',
-        ),
-        (HERE, [limited(Limit(most=2, why=KEPT_FREE))], [], "2 nodes of the pool's 4"),
-        (HERE, [limited(Limit(most=3, why=KEPT_FREE), others=3)], [], 'others do more'),
+        (limited(Limit(('me', 'you'), most=3), Limit(('it',), most=1)), 'others do more'),
+        (limited(Limit(most=2, why='max_nodes')), 'the executor uses no more than 2 nodes'),
+        (limited(Limit(most=2, why=KEPT_FREE)), "2 nodes of the pool's 4"),
+        (limited(Limit(most=3, why=KEPT_FREE), others=3), 'others do more'),
     ],
 )
-def test_what_it_waits_for(
-    rows: dict[str, Any], decisions: list[dict[str, Any]], refusals: list[dict[str, Any]], says: str
-) -> None:
-    found = waits_for(
-        RunHistory(runs=(RUN,), trainers=(ME,), latest=1, **rows),
-        RUN,
-        ME,
-        decisions,
-        refusals,
-        100.0,
-    )
-    assert found is not None and re.search(says, found), found
+def test_what_it_waits_for(decision: Decided | None, says: str) -> None:
+    run = told(node=True)
+    if decision is not None:
+        run.take(decision)
+    assert re.search(says, waits(run) or '')
 
 
 def test_a_trainer_without_nodes_hears_which_jobs_they_were_given_back_for() -> None:
+    run = told()
     jobs = ('3', 'reservation course', '3')  # by name and besides
-    needs = [{'at': 70.0, 'detail': {'demands': [{'job': job, 'nodes': 2} for job in jobs]}}]
-    queued = RunHistory(runs=(RUN,), trainers=(ME,), latest=1)
-    said = waits_for(queued, RUN, ME, [], [], 100.0, needs) or ''
+    run.take(NodesNeeded(70.0, tuple(NodeDemand(job, 2, frozenset()) for job in jobs), ()))
+    said = waits(run) or ''
     assert said.endswith('30 s ago nodes were given back for others: job 3, reservation course.')
-    assert 'given back' not in (waits_for(queued, RUN, ME, [], [], 900.0, needs) or '')
+    assert 'given back' not in (waits(run, 900.0) or '')
 
 
 def test_one_that_trains_or_is_over_waits_for_nothing() -> None:
-    running = RunHistory(runs=(RUN,), fragments=(FragmentRow(1, 'me', 1, 20.0),), latest=1)
-    assert waits_for(running, RUN, ME, [], [], 100.0) is None
-    over = TrainerRow(1, 'me', 10.0, {}, 100, 0, 100, 'finished', 50.0)
-    assert waits_for(RunHistory(runs=(RUN,), latest=1), RUN, over, [], [], 100.0) is None
+    run = told()
+    run.fragment_decided('me', 1, at=20.0, nodes=['x'])
+    assert waits(run) is None
+    run.fragment_ended('me', 1, at=50.0, ending='finished', samples=100)
+    run.over('me', at=50.0, state='finished')
+    assert waits(run) is None
 
 
 @pytest.mark.parametrize(
@@ -151,8 +150,9 @@ def test_a_decision_in_words(alternative: Alternative | None, says: str) -> None
 
 
 def test_a_decision_whose_problem_was_not_kept() -> None:
+    given = {'me': 0, **{f't{i}': i + 1 for i in range(8)}}
     about: DecisionAbout = decision_about(
-        'me', {**decided(me=0, **{f't{i}': i + 1 for i in range(8)}), 'problem': None}, 62.0
+        'me', structs.replace(decided(), allocation=given, problem=b''), 62.0
     )
     lines = in_words('me', about)
     assert (
@@ -163,7 +163,7 @@ def test_a_decision_whose_problem_was_not_kept() -> None:
 
 
 def test_a_decision_without_proof_says_how_far_from_the_optimum_it_may_be() -> None:
-    row = decided(me=3, you=1) | {'status': 'feasible', 'solver': 'columns', 'bound': 303.0}
+    row = structs.replace(decided(me=3, you=1), status='feasible', solver='columns', bound=303.0)
     assert (
         '(within 0.99 % of the optimum, by columns)'
         in in_words('me', decision_about('me', row, 62.0))[1]

@@ -15,8 +15,8 @@ from concurrent.futures import wait
 from pathlib import Path
 
 from parsl_freetrain import Checkpoints, Scaling, freetrain_app
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.summary import summary
+from parsl_freetrain.journal.read import Journal
+from parsl_freetrain.report.summary import summary
 from parsl_freetrain.sites.batch.site import BatchSite
 from parsl_freetrain.sites.registry import site_types
 from tests.support.training import fit, freetrain
@@ -53,22 +53,21 @@ def main(folder: str, kind: str, settings: str, address: str | None = None) -> N
         for future in futures:
             future.cancel()
         wait(futures, timeout=LIMIT_S)
-    with Reader(executor.ledger_path) as ledger:
-        history = ledger.history()
-        names = {node.node: node.name for node in history.nodes}
-        fragments = [
-            [names[f.nodes[0]], f.started_at, f.ended_at] for f in history.fragments if f.started_at
-        ]
-        print(
-            json.dumps(
-                {
-                    'node_s': summary(ledger)['node_s'],
-                    'commands': site.client.commands,
-                    'fragments': fragments,
-                }
-            ),
-            flush=True,
-        )
+    history = Journal(executor.ledger_path.with_suffix('.journal')).history()
+    names = {node.node: node.name for node in history.nodes}
+    fragments = [
+        [names[f.nodes[0]], f.started_at, f.ended_at] for f in history.fragments if f.started_at
+    ]
+    print(
+        json.dumps(
+            {
+                'node_s': summary(history)['node_s'],
+                'commands': site.client.commands,
+                'fragments': fragments,
+            }
+        ),
+        flush=True,
+    )
 
 
 if __name__ == '__main__':

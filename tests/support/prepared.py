@@ -7,6 +7,7 @@ from pathlib import Path
 
 from parsl_freetrain.sites.idle_schedule import write_schedule
 from parsl_freetrain.sites.synthetic_schedule import generate
+from tests.support.journals import demo_journal
 from tests.support.ledgers import demo_ledger
 from tests.support.pages import all_blocks
 
@@ -40,6 +41,9 @@ def prepare(folder: Path) -> None:
             ]
         )
     )
+    (folder / 'study.toml').write_text(
+        'idle = "idle.csv"\ntrainers = "trainers.json"\n[sweep]\nmax_trainers = [2, 4]\n'
+    )
     shown = [
         json.loads(block.code) for block in all_blocks('json') if block.page == 'command-line.md'
     ]
@@ -53,3 +57,4 @@ def prepare(folder: Path) -> None:
     }
     (folder / 'slip.jsonl').write_text(f'{json.dumps(problems[0])}\n{json.dumps(wrong)}\n')
     demo_ledger(folder / 'checkpoints' / 'ledger.sqlite')
+    demo_journal(folder / 'checkpoints' / 'ledger.journal')

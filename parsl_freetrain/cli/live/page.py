@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import sqlite3
 import threading
 import time
 from html import escape
-from pathlib import Path
 
 from parsl_freetrain.core.allocation.solvers.dynamic_program import DpAllocator
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.ledger.reader import Reader
+from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.report.figures import figures
-from parsl_freetrain.report.names import run_named
+from parsl_freetrain.report.names import chosen
 from parsl_freetrain.report.page import report_page
 
 SHARE = 10
@@ -25,7 +23,7 @@ class LivePage:
 
     Parameters
     ----------
-    path
+    journal
         The ledger.
     run
         The beginning of a run's name; None: the newest run.
@@ -33,8 +31,8 @@ class LivePage:
         Least number of seconds between two writings; more if they take long.
     """
 
-    def __init__(self, path: Path, run: str | None, every_s: float) -> None:
-        self._path, self._run, self._every_s = path, run, every_s
+    def __init__(self, journal: Journal, run: str | None, every_s: float) -> None:
+        self._journal, self._run, self._every_s = journal, run, every_s
         self._lock = threading.Lock()
         self._next, self._text, self._over = -math.inf, '', False
         self._write()
@@ -47,17 +45,16 @@ class LivePage:
             if not self._over and time.monotonic() >= self._next:
                 try:
                     self._write()
-                except (BadInput, OSError, sqlite3.Error) as error:
+                except (BadInput, OSError) as error:
                     return escape(f'The ledger cannot be read now: {error}'), 5
             wait_s = max(1, math.ceil(self._next - time.monotonic()))
             return self._text, None if self._over else wait_s
 
     def _write(self) -> None:
         begun = time.monotonic()
-        with Reader(self._path) as reader:
-            names = [run.name for run in reader.history().runs]
-            name = run_named(names, self._run) or names[-1]
-            found = figures(reader, name, time.time(), DpAllocator())
+        history = self._journal.history()
+        one = chosen(history, self._journal.path, self._run)
+        found = figures(history.of(one.name), time.time(), DpAllocator())
         self._text = report_page(found)
         self._over = found.status.life.state in ('ended', 'died')
         self._next = begun + max(self._every_s, SHARE * (time.monotonic() - begun))

@@ -15,10 +15,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from parsl_freetrain.cli.where import journal_of
 from parsl_freetrain.core.allocation.answer import Allocator
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.summary import CachedAllocator
+from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.report.cells import (
     CELLS,
     block_cells,
@@ -36,6 +36,7 @@ from parsl_freetrain.report.cells import (
 )
 from parsl_freetrain.report.limits import in_words
 from parsl_freetrain.report.status import BlockNow, RunStatus, TrainerNow, snapshot
+from parsl_freetrain.report.summary import CachedAllocator
 
 MOST_BLOCKS = 12
 """Maximum number of open blocks to list; the others are counted."""
@@ -49,12 +50,12 @@ STATE_STYLES = {
 
 
 class LiveView:
-    """Renders the present state of a ledger.
+    """Renders the present state of a run.
 
     Parameters
     ----------
-    reader
-        The ledger; this view does not close it. It is an attribute, too.
+    journal
+        The ledger.
     allocator
         An exact allocator, for the efficiency U; without it U is not shown.
     run
@@ -62,15 +63,14 @@ class LiveView:
     """
 
     def __init__(
-        self, reader: Reader, allocator: Allocator | None = None, run: str | None = None
+        self, journal: Journal, allocator: Allocator | None = None, run: str | None = None
     ) -> None:
-        self.reader = reader
-        self._run = run
+        self._journal, self._run = journal, run
         self._allocator = None if allocator is None else CachedAllocator(allocator)
 
     def snapshot(self, now: float) -> RunStatus:
         """The data of :meth:`render`; ``now`` in epoch seconds."""
-        return snapshot(self.reader, now, self._allocator, self._run)
+        return snapshot(self._journal.history(), now, self._allocator, self._run)
 
     def render(self, now: float) -> RenderableType:
         """The view at ``now`` (epoch seconds); fits any console from 40 columns on."""
@@ -107,26 +107,25 @@ def run_live(
     trainer is printed every ``plain_s`` seconds, and once at the end. Raises BadInput if the file
     is not a ledger, or is one of a newer version.
     """
-    reader = _wait_for(Path(path), stop, refresh_s)
-    if reader is None:
+    journal = _wait_for(journal_of(Path(path)), stop, refresh_s)
+    if journal is None:
         return
-    with reader:
-        view = LiveView(reader, allocator)
-        if not console.is_terminal:
-            while not stop.wait(plain_s):
-                _print_lines(console, view.lines(clock()))
+    view = LiveView(journal, allocator)
+    if not console.is_terminal:
+        while not stop.wait(plain_s):
             _print_lines(console, view.lines(clock()))
-            return
-        with Live(
-            view.render(clock()), console=console, auto_refresh=False, vertical_overflow='ellipsis'
-        ) as live:
-            while not stop.wait(refresh_s):
-                live.update(view.render(clock()), refresh=True)
+        _print_lines(console, view.lines(clock()))
+        return
+    with Live(
+        view.render(clock()), console=console, auto_refresh=False, vertical_overflow='ellipsis'
+    ) as live:
+        while not stop.wait(refresh_s):
             live.update(view.render(clock()), refresh=True)
+        live.update(view.render(clock()), refresh=True)
 
 
 def closing_table(summary: Mapping[str, Any]) -> RenderableType:
-    """The closing table of a summary from :func:`parsl_freetrain.ledger.summary.summary`.
+    """The closing table of a summary from :func:`parsl_freetrain.report.summary.summary`.
 
     Accuracies (``accuracy``, ``accuracy_undisturbed``, ``weights_equal``) are shown if a workflow
     added them.
@@ -134,12 +133,12 @@ def closing_table(summary: Mapping[str, Any]) -> RenderableType:
     return _Closing(summary)
 
 
-def _wait_for(path: Path, stop: threading.Event, every_s: float) -> Reader | None:
+def _wait_for(path: Path, stop: threading.Event, every_s: float) -> Journal | None:
     while True:
         try:
-            return Reader(path)
+            return Journal(path, keep_progress=False)
         except BadInput:
-            # A new ledger is empty for a moment until its writer creates the tables.
+            # A new ledger is empty for a moment.
             if path.exists() and path.stat().st_size > 0:
                 raise
         if stop.wait(every_s):
@@ -176,8 +175,8 @@ class _Screen:
         if len(seen.blocks) > MOST_BLOCKS:
             yield _cut(f'and {len(seen.blocks) - MOST_BLOCKS} more blocks', 'dim')
         yield from (Text(clean(in_words(limit)), 'dim') for limit in seen.limits)
-        if seen.life.sentence:
-            yield Text(clean(seen.life.sentence), 'yellow')
+        for sentence in filter(None, (seen.life.sentence, *seen.damage)):
+            yield Text(clean(sentence), 'yellow')
 
 
 def _fits(table: Table, console: Console, options: ConsoleOptions) -> bool:

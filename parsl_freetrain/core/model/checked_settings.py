@@ -116,6 +116,19 @@ def given(settings: Settings) -> dict[str, Any]:
     }
 
 
+def described(kind: type[Settings]) -> dict[str, str]:
+    """What its documentation says about each setting, in one line."""
+    _, _, section = inspect.cleandoc(kind.__doc__ or '').partition('Attributes\n----------\n')
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in section.splitlines():
+        if not line.startswith(' '):
+            names = line.split(', ')
+        for name in names:
+            found[name] = f'{found.get(name, "")} {line.strip()}'.strip() if line[:1] == ' ' else ''
+    return {name: text.replace('``', '') for name, text in found.items()}
+
+
 def refuse_unknown(
     where: str,
     given: Iterable[str],

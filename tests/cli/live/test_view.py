@@ -15,11 +15,12 @@ from parsl_freetrain.cli.live.metric_lines import metric_table, sparkline
 from parsl_freetrain.cli.live.view import LiveView, closing_table, run_live
 from parsl_freetrain.core.allocation.solvers.milp import MilpAllocator
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.summary import summary
-from parsl_freetrain.ledger.writer import Ledger
+from parsl_freetrain.core.model.events import BlockEndKnown
+from parsl_freetrain.journal.read import Journal
 from parsl_freetrain.report.status import DecisionNow
-from tests.support.ledgers import demo_ledger
+from parsl_freetrain.report.summary import summary
+from tests.support.journals import demo_journal
+from tests.support.told import Told
 from tests.support.waiting import LIMIT_S
 
 
@@ -43,15 +44,15 @@ def shown(renderable: RenderableType, width: int) -> str:
     return out.getvalue()
 
 
-def running(path: Path) -> Ledger:
+def running(path: Path) -> Told:
     """Trainer ``cnn`` on both nodes of b0 and one of b1, ``mlp`` waiting; b2 has no node yet. It is
     1030.
     """
-    ledger = Ledger(path)
-    ledger.begin_run('r0', at=1000, parsl_run_dir='', command='')
-    ledger.nodes.offered((n, 1000, 1100) for n in 'xyz')
+    ledger = Told(path)
+    ledger.begin_run('r0', at=1000, command='')
+    ledger.offered((n, 1000, 1100) for n in 'xyz')
     for name in ('cnn', 'mlp'):
-        ledger.trainers.submitted(
+        ledger.submitted(
             name=name,
             at=1000,
             spec={'min_nodes': 1, 'max_nodes': 3},
@@ -59,28 +60,18 @@ def running(path: Path) -> Ledger:
             samples=0,
         )
     for block, names, walltime in (('b0', 'xy', 100.0), ('b1', 'z', None), ('b2', '', 60.0)):
-        ledger.nodes.block_opened(
-            block,
-            at=1000,
-            job_id='1',
-            nodes=max(1, len(names)),
-            walltime_s=walltime,
-            names=list(names),
+        ledger.block_opened(
+            block, at=1000, nodes=max(1, len(names)), walltime_s=walltime, names=list(names)
         )
         for name in names:
-            ledger.nodes.joined(f'{block}/{name}', at=1001, block=block, name=name)
-    ledger.trainers.fragment_decided(
-        'cnn', 1, at=1002, task_id=1, nodes=['b0/x'], deadline=None, from_samples=0
-    )
-    ledger.trainers.fragment_started('cnn', 1, at=1003, samples=0)
-    ledger.trainers.fragment_ended('cnn', 1, at=1010, ending='preempted', samples=0, reached=700)
+            ledger.joined(f'{block}/{name}', at=1001, block=block, name=name)
+    ledger.fragment_decided('cnn', 1, at=1002, nodes=['b0/x'], deadline=None, from_samples=0)
+    ledger.fragment_started('cnn', 1, at=1003, samples=0)
+    ledger.fragment_ended('cnn', 1, at=1010, ending='preempted', samples=0, reached=700)
     nodes = ['b0/x', 'b0/y', 'b1/z']
-    ledger.trainers.fragment_decided(
-        'cnn', 2, at=1010, task_id=2, nodes=nodes, deadline=None, from_samples=0
-    )
-    ledger.trainers.state('cnn', at=1010, state='running')
-    ledger.trainers.fragment_started('cnn', 2, at=1012, samples=0)
-    ledger.trainers.fragment_progress(
+    ledger.fragment_decided('cnn', 2, at=1010, nodes=nodes, deadline=None, from_samples=0)
+    ledger.fragment_started('cnn', 2, at=1012, samples=0)
+    ledger.fragment_progress(
         'cnn', 2, at=1030, samples=12_500, rate=690.0, metrics={'loss': 0.4321}
     )
     ledger.commit()
@@ -90,8 +81,8 @@ def running(path: Path) -> Ledger:
 @pytest.mark.parametrize('width', [40, 60, 80, 120])
 def test_the_view_fits_its_console_and_says_all(tmp_path: Path, width: int) -> None:
     ledger = running(tmp_path / 'l.db')
-    with Reader(tmp_path / 'l.db') as reader:
-        text = shown(LiveView(reader, MilpAllocator()).render(1030.0), width)
+    with Journal(tmp_path / 'l.db') as journal:
+        text = shown(LiveView(journal, MilpAllocator()).render(1030.0), width)
     ledger.close()
     assert all(len(line) <= width for line in text.splitlines())
     for word in (
@@ -114,8 +105,8 @@ def test_the_view_fits_its_console_and_says_all(tmp_path: Path, width: int) -> N
 
 def test_what_is_shown_is_what_the_ledger_says(tmp_path: Path) -> None:
     ledger = running(tmp_path / 'l.db')
-    with Reader(tmp_path / 'l.db') as reader:
-        view = LiveView(reader, MilpAllocator())
+    with Journal(tmp_path / 'l.db') as journal:
+        view = LiveView(journal, MilpAllocator())
         seen = view.snapshot(1030.0)
         cnn, mlp = seen.trainers
         assert (cnn.nodes, cnn.samples, cnn.total, cnn.loss, cnn.rate) == (
@@ -129,29 +120,29 @@ def test_what_is_shown_is_what_the_ledger_says(tmp_path: Path) -> None:
         assert (mlp.nodes, mlp.samples, mlp.loss, mlp.rate, mlp.fragments) == (0, 0, None, None, 0)
         assert (
             cnn.efficiency is not None
-            and LiveView(reader).snapshot(1030.0).trainers[0].efficiency is None
+            and LiveView(journal).snapshot(1030.0).trainers[0].efficiency is None
         )
         assert [(b.name, b.trainers, b.left_s) for b in seen.blocks] == [
             ('b0', ('cnn',), 70.0), ('b1', ('cnn',), None), ('b2', (), 30.0)]  # fmt: skip
         assert 'silent' in shown(view.render(1200.0), 80)
 
         assert seen.decision is None
-        ledger.decisions.decision(
-            at=1030, trigger='Tick', nodes=3, status='feasible', solver='columns', objective=99.0,
-            bound=100.0, seconds=1.0, staying=9.0, current={}, allocation={'cnn': 3}, actions=[],
+        ledger.decision(
+            1030, trigger='Tick', nodes=3, status='feasible', solver='columns', objective=99.0,
+            bound=100.0, seconds=1.0, staying=9.0, current={}, allocation={'cnn': 3},
         )  # fmt: skip
         ledger.commit()
         assert view.snapshot(1031.0).decision == DecisionNow(1.0, 'feasible', 'columns', 0.01)
         for width in (40, 80):
             assert '0:31  4 nodes  decision -1 %' in shown(view.render(1031.0), width)
-        ledger.nodes.block_until('b1', until=1040.0)
-        ledger.nodes.block_closed('b2', at=1031, how='cancelled')
+        ledger.take(BlockEndKnown(1030, 'b1', 1040.0))
+        ledger.block_closed('b2', at=1031, how='cancelled')
         ledger.commit()
         assert [(b.name, b.left_s) for b in view.snapshot(1031.0).blocks] == [
             ('b0', 69.0),
             ('b1', 9.0),
         ]
-        ledger.end_run('r0', at=1032, how='interrupted')
+        ledger.end_run(at=1032, how='interrupted')
         text = shown(view.render(1200.0), 80)
         assert 'ended: interrupted' in text and 'b0' not in text and '0:32' in text
     ledger.close()
@@ -159,12 +150,12 @@ def test_what_is_shown_is_what_the_ledger_says(tmp_path: Path) -> None:
 
 def test_counts_go_on_over_a_resume(tmp_path: Path) -> None:
     running(tmp_path / 'l.db').close()
-    ledger = Ledger(tmp_path / 'l.db')
-    ledger.begin_run('r1', at=2000, parsl_run_dir='', command='')
-    ledger.trainers.submitted(name='cnn', at=2000, spec={}, total_samples=50_000, samples=9000)
+    ledger = Told(tmp_path / 'l.db')
+    ledger.begin_run('r1', at=2000, command='')
+    ledger.submitted(name='cnn', at=2000, spec={}, total_samples=50_000, samples=9000)
     ledger.close()
-    with Reader(tmp_path / 'l.db') as reader:
-        seen = LiveView(reader).snapshot(2001.0)
+    with Journal(tmp_path / 'l.db') as journal:
+        seen = LiveView(journal).snapshot(2001.0)
     (cnn,) = seen.trainers
     assert (cnn.fragments, cnn.preempted, cnn.nodes, cnn.samples, cnn.loss) == (
         2,
@@ -177,17 +168,17 @@ def test_counts_go_on_over_a_resume(tmp_path: Path) -> None:
 
 
 def test_names_cannot_paint_the_terminal(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / 'l.db')
-    ledger.begin_run('r0', at=1000, parsl_run_dir='', command='')
-    ledger.trainers.submitted(
+    ledger = Told(tmp_path / 'l.db')
+    ledger.begin_run('r0', at=1000, command='')
+    ledger.submitted(
         name='[red]x[/red]\x1b[2J\r\n', at=1000, spec={}, total_samples=None, samples=0
     )
-    ledger.nodes.block_opened('b\x07', at=1000, job_id=None, nodes=1, walltime_s=None, names=[])
+    ledger.block_opened('b\x07', at=1000, nodes=1, walltime_s=None, names=[])
     ledger.commit()
-    with Reader(tmp_path / 'l.db') as reader:
-        view = LiveView(reader)
+    with Journal(tmp_path / 'l.db') as journal:
+        view = LiveView(journal)
         pieces = [shown(view.render(1001.0), w) for w in (40, 120)] + [
-            shown(closing_table(summary(reader)), 120)
+            shown(closing_table(summary(journal.history())), 120)
         ]
         pieces += view.lines(1001.0)
     ledger.close()
@@ -197,8 +188,8 @@ def test_names_cannot_paint_the_terminal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize('width', [40, 80])
 def test_the_closing_table(tmp_path: Path, width: int) -> None:
-    with Reader(demo_ledger(tmp_path / 'l.db', seconds=40.0)) as reader:
-        found = summary(reader)
+    with Journal(demo_journal(tmp_path / 'l.db', seconds=40.0)) as journal:
+        found = summary(journal.history())
     plain = shown(closing_table(found), width)
     assert 'accuracy' not in plain
     found['trainers']['cnn'] |= {
@@ -261,7 +252,7 @@ def test_on_a_terminal_it_is_drawn_anew_until_stopped(tmp_path: Path) -> None:
     )
     try:
         assert out.written.wait(LIMIT_S)
-        ledger.trainers.state('mlp', at=1031, state='cancelled')
+        ledger.over('mlp', at=1031, state='cancelled')
         ledger.commit()
     finally:
         stop.set()

@@ -25,9 +25,10 @@ from parsl_freetrain.cli.live.page import LivePage
 from parsl_freetrain.cli.live.web import Page
 from parsl_freetrain.cli.main import main
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.ledger.writer import Ledger
+from parsl_freetrain.journal.read import Journal
 from tests.support.browser import PHONE, tab
 from tests.support.browser import browser as browser  # a fixture
+from tests.support.told import Told
 from tests.support.waiting import LIMIT_S
 
 HOSTILE = '<img src=x onerror="document.title=\'broken\'">'
@@ -35,36 +36,31 @@ CURVE = {'nodes': [1, 2], 'rate': [100.0, 200.0]}
 
 
 @contextmanager
-def live_run(folder: Path) -> Iterator[Ledger]:
+def live_run(folder: Path) -> Iterator[Told]:
     """The ledger of a run that goes on: one trainer with 2 nodes, one that waits, and
     two blocks.
     """
     now = time.time()
-    ledger = Ledger(folder / 'ledger.sqlite')
-    ledger.begin_run('run-1', at=now - 100, parsl_run_dir='', command='python x.py')
-    ledger.nodes.offered([('n0', now - 100, None), ('n1', now - 100, None)])
+    ledger = Told(folder / 'ledger.journal')
+    ledger.begin_run('run-1', at=now - 100, command='python x.py')
+    ledger.offered([('n0', now - 100, None), ('n1', now - 100, None)])
     for name in ('cnn', HOSTILE):
-        ledger.trainers.submitted(
+        ledger.submitted(
             name=name,
             at=now - 100,
             spec={'min_nodes': 1, 'max_nodes': 2, 'curve': CURVE},
             total_samples=20_000,
             samples=0,
         )
-    ledger.nodes.block_opened(
-        'b0', at=now - 100, job_id='1', nodes=2, walltime_s=3600.0, names=['n0', 'n1']
-    )
+    ledger.block_opened('b0', at=now - 100, nodes=2, walltime_s=3600.0, names=['n0', 'n1'])
     for node in ('n0', 'n1'):
-        ledger.nodes.joined(f'b0/{node}', at=now - 90, block='b0', name=node)
-    ledger.nodes.block_opened('b1', at=now - 10, job_id='2', nodes=4, walltime_s=None, names=[])
-    ledger.trainers.state('cnn', at=now - 90, state='running')
-    ledger.trainers.fragment_decided(
-        'cnn', 1, at=now - 90, task_id=1, nodes=('b0/n0', 'b0/n1'), deadline=None, from_samples=0
+        ledger.joined(f'b0/{node}', at=now - 90, block='b0', name=node)
+    ledger.block_opened('b1', at=now - 10, nodes=4, walltime_s=None, names=[])
+    ledger.fragment_decided(
+        'cnn', 1, at=now - 90, nodes=('b0/n0', 'b0/n1'), deadline=None, from_samples=0
     )
-    ledger.trainers.fragment_started('cnn', 1, at=now - 90, samples=0)
-    ledger.trainers.fragment_progress(
-        'cnn', 1, at=now, samples=12_345, rate=137.0, metrics={'loss': 0.25}
-    )
+    ledger.fragment_started('cnn', 1, at=now - 90, samples=0)
+    ledger.fragment_progress('cnn', 1, at=now, samples=12_345, rate=137.0, metrics={'loss': 0.25})
     ledger.commit()
     try:
         yield ledger
@@ -74,7 +70,7 @@ def live_run(folder: Path) -> Iterator[Ledger]:
 
 @contextmanager
 def served(path: Path) -> Iterator[Page]:
-    page = Page(LivePage(path, None, 0.5).newest)
+    page = Page(LivePage(Journal(path), None, 0.5).newest)
     try:
         yield page
     finally:
@@ -167,6 +163,7 @@ def test_it_listens_to_this_computer_only_and_ports_that_are_taken_are_said(page
 
 ASK = """
 import os, socket, sys
+from tests.support.told import Told
 if len(sys.argv) > 2:
     os.setuid(int(sys.argv[2]))
 with socket.socket() as one:
@@ -226,7 +223,7 @@ def test_slow_requests_keep_nobody_out(
 def test_the_page_follows_the_run(tmp_path: Path, browser: Browser) -> None:
     with (
         live_run(tmp_path) as ledger,
-        served(tmp_path / 'ledger.sqlite') as page,
+        served(tmp_path / 'ledger.journal') as page,
         tab(browser, page.address, PHONE) as seen,
     ):
         body, where = seen.page.locator('body'), f'http://127.0.0.1:{page.server_port}/'
@@ -237,13 +234,13 @@ def test_the_page_follows_the_run(tmp_path: Path, browser: Browser) -> None:
         assert seen.page.locator("svg[aria-label='loss of cnn over samples']").count() == 1
 
         # What happens next shows by itself; a loss that is no number breaks nothing.
-        ledger.trainers.fragment_progress(
+        ledger.fragment_progress(
             'cnn', 1, at=time.time(), samples=15_000, rate=140.0, metrics={'loss': math.nan}
         )
         ledger.commit()
         expect(body).to_contain_text('15k/20k')
-        ledger.trainers.state(HOSTILE, at=time.time(), state='failed', why=HOSTILE + ' broke')
-        ledger.end_run('run-1', at=time.time(), how='done')
+        ledger.over(HOSTILE, at=time.time(), state='failed', why=f'{HOSTILE} broke')
+        ledger.end_run(at=time.time(), how='done')
         expect(body).to_contain_text(re.compile('ended: done'))
         assert HOSTILE + ' broke' in seen.text() and 'At present' not in seen.text()
         assert seen.page.locator('img, script').count() == 0
@@ -255,15 +252,15 @@ def test_the_last_page_is_not_asked_for_again_and_damage_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr('parsl_freetrain.cli.live.page.SHARE', 0)
-    path = tmp_path / 'ledger.sqlite'
+    path = tmp_path / 'ledger.journal'
     with live_run(tmp_path) as ledger:
-        live = LivePage(path, None, 0.0)
+        live = LivePage(Journal(path), None, 0.0)
         assert live.newest()[1] == 1
         path.rename(tmp_path / 'away')
         text, again_s = live.newest()
         assert text.startswith('The ledger cannot be read now: ') and again_s == 5
         (tmp_path / 'away').rename(path)
-        ledger.end_run('run-1', at=time.time(), how='done')
+        ledger.end_run(at=time.time(), how='done')
         text, again_s = live.newest()
         assert 'ended: done' in text and again_s is None
     path.unlink()

@@ -36,8 +36,8 @@ from parsl_freetrain.cli.doctor.asking import ask_endpoint
 from parsl_freetrain.cli.doctor.checks import findings
 from parsl_freetrain.executor.globus import protocol as orders
 from parsl_freetrain.executor.globus.engine import FreeTrainEngine
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.summary import summary
+from parsl_freetrain.journal.read import Journal
+from parsl_freetrain.report.summary import summary
 from tests.globus.endpoint.cloud import OfflineExecutor, to_engine
 from tests.support.training import fit, freetrain
 from tests.support.waiting import LIMIT_S, wait_until
@@ -94,8 +94,8 @@ def test_a_trainer_is_preempted_and_finishes_with_the_same_weights(tmp_path: Pat
         near = trainer(**settings)().result(LIMIT_S)
     assert far.samples == near.samples == 20 * 96
     assert same_weights(far, near)
-    with Reader(tmp_path / 'far' / 'checkpoints' / 'ledger.sqlite') as ledger:
-        assert summary(ledger)['blocks_killed'] >= 1
+    journal = Journal(tmp_path / 'far' / 'checkpoints' / 'ledger.journal')
+    assert summary(journal.history())['blocks_killed'] >= 1
 
 
 def test_what_goes_wrong_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

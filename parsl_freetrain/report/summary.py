@@ -1,4 +1,4 @@
-"""What a run came to, computed from its ledger alone."""
+"""What a run came to, computed from its state alone."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from typing import Any
 from parsl_freetrain.core.allocation.answer import Allocator, Answer
 from parsl_freetrain.core.allocation.objectives import Candidate, speedup
 from parsl_freetrain.core.allocation.problem import Bid, Problem
-from parsl_freetrain.core.model.types import ScalingCurve
-from parsl_freetrain.ledger.intervals import length
-from parsl_freetrain.ledger.reader import Reader
-from parsl_freetrain.ledger.rows import FINAL_STATES, FragmentRow, RunHistory, RunRow, TrainerRow
-from parsl_freetrain.ledger.timeline import (
-    by_fragment,
+from parsl_freetrain.core.model.state import FINAL_STATES, Fragment, History, RunState, Training
+from parsl_freetrain.core.model.types import ScalingCurve, Trainer
+from parsl_freetrain.report.intervals import length
+from parsl_freetrain.report.timeline import (
     ending_of,
-    killed_blocks,
     node_seconds_of,
     offered,
     phases_of,
+    struck_nodes,
 )
 
 EVENNESS = 1e-3
@@ -32,15 +30,13 @@ taken still.
 """
 
 
-def summary(reader: Reader, *, run: str | None = None, now: float | None = None) -> dict[str, Any]:
-    """The closing summary, over all runs of the ledger or one.
+def summary(history: History, now: float | None = None) -> dict[str, Any]:
+    """The closing summary of some runs.
 
     Parameters
     ----------
-    run
-        One run; all runs of the ledger by default.
     now
-        As in :func:`~parsl_freetrain.ledger.timeline.node_seconds_of`.
+        As in :func:`~parsl_freetrain.report.timeline.node_seconds_of`.
 
     Returns
     -------
@@ -50,65 +46,55 @@ def summary(reader: Reader, *, run: str | None = None, now: float | None = None)
         total, None if unknown), ``samples_repeated`` (trained and not kept), and further
         ``fragments_started``, ``failed``, ``checkpoints``, ``state``, ``why``; ``blocks``;
         ``blocks_killed`` (taken while a fragment was training on them); ``node_s`` as in
-        :func:`~parsl_freetrain.ledger.timeline.node_seconds_of`; ``wall_s`` (seconds, summed over
+        :func:`~parsl_freetrain.report.timeline.node_seconds_of`; ``wall_s`` (seconds, summed over
         runs).
     """
-    history = reader.history(run)
+    killed = [{node.block for node in struck_nodes(run)} for run in history.runs]
     return {
         'trainers': _trainers(history),
-        'blocks': len(history.blocks),
-        'blocks_killed': killed_blocks(history),
+        'blocks': sum(len(run.blocks) for run in history.runs),
+        'blocks_killed': sum(map(len, killed)),
         'node_s': node_seconds_of(history, now),
         'wall_s': sum(history.until(r, now) - r.begun_at for r in history.runs),
     }
 
 
-def _trainers(history: RunHistory) -> dict[str, dict[str, Any]]:
+def _trainers(history: History) -> dict[str, dict[str, Any]]:
     living = {r.id for r in history.runs if history.alive(r)}
-    written = by_fragment(history.checkpoints)
-    fragments: dict[str, list[FragmentRow]] = defaultdict(list)
-    for fragment in history.fragments:
-        fragments[fragment.trainer].append(fragment)
+    fragments: dict[str, list[Fragment]] = defaultdict(list)
     table: dict[str, dict[str, Any]] = {}
-    # Rows come in order of runs: a later run's row replaces an earlier one's.
-    for trainer in history.trainers:
-        mine = fragments[trainer.name]
+    for one in history.trainings:  # in order of runs: what a later run says counts
+        mine = fragments[one.name]
+        mine += one.fragments
         endings = [ending_of(f, f.run in living) for f in mine]
-        table[trainer.name] = {
+        table[one.name] = {
             'fragments': len(mine),
             'fragments_started': sum(f.started_at is not None for f in mine),
             'preempted': endings.count('preempted'),
             'failed': endings.count('failed'),
             'rescaled': sum(len(a.nodes) != len(b.nodes) for a, b in pairwise(mine)),
-            'checkpoints': sum(len(written.get(f.key, ())) for f in mine),
-            'samples': trainer.samples,
-            'samples_expected': trainer.total_samples,
-            'samples_repeated': _repeated(
-                mine, {k: max(c.samples for c in cs) for k, cs in written.items()}, living
-            ),
-            'state': trainer.state,
-            'why': trainer.why,
+            'checkpoints': sum(len(f.checkpoints) for f in mine),
+            'samples': one.samples,
+            'samples_expected': one.trainer.total_samples,
+            'samples_repeated': _repeated(mine, living),
+            'state': one.state,
+            'why': one.why,
         }
     return table
 
 
-def _repeated(
-    fragments: list[FragmentRow], last: Mapping[tuple[int, str, int], int], living: set[int]
-) -> int:
+def _repeated(fragments: list[Fragment], living: set[int]) -> int:
     repeated = 0
     before: int | None = None
     for fragment in fragments:
-        kept = (
-            last.get(fragment.key, fragment.from_samples)
-            if fragment.samples is None
-            else fragment.samples
-        )
+        kept = fragment.samples
+        if kept is None:
+            kept = max((c.samples for c in fragment.checkpoints), default=fragment.from_samples)
+        reached = kept
         if fragment.reached is not None:
             reached = fragment.reached
-        elif fragment.run in living:
-            reached = kept
-        else:
-            reached = fragment.seen_samples if fragment.seen_samples is not None else kept
+        elif fragment.run not in living and fragment.seen is not None:
+            reached = fragment.seen.samples
         repeated += max(0, reached - kept)
         # A checkpoint that could not be used, or was not asked for, sets a trainer back further.
         began = fragment.from_samples
@@ -143,9 +129,7 @@ class Efficiency:
     of_run: float | None
 
 
-def efficiency(
-    reader: Reader, now: float, allocator: Allocator, *, run: str | None = None
-) -> Efficiency:
+def efficiency(history: History, now: float, allocator: Allocator) -> Efficiency:
     r"""Efficiency U so far, by trainer and of the whole run: what node-seconds were worth against
     a constant pool of as many.
 
@@ -158,7 +142,7 @@ def efficiency(
     the trainer in a constant pool, times the span's seconds. It maximises the sum of the trainers'
     relative speeds, and divides evenly where that is as good. The pool has, in nodes, the mean of
     what was offered from the run's start until ``now``; between two whole numbers, the rates are
-    interpolated. Trainers with equal curves and limits share equally. Where the spec has no curve
+    interpolated. Trainers with equal curves and limits share equally. Where none was stated
     it is linear in nodes. Runs of a resumed workflow add up above and below.
 
     U can exceed 1 for a trainer that got more than its share of the constant pool. U of the whole
@@ -177,12 +161,11 @@ def efficiency(
         None where the constant pool would have given a trainer nothing. Trainings of one epoch or
         less have none and do not count: their first start would be most of the figure.
     """
-    history = reader.history(run)
-    above: dict[str, float] = {t.name: 0.0 for t in history.trainers}
-    below: dict[str, float] = {t.name: 0.0 for t in history.trainers}
+    above: dict[str, float] = {t.name: 0.0 for t in history.trainings}
+    below: dict[str, float] = {t.name: 0.0 for t in history.trainings}
     for one in history.runs:
         _add_efficiency(history, one, history.until(one, now), allocator, above, below)
-    short = {t.name for t in history.trainers if (t.spec.get('total_epochs') or math.inf) <= 1}
+    short = {t.name for t in history.trainings if (t.submitted.total_epochs or math.inf) <= 1}
     counted = {name for name in above if below[name] > 0 and name not in short}
     worth, against = (sum(part[name] for name in counted) for part in (above, below))
     return Efficiency(
@@ -192,8 +175,8 @@ def efficiency(
 
 
 def _add_efficiency(
-    history: RunHistory,
-    run: RunRow,
+    history: History,
+    run: RunState,
     until: float,
     allocator: Allocator,
     above: dict[str, float],
@@ -201,19 +184,16 @@ def _add_efficiency(
 ) -> None:
     if until <= run.begun_at:
         return
-    nodes = sum(length(times) for times in offered(history, run, until).values()) / (
-        until - run.begun_at
-    )
+    nodes = sum(map(length, offered(run, until).values())) / (until - run.begun_at)
     fewer, more = math.floor(nodes), math.ceil(nodes)
     pools = {fewer: 1.0} if fewer == more else {fewer: more - nodes, more: nodes - fewer}
-    trainers = [t for t in history.trainers if t.run == run.id]
-    curves = {t.name: _speedup(t, more) for t in trainers}
+    trainers = list(run.trainers.values())
+    curves = {t.name: _speedup(t.trainer, more) for t in trainers}
     parts_of = phases_of(history, run, until)
-    for fragment in history.fragments:
-        if fragment.run == run.id and fragment.trainer in curves:
-            above[fragment.trainer] += curves[fragment.trainer].rate_at(
-                len(fragment.nodes)
-            ) * length(parts_of[fragment.key]['trained'])
+    for fragment in run.fragments.values():
+        if fragment.trainer in curves:
+            rate = curves[fragment.trainer].rate_at(len(fragment.nodes))
+            above[fragment.trainer] += rate * length(parts_of[fragment.key]['trained'])
     spans = {
         t.name: (t.submitted_at, min(until, t.state_at) if t.state in FINAL_STATES else until)
         for t in trainers
@@ -227,7 +207,7 @@ def _add_efficiency(
 
 
 def _constant_rates(
-    trainers: Sequence[TrainerRow],
+    trainers: Sequence[Training],
     curves: Mapping[str, ScalingCurve],
     pool: int,
     allocator: Allocator,
@@ -235,7 +215,7 @@ def _constant_rates(
     """By trainer, its speed on a constant pool."""
     if pool < 1:
         return {}
-    bids = [_bid(t, curves[t.name], pool) for t in trainers]
+    bids = [_bid(t.trainer, curves[t.name], pool) for t in trainers]
     given = allocator.allocate(Problem(1.0, pool, tuple(bids))).allocation
     alike: dict[Bid, list[int]] = defaultdict(list)
     for bid in bids:
@@ -247,25 +227,17 @@ def _constant_rates(
     }
 
 
-def _bid(trainer: TrainerRow, curve: ScalingCurve, pool: int) -> Bid:
-    fewest, most = _limits(trainer, pool)
+def _bid(trainer: Trainer, curve: ScalingCurve, pool: int) -> Bid:
     # Straight curves leave the division open (any is as good): a slight bend makes it even.
-    counts = range(min(most, pool) + 1)
+    counts = range(min(trainer.max_nodes, pool) + 1)
     worth = tuple(curve.rate_at(n) * (1.0 - EVENNESS * n / pool) for n in counts)
-    return Bid(trainer.name, fewest, most, 0, 0.0, 0.0, ScalingCurve(tuple(counts), worth))
+    bent = ScalingCurve(tuple(counts), worth)
+    return Bid(trainer.name, trainer.min_nodes, trainer.max_nodes, 0, 0.0, 0.0, bent)
 
 
-def _limits(trainer: TrainerRow, pool: int) -> tuple[int, int]:
-    fewest = int(trainer.spec.get('min_nodes') or 1)
-    return fewest, int(trainer.spec.get('max_nodes') or max(fewest, pool))
-
-
-def _speedup(trainer: TrainerRow, pool: int) -> ScalingCurve:
-    given = trainer.spec.get('curve')
-    if given:
-        nodes, rates = tuple(map(int, given['nodes'])), tuple(map(float, given['rate']))
-    else:  # linear up to any count that can occur
-        most = max(pool, int(trainer.spec.get('max_nodes') or 1), 1) * 1000
-        nodes, rates = (0, most), (0.0, float(most))
-    curve = ScalingCurve(nodes, rates)
-    return speedup(Candidate(trainer.name, curve, *_limits(trainer, pool)))
+def _speedup(trainer: Trainer, pool: int) -> ScalingCurve:
+    curve = trainer.curve
+    if curve is None:  # linear up to any count that can occur
+        most = max(pool, trainer.max_nodes) * 1000
+        curve = ScalingCurve((0, most), (0.0, float(most)))
+    return speedup(Candidate(trainer.name, curve, trainer.min_nodes, trainer.max_nodes))

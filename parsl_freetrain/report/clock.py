@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parsl_freetrain.ledger.rows import RunHistory
+from parsl_freetrain.core.model.state import History
 
 
 class Clock:
@@ -16,7 +16,7 @@ class Clock:
         When the account of a run that is alive ends, in epoch seconds. Default: at its last entry.
     """
 
-    def __init__(self, history: RunHistory, now: float | None) -> None:
+    def __init__(self, history: History, now: float | None) -> None:
         self.until = {r.id: history.until(r, now) for r in history.runs}
         self._begun = {r.id: r.begun_at for r in history.runs}
         self._offset: dict[int, float] = {}

@@ -5,17 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from parsl_freetrain.ledger.intervals import Interval, clip, intersect, length, merge, subtract
-from parsl_freetrain.ledger.rows import (
-    BlockRow,
-    CheckpointRow,
-    FragmentRow,
-    NodeRow,
-    RunHistory,
-    RunRow,
-)
+from parsl_freetrain.core.model.state import Fragment, History, Node, RunState
+from parsl_freetrain.report.intervals import Interval, clip, intersect, length, merge, subtract
 
 BUSY_CLASSES = ('lost', 'checkpointing', 'trained', 'starting')
 """Classes of a node-second; where records overlap, the one named first counts. What is left of an
@@ -28,47 +21,39 @@ LOSING = frozenset({'preempted', 'failed'})
 Phases = dict[str, list[Interval]]
 
 
-def ending_of(fragment: FragmentRow, alive: bool) -> str | None:
+def ending_of(fragment: Fragment, alive: bool) -> str | None:
     """How it ended; a fragment that its run (no longer ``alive``) never ended was cut off with the
     run: 'preempted'.
     """
-    if fragment.ended_at is None:
+    if fragment.ended is None:
         return None if alive else 'preempted'
     return fragment.ending
 
 
-def phases_of(history: RunHistory, run: RunRow, until: float) -> dict[tuple[int, str, int], Phases]:
+def phases_of(history: History, run: RunState, until: float) -> dict[tuple[int, str, int], Phases]:
     """By key of a run's fragments: their seconds by class, each second in one class. ``until``:
     when the account of a fragment without an end stops, in epoch seconds.
     """
-    written = by_fragment(history.checkpoints)
     alive = history.alive(run)
     # What survivors hold in memory counts as far as the next fragment that started went on from it.
     used: dict[str, float] = defaultdict(lambda: math.inf if alive else 0.0)
     found: dict[tuple[int, str, int], Phases] = {}
-    for fragment in reversed([f for f in history.fragments if f.run == run.id]):
-        mine = written.get(fragment.key, ())
+    for fragment in reversed(run.fragments.values()):
         kept = min(fragment.samples or 0, used[fragment.trainer])
-        found[fragment.key] = _phases(fragment, mine, kept, until, alive)
+        found[fragment.key] = _phases(fragment, kept, until, alive)
         if fragment.started_samples is not None:
             used[fragment.trainer] = fragment.started_samples
     return found
 
 
-def _phases(
-    fragment: FragmentRow,
-    checkpoints: Sequence[CheckpointRow],
-    kept: float,
-    until: float,
-    alive: bool,
-) -> Phases:
+def _phases(fragment: Fragment, kept: float, until: float, alive: bool) -> Phases:
     begin = fragment.decided_at
     end = max(begin, until if fragment.ended_at is None else fragment.ended_at)
     started = end if fragment.started_at is None else min(max(begin, fragment.started_at), end)
     kept_until = end
     if ending_of(fragment, alive) in LOSING:
-        kept_until = _kept_until(fragment, checkpoints, kept, started, end)
-    saving = clip((c.pause for c in checkpoints), started, kept_until)
+        kept_until = _kept_until(fragment, kept, started, end)
+    saving = clip((c.pause for c in fragment.checkpoints), started, kept_until)
     return {
         'starting': merge([(begin, started)]),
         'checkpointing': saving,
@@ -77,95 +62,73 @@ def _phases(
     }
 
 
-def _kept_until(
-    fragment: FragmentRow,
-    checkpoints: Sequence[CheckpointRow],
-    kept: float,
-    started: float,
-    end: float,
-) -> float:
+def _kept_until(fragment: Fragment, kept: float, started: float, end: float) -> float:
     """When a fragment that was lost had trained the last of the ``kept`` samples."""
     # What was trained while a checkpoint was written beside it is not in it.
-    at = min(end, max([started, *(c.pause[1] for c in checkpoints)]))
-    samples = max([fragment.started_samples or 0, *(c.samples for c in checkpoints)])
-    for seen_at, seen in ((fragment.seen_at, fragment.seen_samples), (end, fragment.reached)):
-        if kept <= samples or seen_at is None or seen is None or seen <= samples:
+    at = min(end, max([started, *(c.pause[1] for c in fragment.checkpoints)]))
+    samples = max([fragment.started_samples or 0, *(c.samples for c in fragment.checkpoints)])
+    last = fragment.seen
+    reports = [] if last is None else [(last.at, last.samples)]
+    if fragment.reached is not None:
+        reports.append((end, fragment.reached))
+    for seen_at, seen in reports:
+        if kept <= samples or seen <= samples:
             continue
         seen_at = min(end, max(at, seen_at))
         pace = (seen - samples) / (seen_at - at) if seen_at > at else math.inf
-        if seen_at == end and fragment.rate:
-            pace = max(pace, fragment.rate)  # its end is noted some time after its last step
+        if seen_at == end and last is not None and last.rate:
+            pace = max(pace, last.rate)  # its end is noted some time after its last step
         at, samples = min(seen_at, at + (kept - samples) / pace), seen
     return at
 
 
-def by_fragment(
-    checkpoints: Iterable[CheckpointRow],
-) -> dict[tuple[int, str, int], list[CheckpointRow]]:
-    """Checkpoints by the key of their fragment."""
-    grouped: dict[tuple[int, str, int], list[CheckpointRow]] = defaultdict(list)
-    for checkpoint in checkpoints:
-        grouped[checkpoint.run, checkpoint.trainer, checkpoint.fragment].append(checkpoint)
-    return grouped
-
-
-def offered(history: RunHistory, run: RunRow, until: float) -> dict[str, list[Interval]]:
+def offered(run: RunState, until: float) -> dict[str, list[Interval]]:
     """By node name: when the node was offered, within the run's own time."""
-    rows: dict[str, list[Interval]] = defaultdict(list)
-    for offer in history.offers:
-        if offer.run == run.id:
-            rows[offer.name].append((offer.start, math.inf if offer.end is None else offer.end))
-    return {name: clip(times, run.begun_at, until) for name, times in rows.items()}
+    spells: dict[str, list[Interval]] = defaultdict(list)
+    for offer in run.offers.values():
+        spells[offer.node].append((offer.start, offer.end))
+    return {name: clip(times, run.begun_at, until) for name, times in spells.items()}
 
 
-def left_at(node: NodeRow, blocks: dict[tuple[int, str], BlockRow], until: float) -> float:
+def left_at(run: RunState, node: Node, until: float) -> float:
     """When a node was gone: by its own record or its block's, at the latest ``until``."""
-    block = blocks.get((node.run, node.block))
+    block = run.blocks.get(node.block)
     known = [t for t in (node.left_at, block.closed_at if block else None) if t is not None]
     return min([until, *known])
 
 
-def busy(history: RunHistory, run: RunRow, until: float) -> dict[str, Phases]:
+def busy(history: History, run: RunState, until: float) -> dict[str, Phases]:
     """By node name and class: when the node was in a block and not just idle there. Classes may
     overlap.
     """
-    blocks = {(b.run, b.block): b for b in history.blocks if b.run == run.id}
-    nodes = {n.node: n for n in history.nodes if n.run == run.id}
     found: dict[str, Phases] = defaultdict(lambda: {name: [] for name in BUSY_CLASSES})
     arrived: dict[str, set[str]] = defaultdict(set)
-    for node in nodes.values():
+    for node in run.nodes.values():
         arrived[node.block].add(node.name)
-        if (block := blocks.get((node.run, node.block))) is not None:
+        if (block := run.blocks.get(node.block)) is not None:
             found[node.name]['starting'].append((block.opened_at, node.joined_at))
-    for block in blocks.values():
-        for name in set(block.names) - arrived[block.block]:
-            found[name]['starting'].append(
-                (block.opened_at, until if block.closed_at is None else block.closed_at)
-            )
+    for block in run.blocks.values():
+        closed = until if block.closed_at is None else block.closed_at
+        for name in set(block.opened.request.names) - arrived[block.name]:
+            found[name]['starting'].append((block.opened_at, closed))
     parts_of = phases_of(history, run, until)
-    for fragment in history.fragments:
-        if fragment.run != run.id:
-            continue
-        parts = parts_of[fragment.key]
+    for fragment in run.fragments.values():
         for one in fragment.nodes:
-            place = nodes.get(one)
-            here = (
-                (-math.inf, math.inf)
-                if place is None
-                else (place.joined_at, left_at(place, blocks, until))
-            )
-            for kind, times in parts.items():
+            place, here = run.nodes.get(one), (-math.inf, math.inf)
+            if place is not None:
+                here = place.joined_at, left_at(run, place, until)
+            for kind, times in parts_of[fragment.key].items():
                 found[one if place is None else place.name][kind].extend(clip(times, *here))
     return found
 
 
-def node_seconds_of(history: RunHistory, now: float | None = None) -> dict[str, float]:
+def node_seconds_of(history: History, now: float | None = None) -> dict[str, float]:
     """What became of every second of every node that was offered.
 
     Parameters
     ----------
     history
-        Of one run or of all: :meth:`Reader.history <parsl_freetrain.ledger.reader.Reader.history>`.
+        Of one run or of all.
     now
         When the account of a run that is alive ends, in epoch seconds. Default: at its last entry.
 
@@ -182,7 +145,7 @@ def node_seconds_of(history: RunHistory, now: float | None = None) -> dict[str, 
     for run in history.runs:
         until = history.until(run, now)
         doing = busy(history, run, until)
-        for name, rest in offered(history, run, until).items():
+        for name, rest in offered(run, until).items():
             totals['offered'] += length(rest)
             for kind in BUSY_CLASSES:
                 mine = merge(doing[name][kind]) if name in doing else []
@@ -192,34 +155,25 @@ def node_seconds_of(history: RunHistory, now: float | None = None) -> dict[str, 
     return totals
 
 
-def struck_nodes(history: RunHistory) -> list[NodeRow]:
+def struck_nodes(run: RunState) -> list[Node]:
     """Nodes of taken blocks whose loss hit a fragment that was training on them."""
-    blocks = {(b.run, b.block): b for b in history.blocks}
-    nodes = {(n.run, n.node): n for n in history.nodes}
-    hit: dict[tuple[int, str], NodeRow] = {}
-    for fragment in history.fragments:
+    hit: dict[str, Node] = {}
+    for fragment in run.fragments.values():
         if fragment.started_at is None:
             continue
-        places = [nodes[fragment.run, n] for n in fragment.nodes if (fragment.run, n) in nodes]
-        for place in _struck(fragment, [(left_at(p, blocks, math.inf), p) for p in places]):
-            block = blocks.get((place.run, place.block))
+        places = [run.nodes[node] for node in fragment.nodes if node in run.nodes]
+        for place in _struck(fragment, [(left_at(run, p, math.inf), p) for p in places]):
+            block = run.blocks.get(place.block)
             if block is not None and block.how == 'taken':
-                hit[place.run, place.node] = place
+                hit[place.node] = place
     return list(hit.values())
 
 
-def killed_blocks(history: RunHistory) -> int:
-    """How many blocks were taken while a fragment was training on them."""
-    return len({(n.run, n.block) for n in struck_nodes(history)})
-
-
-def _struck(fragment: FragmentRow, gone: Sequence[tuple[float, NodeRow]]) -> list[NodeRow]:
+def _struck(fragment: Fragment, gone: Sequence[tuple[float, Node]]) -> list[Node]:
     # The nodes whose loss hit the fragment. Its end may be noted shortly before the nodes' loss is:
     # then the block of the first of them to go is what ended it.
-    started, ended = (
-        fragment.started_at or 0.0,
-        math.inf if fragment.ended_at is None else fragment.ended_at,
-    )
+    started = fragment.started_at or 0.0
+    ended = math.inf if fragment.ended_at is None else fragment.ended_at
     lost_it = fragment.ending in (None, 'preempted')
     during = [
         p for t, p in gone if started <= t < math.inf and (t < ended or (t == ended and lost_it))
