@@ -204,9 +204,10 @@ def set_up(order: FragmentOrder, place: RankPlace) -> torch.device:
 
 
 def _described(raised: BaseException) -> RankError:
-    # Leave out our own frame; the traceback begins in the user's function.
-    below = raised.__traceback__.tb_next if raised.__traceback__ is not None else None
-    trace = below or raised.__traceback__
+    # Leave out our own frames; the traceback begins in the user's function.
+    trace = raised.__traceback__
+    while trace is not None and trace.tb_next and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
     message = str(raised)
     if isinstance(raised, SystemExit):
         message = f'the function called sys.exit({raised.code!r}); let it return instead'
