@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from parsl_freetrain.executor.executor import FreeTrainExecutor
     from parsl_freetrain.executor.settings import HtexOptions, Policy, Recording, Timeouts
     from parsl_freetrain.executor.trainer.future import Progress, TrainingFuture
-    from parsl_freetrain.remote.client import FreeTrainClient
-    from parsl_freetrain.remote.remote_future import RemoteTraining
+    from parsl_freetrain.remote.client import FreeTrainClient, RemoteTraining
     from parsl_freetrain.sites.cobalt import CobaltSite
     from parsl_freetrain.sites.local import LocalSite
     from parsl_freetrain.sites.packed_environment import PackedEnvironment
@@ -47,8 +46,7 @@ _MODULES = {
     'executor.executor': ('FreeTrainExecutor',),
     'executor.settings': ('HtexOptions', 'Policy', 'Recording', 'Timeouts'),
     'executor.trainer.future': ('Progress', 'TrainingFuture'),
-    'remote.client': ('FreeTrainClient',),
-    'remote.remote_future': ('RemoteTraining',),
+    'remote.client': ('FreeTrainClient', 'RemoteTraining'),
     'sites.cobalt': ('CobaltSite',),
     'sites.local': ('LocalSite',),
     'sites.packed_environment': ('PackedEnvironment',),

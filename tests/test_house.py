@@ -41,10 +41,8 @@ TOP = {
 DISTRIBUTIONS = {
     'zmq': 'pyzmq',
     'sklearn': 'scikit-learn',
-    'globus_compute_common': 'globus-compute-endpoint',
-    'globus_compute_endpoint': 'globus-compute-endpoint',
-    'globus_compute_sdk': 'globus-compute-endpoint',
     'mlflow': 'mlflow-skinny',
+    'globus_compute_sdk': 'globus-compute-sdk',
 }
 CALLED_BY_OTHERS = {'accelerate', 'pyarrow', 'tensorboard'}
 # Extras that a module needs.

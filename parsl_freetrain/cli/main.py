@@ -26,7 +26,6 @@ VERBS = {
     'cancel': 'Cancel a trainer of a live run, after a last checkpoint.',
     'doctor': 'Measure what trainings need, here and on the nodes; write it into one file.',
     'export': 'Write the record of runs as tables: an SQLite file, or Parquet files.',
-    'globus-init': 'Write the files of a Globus Compute endpoint that trains in holes.',
     'holes': 'Show the holes available now. Nothing is submitted.',
     'logs': 'Show what the ranks of a trainer have printed.',
     'plan': 'Show every block that would be submitted, and its batch script; nothing is sent.',

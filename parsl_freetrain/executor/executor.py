@@ -59,7 +59,8 @@ from parsl_freetrain.executor.settings import (
 )
 from parsl_freetrain.executor.stream import Stream
 from parsl_freetrain.executor.trainer.future import TrainingFuture
-from parsl_freetrain.executor.trainer.trainer_record import TrainerNames, TrainerRecord
+from parsl_freetrain.executor.trainer.names import TrainerNames
+from parsl_freetrain.executor.trainer.trainer_record import TrainerRecord
 from parsl_freetrain.executor.trainer.updates import FutureUpdater
 from parsl_freetrain.host.processes import allow_open_files
 from parsl_freetrain.journal.append import JournalWriter

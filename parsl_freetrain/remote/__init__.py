@@ -1,8 +1,4 @@
-"""Remote training: submit trainers through Globus Compute to an endpoint with FreeTrainEngine."""
-
-from __future__ import annotations
-
-from parsl_freetrain.remote.client import FreeTrainClient
-from parsl_freetrain.remote.remote_future import RemoteTraining
-
-__all__ = ['FreeTrainClient', 'RemoteTraining']
+"""Training from afar, through any endpoint of Globus Compute: ``client`` has the
+:class:`~parsl_freetrain.FreeTrainClient`, ``orders`` what it sends, ``endpoint`` and ``run`` what
+runs over there.
+"""

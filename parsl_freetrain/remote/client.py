@@ -2,57 +2,168 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor
+import logging
+import secrets
+import threading
+from collections.abc import Mapping
+from concurrent.futures import CancelledError, Executor, Future
 from concurrent.futures import wait as wait_for
 from typing import Any
 
+import msgspec
+from msgspec import structs
+from parsl.executors.base import ParslExecutor
+
 from parsl_freetrain.app import FreeTrainApp
-from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.core.model.types import Checkpoint
-from parsl_freetrain.executor.globus.protocol import (
-    LOOK,
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError, TrainerFailed
+from parsl_freetrain.executor.fragment.payload import pack
+from parsl_freetrain.executor.trainer.future import Progress, TrainingFuture
+from parsl_freetrain.executor.trainer.names import check_name
+from parsl_freetrain.remote.orders import (
+    BAD_INPUT,
+    CANCELLED,
     OK,
-    VERSIONS,
-    WAIT,
     Answer,
     Comparison,
     Order,
+    TrainerStatus,
     compare,
+    decoded,
+    run_or_join,
     versions_here,
 )
-from parsl_freetrain.executor.trainer.future import Progress
-from parsl_freetrain.remote.endpoint_connection import Connection
-from parsl_freetrain.remote.following import Follower
-from parsl_freetrain.remote.remote_future import RemoteTraining
-from parsl_freetrain.remote.sending import order_of
+
+logger = logging.getLogger(__name__)
+
+LARGEST_PAYLOAD = 7_000_000  # bytes; Globus Compute takes at most 10 MB, and base64 adds a third
+CANCEL_LOOK_S = 2.0
+# Seconds without an answer after which an order counts as lost; doubled each time.
+PATIENCE_S, LONGEST_PATIENCE_S = 20.0, 3600.0
+# Of globus_sdk, which moves them between modules.
+_LOGIN = {'TokenValidationError', 'LocalServerLoginError', 'CommandLineLoginFlowEOFError'}
+
+
+class RemoteTraining(TrainingFuture):
+    """The final :class:`~parsl_freetrain.core.model.types.Checkpoint` of a trainer at an endpoint,
+    with a path over there. Made by :class:`~parsl_freetrain.remote.client.FreeTrainClient`.
+
+    ``progress()`` is what the endpoint said last, ``checkpoints`` stays empty, and ``state`` can
+    also be 'sent' (the run at the endpoint has not begun it) and 'unreachable' (the endpoint cannot
+    be asked; the trainer may still be running).
+    """
+
+    def __init__(self, client: FreeTrainClient, order: Order) -> None:
+        super().__init__(order.trainer)
+        self.state = 'sent'
+        self._client = client
+        self._order, self._first = order, order
+        self._cancelling = False
+        self._patience_s = PATIENCE_S
+        self._timer: threading.Timer | None = None
+        self._on_cancel = self._cancel
+
+    def ask(self) -> None:
+        """Send the order, and again until the trainer has ended: what is not answered may be lost,
+        and the endpoint knows what it has taken already.
+        """
+        with self._lock:
+            if self.done():
+                return
+            order = self._order
+            if self._cancelling:
+                order = structs.replace(order, verb='cancel', payload=b'', hold_s=0.0)
+            self._ask_in(order.hold_s + self._patience_s)
+            self._patience_s = min(2 * self._patience_s, LONGEST_PATIENCE_S)
+        self._client.send(order).add_done_callback(lambda done: self._answered(done, order))
+
+    def _answered(self, done: Future[Answer], order: Order) -> None:
+        pause_s = every_s = self._client.look_every_s
+        with self._lock:
+            try:
+                self._seen(done.result().trainers.get(self.name))
+                self._patience_s = PATIENCE_S
+                if order.hold_s or order.verb == 'cancel':
+                    pause_s = 0.0 if order.hold_s else min(every_s, CANCEL_LOOK_S)
+            except (Exception, CancelledError) as error:
+                if (refused := self._client.refusal(error)) is not None:
+                    self.fail(refused)
+                elif not self.done():
+                    self.state = 'unreachable'
+                    logger.warning('%s could not be asked: %r', self._client.name, error)
+            self._ask_in(pause_s)
+
+    def _ask_in(self, pause_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self.done():
+            self._timer = threading.Timer(pause_s, self.ask)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _seen(self, found: TrainerStatus | None) -> None:
+        if found is None or self._order.request not in ('', found.request):
+            if self._cancelling:
+                self._settle_cancelled()
+            elif not self._first.payload:
+                raise BadInput(
+                    f'The endpoint has no trainer {self.name!r} in {self._order.checkpoint_dir}; '
+                    'submit it again, and it continues from its checkpoints.'
+                )
+            self._order = self._first
+            return
+        self._order = structs.replace(self._first, payload=b'', hold_s=self._client.hold_s)
+        if self.done():
+            return
+        self.state, self._progress = found.state, found.progress
+        self.checkpoint = found.checkpoint or self.checkpoint
+        if found.end == OK and self.checkpoint is not None:
+            self.set_result(self.checkpoint)
+        elif found.end == CANCELLED:
+            self._settle_cancelled()
+        elif found.end:
+            said = found.sentence or f'The endpoint answered {found.end!r} without a checkpoint.'
+            self.fail((BadInput if found.end == BAD_INPUT else TrainerFailed)(said))
+
+    def _cancel(self) -> None:
+        self._cancelling = True
+        self.ask()
+
+    def fail(self, error: FreeTrainError) -> None:
+        with self._lock:
+            self._settle_failed(error)
+            self._ask_in(0.0)  # nothing more
 
 
 class FreeTrainClient(Executor):
-    """Submits trainers to a Globus Compute endpoint with FreeTrainEngine.
+    """Trains at an endpoint of Globus Compute, whatever its engine.
 
     A :class:`concurrent.futures.Executor`, except that leaving a ``with`` block does not wait for
-    trainers, which may take days: see :meth:`close` and :meth:`shutdown`.
-
-    Trainers keep running at the endpoint when the client ends. While the client runs, it resubmits
-    trainers that were lost because this computer slept or the endpoint's process was restarted;
-    they continue from their checkpoints.
+    trainers, which may take days and go on at the endpoint. While the client runs, it asks again
+    what was lost because this computer slept or the endpoint was restarted.
 
     Parameters
     ----------
     endpoint_id
         The endpoint's id.
+    checkpoint_dir
+        Absolute path of a folder at the endpoint that all nodes share. All trainers with the same
+        one train in one run.
+    site
+        Where that run trains: see :func:`~parsl_freetrain.sites.named.site_described`. ``'local'``:
+        in the endpoint's own job, as long as the client asks.
+    python
+        The Python at the endpoint that has parsl-freetrain; default: the one of its workers.
     user_endpoint_config
         Options for the endpoint's template: account, queue and so on.
     executor
         A :class:`globus_compute_sdk.Executor` or a Parsl GlobusComputeExecutor to use in place of
-        ``endpoint_id`` and ``user_endpoint_config``. Nothing else may use it.
+        ``endpoint_id`` and ``user_endpoint_config``.
     look_every_s
-        Seconds between two status requests.
-    first_backoff_s
-        Seconds before the first retry of a message that did not arrive; doubled at each retry, up
-        to five minutes.
+        Seconds between two requests about a trainer. With the site 'local' each stays at the
+        endpoint for so long, unless the trainer ends: it keeps the endpoint's job from being idle.
+    **settings
+        Of the run, as plain data: those of :class:`~parsl_freetrain.BackfillProvider` and
+        :class:`~parsl_freetrain.FreeTrainExecutor`. A run that goes on keeps its own.
 
     Raises
     ------
@@ -65,19 +176,33 @@ class FreeTrainClient(Executor):
         self,
         endpoint_id: str | None = None,
         *,
+        checkpoint_dir: str = '',
+        site: str | Mapping[str, Any] | None = None,
+        python: str = '',
         user_endpoint_config: Mapping[str, Any] | None = None,
         executor: Any = None,
         look_every_s: float = 60.0,
-        first_backoff_s: float = 2.0,
-        clock: Callable[[], float] = time.monotonic,
+        **settings: Any,
     ) -> None:
         if (endpoint_id is None) == (executor is None):
             raise BadInput(
                 'FreeTrainClient needs an endpoint_id, or an executor that knows its '
                 'endpoint; give one of them.'
             )
-        self._connection = Connection(endpoint_id, user_endpoint_config, executor)
-        self._follower = Follower(self._connection, look_every_s, first_backoff_s, clock)
+        if executor is None:
+            _sdk_executor()
+        known = endpoint_id or getattr(executor, 'endpoint_id', getattr(executor, 'label', ''))
+        self.name = f'endpoint {known}' if known else 'the endpoint'
+        self.look_every_s = look_every_s
+        here = site == 'local' or (isinstance(site, Mapping) and site.get('type') == 'local')
+        self.hold_s = look_every_s if here else 0.0
+        self._endpoint = {'endpoint_id': endpoint_id, 'user_endpoint_config': user_endpoint_config}
+        self._given, self._executor = executor, executor
+        self._folder, self._python = checkpoint_dir, python
+        self._settings = settings if site is None else {'site': site, **settings}
+        self._sending = threading.Lock()
+        self._open: dict[str, RemoteTraining] = {}
+        self._closed = False
 
     def submit(  # type: ignore[override]  # it takes trainers only
         self, app: FreeTrainApp, /, *args: Any, trainer_name: str | None = None, **kwargs: Any
@@ -89,11 +214,10 @@ class FreeTrainClient(Executor):
         app
             A function decorated with ``@freetrain_app``.
         *args, **kwargs
-            Arguments of the function after its fragment context: plain data, and paths on the
-            endpoint's file system. No futures.
+            Of the function after its fragment context: plain data, and paths over there.
         trainer_name
-            Name of the trainer and of its checkpoint folder; default: the app's name. A trainer of
-            the same name continues from its checkpoints.
+            Name of the trainer and of its checkpoint folder; default: the app's name, with a number
+            from the second one on. A trainer of the same name continues from its checkpoints.
 
         Raises
         ------
@@ -101,80 +225,82 @@ class FreeTrainClient(Executor):
             If this computer can tell that the trainer can never run. Errors found at the endpoint
             are set on the future.
         """
-        order, payload = order_of(app, args, kwargs, trainer_name)
-        return self._follower.follow(order, payload)
-
-    def map(  # type: ignore[override]
-        self,
-        app: FreeTrainApp,
-        /,
-        *iterables: Iterable[Any],
-        timeout: float | None = None,
-        chunksize: int = 1,
-    ) -> Iterator[Checkpoint]:
-        """Start a trainer for each of the arguments, all at once, and iterate over their results in
-        order. Their names are the app's, with ``-0``, ``-1``, ...
-
-        ``timeout`` is in seconds from this call; ``chunksize`` has no effect.
-        """
-        until = None if timeout is None else time.monotonic() + timeout
-        trainings = [
-            self.submit(app, *args, trainer_name=f'{getattr(app, "name", "trainer")}-{number}')
-            for number, args in enumerate(zip(*iterables, strict=False))
-        ]
-        return (
-            one.result(None if until is None else max(0.0, until - time.monotonic()))
-            for one in trainings
-        )
+        if not isinstance(app, FreeTrainApp):
+            raise BadInput(
+                f'FreeTrainClient sends trainers, and {getattr(app, "__name__", app)!r} is a plain '
+                'function: decorate it with @freetrain_app, or send it with '
+                'globus_compute_sdk.Executor(endpoint_id=...), also to the same endpoint.'
+            )
+        name, number = trainer_name or app.name, 1
+        while trainer_name is None and name in self._open:
+            number += 1
+            name = f'{app.name}-{number}'
+        check_name(name)
+        why = f'Trainer {name!r} cannot be sent'
+        if any(isinstance(value, Future) for value in (*args, *kwargs.values())):
+            raise BadInput(f'{why}: one of its arguments is a future; give its result().')
+        if not (self._folder.startswith('/') and 'site' in self._settings):
+            raise BadInput(
+                f'{why}: the FreeTrainClient needs a checkpoint_dir at the endpoint, an absolute '
+                "path, and a site, such as 'polaris' or 'local'."
+            )
+        payload = pack(app.function, args, kwargs, name)
+        if len(payload) > LARGEST_PAYLOAD:
+            raise BadInput(
+                f'{why}: its function and arguments have {len(payload)} bytes, and Globus Compute '
+                f'takes {LARGEST_PAYLOAD}; put data into files at the endpoint, and pass their '
+                'paths.'
+            )
+        request, versions = secrets.token_hex(8), versions_here()
+        order = Order('train', self._folder, self._settings, name, request, 0.0, versions)
+        return self._follow(structs.replace(order, spec=app.spec, payload=payload))
 
     def attach(self, name: str) -> RemoteTraining:
-        """Follow a trainer that was submitted before, from this computer or another one.
-
-        The future raises BadInput if the endpoint's process does not know the trainer. Submit it
-        again then; it continues from its checkpoints.
+        """Follow a trainer that was submitted before, from this computer or another one. The future
+        raises BadInput if there is no such trainer in ``checkpoint_dir``.
         """
-        return self._follower.follow(Order(WAIT, name))
+        return self._follow(Order('look', self._folder, self._settings, name))
+
+    def _follow(self, order: Order) -> RemoteTraining:
+        name = order.trainer
+        if self._closed or name in self._open:
+            why = 'is closed' if self._closed else 'follows one of this name already'
+            raise BadInput(f'Trainer {name!r} cannot be sent: this FreeTrainClient {why}.')
+        self._open[name] = training = RemoteTraining(self, order)
+        training.add_done_callback(lambda _: self._open.pop(name, None))
+        training.ask()
+        return training
 
     def trainers(self, timeout_s: float = 60.0) -> dict[str, tuple[str, Progress]]:
-        """State and progress of all trainers submitted since the endpoint's process started.
-
-        Raises
-        ------
-        BadInput
-            If the endpoint does not run FreeTrainEngine.
-        TimeoutError
-            If the endpoint does not answer in time.
+        """State and progress of all trainers that were submitted to ``checkpoint_dir``. Raises
+        BadInput if parsl-freetrain cannot be run at the endpoint; TimeoutError if it does not
+        answer in time.
         """
-        found = self._answered(Order(LOOK), timeout_s).trainers
+        found = self._answer_to(Order('look', self._folder), timeout_s).trainers
         return {name: (known.state, known.progress) for name, known in found.items()}
 
     def compare_versions(self, timeout_s: float = 60.0) -> tuple[Comparison, ...]:
         """Versions here and at the endpoint; raises as :meth:`trainers` does."""
-        return compare(versions_here(), self._answered(Order(VERSIONS), timeout_s).versions)
-
-    def _answered(self, order: Order, timeout_s: float) -> Answer:
-        try:
-            reply = self._connection.send(order, '').result(timeout_s)
-        except TimeoutError:
-            raise TimeoutError(
-                f'{self._connection.name} did not answer within {timeout_s:g} s; it may '
-                'not be running.'
-            ) from None
-        except Exception as error:
-            raise self._connection.refusal(error) or error from error
-        if reply.kind != OK:
-            raise BadInput(reply.sentence)
-        return reply
+        return compare(versions_here(), self._answer_to(Order('versions'), timeout_s).versions)
 
     def close(self) -> None:
         """Stop following. Trainers keep running at the endpoint; their futures here raise an error
         that says how to find them again.
         """
-        self._follower.close()
+        self._closed = True
+        for name, training in list(self._open.items()):
+            training.fail(
+                TrainerFailed(
+                    f'Trainer {name!r} is not followed any more, because its FreeTrainClient was '
+                    f'closed; it goes on at {self.name}: attach({name!r}) follows it again.'
+                )
+            )
+        if self._executor is not self._given:
+            self._executor.shutdown(wait=False, cancel_futures=True)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Stop following, and before that wait for all trainers, or end them."""
-        trainings = self._follower.trainings()
+        trainings = list(self._open.values())
         if cancel_futures:
             for training in trainings:
                 training.cancel()
@@ -184,3 +310,78 @@ class FreeTrainClient(Executor):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _answer_to(self, order: Order, timeout_s: float) -> Answer:
+        try:
+            return self.send(order).result(timeout_s)
+        except TimeoutError:
+            raise TimeoutError(
+                f'{self.name} did not answer within {timeout_s:g} s; it may not be running.'
+            ) from None
+        except Exception as error:
+            raise self.refusal(error) or error from error
+
+    def send(self, order: Order) -> Future[Answer]:
+        """The future of the answer. It fails if the order did not arrive, or was refused."""
+        answer: Future[Answer] = Future()
+
+        def decode(done: Future[Any]) -> None:
+            try:
+                reply = decoded(done.result(), Answer)
+                if reply.refusal:
+                    raise BadInput(reply.refusal)
+                answer.set_result(reply)
+            except BaseException as error:
+                answer.set_exception(error)
+
+        try:
+            with self._sending:
+                if self._executor is None or getattr(self._executor, '_stopped', False):
+                    self._executor = self._given or _sdk_executor()(**self._endpoint)
+                words: list[Any] = [msgspec.msgpack.encode(order), self._python]
+                if isinstance(self._executor, ParslExecutor):
+                    words.insert(0, {})  # resources
+                sent = self._executor.submit(run_or_join, *words)
+            sent.add_done_callback(decode)
+        except Exception as error:
+            answer.set_exception(error)
+        return answer
+
+    def refusal(self, error: BaseException) -> FreeTrainError | None:
+        """The error to raise if sending again is of no use; None if the endpoint is only
+        unreachable for now.
+        """
+        if isinstance(error, FreeTrainError):
+            return error
+        status = getattr(error, 'http_status', None)
+        lines = str(getattr(error, 'remote_data', error)).strip().splitlines() or ['']
+        if type(error).__name__ == 'TaskExecutionFailed':
+            return BadInput(
+                f'parsl-freetrain cannot be run at {self.name} ({lines[-1]}): install it for the '
+                "Python of its workers, or name one that has it with python='/path/to/python'."
+            )
+        if status in (401, 403) or _LOGIN & {cls.__name__ for cls in type(error).__mro__}:
+            return BadInput(
+                f'The login to Globus has expired, or does not allow {self.name} ({lines[0]}): log '
+                'in again by running python -c "from globus_compute_sdk import Client; '
+                'Client().app.login(force=True)" in a terminal.'
+            )
+        if isinstance(status, int) and 400 <= status < 500 and status != 429:
+            return BadInput(
+                f'Globus Compute refuses {self.name} (HTTP {status}: {lines[0]}): check the '
+                'endpoint id, and the options in user_endpoint_config.'
+            )
+        if isinstance(error, (TypeError, ValueError)):
+            return BadInput(f'Globus Compute refuses the order for {self.name}: {lines[0]}.')
+        return None
+
+
+def _sdk_executor() -> Any:
+    try:
+        from globus_compute_sdk import Executor as found  # noqa: N813
+    except ImportError as error:
+        raise BadInput(
+            'Submitting from afar needs the Globus Compute SDK, which is not installed here: '
+            "pip install 'parsl-freetrain[globus]'."
+        ) from error
+    return found

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from parsl_freetrain.core.model.checked_settings import read_settings
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
@@ -26,11 +27,6 @@ def site_files() -> dict[str, Path]:
     return {
         path.stem: path for folder in reversed(_FOLDERS) for path in sorted(folder.glob('[!_]*.py'))
     }
-
-
-def shared_folder(name: str) -> Path:
-    """A folder of ``site_configs/`` that is installed with the package."""
-    return next(folder / name for folder in _FOLDERS[1:] if (folder / name).is_dir())
 
 
 def load_site_file(path: Path) -> ModuleType:
@@ -77,51 +73,52 @@ def chosen_provider(
     account: str | None = None,
     queue: str | None = None,
 ) -> BackfillProvider:
-    """The provider that was given, or one for the site of this name.
-
-    Parameters
-    ----------
-    site
-        A name in ``site_configs/`` whose file has a function ``site()``, such as ``'polaris'``.
-    account, queue
-        For that function; None: its default.
-
-    Raises
-    ------
-    BadInput
-        Neither or both were given, there is no such site, or it does not take the account or queue.
+    """The provider that was given, or one for the site of this name, with this account and queue.
+    Raises BadInput if neither or both were given, there is no such site, or it does not take the
+    account or queue.
     """
-    if provider is not None:
-        if site or account or queue:
-            raise BadInput(
-                'FreeTrainExecutor was given a provider and a site, account or queue; '
-                'give provider= alone, or site= as a name.'
-            )
-        return provider
-    files = site_files()
-    if site is None or site not in files:
+    named = {'name': site, 'account': account, 'queue': queue}
+    settings = {name: value for name, value in named.items() if value is not None}
+    if provider is None:
+        return BackfillProvider(site_described({'name': '', **settings}))
+    if settings:
         raise BadInput(
-            f'FreeTrainExecutor has no provider and no site {site or ""!r}; give '
-            'provider=, or site= as one of '
-            f'{", ".join(sorted(_with_site(files)))}.'
+            'FreeTrainExecutor was given a provider and a site, account or queue; '
+            'give provider= alone, or site= as a name.'
         )
-    module = load_site_file(files[site])
-    if not hasattr(module, 'site'):
+    return provider
+
+
+def site_described(described: str | Mapping[str, Any]) -> Site:
+    """The site that plain data describe. Raises BadInput if there is no such name or type, or it
+    does not take these settings. ``described``: ``{'name': 'polaris', ...}``: a file of
+    ``site_configs/`` whose function ``site()`` takes the other items; the name alone; or ``{'type':
+    'slurm', ...}``: a type of site, and its settings.
+    """
+    settings = {'name': described} if isinstance(described, str) else dict(described)
+    types, files = site_types(), site_files()
+    kind, name = settings.pop('type', None), settings.pop('name', None)
+    if name in types and name not in files:
+        kind, name = name, None
+    if kind in types and name is None:
+        make, where = types[kind].make, f'The site type {kind}'
+    elif kind is not None or name not in files:
         raise BadInput(
-            f'The site file {files[site]} has no function site(); give provider=, or use '
-            'its config().'
+            f'There is no site {kind or name or ""!r}; give provider=, or site= as one of '
+            f'{", ".join(sorted(_with_site(files)))}, or a type of site: {", ".join(types)}.'
         )
-    settings = {
-        name: value for name, value in (('account', account), ('queue', queue)) if value is not None
-    }
+    else:
+        where, module = f'The site file {files[name]}', load_site_file(files[name])
+        if not hasattr(module, 'site'):
+            raise BadInput(f'{where} has no function site(); give provider=, or use its config().')
+        make = module.site
     try:
-        return BackfillProvider(module.site(**settings))
-    except (BadInput, FreeTrainError):
+        site: Site = make(**settings)
+    except FreeTrainError:
         raise
     except Exception as error:  # the user's own code
-        raise BadInput(
-            f'The site file {files[site]} gives no site: {type(error).__name__}: {error}.'
-        ) from error
+        raise BadInput(f'{where} gives no site: {type(error).__name__}: {error}.') from error
+    return site
 
 
 def _with_site(files: dict[str, Path]) -> Iterator[str]:

@@ -36,7 +36,7 @@ class SiteType:
     Attributes
     ----------
     name
-        As in ``{type: slurm}`` of a Globus Compute configuration, and the table of a TOML file.
+        As in ``site={'type': 'slurm', ...}`` of a FreeTrainClient, and the table of a TOML file.
     label
         Its name in sentences.
     make

@@ -39,10 +39,7 @@ def test_an_executor_for_a_site_by_its_name() -> None:
 @pytest.mark.parametrize(
     ('settings', 'sentence'),
     [
-        (
-            {},
-            r'no provider and no site .*aurora, crux, delta, frontier, perlmutter, polaris, theta',
-        ),
+        ({}, r'no site .*aurora, crux, delta, frontier, perlmutter, polaris, theta'),
         (
             {'site': 'nosuch'},
             r"no site 'nosuch'.*aurora, crux, delta, frontier, perlmutter, polaris, theta",

@@ -103,7 +103,7 @@ def ask_endpoint(endpoint_id: str, options: Path | None, executor: Any = None) -
     BadInput
         If the file cannot be read.
     """
-    from parsl_freetrain.remote import FreeTrainClient
+    from parsl_freetrain.remote.client import FreeTrainClient
 
     try:
         config = None if options is None else dict(json.loads(options.read_text()))

@@ -7,8 +7,8 @@ it is what users run.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -21,22 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import globus_compute_sdk
+import psutil
 from globus_compute_common import messagepack
 from globus_compute_common.messagepack.message_types import Result, Task
-from globus_compute_endpoint.engines.base import GCFuture
 from globus_compute_sdk.errors import TaskExecutionFailed
 from globus_compute_sdk.serialize import ComputeSerializer
 
-from parsl_freetrain.executor.globus.registration import FOLDER
 from tests.support.waiting import LIMIT_S
 
 Deliver = Callable[[str, bytes, dict[str, Any], Callable[[bytes], None]], None]
 
 
 class OfflineExecutor(globus_compute_sdk.Executor):  # type: ignore[misc]
-    """An SDK executor whose tasks go to ``deliver``; with ``away`` everything is lost, as when the
-    laptop sleeps.
-    """
+    """An SDK executor whose tasks go to ``deliver``."""
 
     def __init__(self, deliver: Deliver) -> None:
         self.deliver = deliver
@@ -45,14 +42,9 @@ class OfflineExecutor(globus_compute_sdk.Executor):  # type: ignore[misc]
         self._stopped = False
         self.serde = ComputeSerializer()
         self.open: dict[str, Future[Any]] = {}
-        self.sent = 0
-        self.away = False
-        self.engine: Any = None  # where there is one in this process
 
     def submit(self, fn: Any, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        if self.away:
-            raise ConnectionError('no network')
         task_id = str(uuid.uuid4())
         buffer = self.serde.pack_buffers(
             [self.serde.serialize(fn), self.serde.serialize(args), self.serde.serialize(kwargs)]
@@ -62,7 +54,6 @@ class OfflineExecutor(globus_compute_sdk.Executor):  # type: ignore[misc]
             json.dumps(self.resource_specification or {})
         )  # it travels in a header, as JSON
         self.open[task_id] = future
-        self.sent += 1
         self.deliver(task_id, packed, specification, lambda body: self._came(task_id, body))
         return future
 
@@ -77,31 +68,12 @@ class OfflineExecutor(globus_compute_sdk.Executor):  # type: ignore[misc]
         else:
             future.set_result(self.serde.deserialize(result.data))
 
-    def lose_all(self) -> None:
-        """What the SDK does when its connection is gone for too long."""
-        while self.open:
-            self.open.popitem()[1].set_exception(RuntimeError('SDK thread quit unexpectedly.'))
-
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self._stopped = True
 
 
-def to_engine(engine: Any) -> Deliver:
-    """Deliver to an engine in this process, as the endpoint's interchange does."""
-
-    def deliver(
-        task_id: str, packed: bytes, specification: dict[str, Any], came: Callable[[bytes], None]
-    ) -> None:
-        future = GCFuture(task_id)
-        future.add_done_callback(lambda done: came(done.result()))
-        engine.submit(task_f=future, packed_task=packed, resource_specification=specification)
-
-    return deliver
-
-
 class EndpointProcess:
-    """A user endpoint process: started anew for each life, with the environment of its
-    ``user_environment.yaml`` and nothing else.
+    """A user endpoint process, started anew for each life.
 
     Parameters
     ----------
@@ -131,7 +103,6 @@ class EndpointProcess:
                 stdout=output,
                 stderr=output,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, 'PYTHONPATH': FOLDER},
                 cwd='/',
             )
         end = time.monotonic() + LIMIT_S
@@ -165,17 +136,17 @@ class EndpointProcess:
             return
 
     def kill(self) -> None:
-        """kill -9; what was sent to it is lost without a word."""
+        """kill -9, also its workers; what was sent to it is lost without a word."""
         assert self._process is not None
+        of_engine = psutil.Process(self._process.pid).children(recursive=True)
+        for one in [*of_engine, *psutil.process_iter()]:  # workers are not its children for long
+            with contextlib.suppress(psutil.Error):
+                words = ' '.join(one.cmdline())
+                if 'parsl_freetrain' not in words and (
+                    one in of_engine or str(self.folder) in words
+                ):
+                    one.kill()
         self._process.kill()
         self._process.wait()
         self._wire = None
         self._waiting.clear()
-
-    def stop(self) -> None:
-        """In order, as on SIGTERM."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
-            assert self._process.wait(LIMIT_S) == 0, (
-                self.folder / f'life-{self.lives}' / 'output.txt'
-            ).read_text()

@@ -4,7 +4,6 @@ its message broker.
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
 import uuid
@@ -19,13 +18,9 @@ from globus_compute_endpoint.engines import GCFuture
 def main(life: Path) -> None:
     engine: Any = load_config_yaml((life / 'config.yaml').read_text()).engine
     engine.start(endpoint_id=uuid.uuid4(), run_dir=str(life))
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
     listener = Listener(str(life / 'socket'))
     (life / 'ready').touch()
-    threading.Thread(target=serve, args=(engine, listener), daemon=True).start()
-    stop.wait()
-    engine.shutdown()
+    serve(engine, listener)
 
 
 def serve(engine: Any, listener: Listener) -> None:

@@ -1,1 +1,0 @@
-"""Training through a Globus Compute endpoint."""

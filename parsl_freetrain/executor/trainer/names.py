@@ -1,0 +1,49 @@
+"""The names of trainers."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+from parsl_freetrain.core.model.errors import BadInput
+
+NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*')
+
+
+def check_name(name: str) -> None:
+    """Refuse a trainer's name that cannot also be a folder's name; raises BadInput."""
+    if not NAME.fullmatch(name):
+        raise BadInput(
+            f'{name!r} cannot name a trainer: it names a folder too, so use letters, '
+            'digits, dots, dashes and underscores.'
+        )
+
+
+class TrainerNames:
+    """The names of one run's trainers, each used once. Methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken: set[str] = set()
+
+    def take(self, name: str, *, explicit: bool) -> str:
+        """A name that no trainer of this run has: ``name``, or if it is taken and not ``explicit``,
+        ``name-2`` and so on. Raises BadInput if an explicit name is taken.
+        """
+        with self._lock:
+            if explicit and name in self._taken:
+                raise BadInput(
+                    f'There is a trainer {name!r} already in this run; give each call '
+                    'another trainer_name.'
+                )
+            free, number = name, 1
+            while free in self._taken:
+                number += 1
+                free = f'{name}-{number}'
+            self._taken.add(free)
+        return free
+
+    def free(self, name: str) -> None:
+        """Release the name of a trainer that was refused."""
+        with self._lock:
+            self._taken.discard(name)

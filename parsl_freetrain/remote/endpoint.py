@@ -1,0 +1,186 @@
+"""Run as a program at an endpoint: carries out the order on standard input, and answers it.
+
+``python -m parsl_freetrain.remote.endpoint``. Orders and what became of them are private files in a
+folder inside the checkpoint folder. A process of its own takes them, which the first order starts:
+:mod:`parsl_freetrain.remote.run`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+from msgspec import structs
+
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
+from parsl_freetrain.executor.run_lock import FILE, refuse_live
+from parsl_freetrain.executor.trainer.names import check_name
+from parsl_freetrain.host import files
+from parsl_freetrain.host.ownership import refuse_foreign
+from parsl_freetrain.host.processes import start_of
+from parsl_freetrain.remote.orders import (
+    Answer,
+    Order,
+    TrainerStatus,
+    compare,
+    decoded,
+    versions_here,
+)
+from parsl_freetrain.training.process.block_lease import read_holder
+
+LABEL = 'ordered'
+"""Label of the executor whose run takes orders."""
+BEGIN_S = 120.0  # a run may have to import from a slow file system
+_LARGEST = 16_000_000  # bytes of a file
+
+
+class Desk:
+    """The orders of one checkpoint folder. Raises BadInput if another user could write there."""
+
+    def __init__(self, checkpoint_dir: str) -> None:
+        self.checkpoint_dir = Path(checkpoint_dir)
+        self.folder = self.checkpoint_dir / '.orders'
+        files.make_dir(self.folder)
+        refuse_foreign(self.folder, 'folder of orders')
+
+    def place(self, order: Order) -> None:
+        """Put an order to train there, once. Raises BadInput if the name is that of another trainer
+        that goes on.
+        """
+        name = order.trainer
+        check_name(name)
+        known = self.status(name)
+        if known is not None and known.request == order.request:
+            return
+        try:
+            files.write_new(self.path(name, 'order'), msgspec.msgpack.encode(order))
+        except FileExistsError:
+            if self.order(name).request == order.request:
+                return
+            raise BadInput(
+                f'Trainer {name!r} is {"sent" if known is None else known.state} to this endpoint '
+                'already, from another submission: attach to it, cancel it first, or give this one '
+                'another trainer_name.'
+            ) from None
+        self.tell(name, TrainerStatus(order.request))
+
+    def open_names(self) -> list[str]:
+        """Trainers that have not ended."""
+        return sorted(path.stem for path in self.folder.glob('*.order'))
+
+    def order(self, name: str) -> Order:
+        """The order of an open trainer."""
+        return decoded(files.read(self.path(name, 'order'), _LARGEST), Order)
+
+    def tell(self, name: str, status: TrainerStatus) -> None:
+        """Say how a trainer is; its order is done with once it has ended."""
+        files.replace(self.path(name, 'status'), msgspec.msgpack.encode(status), durable=False)
+        if status.end:
+            for kind in ('order', 'cancel'):
+                self.path(name, kind).unlink(missing_ok=True)
+
+    def status(self, name: str) -> TrainerStatus | None:
+        """How a trainer is; None: unknown."""
+        try:
+            return decoded(files.read(self.path(name, 'status'), _LARGEST), TrainerStatus)
+        except FileNotFoundError:
+            return None
+
+    def statuses(self, name: str) -> dict[str, TrainerStatus]:
+        """How this trainer is, or all are."""
+        names = [name] if name else sorted(path.stem for path in self.folder.glob('*.status'))
+        return {name: status for name in names if (status := self.status(name)) is not None}
+
+    def path(self, name: str, kind: str) -> Path:
+        """The file with a trainer's 'order' or 'status', or that says 'cancel'."""
+        return self.folder / f'{name}.{kind}'
+
+
+def answer_to(order: Order) -> Answer:
+    """Carry out an order. Raises BadInput if it cannot be."""
+    desk = Desk(order.checkpoint_dir) if order.checkpoint_dir else None
+    if order.verb == 'versions' or desk is None:
+        return Answer(versions=versions_here())
+    if order.verb == 'train':
+        if order.payload:
+            wrong = [c for c in compare(order.versions, versions_here()) if not c.fits]
+            if wrong:
+                said = (f'{c.name} is {c.here} here and {c.there} at the endpoint' for c in wrong)
+                raise BadInput(
+                    f'This computer and the endpoint do not fit together: {", ".join(said)}; '
+                    "install the endpoint's versions here."
+                )
+            desk.place(order)
+    elif order.verb == 'cancel':
+        if order.trainer in desk.open_names():
+            files.replace(desk.path(order.trainer, 'cancel'), b'')
+    elif order.verb != 'look':
+        raise BadInput(f'The endpoint knows no order {order.verb!r}; install the same version.')
+    if names := desk.open_names():
+        _ensure_run(desk)
+    until = time.monotonic() + order.hold_s
+    while names and desk.open_names() == names and time.monotonic() < until:
+        time.sleep(0.2)
+    return Answer(trainers=desk.statuses(order.trainer))
+
+
+def _ensure_run(desk: Desk) -> None:
+    """Start the run of a folder unless it goes on. Raises BadInput if another program trains
+    there.
+    """
+    try:
+        refuse_live(desk.checkpoint_dir)
+    except BadInput:
+        if not _takes_orders(desk):
+            raise
+        return
+    worker = os.getppid()  # which ends with the job that it is in
+    words = (str(desk.checkpoint_dir), str(worker), start_of(worker))
+    log = files.open_log(desk.folder / 'log.txt')
+    run = subprocess.Popen(
+        [sys.executable, '-m', 'parsl_freetrain.remote.run', *words],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        cwd=desk.folder,
+        start_new_session=True,
+    )
+    os.close(log)
+    until = time.monotonic() + BEGIN_S
+    while run.poll() is None and time.monotonic() < until and not _takes_orders(desk):
+        time.sleep(0.1)
+    if run.poll():
+        said = (desk.folder / 'log.txt').read_text(errors='replace').strip()[-1000:]
+        raise BadInput(f'The run in {desk.checkpoint_dir} could not be started: {said}')
+    run.returncode = 0  # nobody here waits for its end
+
+
+def _takes_orders(desk: Desk) -> bool:
+    """Whether the run that has the folder takes orders."""
+    holder = read_holder(desk.checkpoint_dir / FILE)
+    return holder is not None and holder.run.endswith(f' {LABEL}')
+
+
+def fail_all(desk: Desk, end: str, sentence: str) -> None:
+    """Every open trainer has ended, as its run cannot start."""
+    for name in desk.open_names():
+        known = desk.status(name) or TrainerStatus(desk.order(name).request)
+        desk.tell(name, structs.replace(known, state='failed', end=end, sentence=sentence))
+
+
+def main() -> int:
+    """Answer the order on standard input."""
+    try:
+        reply = answer_to(decoded(sys.stdin.buffer.read(), Order))
+    except FreeTrainError as error:
+        reply = Answer(str(error))
+    sys.stdout.buffer.write(msgspec.msgpack.encode(reply))
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

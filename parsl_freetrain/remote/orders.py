@@ -1,0 +1,136 @@
+"""What a client sends to an endpoint, and what comes back.
+
+An endpoint runs :func:`run_or_join`, a plain function that needs nothing of ours where it is
+unpacked: it passes the order to a Python that has this package. Orders and answers are msgpack. Of
+an order, only the function to train is unpickled, by the run that trains it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import field
+
+import parsl_freetrain
+from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.types import Checkpoint
+from parsl_freetrain.executor.trainer.future import Progress
+from parsl_freetrain.training.spec.training import TrainingSpec
+
+OK, BAD_INPUT, FAILED, CANCELLED = 'ok', 'bad-input', 'failed', 'cancelled'
+COMPARED = {'python': 2, 'parsl-freetrain': 3, 'cloudpickle': 1, 'torch': 2}
+"""Number of leading parts of each version that must be equal on both ends."""
+
+
+class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """'train' (start a trainer, or find the one that this request has started), 'look', 'cancel' or
+    'versions'; each is answered with the state of the trainer, or of all.
+
+    Trainers with the same ``checkpoint_dir`` train in one run, with these ``settings``. The order
+    stays at the endpoint for ``hold_s`` seconds, unless a trainer ends. ``payload`` is the function
+    with its arguments.
+    """
+
+    verb: str
+    checkpoint_dir: str = ''
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    trainer: str = ''
+    request: str = ''
+    hold_s: float = 0.0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    spec: TrainingSpec | None = None
+    payload: bytes = b''
+
+
+class TrainerStatus(msgspec.Struct, frozen=True):
+    """A trainer at the endpoint, started by this request. ``end`` is empty while it goes on, and
+    then says how it ended, with a ``sentence`` for the user.
+    """
+
+    request: str
+    state: str = 'sent'
+    progress: Progress = Progress()
+    checkpoint: Checkpoint | None = None
+    end: str = ''
+    sentence: str = ''
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The trainers by name; or why not."""
+
+    refusal: str = ''
+    versions: Mapping[str, str] = field(default_factory=dict)
+    trainers: Mapping[str, TrainerStatus] = field(default_factory=dict)
+
+
+Kind = TypeVar('Kind', Order, Answer, TrainerStatus)
+
+
+def decoded(content: Any, kind: type[Kind]) -> Kind:
+    """What was sent. Raises BadInput if this version does not understand it."""
+    try:
+        return msgspec.msgpack.decode(content, type=kind)
+    except (ValueError, TypeError) as error:
+        raise BadInput(
+            f'parsl-freetrain {parsl_freetrain.__version__} does not understand this '
+            f'{kind.__name__.lower()}: install the same version on both ends ({error}).'
+        ) from error
+
+
+def _run_or_join(order: bytes, python: str = '') -> bytes:
+    """Train at an endpoint: start the run of a checkpoint folder, or join the one that goes on.
+    Takes an :class:`Order`, and returns an :class:`Answer`, as msgpack.
+    """
+    import subprocess
+    import sys
+
+    command = [python or sys.executable, '-m', 'parsl_freetrain.remote.endpoint']
+    done = subprocess.run(command, input=order, capture_output=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.decode(errors='replace')[-2000:])
+    return done.stdout
+
+
+# Pickled by value, not by name: the endpoint's own Python need not have this package. ALCF's has an
+# older Parsl.
+run_or_join = types.FunctionType(_run_or_join.__code__, {}, 'run_or_join', ('',))
+run_or_join.__module__, run_or_join.__doc__ = '__main__', _run_or_join.__doc__
+
+
+def versions_here() -> dict[str, str]:
+    """Versions of the packages that both ends need, without those that are not installed."""
+    found = {'python': platform.python_version(), 'parsl-freetrain': parsl_freetrain.__version__}
+    for name in COMPARED.keys() - found.keys():
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of the versions of one package."""
+
+    name: str
+    here: str
+    there: str
+    fits: bool
+
+
+def compare(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[Comparison, ...]:
+    """Compare the versions of a client (``here``) with those of an endpoint (``there``). What the
+    client lacks is not compared: it needs torch only if its user's module imports it.
+    """
+    found = []
+    for name, count in COMPARED.items():
+        mine, theirs = here.get(name, '-'), there.get(name, '-')
+        fits = mine == '-' or mine.split('.')[:count] == theirs.split('.')[:count]
+        found.append(Comparison(name, mine, theirs, fits))
+    return tuple(found)

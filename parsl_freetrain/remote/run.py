@@ -1,0 +1,147 @@
+"""Run as a program, by an order: the run of one checkpoint folder, for all orders that lie there.
+
+``python -m parsl_freetrain.remote.run CHECKPOINT_DIR PID START``. It ends when there are no orders
+any more. On this computer's own nodes it also ends with the process ``PID``, which belongs to the
+endpoint's job; elsewhere it submits blocks, and outlives the endpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import parsl
+from msgspec import structs
+from parsl.config import Config
+
+from parsl_freetrain.app import FreeTrainApp
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
+from parsl_freetrain.executor import FreeTrainExecutor
+from parsl_freetrain.executor.run_lock import refuse_live
+from parsl_freetrain.executor.settings import HtexOptions, Policy, Recording, Timeouts
+from parsl_freetrain.executor.trainer.future import TrainingFuture
+from parsl_freetrain.host.processes import start_of
+from parsl_freetrain.remote.endpoint import LABEL, Desk, fail_all
+from parsl_freetrain.remote.orders import BAD_INPUT, CANCELLED, FAILED, OK, Order, TrainerStatus
+from parsl_freetrain.sites.named import site_described
+from parsl_freetrain.sites.provider import BackfillProvider
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+LINGER_S = 30.0
+"""Seconds for which a run without orders keeps its blocks."""
+PROVIDER = {'max_blocks', 'min_hole_s', 'worker_init'}
+GROUPS = {'recording': Recording, 'policy': Policy, 'timeouts': Timeouts, 'htex': HtexOptions}
+
+
+def executor_of(settings: Mapping[str, Any], checkpoint_dir: str) -> FreeTrainExecutor:
+    """The executor that an order describes. Raises BadInput if a setting cannot be used."""
+    given = dict(settings)
+    site = site_described(given.pop('site', ''))
+    provider = BackfillProvider(site, **{name: given.pop(name) for name in PROVIDER & given.keys()})
+    for name in GROUPS.keys() & given.keys():
+        given[name] = GROUPS[name](**given[name])
+    return FreeTrainExecutor(provider, LABEL, checkpoint_dir, **given)
+
+
+class OrderedRun:
+    """Starts a trainer for each order, and says how they are. ``executor``: is started."""
+
+    def __init__(self, desk: Desk, executor: FreeTrainExecutor) -> None:
+        self._desk = desk
+        self._executor = executor
+        self._trainers: dict[str, tuple[str, TrainingFuture]] = {}  # with their requests
+        self._told: dict[str, TrainerStatus] = {}
+
+    def look(self) -> bool:
+        """Start, cancel, and tell. Returns whether any trainer is open."""
+        names = self._desk.open_names()
+        for name in names:
+            if name not in self._trainers:
+                self._start(self._desk.order(name))
+            elif self._desk.path(name, 'cancel').exists():
+                self._trainers[name][1].cancel()
+        for name, (request, future) in list(self._trainers.items()):
+            status = _status(request, future)
+            if status != self._told.get(name):
+                self._desk.tell(name, status)
+                self._told[name] = status
+            if status.end:
+                del self._trainers[name], self._told[name]
+                self._executor.names.free(name)
+        return bool(names)
+
+    def _start(self, order: Order) -> None:
+        known, name, spec = self._desk.status(order.trainer), order.trainer, order.spec
+        try:
+            if spec is None:
+                raise BadInput(f'The order to train {name!r} does not say what is trained.')
+            if known is not None and known.request == order.request and known.state != 'sent':
+                # It has begun already, whatever it said of checkpoints before that.
+                again = structs.replace(spec.checkpoints, resume='auto')
+                spec = structs.replace(spec, checkpoints=again)
+            function, args, kwargs = pickle.loads(order.payload)  # noqa: S301  # as any task's
+            app = FreeTrainApp(function, spec, None)
+            self._trainers[name] = order.request, app(*args, trainer_name=name, **kwargs)
+        except Exception as error:
+            end, said = _how(error)
+            status = TrainerStatus(order.request, 'failed', end=end, sentence=said)
+            self._desk.tell(name, status)
+
+
+def _status(request: str, future: TrainingFuture) -> TrainerStatus:
+    end, sentence = '', ''
+    if future.done():
+        end, sentence = (CANCELLED, '') if future.cancelled() else _how(future.exception())
+    return TrainerStatus(request, future.state, future.progress(), future.checkpoint, end, sentence)
+
+
+def _how(error: BaseException | None) -> tuple[str, str]:
+    """How a trainer has ended, and the sentence for it."""
+    if error is None:
+        return OK, ''
+    said = str(error) if isinstance(error, FreeTrainError) else f'{type(error).__name__}: {error}'
+    end = BAD_INPUT if isinstance(error, BadInput | ImportError) else FAILED
+    return end, ' '.join([said, *getattr(error, '__notes__', ())])
+
+
+def main(checkpoint_dir: str, worker: str, start: str) -> None:
+    """Run until there is nothing to do, or SIGTERM; then trainers stop with a checkpoint, and their
+    orders stay for the next run.
+    """
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    desk = Desk(checkpoint_dir)
+    try:
+        settings = desk.order(desk.open_names()[0]).settings
+        executor = executor_of(settings, checkpoint_dir)
+        assert isinstance(executor.provider, BackfillProvider)
+        with_worker = executor.provider.site.is_local
+        run_dir = str(desk.folder / 'runinfo')
+        parsl.load(Config(executors=[executor], strategy='none', run_dir=run_dir))
+    except Exception as error:
+        logger.exception('The run in %s cannot be started', checkpoint_dir)
+        try:
+            refuse_live(desk.checkpoint_dir)
+        except BadInput:  # one that was quicker takes the orders
+            return
+        fail_all(desk, *_how(error))
+        return
+    run, idle_since = OrderedRun(desk, executor), time.monotonic()
+    while not stop.wait(LOOK_S) and time.monotonic() - idle_since < LINGER_S:
+        if run.look():
+            idle_since = time.monotonic()
+        if with_worker and start_of(int(worker)) != start:
+            break
+    parsl.dfk().cleanup()
+
+
+if __name__ == '__main__':
+    main(*sys.argv[1:])

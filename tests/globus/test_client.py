@@ -1,0 +1,268 @@
+"""A FreeTrainClient and an endpoint of one computer: everything but Globus Compute itself, which
+``endpoint/`` has.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from parsl_freetrain import (
+    BadInput,
+    Checkpoints,
+    FreeTrainApp,
+    FreeTrainClient,
+    LocalSite,
+    Reproducible,
+    Scaling,
+    TrainerFailed,
+    freetrain_app,
+    same_weights,
+)
+from parsl_freetrain.cli.doctor.asking import ask_endpoint
+from parsl_freetrain.executor.run_lock import FILE
+from parsl_freetrain.remote import client
+from parsl_freetrain.remote.endpoint import Desk
+from parsl_freetrain.remote.orders import (
+    COMPARED,
+    Answer,
+    Order,
+    TrainerStatus,
+    compare,
+    decoded,
+    versions_here,
+)
+from parsl_freetrain.remote.run import executor_of
+from parsl_freetrain.training.process.block_lease import read_holder
+from tests.support.training import fit, freetrain
+from tests.support.waiting import LIMIT_S, wait_until
+
+QUICK: dict[str, Any] = {
+    'site': {'type': 'local', 'nodes': 1, 'poll_s': 0.2},
+    'look_every_s': 0.5,
+    'max_workers_per_node': 0,
+    'min_hole_s': 1.0,
+    'policy': {'horizon_s': 20.0},
+}
+SLOW = {'total_epochs': 1000, 'checkpoints': Checkpoints(every_s=0.5)}
+
+Connect = Callable[..., FreeTrainClient]
+
+
+class Endpoint(ThreadPoolExecutor):
+    """Runs what it gets on this computer; while ``away``, nothing comes or goes."""
+
+    away = False
+    lost = 0
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if self.away:
+            self.lost += 1
+            if self.lost % 2:
+                raise ConnectionError('no network')
+            return Future()  # as the SDK's when its connection is gone
+        return super().submit(fn, *args, **kwargs)
+
+
+def end_run(checkpoint_dir: Path, number: int = signal.SIGTERM) -> None:
+    """End the run of a folder, if there is one."""
+    holder = read_holder(checkpoint_dir / FILE)
+    if holder is not None and holder.lives():
+        os.kill(holder.pid, number)
+        wait_until(lambda: not holder.lives())
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    with Endpoint(4) as pool:
+        yield pool
+
+
+@pytest.fixture
+def connect(endpoint: Endpoint, tmp_path: Path) -> Iterator[Connect]:
+    made: list[FreeTrainClient] = []
+
+    def connected(**settings: Any) -> FreeTrainClient:
+        folder = str(tmp_path / 'far')
+        made.append(
+            FreeTrainClient(executor=endpoint, checkpoint_dir=folder, **{**QUICK, **settings})
+        )
+        return made[-1]
+
+    yield connected
+    for each in made:
+        each.close()
+    end_run(tmp_path / 'far')
+
+
+def trainer(**settings: Any) -> FreeTrainApp:
+    return freetrain_app(
+        **{'max_nodes': 1, 'total_epochs': 2, 'scaling': Scaling(rate={1: 1.0}), **settings}
+    )(fit)
+
+
+def test_a_run_that_is_killed_is_followed_by_another_one_with_the_same_weights(
+    connect: Connect, tmp_path: Path
+) -> None:
+    settings = {
+        'total_epochs': 20,
+        'checkpoints': Checkpoints(every_s=0.5, resume='never'),  # for the first run only
+        'mode': Reproducible(shards=4),
+    }
+    remote = connect()
+    training = remote.submit(trainer(**settings), pause_s=0.02)
+    wait_until(lambda: training.checkpoint is not None and training.checkpoint.samples > 0)
+    assert training.running()
+    begun = training.checkpoint
+    end_run(tmp_path / 'far', signal.SIGKILL)
+    far = training.result(LIMIT_S)
+    assert (training.state, training.checkpoint) == ('finished', far)
+    assert begun is not None and far.fragment > begun.fragment
+    assert remote.attach('fit').result(LIMIT_S) == far
+    assert not list((tmp_path / 'far').glob('fit/old-*'))
+    with freetrain(tmp_path / 'near', LocalSite(nodes=1, poll_s=0.2)):
+        near = trainer(**settings)().result(LIMIT_S)
+    assert far.samples == near.samples == 20 * 96
+    assert same_weights(far, near)
+
+
+def test_a_laptop_that_slept_finds_its_training_again_and_cancels_it(
+    connect: Connect, endpoint: Endpoint, tmp_path: Path
+) -> None:
+    remote, other = connect(), connect()
+    training = remote.submit(trainer(**SLOW), pause_s=0.02)
+    wait_until(lambda: training.progress().samples > 100)
+    with pytest.raises(BadInput, match='is running to this endpoint already, from another'):
+        other.submit(trainer(**SLOW)).result(LIMIT_S)
+    with pytest.raises(BadInput, match='follows one of this name already'):
+        remote.submit(trainer(), trainer_name='fit')
+    endpoint.away = True
+    wait_until(lambda: training.state == 'unreachable' and endpoint.lost > 2)
+    assert training.progress().samples > 100  # what was known last
+    endpoint.away = False
+    wait_until(training.running)
+    assert training.progress().fragments == 1  # it trained on all the time, and only once
+    left = connect().attach('fit')
+    other.close()
+    assert left.cancel()
+    with pytest.raises(CancelledError):
+        training.result(LIMIT_S)
+    assert training.state == 'cancelled'
+    assert list((tmp_path / 'far' / 'fit').glob('ckpt-*'))
+    remote.close()
+    with pytest.raises(BadInput, match='this FreeTrainClient is closed'):
+        remote.submit(trainer())
+
+
+def test_what_goes_wrong_is_a_sentence(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = connect()
+    failed = remote.submit(trainer(), fail_at=40, trainer_name='failing')
+    words = r"ValueError: no more after 40 samples.*fragment 1 of trainer 'failing'.*\.log"
+    with pytest.raises(TrainerFailed, match=words):
+        failed.result(LIMIT_S)
+    # Repaired, it goes on under its name.
+    assert remote.submit(trainer(), trainer_name='failing').result(LIMIT_S).samples == 192
+    with pytest.raises(BadInput, match="no trainer 'unheard' in .*; submit it again"):
+        remote.attach('unheard').result(LIMIT_S)
+    with pytest.raises(BadInput, match='belongs to another|seed'):
+        remote.submit(trainer(mode=Reproducible(seed=7)), trainer_name='failing').result(LIMIT_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(client, 'versions_here', lambda: {**versions_here(), 'python': '3.9.1'})
+        with pytest.raises(BadInput, match=r'python is 3\.9\.1 here and 3\..* at the endpoint; '):
+            remote.submit(trainer(), trainer_name='old').result(LIMIT_S)
+        assert [c.name for c in remote.compare_versions() if not c.fits] == ['python']
+    assert remote.trainers().keys() == {'failing'}
+
+
+def test_what_this_computer_can_tell_is_refused_at_once(
+    endpoint: Endpoint, connect: Connect, tmp_path: Path
+) -> None:
+    remote = connect()
+    assert isinstance(remote, Executor)
+    with pytest.raises(
+        BadInput, match="'fit' is a plain function: decorate it with @freetrain_app"
+    ):
+        remote.submit(fit)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match='one of its arguments is a future'):
+        remote.submit(trainer(), Future())
+    with pytest.raises(BadInput, match='have 70.* bytes.*paths'):
+        remote.submit(trainer(), b'x' * 7_000_001)
+    with pytest.raises(BadInput, match='needs a checkpoint_dir at the endpoint, an absolute path'):
+        connect(site=None).submit(trainer())
+    for wrong in ({}, {'endpoint_id': 'x', 'executor': endpoint}):
+        with pytest.raises(BadInput, match='needs an endpoint_id, or an executor'):
+            FreeTrainClient(**wrong)  # type: ignore[arg-type]
+    if importlib.util.find_spec('globus_compute_sdk') is None:
+        said = ask_endpoint('x', None)['error']
+        assert 'Globus Compute SDK, which is not installed here: pip install' in said
+    (tmp_path / 'options.json').write_text('[1]')
+    with pytest.raises(BadInput, match=r'options\.json cannot be used .*JSON object'):
+        ask_endpoint('x', tmp_path / 'options.json')
+
+
+def test_a_python_without_the_package_is_told(connect: Connect) -> None:
+    for python in ('/nowhere/python', '/bin/false'):
+        with pytest.raises((FileNotFoundError, RuntimeError)):
+            connect(python=python).compare_versions()
+
+
+@pytest.mark.parametrize(
+    ('wrong', 'words'),
+    [
+        ({'site': {'type': 'polaris'}}, "no site 'polaris'; .* a type of site: local, slurm"),
+        ({'site': 'nowhere'}, "There is no site 'nowhere'"),
+        ({'site': {'type': 'local', 'nodes': 2, 'nods': 3}}, 'The site type local gives no .*nods'),
+        ({'site': {'name': 'polaris', 'account': 'a', 'queue': 'largest'}}, 'largest'),
+        ({'policy': {'horizon_s': 0.0}}, 'horizon_s is 0.0'),
+        ({'horizon': 3}, "no argument 'horizon'"),
+        ({'max_blocks': 0}, 'max_blocks is 0'),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        executor_of({'site': 'local', **wrong}, '/checkpoints')
+
+
+def test_a_run_that_cannot_start_fails_its_trainers(connect: Connect) -> None:
+    with pytest.raises(BadInput, match="no argument 'horizon'"):
+        connect(horizon=3).submit(trainer()).result(LIMIT_S)
+
+
+def test_a_folder_that_others_may_write_to_takes_no_orders(tmp_path: Path) -> None:
+    Desk(str(tmp_path))
+    (tmp_path / '.orders').chmod(0o777)
+    with pytest.raises(BadInput, match='Other users may write to folder of orders'):
+        Desk(str(tmp_path))
+
+
+def test_what_another_version_sends_is_bad_input() -> None:
+    sent = Answer(trainers={'t': TrainerStatus('r', 'running')})
+    assert decoded(msgspec.msgpack.encode(sent), Answer) == sent
+    for wrong in (None, b'', msgspec.msgpack.encode({'verb': 'train', 'speed': 3}), 7):
+        with pytest.raises(BadInput, match='this order: install the same version on both ends'):
+            decoded(wrong, Order)
+
+
+def test_versions_fit_if_what_matters_is_the_same() -> None:
+    there = {
+        'python': '3.11.2',
+        'parsl-freetrain': '2026.11.21',
+        'cloudpickle': '3.1.2',
+        'torch': '2.13.0+cu126',
+    }
+    here = {**there, 'python': '3.11.7', 'torch': '2.13.0+cpu', 'cloudpickle': '3.0.0'}
+    assert [one.name for one in compare(here, there)] == list(COMPARED)
+    assert all(one.fits for one in compare(here, there))
+    # A laptop may do without torch, the endpoint may not.
+    assert all(one.fits for one in compare({k: v for k, v in here.items() if k != 'torch'}, there))
+    assert not all(one.fits for one in compare(here, {**there, 'torch': '-'}))
+    for name, version in (('python', '3.12.2'), ('parsl-freetrain', '2026.11.22')):
+        assert [c.name for c in compare(here, {**there, name: version}) if not c.fits] == [name]
