@@ -74,7 +74,7 @@ def read_pbs(
             if found is None:
                 raise BadInput(f'{path}, line {number}: this is no record of PBS; give {WHAT}.')
             kind, job = found[1], found[2]
-            if kind not in (_START, *_ENDS):
+            if kind not in (_START, *_ENDS) or '[]' in job:  # an array has records of its own
                 continue
             record = _Record(
                 path, number, {key: value.strip('"') for key, value in _PAIR.findall(found[3])}

@@ -11,7 +11,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.replay.job_table import Job, JobTable, job_table, read_lines
 from parsl_freetrain.sites.batch.records import NotUnderstood
 from parsl_freetrain.sites.slurm.answers_text import duration_s
-from parsl_freetrain.sites.slurm.hostlist import expand
+from parsl_freetrain.sites.slurm.words import expand
 
 WHAT = (
     'what sacct --allusers --parsable2 '

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.replay.trace import Floats, Ints, read_bytes
+from parsl_freetrain.replay.trace import Floats, Ints
 
+logger = logging.getLogger(__name__)
+
+_GZIP_MAGIC = b'\x1f\x8b'
 # A longer time in a log means that the column holds something else.
 LONGEST_S = 10 * 366 * 86_400.0
 
@@ -102,6 +107,10 @@ def job_table(path: str | Path, jobs: Sequence[Job], machine_nodes: int | None) 
         A log without jobs, impossible times, a job that is larger than its machine, or a machine of
         unknown size.
     """
+    kept = [job for job in jobs if job.nodes > 0 or job.end > job.start]
+    if odd := len(jobs) - len(kept):
+        logger.warning('%s: %d jobs that never ran have no nodes; left out.', path, odd)
+    jobs = kept
     for job in jobs:
         _check(path, job)
     ran = [job for job in jobs if job.end > job.start]
@@ -182,4 +191,13 @@ def _machine(
 
 def read_lines(path: str | Path, what: str) -> list[str]:
     """The lines of a text file, plain or gzipped; errors say that it should be ``what``."""
-    return read_bytes(path, what).decode('utf-8-sig', errors='replace').splitlines()
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+        if data.startswith(_GZIP_MAGIC):
+            data = gzip.decompress(data)
+        return data.decode('utf-8-sig', errors='replace').splitlines()
+    except FileNotFoundError:
+        raise BadInput(f'There is no file {path}; give {what}.') from None
+    except (OSError, EOFError, ValueError) as error:
+        raise BadInput(f'{path} cannot be read ({error}); give {what}.') from None

@@ -57,32 +57,32 @@ class Series:
     @classmethod
     def of(
         cls,
-        instants: Sequence[tuple[float, int, int, int, float]],
+        times: Sequence[float],
+        idle: Sequence[int],
+        used: Sequence[int],
+        running: Sequence[int],
+        samples: Sequence[float],
         decision_s: Sequence[float],
         spans: Sequence[tuple[str, float, float, int]],
     ) -> Series:
-        """Make a series from rows: (time, idle, used, running, samples) and (trainer, start, end,
-        nodes).
-        """
-        times, idle, used, running, samples = np.array(instants, dtype=np.float64).T
-        names, *span = zip(*spans, strict=True) if spans else ((), (), (), ())
-        starts, ends, nodes = (np.array(column, dtype=np.float64) for column in span)
+        """Make a series from lists."""
+        names, starts, ends, nodes = zip(*spans, strict=True) if spans else ((), (), (), ())
         return cls(
-            times,
-            idle.astype(np.int64),
-            used.astype(np.int64),
-            running.astype(np.int64),
-            samples,
+            np.array(times),
+            np.array(idle, dtype=np.int64),
+            np.array(used, dtype=np.int64),
+            np.array(running, dtype=np.int64),
+            np.array(samples),
             np.array(decision_s),
             tuple(names),
-            starts,
-            ends,
-            nodes.astype(np.int64),
+            np.array(starts, dtype=np.float64),
+            np.array(ends, dtype=np.float64),
+            np.array(nodes, dtype=np.int64),
         )
 
 
 @dataclass(frozen=True, eq=False)
-class PoolResult:
+class Outcome:
     """The outcome of one replay on one pool of nodes.
 
     Attributes
@@ -167,7 +167,7 @@ class ReplayResult:
     Attributes
     ----------
     trace, constant
-        PoolResult on the trace, and on the constant pool.
+        Outcome on the trace, and on the constant pool.
     equivalent_nodes
         Mean number of idle nodes; the constant pool has the nearest whole number of nodes.
     efficiency
@@ -187,8 +187,8 @@ class ReplayResult:
         U compares times.
     """
 
-    trace: PoolResult
-    constant: PoolResult
+    trace: Outcome
+    constant: Outcome
     equivalent_nodes: float
     efficiency: float | None
     compared: str

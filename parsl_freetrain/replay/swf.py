@@ -34,6 +34,7 @@ COLUMNS = (
     'think time',
 )
 _SUBMIT, _WAIT, _RUN, _ALLOCATED, _REQUESTED, _LIMIT, _STATUS = 1, 2, 3, 4, 7, 8, 10
+_PARTS = (2, 3, 4)  # status of parts of a job that was checkpointed; the job has a line of its own
 _NEEDED = _ALLOCATED + 1  # a log may leave out the columns that follow
 # Headers give the size of a machine at one time. A job many times larger was rather counted in
 # other units than the header.
@@ -53,7 +54,8 @@ def read_swf(path: str | Path, machine_nodes: int | None = None) -> JobTable:
 
     Public logs are not tidy, so these are accepted, with one warning that has their counts: jobs
     that are not in order of submission, lines that end after the first five columns (the others are
-    then unknown), and jobs of up to twice as many nodes as ``MaxNodes`` (the machine then has as
+    then unknown), jobs that ran on no known number of processors (left out, as are lines about
+    parts of a job), and jobs of up to twice as many nodes as ``MaxNodes`` (the machine then has as
     many as the largest job).
 
     Parameters
@@ -79,16 +81,19 @@ def read_swf(path: str | Path, machine_nodes: int | None = None) -> JobTable:
     if not rows:
         raise BadInput(f'{path} has no jobs; give a job log in Standard Workload Format.')
     _check_order(path, rows)
+    rows, parts = _whole_jobs(rows)
+    lost = sum(row[_RUN] > 0 and not _processors(row) for _, row in rows)
     nodes, per_node = _size(path, header, machine_nodes)
-    jobs = [job for number, row in rows if (job := _job(path, number, row, per_node)) is not None]
+    jobs = [job for number, row in rows if (job := _job(number, row, per_node)) is not None]
     back = sum(later[_SUBMIT] < row[_SUBMIT] for (_, row), (_, later) in pairwise(rows))
     short = sum(len(row) < len(COLUMNS) for _, row in rows)
     largest = max((job.nodes for job in jobs if job.end > job.start), default=0)
     notes = [
+        f'{parts} lines are parts of jobs (left out)' if parts else '',
+        f'{lost} jobs ran on no known number of processors (left out)' if lost else '',
         f'{back} lines were submitted before the line above (sorted)' if back else '',
         f'{short} lines have fewer than {len(COLUMNS)} columns (the others are unknown)'
-        if short
-        else '',
+        * (short > 0),
     ]
     if machine_nodes is None and nodes < largest <= _MOST_GROWTH * nodes:
         larger = sum(job.nodes > nodes for job in jobs)
@@ -141,6 +146,17 @@ def _check_order(path: str | Path, rows: list[tuple[int, list[float]]]) -> None:
                 )
 
 
+def _whole_jobs(rows: list[tuple[int, list[float]]]) -> tuple[list[tuple[int, list[float]]], int]:
+    """The lines without those about parts of a job that has a line of its own, and their number."""
+    whole = {row[0] for _, row in rows if _filled(row)[_STATUS] not in _PARTS}
+    kept = [
+        (number, row)
+        for number, row in rows
+        if _filled(row)[_STATUS] not in _PARTS or row[0] not in whole
+    ]
+    return kept, len(rows) - len(kept)
+
+
 def _filled(row: list[float]) -> list[float]:
     """All columns; -1, the standard's mark of what is unknown, where the line ends early."""
     return row + [-1.0] * (len(COLUMNS) - len(row))
@@ -150,8 +166,8 @@ def _size(path: str | Path, header: dict[str, str], machine_nodes: int | None) -
     """Number of nodes of the machine, and of processors per node."""
     found = {}
     for name in ('MaxNodes', 'MaxProcs'):
-        count = re.match(r'\d+', header.get(name, ''))
-        found[name] = int(count[0]) if count else 0
+        count = re.match(r'\d[\d,]*', header.get(name, ''))
+        found[name] = int(count[0].replace(',', '')) if count else 0
     nodes, processors = found['MaxNodes'], found['MaxProcs'] or found['MaxNodes']
     if not nodes and machine_nodes is None:
         raise BadInput(
@@ -161,18 +177,16 @@ def _size(path: str | Path, header: dict[str, str], machine_nodes: int | None) -
     return machine_nodes or nodes, per_node
 
 
-def _job(path: str | Path, number: int, row: list[float], per_node: float) -> Job | None:
+def _processors(row: list[float]) -> float:
+    """Processors of a job; 0: unknown."""
     row = _filled(row)
-    if row[_WAIT] < 0 or row[_SUBMIT] < 0:
+    return max(row[_ALLOCATED] if row[_ALLOCATED] > 0 else row[_REQUESTED], 0.0)
+
+
+def _job(number: int, row: list[float], per_node: float) -> Job | None:
+    row, processors = _filled(row), _processors(row)
+    if row[_WAIT] < 0 or row[_SUBMIT] < 0 or not processors:
         return None
-    processors = row[_ALLOCATED] if row[_ALLOCATED] > 0 else row[_REQUESTED]
-    if processors <= 0:
-        if row[_RUN] <= 0:
-            return None
-        raise BadInput(
-            f'{path}, line {number}: neither column 5 ({COLUMNS[4]}) nor column 8 '
-            f'({COLUMNS[7]}) is above 0.'
-        )
     start = row[_SUBMIT] + row[_WAIT]
     return Job(
         number,

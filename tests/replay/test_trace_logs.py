@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,6 @@ def test_swf_in_whole_nodes_from_the_first_submission_on(tmp_path: Path) -> None
             SWF + '5 1030 1 1 1.5 -1 -1 1 1 -1 1 1 1 -1 1 -1 -1 -1\n',
             'line 9: column 5 (allocated processors) is 1.5',
         ),
-        (SWF + '5 1030 1 1 -1 -1 -1 -1 1 -1 1 1 1 -1 1 -1 -1 -1\n', 'line 9: neither column 5'),
         (
             SWF + '5 1030 1 1 17 -1 -1 17 1 -1 1 1 1 -1 1 -1 -1 -1\n',
             'line 9: the job has 9 nodes; the machine has 4',
@@ -147,6 +147,42 @@ def test_an_untidy_swf_is_read_with_one_warning(
     assert rows(found) == [(*first_row[:4], INF), *rest, (30, 31, 32, 7, 1)]
     with pytest.raises(BadInput, match='the job has 7 nodes; the machine has 4'):
         read_swf(path, machine_nodes=4)
+
+
+def test_odd_lines_of_a_swf_do_not_refuse_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tidy = rows(read_swf(written(tmp_path, SWF)))
+    first = SWF.splitlines()[4]
+    nothing = '5 1030 1 1 -1 -1 -1 -1 1 -1 1 1 1 -1 1 -1 -1 -1\n'
+    part = ' '.join('2' if at == 10 else word for at, word in enumerate(first.split())) + '\n'
+    comma = SWF.replace('MaxNodes: 4', 'MaxNodes: 1,004').replace('Procs: 8', 'Procs: 2,008')
+    found = read_swf(written(tmp_path, comma + nothing + part))
+    assert len(found.machine) == 1004
+    assert len(found) == len(tidy)
+    [record] = caplog.records
+    assert '1 lines are parts of jobs (left out)' in record.getMessage()
+    assert '1 jobs ran on no known number of processors (left out)' in record.getMessage()
+
+
+def test_a_job_that_was_cancelled_before_it_had_nodes_does_not_refuse_sacct(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = (
+        'JobID|Submit|Start|End|AllocNodes|Timelimit|NodeList\n'
+        '1|1000|1010|1060|1|01:00:00|n1\n2|1005|Unknown|1070|0|01:00:00|None assigned\n'
+        '3|1020|1060|1070|1|01:00:00|n2\n'
+    )
+    assert len(read_sacct(written(tmp_path, text))) == 2
+    assert '1 jobs that never ran have no nodes; left out' in caplog.text
+
+
+def test_the_records_of_an_array_itself_count_no_nodes(tmp_path: Path) -> None:
+    alone = read_pbs(written(tmp_path, PBS))
+    first = next(line for line in PBS.splitlines() if ';E;' in line)
+    stamp, _, _, rest = first.split(';', 3)
+    array = re.sub(r'exec_\w+=\S+ ', '', f'{stamp};E;7[].server;{rest}')
+    assert rows(read_pbs(written(tmp_path, f'{PBS}{array}\n'))) == rows(alone)
 
 
 def test_sacct_without_steps_and_with_node_lists(tmp_path: Path) -> None:
