@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, refuse
 
 COLUMNS = ('start_s', 'end_s', 'node')
 CLASS = 'node_class'
@@ -29,6 +29,7 @@ Ints = npt.NDArray[np.int64]
 _NODE_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*')
 # As the classes of batch sites.
 _CLASS_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9_-]*')
+_RIGHT = 'give a CSV file with the columns start_s,end_s,node.'
 _GZIP_MAGIC = b'\x1f\x8b'
 
 
@@ -74,10 +75,8 @@ class Schedule:
         _check(starts, ends, names, lambda row: f'interval {row + 1}')
         classes = dict(node_classes or {})
         if classes and sorted(classes) != sorted(set(names)):
-            raise BadInput(
-                f'node_classes is about {", ".join(sorted(classes))}; it must give the class of '
-                f'each of {", ".join(sorted(set(names)))}.'
-            )
+            each = f'a dict with the class of each of {", ".join(sorted(set(names)))}'
+            refuse('node_classes', classes, each)
         for node, node_class in classes.items():
             check_class(node_class, f'node {node}')
         self._build(starts, ends, names, classes)
@@ -158,9 +157,7 @@ class Schedule:
         and finite.
         """
         if not (math.isfinite(time_factor) and time_factor > 0):
-            raise BadInput(
-                f'The time factor of a schedule is {time_factor}; it must be a number above 0.'
-            )
+            refuse('The time factor of a schedule', time_factor, 'a number above 0')
         names = [self.nodes[i] for i in self.node_index.tolist()]
         return self._from_columns(
             self.starts * time_factor, self.ends * time_factor, names, self.node_classes
@@ -253,18 +250,11 @@ def _rows(path: Path) -> tuple[list[list[str]], list[int]]:
             data = gzip.decompress(data)
         text = data.decode('utf-8-sig')
     except FileNotFoundError:
-        raise BadInput(
-            f'There is no schedule {path}; give a CSV file with the columns start_s,end_s,node.'
-        ) from None
+        raise BadInput(f'There is no schedule {path}; {_RIGHT}') from None
     except UnicodeDecodeError:
-        raise BadInput(
-            f'{path} is not text; give a CSV file with the columns start_s,end_s,node.'
-        ) from None
+        raise BadInput(f'{path} is not text; {_RIGHT}') from None
     except (OSError, EOFError, ValueError) as error:
-        raise BadInput(
-            f'{path} cannot be read as a schedule ({error}); '
-            f'give a CSV file with the columns start_s,end_s,node.'
-        ) from None
+        raise BadInput(f'{path} cannot be read as a schedule ({error}); {_RIGHT}') from None
     rows: list[list[str]] = []
     lines: list[int] = []
     reader = csv.reader(io.StringIO(text, newline=''))
@@ -294,17 +284,11 @@ def _column_order(path: Path, rows: list[list[str]]) -> dict[str, int]:
 
 
 def _numbers(path: Path, column: str, texts: list[str], lines: list[int]) -> Floats:
-    try:
-        numbers = np.array([float(text) for text in texts], dtype=np.float64)
-    except ValueError:
-        numbers = np.array([_number_or_nan(text) for text in texts], dtype=np.float64)
+    numbers = np.array([_number_or_nan(text) for text in texts], dtype=np.float64)
     bad = np.flatnonzero(~np.isfinite(numbers))
     if len(bad):
         row = int(bad[0])
-        raise BadInput(
-            f'{path}, line {lines[row]}: {column} is {texts[row]!r}; it must be a number '
-            'of seconds.'
-        )
+        refuse(f'{path}, line {lines[row]}: {column}', texts[row], 'a number of seconds')
     return numbers
 
 
@@ -318,18 +302,14 @@ def _number_or_nan(text: str) -> float:
 def check_class(name: str, where: str) -> None:
     """Refuse what cannot be the name of a node class. Raises BadInput, beginning with ``where``."""
     if not _CLASS_NAME.fullmatch(name):
-        raise BadInput(
-            f'{where}: the node class is {name!r}; it must be made of letters, digits, "_" and "-".'
-        )
+        refuse(f'{where}: the node class', name, 'made of letters, digits, "_" and "-"')
 
 
 def _check(starts: Floats, ends: Floats, names: Sequence[str], where: Callable[[int], str]) -> None:
     for name in set(names):
         if not _NODE_NAME.fullmatch(name):
-            raise BadInput(
-                f'{where(names.index(name))}: the node name is {name!r}; '
-                f'it must be made of letters, digits, ".", "_" and "-".'
-            )
+            at, must = where(names.index(name)), 'made of letters, digits, ".", "_" and "-"'
+            refuse(f'{at}: the node name', name, must)
     for row in np.flatnonzero(~(starts >= 0))[:1].tolist():
         raise BadInput(
             f'{where(row)}: the interval starts at {starts[row]:g} s; it must start at 0 or later.'

@@ -12,7 +12,7 @@ from parsl.jobs.states import JobState, JobStatus
 from parsl.providers.base import ExecutionProvider
 from parsl.utils import RepresentationMixin
 
-from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
+from parsl_freetrain.core.model.errors import BadInput, FreeTrainError, refuse
 from parsl_freetrain.core.model.types import BlockRequest, Hole
 from parsl_freetrain.sites.packed_environment import PackedEnvironment
 from parsl_freetrain.sites.protocols import Adopting, FoundBlock, Site, Yielding
@@ -56,12 +56,9 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
         environment: PackedEnvironment | None = None,
     ) -> None:
         if max_blocks < 1:
-            raise BadInput(f'BackfillProvider: max_blocks is {max_blocks}; it must be at least 1.')
+            refuse('BackfillProvider: max_blocks', max_blocks, 'at least 1')
         if not min_hole_s >= 0:
-            raise BadInput(
-                f'BackfillProvider: min_hole_s is {min_hole_s}; it must be a number of '
-                'seconds, 0 or more.'
-            )
+            refuse('BackfillProvider: min_hole_s', min_hole_s, 'a number of seconds, 0 or more')
         self.site = site
         self.max_blocks = max_blocks
         self.min_hole_s = min_hole_s

@@ -22,9 +22,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import refuse
 from parsl_freetrain.sites.idle_schedule import Floats, IdleInterval, Ints, Schedule
 
+_OURS = 'A generated schedule'
 SUMMIT_NODES = 4734
 SUMMIT_IDLE_SHARE = 0.0827
 
@@ -122,19 +123,11 @@ def generate(
     """
     names = _names(nodes)
     if not (math.isfinite(duration_s) and duration_s > 0):
-        raise BadInput(
-            f'The duration of a generated schedule is {duration_s}; it must be a number '
-            'of seconds above 0.'
-        )
+        refuse(f'{_OURS}: duration_s', duration_s, 'a number of seconds above 0')
     if not 0 < idle_share < 1:
-        raise BadInput(
-            f'The idle share of a generated schedule is {idle_share}; it must lie between 0 and 1.'
-        )
+        refuse(f'{_OURS}: idle_share', idle_share, 'between 0 and 1')
     if not (math.isfinite(time_factor) and time_factor > 0):
-        raise BadInput(
-            f'The time factor of a generated schedule is {time_factor}; it must be a '
-            'number above 0.'
-        )
+        refuse(f'{_OURS}: time_factor', time_factor, 'a number above 0')
     draw = np.random.default_rng(seed)
     until_s = duration_s / time_factor
     leaves = _leave_times(draw, until_s)
@@ -155,13 +148,9 @@ def generate(
 def _names(nodes: int | Sequence[str]) -> tuple[str, ...]:
     names = tuple(f'node{i:04d}' for i in range(nodes)) if isinstance(nodes, int) else tuple(nodes)
     if not names:
-        raise BadInput(
-            f'A generated schedule was asked for {nodes!r} nodes; it needs at least one.'
-        )
+        refuse(f'{_OURS}: nodes', nodes, 'a number, at least 1, or a list of names')
     if len(set(names)) != len(names):
-        raise BadInput(
-            f'The node names {list(names)} of a generated schedule must differ from each other.'
-        )
+        refuse(f'{_OURS}: nodes', list(names), 'names that differ from each other')
     return names
 
 

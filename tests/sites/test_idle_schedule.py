@@ -60,7 +60,7 @@ def test_a_fourth_column_has_the_nodes_classes(tmp_path: Path) -> None:
     write_schedule(schedule, path)
     assert read_schedule(path) == schedule
     assert schedule != Schedule(schedule.intervals)
-    with pytest.raises(BadInput, match='must give the class of each of a, b'):
+    with pytest.raises(BadInput, match='must be a dict with the class of each of a, b'):
         Schedule(schedule.intervals, {'a': 'a100'})
 
 

@@ -107,6 +107,17 @@ def test_a_silent_scheduler_is_asked_again_soon_while_blocks_are_open(
     assert max(pauses()[1:]) <= 10
 
 
+@pytest.mark.parametrize('state', [JobState.RUNNING, JobState.ENDING])
+def test_whatever_runs_for_parsl_has_an_end(
+    scheduler: Scripted, tracker: BlockTracker, state: JobState
+) -> None:
+    """An end that is unknown would count as none."""
+    scheduler.now = 10.0
+    scheduler.queue = (BatchJob('1', state, 'batch', 1, 0.0, 300.0, names=('n1',)),)
+    assert tracker.statuses(['1'])[0].state is ParslState.RUNNING
+    assert tracker.end_of('1') == 300.0
+
+
 def test_a_slow_database_holds_nothing_up(
     scheduler: Scripted, tracker: BlockTracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Barrier
 from typing import Any, Protocol
 
-from parsl_freetrain.sites.slurm.hostlist import expand
+from parsl_freetrain.sites.slurm.words import expand
 from tests.slurm.mix import Mix, Ordinary, Reserved
 from tests.support.slurm import Cluster
 from tests.support.waiting import LIMIT_S

@@ -11,9 +11,11 @@ from parsl.jobs.states import JobStatus
 
 from parsl_freetrain.core.model.types import CORRECTED_S
 from parsl_freetrain.sites.batch import life
-from parsl_freetrain.sites.batch.block_shape import Place
+from parsl_freetrain.sites.batch.block_shape import Place, class_in
 from parsl_freetrain.sites.batch.life import BlockLife, Seen, life_of
+from parsl_freetrain.sites.batch.options import BatchOptions
 from parsl_freetrain.sites.batch.records import BatchJob, JobState
+from parsl_freetrain.sites.protocols import FoundBlock
 
 logger = logging.getLogger(__name__)
 
@@ -89,14 +91,9 @@ class BlockTable:
 
     def stranded(self, lengths_s: Collection[float], shortest_s: float, before: float) -> list[str]:
         """Those that wait for more nodes than could be had as long as they need, although they were
-        submitted ``before`` this time: a smaller or shorter block could start.
-
-        Parameters
-        ----------
-        lengths_s
-            For how many seconds from now on each node can be had.
-        shortest_s
-            A hole of this many seconds has a block.
+        submitted ``before`` this time: a smaller or shorter block could start. ``lengths_s``: for
+        how many seconds from now on each node can be had. ``shortest_s``: a hole of this many
+        seconds has a block.
         """
         if not any(length >= shortest_s for length in lengths_s):
             return []
@@ -111,12 +108,8 @@ class BlockTable:
         ]
 
     def taken(self, requeue: bool) -> list[str]:
-        """Those to be deleted because their nodes were taken.
-
-        Parameters
-        ----------
-        requeue
-            Whether those that are queued again may wait.
+        """Those to be deleted because their nodes were taken. ``requeue``: whether those that are
+        queued again may wait.
         """
         lives = (BlockLife.SUSPENDED,) if requeue else (BlockLife.SUSPENDED, BlockLife.REQUEUED)
         return [
@@ -136,9 +129,12 @@ class BlockTable:
         return self._blocks[job_id].place
 
     def end_of(self, job_id: str) -> float | None:
-        """When the scheduler ends a block that runs; None if it does not, or while unknown."""
+        """When the scheduler ends a block that has nodes, at the latest; None if it does not, or
+        while unknown.
+        """
         block = self._blocks.get(job_id)
-        return block.seen.end_s if block is not None and block.life is BlockLife.RUNNING else None
+        has_nodes = block is not None and block.life in (BlockLife.RUNNING, BlockLife.ENDING)
+        return block.seen.end_s if block is not None and has_nodes else None
 
     def mark(
         self,
@@ -237,3 +233,26 @@ class BlockTable:
                 err,
             )
         return life.status_of(job_id, state, '', out, err)
+
+
+def block_from(job: BatchJob, options: BatchOptions, now: float) -> BatchBlock:
+    """A job that was found, as if it had been submitted now.
+
+    If it waits, only the scheduler knows its deadline.
+    """
+    start_by_s = now + options.withdraw_s
+    running = job.state is JobState.RUNNING
+    latest_s = job.end_s if running and job.end_s is not None else start_by_s + options.unplanned_s
+    block = BatchBlock(job.job_id, job.nodes, now, start_by_s, latest_s, Place(job.name, '', ''))
+    return replace(
+        block,
+        seen=Seen(job.state, job.end_s if running else None, running),
+        node_class=class_in(job.name, options.classes),
+    )
+
+
+def found_from(job: BatchJob, options: BatchOptions) -> FoundBlock:
+    """The same job as a :class:`FoundBlock`."""
+    end_s = job.end_s if job.state is JobState.RUNNING else None
+    node_class = class_in(job.name, options.classes)
+    return FoundBlock(job.job_id, job.nodes, job.partition, end_s, node_class)

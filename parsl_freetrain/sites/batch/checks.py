@@ -12,17 +12,8 @@ from parsl_freetrain.sites.batch.records import Nodes, Partition
 
 
 def within(queue: Partition, options: BatchOptions, step_s: int) -> Partition:
-    """The queue with the limits of the site config, too.
-
-    Parameters
-    ----------
-    step_s
-        Walltimes are multiples of this, in seconds.
-
-    Raises
-    ------
-    BadInput
-        There is no block that fits them all.
+    """The queue with the limits of the site config, too. Raises BadInput if there is no block that
+    fits them all. ``step_s``: walltimes are multiples of this, in seconds.
     """
     least, most = (
         max(queue.least_nodes, options.least_nodes),
@@ -51,12 +42,8 @@ def _smaller(one: int | None, other: int | None) -> int | None:
 
 
 def check_classes(classes: Sequence[str], nodes: Sequence[Nodes], queue: Partition) -> None:
-    """Refuse a node class of the site config that no node has.
-
-    Raises
-    ------
-    BadInput
-        With the class and the queue.
+    """Refuse a node class of the site config that no node has. Raises BadInput with the class and
+    the queue.
     """
     there = {group.node_class for group in nodes if group.partition == queue.name}
     for name in classes:
@@ -68,12 +55,8 @@ def check_classes(classes: Sequence[str], nodes: Sequence[Nodes], queue: Partiti
 
 
 def check_request(request: BlockRequest, queue: Partition) -> None:
-    """Refuse what the queue can never give.
-
-    Raises
-    ------
-    BadInput
-        No node, too few or too many nodes, other names than nodes, or too short a walltime.
+    """Refuse what the queue can never give. Raises BadInput for no node, too few or too many nodes,
+    other names than nodes, or too short a walltime.
     """
     if request.nodes < 1 or (request.names and len(request.names) != request.nodes):
         raise BadInput(

@@ -74,38 +74,22 @@ class QueueLimits:
 
 
 def limits_of(machine: str, queues: Mapping[str, QueueLimits], queue: str) -> QueueLimits:
-    """The limits of a queue.
-
-    Raises
-    ------
-    BadInput
-        The machine has no such queue.
-    """
+    """The limits of a queue. Raises BadInput if the machine has no such queue."""
     if queue not in queues:
         raise BadInput(f'{machine} has no queue {queue!r} for blocks; it has {", ".join(queues)}.')
     return queues[queue]
 
 
 def needed(machine: str, what: str, value: str | None, how: str) -> str:
-    """A setting that no job of the machine may lack.
-
-    Raises
-    ------
-    BadInput
-        It is missing.
-    """
+    """A setting that no job of the machine may lack. Raises BadInput if it is missing."""
     if not value:
         raise BadInput(f'{machine} takes no job without {what}; {how}.')
     return value
 
 
 def paying(machine: str, account: str | None, how: str) -> str:
-    """The account that pays: the given one, or the environment variable FREETRAIN_ACCOUNT.
-
-    Raises
-    ------
-    BadInput
-        There is none; the sentence ends with ``how`` to find the account's name.
+    """The account that pays: the given one, or the environment variable FREETRAIN_ACCOUNT. Raises
+    BadInput if there is none; the sentence ends with ``how`` to find the account's name.
     """
     return needed(
         machine,
@@ -118,12 +102,8 @@ def paying(machine: str, account: str | None, how: str) -> str:
 def on_file_systems(
     machine: str, filesystems: tuple[str, ...], known: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """The file systems that a job needs.
-
-    Raises
-    ------
-    BadInput
-        There is none, or one that the machine does not have.
+    """The file systems that a job needs. Raises BadInput if there is none, or one that the machine
+    does not have.
     """
     unknown = [name for name in filesystems if name not in known]
     if unknown or not filesystems:

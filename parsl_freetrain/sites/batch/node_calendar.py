@@ -9,13 +9,8 @@ from collections.abc import Mapping
 
 class NodeCalendar:
     """Which nodes are free, from now on. Sets of nodes are integers, one bit for each node.
-
-    Parameters
-    ----------
-    now
-        In seconds.
-    free_from
-        Sets of nodes by the time from which on they are free. Nodes in none of them never are.
+    ``now``: in seconds. ``free_from``: sets of nodes by the time from which on they are free. Nodes
+    in none of them never are.
     """
 
     def __init__(self, now: float, free_from: Mapping[float, int]) -> None:

@@ -167,13 +167,7 @@ Kind = TypeVar('Kind', bound=BatchOptions)
 
 
 def read_table(path: str | Path) -> dict[str, object]:
-    """The settings in a TOML file.
-
-    Raises
-    ------
-    BadInput
-        The file cannot be read, or is no TOML.
-    """
+    """The settings in a TOML file. Raises BadInput if the file cannot be read, or is no TOML."""
     try:
         return tomllib.loads(Path(path).read_text())
     except OSError as error:
@@ -188,12 +182,8 @@ def read_table(path: str | Path) -> dict[str, object]:
 def given_options(
     kind: type[Kind], site: str, options: Kind | None, settings: dict[str, object]
 ) -> Kind:
-    """The options of a site that was given either options or settings.
-
-    Raises
-    ------
-    BadInput
-        It was given both, or a setting that cannot be used.
+    """The options of a site that was given either options or settings. Raises BadInput if it was
+    given both, or a setting that cannot be used.
     """
     if options is not None and settings:
         raise BadInput(

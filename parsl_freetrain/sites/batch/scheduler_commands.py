@@ -59,19 +59,9 @@ class Commands:
         self.commands: Counter[str] = Counter()
 
     def ask(self, command: Sequence[str], accepted: Collection[int] = (0,)) -> str:
-        """Run a command; returns its standard output.
-
-        Parameters
-        ----------
-        accepted
-            Exit statuses that are no failure.
-
-        Raises
-        ------
-        SchedulerSilent
-            It took too long or failed.
-        BadInput
-            There is no such command.
+        """Run a command; returns its standard output. Raises SchedulerSilent if it took too long or
+        failed; BadInput if there is no such command. ``accepted``: exit statuses that are no
+        failure.
         """
         done = self.run(command)
         if done.returncode not in accepted:
@@ -85,13 +75,7 @@ class Commands:
         self, command: Sequence[str], folder: str | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run a command to its end, whatever its exit status; in ``folder`` if that is given.
-
-        Raises
-        ------
-        SchedulerSilent
-            It took too long.
-        BadInput
-            There is no such command.
+        Raises SchedulerSilent if it took too long; BadInput if there is no such command.
         """
         with self._lock:
             self.commands[command[0]] += 1
@@ -122,23 +106,12 @@ class Commands:
             ) from None
 
     def submit(self, command: Sequence[str], job_id: str, unreached: Collection[str] = ()) -> str:
-        """Run a command that submits the script in its last word; returns the job id.
-
-        Parameters
-        ----------
-        job_id
-            Regular expression of the line that has the id, as its first group. Sites wrap these
-            commands in scripts that print more lines.
-        unreached
-            What standard error says if the scheduler could not be reached; in lower case.
-
-        Raises
-        ------
-        SchedulerRefused
-            The scheduler said no; the message has its own words.
-        SchedulerSilent
-            It was not reached, took too long, or gave no id: the job may have been submitted all
-            the same.
+        """Run a command that submits the script in its last word; returns the job id. Raises
+        SchedulerRefused if the scheduler said no; the message has its own words; SchedulerSilent if
+        it was not reached, took too long, or gave no id: the job may have been submitted all the
+        same. ``job_id``: regular expression of the line that has the id, as its first group. Sites
+        wrap these commands in scripts that print more lines. ``unreached``: what standard error
+        says if the scheduler could not be reached; in lower case.
         """
         done = self.run(command)
         said = in_one_line(done.stderr, command[0])
@@ -157,17 +130,9 @@ class Commands:
         )
 
     def cancel(self, command: Sequence[str], over: Collection[str] = ()) -> None:
-        """Run a command that ends jobs.
-
-        Parameters
-        ----------
-        over
-            What a line of standard error says, in lower case, about a job that is over already.
-
-        Raises
-        ------
-        SchedulerSilent
-            It failed: the jobs may still run.
+        """Run a command that ends jobs. Raises SchedulerSilent if it failed: the jobs may still
+        run. ``over``: what a line of standard error says, in lower case, about a job that is over
+        already.
         """
         done = self.run(command)
         lines = [line.lower() for line in done.stderr.splitlines() if line.strip()]

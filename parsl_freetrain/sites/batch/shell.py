@@ -56,14 +56,8 @@ def run_with_launcher(launch: Sequence[str], command: str, grace_s: float) -> st
     """Shell lines that run a command on each node where only the batch script gets signals.
 
     At a SIGTERM the script passes it on and waits, so that the nodes have time to save: the
-    scheduler ends the job as soon as its first process ends.
-
-    Parameters
-    ----------
-    launch
-        Starts one process on each node.
-    grace_s
-        What the nodes get between SIGTERM and SIGKILL, in seconds.
+    scheduler ends the job as soon as its first process ends. ``launch``: starts one process on each
+    node. ``grace_s``: what the nodes get between SIGTERM and SIGKILL, in seconds.
     """
     return f"""node={shlex.quote(on_each_node('"$(hostname -s)"', forwards=True))}
 trap '[ -z "$running" ] || kill -TERM "$running" 2>/dev/null' TERM

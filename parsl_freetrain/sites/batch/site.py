@@ -17,10 +17,9 @@ from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.node_demand import BlockNodes, NodeDemand
 from parsl_freetrain.core.model.types import BlockRequest, Hole, NodeOffer
 from parsl_freetrain.sites.batch.block_shape import BlockShape, is_block_of
-from parsl_freetrain.sites.batch.block_table import BatchBlock
+from parsl_freetrain.sites.batch.block_table import BatchBlock, block_from, found_from
 from parsl_freetrain.sites.batch.checks import check_classes, within
 from parsl_freetrain.sites.batch.demand import shortest_behind_s
-from parsl_freetrain.sites.batch.earlier_jobs import block_from, found_from
 from parsl_freetrain.sites.batch.node_windows import OnTheWay, holes, windows
 from parsl_freetrain.sites.batch.options import BatchOptions, given_options
 from parsl_freetrain.sites.batch.queue_watch import QueueSnapshot
@@ -34,7 +33,8 @@ from parsl_freetrain.sites.protocols import FoundBlock
 class BatchSite(ABC):
     """One queue of a machine with a batch scheduler.
 
-    Each scheduler has a subclass that only names its parts.
+    Each scheduler has a subclass that only names its parts. Raises BadInput for a setting that
+    cannot be used.
 
     Parameters
     ----------
@@ -47,11 +47,6 @@ class BatchSite(ABC):
         Wall-clock time in seconds.
     settings
         As the subclass's ``options_type``.
-
-    Raises
-    ------
-    BadInput
-        A setting that cannot be used.
     """
 
     name: str
@@ -101,14 +96,9 @@ class BatchSite(ABC):
     # --- beginning and end
 
     def start(self) -> None:
-        """Look the queue up, and ask whether a block would be accepted.
-
-        Raises
-        ------
-        BadInput
-            There is no such scheduler, or the site config asks for what the machine does not give.
-        FreeTrainError
-            The scheduler does not answer.
+        """Look the queue up, and ask whether a block would be accepted. Raises BadInput if there is
+        no such scheduler, or the site config asks for what the machine does not give;
+        FreeTrainError if the scheduler does not answer.
         """
         if self._partition is None:
             partition = self._look_up()
@@ -133,14 +123,9 @@ class BatchSite(ABC):
         return self._scheduler.wanted().partition
 
     def limits(self) -> Partition:
-        """What the scheduler says of the queue now.
-
-        Raises
-        ------
-        BadInput
-            There is no such queue, or it does not take what the site config asks for.
-        FreeTrainError
-            The scheduler does not answer.
+        """What the scheduler says of the queue now. Raises BadInput if there is no such queue, or
+        it does not take what the site config asks for; FreeTrainError if the scheduler does not
+        answer.
         """
         return self._scheduler.queue()
 
@@ -170,13 +155,8 @@ class BatchSite(ABC):
 
     def holes_now(self) -> tuple[Hole, ...]:
         """What can be had now, for the command line: blocks and the site config are not looked at.
-
-        Raises
-        ------
-        BadInput
-            No such scheduler, or no such queue.
-        FreeTrainError
-            The scheduler does not answer.
+        Raises BadInput for no such scheduler, or no such queue; FreeTrainError if the scheduler
+        does not answer.
         """
         partition = self._look_up()
         return self._holes(self._tracker.first_snapshot(), partition, (), frozenset())
@@ -230,16 +210,10 @@ class BatchSite(ABC):
     def open_block(
         self, request: BlockRequest, command: str, name: str, worker_init: str = ''
     ) -> str:
-        """Submit a block that fits the request; its script and output go to ``script_dir``.
-
-        Raises
-        ------
-        BadInput
-            The queue can never meet the request.
-        HoleGone
-            The last submission was too short a time ago.
-        FreeTrainError
-            The scheduler refused it, or did not answer, or the site was not started.
+        """Submit a block that fits the request; its script and output go to ``script_dir``. Raises
+        BadInput if the queue can never meet the request; HoleGone if the last submission was too
+        short a time ago; FreeTrainError if the scheduler refused it, or did not answer, or the site
+        was not started.
         """
         if self._partition is None or self.script_dir is None:
             missing = 'start() has' if self._partition is None else 'script_dir has'
@@ -256,11 +230,7 @@ class BatchSite(ABC):
         self, request: BlockRequest, command: str, folder: Path, block: str, worker_init: str
     ) -> tuple[BlockShape, str]:
         """The block that would be submitted now, and its batch script; nothing is written or sent.
-
-        Raises
-        ------
-        BadInput
-            No such scheduler, no such queue, or a request that it can never meet.
+        Raises BadInput for no such scheduler, no such queue, or a request that it can never meet.
         """
         shape, _, script = self._submitter.preview(
             request, self._look_up(), folder, block, command, worker_init
@@ -274,12 +244,8 @@ class BatchSite(ABC):
         return statuses
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """End these jobs at once.
-
-        Raises
-        ------
-        SchedulerSilent
-            The scheduler did not answer; they may still run.
+        """End these jobs at once. Raises SchedulerSilent if the scheduler did not answer; they may
+        still run.
         """
         self._tracker.cancel(job_ids)
 
@@ -329,12 +295,8 @@ class BatchSite(ABC):
 
     def release(self, job_id: str, names: Sequence[str]) -> None:
         """Give some nodes of a block back; it goes on with the others. If that fails once, it is
-        not tried again with this block.
-
-        Raises
-        ------
-        FreeTrainError
-            The scheduler refused it, or did not answer.
+        not tried again with this block. Raises FreeTrainError if the scheduler refused it, or did
+        not answer.
         """
         assert isinstance(self._scheduler, Shrinking)
         self._stiff.add(job_id)
@@ -353,10 +315,7 @@ class BatchSite(ABC):
 
         From now on they count as opened by this process.
 
-        Raises
-        ------
-        FreeTrainError
-            The scheduler does not answer.
+        Raises FreeTrainError if the scheduler does not answer.
         """
         now, ours = self._clock(), self._tracker.ids()
         found = [job for job in self.find_blocks() if job.job_id not in ours]
@@ -364,12 +323,8 @@ class BatchSite(ABC):
         return tuple(found_from(job, self.options) for job in found)
 
     def find_blocks(self, run: str | None = None) -> tuple[BatchJob, ...]:
-        """This user's jobs that are blocks of a run (default: this one) and not over.
-
-        Raises
-        ------
-        FreeTrainError
-            The scheduler does not answer.
+        """This user's jobs that are blocks of a run (default: this one) and not over. Raises
+        FreeTrainError if the scheduler does not answer.
         """
         return tuple(
             job

@@ -13,13 +13,9 @@ class StalledJobs:
 
     Without it, nodes would be given back for ever for a job that waits for what no answer tells,
     such as a licence; and a job that needs more memory than the idle nodes have would seem to be
-    served by them, and get no node of ours.
-
-    Parameters
-    ----------
-    limit_s
-        Seconds after which a job that could have started counts as held back by something other
-        than nodes. After half of them, the nodes that were idle all the time count as unsuitable.
+    served by them, and get no node of ours. ``limit_s``: seconds after which a job that could have
+    started counts as held back by something other than nodes. After half of them, the nodes that
+    were idle all the time count as unsuitable.
     """
 
     def __init__(self, limit_s: float) -> None:

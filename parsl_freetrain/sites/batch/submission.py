@@ -56,13 +56,7 @@ class Submitter:
         return left_s if 0 < left_s <= self._options.submit_every_s else 0.0
 
     def check(self, partition: Partition) -> None:
-        """Ask whether the smallest block would be accepted.
-
-        Raises
-        ------
-        BadInput
-            It would be refused.
-        """
+        """Ask whether the smallest block would be accepted. Raises BadInput if not."""
         shortest_s = math.ceil(partition.shortest_s)
         shape = BlockShape(partition.least_nodes, shortest_s, shortest_s)
         with tempfile.TemporaryDirectory(prefix='freetrain-') as folder:
@@ -87,12 +81,8 @@ class Submitter:
         command: str,
         worker_init: str,
     ) -> tuple[BlockShape, Place, str]:
-        """What would be asked of the scheduler now, under which name, and the batch script.
-
-        Raises
-        ------
-        BadInput
-            The queue can never meet the request.
+        """What would be asked of the scheduler now, under which name, and the batch script. Raises
+        BadInput if the queue can never meet the request.
         """
         check_request(request, partition)
         shape = shape_for(
@@ -118,16 +108,9 @@ class Submitter:
         command: str,
         worker_init: str,
     ) -> BatchBlock:
-        """Submit a block; its script and its output go to ``folder``.
-
-        Raises
-        ------
-        BadInput
-            The queue can never meet the request.
-        HoleGone
-            The last submission was too short a time ago.
-        FreeTrainError
-            The scheduler refused it, or did not answer.
+        """Submit a block; its script and its output go to ``folder``. Raises BadInput if the queue
+        can never meet the request; HoleGone if the last submission was too short a time ago;
+        FreeTrainError if the scheduler refused it, or did not answer.
         """
         now = self._clock()
         shape, place, text = self.preview(request, partition, folder, block, command, worker_init)

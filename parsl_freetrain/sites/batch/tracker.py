@@ -47,14 +47,9 @@ _HOLDING = (JobState.RUNNING, JobState.STARTING, JobState.SUSPENDED)
 
 class BlockTracker:
     """Follows blocks from their submission to their end, and cancels those that are late.
-
-    Parameters
-    ----------
-    clock
-        Seconds of ``time.time()``.
-    unanswered
-        Names of submissions that the scheduler did not answer. A job of such a name is cancelled
-        when it is seen, since nobody waits for it any more, and its name is removed.
+    ``clock``: seconds of ``time.time()``. ``unanswered``: names of submissions that the scheduler
+    did not answer. A job of such a name is cancelled when it is seen, since nobody waits for it any
+    more, and its name is removed.
     """
 
     def __init__(
@@ -200,12 +195,8 @@ class BlockTracker:
         return snapshot if fresh and not self._watch.failures else None
 
     def first_snapshot(self) -> QueueSnapshot:
-        """As :meth:`snapshot`, but wait for the answer; for the command line.
-
-        Raises
-        ------
-        FreeTrainError
-            The scheduler does not answer.
+        """As :meth:`snapshot`, but wait for the answer; for the command line. Raises FreeTrainError
+        if the scheduler does not answer.
         """
         snapshot = self._watch.look(with_nodes=True, wait_s=5 * self._options.command_s)
         if snapshot.nodes_at == NEVER:
@@ -216,13 +207,7 @@ class BlockTracker:
         return snapshot
 
     def own_jobs(self) -> tuple[BatchJob, ...]:
-        """This user's jobs, asked for now.
-
-        Raises
-        ------
-        FreeTrainError
-            The scheduler does not answer.
-        """
+        """This user's jobs, asked for now. Raises FreeTrainError without an answer."""
         return tuple(job for job in self._scheduler.jobs() if job.user == self._user)
 
     def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
@@ -322,12 +307,8 @@ class BlockTracker:
     # --- cancellation
 
     def shrink(self, scheduler: Shrinking, job_id: str, leave: Collection[str]) -> None:
-        """Take nodes away from a running block.
-
-        Raises
-        ------
-        FreeTrainError
-            The scheduler refused it, or did not answer.
+        """Take nodes away from a running block. Raises FreeTrainError if the scheduler refused it,
+        or did not answer.
         """
         names = self._held.get(job_id, ())
         keep = [name for name in names if name not in leave]
@@ -342,12 +323,8 @@ class BlockTracker:
             self._changed = self._clock()
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """End these jobs at once.
-
-        Raises
-        ------
-        SchedulerSilent
-            The scheduler did not answer; they may still run.
+        """End these jobs at once. Raises SchedulerSilent if the scheduler did not answer; they may
+        still run.
         """
         self._cancel(job_ids, cancelled=True)
 

@@ -57,7 +57,8 @@ class SlotJobs:
         worker_init: str = '',
         speeds: Mapping[str, float] | None = None,
     ) -> str:
-        """Start a block.
+        """Start a block. Raises FreeTrainError if the process cannot be started, or its files
+        cannot be written.
 
         Parameters
         ----------
@@ -78,11 +79,6 @@ class SlotJobs:
         -------
         str
             The job's id.
-
-        Raises
-        ------
-        FreeTrainError
-            The process cannot be started, or its files cannot be written.
         """
         name = f'{name}.{time.time():.6f}'.replace('/', '_')
         script = folder / f'{name}.sh'

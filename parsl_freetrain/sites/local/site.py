@@ -14,7 +14,7 @@ from pathlib import Path
 
 from parsl.jobs.states import JobStatus
 
-from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.core.model.errors import BadInput, refuse
 from parsl_freetrain.core.model.types import BlockRequest, Hole, NodeOffer
 from parsl_freetrain.sites.idle_schedule import IdleInterval, Schedule, check_class, read_schedule
 from parsl_freetrain.sites.local.jobs import SlotJobs
@@ -98,16 +98,13 @@ class LocalSite:
         clock: Callable[[], float] = time.time,
     ) -> None:
         if taken not in TAKEN:
-            raise BadInput(
-                f'LocalSite: taken is {taken!r}; it must be one of {", ".join(map(repr, TAKEN))}.'
-            )
+            refuse('LocalSite: taken', taken, f'one of {", ".join(map(repr, TAKEN))}')
         if not (math.isfinite(time_factor) and time_factor > 0):
-            raise BadInput(f'LocalSite: time_factor is {time_factor}; it must be a number above 0.')
-        for what, seconds in (('notice_s', notice_s), ('poll_s', poll_s)):
-            if not (math.isfinite(seconds) and seconds >= 0) or (what == 'poll_s' and seconds == 0):
-                raise BadInput(
-                    f'LocalSite: {what} is {seconds}; it must be a number of seconds above 0.'
-                )
+            refuse('LocalSite: time_factor', time_factor, 'a number above 0')
+        if not (math.isfinite(notice_s) and notice_s >= 0):
+            refuse('LocalSite: notice_s', notice_s, 'a number of seconds, 0 or more')
+        if not (math.isfinite(poll_s) and poll_s > 0):
+            refuse('LocalSite: poll_s', poll_s, 'a number of seconds above 0')
         self.nodes = nodes
         self.schedule = schedule
         self.time_factor = time_factor
@@ -117,33 +114,10 @@ class LocalSite:
         self.poll_s = poll_s
         self._clock = clock
         self._followed = _followed(nodes, schedule).scaled(time_factor)
-        if node_classes and not isinstance(node_classes, Mapping):
-            raise BadInput(
-                f'LocalSite: node_classes is {node_classes!r}; it must be a dict that gives the '
-                f'class of each of {", ".join(self._followed.nodes)}.'
-            )
-        self.node_classes = dict(node_classes or self._followed.node_classes)
-        for node, node_class in self.node_classes.items():
-            check_class(node_class, f'LocalSite: node_classes of {node}')
-        if self.node_classes and sorted(self.node_classes) != sorted(self._followed.nodes):
-            raise BadInput(
-                f'LocalSite: node_classes is about {", ".join(sorted(self.node_classes))}; it must '
-                f'give the class of each of {", ".join(self._followed.nodes)}.'
-            )
-        self.class_speeds = dict(class_speeds or {})
-        for name, speed in self.class_speeds.items():
-            if name not in self.classes or not 0 < speed <= 1:
-                raise BadInput(
-                    f'LocalSite: class_speeds has {speed} for the class {name!r}; it must have '
-                    'numbers above 0, and at most 1, for classes of its slots: '
-                    f'{", ".join(self.classes) or "there are none"}.'
-                )
+        self._set_classes(node_classes or self._followed.node_classes, class_speeds or {})
         self._intervals: dict[str, list[IdleInterval]] = {name: [] for name in self._followed.nodes}
         for interval in self._followed.intervals:
             self._intervals[interval.node].append(interval)
-        self._starts = {
-            name: [i.start_s for i in intervals] for name, intervals in self._intervals.items()
-        }
         self._lock = threading.Lock()
         self._zero: float | None = None
         self._closed = False
@@ -151,13 +125,29 @@ class LocalSite:
         self._open: dict[str, _SlotBlock] = {}
         self._freed_at: dict[str, float] = {}
 
+    def _set_classes(
+        self, node_classes: Mapping[str, str], class_speeds: Mapping[str, float]
+    ) -> None:
+        if not isinstance(node_classes, Mapping) or (
+            node_classes and sorted(node_classes) != sorted(self._followed.nodes)
+        ):
+            each = f'a dict with the class of each of {", ".join(self._followed.nodes)}'
+            refuse('LocalSite: node_classes', node_classes, each)
+        self.node_classes, self.class_speeds = dict(node_classes), dict(class_speeds)
+        for node, node_class in self.node_classes.items():
+            check_class(node_class, f'LocalSite: node_classes of {node}')
+        for name, speed in self.class_speeds.items():
+            if name not in self.classes or not 0 < speed <= 1:
+                raise BadInput(
+                    f'LocalSite: class_speeds has {speed} for the class {name!r}; it must have '
+                    'numbers above 0, and at most 1, for classes of its slots: '
+                    f'{", ".join(self.classes) or "there are none"}.'
+                )
+
     def __repr__(self) -> str:
+        names = 'nodes schedule time_factor taken notice_s seed poll_s node_classes class_speeds'
         return (
-            f'LocalSite(nodes={self.nodes!r}, schedule={self.schedule!r}, '
-            f'time_factor={self.time_factor!r}, '
-            f'taken={self.taken!r}, notice_s={self.notice_s!r}, seed={self.seed!r}, '
-            f'poll_s={self.poll_s!r}, node_classes={self.node_classes!r}, '
-            f'class_speeds={self.class_speeds!r})'
+            f'LocalSite({", ".join(f"{name}={getattr(self, name)!r}" for name in names.split())})'
         )
 
     @property
@@ -320,7 +310,7 @@ class LocalSite:
 
     def _interval(self, node: str, now: float) -> IdleInterval | None:
         at_s = now - (self._zero or 0.0)
-        place = bisect_right(self._starts[node], at_s) - 1
+        place = bisect_right(self._intervals[node], at_s, key=lambda each: each.start_s) - 1
         interval = self._intervals[node][place] if place >= 0 else None
         return interval if interval is not None and at_s < interval.end_s else None
 

@@ -78,7 +78,8 @@ def parse_jobs(
 ) -> tuple[BatchJob, ...]:
     """Jobs in the answer to :data:`JOBS` or :func:`history_of`.
 
-    Of a job that is there twice nothing is known.
+    Of a job that is there twice nothing is known. Raises NotUnderstood if it is not such a
+    document.
 
     Parameters
     ----------
@@ -91,11 +92,6 @@ def parse_jobs(
         Queues whose jobs get none of the pool's nodes, since theirs belong to other queues.
     ranks
         Priorities of queues.
-
-    Raises
-    ------
-    NotUnderstood
-        It is not such a document.
     """
     said = document(answer, 'qstat')
     with as_documented('qstat'):
@@ -124,8 +120,8 @@ def _job(
         planned_s = _time(estimate['start_time'])
         if planned_s >= now - _STALE_S:
             start_s, planned = planned_s, _hosts(estimate.get('exec_vnode', ''))
-    elif state in _WITH_NODES and 'stime' in job:
-        start_s = _time(job['stime'])
+    elif state in _WITH_NODES:
+        start_s = _time(job['stime']) if 'stime' in job else now  # while nodes are made ready
         end_s = start_s + seconds_of(resources['walltime']) if 'walltime' in resources else None
     names = _hosts(job.get('exec_vnode', '')) if state in _WITH_NODES else ()
     return BatchJob(
@@ -182,25 +178,15 @@ def parse_nodes(
     answer: str,
     queue: str,
     resources: Mapping[str, str],
-    owners: Collection[str] = ('',),
+    owners: Collection[tuple[str, str]] = (('', ''),),
     classes: Mapping[str, Mapping[str, str]] | None = None,
 ) -> tuple[Nodes, ...]:
     """Hosts in the answer to :data:`NODES` that have these resources; one counts as idle if all of
     its vnodes are.
 
     The features of a node are the values of those resources that are words: ``system=polaris``.
-
-    Parameters
-    ----------
-    owners
-        Only nodes that belong to these queues are taken; ``''``: nodes that belong to none.
-    classes
-        The resources of each node class.
-
-    Raises
-    ------
-    NotUnderstood
-        It is not such a document.
+    Raises NotUnderstood if it is not such a document. ``owners``: see :func:`node_owners`.
+    ``classes``: the resources of each node class.
     """
     hosts: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     alike: dict[tuple[str, int, str, tuple[str, ...]], list[str]] = defaultdict(list)
@@ -214,7 +200,8 @@ def parse_nodes(
                 v for v in vnodes if _count(v.get('resources_available', {}).get('ncpus', 0))
             ] or vnodes
             if all(
-                v.get('queue', '') in owners and _has(v.get('resources_available', {}), resources)
+                (v.get('queue', ''), v.get('partition', '')) in owners
+                and _has(v.get('resources_available', {}), resources)
                 for v in useful
             ):
                 gpus = sum(_count(v.get('resources_available', {}).get('ngpus', 0)) for v in useful)
@@ -275,15 +262,22 @@ def _amount(value: str) -> float | None:
     return float(found[1]) * words * 1024.0 ** ' kmgtp'.index(found[2].lower() or ' ')
 
 
-def node_owners(name: str, queues: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
-    """The queues to which the nodes belong that jobs of a queue can get; ``''``: to none.
+def node_owners(name: str, queues: Mapping[str, Mapping[str, Any]]) -> frozenset[tuple[str, str]]:
+    """The nodes that jobs of a queue can get: the queue to which they belong (``''``: to none), and
+    the partition of the scheduler that starts jobs there.
 
     A queue with nodes of its own uses these and no others. A routing queue has those of its
     destinations.
     """
     routes = str(queues[name].get('route_destinations', '')).split(',')
     ends = [route for route in routes if route in queues] or [name]
-    return frozenset(end if queues[end].get('hasnodes') == 'True' else '' for end in ends)
+    return frozenset(
+        (
+            end if queues[end].get('hasnodes') == 'True' else '',
+            str(queues[end].get('partition', '')),
+        )
+        for end in ends
+    )
 
 
 def parse_queues(answer: str) -> dict[str, dict[str, Any]]:

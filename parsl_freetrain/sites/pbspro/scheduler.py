@@ -49,7 +49,7 @@ class Pbs:
         )
         self.history_every_s = options.poll_s  # every job that ends is asked about
         self._chunk: dict[str, str] = {}
-        self._owners: frozenset[str] = frozenset({''})
+        self._owners: frozenset[tuple[str, str]] = frozenset({('', '')})
         self._apart: frozenset[str] = frozenset()
         self._ranks: dict[str, int] = {}  # of queues
         self._features: frozenset[str] = frozenset()  # of the nodes; empty until they were seen

@@ -6,25 +6,14 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.batch.block_shape import BlockShape, Place
 from parsl_freetrain.sites.batch.shell import batch_script, run_with_launcher, until_deadline
 from parsl_freetrain.sites.pbspro.options import PbsOptions
-from parsl_freetrain.sites.pbspro.task_manager import task_manager
 
 
 def render(
     options: PbsOptions, shape: BlockShape, place: Place, command: str, worker_init: str = ''
 ) -> str:
-    """The batch script of one block.
-
-    Parameters
-    ----------
-    command
-        What each node runs, as a shell command.
-    worker_init
-        Shell lines after those of the options.
-
-    Raises
-    ------
-    BadInput
-        A path with a quote or a line's end, which qsub's directives cannot hold.
+    """The batch script of one block. Raises BadInput for a path with a quote or a line's end, which
+    qsub's directives cannot hold. ``command``: what each node runs, as a shell command.
+    ``worker_init``: shell lines after those of the options.
     """
     launch = [word.replace('{nodes}', str(shape.nodes)) for word in options.launch] or task_manager(
         place.stdout.removesuffix('.out')
@@ -96,3 +85,50 @@ case $walltime in
 esac
 export left=$((left - SECONDS))
 """
+
+# $0 is where files may be written that all nodes see, the arguments are the command. pbs_tmrsh
+# passes neither the environment nor signals, and ends on SIGTERM: the environment goes through a
+# private file. A task that is spawned once PBS ends the job holds that up for seconds, ten minutes
+# once (OpenPBS 23.06). So nothing is spawned after a SIGTERM: only the first node, which runs this,
+# is told; PBS kills the others at once. At the end of its time each node of a block tells itself.
+_LAUNCHER = """\
+umask 077
+command -v pbs_tmrsh >/dev/null ||
+    { . "${PBS_CONF_FILE:-/etc/pbs.conf}"; export PATH="$PATH:$PBS_EXEC/bin"; }
+files=$(mktemp -d "$0.XXXXXX") || exit 1
+trap 'rm -rf "$files"' EXIT
+{
+    (unset PBS_NODENUM PBS_TASKNUM left; export -p)
+    printf 'cd %q\\necho $$ >%q/"$1"\\n[ ! -e %q/told ] || exit 143\\n' "$PWD" "$files" "$files"
+    printf 'exec timeout --foreground "$2"'
+    printf ' %q' "$@"
+} >"$files/start"
+mapfile -t hosts < <(awk '!seen[$0]++' "$PBS_NODEFILE")  # this one is the first
+tell() {
+    [ ! -e "$files/told" ] || return
+    : >"$files/told"
+    [ ! -s "$files/${hosts[0]}" ] || kill -TERM "$(<"$files/${hosts[0]}")" 2>/dev/null
+}
+trap tell TERM
+within=0  # seconds; no limit
+for host in "${hosts[@]}"; do
+    [ ! -e "$files/told" ] || break
+    (trap '' TERM; exec pbs_tmrsh "$host" /bin/bash "$files/start" "$host" "$within") &
+    running+=($!)
+    within=$left
+done
+status=0
+for one in "${running[@]}"; do
+    while kill -0 "$one" 2>/dev/null; do wait "$one"; done
+    wait "$one" || status=$?
+done
+exit "$status"
+"""
+
+
+def task_manager(files: str) -> tuple[str, ...]:
+    """The launcher as a command, to which the node's own command is added. It needs the variable
+    ``left``, the number of seconds until the block ends. ``files``: how the paths of its temporary
+    files begin, on a file system that all nodes share.
+    """
+    return '/bin/bash', '-c', _LAUNCHER, files

@@ -7,9 +7,11 @@ time zone.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 from parsl_freetrain.sites.batch.records import (
     BatchJob,
@@ -19,13 +21,12 @@ from parsl_freetrain.sites.batch.records import (
     NotUnderstood,
     Partition,
 )
-from parsl_freetrain.sites.slurm.hostlist import expand
-from parsl_freetrain.sites.slurm.states import end_of, state_of
+from parsl_freetrain.sites.slurm.words import end_of, expand, state_of
 
 logger = logging.getLogger(__name__)
 
 _JOB_FIELDS = 'iTPDSeYNurlQnxbvfj'  # letters of squeue's --format
-_NODE_FIELDS = '%R|%T|%G|%f|%N'
+_NODE_FIELDS = '%R|%T|%G|%b|%N'  # %b: the active features
 # How the reasons of a pending job begin that more idle nodes may let start. Which nodes a
 # reservation or a fault keeps from it is looked at for each; Slurm's words on that may be old.
 _FOR_NODES = ('None', 'Resources', 'Priority', 'ReqNodeNotAvail', 'Nodes required for job are')
@@ -82,10 +83,7 @@ def parse_jobs(answer: str) -> tuple[BatchJob, ...]:
     A job that cannot be read is left out, since other users write parts of these. Of one that is
     told twice, nothing is known.
 
-    Raises
-    ------
-    NotUnderstood
-        It is not such an answer, or it was cut off, or no job can be read.
+    Raises NotUnderstood if it is not such an answer, or it was cut off, or no job can be read.
     """
     if not answer.strip():
         return ()
@@ -136,12 +134,8 @@ def _job(fields: list[str]) -> BatchJob:
 
 
 def parse_nodes(answer: str) -> tuple[Nodes, ...]:
-    """Nodes in the answer to :data:`NODES`.
-
-    Raises
-    ------
-    NotUnderstood
-        A line does not have the fields that were asked for.
+    """Nodes in the answer to :data:`NODES`. Raises NotUnderstood if a line does not have the fields
+    that were asked for.
     """
     found = []
     for line in answer.splitlines():
@@ -168,12 +162,8 @@ def parse_nodes(answer: str) -> tuple[Nodes, ...]:
 
 
 def parse_reservations(answer: str) -> tuple[NodeReservation, ...]:
-    """Reservations in the answer to :data:`RESERVATIONS`, those without nodes left out.
-
-    Raises
-    ------
-    NotUnderstood
-        A reservation has no times.
+    """Reservations in the answer to :data:`RESERVATIONS`, those without nodes left out. One whose
+    times cannot be read is taken to last for ever; one whose nodes cannot be read is left out.
     """
     found = []
     for line in answer.splitlines():
@@ -181,13 +171,23 @@ def parse_reservations(answer: str) -> tuple[NodeReservation, ...]:
             continue
         fields = _pairs(line)
         start, end = _time(fields.get('StartTime', '')), _time(fields.get('EndTime', ''))
+        try:
+            nodes = expand(fields.get('Nodes', ''))
+        except NotUnderstood as error:
+            _warn(f'Left out a reservation of Slurm, {line[:200]!r}: {error}')
+            continue
         if start is None or end is None:
-            raise NotUnderstood(
-                f'scontrol answered {line[:200]!r}, which has no StartTime and EndTime in seconds'
-            )
-        if nodes := expand(fields.get('Nodes', '')):
+            _warn(f'A reservation of Slurm has no times in seconds: {line[:200]!r}')
+            start, end = 0.0, math.inf
+        if nodes:
             found.append(NodeReservation(fields['ReservationName'], start, end, nodes))
     return tuple(found)
+
+
+@cache
+def _warn(what: str) -> None:
+    """Once."""
+    logger.warning(what)
 
 
 def parse_partitions(answer: str) -> dict[str, Partition]:
@@ -225,12 +225,8 @@ def parse_history(answer: str) -> dict[str, JobState]:
 
 
 def parse_version(answer: str) -> tuple[int, int]:
-    """Major and minor version, from ``slurm-wlm 22.05.8`` or ``slurm 24.11.1``.
-
-    Raises
-    ------
-    NotUnderstood
-        There is no version in it.
+    """Major and minor version, from ``slurm-wlm 22.05.8`` or ``slurm 24.11.1``. Raises
+    NotUnderstood if there is no version in it.
     """
     found = re.search(r'(\d+)\.(\d+)', answer)
     if found is None:
@@ -271,12 +267,8 @@ def tasks_of(tasks: str) -> int:
 
 
 def duration_s(text: str) -> float | None:
-    """Seconds of Slurm's ``days-hours:minutes:seconds``, None for unlimited.
-
-    Raises
-    ------
-    NotUnderstood
-        It is neither.
+    """Seconds of Slurm's ``days-hours:minutes:seconds``, None for unlimited. Raises NotUnderstood
+    if it is neither.
     """
     if text in _UNLIMITED:
         return None
@@ -296,23 +288,37 @@ def duration_s(text: str) -> float | None:
         ) from None
 
 
+def _gpus(gres: str) -> list[tuple[str, int]]:
+    """Types and numbers of GPUs in ``gpu:a100:4(S:0-1),gres/gpu,gpu:2,craynetwork:4``; without a
+    number it is one.
+    """
+    found = []
+    for words in re.findall(r'(?:^|,)(?:gres[:/])?gpu((?::[^:,()]+)*)(?=[,(]|$)', gres):
+        kind = words.split(':')[1:]
+        count = int(kind.pop()) if kind and kind[-1].isdigit() else 1
+        found.append((kind[0] if kind else '', count))
+    return found
+
+
 def gpus_of(gres: str) -> int:
-    """GPUs in ``gpu:a100:4(S:0-1),gpu:2,craynetwork:4``."""
-    return sum(
-        int(found[1])
-        for found in re.finditer(r'(?:^|,)(?:gres[:/])?gpu(?::[^:,()]+)*?:(\d+)', gres)
-    )
+    """Number of GPUs."""
+    return sum(count for _, count in _gpus(gres))
 
 
 def features_of(text: str, gres: str) -> tuple[str, ...]:
     """Node features, without brackets' counts, and the types of GPUs, such as ``gpu:a100``."""
     named = () if text in _NOTHING else tuple(text.split(','))
-    types = re.findall(r'(?:^|,)(?:gres[:/])?(gpu:[A-Za-z_][\w.-]*)', gres)
-    return (*named, *dict.fromkeys(types))
+    return (*named, *dict.fromkeys(f'gpu:{kind}' for kind, _ in _gpus(gres) if kind))
 
 
 def _pairs(line: str) -> dict[str, str]:
-    return dict(word.split('=', 1) for word in line.split() if '=' in word)
+    """The first value of each name: what follows may stand in a comment."""
+    found: dict[str, str] = {}
+    for word in line.split():
+        name, is_pair, value = word.partition('=')
+        if is_pair:
+            found.setdefault(name, value)
+    return found
 
 
 def _listed(text: str) -> tuple[str, ...]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.batch.block_shape import BlockShape, Place
@@ -32,13 +32,10 @@ from parsl_freetrain.sites.batch.scheduler_commands import (
 )
 from parsl_freetrain.sites.slurm import answers_json, answers_text
 from parsl_freetrain.sites.slurm.options import Form, SlurmOptions
-from parsl_freetrain.sites.slurm.partition_checks import partition_for
 from parsl_freetrain.sites.slurm.script import render
-from parsl_freetrain.sites.slurm.states import end_of
+from parsl_freetrain.sites.slurm.words import end_of
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar('T')
 
 # The site config replaces these variables. An account is kept, since users set it for all jobs.
 _MEDDLING = ('SQUEUE_', 'SINFO_', 'SBATCH_', 'SCANCEL_', 'SACCT_')
@@ -83,9 +80,21 @@ class Slurm:
 
     def jobs(self) -> tuple[BatchJob, ...]:
         """The queue, in the form that the options and the version say."""
-        jobs = self._in_form(
-            lambda: answers_json.parse_jobs(self.client.ask(answers_json.JOBS)), self._jobs_as_text
-        )
+        if self._form is None:
+            auto = self._options.form == 'auto'
+            self._form = self._best_form() if auto else self._options.form
+        if self._form == 'json':
+            try:
+                jobs = answers_json.parse_jobs(self.client.ask(answers_json.JOBS))
+            except (NotUnderstood, SchedulerSilent) as error:
+                # Slurm may have been built without JSON, too.
+                if self._options.form == 'json':
+                    raise
+                jobs = self._jobs_as_text()
+                logger.warning('Asking Slurm for text from now on: %s', error)
+                self._form = 'text'
+        else:
+            jobs = self._jobs_as_text()
         return tuple(self._ranked(job) if job.state is JobState.PENDING else job for job in jobs)
 
     def _jobs_as_text(self) -> tuple[BatchJob, ...]:
@@ -117,32 +126,11 @@ class Slurm:
         )
 
     def nodes(self) -> tuple[Nodes, ...]:
-        """All nodes, in the same form."""
-        found = self._in_form(
-            lambda: answers_json.parse_nodes(self.client.ask(answers_json.NODES)),
-            lambda: answers_text.parse_nodes(self.client.ask(answers_text.NODES)),
-        )
+        """All nodes."""
+        found = answers_text.parse_nodes(self.client.ask(answers_text.NODES))
         if not self._options.classes:
             return found
         return tuple(replace(n, node_class=self._options.class_of(n.features)) for n in found)
-
-    def _in_form(self, as_document: Callable[[], T], as_text: Callable[[], T]) -> T:
-        if self._form == 'auto':
-            self._form = self._best_form()
-        if self._form == 'json':
-            try:
-                return as_document()
-            except (
-                NotUnderstood,
-                SchedulerSilent,
-            ) as error:  # Slurm may have been built without JSON, too
-                if self._options.form == 'json':
-                    raise
-                answer = as_text()
-                logger.warning('Asking Slurm for text from now on: %s', error)
-                self._form = 'text'
-                return answer
-        return as_text()
 
     def _best_form(self) -> Form:
         version = answers_text.parse_version(self.client.ask(answers_text.VERSION))
@@ -200,3 +188,39 @@ class Slurm:
                 f'Slurm does not take {", ".join(leave)} from job {job_id}: '
                 f'{in_one_line(done.stderr, "scontrol")}'
             )
+
+
+def partition_for(options: SlurmOptions, partitions: Mapping[str, Partition]) -> Partition:
+    """The partition of the options. Raises BadInput if there is none of this name, it does not take
+    this account or QOS, or it does not suit the mode.
+    """
+    partition = partitions.get(options.partition)
+    if partition is None:
+        raise BadInput(
+            f'Slurm has no partition {options.partition!r}; it has '
+            f'{", ".join(sorted(partitions)) or "none that you may see"}.'
+        )
+    why, limit_s = '', math.inf if partition.longest_s is None else partition.longest_s
+    for what, given, taken in (
+        ('account', options.account, partition.accounts),
+        ('QOS', options.qos, partition.qos),
+    ):
+        if given and taken and given not in taken:
+            why = f'does not take the {what} {given!r}; it takes {", ".join(taken)}'
+    if options.account and options.account in partition.denied_accounts:
+        why = f'does not take the account {options.account!r}; name another account or partition'
+    elif limit_s < 60:
+        why = f'has a time limit of {limit_s:g} s; a block needs at least one minute'
+    elif options.longest_s is not None and options.longest_s > limit_s:
+        why = (
+            f'has a time limit of {limit_s:g} s, and longest_s is {options.longest_s:g}; it must '
+            'not be more'
+        )
+    elif options.preemptible and partition.preempt_mode == 'OFF' and options.qos is None:
+        why = (
+            "is not preemptible (its PreemptMode is OFF), and mode is 'preemptible'; name a "
+            "partition or a QOS that may be preempted, or use mode 'backfill'"
+        )
+    if why:
+        raise BadInput(f'The partition {partition.name!r} {why}.')
+    return partition

@@ -13,14 +13,8 @@ from parsl_freetrain.sites.slurm.options import SlurmOptions
 def render(
     options: SlurmOptions, shape: BlockShape, place: Place, command: str, worker_init: str = ''
 ) -> str:
-    """The batch script of one block.
-
-    Parameters
-    ----------
-    command
-        What each node runs, as a shell command.
-    worker_init
-        Shell lines after those of the options.
+    """The batch script of one block. ``command``: what each node runs, as a shell command.
+    ``worker_init``: shell lines after those of the options.
     """
     srun = shlex.join(
         [

@@ -79,6 +79,11 @@ def test_a_running_job_has_nodes_and_an_end() -> None:
     )
 
 
+def test_a_job_whose_nodes_are_made_ready_has_an_end_although_it_has_no_start() -> None:
+    [job] = jobs(job_state='R', substate=71, exec_vnode='(x1:ncpus=64)')
+    assert (job.state, job.names, job.end_s) == (JobState.RUNNING, ('x1',), NOW + 3600.0)
+
+
 def test_a_planned_job_has_a_start() -> None:
     [job] = jobs(
         job_state='Q',
@@ -236,6 +241,23 @@ def test_a_host_is_of_the_first_class_whose_resources_all_its_vnodes_have() -> N
         json.dumps({'nodes': machine}), 'prod', {}, classes={'new': {'gputype': 'a100'}}
     )
     assert {group.names: group.node_class for group in found} == {('a',): 'new', ('b',): ''}
+
+
+def test_a_queue_and_a_node_belong_to_the_scheduler_of_their_partition() -> None:
+    queues = {'batch': {}, 'part': {'partition': 'P1'}, 'own': {'hasnodes': 'True'}}
+    queues['route'] = {'route_destinations': 'batch,part'}
+    of = {name: answers.node_owners(name, queues) for name in queues}
+    assert of['batch'] == {('', '')} and of['part'] == {('', 'P1')} and of['own'] == {('own', '')}
+    assert of['route'] == {('', ''), ('', 'P1')}
+    vnodes = {
+        'n1': {'state': 'free', 'resources_available': {'ncpus': 4}},
+        'n2': {'state': 'free', 'resources_available': {'ncpus': 4}, 'partition': 'P1'},
+        'n3': {'state': 'free', 'resources_available': {'ncpus': 4}, 'queue': 'own'},
+    }
+    text = json.dumps({'nodes': vnodes})
+    for queue, names in (('batch', 'n1'), ('part', 'n2'), ('own', 'n3'), ('route', 'n1 n2')):
+        found = answers.parse_nodes(text, queue, {}, of[queue])
+        assert ' '.join(name for group in found for name in group.names) == names
 
 
 def test_limits_of_a_queue() -> None:

@@ -11,8 +11,7 @@ from parsl_freetrain.core.model.checked_settings import read_settings
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.sites.batch.block_shape import BlockShape, Place, shape_for
 from parsl_freetrain.sites.pbspro import PbsOptions
-from parsl_freetrain.sites.pbspro.script import render
-from parsl_freetrain.sites.pbspro.task_manager import task_manager
+from parsl_freetrain.sites.pbspro.script import render, task_manager
 from tests.support.waiting import LIMIT_S
 
 NOW = 1_800_000_000.0

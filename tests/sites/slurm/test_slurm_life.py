@@ -96,8 +96,8 @@ def test_a_running_block_has_the_end_that_the_scheduler_says(table: BlockTable) 
     assert table.end_of('1') == 300.0
     table.take_in([job(JobState.RUNNING, end_s=30.0)], 3.0)  # shortened, or preempted
     assert table.end_of('1') == 30.0
-    table.take_in([job(JobState.ENDING, end_s=4.0)], 4.0)
-    assert table.end_of('1') is None
+    table.take_in([job(JobState.ENDING, end_s=4.0)], 4.0)  # it has its nodes still
+    assert table.end_of('1') == 4.0
     table.take_in([job(JobState.COMPLETED, end_s=4.0)], 5.0)
     assert 'gave them back' in str(table.status('1', 6.0).message)
     assert table.end_of('unknown') is None

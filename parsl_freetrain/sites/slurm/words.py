@@ -1,0 +1,111 @@
+"""Slurm's words for the states of jobs (man squeue, JOB STATE CODES), and its lists of nodes:
+``cn[01-03,7],login1``.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from itertools import product
+
+from parsl_freetrain.sites.batch.records import JobState, NotUnderstood
+
+_STATES = {
+    'PENDING': JobState.PENDING,
+    'RESV_DEL_HOLD': JobState.HELD,
+    'REQUEUE_FED': JobState.HELD,
+    'REQUEUED': JobState.HELD,
+    'REQUEUE_HOLD': JobState.HELD,
+    'SPECIAL_EXIT': JobState.HELD,
+    'EXPEDITING': JobState.HELD,
+    'CONFIGURING': JobState.STARTING,
+    'POWER_UP_NODE': JobState.STARTING,
+    'RUNNING': JobState.RUNNING,
+    'RESIZING': JobState.RUNNING,
+    'SIGNALING': JobState.RUNNING,
+    'SUSPENDED': JobState.SUSPENDED,
+    'STOPPED': JobState.SUSPENDED,
+    'COMPLETING': JobState.ENDING,
+    'STAGE_OUT': JobState.ENDING,
+    'COMPLETED': JobState.COMPLETED,
+    'FAILED': JobState.FAILED,
+    'TIMEOUT': JobState.TIMED_OUT,
+    'PREEMPTED': JobState.PREEMPTED,
+    'CANCELLED': JobState.CANCELLED,
+    'REVOKED': JobState.CANCELLED,
+    'DEADLINE': JobState.DEADLINE,
+    'NODE_FAIL': JobState.NODE_FAILED,
+    'LAUNCH_FAILED': JobState.NODE_FAILED,
+    'RECONFIG_FAIL': JobState.NODE_FAILED,
+    'BOOT_FAIL': JobState.BOOT_FAILED,
+    'OUT_OF_MEMORY': JobState.OUT_OF_MEMORY,
+}
+
+
+_OF_SHELL = 128  # a shell's status for a command that a signal ended is this and the signal
+
+
+def end_of(state: JobState, status: int, signal_number: int) -> JobState:
+    """The state, given how the job's first process has ended. The notice of a preemption is a
+    SIGTERM, at which a block that is still starting just ends; for Slurm it has failed.
+    """
+    told = signal_number == signal.SIGTERM or status == _OF_SHELL + signal.SIGTERM
+    return JobState.TERMINATED if state is JobState.FAILED and told else state
+
+
+def state_of(words: str) -> JobState:
+    """The state in Slurm's words, such as ``CANCELLED by 0`` or, cut off, ``OUT_OF_ME+``."""
+    word = words.split()[0] if words.strip() else ''
+    if word.endswith('+'):
+        return next(
+            (state for name, state in _STATES.items() if name.startswith(word[:-1])),
+            JobState.UNKNOWN,
+        )
+    return _STATES.get(word, JobState.UNKNOWN)
+
+
+_NOTHING = ('', '(null)', 'None', 'N/A', 'n/a')
+
+
+def expand(text: str) -> tuple[str, ...]:
+    """Every node of a compressed list, in its order; several brackets in one name are allowed.
+    Raises NotUnderstood if the brackets don't match or do not hold numbers.
+    """
+    if text.strip() in _NOTHING:
+        return ()
+    return tuple(name for word in _words(text.strip()) for name in _names(word))
+
+
+def _words(text: str) -> list[str]:
+    """Split at the commas outside of brackets."""
+    words, depth, begin = [], 0, 0
+    for place, char in enumerate(text):
+        depth += (char == '[') - (char == ']')
+        if depth not in (0, 1):
+            raise NotUnderstood(f'the brackets of the node list {text[:80]!r} do not match')
+        if char == ',' and not depth:
+            words.append(text[begin:place])
+            begin = place + 1
+    if depth:
+        raise NotUnderstood(f'the brackets of the node list {text[:80]!r} do not match')
+    return [*words, text[begin:]]
+
+
+def _names(word: str) -> list[str]:
+    parts = re.split(r'\[([^\]]*)\]', word)  # text, numbers, text, numbers, ..., text
+    if len(parts) == 1:
+        return [word]
+    choices = [_numbers(part) if i % 2 else [part] for i, part in enumerate(parts)]
+    return [''.join(choice) for choice in product(*choices)]
+
+
+def _numbers(text: str) -> list[str]:
+    numbers: list[str] = []
+    for part in text.split(','):
+        first, dash, last = part.partition('-')
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise NotUnderstood(
+                f'{part!r} in the node list [{text[:80]}] is not a number or a range of numbers'
+            )
+        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1)]
+    return numbers
