@@ -19,6 +19,11 @@ DIGEST_BYTES = 32
 _THREADS = 4
 
 
+def threads() -> ThreadPoolExecutor:
+    """Threads that hash and write, and release the interpreter lock; the others are training's."""
+    return ThreadPoolExecutor(max(1, min(_THREADS, len(os.sched_getaffinity(0)) // 2)))
+
+
 def digest(content: bytes | memoryview) -> str:
     """The digest of bytes, in hexadecimal."""
     return blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
@@ -74,10 +79,8 @@ class FileImage:
             os.fsync(file.fileno())
 
     def _of_each(self, do: Callable[[memoryview, int], str]) -> tuple[str, ...]:
-        # Hashing and writing release the interpreter lock.
         starts = range(0, max(len(self.content), 1), BLOCK)
-        threads = min(_THREADS, len(starts), len(os.sched_getaffinity(0)))
-        with ThreadPoolExecutor(threads) as pool:
+        with threads() as pool:
             return tuple(pool.map(lambda at: do(self.content[at : at + BLOCK], at), starts))
 
 

@@ -110,21 +110,14 @@ def read_manifest(folder: Path) -> Manifest:
         raise Damaged(f'{MANIFEST} does not have the digest that {MARKER} holds')
     try:
         document = json.loads(content)
-        check_format(folder, document['format'], FORMAT)
-        return msgspec.convert(document, Manifest)
-    except BadInput:
-        raise
+        if document['format'] == FORMAT:
+            return msgspec.convert(document, Manifest)
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f'{MANIFEST} cannot be understood: {error!r}') from error
-
-
-def check_format(folder: Path, found: int, expected: int) -> None:
-    """Refuse a format that this version does not read; raises BadInput."""
-    if found != expected:
-        raise BadInput(
-            f'Checkpoint {folder} has format {found} and this version of parsl-freetrain reads '
-            f'format {expected}: use the version that wrote it.'
-        )
+    raise BadInput(
+        f'Checkpoint {folder} has format {document["format"]} and this version of parsl-freetrain '
+        f'reads format {FORMAT}: use the version that wrote it.'
+    )
 
 
 def verify(folder: Path, *, content: bool = True, hashed: Collection[str] = ()) -> Manifest:

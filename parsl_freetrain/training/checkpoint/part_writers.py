@@ -13,8 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
 from parsl_freetrain.training.checkpoint.parts import Blocks, read_part, write_contents, write_part
@@ -27,14 +25,7 @@ _POLL_S = (0.005, 0.1)
 _LEAST_S = 60.0
 _LOST = 10  # Divide the time limit by this once a rank is lost.
 _SHOWN = 5
-_NOTHING = b'-'
-
-
-class _Report(msgspec.Struct, frozen=True):
-    """What a rank says of its part: the digest of what it consists of, or why there is none."""
-
-    digest: str = ''
-    error: str = ''
+_REFUSED = 'refused: '
 
 
 class PartWriters:
@@ -91,18 +82,18 @@ class PartWriters:
         FreeTrainError
             If a rank did not write its part.
         """
-        self._set(f'{save}/folder', folder.name.encode())
+        self._set(f'{save}/folder', folder.name)
         saving('part-begun')
         parts = [state.part(self.rank, folder)]
         saving('part-data')
         saving('part-written')
-        for rank, report in self._reports(save).items():
-            if report.error:
+        for rank, said in enumerate(self._reports(save), 1):
+            if said.startswith(_REFUSED):
                 raise FreeTrainError(
                     f'Rank {rank} could not write its part of checkpoint {folder} '
-                    f'({report.error}); the one before is still there.'
+                    f'({said.removeprefix(_REFUSED)}); the one before is still there.'
                 )
-            parts.append(read_part(folder, rank, report.digest))
+            parts.append(read_part(folder, rank, said))
         return write_contents(folder, parts)
 
     def follow(self, save: int, state: State) -> None:
@@ -114,16 +105,15 @@ class PartWriters:
             If it cannot be written; rank 0 is told.
         """
         name = self._wait_for([f'{save}/folder'], None)
-        if not name or name[0] == _NOTHING:
+        if not name or name[0].startswith(_REFUSED):
             return  # rank 0 could not begin, and says why
-        folder = self._folder / name[0].decode()
+        folder = self._folder / name[0]
         try:
             saving('begin')
             saving('part-begun')
             part = state.part(self.rank, folder)
             saving('part-data')
-            digest = write_part(folder, self.rank, part)
-            self._set(f'{save}/{self.rank}', msgspec.json.encode(_Report(digest)))
+            self._set(f'{save}/{self.rank}', write_part(folder, self.rank, part))
         except Exception as error:
             self.refuse(save, error)
             raise
@@ -132,13 +122,11 @@ class PartWriters:
     def refuse(self, save: int, error: BaseException) -> None:
         """Tell the others that this rank has no part to give; on rank 0: that nothing is saved."""
         with suppress(PeerLost):
-            if self.rank == 0:
-                self._set(f'{save}/folder', _NOTHING)
-            else:
-                why = getattr(error, 'strerror', None) or str(error)
-                self._set(f'{save}/{self.rank}', msgspec.json.encode(_Report(error=why)))
+            why = getattr(error, 'strerror', None) or str(error)
+            self._set(f'{save}/{self.rank or "folder"}', f'{_REFUSED}{why}')
 
-    def _reports(self, save: int) -> dict[int, _Report]:
+    def _reports(self, save: int) -> list[str]:
+        """Of each other rank, the digest of what its part consists of, or why there is none."""
         keys = [f'{save}/{rank}' for rank in range(1, self._world_size)]
         found = self._wait_for(keys, time.monotonic() + max(self._limit_s(), _LEAST_S))
         if not found and keys:
@@ -148,12 +136,9 @@ class PartWriters:
                 f'Ranks {", ".join(missing[:_SHOWN])}{more} have not written their parts of a '
                 f'checkpoint in {self._folder}; the one before is still there.'
             )
-        return {
-            rank: msgspec.json.decode(content, type=_Report)
-            for rank, content in enumerate(found, 1)
-        }
+        return found
 
-    def _wait_for(self, keys: list[str], until: float | None) -> list[bytes]:
+    def _wait_for(self, keys: list[str], until: float | None) -> list[str]:
         """The values of keys, once all are set; none if that takes too long."""
         pause_s, longest_s = _POLL_S
         while not self._check(keys):
@@ -165,7 +150,7 @@ class PartWriters:
         if self._store is None:
             return []
         with as_peer_loss():
-            return [self._store.get(f'save/{key}').encode() for key in keys]
+            return [self._store.get(f'save/{key}') for key in keys]
 
     def _check(self, keys: list[str]) -> bool:
         if self._store is None:
@@ -173,8 +158,7 @@ class PartWriters:
         with as_peer_loss():
             return self._store.check([f'save/{key}' for key in keys])
 
-    def _set(self, key: str, value: bytes) -> None:
-        if self._store is None:
-            return
-        with as_peer_loss():
-            self._store.set(f'save/{key}', value.decode())
+    def _set(self, key: str, text: str) -> None:
+        if self._store is not None:
+            with as_peer_loss():
+                self._store.set(f'save/{key}', text)

@@ -22,12 +22,11 @@ from parsl_freetrain.training.checkpoint.block_digests import (
     write_hashed,
 )
 from parsl_freetrain.training.checkpoint.local_shard import Box
-from parsl_freetrain.training.checkpoint.manifest import Damaged, check_format, damage, verify
+from parsl_freetrain.training.checkpoint.manifest import Damaged, damage, verify
 from parsl_freetrain.training.checkpoint.safetensors_io import Layout, Piece, layout_of
 from parsl_freetrain.training.checkpoint.transport import Disk
 
 CONTENTS = 'contents.json'
-FORMAT = 2
 
 Place = tuple[str, int, int]
 """A file, where in it the bytes begin, and their number."""
@@ -68,7 +67,6 @@ class Contents(msgspec.Struct, frozen=True):
     tensors: dict[str, Entry]
     files: dict[str, tuple[int, tuple[str, ...]]]
     structure: bytes
-    format: int = FORMAT
 
     @property
     def packed(self) -> bytes:
@@ -98,7 +96,6 @@ class Contents(msgspec.Struct, frozen=True):
             raise damage(error) from error
         if blocks_of(io.BytesIO(content)) != committed.get(CONTENTS):
             raise Damaged(f'{CONTENTS} does not have the digest that was committed')
-        check_format(folder, msgspec.json.decode(content, type=_Format).format, FORMAT)
         return cls.unpacked(content)
 
     @classmethod
@@ -109,10 +106,6 @@ class Contents(msgspec.Struct, frozen=True):
             raise FreeTrainError('No rank has written what is not a tensor.')
         files = {name: file for part in parts for name, file in part.files.items()}
         return cls(_merged(part.tensors for part in parts), dict(sorted(files.items())), structure)
-
-
-class _Format(msgspec.Struct):
-    format: int = 0
 
 
 def part_of(

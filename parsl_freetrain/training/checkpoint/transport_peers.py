@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 import torch
 
-from parsl_freetrain.training.checkpoint.block_digests import FileImage, digest_of_blocks
+from parsl_freetrain.training.checkpoint.block_digests import FileImage, digest_of_blocks, threads
 from parsl_freetrain.training.checkpoint.manifest import Damaged
 from parsl_freetrain.training.checkpoint.safetensors_io import bytes_of
 from parsl_freetrain.training.checkpoint.transport import Block, Disk, Files, is_right, size_of
@@ -94,21 +94,27 @@ class PeerTransport:
 
     def fetch(self, blocks: Sequence[Block]) -> Iterator[memoryview]:
         needed, rank = set(blocks), self._peers.rank
-        for block, sendings in self._plan(needed):
-            content = self._memory.get(block)
-            here, read = content is not None, False
-            for ranks in sendings:
-                if rank in ranks:
-                    if rank == ranks[0] and not here:
-                        content, read = self._read(block), True
-                    content = self._spread(block, ranks, content)
-            if block not in needed:
-                continue
-            if content is not None and here:
-                self.bytes_here += len(content)
-            if content is None or not (read or is_right(block, content, self._files)):
-                content = self._read(block)
-            yield content
+        with threads() as pool:
+            right = {
+                block: pool.submit(is_right, block, content, self._files)
+                for block in blocks
+                if (content := self._memory.get(block)) is not None
+            }
+            for block, sendings in self._plan(needed):
+                content, read = self._memory.get(block), False
+                for ranks in sendings:
+                    if rank in ranks:
+                        if rank == ranks[0] and content is None:
+                            content, read = self._read(block), True
+                        content = self._spread(block, ranks, content)
+                if block not in needed:
+                    continue
+                if block in right:
+                    read = right[block].result()
+                    self.bytes_here += size_of(block, self._files)
+                if content is None or not (read or is_right(block, content, self._files)):
+                    content = self._read(block)
+                yield content
         if self._damage is not None:
             raise self._damage
 

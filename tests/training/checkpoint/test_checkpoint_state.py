@@ -4,7 +4,6 @@ differs.
 
 from __future__ import annotations
 
-import json
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -77,14 +76,10 @@ def round_trip(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     return put_together({name: reader.whole(name) for name in tensors}, reader.structure())
 
 
-def committed(folder: Path, state: State, **table: Any) -> str:
-    """A checkpoint with this state; ``table``: what its contents are said to be otherwise."""
+def committed(folder: Path, state: State) -> str:
+    """A checkpoint with this state."""
     folder.mkdir(exist_ok=True)
     hashed = state.write(folder)
-    if table:
-        hashed.pop('contents.json')
-        told = json.loads((folder / 'contents.json').read_text())
-        (folder / 'contents.json').write_text(json.dumps({**told, **table}))
     write_manifest(folder, trainer='t', samples=1, fragment=1, metrics={}, hashed=hashed)
     commit(folder)
     return str(folder)
@@ -176,14 +171,6 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
         'manifest.json',
         'rank-0.safetensors',
     ]
-
-
-def test_another_format_is_named(tmp_path: Path) -> None:
-    committed(tmp_path, State({'x': torch.ones(1)}, {}), format=9)
-    with pytest.raises(
-        BadInput, match=r'has format 9 and this version .* reads format 2: use the version'
-    ):
-        reader_of(tmp_path)
 
 
 def test_a_file_that_is_cut_off_while_it_is_read_is_an_error(tmp_path: Path) -> None:
