@@ -78,7 +78,7 @@ class BatchSite(ABC):
         )
         self._partition: Partition | None = None
         self._closed = False
-        self._stiff: set[str] = set()  # blocks that could not be made smaller
+        self._cannot_shrink: set[str] = set()  # blocks that could not be made smaller
 
     @abstractmethod
     def scheduler(self, clock: Callable[[], float]) -> Scheduler:
@@ -289,7 +289,7 @@ class BatchSite(ABC):
         self._tracker.leaving(job_ids)
 
     def _releasable(self, job_id: str, names: Sequence[str]) -> frozenset[str]:
-        if job_id in self._stiff or not isinstance(self._scheduler, Shrinking):
+        if job_id in self._cannot_shrink or not isinstance(self._scheduler, Shrinking):
             return frozenset()
         return frozenset(self._scheduler.releasable(names))
 
@@ -299,9 +299,9 @@ class BatchSite(ABC):
         not answer.
         """
         assert isinstance(self._scheduler, Shrinking)
-        self._stiff.add(job_id)
+        self._cannot_shrink.add(job_id)
         self._tracker.shrink(self._scheduler, job_id, names)
-        self._stiff.discard(job_id)
+        self._cannot_shrink.discard(job_id)
 
     # --- adoption
 
