@@ -58,7 +58,7 @@ def _sort(
 ) -> None:
     """Add the free nodes of one class, of which some last for the horizon."""
     could_start = could_grow = 0
-    for name, bidder in controller.state.turn.items():
+    for name, bidder in controller.state.active.items():
         run = runs[name]
         if bidder.running is not None and run.nodes:
             if bidder.running.node_class == node_class:

@@ -88,7 +88,7 @@ class Bids:
         for name in list(state.changed):
             self._follow(name, state, at)
         if unknown != bool(self._unmeasured):  # others hope for less as long as there are any
-            state.changed.update(dict.fromkeys(state.turn))
+            state.changed.update(dict.fromkeys(state.active))
         if self._unmeasured:
             self._assume(state)
         if state.changed:
@@ -103,12 +103,12 @@ class Bids:
     def _let_time_pass(self, state: ControllerState, at: float) -> None:
         if at - self._renewed_at >= self._renew_s:
             self._renewed_at = at
-            state.changed.update(dict.fromkeys(state.turn))
+            state.changed.update(dict.fromkeys(state.active))
         if state.shortest_s != self._shortest_s:  # another set of fragments is ending soon
             self._shortest_s = state.shortest_s
             for forgotten in (self._deadlines, self._settling, self._noted):
                 forgotten.clear()
-            state.changed.update(dict.fromkeys(state.turn))
+            state.changed.update(dict.fromkeys(state.active))
         while self._deadlines and self._deadlines[0][0] - at < self._shortest_s:
             state.changed[heappop(self._deadlines)[1]] = None
         while self._settling and not self._too_soon(self._settling[0][0], at):
@@ -118,7 +118,7 @@ class Bids:
         """Note when the passing of time will change this bid, and whether the bid depends on the
         speed of other trainers.
         """
-        trainer = state.turn.get(name)
+        trainer = state.active.get(name)
         if trainer is None:
             self._unmeasured.pop(name, None)
             self._noted.pop(name, None)
@@ -144,7 +144,7 @@ class Bids:
         """Assume that trainers of unknown speed are as fast as the mean of the others."""
         known = [
             rate
-            for t in state.turn.values()
+            for t in state.active.values()
             if (rate := t.profiles.best().one_node_rate()) is not None
         ]
         typical = sum(known) / len(known) if known else 1.0
@@ -153,7 +153,7 @@ class Bids:
             state.changed.update(self._unmeasured)
 
     def _remake(self, name: str, state: ControllerState, at: float, places: Places) -> None:
-        trainer = state.turn.get(name)
+        trainer = state.active.get(name)
         if trainer is None:
             self._bids.pop(name, None)
             self._current.pop(name, None)
@@ -226,7 +226,7 @@ class Bids:
 
 
 def _ratio(state: ControllerState, node_class: str, other: str) -> float:
-    return speed_ratio((t.profiles for t in state.turn.values()), node_class, other)
+    return speed_ratio((t.profiles for t in state.active.values()), node_class, other)
 
 
 def candidate_of(

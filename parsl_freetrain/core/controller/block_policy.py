@@ -26,7 +26,7 @@ def nodes_wanted(state: ControllerState, settings: ControllerSettings) -> int:
     """
     here = len(state.pool.nodes)
     wanted = _within_caps(
-        settings, [(t.trainer, _wanted_by(t, state, settings)) for t in state.turn.values()]
+        settings, [(t.trainer, _wanted_by(t, state, settings)) for t in state.active.values()]
     )
     if settings.max_nodes is not None:
         wanted = min(wanted, settings.max_nodes)
@@ -38,7 +38,7 @@ def nodes_wanted(state: ControllerState, settings: ControllerSettings) -> int:
 
 def _spare(state: ControllerState, settings: ControllerSettings) -> int:
     """Number of nodes to keep available and idle."""
-    return settings.keep_free if state.turn else 0
+    return settings.keep_free if state.active else 0
 
 
 def _wanted_by(trainer: TrainerState, state: ControllerState, settings: ControllerSettings) -> int:
@@ -154,7 +154,7 @@ def charges_spent(
 
 def _of_use(state: ControllerState, node_class: str) -> bool:
     """Whether a trainer uses nodes of this class."""
-    bidders = state.turn.values()
+    bidders = state.active.values()
     return bool(state.ordinary) or not bidders or any(t.trainer.uses(node_class) for t in bidders)
 
 
@@ -169,8 +169,8 @@ def _slower(
     """
     if not node_class:
         return 0, 0
-    profiles = [t.profiles for t in state.turn.values()]
-    cost_s = max((t.measured.costs(t.trainer)[0] for t in state.turn.values()), default=0.0)
+    profiles = [t.profiles for t in state.active.values()]
+    cost_s = max((t.measured.costs(t.trainer)[0] for t in state.active.values()), default=0.0)
     enough = 1 + max(0.1, 2 * cost_s / settings.horizon_s)
     there: Counter[str] = Counter()
     for block in state.blocks.values():
@@ -187,7 +187,7 @@ def _that_fit(state: ControllerState, nodes: int) -> int:
     """The largest number of nodes, up to ``nodes``, that the trainers can hold together, given the
     node counts that each may have.
     """
-    bidders = state.turn.values()
+    bidders = state.active.values()
     if state.ordinary or nodes <= 0 or not bidders or not all(t.trainer.sizes for t in bidders):
         return nodes
     return reachable_sums([t.trainer.counts() for t in bidders], nodes).bit_length() - 1
@@ -199,7 +199,7 @@ def _least_useful(state: ControllerState, settings: ControllerSettings, offered:
     """
     if state.ordinary:
         return 1
-    smallest = min((t.trainer.counts()[0] for t in state.turn.values()), default=math.inf)
+    smallest = min((t.trainer.counts()[0] for t in state.active.values()), default=math.inf)
     if not settings.spans_blocks:
         return smallest
     return (

@@ -131,7 +131,7 @@ class ControllerState:
     ----------
     trainers
         In order of submission.
-    turn
+    active
         Trainers whose turn it is, in order of submission: they bid for nodes.
     changed
         Trainers whose bids may have to be added, changed or withdrawn; cleared when that has been
@@ -165,7 +165,7 @@ class ControllerState:
         self.charges = Charges(settings.charge_budget, settings.charged_before)
         self._timed = False
         self.trainers: dict[str, TrainerState] = {}
-        self.turn: dict[str, TrainerState] = {}
+        self.active: dict[str, TrainerState] = {}
         self.changed: dict[str, None] = {}
         self.pool = Pool()
         self.blocks: dict[str, BlockState] = {}
@@ -187,7 +187,7 @@ class ControllerState:
 
         It is rounded to two digits, since all bids are renewed when it changes.
         """
-        each = [t.measured.shortest_s(self._min_hole_s) for t in self.turn.values()] or [
+        each = [t.measured.shortest_s(self._min_hole_s) for t in self.active.values()] or [
             self._min_hole_s
         ]
         self.shortest_s, self.longest_s = float(f'{min(each):.1e}'), max(each)
@@ -216,7 +216,7 @@ class ControllerState:
         """Note that nodes of a class have joined: all trainers bid for it from now on."""
         if node_class and node_class not in self.classes:
             self.classes = tuple(sorted((*self.classes, node_class)))
-            self.changed.update(dict.fromkeys(self.turn))
+            self.changed.update(dict.fromkeys(self.active))
 
     def submit(self, name: str, trainer: TrainerState) -> None:
         """Add a trainer; it gets its turn if fewer than the allowed number are before it."""
@@ -313,14 +313,14 @@ class ControllerState:
     def _withdraw(self, name: str) -> None:
         self._queue.pop(name, None)
         self._pausing.pop(name, None)
-        if self.turn.pop(name, None):
+        if self.active.pop(name, None):
             self.changed[name] = None
         self._admit()
 
     def _admit(self) -> None:
-        while self._queue and len(self.turn) < self._at_a_time:
+        while self._queue and len(self.active) < self._at_a_time:
             name = next(iter(self._queue))
-            self.turn[name] = self._queue.pop(name)
+            self.active[name] = self._queue.pop(name)
             self.changed[name] = None
         if self._timed:
             self.timed()

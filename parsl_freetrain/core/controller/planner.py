@@ -132,12 +132,12 @@ class Planner:
         settings = self._settings
         limits = pool_limits(places.nodes, settings.max_nodes, settings.keep_free)
         if settings.caps or settings.min_shares:
-            members = members_by_key(t.trainer for t in state.turn.values())
+            members = members_by_key(t.trainer for t in state.active.values())
             limits += owner_limits(members, settings.caps)
             limits += share_limits(
                 members,
                 settings.min_shares,
-                {name: t.useful_counts() for name, t in state.turn.items()},
+                {name: t.useful_counts() for name, t in state.active.items()},
                 min(
                     [
                         places.nodes,
@@ -178,7 +178,7 @@ class Planner:
             [
                 Want(name, then, running.nodes)
                 for name, then in changes
-                if then and current[name] and (running := state.turn[name].running)
+                if then and current[name] and (running := state.active[name].running)
             ],
             places.groups,
             state.pool,
@@ -186,7 +186,7 @@ class Planner:
         )
         actions: list[ev.Action] = []
         for name, then in changes:
-            trainer = state.turn[name]
+            trainer = state.active[name]
             if current[name]:
                 running = trainer.running
                 assert running is not None
@@ -240,15 +240,15 @@ class Planner:
         that are ending.
         """
         wants = [
-            Want(name, counts, state.turn[name].former)
+            Want(name, counts, state.active[name].former)
             for name, counts in plan.waiting.items()
-            if state.turn[name].running is None
+            if state.active[name].running is None
         ]
         if not wants:
             return []
         actions: list[ev.Action] = []
         for name, nodes in assign(wants, places.groups, state.pool, self._order(at)).items():
-            trainer, until_s = state.turn[name], first_end(nodes, state.pool)
+            trainer, until_s = state.active[name], first_end(nodes, state.pool)
             del plan.waiting[name]
             trainer.fragments += 1
             classes = [state.pool.nodes[node].node_class for node in nodes]
