@@ -21,7 +21,7 @@ from parsl_freetrain import BadInput, FragmentContext
 from parsl_freetrain.integrations.accelerate import torchrun_environment
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.examples import equal, in_this_process
-from tests.support.ranks import order, ranks
+from tests.support.ranks import all_finish, order
 
 DATA = TensorDataset(torch.arange(16.0).reshape(8, 2) / 16)
 NAMES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
@@ -72,9 +72,9 @@ def test_accelerate_finds_one_rank(own_environment: None) -> None:
 def test_accelerate_finds_two_ranks_and_their_wrappers_are_refused(
     fork_server: ForkClient, tmp_path: Path
 ) -> None:
-    with ranks(fork_server, order(tmp_path, total_samples=8), 2, tmp_path, asks_accelerate) as gang:
-        outcomes = gang.run()
-    assert [o.how for o in outcomes] == ['finished'] * 2, outcomes
+    outcomes = all_finish(
+        fork_server, order(tmp_path, total_samples=8), 2, tmp_path, asks_accelerate
+    )
     assert outcomes[0].result == '[2, true, 3.0]'
 
 

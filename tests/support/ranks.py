@@ -202,6 +202,15 @@ def ranks(
         started.close()
 
 
+def all_finish(*given: Any, **options: Any) -> list[Any]:
+    """The outcomes of :func:`ranks` that all finish."""
+    with ranks(*given, **options) as gang:
+        outcomes = gang.run()
+        hows = [outcome.how for outcome in outcomes]
+        assert hows == ['finished'] * len(outcomes), (hows, gang.ranks[0].log.read_text()[-4000:])
+    return outcomes
+
+
 @contextmanager
 def running_fork_server(folder: Path, of: str | None = None) -> Iterator[ForkClient]:
     """A fork server, forked from ``of`` or else from the session's template, with its log in

@@ -25,7 +25,7 @@ from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.spec import messages as msg
 from parsl_freetrain.training.spec.retention import Retention
-from tests.support.ranks import order, ranks
+from tests.support.ranks import all_finish, order, ranks
 
 SIZE, BATCH = 37, 10
 EPOCHS = 4
@@ -135,10 +135,7 @@ def differences(one: Any, other: Any, where: str = '') -> list[str]:
 
 
 def undisturbed(fork_server: ForkClient, folder: Path, **options: Any) -> dict[str, Any]:
-    with ranks(
-        fork_server, order(folder, total_samples=EPOCHS * SIZE), 1, folder, train, **options
-    ) as gang:
-        assert [outcome.how for outcome in gang.run()] == ['finished']
+    all_finish(fork_server, order(folder, total_samples=EPOCHS * SIZE), 1, folder, train, **options)
     return final_state(folder)
 
 
@@ -217,10 +214,9 @@ def test_augmentation_in_workers_does_not_change_a_bit(
     fork_server: ForkClient, tmp_path: Path
 ) -> None:
     expected = undisturbed(fork_server, tmp_path / 'whole')
-    with ranks(
+    all_finish(
         fork_server, order(tmp_path, total_samples=EPOCHS * SIZE), 2, tmp_path, train, num_workers=2
-    ) as gang:
-        assert [outcome.how for outcome in gang.run()] == ['finished'] * 2
+    )
     assert differences(final_state(tmp_path), expected) == []
 
 
@@ -247,8 +243,7 @@ def test_a_notice_to_all_processes_of_a_node_ends_no_data_worker(
 
     with ranks(fork_server, total, 1, tmp_path, notified) as gang:
         assert [outcome.how for outcome in gang.run()] == ['stopped']
-    with ranks(fork_server, replace(total, fragment=2), 1, tmp_path, notified) as gang:
-        assert [outcome.how for outcome in gang.run()] == ['finished']
+    all_finish(fork_server, replace(total, fragment=2), 1, tmp_path, notified)
     assert differences(final_state(tmp_path), expected) == []
 
 
@@ -306,7 +301,7 @@ def test_throughput_mode_equals_one_process_within_rounding(
     # 26 samples in batches of 8: the last batch has 2, fewer than ranks
     states = []
     for ranks_, folder in ((1, tmp_path / 'one'), (world_size, tmp_path / 'many')):
-        with ranks(
+        all_finish(
             fork_server,
             order(folder, total_samples=52, mode='throughput'),
             ranks_,
@@ -314,8 +309,7 @@ def test_throughput_mode_equals_one_process_within_rounding(
             line,
             26,
             8,
-        ) as gang:
-            assert [outcome.how for outcome in gang.run()] == ['finished'] * ranks_
+        )
         states.append(final_state(folder))
     for name, tensor in states[0]['model'].items():
         torch.testing.assert_close(states[1]['model'][name], tensor)

@@ -48,7 +48,7 @@ from parsl_freetrain.training.spec.messages import (
     StopTraining,
     Waiting,
 )
-from tests.support.ranks import Ranks, channel_pair, order, ranks
+from tests.support.ranks import Ranks, all_finish, channel_pair, order, ranks
 from tests.support.waiting import LIMIT_S
 from tests.training.loop.test_shapes import BATCH, LAYERS, Net, Points
 
@@ -175,8 +175,7 @@ def undisturbed(
     fork_server: ForkClient, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, torch.Tensor]:
     folder = tmp_path_factory.mktemp('undisturbed')
-    with ranks(fork_server, order(folder, total_samples=TOTAL), 1, folder, train) as gang:
-        assert [outcome.how for outcome in gang.run()] == ['finished']
+    all_finish(fork_server, order(folder, total_samples=TOTAL), 1, folder, train)
     return final(folder)
 
 

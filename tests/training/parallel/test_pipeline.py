@@ -27,7 +27,7 @@ from parsl_freetrain.training.loop.context import FragmentContext
 from parsl_freetrain.training.parallel.pipeline import Pipeline, activations
 from parsl_freetrain.training.parallel.pipeline.micro_batches import MicroBatches
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.ranks import finish, order, ranks
+from tests.support.ranks import all_finish, finish, order, ranks
 
 STEPS = 20
 SIZES = [
@@ -135,13 +135,7 @@ def holders_of(pipeline: Pipeline, world_size: int) -> dict[str, set[bytes]]:
 def test_every_method_trains_as_one_process_does(
     fork_server: ForkClient, tmp_path: Path, world_size: int, runs: list[tuple[str, int]]
 ) -> None:
-    with ranks(
-        fork_server, order(tmp_path), world_size, tmp_path, train_side_by_side, runs
-    ) as gang:
-        outcomes = gang.run()
-        assert [outcome.how for outcome in outcomes] == ['finished'] * world_size, gang.ranks[
-            0
-        ].log.read_text()[-4000:]
+    all_finish(fork_server, order(tmp_path), world_size, tmp_path, train_side_by_side, runs)
 
 
 class Spectrum(nn.Module):
@@ -188,10 +182,7 @@ def test_stages_may_have_no_parameters_or_complex_ones(
 ) -> None:
     linear = partial(layer, 6, 3)
     stages = [[linear, nn.Tanh], [nn.Tanh, linear], [Spectrum, Filter]]
-    with ranks(fork_server, order(tmp_path), 2, tmp_path, compare_gradients, stages) as gang:
-        assert [outcome.how for outcome in gang.run()] == ['finished'] * 2, gang.ranks[
-            0
-        ].log.read_text()[-4000:]
+    all_finish(fork_server, order(tmp_path), 2, tmp_path, compare_gradients, stages)
 
 
 def refused(ctx: FragmentContext, makers: list[Any], options: dict[str, Any]) -> None:
@@ -334,11 +325,7 @@ def test_copies_of_one_stage_leave_a_bad_step_out_together(
     fork_server: ForkClient, tmp_path: Path
 ) -> None:
     ordered = order(tmp_path, total_samples=32, mode='throughput', on_nan='skip')
-    with ranks(fork_server, ordered, 2, tmp_path, train_one_stage, 16) as gang:
-        outcomes = gang.run()
-        assert [outcome.how for outcome in outcomes] == ['finished'] * 2, gang.ranks[
-            0
-        ].log.read_text()[-4000:]
+    outcomes = all_finish(fork_server, ordered, 2, tmp_path, train_one_stage, 16)
     assert [outcome.metrics for outcome in outcomes] == [{'skipped_steps': 1.0}] * 2
     with ranks(
         fork_server,

@@ -25,7 +25,7 @@ from parsl_freetrain.training.parallel.spatial import (
     total,
 )
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.ranks import finish, order, ranks
+from tests.support.ranks import all_finish, finish, order
 
 CONVOLUTIONS: list[dict[str, Any]] = [
     *(
@@ -148,8 +148,6 @@ def test_layers_are_torchs(
     extents: tuple[int, int, int],
 ) -> None:
     """Odd extents, uneven parts, kernels of 1 to 5, strides of 1 to 3, along one axis and two."""
-    with ranks(
+    all_finish(
         fork_server, order(tmp_path, total_samples=4), 4, tmp_path, compare_all, spatial, extents
-    ) as gang:
-        outcomes = gang.run()
-    assert [outcome.how for outcome in outcomes] == ['finished'] * 4, outcomes[0].error
+    )

@@ -29,7 +29,7 @@ from parsl_freetrain.training.parallel.spatial import (
     total,
 )
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.ranks import finish, order, ranks
+from tests.support.ranks import all_finish, finish, order
 
 STEPS, BATCH = 20, 4
 
@@ -137,9 +137,7 @@ def test_twenty_steps_are_those_of_one_process(
     connection.
     """
     ordered = order(tmp_path, total_samples=STEPS * BATCH, mode='throughput', shape=shape)
-    with ranks(fork_server, ordered, 4, tmp_path, train, extents) as gang:
-        outcomes = gang.run()
-    assert [outcome.how for outcome in outcomes] == ['finished'] * 4, outcomes[0].error
+    all_finish(fork_server, ordered, 4, tmp_path, train, extents)
 
 
 def kept_bytes(run: Callable[[], Tensor], model: nn.Module) -> int:
@@ -205,6 +203,4 @@ def test_memory_is_a_part_and_the_halo_is_what_is_sent(
     fork_server: ForkClient, tmp_path: Path
 ) -> None:
     ordered = order(tmp_path, total_samples=4, mode='throughput', shape=Shape(spatial=(4, 1, 1)))
-    with ranks(fork_server, ordered, 4, tmp_path, measure) as gang:
-        outcomes = gang.run()
-    assert [outcome.how for outcome in outcomes] == ['finished'] * 4, outcomes[0].error
+    all_finish(fork_server, ordered, 4, tmp_path, measure)

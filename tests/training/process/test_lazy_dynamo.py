@@ -9,7 +9,7 @@ import pytest
 
 from parsl_freetrain.training.loop.context import FragmentContext
 from tests.support.programs import run_to_end
-from tests.support.ranks import order, ranks, running_fork_server
+from tests.support.ranks import all_finish, order, running_fork_server
 
 LATE = """
 import sys
@@ -73,5 +73,4 @@ def test_ranks_that_compile_nothing_do_not_import_the_compiler(tmp_path: Path) -
     with running_fork_server(tmp_path) as server:
         for mode in ('throughput', 'reproducible'):
             folder = tmp_path / mode
-            with ranks(server, order(folder, total_samples=8, mode=mode), 2, folder, train) as gang:
-                assert [outcome.how for outcome in gang.run()] == ['finished'] * 2
+            all_finish(server, order(folder, total_samples=8, mode=mode), 2, folder, train)

@@ -19,7 +19,7 @@ from parsl_freetrain.training.process.fork_client import ForkClient
 from parsl_freetrain.training.process.liveness import StopWatch, guard_connections
 from tests.support.computers import INTERFACE, Computer, computers
 from tests.support.faults import slow_rank
-from tests.support.ranks import order, ranks
+from tests.support.ranks import all_finish, order
 from tests.support.waiting import LIMIT_S, under_load
 from tests.training.loop.test_fragments import train
 
@@ -162,10 +162,7 @@ with ranks(parent, order(folder, total_samples=10_000_000, hang_s=2.0), 1, folde
 def test_a_long_step_is_no_hang(fork_server: ForkClient, tmp_path: Path) -> None:
     """All ranks wait for one that computes for longer than anything may hang."""
     slow = with_faults(train, slow_rank(0, 9.0, step=4))
-    with ranks(
-        fork_server, order(tmp_path, total_samples=50, hang_s=6.0), 2, tmp_path, slow
-    ) as gang:
-        assert [outcome.how for outcome in gang.run()] == ['finished'] * 2
+    all_finish(fork_server, order(tmp_path, total_samples=50, hang_s=6.0), 2, tmp_path, slow)
 
 
 @pytest.mark.parametrize(
