@@ -65,7 +65,9 @@ class Site(HoleSource, Protocol):
     def open_block(
         self, request: BlockRequest, command: str, name: str, worker_init: str = ''
     ) -> str:
-        """Submit one block; returns the id of its job.
+        """Submit one block; returns the id of its job. Raises BadInput if the request can never be
+        met; HoleGone if the request cannot be met any more; FreeTrainError if the scheduler refused
+        the job, or did not answer.
 
         Parameters
         ----------
@@ -77,15 +79,6 @@ class Site(HoleSource, Protocol):
             A name for the job, unlike that of every other block of the run.
         worker_init
             Shell lines that run once per block, before the command starts on its nodes.
-
-        Raises
-        ------
-        BadInput
-            The request can never be met.
-        HoleGone
-            The request cannot be met any more.
-        FreeTrainError
-            The scheduler refused the job, or did not answer.
         """
         ...
 
@@ -98,12 +91,8 @@ class Site(HoleSource, Protocol):
         ...
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """End these jobs.
-
-        Raises
-        ------
-        FreeTrainError
-            The scheduler did not answer; the jobs may still run.
+        """End these jobs. Raises FreeTrainError if the scheduler did not answer; the jobs may still
+        run.
         """
         ...
 

@@ -96,12 +96,8 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
         self.site.script_dir = folder
 
     def submit(self, command: str, tasks_per_node: int, job_name: str = 'parsl.freetrain') -> str:
-        """Refused: Parsl's scaling says nothing of a block's nodes and walltime.
-
-        Raises
-        ------
-        BadInput
-            Always.
+        """Refused: Parsl's scaling says nothing of a block's nodes and walltime. Always raises
+        BadInput.
         """
         raise BadInput(
             'BackfillProvider opens blocks only for holes, and only for a FreeTrainExecutor, which '
@@ -110,7 +106,9 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
         )
 
     def open_block(self, request: BlockRequest, command: str, name: str) -> str:
-        """Submit one block; returns the id of its job.
+        """Submit one block; returns the id of its job. Raises HoleGone if the nodes were taken
+        meanwhile; FreeTrainError if ``max_blocks`` blocks are open, or the scheduler did not
+        accept the job; BadInput if the site can never meet the request.
 
         Parameters
         ----------
@@ -120,15 +118,6 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
             What each node runs.
         name
             Name for the scheduler.
-
-        Raises
-        ------
-        HoleGone
-            The nodes were taken meanwhile.
-        FreeTrainError
-            ``max_blocks`` blocks are open, or the scheduler did not accept the job.
-        BadInput
-            The site can never meet the request.
         """
         with self._lock:
             if self._full():
@@ -145,10 +134,8 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
 
         There are none where blocks end with the process that submitted them.
 
-        Raises
-        ------
-        FreeTrainError
-            The scheduler does not answer, so it is not known whether there are any.
+        Raises FreeTrainError if the scheduler does not answer, so it is not known whether there are
+        any.
         """
         if not isinstance(self.site, Adopting):
             return ()
@@ -221,17 +208,13 @@ class BackfillProvider(ExecutionProvider, RepresentationMixin):
             return [self._jobs.get(job_id) is not None for job_id in wanted]
 
     def release(self, job_id: str, nodes: Sequence[str]) -> None:
-        """Give some nodes of a block back; it goes on with the others.
+        """Give some nodes of a block back; it goes on with the others. Raises FreeTrainError if the
+        scheduler does not do it.
 
         Parameters
         ----------
         nodes
             Their names, as the site calls them.
-
-        Raises
-        ------
-        FreeTrainError
-            The scheduler does not do it.
         """
         assert isinstance(self.site, Yielding)
         self.site.release(job_id, nodes)

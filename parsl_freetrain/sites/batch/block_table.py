@@ -205,7 +205,7 @@ class BlockTable:
             latest_end_s=block.latest_end_s if latest_end_s is None else latest_end_s,
         )
         if changed.life is not block.life:
-            logger.info('Block %s of %d nodes %s', block.job_id, block.nodes, changed.life.value)
+            logger.info('Block %s of %d nodes %s', block.job_id, block.nodes, changed.life.words)
         self._blocks[block.job_id] = changed
 
     def status(self, job_id: str, now: float, silence: str = '') -> JobStatus:

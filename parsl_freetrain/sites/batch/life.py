@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 
 from parsl.jobs.states import TERMINAL_STATES, JobStatus
 from parsl.jobs.states import JobState as ParslState
@@ -11,73 +11,57 @@ from parsl.jobs.states import JobState as ParslState
 from parsl_freetrain.sites.batch.records import JobState
 
 
-class BlockLife(StrEnum):
-    """Where a block stands; each member's text says it in words."""
+class BlockLife(Enum):
+    """Where a block stands: in words, and for Parsl.
 
-    PENDING = 'waits for its nodes'
-    RUNNING = 'runs'
-    SUSPENDED = 'was suspended, so its nodes are taken; it is deleted'
-    ENDING = 'is ending; its nodes are not free yet'
-    COMPLETED = 'ended by itself'
-    FAILED = 'ended by itself with an error'
-    TIME_LIMIT = 'reached its time limit'
-    PREEMPTED = 'was preempted'
-    GIVEN_BACK = 'was told that its nodes are taken early, and gave them back in time'
-    REQUEUED = 'was preempted and waits in the queue again'
-    WITHDRAWN = 'was withdrawn because it had not started while its hole lasted'
-    CANCELLED = 'was cancelled by this process'
-    CANCELLED_BY_OTHERS = 'was cancelled by somebody else'
-    DEADLINE = 'was dropped by the scheduler because it could not end before its hole does'
-    NODE_FAILED = 'lost a node, which failed'
-    BOOT_FAILED = 'could not boot its nodes'
-    OUT_OF_MEMORY = 'ran out of memory'
-    UNREACHABLE = 'cannot be asked about; it counts as it was'
-    FORGOTTEN = 'is over: its time is up and the scheduler does not know it any more'
+    TIMEOUT: nodes were taken, which is normal life. FAILED: asking for the same again at once would
+    not help.
+    """
+
+    def __init__(self, words: str, parsl: ParslState) -> None:
+        self.words, self.parsl = words, parsl
+
+    PENDING = 'waits for its nodes', ParslState.PENDING
+    RUNNING = 'runs', ParslState.RUNNING
+    SUSPENDED = 'was suspended, so its nodes are taken; it is deleted', ParslState.HELD
+    ENDING = 'is ending; its nodes are not free yet', ParslState.RUNNING
+    COMPLETED = 'ended by itself', ParslState.COMPLETED
+    FAILED = 'ended by itself with an error', ParslState.FAILED
+    TIME_LIMIT = 'reached its time limit', ParslState.TIMEOUT
+    PREEMPTED = 'was preempted', ParslState.TIMEOUT
+    GIVEN_BACK = (
+        'was told that its nodes are taken early, and gave them back in time',
+        ParslState.TIMEOUT,
+    )
+    REQUEUED = 'was preempted and waits in the queue again', ParslState.PENDING
+    WITHDRAWN = (
+        'was withdrawn because it had not started while its hole lasted',
+        ParslState.CANCELLED,
+    )
+    CANCELLED = 'was cancelled by this process', ParslState.CANCELLED
+    CANCELLED_BY_OTHERS = 'was cancelled by somebody else', ParslState.CANCELLED
+    DEADLINE = (
+        'was dropped by the scheduler because it could not end before its hole does',
+        ParslState.CANCELLED,
+    )
+    NODE_FAILED = 'lost a node, which failed', ParslState.TIMEOUT
+    BOOT_FAILED = 'could not boot its nodes', ParslState.FAILED
+    OUT_OF_MEMORY = 'ran out of memory', ParslState.FAILED
+    UNREACHABLE = 'cannot be asked about; it counts as it was', ParslState.UNKNOWN
+    FORGOTTEN = (
+        'is over: its time is up and the scheduler does not know it any more',
+        ParslState.TIMEOUT,
+    )
 
 
-# What a job's state means for its block.
+# What a job's state means for its block; the other states have the same name there.
 _MEANING = {
-    JobState.PENDING: BlockLife.PENDING,
     JobState.HELD: BlockLife.PENDING,
     JobState.STARTING: BlockLife.PENDING,
-    JobState.RUNNING: BlockLife.RUNNING,
-    JobState.SUSPENDED: BlockLife.SUSPENDED,
-    JobState.ENDING: BlockLife.ENDING,
-    JobState.COMPLETED: BlockLife.COMPLETED,
-    JobState.FAILED: BlockLife.FAILED,
     JobState.TERMINATED: BlockLife.GIVEN_BACK,
     JobState.TIMED_OUT: BlockLife.TIME_LIMIT,
-    JobState.PREEMPTED: BlockLife.PREEMPTED,
     JobState.CANCELLED: BlockLife.CANCELLED_BY_OTHERS,
-    JobState.DEADLINE: BlockLife.DEADLINE,
-    JobState.NODE_FAILED: BlockLife.NODE_FAILED,
-    JobState.BOOT_FAILED: BlockLife.BOOT_FAILED,
-    JobState.OUT_OF_MEMORY: BlockLife.OUT_OF_MEMORY,
     JobState.UNKNOWN: BlockLife.UNREACHABLE,
-}
-
-# TIMEOUT: nodes were taken, which is normal life. FAILED: asking for the same again at once would
-# not help.
-_PARSL = {
-    BlockLife.PENDING: ParslState.PENDING,
-    BlockLife.REQUEUED: ParslState.PENDING,
-    BlockLife.RUNNING: ParslState.RUNNING,
-    BlockLife.SUSPENDED: ParslState.HELD,
-    BlockLife.ENDING: ParslState.RUNNING,
-    BlockLife.COMPLETED: ParslState.COMPLETED,
-    BlockLife.FAILED: ParslState.FAILED,
-    BlockLife.TIME_LIMIT: ParslState.TIMEOUT,
-    BlockLife.PREEMPTED: ParslState.TIMEOUT,
-    BlockLife.GIVEN_BACK: ParslState.TIMEOUT,
-    BlockLife.WITHDRAWN: ParslState.CANCELLED,
-    BlockLife.CANCELLED: ParslState.CANCELLED,
-    BlockLife.CANCELLED_BY_OTHERS: ParslState.CANCELLED,
-    BlockLife.DEADLINE: ParslState.CANCELLED,
-    BlockLife.NODE_FAILED: ParslState.TIMEOUT,
-    BlockLife.BOOT_FAILED: ParslState.FAILED,
-    BlockLife.OUT_OF_MEMORY: ParslState.FAILED,
-    BlockLife.UNREACHABLE: ParslState.UNKNOWN,
-    BlockLife.FORGOTTEN: ParslState.TIMEOUT,
 }
 
 
@@ -113,7 +97,7 @@ class Seen:
 
 def life_of(seen: Seen) -> BlockLife:
     """Where a block stands."""
-    meaning = _MEANING[seen.state]
+    meaning = _MEANING.get(seen.state) or BlockLife[seen.state.name]
     if meaning is BlockLife.PENDING and seen.ran:
         return BlockLife.REQUEUED
     if seen.shortened and meaning in (BlockLife.COMPLETED, BlockLife.FAILED):
@@ -133,7 +117,7 @@ def life_of(seen: Seen) -> BlockLife:
 
 def is_over(life: BlockLife) -> bool:
     """Whether the block's nodes are free, for good."""
-    return _PARSL[life] in TERMINAL_STATES
+    return life.parsl in TERMINAL_STATES
 
 
 def status_of(
@@ -145,13 +129,13 @@ def status_of(
 ) -> JobStatus:
     """For Parsl, with a sentence that keeps apart what Parsl's states fold together."""
     return JobStatus(
-        _PARSL[life], f'job {job_id} {life.value}{detail}', stdout_path=stdout, stderr_path=stderr
+        life.parsl, f'job {job_id} {life.words}{detail}', stdout_path=stdout, stderr_path=stderr
     )
 
 
 def ran_out_of_memory(status: JobStatus) -> bool:
     """Whether the scheduler says that a job ended since it needed too much memory."""
-    return BlockLife.OUT_OF_MEMORY.value in (status.message or '')
+    return BlockLife.OUT_OF_MEMORY.words in (status.message or '')
 
 
 def forgotten(seen: Seen, latest_end_s: float, now: float, answers: int = 3) -> bool:

@@ -41,22 +41,14 @@ class JobState(StrEnum):
     @property
     def is_over(self) -> bool:
         """Whether the job has ended for good and its nodes are free."""
-        return self in _OVER
+        return self not in _GOING_ON
 
 
-_OVER = frozenset(
-    {
-        JobState.COMPLETED,
-        JobState.FAILED,
-        JobState.TERMINATED,
-        JobState.TIMED_OUT,
-        JobState.PREEMPTED,
-        JobState.CANCELLED,
-        JobState.DEADLINE,
-        JobState.NODE_FAILED,
-        JobState.BOOT_FAILED,
-        JobState.OUT_OF_MEMORY,
-    }
+_GOING_ON = frozenset(
+    (
+        *(JobState.PENDING, JobState.HELD, JobState.STARTING, JobState.RUNNING),
+        *(JobState.SUSPENDED, JobState.ENDING, JobState.UNKNOWN),
+    )
 )
 
 

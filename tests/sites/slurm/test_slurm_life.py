@@ -79,13 +79,13 @@ def test_states_are_told_apart(seen: Seen, life: BlockLife, state: ParslState) -
     assert life_of(seen) is life
     status = status_of('17', life)
     assert status.state is state
-    assert status.message == f'job 17 {life.value}'
+    assert status.message == f'job 17 {life.words}'
     assert is_over(life) == status.terminal
     assert ran_out_of_memory(status) == (life is BlockLife.OUT_OF_MEMORY)
 
 
 def test_every_life_has_a_sentence_of_its_own() -> None:
-    assert len({life.value for life in BlockLife}) == len(BlockLife)
+    assert len({life.words for life in BlockLife}) == len(BlockLife)
 
 
 def test_a_running_block_has_the_end_that_the_scheduler_says(table: BlockTable) -> None:
