@@ -29,7 +29,10 @@ def allocate(
         ),
     ],
     solver: Annotated[
-        SolverName, typer.Option(help='auto: the fastest exact one for each problem.')
+        SolverName,
+        typer.Option(
+            metavar='|'.join(SolverName), help='auto: the fastest exact one for each problem.'
+        ),
     ] = SolverName.AUTO,
     time_limit: Annotated[
         float,

@@ -63,7 +63,7 @@ class Verbs(TyperGroup):
             name: self.get_command(ctx, name) for name in VERBS
         }  # so that Typer can suggest a name for a misspelt one
         name, _, rest = super().resolve_command(ctx, args)
-        return name, _imported(str(name)), rest
+        return name, command_of(str(name)), rest
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -75,7 +75,7 @@ class Verbs(TyperGroup):
             return 0
 
 
-def _imported(verb: str) -> Any:
+def command_of(verb: str) -> Any:
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     alone.command(verb)(
         getattr(
