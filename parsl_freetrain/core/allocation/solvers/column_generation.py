@@ -193,13 +193,12 @@ class _Search:
         self._opened += 1
         few = self._pricing.places <= _FEW
         if divided is not None and self._opened in (_DIVES if few else _DIVES_OF_MANY):
-            self._dive(region, shares, prices, bound)
+            self._dive(region, shares, prices)
         elif divided is None or self._opened % _EVERY == 0 or (not few and self._opened <= _FIRST):
             self._best.round(master, shares, caps.prices(prices))
-            self._exchange(prices, bound)
         return _Branch(-bound, self._opened, region, prices, divided)
 
-    def _dive(self, region: Region, shares: Floats, prices: Floats, bound: float) -> None:
+    def _dive(self, region: Region, shares: Floats, prices: Floats) -> None:
         """Look for an allocation: divided bids with a clearly largest share, or else the one with
         the largest share, are fixed to its places, and the linear programme is solved again. With
         these decided, little is lost by whole numbers of nodes.
@@ -225,15 +224,6 @@ class _Search:
                 _, prices = master.solve()
             shares = master.shares()
         self._best.round(master, shares, caps.prices(prices))
-        self._exchange(prices, bound)
-
-    def _exchange(self, prices: Floats, bound: float) -> None:
-        of_node = self._caps.prices(prices)
-        best, _, _ = self._pricing.best(of_node, self._pricing.region)
-        master = self._master
-        paid = (of_node[master.bid] * master.ways).sum(axis=1)
-        losses = best[master.bid] - master.worth + paid
-        self._best.exchange(master, losses, bound - self._best.worth)
 
     def _divide(
         self, region: Region, shares: Floats, prices: Floats

@@ -9,8 +9,6 @@ import numpy as np
 from parsl_freetrain.core.allocation.solvers.column_master import Caps, Master
 from parsl_freetrain.core.allocation.solvers.column_pricing import Floats, Integers, Pricing
 
-# Pairs of this many ways are compared at a time.
-_MOST_WAYS = 600
 # Relative to the caps: node-seconds are sums of floats.
 _SLACK = 1e-12
 
@@ -92,43 +90,6 @@ class Incumbent:
             if not changed:
                 break
         self.offer(ways)
-
-    def exchange(self, master: Master, losses: Floats, gap: float) -> None:
-        """Move to the best allocation that changes one or two bids, until there is none.
-
-        Parameters
-        ----------
-        losses
-            By way of the master, how much it falls short of its bid's best way at some prices; one
-            that loses more than the gap cannot be part of a better allocation.
-        """
-        near = np.flatnonzero(losses <= gap)
-        near = near[np.argsort(losses[near], kind='stable')[:_MOST_WAYS]]
-        bid, ways = master.bid[near], master.ways[near]
-        worth, every = master.worth[near], self._pricing.every
-        use = self._caps.use(bid, ways)
-        while self._go_on():
-            now = self._worths(every, self.ways)
-            free = self._free(self.ways)
-            more, gain = use - self._caps.use(every, self.ways)[bid], worth - now[bid]
-            alone = np.where((more <= free).all(axis=1), gain, -np.inf)
-            best = int(alone.argmax()) if len(alone) else 0
-            top, moves = float(alone[best]) if len(alone) else -np.inf, [best]
-            winners = np.flatnonzero(gain > 0)
-            if len(winners):
-                fits = bid[winners][:, None] != bid
-                for cap in range(len(free)):
-                    fits &= more[winners, cap][:, None] + more[:, cap] <= free[cap]
-                both = np.where(fits, gain[winners][:, None] + gain, -np.inf)
-                k = int(both.argmax())
-                if both.flat[k] > top:
-                    top, moves = float(both.flat[k]), [int(winners[k // len(bid)]), k % len(bid)]
-            if top <= 1e-11 * abs(self.worth):
-                return
-            moved = self.ways.copy()
-            moved[bid[moves]] = ways[moves]
-            if not self.offer(moved):
-                return
 
     def _reply(
         self, ways: Integers, prices: Floats, bids: Integers
