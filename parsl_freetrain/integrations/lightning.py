@@ -21,7 +21,7 @@ from parsl_freetrain.integrations.lightning_arguments import (
 )
 from parsl_freetrain.integrations.lightning_log import Log
 from parsl_freetrain.integrations.metric_logger import needs
-from parsl_freetrain.training.data.data_loaders import LoaderData
+from parsl_freetrain.training.data.loader_settings import LoaderData
 from parsl_freetrain.training.loop.context import FragmentContext
 
 with needs('lightning'):

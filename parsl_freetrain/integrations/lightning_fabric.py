@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from parsl_freetrain.integrations.lightning_arguments import check_options, unsupported
-from parsl_freetrain.training.data.data_loaders import LoaderData
+from parsl_freetrain.training.data.loader_settings import LoaderData
 from parsl_freetrain.training.loop.context import FragmentContext
 
 _HOW = {

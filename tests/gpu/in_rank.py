@@ -166,8 +166,8 @@ def train(ctx: FragmentContext, workload: str, pause_s: float = 0.0) -> None:
 
 def page_locked(ctx: FragmentContext) -> None:
     """Check that batches are page-locked until they are on the device."""
-    from parsl_freetrain.training.data.data_loaders import LoaderSettings
     from parsl_freetrain.training.data.loader import MicroBatch, make_loader, to_device
+    from parsl_freetrain.training.data.loader_settings import LoaderSettings
     from tests.support.ranks import finish
 
     micro_batches = [MicroBatch((0, 1), 0, 0, 1.0)]

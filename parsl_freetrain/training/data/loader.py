@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.comm.device_faults import causes
 from parsl_freetrain.training.comm.inbox import STOP_SIGNALS
-from parsl_freetrain.training.data.data_loaders import LoaderSettings
+from parsl_freetrain.training.data.loader_settings import LoaderSettings
 from parsl_freetrain.training.process.linux import die_with_parent
 
 _WORKER = 'DataLoader worker (pid'  # torch's words

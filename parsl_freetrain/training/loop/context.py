@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.core.model.shape import Shape
-from parsl_freetrain.training.data.data_loaders import LoaderData, LoaderSettings
+from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
 from parsl_freetrain.training.data.sampler import Sampler
 from parsl_freetrain.training.loop.evaluation import Measure
 from parsl_freetrain.training.loop.fragment_run import FragmentRun

@@ -7,8 +7,8 @@ from enum import Enum, auto
 from typing import Any
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.training.data.data_loaders import LoaderData
 from parsl_freetrain.training.data.loader import seed_alike
+from parsl_freetrain.training.data.loader_settings import LoaderData
 from parsl_freetrain.training.data.stream import is_stream
 from parsl_freetrain.training.loop.last_step import around_models, changes_of
 from parsl_freetrain.training.loop.loop_state import LoopState

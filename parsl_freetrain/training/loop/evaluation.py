@@ -15,8 +15,8 @@ import torch
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.comm.peers import Peers, gather_bytes
-from parsl_freetrain.training.data.data_loaders import LoaderData
 from parsl_freetrain.training.data.loader import MicroBatch, make_loader, size_of, to_device
+from parsl_freetrain.training.data.loader_settings import LoaderData
 
 Measure = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
 _Sums = dict[str, tuple[float, float]]

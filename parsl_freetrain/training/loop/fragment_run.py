@@ -24,8 +24,8 @@ from parsl_freetrain.training.checkpoint.state import (
     check_position,
 )
 from parsl_freetrain.training.checkpoint.trainables import check_schedulers
-from parsl_freetrain.training.data.data_loaders import LoaderData, LoaderSettings
 from parsl_freetrain.training.data.loader import seed_alike
+from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
 from parsl_freetrain.training.data.stream import is_stream
 from parsl_freetrain.training.loop import update_guard
 from parsl_freetrain.training.loop.averages import (

@@ -11,8 +11,8 @@ import torch
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.state import Position, Source
 from parsl_freetrain.training.comm.peers import Peers
-from parsl_freetrain.training.data.data_loaders import LoaderData
 from parsl_freetrain.training.data.loader import MicroBatch, make_loader, size_of
+from parsl_freetrain.training.data.loader_settings import LoaderData
 from parsl_freetrain.training.data.sample_order import (
     GlobalBatch,
     GlobalOrder,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from parsl_freetrain.training.data.data_loaders import LoaderSettings
 from parsl_freetrain.training.data.loader import MicroBatch, make_loader, to_device
+from parsl_freetrain.training.data.loader_settings import LoaderSettings
 
 CPU, GPU = torch.device('cpu'), torch.device('cuda', 0)
 

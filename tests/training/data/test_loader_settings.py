@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from parsl_freetrain import BadInput
-from parsl_freetrain.training.data.data_loaders import LoaderData, LoaderSettings
+from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
 
 DATA = TensorDataset(torch.arange(8.0))
 
