@@ -31,6 +31,7 @@ def cases(out: Path, *options: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, found
 
 
+@pytest.mark.long
 def test_every_case_with_a_meaning_on_a_cpu_runs_there(tmp_path: Path) -> None:
     status, found = cases(tmp_path, '--device', 'cpu', '--seconds', '0.1', '--cases', *QUICK)
     assert status == 0, found

@@ -44,6 +44,7 @@ class Counted:
         return self.all() - before
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures('nodes_share_a_template')
 def test_the_scheduler_is_asked_a_few_things_per_interval_whatever_happens(
     slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -104,6 +104,7 @@ def test_settings_in_a_table_are_compared_too(slurm: Cluster, tmp_path: Path) ->
     ]
 
 
+@pytest.mark.long
 @pytest.mark.pbs
 def test_on_pbs(openpbs: PbsCluster, tmp_path: Path) -> None:
     wrong_file_is_told(tmp_path, 'PbsSite')

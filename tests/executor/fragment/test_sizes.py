@@ -91,6 +91,7 @@ def shaped(ctx: FragmentContext, folder: str) -> None:
             Path(folder, 'tensor').touch()
 
 
+@pytest.mark.long
 def test_shapes_are_tried_and_the_fastest_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,7 @@ def until_training(future: TrainingFuture, samples: int = 0) -> None:
         threading.Event().wait(0.05)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures('nodes_share_a_template')
 def test_a_training_goes_on_while_the_scheduler_is_restarted(
     slurm: Cluster, tmp_path: Path

@@ -129,7 +129,9 @@ def holders_of(pipeline: Pipeline, world_size: int) -> dict[str, set[bytes]]:
     ('world_size', 'runs'),
     [
         (2, [('gpipe', 3), ('1f1b', 4), ('chimera', 2)]),
-        (4, [('gpipe', 4), ('1f1b', 6), ('chimera', 4), ('chimera', 6)]),
+        pytest.param(
+            4, [('gpipe', 4), ('1f1b', 6), ('chimera', 4), ('chimera', 6)], marks=pytest.mark.long
+        ),
     ],
 )
 def test_every_method_trains_as_one_process_does(

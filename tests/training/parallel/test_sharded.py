@@ -140,7 +140,9 @@ def test_in_any_shapes_in_turn_the_bits_are_those_of_one_process(
     'shapes',
     [
         (Shape(shard=2, tensor=2), Shape(data=2, shard=2), Shape()),
-        (Shape(data=4), Shape(tensor=2), Shape(data=2, tensor=2)),
+        pytest.param(
+            (Shape(data=4), Shape(tensor=2), Shape(data=2, tensor=2)), marks=pytest.mark.long
+        ),
     ],
     ids=['fsdp-and-tensor', 'copies-and-tensor'],
 )

@@ -106,7 +106,9 @@ def test_only_tcp_connections_are_guarded() -> None:
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
 
 
-@pytest.mark.parametrize('busy', [True, False], ids=['in-exchange', 'one-computes'])
+@pytest.mark.parametrize(
+    'busy', [pytest.param(True, marks=pytest.mark.long), False], ids=['in-exchange', 'one-computes']
+)
 def test_a_cut_network_ends_all_ranks_in_time(busy: bool) -> None:
     """Packets vanish and no connection is closed; rank 1, which only waits, also notices."""
     with computers(2) as hosts:
